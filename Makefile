@@ -1,0 +1,43 @@
+# make train   set up, make the digits' dataset, train on it        make test    set up, run the tests
+# make bench   measure and print the tables of docs/results         make check   lint, format, types
+PYTHON ?= python3
+BIN := .venv/bin
+DIGITS := data/digits/manifest.json
+.DEFAULT_GOAL := help
+
+.PHONY: help setup data train test check format bench clean
+help:
+	@sed -n '1,2s/^# //p' Makefile
+
+setup: .venv/.installed
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+data: $(DIGITS)
+$(DIGITS): | .venv/.installed
+	rm -rf data/digits data/digits_jpeg
+	$(BIN)/python preprocessing/make_digits.py data/digits_jpeg
+	$(BIN)/python preprocessing/make_hkl.py data/digits_jpeg data/digits --size 36
+
+train: .venv/.installed $(DIGITS)
+	$(BIN)/python train.py $(ARGS)
+
+test: .venv/.installed
+	$(BIN)/python -m pytest $(ARGS)
+
+check: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/.installed $(DIGITS)
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf .venv data *.egg-info build

@@ -1,0 +1,138 @@
+"""Reads and writes .hkl files that hold one array.
+
+Reading is our own: h5py finds the dataset, then the bytes are read straight into the caller's buffer at the
+dataset's offset. `hickle.load` unpickles what it finds, even from a file that should hold numbers only, is
+several times slower, and can't open the files of hickle 1 to 3. Writing is hickle's, so that hickle opens it.
+
+Where the array lies in a file (hickle's source, each major version): `data` in versions 1, 4 and 5; `data_0`
+in versions 2 and 3.
+"""
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import hickle
+import numpy as np
+
+from lockstep.errors import UserError
+
+_NAMES = ("data", "data_0")
+
+
+@dataclass(frozen=True)
+class HklArray:
+    """One array in a .hkl file. `offset` is its first byte, or None where only HDF5 can decode it."""
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int | None
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self.shape[1:]
+
+
+def inspect(path: str | Path) -> HklArray:
+    """Finds the array in a .hkl file, reading its header only.
+
+    Raises UserError naming the file where it is missing, truncated, not HDF5, or holds anything but one
+    array.
+    """
+    try:
+        with h5py.File(path, "r") as file:
+            return _find_array(str(path), file)
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: there is no such file") from error
+    except (
+        OSError,
+        RuntimeError,
+        KeyError,
+    ) as error:  # what h5py raises for odd bytes
+        raise UserError(f"{path}: is not a whole .hkl (HDF5) file: {error}") from error
+
+
+def _find_array(path: str, file: h5py.File) -> HklArray:
+    names = [name for name in _NAMES if isinstance(file.get(name), h5py.Dataset)]
+    if len(names) != 1 or not isinstance(file[names[0]].dtype, np.dtype):
+        raise UserError(f"{path}: must hold one array named 'data' (or 'data_0')")
+    dataset = file[names[0]]
+    if dataset.dtype.kind not in "uif" or dataset.ndim == 0:
+        raise UserError(f"{path}: holds {dataset.dtype} of shape {dataset.shape}, not an array of numbers")
+    # None for chunked or compressed storage, and for arrays that were never written
+    offset = dataset.id.get_offset() if dataset.dtype.isnative else None
+    array = HklArray(path, names[0], dataset.shape, dataset.dtype.newbyteorder("="), offset)
+    end = (offset or 0) + dataset.size * dataset.dtype.itemsize
+    if offset is not None and os.path.getsize(path) < end:
+        raise UserError(f"{path}: is truncated: {os.path.getsize(path)} bytes, {end} are needed")
+    return array
+
+
+def read_rows(array: HklArray, first: int, out: np.ndarray) -> None:
+    """Reads len(out) rows from row `first` on into `out`, a C-contiguous array of (rows, *row_shape).
+
+    Raises UserError naming the file when it can't be read or has become shorter than it was.
+    """
+    assert out.flags.c_contiguous and out.dtype == array.dtype and out.shape[1:] == array.row_shape
+    assert first >= 0 and first + len(out) <= array.shape[0]
+    if len(out) == 0:
+        return
+    try:
+        if array.offset is None:
+            with h5py.File(array.path, "r") as file:
+                file[array.name].read_direct(out, np.s_[first : first + len(out)])
+        else:
+            _read_bytes(array.path, array.offset + first * out[0].nbytes, out)
+    except (OSError, RuntimeError, KeyError) as error:
+        raise UserError(f"{array.path}: can't be read: {error}") from error
+
+
+def _read_bytes(path: str, offset: int, out: np.ndarray) -> None:
+    view = out.reshape(-1).view(np.uint8).data
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while view:
+            n_bytes = os.preadv(descriptor, [view], offset)
+            if n_bytes == 0:
+                raise OSError(f"the file ends {len(view)} bytes too early")
+            view, offset = view[n_bytes:], offset + n_bytes
+    finally:
+        os.close(descriptor)
+
+
+def read(path: str | Path) -> np.ndarray:
+    """The whole array of a .hkl file."""
+    array = inspect(path)
+    out = np.empty(array.shape, array.dtype)
+    read_rows(array, 0, out)
+    return out
+
+
+def write(path: str | Path, array: np.ndarray) -> None:
+    """Writes `array` so that hickle opens it. The file appears whole or not at all."""
+    path = Path(path)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(descriptor)
+    try:
+        hickle.dump(np.ascontiguousarray(array), temporary, mode="w")
+        publish(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def publish(temporary: str | Path, path: str | Path) -> None:
+    """Makes a finished temporary file durable, then gives it its name in one step."""
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, path)
+    folder = os.open(Path(path).parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

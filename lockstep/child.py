@@ -1,0 +1,95 @@
+"""The child's side of a run: how every trainer and loader process starts, reports its end, and dies with the
+launcher.
+
+A child outlives the launcher by moments only. The kernel kills it (prctl(2), PR_SET_PDEATHSIG), except
+trainer 0, which sees the end of the *lifeline*, a pipe whose other end only the launcher holds, and says a
+last word for all.
+"""
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lockstep.errors import DeadlinePassed, PeerLost, UserError
+from lockstep.messages import Failed, Finished, Ready
+from lockstep.pipes import Pipe
+from lockstep.status import StatusBoard
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class ChildStart:
+    """What a child is started with. `entry` is 'module:function', imported in the child."""
+
+    name: str
+    entry: str
+    arguments: tuple[Any, ...]
+    control: Connection
+    lifeline: Connection
+    launcher: int
+    deadline: float
+    speaker: bool  # says the last word when the launcher dies
+
+
+def child_main(start: ChildStart) -> None:
+    """The main function of every child: runs `entry(control, board, *arguments)` and reports how it ended."""
+    control = Pipe(start.control, "the launcher", start.deadline)
+    board = StatusBoard.create()
+    board.say("starting")
+    _tie_to_launcher(start, board)
+    code = 1
+    try:
+        control.send(Ready(os.getpid()))
+        board.send(control)
+        module, function = start.entry.split(":")
+        stopped = getattr(importlib.import_module(module), function)(control, board, *start.arguments)
+        board.say("leaving")
+        control.send(Finished(bool(stopped)))
+        code = 0
+    except Exception as error:
+        try:
+            control.send(_failure(error))
+        except PeerLost:  # the launcher has died: that is the news, not this
+            _launcher_died(start, board)
+    sys.exit(code)
+
+
+def _failure(error: Exception) -> Failed:
+    if isinstance(error, UserError):
+        return Failed("user", str(error))
+    if isinstance(error, PeerLost | DeadlinePassed):
+        return Failed("lost", str(error))
+    return Failed("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
+
+
+def _tie_to_launcher(start: ChildStart, board: StatusBoard) -> None:
+    if start.speaker:
+
+        def watch() -> None:
+            start.lifeline.poll(None)  # for as long as the launcher lives
+            _launcher_died(start, board)
+
+        threading.Thread(target=watch, daemon=True).start()
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != start.launcher:  # it died before the line above
+        os._exit(1)
+
+
+def _launcher_died(start: ChildStart, board: StatusBoard) -> None:
+    if start.speaker:
+        text = (
+            f"\nlockstep: the launcher (pid {start.launcher}) died, probably killed, "
+            f"while {start.name} was at: "
+            f"{board.read()}. The run has ended; resume_train=True goes on from its last checkpoint.\n"
+        )
+        os.write(2, text.encode())  # one call: it can't be mixed with another process's output
+    os._exit(1)

@@ -1,0 +1,309 @@
+"""The configuration of a run: config.yaml, then the spec, then the command line; the later one wins.
+
+Every key is a field of `Config`. A key that is not, a value of the wrong type, a key given twice in one file
+and an impossible combination are each a `UserError` that names the file and the key. `yaml.safe_load` rules
+apply: nothing in a YAML file is ever executed.
+"""
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from lockstep.errors import UserError
+
+COMMAND_LINE = "command line"
+_UNIONS = (types.UnionType, typing.Union)  # int | str, and what int | Literal[...] makes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Every key that config.yaml, a spec and the command line may hold, with its default."""
+
+    # What to train
+    model: str = "smallnet"  # models/<model>.py
+    model_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of its Model
+    seed: int = 0
+
+    # Resuming
+    resume_train: bool = False
+    load_epoch: int | Literal["latest"] = "latest"
+
+    # Learning
+    n_epochs: int = 20
+    learning_rate: float = 0.01
+    lr_policy: Literal["step", "auto"] = "step"
+    lr_adapt_threshold: float = 0.01  # auto: least fall of the validation error in two epochs
+    lr_step: tuple[int, ...] = (20, 40)  # step: the rate falls to a tenth after these epochs
+    use_momentum: bool = True
+    use_nesterov_momentum: bool = False
+    momentum: float = 0.9
+    weight_decay: float = 0.0005
+
+    # Data
+    data_folder: str = "./data/digits"
+    train_folder: str | None = None  # null: <data_folder>/train_hkl
+    val_folder: str | None = None  # null: <data_folder>/val_hkl
+    label_folder: str | None = None  # null: <data_folder>/labels
+    mean_file: str | None = None  # null: <data_folder>/misc/img_mean.npy
+    n_classes: int | None = None  # null: as the dataset's manifest says
+    rand_crop: bool = True
+    rand_mirror: bool = True
+    batch_crop_mirror: bool = False  # one crop and mirror for a whole minibatch
+    shuffle: Literal["none", "batches", "blocks"] = "blocks"
+    shuffle_block: int = 16  # rows (images) in a block of `shuffle: blocks`
+    para_load: bool = True
+    n_slots: int = 3  # minibatches in a loader's ring
+
+    # Where to train
+    devices: tuple[str, ...] = ()
+    batch_size: int = 32  # per trainer
+    cpu_threads: int | None = None  # null: the cores, divided among the trainers
+    wait_deadline: float = 120.0  # seconds that one process waits for another
+
+    # Output
+    weights_dir: str = "./runs"
+    run_name: str | None = None  # null: <model>-<date>-<time>
+    snapshot_freq: int = 5  # epochs
+    print_train_error: bool = True
+    print_freq: int = 20  # steps
+
+
+_AT_LEAST = {
+    "batch_size": 1,
+    "cpu_threads": 1,
+    "load_epoch": 0,
+    "momentum": 0,
+    "n_classes": 1,
+    "n_epochs": 1,
+    "n_slots": 2,  # one being filled, one being used
+    "print_freq": 1,
+    "seed": 0,
+    "shuffle_block": 1,
+    "snapshot_freq": 1,
+    "weight_decay": 0,
+}
+
+# Keys of theano_alexnet that mean nothing here: accepted, with a line that says why.
+OBSOLETE = {
+    "lib_conv": "convolutions are PyTorch's (cuDNN or oneDNN)",
+    "use_data_layer": "the loaders crop and mirror",
+    "file_batch_size": "the files themselves say how many images they hold",
+}
+_SOCKET = re.compile(r"sock_(data|gpu)\d*")
+_GPU = re.compile(r"gpu\d*")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Where some keys came from (a file's name or 'command line') and what they are."""
+
+    source: str
+    values: Mapping[str, Any]
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """safe_load, but a key given twice is an error instead of a silent choice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = {str(key) for key in keys if keys.count(key) > 1}
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                problem=f"key given twice: {', '.join(sorted(twice))}", problem_mark=node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str | Path) -> Layer:
+    """Reads one YAML file of keys. Raises UserError where it is missing, not YAML or not a mapping."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: can't be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not a text file in UTF-8") from error
+    try:
+        values = yaml.load(text, _UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UserError(f"{path}: must hold 'key: value' lines")
+    return Layer(str(path), values)
+
+
+def read_command_line(words: list[str]) -> Layer:
+    """Turns ['learning_rate=0.02', ...] into a layer; values are read as YAML."""
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise UserError(f"{COMMAND_LINE}: {word!r} is not of the form key=value")
+        if key in values:
+            raise UserError(f"{COMMAND_LINE}: {key} is given twice")
+        try:
+            values[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UserError(f"{COMMAND_LINE}: {word!r}: the value can't be read") from error
+    return Layer(COMMAND_LINE, values)
+
+
+def resolve(layers: list[Layer]) -> tuple[Config, list[str]]:
+    """Merges the layers (the last wins) into a checked Config, and notices to print about old keys."""
+    hints = typing.get_type_hints(Config)
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    notices: list[str] = []
+    for layer in layers:
+        for key, value in _translate(layer, notices).items():
+            if key not in hints:
+                raise UserError(f"{layer.source}: unknown key '{key}'{_nearest(key, hints)}")
+            values[key] = _checked(layer.source, key, value, hints[key])
+            sources[key] = layer.source
+    config = Config(**values)
+    _check_values(config, sources)
+    _check_combinations(config, sources)
+    return config, notices
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML that `--config` reads back to the same Config."""
+    plain = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in dataclasses.asdict(config).items()
+    }
+    return yaml.safe_dump(plain, sort_keys=False)
+
+
+def _translate(layer: Layer, notices: list[str]) -> dict[str, Any]:
+    """Drops or renames what theano_alexnet's files hold, with one notice a key."""
+    kept: dict[str, Any] = {}
+    gpus: list[Any] = []
+    for key, value in layer.values.items():
+        if key in OBSOLETE or _SOCKET.fullmatch(key):
+            why = OBSOLETE.get(key, "processes talk over pipes, not ports")
+            notices.append(f"{layer.source}: {key} is accepted and not used: {why}")
+        elif _GPU.fullmatch(key):
+            gpus.append(value)
+        elif key == "shuffle" and isinstance(value, bool):
+            kept[key] = "batches" if value else "none"
+        else:
+            kept[key] = value
+    if gpus and "devices" not in kept:
+        kept["devices"] = gpus
+        notices.append(f"{layer.source}: gpu keys are read as 'devices: {gpus}'")
+    return kept
+
+
+def _nearest(key: str, known: Mapping[str, Any]) -> str:
+    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return f" (did you mean '{matches[0]}'?)" if matches else ""
+
+
+def _checked(source: str, key: str, value: Any, hint: Any) -> Any:
+    try:
+        return _convert(value, hint)
+    except TypeError:
+        raise UserError(f"{source}: {key} must be {_describe(hint)}, not {value!r}") from None
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """Returns `value` as the type `hint` says, or raises TypeError. Converts only what loses nothing."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in _UNIONS:
+        return _convert_to_one_of(value, options)
+    if origin is Literal:
+        matches = isinstance(value, str) and value in options
+    elif origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise TypeError
+        return tuple(_convert(item, options[0]) for item in value)
+    elif origin is dict:
+        matches = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    elif hint is float:
+        return _convert_to_float(value)
+    else:
+        matches = type(value) is hint  # not isinstance: True is no whole number here
+    if not matches:
+        raise TypeError
+    return value
+
+
+def _convert_to_one_of(value: Any, options: tuple[Any, ...]) -> Any:
+    for option in options:
+        try:
+            return _convert(value, option)
+        except TypeError:
+            continue
+    raise TypeError
+
+
+def _convert_to_float(value: Any) -> float:
+    """YAML 1.1 reads 5e-4 (no point) as text; people mean the number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError
+    try:
+        return float(value)
+    except ValueError:
+        raise TypeError from None
+
+
+def _describe(hint: Any) -> str:
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in _UNIONS:
+        return " or ".join(_describe(option) for option in options)
+    if origin is Literal:
+        return " or ".join(repr(option) for option in options)
+    if origin is tuple:
+        return f"a list, each item {_describe(options[0])}"
+    if origin is dict:
+        return "a mapping (key: value)"
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text (in quotes)",
+    }
+    return names.get(hint, "null")
+
+
+def _check_values(config: Config, sources: Mapping[str, str]) -> None:
+    """Single values that have the right type and can't work all the same."""
+    for key, least in _AT_LEAST.items():
+        value = getattr(config, key)
+        if isinstance(value, int | float) and not value >= least:
+            raise UserError(f"{_where(key, sources)}: {key} must be at least {least}, not {value}")
+    for key in ("learning_rate", "wait_deadline"):
+        value = getattr(config, key)
+        if not 0 < value < float("inf"):
+            raise UserError(f"{_where(key, sources)}: {key} must be above 0, not {value}")
+    if not config.momentum < 1:
+        raise UserError(f"{_where('momentum', sources)}: momentum must be below 1, not {config.momentum}")
+
+
+def _check_combinations(config: Config, sources: Mapping[str, str]) -> None:
+    if config.use_nesterov_momentum and not (config.use_momentum and config.momentum > 0):
+        raise UserError(
+            f"{_where('use_nesterov_momentum', sources)}: use_nesterov_momentum needs "
+            "use_momentum: true and a momentum above 0"
+        )
+    if list(config.lr_step) != sorted(set(config.lr_step)):
+        raise UserError(f"{_where('lr_step', sources)}: lr_step must rise: {list(config.lr_step)}")
+    if config.run_name is not None and Path(config.run_name).name != config.run_name:
+        raise UserError(
+            f"{_where('run_name', sources)}: run_name is a folder's name inside weights_dir, "
+            f"not a path: {config.run_name!r}"
+        )
+
+
+def _where(key: str, sources: Mapping[str, str]) -> str:
+    return sources.get(key, "default")

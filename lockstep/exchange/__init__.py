@@ -1,0 +1,33 @@
+"""Averaging the trainers' arenas after a step.
+
+Rank r owns shard r. It reads shard r of all arenas, averages in fixed rank order, and writes the mean into
+all of them. Nobody needs memory for a second copy, each rank moves 2 N (P - 1) / P bytes for N bytes and P
+ranks, and since a shard is computed once and copied, replicas are bitwise equal afterwards for any P. For SGD
+with momentum, averaging weights and momenta after every step is averaging gradients before it
+(docs/how-it-works.md has the two lines of algebra).
+
+The caller meets its peers before (all have updated) and after (all shards are written).
+"""
+
+from abc import ABC, abstractmethod
+
+SHARD_ALIGNMENT = 16  # elements: 64 bytes of float32, so that no cache line has two writers
+
+
+class Exchange(ABC):
+    """One rank's part in averaging."""
+
+    @abstractmethod
+    def average(self) -> None:
+        """Replaces this rank's shard, in every arena, by its mean over all arenas."""
+
+
+def shard(n_elements: int, rank: int, n_ranks: int) -> tuple[int, int]:
+    """The elements [first, last) that `rank` averages. Shards are disjoint and cover everything."""
+
+    def boundary(number: int) -> int:
+        if number == n_ranks:
+            return n_elements
+        return n_elements * number // n_ranks // SHARD_ALIGNMENT * SHARD_ALIGNMENT
+
+    return boundary(rank), boundary(rank + 1)

@@ -1,0 +1,86 @@
+"""Shared host memory: an anonymous memory file, mapped by everyone who holds its descriptor.
+
+`memfd_create(2)` gives a file without a name, so nothing can be left behind in /dev/shm, whoever is killed.
+The handle is the descriptor itself, duplicated into the other process by the pipe.
+"""
+
+import errno
+import mmap
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from lockstep.errors import UserError
+from lockstep.memory import Block, Memory
+from lockstep.pipes import Pipe
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class HostHandle:
+    """What goes over the pipe; the descriptor follows it."""
+
+    n_bytes: int
+
+
+class HostBlock(Block):
+    """A mapped memory file. Its views keep the mapping alive after `close`."""
+
+    def __init__(self, descriptor: int, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
+        self._descriptor: int | None = descriptor
+        self._map: mmap.mmap | None = mmap.mmap(descriptor, n_bytes)
+
+    def array(self, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
+        """A NumPy array on these very bytes, from byte `offset` on."""
+        assert self._map is not None, "the block is closed"
+        return np.ndarray(shape, dtype, buffer=self._map, offset=offset)
+
+    def tensor(self, dtype: "torch.dtype", shape: tuple[int, ...], offset: int = 0) -> "torch.Tensor":
+        import torch
+
+        n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        assert offset + n_bytes <= self.n_bytes, "the view does not fit into the block"
+        raw = torch.from_numpy(self.array(np.uint8, (n_bytes,), offset))
+        return raw.view(dtype).view(shape)
+
+    def send(self, pipe: Pipe) -> None:
+        assert self._descriptor is not None, "the block is closed"
+        pipe.send(HostHandle(self.n_bytes))
+        pipe.send_descriptor(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = None
+        self._map = None  # the mapping goes with its last view
+
+
+class HostMemory(Memory):
+    """Allocates and opens memory files."""
+
+    def allocate(self, n_bytes: int) -> HostBlock:
+        assert n_bytes > 0
+        descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(
+                descriptor, 0, n_bytes
+            )  # now, with an error, not SIGBUS in the middle of a step
+            return HostBlock(descriptor, n_bytes)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in (errno.ENOMEM, errno.ENOSPC):
+                raise
+            raise UserError(
+                f"no room for {n_bytes / 2**20:.0f} MiB of shared host memory; "
+                "lower batch_size or n_slots, or use fewer devices"
+            ) from error
+
+    def receive(self, pipe: Pipe, what: str) -> HostBlock:
+        handle = pipe.receive(HostHandle, what)
+        return HostBlock(pipe.receive_descriptor(what), handle.n_bytes)

@@ -1,0 +1,80 @@
+"""A multiprocessing pipe whose every wait has a deadline and names whom it waits for."""
+
+import math
+import socket
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from lockstep.errors import DeadlinePassed, PeerLost
+
+T = TypeVar("T")
+
+
+class Pipe:
+    """One end of a duplex pipe to the process called `peer`.
+
+    `deadline` is in seconds. They are counted in slices, so that a run that was suspended as a whole (Ctrl-Z)
+    and resumed loses one slice at most, not the whole deadline.
+    """
+
+    def __init__(self, connection: Connection, peer: str, deadline: float) -> None:
+        self.peer = peer
+        self._connection = connection
+        self._deadline = deadline
+
+    def send(self, message: Any) -> None:
+        """Sends a message. Raises PeerLost where nobody is left to read it."""
+        try:
+            self._connection.send(message)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise PeerLost(f"{self.peer} has left its pipe") from error
+
+    def receive(self, kind: type[T], what: str) -> T:
+        """Waits for a message of type `kind`; `what` says, for the errors, what it is needed for.
+
+        Raises PeerLost when the peer has gone, DeadlinePassed when it does not answer in time.
+        """
+        self._wait(what)
+        try:
+            message = self._connection.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise PeerLost(f"{self.peer} has left its pipe ({what})") from error
+        assert isinstance(message, kind), f"{self.peer} sent {message!r} where {kind} is due"
+        return message
+
+    def fileno(self) -> int:
+        """For multiprocessing.connection.wait."""
+        return self._connection.fileno()
+
+    def poll(self) -> bool:
+        """Whether a message, or the peer's end, is there to be received at once."""
+        return self._connection.poll()
+
+    def send_descriptor(self, descriptor: int) -> None:
+        """Gives the peer a duplicate of an open file descriptor (SCM_RIGHTS, see unix(7))."""
+        with self._socket() as channel:
+            socket.send_fds(channel, [b"d"], [descriptor])
+
+    def receive_descriptor(self, what: str) -> int:
+        """The descriptor that the peer's `send_descriptor` sent; it is the caller's to close."""
+        self._wait(what)
+        with self._socket() as channel:
+            data, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
+        if not data:
+            raise PeerLost(f"{self.peer} has left its pipe ({what})")
+        assert len(descriptors) == 1, f"{self.peer} sent no descriptor"
+        return descriptors[0]
+
+    def close(self) -> None:
+        """Closes this end; the peer's next receive raises PeerLost."""
+        self._connection.close()
+
+    def _wait(self, what: str) -> None:
+        slice_seconds = min(1.0, self._deadline)
+        for _ in range(math.ceil(self._deadline / slice_seconds)):
+            if self._connection.poll(slice_seconds):
+                return
+        raise DeadlinePassed(f"waited {self._deadline:g} s for {self.peer} ({what})")
+
+    def _socket(self) -> socket.socket:
+        return socket.socket(fileno=socket.dup(self._connection.fileno()))

@@ -1,0 +1,231 @@
+"""The launcher's side of a run: starts the processes, watches them, and ends them all when one of them fails.
+
+Every child is spawned (never forked) by the launcher, so all are siblings and each has a control pipe to it.
+Who dies is noticed by its sentinel at once; who hangs, by a status board that stands still.
+"""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from lockstep.child import ChildStart, child_main
+from lockstep.errors import PeerLost
+from lockstep.messages import Failed, Finished, Ready, Stop
+from lockstep.pipes import Pipe
+from lockstep.status import StatusBoard
+
+START_SECONDS = 120.0  # importing torch from a cold disk takes its time
+LEAVE_SECONDS = 10.0  # from a child's last message to its end
+GATHER_SECONDS = 1.0  # after a failure, for the others to say what they saw
+_HINTS = {
+    signal.SIGKILL: " (by someone, or by the kernel for lack of memory: see dmesg)",
+    signal.SIGBUS: " (shared memory or a file went away under it: see df and dmesg)",
+}
+
+
+@dataclass
+class Child:
+    """The launcher's view of one child."""
+
+    name: str
+    process: SpawnProcess
+    control: Pipe
+    moved: float  # when it last gave a sign of life (monotonic clock)
+    board: StatusBoard | None = None
+    board_count: int = 0
+    listening: bool = True  # until it closes its end of the control pipe
+    failure: Failed | None = None
+    finished: Finished | None = None
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} (pid {self.process.pid})"
+
+    @property
+    def doing(self) -> str:
+        return self.board.read() if self.board else "starting"
+
+    def notice_movement(self) -> None:
+        """Remembers the time when the status board has changed since the last call."""
+        count = self.board.count() if self.board else 0
+        if count != self.board_count:
+            self.board_count, self.moved = count, time.monotonic()
+
+    def is_well(self) -> bool:
+        """Working, or gone as it should."""
+        code = self.process.exitcode
+        return self.failure is None and (code is None or (code == 0 and self.finished is not None))
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended: exit code, the one message that says why, and the traceback of a bug."""
+
+    code: int
+    message: str = ""
+    traceback: str = ""
+
+
+class Interrupts:
+    """Counts Ctrl-C and SIGTERM in the launcher. Children ignore Ctrl-C; the launcher tells them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.code = 0
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.count += 1
+        self.code = 128 + number
+
+    @contextmanager
+    def ignored_by_children(self) -> Iterator[None]:
+        """Processes started inside ignore Ctrl-C for life; one that comes meanwhile is kept, not lost."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
+class Processes:
+    """All children of a run. Use it as a context manager: on leaving, none of them is left."""
+
+    def __init__(self, deadline: float, interrupts: Interrupts) -> None:
+        self._deadline = deadline
+        self._interrupts = interrupts
+        self._asked_to_stop = False
+        self._children: list[Child] = []
+        self._context = multiprocessing.get_context("spawn")
+        self._lifeline, self._lifeline_end = self._context.Pipe(duplex=False)
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
+
+    def start(self, name: str, entry: str, arguments: tuple[Any, ...], speaker: bool = False) -> None:
+        """Spawns a child that runs `entry` ('module:function'); see `child_main`.
+
+        The caller closes its own copies of connections among the arguments.
+        """
+        ours, theirs = self._context.Pipe()
+        start = ChildStart(
+            name, entry, arguments, theirs, self._lifeline, os.getpid(), self._deadline, speaker
+        )
+        process = self._context.Process(target=child_main, args=(start,), name=name)
+        with self._interrupts.ignored_by_children():
+            process.start()
+        theirs.close()
+        pipe = Pipe(ours, name, self._deadline)
+        self._children.append(Child(name, process, pipe, time.monotonic()))
+
+    def watch(self, on_message: Callable[[Any], None]) -> Ending:
+        """Passes the children's messages on until all have left, or one has failed. Returns how it ended."""
+        while any(child.process.exitcode is None or not child.is_well() for child in self._children):
+            self._listen(on_message, 0.5)
+            if any(not child.is_well() or self._is_stuck(child) for child in self._children):
+                return self._explain_failure(on_message)
+            if self._interrupts.count > 1:
+                return Ending(self._interrupts.code, "stopped at once, without saving")
+            if self._interrupts.count and not self._asked_to_stop:
+                self._ask_to_stop()
+        stopped = any(child.finished and child.finished.stopped for child in self._children)
+        return Ending(self._interrupts.code if stopped else 0)
+
+    def end(self) -> None:
+        """Kills and reaps whoever is left. Harmless when called twice.
+
+        SIGKILL, for nothing would be gained by asking first: what children write is whole at any moment.
+        """
+        for child in self._children:
+            child.process.kill()
+        for child in self._children:
+            child.process.join(LEAVE_SECONDS)
+            child.control.close()
+
+    def _ask_to_stop(self) -> None:
+        self._asked_to_stop = True
+        for child in self._children:
+            if child.listening and child.name.startswith("trainer"):
+                child.control.send(Stop())
+
+    def _listen(self, on_message: Callable[[Any], None], seconds: float) -> None:
+        pipes = [child.control for child in self._children if child.listening]
+        sentinels = [child.process.sentinel for child in self._children if child.process.exitcode is None]
+        wait([pipe.fileno() for pipe in pipes] + sentinels, seconds)
+        for child in self._children:
+            child.notice_movement()
+            try:
+                while child.listening and child.control.poll():
+                    self._take(child, child.control.receive(object, "a message"), on_message)
+            except PeerLost:  # it has closed its end; its exit code says the rest
+                child.listening = False
+
+    def _take(self, child: Child, message: object, on_message: Callable[[Any], None]) -> None:
+        child.moved = time.monotonic()
+        if isinstance(message, Ready):
+            child.board = StatusBoard.receive(child.control)
+        elif isinstance(message, Failed):
+            child.failure = message
+        elif isinstance(message, Finished):
+            child.finished = message
+        else:
+            on_message(message)
+
+    def _is_stuck(self, child: Child) -> bool:
+        """Backstop for what no deadline of a pipe covers: a child that stands still, or does not leave."""
+        if child.process.exitcode is not None:
+            return False
+        if child.finished:
+            patience = LEAVE_SECONDS
+        elif child.board is None:
+            patience = max(START_SECONDS, self._deadline)
+        else:  # those who wait for it say so first, and better
+            patience = self._deadline + 3
+        return time.monotonic() - child.moved > patience
+
+    def _explain_failure(self, on_message: Callable[[Any], None]) -> Ending:
+        until = time.monotonic() + GATHER_SECONDS
+        while time.monotonic() < until and any(child.process.exitcode is None for child in self._children):
+            self._listen(on_message, 0.1)
+        culprit = min(self._children, key=self._innocence)
+        if culprit.failure is None:
+            return Ending(1, self._describe_silent(culprit))
+        failure = culprit.failure
+        if failure.kind == "user":
+            return Ending(2, f"{culprit.name}: {failure.text}")
+        message = f"{culprit.text} failed at {culprit.doing}: {failure.text}"
+        if failure.kind == "lost":
+            others = [f"{other.name}: {other.doing}" for other in self._children if other is not culprit]
+            message += f" [last seen: {'; '.join(others)}]"
+        return Ending(1, message, failure.traceback)
+
+    def _innocence(self, child: Child) -> int:
+        """The lowest is the cause: a silent death, then an error of its own, then the loss of another."""
+        if child.failure:
+            return {"user": 1, "crash": 1, "lost": 2}[child.failure.kind]
+        return 0 if not child.is_well() else 3 if self._is_stuck(child) else 4
+
+    def _describe_silent(self, child: Child) -> str:
+        code = child.process.exitcode
+        if code is None:
+            seconds = time.monotonic() - child.moved
+            return f"{child.text} has not moved for {seconds:.0f} s at: {child.doing}"
+        if code < 0:
+            number = signal.Signals(-code)
+            return f"{child.text} was killed by {number.name}{_HINTS.get(number, '')} at: {child.doing}"
+        return f"{child.text} left with exit code {code} at: {child.doing}"

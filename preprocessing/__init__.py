@@ -1,0 +1,1 @@
+"""From folders of pictures to a dataset folder. Each script explains itself with --help."""

@@ -1,0 +1,153 @@
+"""Trains a network on one or more devices, one trainer and one loader process each.
+
+    python train.py                                    config.yaml, on the devices that are there
+    python train.py --spec spec_2gpu.yaml              the devices and batch size of a spec
+    python train.py --config config_alexnet.yaml learning_rate=0.02 run_name=try2
+    python train.py resume_train=True                  the newest run goes on where it stopped
+    python train.py resume_train=True run_name=try2 load_epoch=20
+
+Later words win: config, then spec, then key=value. Every key is explained in config.yaml.
+
+This file is the launcher: it checks what it was given, starts the processes, watches them, and ends with an
+exit code: 0 the run is complete; 2 something given was wrong; 130 Ctrl-C (the step was finished and saved;
+press again to leave at once), 143 SIGTERM, likewise; 1 anything else, and the last line says who failed, how,
+and at what.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import multiprocessing
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from lockstep import config as configuration
+from lockstep import devices, runfolder
+from lockstep.config import Config
+from lockstep.console import Console, validation_text
+from lockstep.dataset import Dataset, open_dataset
+from lockstep.errors import UserError
+from lockstep.plan import Plan
+from lockstep.processes import Ending, Interrupts, Processes
+
+HERE = Path(__file__).resolve().parent
+
+
+def main() -> int:
+    interrupts = Interrupts()
+    interrupts.install()
+    try:
+        if not sys.platform.startswith("linux"):
+            raise UserError("Lockstep runs on Linux only: it stands on memfd and descriptor passing")
+        config = load_config()
+        check_model(config)
+        dataset = open_dataset(config)
+        run = runfolder.open_run(config)
+        with runfolder.locked(run.folder):
+            return train(config, dataset, run, interrupts)
+    except UserError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 2
+
+
+def load_config() -> Config:
+    """Reads the command line and the files it names, prints notices, and settles the devices."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default=HERE / "config.yaml", help="what to train (config.yaml)")
+    parser.add_argument("--spec", help="where to train: a YAML file with devices and batch_size")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key")
+    words = parser.parse_intermixed_args()
+    layers = [configuration.read_yaml(words.config)]
+    if words.spec:
+        layers.append(configuration.read_yaml(words.spec))
+    layers.append(configuration.read_command_line(words.overrides))
+    config, notices = configuration.resolve(layers)
+    chosen, reason = devices.normalise(config.devices), ""
+    if not chosen:
+        chosen, reason = devices.choose()
+        notices.append(f"devices: {', '.join(chosen)} ({reason})")
+    devices.check(chosen)
+    for notice in notices:
+        print(f"note: {notice}")
+    return dataclasses.replace(config, devices=chosen)
+
+
+def check_model(config: Config) -> None:
+    """Raises UserError where models/<model>.py is not there; nothing is imported for it."""
+    if not config.model.isidentifier() or importlib.util.find_spec(f"models.{config.model}") is None:
+        there = sorted(path.stem for path in (HERE / "models").glob("[!_]*.py"))
+        raise UserError(f"model: there is no models/{config.model}.py (there are: {', '.join(there)})")
+
+
+def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Interrupts) -> int:
+    """Runs all processes to their end and says how it went. Returns the exit code."""
+    text = configuration.to_yaml(config)
+    print(f"# the resolved configuration, also in {run.folder}/config.yaml\n{text}", flush=True)
+    runfolder.write_text(run.folder / "config.yaml", text)
+    console = Console(run.folder, config)
+    announce(console, dataset, run, config)
+    with Processes(config.wait_deadline, interrupts) as processes:
+        start_processes(processes, config, dataset, run)
+        ending = processes.watch(console.take)
+    console.log("ended", dataclasses.asdict(ending))
+    console.close()
+    say_ending(ending, console, run)
+    return ending.code
+
+
+def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Config) -> None:
+    console.say(
+        f"{len(dataset.train):,} training and {len(dataset.val):,} validation images, "
+        f"{dataset.n_classes} classes; "
+        f"{len(config.devices)} trainer(s) on {', '.join(config.devices)}"
+    )
+    for notice in run.notices:
+        console.say(f"note: {notice}")
+    if run.start:
+        state = run.start.state
+        console.say(f"going on from {run.start.path} (epoch {state.epoch}, {state.position} images in)")
+        if state.n_trainers * state.config["batch_size"] != len(config.devices) * config.batch_size:
+            console.say("note: minibatches have another size than before; no image is lost or seen twice")
+        console.log("resumed", {"checkpoint": str(run.start.path)})
+
+
+def start_processes(processes: Processes, config: Config, dataset: Dataset, run: runfolder.Run) -> None:
+    """Starts a trainer and, with para_load, a loader per device, with a pipe between all that talk."""
+    plan = Plan(config, dataset, run.folder, run.start)
+    n_trainers = len(config.devices)
+    peers: list[dict[int, Connection]] = [{} for _ in range(n_trainers)]
+    for rank in range(n_trainers):
+        for other in range(rank):
+            peers[rank][other], peers[other][rank] = multiprocessing.Pipe()
+    for rank in range(n_trainers):
+        ours = theirs = None
+        if config.para_load:
+            ours, theirs = multiprocessing.Pipe()
+            processes.start(f"loader {rank}", "proc_load:run_loader", (theirs, rank, config, dataset))
+        arguments = (plan, rank, ours, peers[rank])
+        processes.start(f"trainer {rank}", "train_funcs:run_trainer", arguments, speaker=rank == 0)
+        # Only the children's copies are left, so that a child's death closes its pipes.
+        for connection in (ours, theirs, *peers[rank].values()):
+            if connection is not None:
+                connection.close()
+
+
+def say_ending(ending: Ending, console: Console, run: runfolder.Run) -> None:
+    """The last words of a run: on success the result, otherwise the one message that says why it ended."""
+    if ending.traceback:
+        print(ending.traceback, file=sys.stderr)
+    sys.stderr.flush()
+    if ending.message:
+        print(f"lockstep: {ending.message}", file=sys.stderr)
+    elif ending.code:
+        saved = console.last_saved.path if console.last_saved else "nothing"
+        print(f"lockstep: stopped as asked; saved {saved}; resume_train=True goes on", file=sys.stderr)
+    elif console.last_validation:
+        print(f"done: {validation_text(console.last_validation)}; files are in {run.folder}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,356 @@
+"""What one trainer does: build the network, take steps, meet the others and average, validate, save.
+
+The same program runs for any number of trainers. A lone trainer has no peers to meet, and the mean of one
+arena is that arena. docs/how-it-works.md follows one step through all processes.
+"""
+
+import importlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep import checkpoint, dropout
+from lockstep.arena import Arena
+from lockstep.config import Config
+from lockstep.devices import count_cores
+from lockstep.errors import UserError
+from lockstep.exchange.host import HostExchange
+from lockstep.feed import Batch, DirectFeed, Feed, LoaderFeed
+from lockstep.memory import Memory, memory_of
+from lockstep.messages import Order, Progress, Saved, Tick, Validated
+from lockstep.optimizer import learning_rate, make_optimizer, momentum_of, set_learning_rate
+from lockstep.order import minibatches, share
+from lockstep.peers import Peers
+from lockstep.pipes import Pipe
+from lockstep.plan import Plan
+from lockstep.randomness import Purpose, seed_of
+from lockstep.recorder import Recorder
+from lockstep.runfolder import Checkpoint, State
+from lockstep.slots import RingShape
+from lockstep.status import StatusBoard
+from proc_load import SlotFiller
+
+TICK_SECONDS = 0.25
+
+
+def run_trainer(
+    control: Pipe,
+    board: StatusBoard,
+    plan: Plan,
+    rank: int,
+    loader: Connection | None,
+    peers: dict[int, Connection],
+) -> bool:
+    """The process of trainer `rank`. Returns whether it stopped early because the launcher asked."""
+    config = plan.config
+    torch.set_num_threads(config.cpu_threads or max(1, count_cores() // len(config.devices)))
+    deadline = config.wait_deadline
+    pipes = {other: Pipe(end, f"trainer {other}", deadline) for other, end in peers.items()}
+    pipe = Pipe(loader, f"loader {rank}", deadline) if loader else None
+    trainer = Trainer(plan, Peers(rank, pipes), pipe, control, board)
+    return trainer.run()
+
+
+def build_model(config: Config, n_classes: int) -> nn.Module:
+    """The network that models/<model>.py exports, with the same initial weights in every trainer.
+
+    Raises UserError where there is no such file, or its Model does not take `model_args`.
+    """
+    module = importlib.import_module(f"models.{config.model}")
+    torch.manual_seed(seed_of(Purpose.INITIALISATION, config.seed))
+    try:
+        model: nn.Module = module.Model(n_classes, **config.model_args)
+    except TypeError as error:
+        raise UserError(
+            f"model_args {config.model_args} don't suit models/{config.model}.py: {error}"
+        ) from error
+    return model
+
+
+class Trainer:
+    """One trainer: its replica of the network, its feed of minibatches, its part in the exchange."""
+
+    def __init__(
+        self, plan: Plan, peers: Peers, loader: Pipe | None, control: Pipe, board: StatusBoard
+    ) -> None:
+        self.plan, self.config, self.peers = plan, plan.config, peers
+        self.control, self.board = control, board
+        board.say("building the network")
+        memory = memory_of(self.config.devices[peers.rank])
+        model = build_model(self.config, plan.dataset.n_classes)
+        self.crop_size = _crop_size(model, plan)
+        self.dropouts = dropout.install(model)
+        self.model = model
+        self.arena = Arena(model, memory, with_momenta=momentum_of(self.config) > 0)
+        self.optimizer = make_optimizer(model, self.arena, self.config)
+        self.val_record: list[dict[str, float]] = []
+        self.epoch, self.position = 1, 0
+        if plan.start:
+            self._load(plan.start)
+        self.exchange = self._open_exchange(memory)
+        self.feed = self._open_feed(memory, loader)
+        self.recorder = Recorder(self.arena.flat.device)
+        self.printed_at = self.ticked_at = time.perf_counter()
+
+    # -- the run ---------------------------------------------------------------------------------------------
+
+    def run(self) -> bool:
+        """Trains and validates epoch by epoch. Returns True when the launcher's Stop ended it early."""
+        self.check_replicas("the start")
+        stopped = False
+        while self.epoch <= self.config.n_epochs and not stopped:
+            stopped = self.train_epoch() or self.validate()
+            if stopped or self.epoch % self.config.snapshot_freq == 0 or self.epoch == self.config.n_epochs:
+                self.save()
+            if not stopped:
+                self.epoch, self.position = self.epoch + 1, 0
+        self.feed.close()
+        return stopped
+
+    def orders(self) -> Iterator[Order]:
+        """Every order of the run, from where it stands: each epoch's training, then its validation."""
+        position = self.position
+        for epoch in range(self.epoch, self.config.n_epochs + 1):
+            yield from self._orders_of("train", epoch, len(self.plan.dataset.train), position)
+            yield from self._orders_of("val", epoch, len(self.plan.dataset.val), 0)
+            position = 0
+
+    def train_epoch(self) -> bool:
+        """The rest of an epoch's steps. Returns whether the trainers agreed to stop."""
+        self.learning_rate = learning_rate(self.config, self.epoch, self._errors())
+        set_learning_rate(self.optimizer, self.learning_rate)
+        n_samples = len(self.plan.dataset.train)
+        self.keys = torch.from_numpy(dropout.sample_keys(self.config.seed, self.epoch, n_samples))
+        self.model.train()
+        self.recorder.reset()
+        self.printed_at = time.perf_counter()
+        n_steps = -(-n_samples // self._minibatch_size())
+        while self.position < n_samples:
+            stop = self.train_step(n_steps)
+            if stop:
+                return True
+        return False
+
+    def train_step(self, n_steps: int) -> bool:
+        """One step: forward, backward, update, average with the others. Returns whether all are to stop."""
+        with self.recorder.phase("load-wait"):
+            self.board.say(f"epoch {self.epoch}: waiting for a minibatch")
+            batch = self.feed.next()
+        order = batch.order
+        with self.recorder.phase("compute"):
+            self.board.say(f"{order}: forward, backward, update")
+            self.update(batch)
+            self.feed.release()
+        printing = order.step % self.config.print_freq == 0 or order.stop == len(self.plan.dataset.train)
+        with self.recorder.phase("meet"):
+            self.board.say(f"{order}: meeting the others after the update")
+            sums = self.recorder.sums() if printing else None
+            met = self.peers.meet(f"{order}: updated", (self._asked_to_stop(), sums))
+        with self.recorder.phase("exchange"):
+            self.board.say(f"{order}: averaging")
+            self.exchange.average()
+        with self.recorder.phase("meet"):
+            self.board.say(f"{order}: meeting the others after averaging")
+            self.peers.meet(f"{order}: averaged")
+        self.recorder.n_steps += 1
+        self.position = order.stop
+        self._tick(order, n_steps)
+        if printing:
+            self._report(order, n_steps, [sums for _, sums in met])
+        return any(stop for stop, _ in met)
+
+    def update(self, batch: Batch) -> None:
+        """Forward, backward and the optimizer's step on this trainer's share of a minibatch.
+
+        The loss is summed and divided by the mean share, not by this one: when the last minibatch of an epoch
+        can't be divided evenly, the average over the trainers is still that of the whole minibatch.
+        """
+        order = batch.order
+        self.optimizer.zero_grad()
+        if len(batch.labels):
+            self._seed_step(batch)
+            logits = self.model(batch.images.to(self.arena.flat.dtype))
+            loss_sum = F.cross_entropy(logits, batch.labels, reduction="sum")
+            mean_share = (order.stop - order.start) / self.peers.n_trainers
+            (loss_sum / mean_share).backward()  # type: ignore[no-untyped-call]
+            self.recorder.add(loss_sum, logits, batch.labels)
+        else:  # weights still decay and momenta still carry, as in the other trainers
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+
+    def validate(self) -> bool:
+        """Loss, top-1 and top-5 over the validation images, each counted once. Returns whether all are to
+        stop.
+
+        Validation that was cut short counts for nothing; a resumed run begins it again.
+        """
+        begin = time.perf_counter()
+        self.model.eval()
+        sums = torch.zeros(3, dtype=torch.float64)
+        n_images = len(self.plan.dataset.val)
+        n_steps = -(-n_images // self._minibatch_size())
+        for _ in range(n_steps):
+            batch = self.feed.next()
+            self.board.say(f"{batch.order}: validating")
+            sums += self.count_errors(batch)
+            self.feed.release()
+            if any(self.peers.meet(f"{batch.order}: validated", self._asked_to_stop())):
+                return True
+            self._tick(batch.order, n_steps)
+        met = self.peers.meet("the sums of validation", sums.tolist())
+        loss, top1, top5 = (sum(column) / n_images for column in zip(*met, strict=True))
+        self._check_finite(loss, f"validation of epoch {self.epoch}")
+        self.val_record.append({"epoch": self.epoch, "loss": loss, "error_top1": top1, "error_top5": top5})
+        self._tell(Validated(self.epoch, loss, top1, top5, n_images, time.perf_counter() - begin))
+        return False
+
+    @torch.no_grad()
+    def count_errors(self, batch: Batch) -> torch.Tensor:
+        """[summed cross-entropy, wrong top-1 answers, wrong top-5 answers] of a batch, float64."""
+        if not len(batch.labels):
+            return torch.zeros(3, dtype=torch.float64)
+        logits = self.model(batch.images.to(self.arena.flat.dtype))
+        loss = F.cross_entropy(logits, batch.labels, reduction="sum")
+        best = logits.topk(min(5, logits.shape[1])).indices == batch.labels[:, None]
+        top1, top5 = (~best[:, 0]).sum(), (~best.any(1)).sum()
+        return torch.stack([loss.double(), top1.double(), top5.double()]).cpu()
+
+    def save(self) -> None:
+        """A checkpoint, written by trainer 0 after all have shown that their replicas are equal."""
+        self.board.say(f"epoch {self.epoch}: saving a checkpoint")
+        self.check_replicas(f"the checkpoint of epoch {self.epoch}")
+        if self.peers.rank == 0:
+            state = State(
+                self.epoch,
+                self.position,
+                len(self.plan.dataset.train),
+                self.learning_rate,
+                self.val_record,
+                self.peers.n_trainers,
+                asdict(self.config),
+                checkpoint.versions(),
+            )
+            path = checkpoint.save(self.plan.folder, self.arena.state(), state)
+            self._tell(Saved(str(path)))
+
+    def check_replicas(self, when: str) -> None:
+        """Raises RuntimeError naming the first tensor that is not bitwise equal in all trainers."""
+        first, *others = self.peers.meet(f"comparing replicas at {when}", self.arena.digests())
+        for rank, digests in enumerate(others, 1):
+            for name, digest in digests.items():
+                if digest != first[name]:
+                    raise RuntimeError(
+                        f"replicas differ at {when}: {name} of trainer {rank} is not trainer 0's"
+                    )
+
+    # -- parts -----------------------------------------------------------------------------------------------
+
+    def _load(self, start: Checkpoint) -> None:
+        self.board.say(f"loading {start.path}")
+        self.arena.load(checkpoint.load(start.path), str(start.path))
+        state = start.state
+        self.val_record = list(state.val_record)
+        self.epoch, self.position = state.epoch, state.position
+        self.learning_rate = state.learning_rate
+        if len(self.val_record) == self.epoch:
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def _open_exchange(self, memory: Memory) -> HostExchange:
+        self.board.say("opening the arenas of the others")
+        for pipe in self.peers.pipes.values():
+            self.arena.block.send(pipe)
+        arenas = {self.peers.rank: self.arena.flat}
+        for rank, pipe in self.peers.pipes.items():
+            block = memory.receive(pipe, "its arena")
+            arenas[rank] = block.tensor(self.arena.flat.dtype, tuple(self.arena.flat.shape))
+        return HostExchange([arenas[rank] for rank in sorted(arenas)], self.peers.rank)
+
+    def _open_feed(self, memory: Memory, loader: Pipe | None) -> Feed:
+        config = self.config
+        if loader:
+            shape = RingShape(config.n_slots, config.batch_size, self.crop_size)
+            return LoaderFeed(loader, memory, shape, self.orders())
+        shape = RingShape(1, config.batch_size, self.crop_size)
+        filler = SlotFiller(config, self.plan.dataset, shape, self.board)
+        return DirectFeed(filler.fill, memory, shape, self.orders())
+
+    def _orders_of(self, stage: Any, epoch: int, n_samples: int, position: int) -> Iterator[Order]:
+        size, peers = self._minibatch_size(), self.peers
+        for start, stop in minibatches(n_samples, size, position):
+            first, last = share(start, stop, peers.rank, peers.n_trainers)
+            yield Order(stage, epoch, start // size + 1, start, stop, first, last)
+
+    def _minibatch_size(self) -> int:
+        return self.config.batch_size * self.peers.n_trainers
+
+    def _seed_step(self, batch: Batch) -> None:
+        """Dropout masks by sample; torch's generator, for what else a network draws, by place and rank."""
+        dropout.set_keys(self.dropouts, self.keys[batch.samples])
+        order = batch.order
+        torch.manual_seed(seed_of(Purpose.STEP, self.config.seed, order.epoch, order.first, self.peers.rank))
+
+    def _errors(self) -> list[float]:
+        return [entry["error_top1"] for entry in self.val_record]
+
+    def _asked_to_stop(self) -> bool:
+        return self.control.poll()  # the launcher sends nothing but Stop
+
+    def _check_finite(self, cost: float, where: str) -> None:
+        if not math.isfinite(cost):
+            raise UserError(
+                f"the cost is {cost} at {where}: lower learning_rate, "
+                "and look whether images and labels belong together"
+            )
+
+    def _tell(self, message: Any) -> None:
+        if self.peers.rank == 0:
+            self.control.send(message)
+
+    def _tick(self, order: Order, n_steps: int) -> None:
+        now = time.perf_counter()
+        if now - self.ticked_at >= TICK_SECONDS:
+            self.ticked_at = now
+            self._tell(Tick(order.stage, order.epoch, order.step, n_steps))
+
+    def _report(self, order: Order, n_steps: int, sums: list[list[float]]) -> None:
+        loss, n_wrong, n_images = (sum(column) for column in zip(*sums, strict=True))
+        cost = loss / n_images
+        self._check_finite(cost, str(order))
+        elapsed = time.perf_counter() - self.printed_at
+        error = n_wrong / n_images if self.config.print_train_error else None
+        self._tell(
+            Progress(
+                order.epoch,
+                order.step,
+                n_steps,
+                self.learning_rate,
+                cost,
+                error,
+                n_images / elapsed,
+                20 * elapsed / self.recorder.n_steps,
+                dict(self.recorder.seconds),
+            )
+        )
+        self.recorder.reset()
+        self.printed_at = time.perf_counter()
+
+
+def _crop_size(model: nn.Module, plan: Plan) -> int:
+    size = model.input_size
+    assert isinstance(size, int), f"models/{plan.config.model}.py: input_size must be a whole number"
+    shape = plan.dataset.image_shape
+    if size > min(shape[:2]):
+        raise UserError(
+            f"model {plan.config.model} takes {size} x {size} pictures, "
+            f"those in {plan.config.data_folder} are only "
+            f"{shape[0]} x {shape[1]}: make the dataset with --size {size} or more"
+        )
+    return size
