@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lockstep.errors import DeadlinePassed, PeerLost, UserError
+from lockstep.errors import PeerLost, PeerProblem, UserError
 from lockstep.messages import Failed, Finished, Ready
 from lockstep.pipes import Pipe
 from lockstep.status import StatusBoard
@@ -65,8 +65,8 @@ def child_main(start: ChildStart) -> None:
 def _failure(error: Exception) -> Failed:
     if isinstance(error, UserError):
         return Failed("user", str(error))
-    if isinstance(error, PeerLost | DeadlinePassed):
-        return Failed("lost", str(error))
+    if isinstance(error, PeerProblem):
+        return Failed("lost", str(error), peer=error.peer)
     return Failed("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
 
 

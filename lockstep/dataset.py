@@ -53,13 +53,14 @@ class Dataset:
 def open_dataset(config: Config) -> Dataset:
     """Reads every file's header and all labels. Raises UserError naming the file that doesn't fit."""
     folder = Path(config.data_folder)
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder}: there is no such dataset folder (data_folder; preprocessing/make_hkl.py makes one)"
+        )
     manifest = _read_manifest(folder / "manifest.json")
     n_classes = config.n_classes or (len(manifest["classes"]) if manifest else None)
     if n_classes is None:
-        raise UserError(
-            f"{folder}: has no manifest.json, so n_classes must be given "
-            f"(make a dataset folder with preprocessing/make_hkl.py, or set data_folder)"
-        )
+        raise UserError(f"{folder}: has no manifest.json to say how many classes there are: set n_classes")
     labels = Path(config.label_folder or folder / "labels")
     train = _open_split(
         Path(config.train_folder or folder / "train_hkl"), labels / "train_labels.npy", n_classes

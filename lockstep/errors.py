@@ -1,13 +1,21 @@
-"""The three ways in which a run can fail that are not bugs."""
+"""The ways in which a run can fail that are not bugs."""
 
 
 class UserError(ValueError):
     """Something the user gave (a key, a file, a device) can't be used; the message says what to do."""
 
 
-class PeerLost(RuntimeError):
-    """Another process of the run closed its end of a pipe: it has died or has left."""
+class PeerProblem(RuntimeError):
+    """Something is wrong with the process called `peer`, seen by one that needs it."""
+
+    def __init__(self, peer: str, text: str) -> None:
+        super().__init__(text)
+        self.peer = peer
 
 
-class DeadlinePassed(RuntimeError):
-    """Another process of the run did not answer within `wait_deadline` seconds."""
+class PeerLost(PeerProblem):
+    """The other process has closed its end of a pipe: it has died or has left."""
+
+
+class DeadlinePassed(PeerProblem):
+    """The other process did not answer within `wait_deadline` seconds."""

@@ -140,12 +140,13 @@ class Failed:
     """A process to the launcher: it can't go on.
 
     kind 'user': the user's input is wrong, `text` says what to do. 'crash': a bug, with its traceback.
-    'lost': another process went away or did not answer, which is a consequence more often than a cause.
+    'lost': the process called `peer` went away or did not answer.
     """
 
     kind: Literal["user", "crash", "lost"]
     text: str
     traceback: str = ""
+    peer: str = ""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Pipe:
         try:
             self._connection.send(message)
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise PeerLost(f"{self.peer} has left its pipe") from error
+            raise PeerLost(self.peer, f"{self.peer} has left its pipe") from error
 
     def receive(self, kind: type[T], what: str) -> T:
         """Waits for a message of type `kind`; `what` says, for the errors, what it is needed for.
@@ -38,7 +38,7 @@ class Pipe:
         try:
             message = self._connection.recv()
         except (EOFError, ConnectionResetError) as error:
-            raise PeerLost(f"{self.peer} has left its pipe ({what})") from error
+            raise PeerLost(self.peer, f"{self.peer} has left its pipe ({what})") from error
         assert isinstance(message, kind), f"{self.peer} sent {message!r} where {kind} is due"
         return message
 
@@ -61,7 +61,7 @@ class Pipe:
         with self._socket() as channel:
             data, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
         if not data:
-            raise PeerLost(f"{self.peer} has left its pipe ({what})")
+            raise PeerLost(self.peer, f"{self.peer} has left its pipe ({what})")
         assert len(descriptors) == 1, f"{self.peer} sent no descriptor"
         return descriptors[0]
 
@@ -74,7 +74,7 @@ class Pipe:
         for _ in range(math.ceil(self._deadline / slice_seconds)):
             if self._connection.poll(slice_seconds):
                 return
-        raise DeadlinePassed(f"waited {self._deadline:g} s for {self.peer} ({what})")
+        raise DeadlinePassed(self.peer, f"waited {self._deadline:g} s for {self.peer} ({what})")
 
     def _socket(self) -> socket.socket:
         return socket.socket(fileno=socket.dup(self._connection.fileno()))

@@ -202,17 +202,27 @@ class Processes:
         until = time.monotonic() + GATHER_SECONDS
         while time.monotonic() < until and any(child.process.exitcode is None for child in self._children):
             self._listen(on_message, 0.1)
-        culprit = min(self._children, key=self._innocence)
+        culprit, waiter = self._follow(min(self._children, key=self._innocence))
+        if waiter and waiter.failure:
+            return Ending(1, f"{self._describe_silent(culprit)}; {waiter.name} {waiter.failure.text}")
         if culprit.failure is None:
             return Ending(1, self._describe_silent(culprit))
-        failure = culprit.failure
-        if failure.kind == "user":
-            return Ending(2, f"{culprit.name}: {failure.text}")
-        message = f"{culprit.text} failed at {culprit.doing}: {failure.text}"
-        if failure.kind == "lost":
-            others = [f"{other.name}: {other.doing}" for other in self._children if other is not culprit]
-            message += f" [last seen: {'; '.join(others)}]"
-        return Ending(1, message, failure.traceback)
+        if culprit.failure.kind == "user":
+            return Ending(2, f"{culprit.name}: {culprit.failure.text}")
+        text = f"{culprit.text} failed at {culprit.doing}: {culprit.failure.text}"
+        return Ending(1, text, culprit.failure.traceback)
+
+    def _follow(self, child: Child) -> tuple[Child, Child | None]:
+        """From one that waited in vain to the one it waited for, and on: the last one is the cause.
+
+        Returns the cause and the one that waited for it, None where `child` itself is the cause.
+        """
+        children = {other.name: other for other in self._children}
+        waiters: list[Child] = []
+        while child not in waiters and child.failure and child.failure.peer in children:
+            waiters.append(child)
+            child = children[child.failure.peer]
+        return child, waiters[-1] if waiters else None
 
     def _innocence(self, child: Child) -> int:
         """The lowest is the cause: a silent death, then an error of its own, then the loss of another."""
@@ -224,8 +234,9 @@ class Processes:
         code = child.process.exitcode
         if code is None:
             seconds = time.monotonic() - child.moved
-            return f"{child.text} has not moved for {seconds:.0f} s at: {child.doing}"
+            return f"{child.text} has stood still for {seconds:.0f} s at: {child.doing}"
         if code < 0:
             number = signal.Signals(-code)
-            return f"{child.text} was killed by {number.name}{_HINTS.get(number, '')} at: {child.doing}"
+            hint = _HINTS.get(number, "")
+            return f"{child.text} was killed by {number.name}{hint} at: {child.doing}"
         return f"{child.text} left with exit code {code} at: {child.doing}"
