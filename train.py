@@ -91,6 +91,7 @@ def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Inte
     announce(console, dataset, run, config)
     with Processes(config.wait_deadline, interrupts) as processes:
         start_processes(processes, config, dataset, run)
+        console.log("started", processes.pids())
         ending = processes.watch(console.take)
     console.log("ended", dataclasses.asdict(ending))
     console.close()

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,8 @@ def save(folder: Path, tensors: dict[str, torch.Tensor], state: State) -> Path:
         publish(temporary, path)
         record(path, state)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # the news is the first error
+            temporary.unlink(missing_ok=True)
         raise UserError(f"{path}: the checkpoint can't be written: {error}") from error
     return path
 

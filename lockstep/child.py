@@ -23,6 +23,7 @@ from lockstep.pipes import Pipe
 from lockstep.status import StatusBoard
 
 _PR_SET_PDEATHSIG = 1
+_last_word = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -91,5 +92,6 @@ def _launcher_died(start: ChildStart, board: StatusBoard) -> None:
             f"while {start.name} was at: "
             f"{board.read()}. The run has ended; resume_train=True goes on from its last checkpoint.\n"
         )
+        _last_word.acquire()  # never released: the thread that comes second must not speak, nor leave first
         os.write(2, text.encode())  # one call: it can't be mixed with another process's output
     os._exit(1)

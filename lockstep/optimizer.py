@@ -37,6 +37,7 @@ def make_optimizer(model: nn.Module, arena: Arena, config: Config) -> torch.opti
         nesterov=config.use_nesterov_momentum,
         fused=True,  # one pass over the weights: on a CPU many times faster than a loop over operations
     )
+    set_learning_rate(optimizer, config.learning_rate)
     if momentum_of(config):
         for name, parameter in named:
             optimizer.state[parameter]["momentum_buffer"] = arena.momentum(name)

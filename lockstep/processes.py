@@ -133,6 +133,10 @@ class Processes:
         pipe = Pipe(ours, name, self._deadline)
         self._children.append(Child(name, process, pipe, time.monotonic()))
 
+    def pids(self) -> dict[str, int | None]:
+        """The process numbers by name, for the log: what to attach a debugger to."""
+        return {child.name: child.process.pid for child in self._children}
+
     def watch(self, on_message: Callable[[Any], None]) -> Ending:
         """Passes the children's messages on until all have left, or one has failed. Returns how it ended."""
         while any(child.process.exitcode is None or not child.is_well() for child in self._children):
@@ -192,7 +196,7 @@ class Processes:
             return False
         if child.finished:
             patience = LEAVE_SECONDS
-        elif child.board is None:
+        elif child.board_count <= 1:  # importing what it needs
             patience = max(START_SECONDS, self._deadline)
         else:  # those who wait for it say so first, and better
             patience = self._deadline + 3
@@ -202,6 +206,7 @@ class Processes:
         until = time.monotonic() + GATHER_SECONDS
         while time.monotonic() < until and any(child.process.exitcode is None for child in self._children):
             self._listen(on_message, 0.1)
+        self._listen(on_message, 0)  # the last words of those who left since
         culprit, waiter = self._follow(min(self._children, key=self._innocence))
         if waiter and waiter.failure:
             return Ending(1, f"{self._describe_silent(culprit)}; {waiter.name} {waiter.failure.text}")

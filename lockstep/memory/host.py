@@ -66,6 +66,8 @@ class HostMemory(Memory):
 
     def allocate(self, n_bytes: int) -> HostBlock:
         assert n_bytes > 0
+        if n_bytes > _available_bytes():  # the kernel would not refuse but kill, and not always the culprit
+            raise UserError(_no_room(n_bytes))
         descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(
@@ -76,11 +78,22 @@ class HostMemory(Memory):
             os.close(descriptor)
             if error.errno not in (errno.ENOMEM, errno.ENOSPC):
                 raise
-            raise UserError(
-                f"no room for {n_bytes / 2**20:.0f} MiB of shared host memory; "
-                "lower batch_size or n_slots, or use fewer devices"
-            ) from error
+            raise UserError(_no_room(n_bytes)) from error
 
     def receive(self, pipe: Pipe, what: str) -> HostBlock:
         handle = pipe.receive(HostHandle, what)
         return HostBlock(pipe.receive_descriptor(what), handle.n_bytes)
+
+
+def _available_bytes() -> int:
+    """What the kernel thinks can be allocated without swapping (proc(5), MemAvailable)."""
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":") for line in file)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _no_room(n_bytes: int) -> str:
+    return (
+        f"no room for {n_bytes / 2**20:,.0f} MiB of shared host memory; "
+        "lower batch_size or n_slots, or use fewer devices"
+    )

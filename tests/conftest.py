@@ -1,0 +1,146 @@
+"""What the tests share: small dataset folders, running the program, and seeing that nothing is left of it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep import batches
+from lockstep.config import Config, Layer, resolve
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZE = 36  # smallnet's 32 and a margin to crop from
+
+
+def make_folder(folder: Path, n_train: int = 90, n_val: int = 33, n_classes: int = 7) -> Path:
+    """A dataset folder of random pictures, without a manifest; the last files are partial ones."""
+    random, rows = np.random.default_rng(1), 32
+    for split, n_images in (("train", n_train), ("val", n_val)):
+        (folder / f"{split}_hkl").mkdir(parents=True)
+        for number, first in enumerate(range(0, n_images, rows)):
+            shape = (min(rows, n_images - first), SIZE, SIZE, 3)
+            images = random.integers(0, 256, shape, dtype=np.uint8)
+            batches.write(folder / f"{split}_hkl" / f"{number:04d}.hkl", images)
+        (folder / "labels").mkdir(exist_ok=True)
+        np.save(folder / "labels" / f"{split}_labels.npy", random.integers(0, n_classes, n_images))
+    (folder / "misc").mkdir()
+    np.save(folder / "misc" / "img_mean.npy", random.uniform(100, 150, (SIZE, SIZE, 3)))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset folder for tests that only read it."""
+    return make_folder(tmp_path_factory.mktemp("data") / "set")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A dataset folder for tests that break it."""
+    return make_folder(tmp_path / "set")
+
+
+def make_config(**values: object) -> Config:
+    return resolve([Layer("test", {"n_classes": 7, "devices": ["cpu"], **values})])[0]
+
+
+@dataclass
+class Running:
+    """The program, started in a session of its own so that its processes can be told from all others."""
+
+    process: "subprocess.Popen[str]"
+    run_folder: Path
+    output_file: Path
+
+    def wait(self, seconds: float = 60) -> int:
+        return self.process.wait(seconds)
+
+    def output(self) -> str:
+        return self.output_file.read_text()
+
+    def last_line(self) -> str:
+        return self.output().rstrip().splitlines()[-1]
+
+    def pids(self) -> dict[str, int]:
+        """The process numbers of trainers and loaders, once the launcher has logged them."""
+        log = self.run_folder / "log.jsonl"
+        wait_until(lambda: log.exists() and "started" in log.read_text(), "the processes to be started")
+        events = [json.loads(line) for line in log.read_text().splitlines()]
+        started = [event for event in events if event["event"] == "started"][-1]
+        return {name: pid for name, pid in started.items() if name.startswith(("trainer", "loader"))}
+
+    def wait_for_text(self, text: str) -> None:
+        wait_until(lambda: text in self.output() or self.process.poll() is not None, f"{text!r}")
+        assert text in self.output(), self.output()
+
+    def leftovers(self) -> list[int]:
+        """Processes of its session that are still there (not counting zombies that init will reap)."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(session) == self.process.pid and state != "Z":
+                found.append(int(path.parent.name))
+        return found
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+
+
+class Program:
+    """Starts train.py on a dataset folder, with the run's folder in a temporary place."""
+
+    def __init__(self, data: Path, place: Path) -> None:
+        self.data, self.place = data, place
+        self.started: list[Running] = []
+
+    def start(self, *words: str, name: str = "run", devices: str = "[cpu, cpu]") -> Running:
+        output_file = self.place / f"output{len(self.started)}.txt"
+        keys = {
+            "data_folder": self.data,
+            "weights_dir": self.place / "runs",
+            "run_name": name,
+            "devices": devices,
+            "n_classes": 7,
+            "batch_size": 8,
+            "shuffle_block": 4,
+            "print_freq": 2,
+        }
+        given = {word.partition("=")[0] for word in words}
+        defaults = [f"{key}={value}" for key, value in keys.items() if key not in given]
+        command = [sys.executable, str(ROOT / "train.py"), *words, *defaults]
+        with open(output_file, "w") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=ROOT
+            )
+        running = Running(process, self.place / "runs" / name, output_file)
+        self.started.append(running)
+        return running
+
+    def run(self, *words: str, name: str = "run", devices: str = "[cpu, cpu]", code: int = 0) -> Running:
+        running = self.start(*words, name=name, devices=devices)
+        assert running.wait() == code, running.output()
+        return running
+
+
+@pytest.fixture
+def program(shared_folder: Path, tmp_path: Path):
+    program = Program(shared_folder, tmp_path)
+    yield program
+    for running in program.started:
+        for pid in running.leftovers():
+            os.kill(pid, 9)
+        running.process.wait(10)

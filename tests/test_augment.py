@@ -1,0 +1,139 @@
+"""Crop, mirror and mean against straightforward NumPy, and orders turned into slots."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import SIZE, make_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep import batches
+from lockstep.augment import Augmenter
+from lockstep.dataset import Dataset, open_dataset
+from lockstep.memory import memory_of
+from lockstep.messages import Order
+from lockstep.order import EpochOrder
+from lockstep.slots import RingShape, Slot
+from lockstep.status import StatusBoard
+from proc_load import SlotFiller
+
+
+def straightforward(image: np.ndarray, mean: np.ndarray, row: int, column: int, mirror: bool, size: int):
+    """theano_alexnet's order of things, for one image: subtract, crop, mirror."""
+    whole = image.astype(np.float32) - mean
+    crop = whole[row : row + size, column : column + size]
+    return crop[:, ::-1] if mirror else crop
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_agrees_with_numpy_bit_for_bit(data: st.DataObject) -> None:
+    height, width = data.draw(st.integers(1, 24)), data.draw(st.integers(1, 24))
+    size = data.draw(st.integers(1, min(height, width)))
+    n_images = data.draw(st.integers(0, 4))
+    random = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    images = random.integers(0, 256, (n_images, height, width, 3), dtype=np.uint8)
+    mean = random.uniform(0, 255, (height, width, 3)).astype(np.float32)
+    rows = random.integers(0, height - size + 1, n_images).tolist()
+    columns = random.integers(0, width - size + 1, n_images).tolist()
+    mirror = random.integers(0, 2, n_images).astype(bool).tolist()
+    out = torch.full((n_images, size, size, 3), torch.nan)
+    Augmenter(torch.from_numpy(mean), size).apply(torch.from_numpy(images), rows, columns, mirror, out)
+    for i in range(n_images):
+        expected = straightforward(images[i], mean, rows[i], columns[i], mirror[i], size)
+        assert (out[i].numpy() == expected).all()
+
+
+def fill(dataset: Dataset, orders: list[Order], batch_size: int = 16, **values: object) -> list[Slot]:
+    """What the filler makes of each order, in a slot that was full of rubbish before."""
+    shape = RingShape(1, batch_size, 32)
+    filler = SlotFiller(make_config(**values), dataset, shape, StatusBoard.create())
+    slots = []
+    for order in orders:
+        slot = shape.slots(memory_of("cpu").allocate(shape.n_bytes))[0]
+        slot.images.fill_(torch.nan)
+        slot.labels.fill_(-1)
+        slot.samples.fill_(-1)
+        filler.fill(slot, order)
+        slots.append(slot)
+    return slots
+
+
+@pytest.fixture(scope="module")
+def dataset(shared_folder) -> Dataset:
+    return open_dataset(make_config(data_folder=str(shared_folder)))
+
+
+def order(
+    first: int, last: int, stage: str = "train", epoch: int = 1, start: int = 0, stop: int = 64
+) -> Order:
+    return Order(stage, epoch, 1, start, stop, first, last)  # type: ignore[arg-type]
+
+
+def images_and_labels(dataset: Dataset, stage: str) -> tuple[np.ndarray, np.ndarray]:
+    split = dataset.train if stage == "train" else dataset.val
+    return np.concatenate([batches.read(file.path) for file in split.files]), split.labels
+
+
+def test_slots_hold_what_was_ordered(dataset: Dataset) -> None:
+    slot = fill(dataset, [order(20, 33)], shuffle_block=4)[0]
+    samples = EpochOrder(dataset.train.file_rows, "blocks", 4, 0, 1).samples(20, 33)
+    images, labels = images_and_labels(dataset, "train")
+    assert slot.samples[:13].tolist() == samples.tolist()
+    assert slot.labels[:13].tolist() == labels[samples].tolist()
+    assert slot.samples[13:].eq(-1).all() and slot.images[13:].isnan().all()
+    margin = range(SIZE - 32 + 1)
+    for picture, sample in zip(slot.images[:13].numpy(), samples, strict=True):
+        candidates = (
+            straightforward(images[sample], dataset.mean, row, column, mirror, 32)
+            for row in margin
+            for column in margin
+            for mirror in (False, True)
+        )
+        assert any((picture == candidate).all() for candidate in candidates)
+
+
+def test_validation_takes_the_middle_unmirrored_in_file_order(dataset: Dataset) -> None:
+    slot = fill(dataset, [order(3, 17, "val")])[0]
+    images, labels = images_and_labels(dataset, "val")
+    assert slot.labels[:14].tolist() == labels[3:17].tolist()
+    for picture, image in zip(slot.images[:14].numpy(), images[3:17], strict=True):
+        assert (picture == straightforward(image, dataset.mean, 2, 2, False, 32)).all()
+
+
+def test_a_sample_is_augmented_alike_whoever_loads_it(dataset: Dataset) -> None:
+    """One trainer's minibatch of 16 is two shares of 8 by loaders that never saw the other half."""
+    whole = fill(dataset, [order(32, 48, start=32)])[0]
+    halves = [fill(dataset, [order(*share, start=32)])[0] for share in ((32, 40), (40, 48))]
+    assert torch.equal(whole.images[:16], torch.cat([half.images[:8] for half in halves]))
+    whole = fill(dataset, [order(32, 48, start=32)], batch_crop_mirror=True)[0]
+    other = fill(dataset, [order(40, 48, start=32)], batch_crop_mirror=True)[0]
+    assert torch.equal(whole.images[8:16], other.images[:8])
+
+
+def test_epochs_differ_and_repeat_exactly(dataset: Dataset) -> None:
+    orders = [order(0, 16, epoch=epoch) for epoch in (1, 2, 1)]
+    first, second, again = fill(dataset, orders, shuffle="none")
+    assert first.samples.equal(second.samples)
+    assert not first.images.equal(second.images) and first.images.equal(again.images)
+
+
+def test_batch_crop_mirror_uses_one_place_for_all(dataset: Dataset) -> None:
+    slot = fill(dataset, [order(0, 16)], batch_crop_mirror=True)[0]
+    images, _ = images_and_labels(dataset, "train")
+
+    def places(number: int) -> set[tuple[int, int, bool]]:
+        image = images[slot.samples[number]]
+        every = ((r, c, m) for r in range(5) for c in range(5) for m in (False, True))
+        found = slot.images[number].numpy()
+        return {place for place in every if (straightforward(image, dataset.mean, *place, 32) == found).all()}
+
+    assert len(places(0)) == 1
+    assert all(places(number) == places(0) for number in range(16))
+
+
+def test_crop_and_mirror_can_be_turned_off(dataset: Dataset) -> None:
+    slot = fill(dataset, [order(0, 16)], rand_crop=False, rand_mirror=False)[0]
+    images, _ = images_and_labels(dataset, "train")
+    for picture, sample in zip(slot.images.numpy(), slot.samples, strict=True):
+        assert (picture == straightforward(images[sample], dataset.mean, 2, 2, False, 32)).all()

@@ -1,0 +1,151 @@
+"""The configuration: precedence, errors that name file and key, and theano_alexnet's files."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.config import Config, Layer, read_command_line, read_yaml, resolve, to_yaml
+from lockstep.errors import UserError
+
+THEANO_ALEXNET = """
+resume_train: False
+load_epoch: 20
+n_epochs: 60
+learning_rate: 0.01
+lr_policy: step
+lr_adapt_threshold: 0.01
+lr_step: [20, 40]
+use_data_layer: False
+rand_crop: True
+shuffle: False
+para_load: True
+batch_crop_mirror: False
+use_momentum : True
+use_nesterov_momentum: False
+momentum: 0.9
+weight_decay: 0.0005
+label_folder: /scratch/ilsvrc12/labels/
+mean_file: /scratch/ilsvrc12/misc/img_mean.npy
+weights_dir: ./models/
+lib_conv: cudnn
+snapshot_freq: 1
+print_train_error: True
+print_freq: 20
+"""
+THEANO_SPEC = (
+    "gpu0: 'gpu0'\ngpu1: 'gpu1'\nsock_gpu: 5000\nsock_data0: 5001\nsock_data1: 5002\nbatch_size: 128\n"
+)
+
+
+def test_later_layers_win() -> None:
+    layers = [Layer("config.yaml", {"batch_size": 1, "seed": 1, "momentum": 0.1})]
+    layers += [Layer("spec.yaml", {"batch_size": 2, "seed": 2}), read_command_line(["batch_size=3"])]
+    config, notices = resolve(layers)
+    assert (config.batch_size, config.seed, config.momentum) == (3, 2, 0.1)
+    assert notices == []
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_file_is_valid(path: Path) -> None:
+    assert isinstance(resolve([read_yaml(path)])[0], Config)
+
+
+def test_config_yaml_explains_every_key() -> None:
+    assert set(yaml.safe_load((ROOT / "config.yaml").read_text())) == set(Config.__dataclass_fields__)
+
+
+def test_files_of_theano_alexnet_are_understood(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(THEANO_ALEXNET)
+    (tmp_path / "spec_2gpu.yaml").write_text(THEANO_SPEC)
+    config, notices = resolve([read_yaml(tmp_path / "config.yaml"), read_yaml(tmp_path / "spec_2gpu.yaml")])
+    assert config.devices == ("gpu0", "gpu1")
+    assert (config.shuffle, config.load_epoch, config.batch_size) == ("none", 20, 128)
+    for key in ("lib_conv", "use_data_layer", "sock_gpu", "sock_data0", "sock_data1"):
+        assert sum(f" {key} " in notice for notice in notices) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("lerning_rate=0.1", "command line: unknown key 'lerning_rate' (did you mean 'learning_rate'?)"),
+        ("zzz=1", "command line: unknown key 'zzz'"),
+        ("n_epochs=many", "n_epochs must be a whole number, not 'many'"),
+        ("n_epochs=1.5", "n_epochs must be a whole number, not 1.5"),
+        ("n_epochs=true", "n_epochs must be a whole number, not True"),
+        ("n_epochs=0", "n_epochs must be at least 1, not 0"),
+        ("para_load=1", "para_load must be true or false, not 1"),
+        ("lr_policy=cosine", "lr_policy must be 'step' or 'auto', not 'cosine'"),
+        ("load_epoch=newest", "load_epoch must be a whole number or 'latest', not 'newest'"),
+        ("lr_step=20", "lr_step must be a list, each item a whole number, not 20"),
+        ("lr_step=[40,20]", "lr_step must rise"),
+        ("momentum=1", "momentum must be below 1"),
+        ("momentum=.nan", "momentum must be at least 0"),
+        ("learning_rate=.inf", "learning_rate must be above 0, not inf"),
+        ("learning_rate=-0.1", "learning_rate must be above 0"),
+        ("n_slots=1", "n_slots must be at least 2"),
+        ("run_name=../elsewhere", "run_name is a folder's name"),
+        ("use_nesterov_momentum=true use_momentum=false", "use_nesterov_momentum needs use_momentum"),
+        ("batch_size=1 batch_size=2", "command line: batch_size is given twice"),
+        ("batch_size", "command line: 'batch_size' is not of the form key=value"),
+        ("model_args=3", "model_args must be a mapping"),
+    ],
+)
+def test_errors_name_source_key_and_remedy(words: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve([read_command_line(words.split())])
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("command line")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nseed: 2", "key given twice: seed"),
+        ("- a\n- b", "must hold 'key: value' lines"),
+        ("seed: [1", "is not valid YAML"),
+        ("seed: !!python/object/apply:os.system ['true']", "is not valid YAML"),
+        ("sede: 1", "unknown key 'sede' (did you mean 'seed'?)"),
+    ],
+)
+def test_errors_in_files_name_the_file(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        resolve([read_yaml(path)])
+    assert str(caught.value).startswith(str(path)) and message in str(caught.value)
+
+
+def test_a_number_without_a_point_is_a_number() -> None:
+    """YAML 1.1 reads 5e-4 as text."""
+    assert resolve([read_command_line(["weight_decay=5e-4"])])[0].weight_decay == 5e-4
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "seed": st.integers(0, 2**40),
+            "momentum": st.floats(0, 0.999),
+            "lr_step": st.lists(st.integers(0, 1000), unique=True).map(sorted),
+            "run_name": st.none() | st.text("abc_-123", min_size=1).filter(lambda name: name != "-"),
+            "shuffle": st.sampled_from(["none", "batches", "blocks"]),
+            "model_args": st.dictionaries(st.text("abc", min_size=1), st.integers() | st.booleans()),
+        }
+    )
+)
+def test_the_saved_configuration_reads_back(values: dict[str, object]) -> None:
+    config, _ = resolve([Layer("test", values)])
+    assert resolve([Layer("saved", yaml.safe_load(to_yaml(config)))])[0] == config
+
+
+def test_the_program_exits_with_2_and_one_line() -> None:
+    command = [sys.executable, "train.py", "lerning_rate=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "did you mean 'learning_rate'?" in done.stderr

@@ -1,0 +1,98 @@
+"""Whoever dies, the run ends within 10 s, not with 0, with one message that says who, and nothing is left."""
+
+import os
+import signal
+import time
+
+import pytest
+from conftest import Program, Running
+
+FOREVER = ("n_epochs=100000", "snapshot_freq=1")
+
+
+def assert_ended(running: Running, since: float, code: int) -> str:
+    """Checks code, time and leftovers; returns the last line."""
+    assert running.wait(12) == code, running.output()
+    while running.leftovers() and time.monotonic() - since < 10:
+        time.sleep(0.05)
+    assert time.monotonic() - since < 10
+    assert running.leftovers() == []
+    assert running.last_line().startswith("lockstep: ")
+    assert running.output().count("lockstep: ") == 1
+    return running.last_line()
+
+
+@pytest.mark.parametrize("victim", ["trainer 0", "trainer 1", "loader 0", "loader 1"])
+@pytest.mark.parametrize("moment", ["start", "step 2/6", "saved"])
+def test_a_killed_process_ends_the_run_and_is_named(program: Program, victim: str, moment: str) -> None:
+    running = program.start(*FOREVER)
+    pids = running.pids()
+    if moment != "start":
+        running.wait_for_text(moment)
+    since = time.monotonic()
+    os.kill(pids[victim], signal.SIGKILL)
+    message = assert_ended(running, since, 1)
+    assert message.startswith(f"lockstep: {victim} (pid {pids[victim]}) was killed by SIGKILL")
+    assert " at: " in message
+    if moment != "start":
+        assert "epoch" in message or "order" in message or "leaving" in message
+
+
+@pytest.mark.parametrize("moment", ["start", "step 2/6"])
+def test_a_killed_launcher_takes_all_with_it(program: Program, moment: str) -> None:
+    running = program.start(*FOREVER)
+    running.pids()
+    if moment != "start":
+        running.wait_for_text(moment)
+    since = time.monotonic()
+    running.process.kill()
+    message = assert_ended(running, since, -signal.SIGKILL)
+    assert f"the launcher (pid {running.process.pid}) died" in message
+
+
+@pytest.mark.parametrize("victim", ["trainer 1", "loader 0"])
+def test_a_process_that_stands_still_is_found(program: Program, victim: str) -> None:
+    running = program.start(*FOREVER, "wait_deadline=6")
+    running.wait_for_text("step 2/6")
+    pid = running.pids()[victim]
+    since = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    message = assert_ended(running, since, 1)
+    assert message.startswith(f"lockstep: {victim} (pid {pid}) has stood still for ")
+    assert f"waited 6 s for {victim}" in message
+
+
+def test_a_lone_trainer_that_stands_still_is_found_by_the_launcher(program: Program) -> None:
+    running = program.start(*FOREVER, "wait_deadline=4", "para_load=false", devices="[cpu]")
+    running.wait_for_text("step 2/12")
+    since = time.monotonic()
+    os.kill(running.pids()["trainer 0"], signal.SIGSTOP)
+    assert "trainer 0" in assert_ended(running, since, 1)
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGTERM, "SIGTERM")])
+def test_other_deaths_are_told_by_their_signal(program: Program, number: int, name: str) -> None:
+    running = program.start(*FOREVER)
+    running.wait_for_text("step 2/6")
+    since = time.monotonic()
+    os.kill(running.pids()["trainer 1"], number)
+    assert f"was killed by {name}" in assert_ended(running, since, 1)
+
+
+def test_a_second_ctrl_c_ends_at_once(program: Program) -> None:
+    running = program.start(*FOREVER)
+    running.wait_for_text("step 2/6")
+    since = time.monotonic()
+    os.kill(running.pids()["trainer 1"], signal.SIGSTOP)  # so that the first can't be obeyed
+    running.process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    running.process.send_signal(signal.SIGINT)
+    assert "stopped at once, without saving" in assert_ended(running, since, 130)
+
+
+def test_ctrl_c_while_the_processes_start_is_not_lost(program: Program) -> None:
+    running = program.start(*FOREVER)
+    running.pids()
+    os.killpg(running.process.pid, signal.SIGINT)
+    since = time.monotonic()
+    assert "stopped as asked; saved" in assert_ended(running, since, 130)

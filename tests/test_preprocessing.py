@@ -1,0 +1,118 @@
+"""From pictures to a dataset folder, with the scripts as a user runs them."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import hickle
+import numpy as np
+import pytest
+from conftest import ROOT, make_config
+from PIL import Image
+
+from lockstep.dataset import open_dataset
+
+
+def script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "preprocessing" / name), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Pictures of one colour each, so that labels and images can be told to belong together."""
+    source = tmp_path / "pictures"
+    for split, n_pictures in (("train", 9), ("val", 4)):
+        for number, name in enumerate(["cat", "ant", "bee"]):
+            folder = source / split / name
+            folder.mkdir(parents=True)
+            for copy in range(n_pictures):
+                ending = ("JPEG", "jpg", "png", "webp")[copy % 4]
+                Image.new("RGB", (30 + copy, 20), (80 * number, 255 - 80 * number, 7)).save(
+                    folder / f"{copy}.{ending}"
+                )
+    return source
+
+
+def test_labels_belong_to_their_images(pictures: Path, tmp_path: Path) -> None:
+    done = script("make_hkl.py", pictures, tmp_path / "set", "--size", 10, "--batch", 8)
+    assert done.returncode == 0, done.stderr
+    dataset = open_dataset(make_config(data_folder=str(tmp_path / "set"), n_classes=None))
+    assert (dataset.n_classes, len(dataset.train), len(dataset.val)) == (3, 27, 12)
+    assert dataset.train.file_rows == (8, 8, 8, 3)  # the last partial file is kept
+    red_of_class = [80, 160, 0]  # ant, bee, cat: sorted names
+    totals = np.zeros((10, 10, 3))
+    for split in (dataset.train, dataset.val):
+        images = np.concatenate([hickle.load(file.path) for file in split.files])
+        for image, label in zip(images, split.labels, strict=True):
+            assert np.abs(image[..., 0].astype(int) - red_of_class[label]).max() <= 3
+        if split is dataset.train:
+            totals = images.mean(0)
+    assert np.allclose(dataset.mean, totals, atol=1e-3)
+    assert sorted(dataset.train.labels) == [0] * 9 + [1] * 9 + [2] * 9
+    assert list(dataset.train.labels) != sorted(dataset.train.labels)  # shuffled
+
+
+def test_the_manifest_names_every_picture_with_label_and_checksum(pictures: Path, tmp_path: Path) -> None:
+    script("make_hkl.py", pictures, tmp_path / "set", "--size", 10, "--batch", 8)
+    manifest = json.loads((tmp_path / "set" / "manifest.json").read_text())
+    assert manifest["classes"] == ["ant", "bee", "cat"]
+    for split in ("train", "val"):
+        labels = np.load(tmp_path / "set" / "labels" / f"{split}_labels.npy").tolist()
+        assert [label for entry in manifest[split] for label in entry["labels"]] == labels
+        names = [name for entry in manifest[split] for name in entry["images"]]
+        assert sorted(names) == sorted(str(p.relative_to(pictures)) for p in pictures.glob(f"{split}/*/*"))
+        assert [manifest["classes"][label] for label in labels] == [Path(name).parent.name for name in names]
+        for entry in manifest[split]:
+            content = (tmp_path / "set" / entry["file"]).read_bytes()
+            assert hashlib.sha256(content).hexdigest() == entry["sha256"]
+
+
+def test_making_it_twice_gives_the_same_bytes(pictures: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        assert script("make_hkl.py", pictures, tmp_path / name, "--size", 10).returncode == 0
+    files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file()]
+    assert len(files) == 6
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+def test_a_bad_picture_is_named_and_no_folder_is_left(pictures: Path, tmp_path: Path) -> None:
+    (pictures / "train" / "bee" / "1.jpg").write_bytes(b"not a picture")
+    done = script("make_hkl.py", pictures, tmp_path / "set", "--size", 10)
+    assert done.returncode == 2
+    assert "train/bee/1.jpg: is not a picture" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "set").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda source: (source / "val" / "dog").mkdir(), "val/dog: train/ has no such class"),
+        (lambda source: (source / "val").rename(source / "valid"), "val: there is no such folder"),
+        (lambda source: [p.unlink() for p in source.glob("val/*/*")], "val: holds no pictures"),
+    ],
+)
+def test_folders_that_do_not_fit_are_named(pictures: Path, tmp_path: Path, change, message: str) -> None:
+    change(pictures)
+    done = script("make_hkl.py", pictures, tmp_path / "set")
+    assert done.returncode == 2 and message in done.stderr
+    assert not (tmp_path / "set").exists()
+
+
+def test_an_existing_folder_is_left_alone(pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    done = script("make_hkl.py", pictures, tmp_path / "set")
+    assert done.returncode == 2 and "is there already" in done.stderr
+    assert list((tmp_path / "set").iterdir()) == []
+
+
+def test_the_digits_are_jpeg_files_in_imagenets_layout(tmp_path: Path) -> None:
+    assert script("make_digits.py", tmp_path).returncode == 0
+    assert len(list(tmp_path.glob("train/*/*.JPEG"))) == 1437
+    val = sorted(tmp_path.glob("val/*/*.JPEG"))
+    assert len(val) == 360 and len({path.parent for path in val}) == 10
+    with Image.open(val[0]) as picture:
+        assert (picture.format, picture.mode, picture.size) == ("JPEG", "RGB", (64, 64))

@@ -1,0 +1,141 @@
+"""The program as a user runs it: it trains, ends, leaves nothing, and goes on exactly where it stopped."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from conftest import Program, Running
+from safetensors.numpy import load_file
+
+from lockstep.runfolder import read_checkpoint
+
+
+def tensors(running: Running, name: str) -> dict[str, np.ndarray]:
+    return load_file(running.run_folder / "checkpoints" / f"{name}.safetensors")
+
+
+def assert_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert ours[name].tobytes() == theirs[name].tobytes(), name
+
+
+def events(running: Running, kind: str) -> list[dict]:
+    lines = (running.run_folder / "log.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def test_a_run_ends_with_0_its_result_and_no_process(program: Program) -> None:
+    running = program.run("n_epochs=2", "snapshot_freq=1")
+    assert running.leftovers() == []
+    assert running.last_line().startswith("done: validation error")
+    assert running.last_line().endswith(f"on 33 images; files are in {running.run_folder}")
+    saved = yaml.safe_load((running.run_folder / "config.yaml").read_text())
+    assert saved["n_epochs"] == 2 and saved["devices"] == ["cpu", "cpu"]
+    assert [event["n_images"] for event in events(running, "validated")] == [33, 33]
+    progress = events(running, "progress")
+    # 90 pictures in minibatches of 16: 6 steps, told every 2
+    assert [event["step"] for event in progress] == [2, 4, 6, 2, 4, 6]
+    assert set(progress[0]["seconds"]) == {"load-wait", "compute", "meet", "exchange"}
+    assert "time per 20 iterations" in running.output()
+    names = sorted(os.listdir(running.run_folder / "checkpoints"))
+    expected = [f"epoch_000{epoch}.{ending}" for epoch in (1, 2) for ending in ("json", "safetensors")]
+    assert names == [*expected, "latest"]
+
+
+def test_loading_in_the_trainer_gives_the_same_bits(program: Program) -> None:
+    runs = [
+        program.run("n_epochs=1", f"para_load={value}", *more, name=name)
+        for name, value, more in (
+            ("ahead", "true", ()),
+            ("direct", "false", ()),
+            ("ring", "true", ("n_slots=5",)),
+        )
+    ]
+    for other in runs[1:]:
+        assert_same(tensors(runs[0], "epoch_0001"), tensors(other, "epoch_0001"))
+
+
+@pytest.mark.parametrize("devices", ["[cpu]", "[cpu, cpu, cpu]"])
+def test_any_number_of_trainers_is_the_same_program(program: Program, devices: str) -> None:
+    running = program.run("n_epochs=1", "lr_policy=auto", "print_train_error=false", devices=devices)
+    assert "done: validation error" in running.last_line() and " error 0." not in running.output()
+
+
+@pytest.mark.parametrize("devices", ["[cpu]", "[cpu, cpu]"])
+def test_a_resumed_run_ends_as_the_unbroken_one_bit_for_bit(program: Program, devices: str) -> None:
+    words = ["n_epochs=4", "snapshot_freq=2", "lr_step=[1,3]"]
+    whole = program.run(*words, name="whole", devices=devices)
+    half = program.run("n_epochs=2", *words[1:], name="parts", devices=devices)
+    assert half.last_line().startswith("done")
+    resumed = program.run(*words, "resume_train=true", name="parts", devices=devices)
+    assert "going on from" in resumed.output()
+    assert_same(tensors(whole, "epoch_0004"), tensors(resumed, "epoch_0004"))
+    records = [
+        read_checkpoint(run.run_folder / "checkpoints" / "epoch_0004.json") for run in (whole, resumed)
+    ]
+    assert records[0].state.val_record == records[1].state.val_record
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_finishes_the_step_saves_and_the_rest_is_exact(program: Program, number: int) -> None:
+    whole = program.run("n_epochs=3", "snapshot_freq=9", name="whole")
+    broken = program.start("n_epochs=3", "snapshot_freq=9", name="parts")
+    broken.wait_for_text("epoch 1 step 2/6")
+    if number == signal.SIGINT:
+        os.killpg(broken.process.pid, number)  # as a terminal does: to all processes at once
+    else:
+        broken.process.send_signal(number)
+    assert broken.wait(20) == 128 + number
+    assert broken.leftovers() == []
+    assert "stopped as asked; saved" in broken.last_line()
+    resumed = program.run("n_epochs=3", "snapshot_freq=9", "resume_train=true", name="parts")
+    assert_same(tensors(whole, "epoch_0003"), tensors(resumed, "epoch_0003"))
+
+
+def test_load_epoch_goes_back_into_a_folder_of_its_own(program: Program) -> None:
+    whole = program.run("n_epochs=3", "snapshot_freq=1", name="run")
+    before = {path.name: path.read_bytes() for path in (whole.run_folder / "checkpoints").iterdir()}
+    program.run("n_epochs=3", "snapshot_freq=1", "resume_train=true", "load_epoch=1", name="run")
+    branch = whole.run_folder.with_name("run-from-epoch_0001")
+    after = {path.name: path.read_bytes() for path in (whole.run_folder / "checkpoints").iterdir()}
+    assert before == after
+    name = "epoch_0003.safetensors"
+    assert (branch / "checkpoints" / name).read_bytes() == before[name]
+
+
+def test_another_number_of_trainers_goes_on_without_losing_a_picture(program: Program) -> None:
+    broken = program.start("n_epochs=2", "print_freq=1")
+    broken.wait_for_text("epoch 1 step 1/6")
+    broken.process.send_signal(signal.SIGINT)
+    assert broken.wait(20) == 130
+    resumed = program.run("n_epochs=2", "resume_train=true", devices="[cpu]")
+    assert "minibatches have another size than before" in resumed.output()
+    assert len(events(resumed, "validated")) == 2
+
+
+def test_going_on_from_another_seed_or_model_is_refused(program: Program) -> None:
+    program.run("n_epochs=1")
+    for words, message in (
+        (["seed=5"], "was made with seed: 0, the configuration has 5"),
+        (["model_args={dropout: 0.1}"], "was made with model_args"),
+        ([], "all 1 epochs are done; raise n_epochs"),
+    ):
+        refused = program.run("n_epochs=1", "resume_train=true", *words, code=2)
+        assert message in refused.last_line()
+
+
+def test_a_second_run_does_not_write_into_the_first_ones_folder(program: Program) -> None:
+    running = program.start("n_epochs=500", "snapshot_freq=1")
+    running.wait_for_text("saved")
+    fresh = program.run("n_epochs=500", code=2)
+    assert "is there already; resume_train=True goes on with it" in fresh.last_line()
+    resumed = program.run("n_epochs=500", "resume_train=true", code=2)
+    assert "another run is writing there now" in resumed.last_line()
+    running.process.send_signal(signal.SIGINT)
+    assert running.wait(20) == 130
+    assert Path(running.run_folder / "config.yaml").exists()
