@@ -13,7 +13,7 @@ import torch
 from lockstep.augment import Augmenter
 from lockstep.batches import read_rows
 from lockstep.config import Config
-from lockstep.dataset import Dataset, Split
+from lockstep.dataset import Dataset, Split, open_dataset
 from lockstep.memory import memory_of
 from lockstep.messages import Fill, Filled, OpenRing, Order, Stop
 from lockstep.order import EpochOrder
@@ -29,10 +29,11 @@ def run_loader(
     connection: Connection,
     rank: int,
     config: Config,
-    dataset: Dataset,
 ) -> None:
     """The loader process of trainer `rank`: serves its trainer until that says Stop."""
     torch.set_num_threads(1)  # one loader per trainer is the parallelism
+    board.say("opening the dataset")
+    dataset = open_dataset(config)
     trainer = Pipe(connection, f"trainer {rank}", config.wait_deadline)
     ring = trainer.receive(OpenRing, "the ring's shape")
     shape = RingShape(ring.n_slots, ring.batch_size, ring.crop_size)

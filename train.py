@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import importlib.util
 import multiprocessing
+import os
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,11 +26,12 @@ from pathlib import Path
 from lockstep import config as configuration
 from lockstep import devices, runfolder
 from lockstep.config import Config
-from lockstep.console import Console, validation_text
+from lockstep.console import Console, show
 from lockstep.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
+from lockstep.messages import Started
 from lockstep.plan import Plan
-from lockstep.processes import Ending, Interrupts, Processes
+from lockstep.processes import Interrupts, Processes
 
 HERE = Path(__file__).resolve().parent
 
@@ -43,11 +45,10 @@ def main() -> int:
         config = load_config()
         check_model(config)
         dataset = open_dataset(config)
-        run = runfolder.open_run(config)
-        with runfolder.locked(run.folder):
-            return train(config, dataset, run, interrupts)
+        run = runfolder.open_run(config, len(dataset.train))
+        return train(config, dataset, run, interrupts)
     except UserError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        show(f"lockstep: {error}", "stderr")
         return 2
 
 
@@ -71,7 +72,7 @@ def load_config() -> Config:
         notices.append(f"devices: {', '.join(chosen)} ({reason})")
     devices.check(chosen)
     for notice in notices:
-        print(f"note: {notice}")
+        show(f"note: {notice}", "stdout")
     return dataclasses.replace(config, devices=chosen)
 
 
@@ -85,25 +86,30 @@ def check_model(config: Config) -> None:
 def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Interrupts) -> int:
     """Runs all processes to their end and says how it went. Returns the exit code."""
     text = configuration.to_yaml(config)
-    print(f"# the resolved configuration, also in {run.folder}/config.yaml\n{text}", flush=True)
-    runfolder.write_text(run.folder / "config.yaml", text)
     console = Console(run.folder, config)
+    console.say(f"# the resolved configuration, kept in {run.folder}/config.yaml\n{text}")
     announce(console, dataset, run, config)
+
+    def on_message(message: object) -> None:
+        if isinstance(message, Started):  # not before: a refused start must not replace a good run's file
+            runfolder.write_text(run.folder / "config.yaml", text)
+        else:
+            console.take(message)
+
     with Processes(config.wait_deadline, interrupts) as processes:
-        start_processes(processes, config, dataset, run)
+        start_processes(processes, config, run)
         console.log("started", processes.pids())
-        ending = processes.watch(console.take)
+        ending = processes.watch(on_message)
     console.log("ended", dataclasses.asdict(ending))
-    console.close()
-    say_ending(ending, console, run)
+    if not console.close(console.last_words(ending), "stderr" if ending.code else "stdout"):
+        os._exit(ending.code)  # the terminal takes no more; Python's own flush at its end would wait for it
     return ending.code
 
 
 def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Config) -> None:
     console.say(
         f"{len(dataset.train):,} training and {len(dataset.val):,} validation images, "
-        f"{dataset.n_classes} classes; "
-        f"{len(config.devices)} trainer(s) on {', '.join(config.devices)}"
+        f"{dataset.n_classes} classes; {len(config.devices)} trainer(s) on {', '.join(config.devices)}"
     )
     for notice in run.notices:
         console.say(f"note: {notice}")
@@ -115,9 +121,9 @@ def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Con
         console.log("resumed", {"checkpoint": str(run.start.path)})
 
 
-def start_processes(processes: Processes, config: Config, dataset: Dataset, run: runfolder.Run) -> None:
+def start_processes(processes: Processes, config: Config, run: runfolder.Run) -> None:
     """Starts a trainer and, with para_load, a loader per device, with a pipe between all that talk."""
-    plan = Plan(config, dataset, run.folder, run.start)
+    plan = Plan(config, run.folder, run.start.path if run.start else None)
     n_trainers = len(config.devices)
     peers: list[dict[int, Connection]] = [{} for _ in range(n_trainers)]
     for rank in range(n_trainers):
@@ -127,27 +133,13 @@ def start_processes(processes: Processes, config: Config, dataset: Dataset, run:
         ours = theirs = None
         if config.para_load:
             ours, theirs = multiprocessing.Pipe()
-            processes.start(f"loader {rank}", "proc_load:run_loader", (theirs, rank, config, dataset))
+            processes.start(f"loader {rank}", "proc_load:run_loader", (theirs, rank, config))
         arguments = (plan, rank, ours, peers[rank])
         processes.start(f"trainer {rank}", "train_funcs:run_trainer", arguments, speaker=rank == 0)
         # Only the children's copies are left, so that a child's death closes its pipes.
         for connection in (ours, theirs, *peers[rank].values()):
             if connection is not None:
                 connection.close()
-
-
-def say_ending(ending: Ending, console: Console, run: runfolder.Run) -> None:
-    """The last words of a run: on success the result, otherwise the one message that says why it ended."""
-    if ending.traceback:
-        print(ending.traceback, file=sys.stderr)
-    sys.stderr.flush()
-    if ending.message:
-        print(f"lockstep: {ending.message}", file=sys.stderr)
-    elif ending.code:
-        saved = console.last_saved.path if console.last_saved else "nothing"
-        print(f"lockstep: stopped as asked; saved {saved}; resume_train=True goes on", file=sys.stderr)
-    elif console.last_validation:
-        print(f"done: {validation_text(console.last_validation)}; files are in {run.folder}")
 
 
 if __name__ == "__main__":

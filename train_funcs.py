@@ -4,27 +4,27 @@ The same program runs for any number of trainers. A lone trainer has no peers to
 arena is that arena. docs/how-it-works.md follows one step through all processes.
 """
 
-import importlib
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from lockstep import checkpoint, dropout
 from lockstep.arena import Arena
-from lockstep.config import Config
+from lockstep.dataset import open_dataset
 from lockstep.devices import count_cores
 from lockstep.errors import UserError
 from lockstep.exchange.host import HostExchange
 from lockstep.feed import Batch, DirectFeed, Feed, LoaderFeed
 from lockstep.memory import Memory, memory_of
-from lockstep.messages import Order, Progress, Saved, Tick, Validated
+from lockstep.messages import Order, Progress, Saved, Started, Tick, Validated
+from lockstep.network import build_model, crop_size
 from lockstep.optimizer import learning_rate, make_optimizer, momentum_of, set_learning_rate
 from lockstep.order import minibatches, share
 from lockstep.peers import Peers
@@ -32,7 +32,7 @@ from lockstep.pipes import Pipe
 from lockstep.plan import Plan
 from lockstep.randomness import Purpose, seed_of
 from lockstep.recorder import Recorder
-from lockstep.runfolder import Checkpoint, State
+from lockstep.runfolder import State, read_state
 from lockstep.slots import RingShape
 from lockstep.status import StatusBoard
 from proc_load import SlotFiller
@@ -54,24 +54,9 @@ def run_trainer(
     deadline = config.wait_deadline
     pipes = {other: Pipe(end, f"trainer {other}", deadline) for other, end in peers.items()}
     pipe = Pipe(loader, f"loader {rank}", deadline) if loader else None
+    board.say("opening the dataset and building the network")
     trainer = Trainer(plan, Peers(rank, pipes), pipe, control, board)
     return trainer.run()
-
-
-def build_model(config: Config, n_classes: int) -> nn.Module:
-    """The network that models/<model>.py exports, with the same initial weights in every trainer.
-
-    Raises UserError where there is no such file, or its Model does not take `model_args`.
-    """
-    module = importlib.import_module(f"models.{config.model}")
-    torch.manual_seed(seed_of(Purpose.INITIALISATION, config.seed))
-    try:
-        model: nn.Module = module.Model(n_classes, **config.model_args)
-    except TypeError as error:
-        raise UserError(
-            f"model_args {config.model_args} don't suit models/{config.model}.py: {error}"
-        ) from error
-    return model
 
 
 class Trainer:
@@ -82,10 +67,10 @@ class Trainer:
     ) -> None:
         self.plan, self.config, self.peers = plan, plan.config, peers
         self.control, self.board = control, board
-        board.say("building the network")
+        self.dataset = open_dataset(self.config)
         memory = memory_of(self.config.devices[peers.rank])
-        model = build_model(self.config, plan.dataset.n_classes)
-        self.crop_size = _crop_size(model, plan)
+        model = build_model(self.config, self.dataset.n_classes)
+        self.crop_size = crop_size(model, self.config, self.dataset.image_shape)
         self.dropouts = dropout.install(model)
         self.model = model
         self.arena = Arena(model, memory, with_momenta=momentum_of(self.config) > 0)
@@ -94,6 +79,7 @@ class Trainer:
         self.epoch, self.position = 1, 0
         if plan.start:
             self._load(plan.start)
+        self.learning_rate = learning_rate(self.config, self.epoch, self._errors())
         self.exchange = self._open_exchange(memory)
         self.feed = self._open_feed(memory, loader)
         self.recorder = Recorder(self.arena.flat.device)
@@ -104,6 +90,7 @@ class Trainer:
     def run(self) -> bool:
         """Trains and validates epoch by epoch. Returns True when the launcher's Stop ended it early."""
         self.check_replicas("the start")
+        self._tell(Started())
         stopped = False
         while self.epoch <= self.config.n_epochs and not stopped:
             stopped = self.train_epoch() or self.validate()
@@ -118,15 +105,15 @@ class Trainer:
         """Every order of the run, from where it stands: each epoch's training, then its validation."""
         position = self.position
         for epoch in range(self.epoch, self.config.n_epochs + 1):
-            yield from self._orders_of("train", epoch, len(self.plan.dataset.train), position)
-            yield from self._orders_of("val", epoch, len(self.plan.dataset.val), 0)
+            yield from self._orders_of("train", epoch, len(self.dataset.train), position)
+            yield from self._orders_of("val", epoch, len(self.dataset.val), 0)
             position = 0
 
     def train_epoch(self) -> bool:
         """The rest of an epoch's steps. Returns whether the trainers agreed to stop."""
         self.learning_rate = learning_rate(self.config, self.epoch, self._errors())
         set_learning_rate(self.optimizer, self.learning_rate)
-        n_samples = len(self.plan.dataset.train)
+        n_samples = len(self.dataset.train)
         self.keys = torch.from_numpy(dropout.sample_keys(self.config.seed, self.epoch, n_samples))
         self.model.train()
         self.recorder.reset()
@@ -148,7 +135,7 @@ class Trainer:
             self.board.say(f"{order}: forward, backward, update")
             self.update(batch)
             self.feed.release()
-        printing = order.step % self.config.print_freq == 0 or order.stop == len(self.plan.dataset.train)
+        printing = order.step % self.config.print_freq == 0 or order.stop == len(self.dataset.train)
         with self.recorder.phase("meet"):
             self.board.say(f"{order}: meeting the others after the update")
             sums = self.recorder.sums() if printing else None
@@ -183,7 +170,7 @@ class Trainer:
             self.recorder.add(loss_sum, logits, batch.labels)
         else:  # weights still decay and momenta still carry, as in the other trainers
             for parameter in self.model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         self.optimizer.step()
 
     def validate(self) -> bool:
@@ -195,7 +182,7 @@ class Trainer:
         begin = time.perf_counter()
         self.model.eval()
         sums = torch.zeros(3, dtype=torch.float64)
-        n_images = len(self.plan.dataset.val)
+        n_images = len(self.dataset.val)
         n_steps = -(-n_images // self._minibatch_size())
         for _ in range(n_steps):
             batch = self.feed.next()
@@ -226,12 +213,14 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint, written by trainer 0 after all have shown that their replicas are equal."""
         self.board.say(f"epoch {self.epoch}: saving a checkpoint")
+        if not self.arena.flat.isfinite().all():
+            self._check_finite(math.nan, f"the checkpoint of epoch {self.epoch}")
         self.check_replicas(f"the checkpoint of epoch {self.epoch}")
         if self.peers.rank == 0:
             state = State(
                 self.epoch,
                 self.position,
-                len(self.plan.dataset.train),
+                len(self.dataset.train),
                 self.learning_rate,
                 self.val_record,
                 self.peers.n_trainers,
@@ -253,13 +242,12 @@ class Trainer:
 
     # -- parts -----------------------------------------------------------------------------------------------
 
-    def _load(self, start: Checkpoint) -> None:
-        self.board.say(f"loading {start.path}")
-        self.arena.load(checkpoint.load(start.path), str(start.path))
-        state = start.state
+    def _load(self, tensors: Path) -> None:
+        self.board.say(f"loading {tensors}")
+        self.arena.load(checkpoint.load(tensors), str(tensors))
+        state = read_state(tensors.with_suffix(".json"))
         self.val_record = list(state.val_record)
         self.epoch, self.position = state.epoch, state.position
-        self.learning_rate = state.learning_rate
         if len(self.val_record) == self.epoch:
             self.epoch, self.position = self.epoch + 1, 0
 
@@ -279,8 +267,9 @@ class Trainer:
             shape = RingShape(config.n_slots, config.batch_size, self.crop_size)
             return LoaderFeed(loader, memory, shape, self.orders())
         shape = RingShape(1, config.batch_size, self.crop_size)
-        filler = SlotFiller(config, self.plan.dataset, shape, self.board)
-        return DirectFeed(filler.fill, memory, shape, self.orders())
+        block = memory.allocate(shape.n_bytes)
+        filler = SlotFiller(config, self.dataset, shape, self.board)
+        return DirectFeed(filler.fill, block, shape, self.orders())
 
     def _orders_of(self, stage: Any, epoch: int, n_samples: int, position: int) -> Iterator[Order]:
         size, peers = self._minibatch_size(), self.peers
@@ -341,16 +330,3 @@ class Trainer:
         )
         self.recorder.reset()
         self.printed_at = time.perf_counter()
-
-
-def _crop_size(model: nn.Module, plan: Plan) -> int:
-    size = model.input_size
-    assert isinstance(size, int), f"models/{plan.config.model}.py: input_size must be a whole number"
-    shape = plan.dataset.image_shape
-    if size > min(shape[:2]):
-        raise UserError(
-            f"model {plan.config.model} takes {size} x {size} pictures, "
-            f"those in {plan.config.data_folder} are only "
-            f"{shape[0]} x {shape[1]}: make the dataset with --size {size} or more"
-        )
-    return size

@@ -31,6 +31,7 @@ class HklArray:
     shape: tuple[int, ...]
     dtype: np.dtype
     offset: int | None
+    stamp: tuple[int, int, int]  # of the file: inode, bytes, time of change in ns
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -65,10 +66,11 @@ def _find_array(path: str, file: h5py.File) -> HklArray:
         raise UserError(f"{path}: holds {dataset.dtype} of shape {dataset.shape}, not an array of numbers")
     # None for chunked or compressed storage, and for arrays that were never written
     offset = dataset.id.get_offset() if dataset.dtype.isnative else None
-    array = HklArray(path, names[0], dataset.shape, dataset.dtype.newbyteorder("="), offset)
+    status = os.stat(path)
+    array = HklArray(path, names[0], dataset.shape, dataset.dtype.newbyteorder("="), offset, _stamp(status))
     end = (offset or 0) + dataset.size * dataset.dtype.itemsize
-    if offset is not None and os.path.getsize(path) < end:
-        raise UserError(f"{path}: is truncated: {os.path.getsize(path)} bytes, {end} are needed")
+    if offset is not None and status.st_size < end:
+        raise UserError(f"{path}: is truncated: {status.st_size} bytes, {end} are needed")
     return array
 
 
@@ -86,15 +88,17 @@ def read_rows(array: HklArray, first: int, out: np.ndarray) -> None:
             with h5py.File(array.path, "r") as file:
                 file[array.name].read_direct(out, np.s_[first : first + len(out)])
         else:
-            _read_bytes(array.path, array.offset + first * out[0].nbytes, out)
+            _read_bytes(array, array.offset + first * out[0].nbytes, out)
     except (OSError, RuntimeError, KeyError) as error:
         raise UserError(f"{array.path}: can't be read: {error}") from error
 
 
-def _read_bytes(path: str, offset: int, out: np.ndarray) -> None:
+def _read_bytes(array: HklArray, offset: int, out: np.ndarray) -> None:
     view = out.reshape(-1).view(np.uint8).data
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(array.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        if _stamp(os.fstat(descriptor)) != array.stamp:
+            raise OSError("it was changed after the run had begun")
         while view:
             n_bytes = os.preadv(descriptor, [view], offset)
             if n_bytes == 0:
@@ -102,6 +106,10 @@ def _read_bytes(path: str, offset: int, out: np.ndarray) -> None:
             view, offset = view[n_bytes:], offset + n_bytes
     finally:
         os.close(descriptor)
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read(path: str | Path) -> np.ndarray:

@@ -22,6 +22,7 @@ from lockstep.messages import Failed, Finished, Ready
 from lockstep.pipes import Pipe
 from lockstep.status import StatusBoard
 
+STOP_SIGNAL = signal.SIGUSR1  # child to launcher: I was asked to end; let us all stop in good order
 _PR_SET_PDEATHSIG = 1
 _last_word = threading.Lock()
 
@@ -41,7 +42,12 @@ class ChildStart:
 
 
 def child_main(start: ChildStart) -> None:
-    """The main function of every child: runs `entry(control, board, *arguments)` and reports how it ended."""
+    """The main function of every child: runs `entry(control, board, *arguments)` and reports how it ended.
+
+    SIGTERM is passed on to the launcher as a wish to stop, so that a signal to the whole group of processes
+    stops a run in good order. Ctrl-C is ignored from birth; the launcher has it too.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: os.kill(start.launcher, STOP_SIGNAL))
     control = Pipe(start.control, "the launcher", start.deadline)
     board = StatusBoard.create()
     board.say("starting")
@@ -55,7 +61,7 @@ def child_main(start: ChildStart) -> None:
         board.say("leaving")
         control.send(Finished(bool(stopped)))
         code = 0
-    except Exception as error:
+    except BaseException as error:  # SystemExit in a user's model too
         try:
             control.send(_failure(error))
         except PeerLost:  # the launcher has died: that is the news, not this
@@ -63,12 +69,15 @@ def child_main(start: ChildStart) -> None:
     sys.exit(code)
 
 
-def _failure(error: Exception) -> Failed:
+def _failure(error: BaseException) -> Failed:
+    text = " ".join(str(error).split())  # one line
     if isinstance(error, UserError):
-        return Failed("user", str(error))
+        return Failed("user", text)
+    if isinstance(error, MemoryError):
+        return Failed("user", f"out of memory: {text}; lower batch_size or n_slots")
     if isinstance(error, PeerProblem):
-        return Failed("lost", str(error), peer=error.peer)
-    return Failed("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
+        return Failed("lost", text, peer=error.peer)
+    return Failed("crash", f"{type(error).__name__}: {text}", traceback.format_exc())
 
 
 def _tie_to_launcher(start: ChildStart, board: StatusBoard) -> None:
@@ -79,8 +88,8 @@ def _tie_to_launcher(start: ChildStart, board: StatusBoard) -> None:
             _launcher_died(start, board)
 
         threading.Thread(target=watch, daemon=True).start()
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The speaker may have been suspended: it must wake up to speak and leave.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT if start.speaker else signal.SIGKILL)
     if os.getppid() != start.launcher:  # it died before the line above
         os._exit(1)
 

@@ -7,6 +7,8 @@ apply: nothing in a YAML file is ever executed.
 
 import dataclasses
 import difflib
+import json
+import math
 import re
 import types
 import typing
@@ -20,6 +22,9 @@ import yaml
 from lockstep.errors import UserError
 
 COMMAND_LINE = "command line"
+# PyYAML lets the errors of int(), float() and date() through for tags like !!int x, and recursion for deep
+# nesting.
+_YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, RecursionError)
 _UNIONS = (types.UnionType, typing.Union)  # int | str, and what int | Literal[...] makes
 
 
@@ -88,8 +93,10 @@ _AT_LEAST = {
     "seed": 0,
     "shuffle_block": 1,
     "snapshot_freq": 1,
+    "wait_deadline": 1,
     "weight_decay": 0,
 }
+_LARGEST = 2**31 - 1
 
 # Keys of theano_alexnet that mean nothing here: accepted, with a line that says why.
 OBSOLETE = {
@@ -99,6 +106,7 @@ OBSOLETE = {
 }
 _SOCKET = re.compile(r"sock_(data|gpu)\d*")
 _GPU = re.compile(r"gpu\d*")
+_RUN_NAME = re.compile(r"[\w+-][\w.+-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ def read_yaml(path: str | Path) -> Layer:
         raise UserError(f"{path}: is not a text file in UTF-8") from error
     try:
         values = yaml.load(text, _UniqueKeyLoader)
-    except yaml.YAMLError as error:
+    except _YAML_ERRORS as error:
         raise UserError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from error
     if values is None:
         values = {}
@@ -152,7 +160,7 @@ def read_command_line(words: list[str]) -> Layer:
             raise UserError(f"{COMMAND_LINE}: {key} is given twice")
         try:
             values[key] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except _YAML_ERRORS as error:
             raise UserError(f"{COMMAND_LINE}: {word!r}: the value can't be read") from error
     return Layer(COMMAND_LINE, values)
 
@@ -253,7 +261,7 @@ def _convert_to_float(value: Any) -> float:
         raise TypeError
     try:
         return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise TypeError from None
 
 
@@ -282,10 +290,16 @@ def _check_values(config: Config, sources: Mapping[str, str]) -> None:
         value = getattr(config, key)
         if isinstance(value, int | float) and not value >= least:
             raise UserError(f"{_where(key, sources)}: {key} must be at least {least}, not {value}")
-    for key in ("learning_rate", "wait_deadline"):
+    for key in config.__dataclass_fields__:
         value = getattr(config, key)
-        if not 0 < value < float("inf"):
-            raise UserError(f"{_where(key, sources)}: {key} must be above 0, not {value}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{_where(key, sources)}: {key} must be a finite number, not {value}")
+        if type(value) is int and value > _LARGEST:
+            raise UserError(f"{_where(key, sources)}: {key} must be at most {_LARGEST}, not {value}")
+    if not config.learning_rate > 0:
+        raise UserError(
+            f"{_where('learning_rate', sources)}: learning_rate must be above 0, not {config.learning_rate}"
+        )
     if not config.momentum < 1:
         raise UserError(f"{_where('momentum', sources)}: momentum must be below 1, not {config.momentum}")
 
@@ -298,11 +312,23 @@ def _check_combinations(config: Config, sources: Mapping[str, str]) -> None:
         )
     if list(config.lr_step) != sorted(set(config.lr_step)):
         raise UserError(f"{_where('lr_step', sources)}: lr_step must rise: {list(config.lr_step)}")
-    if config.run_name is not None and Path(config.run_name).name != config.run_name:
+    if not _survives_json(config.model_args):
+        raise UserError(
+            f"{_where('model_args', sources)}: model_args may hold what JSON can keep, "
+            f"with texts as keys: {config.model_args}"
+        )
+    if config.run_name is not None and not _RUN_NAME.fullmatch(config.run_name):
         raise UserError(
             f"{_where('run_name', sources)}: run_name is a folder's name inside weights_dir, "
-            f"not a path: {config.run_name!r}"
+            f"up to 100 letters, digits and -_.+ : {config.run_name!r}"
         )
+
+
+def _survives_json(value: dict[str, Any]) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 def _where(key: str, sources: Mapping[str, str]) -> str:

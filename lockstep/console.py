@@ -1,8 +1,15 @@
-"""What a run shows and logs. The launcher owns the terminal; trainers only send it messages."""
+"""What a run shows and logs. The launcher owns the terminal; trainers only send it messages.
+
+Showing is done by a thread: a reader that stalls (Ctrl-S, a pager) or goes away must not hold up the run.
+"""
 
 import json
+import os
+import queue
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +17,12 @@ from typing import Any
 from tqdm import tqdm
 
 from lockstep.config import Config
+from lockstep.errors import UserError
 from lockstep.messages import Progress, Saved, Tick, Validated
+from lockstep.processes import Ending
+
+FLUSH_SECONDS = 5.0  # how long the end of a run waits for a reader that stalls
+_BACKLOG = 100  # waiting lines above which the progress bar is not moved
 
 
 class Console:
@@ -18,25 +30,31 @@ class Console:
 
     def __init__(self, folder: Path, config: Config) -> None:
         self._config = config
-        self._log = open(folder / "log.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed in close)
+        self._path = folder / "log.jsonl"
+        try:
+            self._log = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (closed in close)
+        except OSError as error:
+            raise UserError(f"{self._path}: can't be written: {error.strerror}") from error
         self._bar: tqdm[Any] | None = None
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._show_all, daemon=True)
+        self._thread.start()
         self.last_validation: Validated | None = None
         self.last_saved: Saved | None = None
 
     def take(self, message: Any) -> None:
-        """Shows one message of trainer 0."""
+        """Shows and logs one message of trainer 0."""
         if isinstance(message, Tick):
-            self._move_bar(message)
+            if self._waiting.qsize() < _BACKLOG:
+                self._waiting.put(lambda: self._move_bar(message))
             return
         if isinstance(message, Progress):
             self.say(self._progress_line(message))
         elif isinstance(message, Validated):
             self.last_validation = message
-            self._end_bar()
-            self.say(
-                f"epoch {message.epoch}/{self._config.n_epochs}: {validation_text(message)} "
-                f"({message.seconds:.1f} s)"
-            )
+            epochs = f"epoch {message.epoch}/{self._config.n_epochs}"
+            self._waiting.put(self._end_bar)
+            self.say(f"{epochs}: {validation_text(message)} ({message.seconds:.1f} s)")
         elif isinstance(message, Saved):
             self.last_saved = message
             self.say(f"saved {message.path}")
@@ -45,16 +63,37 @@ class Console:
     def log(self, event: str, values: dict[str, Any]) -> None:
         """Appends one JSON line, flushed, so that a report can be made while the run goes on."""
         line = {"event": event, "time": round(time.time(), 3), **values}
-        self._log.write(json.dumps(line) + "\n")
-        self._log.flush()
+        try:
+            self._log.write(json.dumps(line) + "\n")
+            self._log.flush()
+        except OSError as error:
+            raise UserError(f"{self._path}: can't be written: {error.strerror}") from error
 
     def say(self, text: str) -> None:
-        tqdm.write(text)
-        sys.stdout.flush()
+        """Prints a line on standard output, above the bar."""
+        self._waiting.put(lambda: show(text, "stdout"))
 
-    def close(self) -> None:
-        self._end_bar()
-        self._log.close()
+    def close(self, last_words: str, stream: str) -> bool:
+        """Ends the bar and says the last words of the run. Returns whether all has been shown."""
+        self._waiting.put(self._end_bar)
+        self._waiting.put(lambda: show(last_words, stream))
+        self._waiting.put(None)
+        self._thread.join(FLUSH_SECONDS)
+        return not self._thread.is_alive()
+
+    def last_words(self, ending: Ending) -> str:
+        """On success the result, otherwise the one message that says why the run ended, last."""
+        if ending.message:
+            return f"{ending.traceback}lockstep: {ending.message}"
+        if ending.code:
+            saved = self.last_saved.path if self.last_saved else "nothing"
+            return f"lockstep: stopped as asked; saved {saved}; resume_train=True goes on"
+        assert self.last_validation, "a run validates at least once"
+        return f"done: {validation_text(self.last_validation)}; files are in {self._path.parent}"
+
+    def _show_all(self) -> None:
+        while (action := self._waiting.get()) is not None:
+            action()
 
     def _progress_line(self, progress: Progress) -> str:
         parts = [f"epoch {progress.epoch} step {progress.step}/{progress.n_steps}: cost {progress.cost:.4f}"]
@@ -67,9 +106,10 @@ class Console:
         return f"{', '.join(parts)} ({split})"
 
     def _move_bar(self, tick: Tick) -> None:
-        if not sys.stderr.isatty():
+        if sys.stderr is None or not sys.stderr.isatty():
             return
-        title = f"epoch {tick.epoch}/{self._config.n_epochs}" + (" validation" if tick.stage == "val" else "")
+        validation = " validation" if tick.stage == "val" else ""
+        title = f"epoch {tick.epoch}/{self._config.n_epochs}{validation}"
         if self._bar is None or self._bar.desc != f"{title}: ":
             self._end_bar()
             self._bar = tqdm(total=tick.n_steps, desc=title, unit="step", leave=False, initial=tick.step)
@@ -79,6 +119,20 @@ class Console:
         if self._bar is not None:
             self._bar.close()
         self._bar = None
+
+
+def show(text: str, stream: str) -> None:
+    """Prints to 'stdout' or 'stderr'; where that is closed or full, no more: training goes on."""
+    file = getattr(sys, stream)
+    if file is None:  # closed before the program began
+        return
+    try:
+        tqdm.write(text, file=file)
+        file.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, file.fileno())  # so that Python's own flush at its end does not fail again
+        os.close(nowhere)
 
 
 def validation_text(validated: Validated) -> str:

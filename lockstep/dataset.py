@@ -107,7 +107,7 @@ def _read_array(path: Path) -> np.ndarray:
         array = np.load(path, allow_pickle=False)
     except FileNotFoundError as error:
         raise UserError(f"{path}: there is no such file") from error
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # whatever NumPy meets in a file that is something else
         raise UserError(f"{path}: is not a whole .npy file of numbers: {error}") from error
     if not isinstance(array, np.ndarray):
         raise UserError(f"{path}: is not a .npy file of one array")
@@ -131,8 +131,8 @@ def _read_mean(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     mean = _read_array(path)
     if mean.shape != shape:
         raise UserError(f"{path}: the mean image is {mean.shape}, the images are {shape}")
-    if mean.dtype.kind not in "uif" or not np.isfinite(mean).all():
-        raise UserError(f"{path}: the mean image holds values that are not numbers")
+    if mean.dtype.kind not in "uif" or not (np.abs(mean) <= 255).all():
+        raise UserError(f"{path}: the mean image holds values that are not pixels' (0 to 255)")
     return np.ascontiguousarray(mean, dtype=np.float32)
 
 
@@ -141,14 +141,29 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
         return None
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        complete = all(key in manifest for key in ("classes", "train", "val"))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: can't be read: {error}") from error
-    if not complete or manifest.get("version") != MANIFEST_VERSION:
+    if not _is_manifest(manifest):
         raise UserError(
             f"{path}: is not a manifest of version {MANIFEST_VERSION}; make the dataset folder again"
         )
     return dict(manifest)
+
+
+def _is_manifest(manifest: Any) -> bool:
+    if not isinstance(manifest, dict) or manifest.get("version") != MANIFEST_VERSION:
+        return False
+    classes, halves = manifest.get("classes"), (manifest.get("train"), manifest.get("val"))
+    return isinstance(classes, list) and len(classes) > 0 and all(_is_half(half) for half in halves)
+
+
+def _is_half(half: Any) -> bool:
+    return isinstance(half, list) and all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("file"), str)
+        and isinstance(entry.get("labels"), list)
+        for entry in half
+    )
 
 
 def _check_manifest(folder: Path, manifest: dict[str, Any], train: Split, val: Split) -> None:

@@ -22,6 +22,7 @@ class SampleDropout(nn.Module):
         self.p = p
         self.layer = layer
         self.keys: torch.Tensor | None = None
+        self.n_calls = 0  # in this step: a network may use one layer in several places
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0:
@@ -29,7 +30,8 @@ class SampleDropout(nn.Module):
         if self.p == 1:
             return torch.zeros_like(x)
         assert self.keys is not None and len(self.keys) == len(x), "set_keys comes before forward"
-        keep = keep_mask(self.keys, self.layer, x[0].numel(), self.p).view(x.shape)
+        keep = keep_mask(self.keys, (self.layer, self.n_calls), x[0].numel(), self.p).view(x.shape)
+        self.n_calls += 1
         return x * keep.to(x.dtype).div_(1 - self.p)
 
 
@@ -37,17 +39,17 @@ def install(model: nn.Module) -> list[SampleDropout]:
     """Replaces every nn.Dropout in the model. Layers are numbered in the order of `modules()`."""
     installed: list[SampleDropout] = []
     for module in list(model.modules()):
-        for name, child in module.named_children():
+        for name, child in module._modules.items():
             if type(child) is nn.Dropout:
                 installed.append(SampleDropout(child.p, len(installed)))
-                setattr(module, name, installed[-1])
+                module._modules[name] = installed[-1]
     return installed
 
 
 def set_keys(dropouts: list[SampleDropout], keys: torch.Tensor) -> None:
     """Tells the layers which samples come next: int32 (batch,), on the network's device."""
     for module in dropouts:
-        module.keys = keys
+        module.keys, module.n_calls = keys, 0
 
 
 def sample_keys(seed: int, epoch: int, n_samples: int) -> np.ndarray:
@@ -56,14 +58,16 @@ def sample_keys(seed: int, epoch: int, n_samples: int) -> np.ndarray:
     return random.integers(-(2**31), 2**31, size=n_samples, dtype=np.int32)
 
 
-def keep_mask(keys: torch.Tensor, layer: int, n_features: int, p: float) -> torch.Tensor:
+def keep_mask(keys: torch.Tensor, place: tuple[int, int], n_features: int, p: float) -> torch.Tensor:
     """Which of a sample's features stay: bool (batch, n_features), each False with probability p.
 
-    Hashes key and feature number. Needs only int32 arithmetic, which wraps alike on every device.
+    Hashes key, place (layer and call) and feature number. Needs only int32 arithmetic, which wraps alike on
+    every device.
     """
     features = torch.arange(n_features, dtype=torch.int32, device=keys.device)
-    layered = _mix(keys ^ ((layer + 1) * 0x3C6EF372 & 0x7FFFFFFF))
-    bits = _mix(layered[:, None] ^ _mix(features)[None, :])
+    layer, call = place
+    placed = _mix(_mix(keys ^ layer) ^ call)
+    bits = _mix(placed[:, None] ^ _mix(features)[None, :])
     return bits >= round(p * 2**32) - 2**31
 
 

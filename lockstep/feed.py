@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.errors import PeerLost
-from lockstep.memory import Memory
+from lockstep.memory import Block, Memory
 from lockstep.messages import Fill, Filled, OpenRing, Order, Stop
 from lockstep.pipes import Pipe
 from lockstep.slots import RingShape, Slot
@@ -80,14 +80,14 @@ class DirectFeed(Feed):
     def __init__(
         self,
         fill: Callable[[Slot, Order], None],
-        memory: Memory,
+        block: Block,
         shape: RingShape,
         orders: Iterator[Order],
     ) -> None:
         self._fill = fill
         self._orders = orders
-        self._block = memory.allocate(shape.n_bytes)
-        self._slot = shape.slots(self._block)[0]
+        self._block = block
+        self._slot = shape.slots(block)[0]
 
     def next(self) -> Batch:
         order = next(self._orders)

@@ -23,7 +23,7 @@ def make_optimizer(model: nn.Module, arena: Arena, config: Config) -> torch.opti
     torch keeps v = m v + g and steps by the rate times v; theano_alexnet keeps v = m v - rate g. They are
     the same as long as the rate stays; when it falls, torch's step falls with it at once.
     """
-    named = list(model.named_parameters())
+    named = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
     biases = [parameter for name, parameter in named if name.split(".")[-1] == "bias"]
     weights = [parameter for name, parameter in named if name.split(".")[-1] != "bias"]
     groups = [

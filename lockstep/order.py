@@ -80,6 +80,10 @@ def minibatches(n_samples: int, size: int, position: int = 0) -> Iterator[tuple[
 
 
 def share(start: int, stop: int, rank: int, n_trainers: int) -> tuple[int, int]:
-    """The part of a minibatch that a trainer takes: shares differ by one sample at most."""
-    n_samples = stop - start
-    return start + n_samples * rank // n_trainers, start + n_samples * (rank + 1) // n_trainers
+    """The part of a minibatch that a trainer takes: shares differ by one sample at most, and
+    trainer 0, which writes the checkpoints, always has one."""
+
+    def boundary(number: int) -> int:
+        return start + -(-(stop - start) * number // n_trainers)  # rounded up
+
+    return boundary(rank), boundary(rank + 1)

@@ -1,7 +1,9 @@
 """A multiprocessing pipe whose every wait has a deadline and names whom it waits for."""
 
 import math
+import select
 import socket
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -10,8 +12,11 @@ from lockstep.errors import DeadlinePassed, PeerLost
 T = TypeVar("T")
 
 
+START_SECONDS = 120.0  # patience with a process that is starting: importing torch from a cold disk takes long
+
+
 class Pipe:
-    """One end of a duplex pipe to the process called `peer`.
+    """One end of a duplex pipe to the process called `peer`, whose first message may take START_SECONDS.
 
     `deadline` is in seconds. They are counted in slices, so that a run that was suspended as a whole (Ctrl-Z)
     and resumed loses one slice at most, not the whole deadline.
@@ -21,9 +26,19 @@ class Pipe:
         self.peer = peer
         self._connection = connection
         self._deadline = deadline
+        self._patience = max(START_SECONDS, deadline)  # until the peer has shown that it is there
 
     def send(self, message: Any) -> None:
-        """Sends a message. Raises PeerLost where nobody is left to read it."""
+        """Sends a small message.
+
+        Raises PeerLost where nobody is left to read it, DeadlinePassed when the peer lets the pipe fill up.
+        """
+        writable = select.poll()
+        writable.register(self._connection, select.POLLOUT)
+        if not self._within(self._patience, lambda seconds: bool(writable.poll(seconds * 1000))):
+            raise DeadlinePassed(
+                self.peer, f"waited {self._patience:g} s for {self.peer} to read its messages"
+            )
         try:
             self._connection.send(message)
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -70,11 +85,13 @@ class Pipe:
         self._connection.close()
 
     def _wait(self, what: str) -> None:
-        slice_seconds = min(1.0, self._deadline)
-        for _ in range(math.ceil(self._deadline / slice_seconds)):
-            if self._connection.poll(slice_seconds):
-                return
-        raise DeadlinePassed(self.peer, f"waited {self._deadline:g} s for {self.peer} ({what})")
+        if not self._within(self._patience, self._connection.poll):
+            raise DeadlinePassed(self.peer, f"waited {self._patience:g} s for {self.peer} ({what})")
+        self._patience = self._deadline
+
+    @staticmethod
+    def _within(seconds: float, happens: Callable[[float], bool]) -> bool:
+        return any(happens(min(1.0, seconds)) for _ in range(math.ceil(seconds)))
 
     def _socket(self) -> socket.socket:
         return socket.socket(fileno=socket.dup(self._connection.fileno()))

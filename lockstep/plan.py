@@ -1,18 +1,18 @@
-"""What all processes of a run are told at their start."""
+"""What all processes of a run are told at their start: little, for it goes through a pipe nobody reads yet.
+
+They read the dataset's headers and labels, and the checkpoint, for themselves.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.config import Config
-from lockstep.dataset import Dataset
-from lockstep.runfolder import Checkpoint
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to train, on what, where to write, and what to go on from (None: from scratch)."""
+    """How to train, where to write, and the tensors of the checkpoint to go on from (None: from scratch)."""
 
     config: Config
-    dataset: Dataset
     folder: Path
-    start: Checkpoint | None
+    start: Path | None

@@ -9,22 +9,22 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from lockstep.child import ChildStart, child_main
-from lockstep.errors import PeerLost
+from lockstep.child import STOP_SIGNAL, ChildStart, child_main
+from lockstep.errors import PeerProblem
 from lockstep.messages import Failed, Finished, Ready, Stop
-from lockstep.pipes import Pipe
+from lockstep.pipes import START_SECONDS, Pipe
 from lockstep.status import StatusBoard
 
-START_SECONDS = 120.0  # importing torch from a cold disk takes its time
 LEAVE_SECONDS = 10.0  # from a child's last message to its end
+LISTEN_SECONDS = 0.5  # between two looks at signals and status boards
 GATHER_SECONDS = 1.0  # after a failure, for the others to say what they saw
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: " (by someone, or by the kernel for lack of memory: see dmesg)",
     signal.SIGBUS: " (shared memory or a file went away under it: see df and dmesg)",
 }
@@ -74,30 +74,39 @@ class Ending:
 
 
 class Interrupts:
-    """Counts Ctrl-C and SIGTERM in the launcher. Children ignore Ctrl-C; the launcher tells them."""
+    """Notes Ctrl-C and SIGTERM in the launcher. Once: stop in good order. Again, a second later: at once.
+
+    A second later, because `timeout` and cluster managers send the same signal to a process and to its group.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
-        self.code = 0
+        self.code = 0  # the exit code of a stopped run; 0 while nobody has asked to stop
+        self.at_once = False
+        self._first = 0.0
 
     def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, STOP_SIGNAL):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:
-        self.count += 1
-        self.code = 128 + number
+        if not self.code:
+            self.code = 128 + (signal.SIGTERM if number == STOP_SIGNAL else number)
+            self._first = time.monotonic()
+        elif number != STOP_SIGNAL and time.monotonic() - self._first > 1:
+            self.at_once = True
 
     @contextmanager
     def ignored_by_children(self) -> Iterator[None]:
-        """Processes started inside ignore Ctrl-C for life; one that comes meanwhile is kept, not lost."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        """Processes started inside ignore the signals from birth; one that comes meanwhile is kept."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, handler)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 class Processes:
@@ -140,12 +149,14 @@ class Processes:
     def watch(self, on_message: Callable[[Any], None]) -> Ending:
         """Passes the children's messages on until all have left, or one has failed. Returns how it ended."""
         while any(child.process.exitcode is None or not child.is_well() for child in self._children):
-            self._listen(on_message, 0.5)
+            begin = time.monotonic()
+            self._listen(on_message, LISTEN_SECONDS)
+            self._forgive(time.monotonic() - begin - 2 * LISTEN_SECONDS)
             if any(not child.is_well() or self._is_stuck(child) for child in self._children):
                 return self._explain_failure(on_message)
-            if self._interrupts.count > 1:
+            if self._interrupts.at_once:
                 return Ending(self._interrupts.code, "stopped at once, without saving")
-            if self._interrupts.count and not self._asked_to_stop:
+            if self._interrupts.code and not self._asked_to_stop:
                 self._ask_to_stop()
         stopped = any(child.finished and child.finished.stopped for child in self._children)
         return Ending(self._interrupts.code if stopped else 0)
@@ -165,7 +176,14 @@ class Processes:
         self._asked_to_stop = True
         for child in self._children:
             if child.listening and child.name.startswith("trainer"):
-                child.control.send(Stop())
+                with suppress(PeerProblem):  # it leaves or dies just now, which is told elsewhere
+                    child.control.send(Stop())
+
+    def _forgive(self, seconds: float) -> None:
+        """After a time in which this process itself stood still (Ctrl-Z, a laptop's lid), nobody is late."""
+        if seconds > 0:
+            for child in self._children:
+                child.moved += seconds
 
     def _listen(self, on_message: Callable[[Any], None], seconds: float) -> None:
         pipes = [child.control for child in self._children if child.listening]
@@ -176,7 +194,7 @@ class Processes:
             try:
                 while child.listening and child.control.poll():
                     self._take(child, child.control.receive(object, "a message"), on_message)
-            except PeerLost:  # it has closed its end; its exit code says the rest
+            except PeerProblem:  # it has closed its end; its exit code says the rest
                 child.listening = False
 
     def _take(self, child: Child, message: object, on_message: Callable[[Any], None]) -> None:
@@ -241,7 +259,7 @@ class Processes:
             seconds = time.monotonic() - child.moved
             return f"{child.text} has stood still for {seconds:.0f} s at: {child.doing}"
         if code < 0:
-            number = signal.Signals(-code)
-            hint = _HINTS.get(number, "")
-            return f"{child.text} was killed by {number.name}{hint} at: {child.doing}"
+            known = {number.value: number.name for number in signal.Signals}
+            name, hint = known.get(-code, f"signal {-code}"), _HINTS.get(-code, "")
+            return f"{child.text} was killed by {name}{hint} at: {child.doing}"
         return f"{child.text} left with exit code {code} at: {child.doing}"

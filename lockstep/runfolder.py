@@ -6,26 +6,26 @@
     runs/<name>/checkpoints/<at>.json           everything else, and the checksum of the file above
     runs/<name>/checkpoints/latest              the name of the newest, <at>
 
-The JSON file is written after the tensors and is what makes a checkpoint exist; `latest` follows. Each
-appears by a rename, so that whatever is killed at whatever moment, all that has a name is whole.
+The JSON file is written after the tensors and is what makes a checkpoint exist; `latest` follows, for people.
+Each appears by a rename, so that whatever is killed at whatever moment, all that has a name is whole.
 """
 
 import fcntl
 import hashlib
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lockstep.batches import publish
 from lockstep.config import Config
 from lockstep.errors import UserError
 
-LATEST = "latest"
+_RECORD = re.compile(r"epoch_(\d+)(?:_at_(\d+))?\.json")
+# Keys that may differ between a run and its resumption without being worth a word.
+_UNREMARKABLE = {"resume_train", "load_epoch", "run_name", "weights_dir", "n_epochs", "devices", "batch_size"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,18 @@ class State:
         complete = len(self.val_record) == self.epoch
         return f"epoch_{self.epoch:04d}" + ("" if complete else f"_at_{self.position}")
 
+    def is_well_formed(self) -> bool:
+        """Whether every value is of its type: the file may have been edited."""
+        counts = (self.epoch, self.position, self.n_samples, self.n_trainers)
+        return (
+            all(type(count) is int and count >= 0 for count in counts)
+            and isinstance(self.learning_rate, float)
+            and isinstance(self.config, dict)
+            and isinstance(self.sha256, str)
+            and isinstance(self.val_record, list)
+            and all(isinstance(entry, dict) and "error_top1" in entry for entry in self.val_record)
+        )
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -63,55 +75,54 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Run:
-    """Where a run writes, and what it goes on from (None: from scratch)."""
+    """Where a run writes, and what it goes on from (None: from scratch). The lock lives as long as this."""
 
     folder: Path
     start: Checkpoint | None
-    notices: tuple[str, ...] = ()
+    notices: list[str]
+    lock: IO[str]
 
 
-def open_run(config: Config) -> Run:
-    """Makes a new run's folder, or finds the one to go on in.
+def open_run(config: Config, n_train: int) -> Run:
+    """Makes a new run's folder, or finds the one to go on in, and locks it for this process.
 
-    Raises UserError rather than touch another run's files.
+    n_train: training images in the dataset. Raises UserError rather than touch another run's files.
     """
+    parent = Path(config.weights_dir)
     if not config.resume_train:
         name = config.run_name or f"{config.model}-{datetime.now():%Y%m%d-%H%M%S}"
-        return Run(_make_folder(Path(config.weights_dir) / name), None)
-    folder = _folder_to_resume(config)
+        folder = parent / name
+        _make_folder(folder)
+        return Run(folder, None, [], _lock(folder))
+    folder = _folder_to_resume(parent, config.run_name)
+    lock = _lock(folder)
+    if not _records(folder) and config.load_epoch == "latest":
+        return Run(folder, None, [f"{folder} has no checkpoint yet: starting from scratch"], lock)
     start, notices = find_checkpoint(folder, config.load_epoch)
-    _check_same_run(config, start)
-    if start.state.epoch >= config.n_epochs and len(start.state.val_record) >= config.n_epochs:
-        raise UserError(f"{folder}: all {config.n_epochs} epochs are done; raise n_epochs to go on")
-    if any(_place(other) > _place(start.path) for other in _records(folder)):
+    notices += _check_same_run(config, n_train, start)
+    if config.load_epoch != "latest" and start.path.with_suffix(".json") != _records(folder)[-1]:
         # Going on from an older checkpoint in place would overwrite the newer ones.
-        branch = _make_folder(folder.with_name(f"{folder.name}-from-{start.state.name}"))
-        return Run(branch, start, (*notices, f"{folder} has newer checkpoints; this run goes to {branch}"))
-    return Run(folder, start, tuple(notices))
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Holds the run folder for this process; the lock goes with the process, however it ends."""
-    with open(folder / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder}: another run is writing there now") from None
-        yield
+        branch = folder.with_name(f"{folder.name}-from-{start.state.name}")
+        _make_folder(branch)
+        notices.append(f"{folder} has newer checkpoints; this run goes to {branch}")
+        return Run(branch, start, notices, _lock(branch))
+    return Run(folder, start, notices, lock)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a small file; it appears whole or not at all."""
+    """Writes a small file; it appears whole or not at all. Raises UserError where that fails."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    publish(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        publish(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path}: can't be written: {error.strerror}") from error
 
 
 def record(tensors: Path, state: State) -> None:
     """Makes a checkpoint exist whose tensors are written, and points `latest` at it."""
     write_text(tensors.with_suffix(".json"), json.dumps(asdict(state), indent=1))
-    write_text(tensors.with_name(LATEST), tensors.stem + "\n")
+    write_text(tensors.with_name("latest"), tensors.stem + "\n")
 
 
 def checksum(path: Path) -> str:
@@ -130,81 +141,112 @@ def find_checkpoint(folder: Path, load_epoch: int | str) -> tuple[Checkpoint, li
         if not path.exists():
             there = ", ".join(record.stem for record in _records(folder)) or "none"
             raise UserError(f"{folder}: has no checkpoint of epoch {load_epoch} (there are: {there})")
-        return read_checkpoint(path), []
+        return verify(path), []
     notices: list[str] = []
     for path in reversed(_records(folder)):
         try:
-            return read_checkpoint(path), notices
+            return verify(path), notices
         except UserError as error:
             notices.append(f"passing over a checkpoint: {error}")
     raise UserError("; ".join([f"{folder}: has no whole checkpoint to resume from", *notices]))
 
 
-def read_checkpoint(record: Path) -> Checkpoint:
-    """Reads and verifies one checkpoint by its JSON file.
+def verify(record: Path) -> Checkpoint:
+    """Reads one checkpoint by its JSON file and compares the checksum of its tensors.
 
     Raises UserError naming the file that is not whole.
     """
-    try:
-        state = State(**json.loads(record.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{record}: is not a whole checkpoint record: {error}") from error
+    state = read_state(record)
     tensors = record.with_suffix(".safetensors")
-    if not tensors.exists():
-        raise UserError(f"{tensors}: is missing")
-    if checksum(tensors) != state.sha256:
+    try:
+        found = checksum(tensors)
+    except OSError as error:
+        raise UserError(f"{tensors}: can't be read: {error.strerror}") from error
+    if found != state.sha256:
         raise UserError(f"{tensors}: is damaged or half written: its checksum is not the recorded one")
     return Checkpoint(tensors, state)
 
 
-def _make_folder(path: Path) -> Path:
+def read_state(record: Path) -> State:
+    """A checkpoint's JSON file. Raises UserError naming it when it is not what was written."""
     try:
-        path.mkdir(parents=True)
-        (path / "checkpoints").mkdir()
+        state = State(**json.loads(record.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{record}: is not a whole checkpoint record: {error}") from error
+    if not state.is_well_formed():
+        raise UserError(f"{record}: is not a checkpoint record: a value has the wrong type")
+    return state
+
+
+def _make_folder(path: Path) -> None:
+    """Makes a run's folder; one whose run never came to a checkpoint is used again."""
+    try:
+        if path.exists() and ((path / "checkpoints").is_dir() and not _records(path)):
+            return
+        (path / "checkpoints").mkdir(parents=True, exist_ok=False)
     except FileExistsError:
         raise UserError(
-            f"{path}: is there already; resume_train=True goes on with it, another run_name leaves it alone"
+            f"{path}: is there already; run_name={path.name} resume_train=True goes on with it, "
+            "another run_name leaves it alone"
         ) from None
     except OSError as error:
         raise UserError(f"{path}: can't be made: {error.strerror} (weights_dir in the config)") from error
-    return path
 
 
-def _folder_to_resume(config: Config) -> Path:
-    parent = Path(config.weights_dir)
-    if config.run_name is not None:
-        folder = parent / config.run_name
-        if not folder.is_dir():
-            raise UserError(f"{folder}: there is no such run to resume")
-        return folder
-    pointers = sorted(parent.glob(f"*/checkpoints/{LATEST}"), key=os.path.getmtime)
-    if not pointers:
+def _lock(folder: Path) -> IO[str]:
+    """Locks a run's folder; the lock goes with the process. Removes what a killed run left."""
+    try:
+        file = open(folder / ".lock", "w")  # noqa: SIM115 (held for as long as the run)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for leftover in (folder / "checkpoints").glob(".*"):
+            leftover.unlink()
+    except BlockingIOError:
+        raise UserError(f"{folder}: another run is writing there now") from None
+    except OSError as error:
+        raise UserError(f"{folder}: can't be written to: {error.strerror}") from error
+    return file
+
+
+def _folder_to_resume(parent: Path, name: str | None) -> Path:
+    if name is not None:
+        if not (parent / name / "checkpoints").is_dir():
+            raise UserError(f"{parent / name}: there is no such run to resume")
+        return parent / name
+    records = [path for path in parent.glob("*/checkpoints/*.json") if _RECORD.fullmatch(path.name)]
+    if not records:
         raise UserError(f"{parent}: holds no run with a checkpoint to resume")
-    return pointers[-1].parent.parent
+    return max(records, key=lambda path: path.stat().st_mtime).parent.parent
 
 
-def _check_same_run(config: Config, start: Checkpoint) -> None:
-    """What a checkpoint can't go on with: another network, other randomness, another order in mid-epoch."""
-    keys = ["model", "model_args", "seed"]
-    if 0 < start.state.position < start.state.n_samples:
-        keys += ["shuffle", "shuffle_block"]
-    now = asdict(config)
-    for key in keys:
-        if now[key] != start.state.config[key]:
+def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str]:
+    """Raises UserError for what a checkpoint can't go on with; returns notices of other differences."""
+    state = start.state
+    if state.epoch >= config.n_epochs and len(state.val_record) >= config.n_epochs:
+        raise UserError(f"{start.path}: all {config.n_epochs} epochs are done; raise n_epochs to go on")
+    now: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    refused = {"model", "model_args", "seed", "use_momentum"}
+    if 0 < state.position < state.n_samples:
+        refused |= {"shuffle", "shuffle_block"}
+        if n_train != state.n_samples:
             raise UserError(
-                f"{start.path}: was made with {key}: {start.state.config[key]}, "
-                f"the configuration has {now[key]}"
+                f"{start.path}: stopped in an epoch of {state.n_samples} images, not of {n_train}"
             )
+    notices = []
+    for key in sorted(now.keys() - _UNREMARKABLE):
+        was = state.config.get(key)
+        if now[key] != was and key in refused:
+            raise UserError(f"{start.path}: was made with {key}: {was}, the configuration has {now[key]}")
+        if now[key] != was:
+            notices.append(f"{key} is {now[key]} now, was {was} before")
+    return notices
 
 
 def _records(folder: Path) -> list[Path]:
     """The JSON files of all checkpoints, oldest position first."""
-    return sorted((folder / "checkpoints").glob("epoch_*.json"), key=_place)
-
-
-def _place(path: Path) -> tuple[int, float]:
-    epoch, _, position = path.stem.removeprefix("epoch_").partition("_at_")
-    try:
-        return int(epoch), int(position) if position else float("inf")
-    except ValueError:
-        raise UserError(f"{path}: is not the name of a checkpoint") from None
+    found = []
+    for path in (folder / "checkpoints").glob("*.json"):
+        match = _RECORD.fullmatch(path.name)
+        if match:
+            position = int(match[2]) if match[2] else float("inf")
+            found.append((int(match[1]), position, path))
+    return [path for _, _, path in sorted(found)]

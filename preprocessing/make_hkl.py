@@ -58,7 +58,7 @@ def main() -> int:
     words = parser.parse_args()
     try:
         make_dataset(words.source, words.target, words.size, words.batch, words.seed)
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"make_hkl: {error}", file=sys.stderr)
         return 2
     return 0
@@ -76,21 +76,36 @@ def make_dataset(source: Path, target: Path, size: int, batch: int, seed: int) -
     order = generator(seed, 0, Purpose.ORDER).permutation(len(train))
     unfinished = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        write_folder(source, unfinished, classes, [train[i] for i in order], val, size, batch)
+        unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    print(f"{len(train)} training and {len(val)} validation images of {len(classes)} classes in {target}")
+
+
+def write_folder(
+    source: Path,
+    target: Path,
+    classes: list[str],
+    train: list[Picture],
+    val: list[Picture],
+    size: int,
+    batch: int,
+) -> None:
+    """Writes all files of a dataset folder into `target`, which is not there yet."""
     for folder in ("train_hkl", "val_hkl", "labels", "misc"):
-        (unfinished / folder).mkdir(parents=True)
+        (target / folder).mkdir(parents=True)
     total = np.zeros((size, size, 3), np.float64)
     manifest = {
         "version": MANIFEST_VERSION,
         "classes": classes,
         "size": size,
-        "seed": seed,
-        "train": write_split(source, unfinished, "train", [train[i] for i in order], size, batch, total),
-        "val": write_split(source, unfinished, "val", val, size, batch),
+        "train": write_split(source, target, "train", train, size, batch, total),
+        "val": write_split(source, target, "val", val, size, batch),
     }
-    np.save(unfinished / "misc" / "img_mean.npy", (total / len(train)).astype(np.float32))
-    (unfinished / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    unfinished.rename(target)
-    print(f"{len(train)} training and {len(val)} validation images of {len(classes)} classes in {target}")
+    np.save(target / "misc" / "img_mean.npy", (total / len(train)).astype(np.float32))
+    (target / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
 def find_classes(folder: Path) -> list[str]:

@@ -80,6 +80,10 @@ class Running:
         wait_until(lambda: text in self.output() or self.process.poll() is not None, f"{text!r}")
         assert text in self.output(), self.output()
 
+    def assert_nothing_left(self) -> None:
+        """Python's own resource tracker leaves a few milliseconds after the launcher."""
+        wait_until(lambda: self.leftovers() == [], "all processes of the run to be gone", 5)
+
     def leftovers(self) -> list[int]:
         """Processes of its session that are still there (not counting zombies that init will reap)."""
         found = []

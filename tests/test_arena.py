@@ -133,15 +133,15 @@ keys = st.integers(0, 2**31 - 1)
 @given(st.floats(0.05, 0.95), keys)
 def test_dropout_drops_the_right_share(p: float, seed: int) -> None:
     sample_keys = torch.from_numpy(dropout.sample_keys(seed, 1, 40))
-    kept = dropout.keep_mask(sample_keys, 0, 500, p).double().mean()
+    kept = dropout.keep_mask(sample_keys, (0, 0), 500, p).double().mean()
     assert abs(kept - (1 - p)) < 0.02  # 5.6 standard deviations
 
 
 def test_dropout_masks_follow_the_sample_only() -> None:
     sample_keys = torch.from_numpy(dropout.sample_keys(3, 1, 50))
-    whole = dropout.keep_mask(sample_keys, 0, 64, 0.5)
-    assert torch.equal(dropout.keep_mask(sample_keys[[7, 3]], 0, 64, 0.5), whole[[7, 3]])
-    assert not torch.equal(dropout.keep_mask(sample_keys, 1, 64, 0.5), whole)
+    whole = dropout.keep_mask(sample_keys, (0, 0), 64, 0.5)
+    assert torch.equal(dropout.keep_mask(sample_keys[[7, 3]], (0, 0), 64, 0.5), whole[[7, 3]])
+    assert not torch.equal(dropout.keep_mask(sample_keys, (0, 1), 64, 0.5), whole)
     assert (whole.double() @ whole.double().T / 64)[0, 1:].mean() < 0.35  # pairs agree by chance
 
 

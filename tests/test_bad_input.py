@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from conftest import SIZE, Program, make_config
 from lockstep import batches, checkpoint
 from lockstep.dataset import open_dataset
 from lockstep.errors import UserError
-from lockstep.runfolder import State, find_checkpoint
+from lockstep.runfolder import State, find_checkpoint, verify
 
 
 def remove(name: str):
@@ -66,9 +67,27 @@ IMAGES = np.zeros((32, SIZE, SIZE, 3), np.uint8)
             MEAN,
             "the mean image is (3, 36, 36), the images are (36, 36, 3)",
         ),
-        (replace(MEAN, np.full((SIZE, SIZE, 3), np.nan)), MEAN, "not numbers"),
+        (replace(MEAN, np.full((SIZE, SIZE, 3), np.nan)), MEAN, "not pixels'"),
         (set_manifest("{"), "manifest.json", "can't be read"),
         (set_manifest("[]"), "manifest.json", "is not a manifest"),
+        (set_manifest('{"version": 1, "classes": 5, "train": [], "val": []}'), "manifest.json", "is not"),
+        (
+            set_manifest('{"version": 1, "classes": ["a"], "train": [null], "val": []}'),
+            "manifest.json",
+            "is not",
+        ),
+        (
+            set_manifest('{"version": 1, "classes": ["a"], "train": [{}], "val": []}'),
+            "manifest.json",
+            "is not",
+        ),
+        (set_manifest("[" * 100_000), "manifest.json", "can't be read"),
+        (
+            lambda folder: (folder / LABELS).write_bytes(b"PK\3\4 and so on"),
+            LABELS,
+            "is not a whole .npy file",
+        ),
+        (replace(MEAN, np.full((SIZE, SIZE, 3), 1e300)), MEAN, "not pixels'"),
         (set_manifest("{}"), "manifest.json", "is not a manifest"),
     ],
 )
@@ -113,7 +132,7 @@ def test_a_manifest_that_disagrees_names_the_file(folder: Path) -> None:
         (["model=nonet"], "there is no models/nonet.py (there are: alexnet, smallnet)"),
         (["model=../train"], "there is no models/../train.py"),
         (["model=alexnet"], "model alexnet takes 227 x 227 pictures"),
-        (["model_args={depth: 3}"], "don't suit models/smallnet.py"),
+        (["model_args={depth: 3}"], "models/smallnet.py: Model(n_classes=7, **{'depth': 3}) can't be made"),
         (["devices=[cuda:7]"], "cuda:7 is not there"),
         (["devices=[cpu, gpu0]"], "a run is on CPUs or on GPUs, not on both"),
         (["devices=[tpu]"], "'tpu' is not a device"),
@@ -127,7 +146,7 @@ def test_the_program_refuses_with_code_2_and_no_traceback(
 ) -> None:
     running = program.run(*words, code=2)
     assert message in running.last_line() and "Traceback" not in running.output()
-    assert running.leftovers() == []
+    running.assert_nothing_left()
 
 
 def test_a_file_that_breaks_while_training_is_named_by_its_loader(folder: Path, program: Program) -> None:
@@ -136,7 +155,17 @@ def test_a_file_that_breaks_while_training_is_named_by_its_loader(folder: Path, 
     running.wait_for_text("step 2/6")
     os.truncate(folder / "train_hkl" / "0001.hkl", 7000)
     assert running.wait(20) == 2
-    assert "loader" in running.last_line() and "0001.hkl: can't be read" in running.last_line()
+    assert "loader" in running.last_line()
+    assert "0001.hkl: can't be read: it was changed after the run had begun" in running.last_line()
+
+
+def test_weights_that_are_no_numbers_are_not_saved(program: Program) -> None:
+    running = program.start("n_epochs=1000", "learning_rate=1e6", "print_freq=1000000")
+    running.pids()
+    running.process.send_signal(signal.SIGINT)
+    assert running.wait(30) == 2
+    assert "lower learning_rate" in running.last_line()
+    assert list((running.run_folder / "checkpoints").iterdir()) == []
 
 
 def damage(path: Path) -> None:
@@ -150,6 +179,7 @@ def test_half_written_and_damaged_checkpoints_are_passed_over_or_refused(program
     checkpoints = running.run_folder / "checkpoints"
     damage(checkpoints / "epoch_0003.safetensors")
     (checkpoints / "epoch_0002.json").write_text('{"epoch": 2')
+    (checkpoints / "epoch_0002_backup.json").write_text("someone's own file")
     found, notices = find_checkpoint(running.run_folder, "latest")
     assert found.state.epoch == 1
     assert "epoch_0003.safetensors: is damaged" in notices[0] and "epoch_0002.json" in notices[1]
@@ -162,6 +192,30 @@ def test_half_written_and_damaged_checkpoints_are_passed_over_or_refused(program
         find_checkpoint(running.run_folder, "latest")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("epoch", "x"),
+        ("epoch", 1.5),
+        ("position", None),
+        ("position", -5),
+        ("val_record", 5),
+        ("val_record", [None]),
+        ("config", []),
+        ("learning_rate", "x"),
+    ],
+)
+def test_an_edited_record_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    state = State(1, 90, 90, 0.1, [{"error_top1": 0.5}], 2, {}, {})
+    checkpoint.save(tmp_path, {"weights/a": torch.zeros(3)}, state)
+    record = tmp_path / "checkpoints" / "epoch_0001.json"
+    assert verify(record).state.epoch == 1
+    record.write_text(json.dumps({**json.loads(record.read_text()), key: value}))
+    with pytest.raises(UserError, match=r"epoch_0001\.json: is not a checkpoint record"):
+        verify(record)
+
+
 def test_a_checkpoint_of_another_model_is_refused_by_its_tensors(program: Program, folder: Path) -> None:
     """The same configuration, but the dataset has more classes now."""
     program.run("n_epochs=1")
@@ -171,7 +225,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_tensors(program: Progra
 
 def test_a_checkpoint_that_cannot_be_written_keeps_the_old_ones(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    state = State(1, 90, 90, 0.1, [{}], 2, {}, {})
+    state = State(1, 90, 90, 0.1, [{"error_top1": 0.5}], 2, {}, {})
     checkpoint.save(tmp_path, {"weights/a": torch.zeros(100_000)}, state)
     before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,5 +1,6 @@
 """The configuration: precedence, errors that name file and key, and theano_alexnet's files."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,7 +87,7 @@ def test_files_of_theano_alexnet_are_understood(tmp_path: Path) -> None:
         ("lr_step=[40,20]", "lr_step must rise"),
         ("momentum=1", "momentum must be below 1"),
         ("momentum=.nan", "momentum must be at least 0"),
-        ("learning_rate=.inf", "learning_rate must be above 0, not inf"),
+        ("learning_rate=.inf", "learning_rate must be a finite number, not inf"),
         ("learning_rate=-0.1", "learning_rate must be above 0"),
         ("n_slots=1", "n_slots must be at least 2"),
         ("run_name=../elsewhere", "run_name is a folder's name"),
@@ -94,11 +95,23 @@ def test_files_of_theano_alexnet_are_understood(tmp_path: Path) -> None:
         ("batch_size=1 batch_size=2", "command line: batch_size is given twice"),
         ("batch_size", "command line: 'batch_size' is not of the form key=value"),
         ("model_args=3", "model_args must be a mapping"),
+        ("model_args={a:2024-01-01}", "model_args must be a mapping"),
+        ("model_args={a: 2024-01-01}", "model_args may hold what JSON can keep"),
+        ("model_args={a: {1: 2}}", "model_args may hold what JSON can keep"),
+        ("model_args={a: .nan}", "model_args may hold what JSON can keep"),
+        ("run_name=", "run_name must be text"),
+        ("run_name=''", "run_name is a folder's name"),
+        ("run_name=2024-13-45", "'run_name=2024-13-45': the value can't be read"),
+        ("seed=!!int x", "the value can't be read"),
+        ("cpu_threads=10000000000", "cpu_threads must be at most 2147483647"),
+        ("weight_decay=.inf", "weight_decay must be a finite number"),
+        ("wait_deadline=0.5", "wait_deadline must be at least 1"),
+        ("seed=" + "[" * 5000, "the value can't be read"),
     ],
 )
 def test_errors_name_source_key_and_remedy(words: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        resolve([read_command_line(words.split())])
+        resolve([read_command_line(re.split(r" (?=\w+=)", words))])
     assert message in str(caught.value)
     assert str(caught.value).startswith("command line")
 
@@ -132,7 +145,7 @@ def test_a_number_without_a_point_is_a_number() -> None:
             "seed": st.integers(0, 2**40),
             "momentum": st.floats(0, 0.999),
             "lr_step": st.lists(st.integers(0, 1000), unique=True).map(sorted),
-            "run_name": st.none() | st.text("abc_-123", min_size=1).filter(lambda name: name != "-"),
+            "run_name": st.none() | st.from_regex(r"[a-z_][a-z0-9.+-]{0,20}", fullmatch=True),
             "shuffle": st.sampled_from(["none", "batches", "blocks"]),
             "model_args": st.dictionaries(st.text("abc", min_size=1), st.integers() | st.booleans()),
         }

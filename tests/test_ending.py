@@ -13,10 +13,8 @@ FOREVER = ("n_epochs=100000", "snapshot_freq=1")
 def assert_ended(running: Running, since: float, code: int) -> str:
     """Checks code, time and leftovers; returns the last line."""
     assert running.wait(12) == code, running.output()
-    while running.leftovers() and time.monotonic() - since < 10:
-        time.sleep(0.05)
+    running.assert_nothing_left()
     assert time.monotonic() - since < 10
-    assert running.leftovers() == []
     assert running.last_line().startswith("lockstep: ")
     assert running.output().count("lockstep: ") == 1
     return running.last_line()
@@ -70,7 +68,7 @@ def test_a_lone_trainer_that_stands_still_is_found_by_the_launcher(program: Prog
     assert "trainer 0" in assert_ended(running, since, 1)
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGSEGV, "SIGSEGV"), (signal.SIGTERM, "SIGTERM")])
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGSEGV, "SIGSEGV"), (40, "signal 40")])
 def test_other_deaths_are_told_by_their_signal(program: Program, number: int, name: str) -> None:
     running = program.start(*FOREVER)
     running.wait_for_text("step 2/6")
@@ -79,13 +77,36 @@ def test_other_deaths_are_told_by_their_signal(program: Program, number: int, na
     assert f"was killed by {name}" in assert_ended(running, since, 1)
 
 
+@pytest.mark.parametrize("whom", ["the group", "trainer 1", "loader 0"])
+def test_sigterm_to_anyone_stops_all_in_good_order(program: Program, whom: str) -> None:
+    """`timeout` and cluster managers signal every process of a group."""
+    running = program.start(*FOREVER)
+    running.wait_for_text("step 2/6")
+    since = time.monotonic()
+    if whom == "the group":
+        os.killpg(running.process.pid, signal.SIGTERM)
+    else:
+        os.kill(running.pids()[whom], signal.SIGTERM)
+    assert "stopped as asked; saved" in assert_ended(running, since, 143)
+
+
+def test_a_suspended_run_goes_on(program: Program) -> None:
+    """Ctrl-Z for longer than every deadline, then fg."""
+    running = program.start("n_epochs=30", "wait_deadline=2", "snapshot_freq=30")
+    running.wait_for_text("step 2/6")
+    os.killpg(running.process.pid, signal.SIGSTOP)
+    time.sleep(7)
+    os.killpg(running.process.pid, signal.SIGCONT)
+    assert running.wait() == 0, running.output()
+
+
 def test_a_second_ctrl_c_ends_at_once(program: Program) -> None:
     running = program.start(*FOREVER)
     running.wait_for_text("step 2/6")
     since = time.monotonic()
     os.kill(running.pids()["trainer 1"], signal.SIGSTOP)  # so that the first can't be obeyed
     running.process.send_signal(signal.SIGINT)
-    time.sleep(1)
+    time.sleep(1.2)
     running.process.send_signal(signal.SIGINT)
     assert "stopped at once, without saving" in assert_ended(running, since, 130)
 

@@ -5,8 +5,8 @@ import torch
 from conftest import ROOT, make_config
 from torch import nn
 
+from lockstep.network import build_model
 from models import alexnet
-from train_funcs import build_model
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "models").glob("[!_]*.py")))

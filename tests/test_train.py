@@ -3,15 +3,17 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from conftest import Program, Running
+from conftest import ROOT, Program, Running
 from safetensors.numpy import load_file
 
-from lockstep.runfolder import read_checkpoint
+from lockstep.runfolder import verify
 
 
 def tensors(running: Running, name: str) -> dict[str, np.ndarray]:
@@ -31,7 +33,7 @@ def events(running: Running, kind: str) -> list[dict]:
 
 def test_a_run_ends_with_0_its_result_and_no_process(program: Program) -> None:
     running = program.run("n_epochs=2", "snapshot_freq=1")
-    assert running.leftovers() == []
+    running.assert_nothing_left()
     assert running.last_line().startswith("done: validation error")
     assert running.last_line().endswith(f"on 33 images; files are in {running.run_folder}")
     saved = yaml.safe_load((running.run_folder / "config.yaml").read_text())
@@ -75,9 +77,7 @@ def test_a_resumed_run_ends_as_the_unbroken_one_bit_for_bit(program: Program, de
     resumed = program.run(*words, "resume_train=true", name="parts", devices=devices)
     assert "going on from" in resumed.output()
     assert_same(tensors(whole, "epoch_0004"), tensors(resumed, "epoch_0004"))
-    records = [
-        read_checkpoint(run.run_folder / "checkpoints" / "epoch_0004.json") for run in (whole, resumed)
-    ]
+    records = [verify(run.run_folder / "checkpoints" / "epoch_0004.json") for run in (whole, resumed)]
     assert records[0].state.val_record == records[1].state.val_record
 
 
@@ -91,7 +91,7 @@ def test_one_signal_finishes_the_step_saves_and_the_rest_is_exact(program: Progr
     else:
         broken.process.send_signal(number)
     assert broken.wait(20) == 128 + number
-    assert broken.leftovers() == []
+    broken.assert_nothing_left()
     assert "stopped as asked; saved" in broken.last_line()
     resumed = program.run("n_epochs=3", "snapshot_freq=9", "resume_train=true", name="parts")
     assert_same(tensors(whole, "epoch_0003"), tensors(resumed, "epoch_0003"))
@@ -123,10 +123,14 @@ def test_going_on_from_another_seed_or_model_is_refused(program: Program) -> Non
     for words, message in (
         (["seed=5"], "was made with seed: 0, the configuration has 5"),
         (["model_args={dropout: 0.1}"], "was made with model_args"),
-        ([], "all 1 epochs are done; raise n_epochs"),
+        (["use_momentum=false"], "was made with use_momentum: True, the configuration has False"),
+        (["n_epochs=1"], "all 1 epochs are done; raise n_epochs"),
     ):
-        refused = program.run("n_epochs=1", "resume_train=true", *words, code=2)
+        epochs = [] if words == ["n_epochs=1"] else ["n_epochs=2"]
+        refused = program.run(*epochs, "resume_train=true", *words, code=2)
         assert message in refused.last_line()
+    resumed = program.run("n_epochs=2", "resume_train=true", "learning_rate=0.003")
+    assert "note: learning_rate is 0.003 now, was 0.01 before" in resumed.output()
 
 
 def test_a_second_run_does_not_write_into_the_first_ones_folder(program: Program) -> None:
@@ -139,3 +143,27 @@ def test_a_second_run_does_not_write_into_the_first_ones_folder(program: Program
     running.process.send_signal(signal.SIGINT)
     assert running.wait(20) == 130
     assert Path(running.run_folder / "config.yaml").exists()
+
+
+def test_a_run_that_never_saved_can_be_started_again_or_resumed(program: Program) -> None:
+    refused = program.run("model_args={depth: 3}", code=2)
+    assert not (refused.run_folder / "config.yaml").exists()
+    resumed = program.run("n_epochs=1", "resume_train=true")
+    assert "has no checkpoint yet: starting from scratch" in resumed.output()
+    program.run("model_args={depth: 3}", name="other", code=2)
+    assert program.run("n_epochs=1", name="other").last_line().startswith("done")
+
+
+@pytest.mark.parametrize("output", ["/dev/full", "a reader that leaves", "closed"])
+def test_a_run_does_not_need_its_terminal(program: Program, output: str) -> None:
+    redirection = {
+        "/dev/full": ">/dev/full 2>&1",
+        "a reader that leaves": "2>&1 | head -1",
+        "closed": ">&- 2>&-",
+    }
+    words = f"data_folder={program.data} n_classes=7 weights_dir={program.place} run_name=r n_epochs=1"
+    command = f"set -o pipefail; {sys.executable} train.py {words} devices=[cpu] {redirection[output]}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (program.place / "r" / "checkpoints" / "epoch_0001.json").exists()
+    assert "Traceback" not in done.stdout + done.stderr
