@@ -111,19 +111,23 @@ class Trainer:
 
     def train_epoch(self) -> bool:
         """The rest of an epoch's steps. Returns whether the trainers agreed to stop."""
+        self.begin_epoch()
+        n_samples = len(self.dataset.train)
+        n_steps = -(-n_samples // self._minibatch_size())
+        while self.position < n_samples:
+            if self.train_step(n_steps):
+                return True
+        return False
+
+    def begin_epoch(self) -> None:
+        """Sets what is the epoch's: the learning rate, the samples' dropout keys, the clock."""
         self.learning_rate = learning_rate(self.config, self.epoch, self._errors())
         set_learning_rate(self.optimizer, self.learning_rate)
-        n_samples = len(self.dataset.train)
-        self.keys = torch.from_numpy(dropout.sample_keys(self.config.seed, self.epoch, n_samples))
+        keys = dropout.sample_keys(self.config.seed, self.epoch, len(self.dataset.train))
+        self.keys = torch.from_numpy(keys)
         self.model.train()
         self.recorder.reset()
         self.printed_at = time.perf_counter()
-        n_steps = -(-n_samples // self._minibatch_size())
-        while self.position < n_samples:
-            stop = self.train_step(n_steps)
-            if stop:
-                return True
-        return False
 
     def train_step(self, n_steps: int) -> bool:
         """One step: forward, backward, update, average with the others. Returns whether all are to stop."""

@@ -48,6 +48,7 @@ def child_main(start: ChildStart) -> None:
     stops a run in good order. Ctrl-C is ignored from birth; the launcher has it too.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: os.kill(start.launcher, STOP_SIGNAL))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # it was held back while this process began
     control = Pipe(start.control, "the launcher", start.deadline)
     board = StatusBoard.create()
     board.say("starting")
@@ -91,7 +92,7 @@ def _tie_to_launcher(start: ChildStart, board: StatusBoard) -> None:
     # The speaker may have been suspended: it must wake up to speak and leave.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT if start.speaker else signal.SIGKILL)
     if os.getppid() != start.launcher:  # it died before the line above
-        os._exit(1)
+        _launcher_died(start, board)
 
 
 def _launcher_died(start: ChildStart, board: StatusBoard) -> None:

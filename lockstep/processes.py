@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -118,6 +119,7 @@ class Processes:
         self._asked_to_stop = False
         self._children: list[Child] = []
         self._context = multiprocessing.get_context("spawn")
+        resource_tracker.ensure_running()  # now: starting it unblocks the signals that `start` has blocked
         self._lifeline, self._lifeline_end = self._context.Pipe(duplex=False)
 
     def __enter__(self) -> "Processes":

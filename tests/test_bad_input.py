@@ -1,10 +1,10 @@
 """Data, checkpoints and models that can't be used: found, named, exit code 2, and nothing good is damaged."""
 
 import json
+import multiprocessing
 import os
 import resource
 import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,12 @@ from conftest import SIZE, Program, make_config
 from lockstep import batches, checkpoint
 from lockstep.dataset import open_dataset
 from lockstep.errors import UserError
+from lockstep.peers import Peers
+from lockstep.pipes import Pipe
+from lockstep.plan import Plan
 from lockstep.runfolder import State, find_checkpoint, verify
+from lockstep.status import StatusBoard
+from train_funcs import Trainer
 
 
 def remove(name: str):
@@ -159,13 +164,14 @@ def test_a_file_that_breaks_while_training_is_named_by_its_loader(folder: Path, 
     assert "0001.hkl: can't be read: it was changed after the run had begun" in running.last_line()
 
 
-def test_weights_that_are_no_numbers_are_not_saved(program: Program) -> None:
-    running = program.start("n_epochs=1000", "learning_rate=1e6", "print_freq=1000000")
-    running.pids()
-    running.process.send_signal(signal.SIGINT)
-    assert running.wait(30) == 2
-    assert "lower learning_rate" in running.last_line()
-    assert list((running.run_folder / "checkpoints").iterdir()) == []
+def test_weights_that_are_no_numbers_are_not_saved(shared_folder: Path, tmp_path: Path) -> None:
+    control, _keep_open = multiprocessing.Pipe()
+    plan = Plan(make_config(data_folder=str(shared_folder), para_load=False), tmp_path, None)
+    trainer = Trainer(plan, Peers(0, {}), None, Pipe(control, "the launcher", 5), StatusBoard.create())
+    trainer.arena.tensors["weights/fc5.bias"][0] = float("nan")
+    with pytest.raises(UserError, match="lower learning_rate"):
+        trainer.save()
+    assert list(tmp_path.iterdir()) == []
 
 
 def damage(path: Path) -> None:

@@ -95,11 +95,10 @@ def test_files_of_theano_alexnet_are_understood(tmp_path: Path) -> None:
         ("batch_size=1 batch_size=2", "command line: batch_size is given twice"),
         ("batch_size", "command line: 'batch_size' is not of the form key=value"),
         ("model_args=3", "model_args must be a mapping"),
-        ("model_args={a:2024-01-01}", "model_args must be a mapping"),
         ("model_args={a: 2024-01-01}", "model_args may hold what JSON can keep"),
         ("model_args={a: {1: 2}}", "model_args may hold what JSON can keep"),
         ("model_args={a: .nan}", "model_args may hold what JSON can keep"),
-        ("run_name=", "run_name must be text"),
+        ("run_name=2", "run_name must be text"),
         ("run_name=''", "run_name is a folder's name"),
         ("run_name=2024-13-45", "'run_name=2024-13-45': the value can't be read"),
         ("seed=!!int x", "the value can't be read"),
@@ -142,7 +141,7 @@ def test_a_number_without_a_point_is_a_number() -> None:
 @given(
     st.fixed_dictionaries(
         {
-            "seed": st.integers(0, 2**40),
+            "seed": st.integers(0, 2**31 - 1),
             "momentum": st.floats(0, 0.999),
             "lr_step": st.lists(st.integers(0, 1000), unique=True).map(sorted),
             "run_name": st.none() | st.from_regex(r"[a-z_][a-z0-9.+-]{0,20}", fullmatch=True),

@@ -4,21 +4,34 @@ Everything runs in the Trainer itself, in real processes. Only the launcher is l
 """
 
 import multiprocessing
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import make_config, make_folder
 from ranks import DEADLINE, run_ranks
 
 from lockstep.config import Config
-from lockstep.dataset import open_dataset
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
 from lockstep.status import StatusBoard
+from models import smallnet
 from train_funcs import Trainer
+
+
+class SmoothNet(smallnet.Model):
+    """smallnet with tanh for its rectifiers and means for its maxima."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = images / 64
+        for conv in (self.conv1, self.conv2, self.conv3):
+            x = F.avg_pool2d(torch.tanh(conv(x)), 2)
+        return self.fc5(self.dropout(torch.tanh(self.fc4(x.flatten(1)))))
 
 
 def train_rank(
@@ -27,8 +40,9 @@ def train_rank(
     """Trains to the end in this process; returns the arena's tensors."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64 if double else torch.float32)
+    sys.modules["models.smoothnet"] = types.SimpleNamespace(Model=SmoothNet)  # type: ignore[assignment]
     launcher, _keep_open = multiprocessing.Pipe()
-    plan = Plan(config, open_dataset(config), place, None)
+    plan = Plan(config, place, None)
     control = Pipe(launcher, "the launcher", DEADLINE)
     trainer = Trainer(plan, Peers(rank, pipes), None, control, StatusBoard.create())
     assert not trainer.run()
@@ -61,12 +75,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("data") / "set", n_train=85, n_val=9)
 
 
-@pytest.mark.parametrize(("double", "bound"), [(True, 1e-10), (False, 1e-5)], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    ("model", "double", "bound"),
+    [("smallnet", True, 1e-10), ("smoothnet", False, 1e-5)],
+    ids=["float64", "float32"],
+)
 def test_n_trainers_are_one_with_n_times_the_batch(
-    data: Path, tmp_path: Path, double: bool, bound: float
+    data: Path, tmp_path: Path, model: str, double: bool, bound: float
 ) -> None:
-    """Weights and momenta after 55 steps, without dropout."""
-    values = {"n_epochs": 5, "learning_rate": 0.0003, "model_args": {"dropout": 0.0}}
+    """Weights and momenta after 55 steps, without dropout.
+
+    In float32 the network has no kinks: there, a difference in the last bit can move a rectifier or a maximum to
+    its other side, which changes a gradient by much more than rounding does.
+    """
+    values = {"n_epochs": 5, "learning_rate": 0.0003, "model": model, "model_args": {"dropout": 0.0}}
     one = train_n(1, data, tmp_path / "1", double, **values)[0]
     other = train_n(1, data, tmp_path / "0", double, **{**values, "weight_decay": 0.01})[0]
     assert relative_difference(other, one) > 10 * bound  # a small difference would show

@@ -74,11 +74,25 @@ def test_blocks_do_not_leak() -> None:
 
 
 def test_a_wait_ends_at_its_deadline_and_names_whom_it_waited_for() -> None:
-    ours, _theirs = multiprocessing.Pipe()
+    ours, theirs = multiprocessing.Pipe()
+    pipe = Pipe(ours, "loader 7", 1)
+    theirs.send("here I am")  # until then it may be starting, which takes its time
+    assert pipe.receive(str, "its first message") == "here I am"
     begin = time.monotonic()
-    with pytest.raises(DeadlinePassed, match=r"waited 0\.3 s for loader 7 \(its next minibatch\)"):
-        Pipe(ours, "loader 7", 0.3).receive(str, "its next minibatch")
-    assert 0.25 < time.monotonic() - begin < 5
+    with pytest.raises(DeadlinePassed, match=r"waited 1 s for loader 7 \(its next minibatch\)") as caught:
+        pipe.receive(str, "its next minibatch")
+    assert 0.9 < time.monotonic() - begin < 5
+    assert caught.value.peer == "loader 7"
+
+
+def test_a_pipe_that_nobody_empties_ends_in_an_error() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    pipe = Pipe(ours, "loader 7", 1)
+    theirs.send("here I am")
+    pipe.receive(str, "its first message")
+    with pytest.raises(DeadlinePassed, match="waited 1 s for loader 7 to read its messages"):
+        for _ in range(10_000):
+            pipe.send("x" * 1000)
 
 
 def test_a_closed_pipe_is_noticed_at_once() -> None:

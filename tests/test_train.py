@@ -130,14 +130,14 @@ def test_going_on_from_another_seed_or_model_is_refused(program: Program) -> Non
         refused = program.run(*epochs, "resume_train=true", *words, code=2)
         assert message in refused.last_line()
     resumed = program.run("n_epochs=2", "resume_train=true", "learning_rate=0.003")
-    assert "note: learning_rate is 0.003 now, was 0.01 before" in resumed.output()
+    assert "note: learning_rate is 0.003 now, was 0.02 before" in resumed.output()
 
 
 def test_a_second_run_does_not_write_into_the_first_ones_folder(program: Program) -> None:
     running = program.start("n_epochs=500", "snapshot_freq=1")
     running.wait_for_text("saved")
     fresh = program.run("n_epochs=500", code=2)
-    assert "is there already; resume_train=True goes on with it" in fresh.last_line()
+    assert "is there already; run_name=run resume_train=True goes on with it" in fresh.last_line()
     resumed = program.run("n_epochs=500", "resume_train=true", code=2)
     assert "another run is writing there now" in resumed.last_line()
     running.process.send_signal(signal.SIGINT)

@@ -1,0 +1,86 @@
+"""Crop, mirror and mean, 256 -> 227, uint8 to float32 on one core; and the whole loader from file to slot."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.measure import medians, table
+from lockstep import batches
+from lockstep.augment import Augmenter
+from lockstep.config import Layer, resolve
+from lockstep.dataset import open_dataset
+from lockstep.memory import memory_of
+from lockstep.messages import Order
+from lockstep.slots import RingShape
+from lockstep.status import StatusBoard
+from proc_load import SlotFiller
+
+BATCH, SIZE, CROP = 256, 256, 227
+
+
+def make_folder(folder: Path) -> None:
+    """A dataset folder of two batches of random pictures."""
+    random = np.random.default_rng(0)
+    for split in ("train", "val"):
+        (folder / f"{split}_hkl").mkdir(parents=True)
+        for number in range(2):
+            images = random.integers(0, 256, (BATCH, SIZE, SIZE, 3), dtype=np.uint8)
+            batches.write(folder / f"{split}_hkl" / f"{number:04d}.hkl", images)
+        (folder / "labels").mkdir(exist_ok=True)
+        np.save(folder / "labels" / f"{split}_labels.npy", random.integers(0, 1000, 2 * BATCH))
+    (folder / "misc").mkdir()
+    np.save(folder / "misc" / "img_mean.npy", random.uniform(100, 130, (SIZE, SIZE, 3)))
+
+
+def run() -> tuple[str, dict[str, Any]]:
+    """The table and the numbers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        make_folder(Path(folder) / "set")
+        seconds = measure(Path(folder) / "set")
+    torch.set_num_threads(threads)
+    rows: list[tuple[str, ...]] = [("what", "images/s on one core", "against NumPy")]
+    slowest = seconds["NumPy, image by image: subtract, crop, mirror"]
+    for name, value in seconds.items():
+        rows.append((name, f"{BATCH / value:,.0f}", f"{slowest / value:.1f} x"))
+    title = "Preparing a minibatch of 256: crop 256 -> 227, mirror, subtract the mean, to float32"
+    return table(title, rows), {"augmenting_seconds": seconds}
+
+
+def measure(folder: Path) -> dict[str, float]:
+    """Seconds for one minibatch of 256."""
+    config, _ = resolve([Layer("benchmark", {"data_folder": str(folder), "n_classes": 1000})])
+    dataset = open_dataset(config)
+    images, mean = batches.read(dataset.train.files[0].path), dataset.mean
+    random = np.random.default_rng(1)
+    rows, columns = random.integers(0, SIZE - CROP + 1, (2, BATCH)).tolist()
+    mirror = random.integers(0, 2, BATCH).astype(bool).tolist()
+    out = torch.empty((BATCH, CROP, CROP, 3))
+    augmenter, source = Augmenter(torch.from_numpy(mean), CROP), torch.from_numpy(images)
+    shape = RingShape(1, BATCH, CROP)
+    slot = shape.slots(memory_of("cpu").allocate(shape.n_bytes))[0]
+    filler = SlotFiller(config, dataset, shape, StatusBoard.create())
+
+    def numpy_way() -> None:
+        for i, (row, column, mirrored) in enumerate(zip(rows, columns, mirror, strict=True)):
+            crop = (images[i] - mean)[row : row + CROP, column : column + CROP]
+            out[i].numpy()[:] = crop[:, ::-1] if mirrored else crop
+
+    return medians(
+        {
+            "NumPy, image by image: subtract, crop, mirror": numpy_way,
+            "Lockstep's augmenter": lambda: augmenter.apply(source, rows, columns, mirror, out),
+            "Lockstep's loader, from the file (page cache) to the slot": lambda: filler.fill(
+                slot, Order("train", 1, 1, 0, BATCH, 0, BATCH)
+            ),
+        },
+        rounds=9,
+    )
+
+
+if __name__ == "__main__":
+    print(run()[0])

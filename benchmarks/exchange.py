@@ -1,0 +1,70 @@
+"""Averaging AlexNet's 61 M weights and 61 M momenta between 2 processes: ours, gloo, and memcpy."""
+
+import os
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed
+
+from benchmarks.measure import medians, run_ranks, table
+from lockstep.exchange.host import HostExchange
+from lockstep.memory import memory_of
+from lockstep.peers import Peers
+from lockstep.pipes import Pipe
+
+N_ELEMENTS = 2 * 60_965_224
+
+
+def measure(rank: int, pipes: dict[int, Pipe], store: str) -> dict[str, float]:
+    """Seconds for one average of everything, each rank with one thread."""
+    torch.set_num_threads(1)
+    memory, peers = memory_of("cpu"), Peers(rank, pipes)
+    block = memory.allocate(4 * N_ELEMENTS)
+    ours = block.tensor(torch.float32, (N_ELEMENTS,))
+    ours.fill_(rank + 1.0)
+    for pipe in pipes.values():
+        block.send(pipe)
+    theirs = memory.receive(pipes[1 - rank], "its arena").tensor(torch.float32, (N_ELEMENTS,))
+    exchange = HostExchange([ours, theirs] if rank == 0 else [theirs, ours], rank)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    copy = torch.empty_like(ours)
+
+    def lockstep_exchange() -> None:
+        peers.meet("updated")
+        exchange.average()
+        peers.meet("averaged")
+
+    def gloo_all_reduce() -> None:
+        torch.distributed.all_reduce(ours)
+        ours.div_(2)
+
+    def memcpy() -> None:  # both ranks at once, as in the exchange
+        peers.meet("copy")
+        copy.copy_(ours)
+        peers.meet("copied")
+
+    functions = {"lockstep": lockstep_exchange, "gloo": gloo_all_reduce, "memcpy": memcpy}
+    seconds = medians(functions, rounds=7)
+    torch.distributed.destroy_process_group()
+    return seconds
+
+
+def run() -> tuple[str, dict[str, Any]]:
+    """The table and the numbers."""
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = run_ranks(measure, 2, os.path.join(folder, "store"))[0]
+    rows: list[tuple[str, ...]] = [("what", "ms", "against gloo")]
+    names = {
+        "lockstep": "Lockstep: average in shards, both meetings",
+        "gloo": "gloo: all-reduce, then divide",
+        "memcpy": "memcpy of one arena in each process",
+    }
+    for key, name in names.items():
+        rows.append((name, f"{seconds[key] * 1e3:.1f}", f"{seconds['gloo'] / seconds[key]:.1f} x"))
+    title = "Exchange: 61 M weights and 61 M momenta (488 MB) between 2 processes, one thread each"
+    return table(title, rows), {"exchange_seconds": seconds}
+
+
+if __name__ == "__main__":
+    print(run()[0])

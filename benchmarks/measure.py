@@ -1,0 +1,102 @@
+"""What the benchmarks share: timing in turns, processes that meet, tables, and a record of the machine."""
+
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import date
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.devices import count_cores
+from lockstep.pipes import Pipe
+
+DEADLINE = 120.0
+
+
+def medians(functions: dict[str, Callable[[], object]], rounds: int = 9) -> dict[str, float]:
+    """Seconds of each function: the median over rounds in which all take turns, after a warm-up."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for number in range(rounds + 1):
+        for name, function in functions.items():
+            begin = time.perf_counter()
+            function()
+            if number:
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def run_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any) -> list[Any]:
+    """function(rank, pipes, *arguments) in n_ranks spawned processes; returns what they return, by rank."""
+    context = multiprocessing.get_context("spawn")
+    peers: list[dict[int, Connection]] = [{} for _ in range(n_ranks)]
+    for rank in range(n_ranks):
+        for other in range(rank):
+            peers[rank][other], peers[other][rank] = context.Pipe()
+    results = []
+    for rank in range(n_ranks):
+        ours, theirs = context.Pipe()
+        context.Process(
+            target=_main, args=(theirs, function, rank, peers[rank], arguments), daemon=True
+        ).start()
+        for end in (theirs, *peers[rank].values()):
+            end.close()
+        results.append(Pipe(ours, f"rank {rank}", 600.0))
+    return [result.receive(object, "its result") for result in results]
+
+
+def _main(result: Connection, function: Any, rank: int, peers: dict[int, Connection], arguments: Any) -> None:
+    pipes = {other: Pipe(end, f"rank {other}", DEADLINE) for other, end in peers.items()}
+    result.send(function(rank, pipes, *arguments))
+
+
+def machine() -> dict[str, object]:
+    """Where and with what a result was measured."""
+    return {
+        "date": date.today().isoformat(),
+        "commit": _first_line("git", "rev-parse", "--short", "HEAD"),
+        "processor": _processor(),
+        "cores": count_cores(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def _first_line(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def table(title: str, rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table; the first row is its head."""
+    head, *body = rows
+    lines = [f"### {title}", "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in body), ""])
+
+
+def write_results(folder: Path, name: str, sections: list[tuple[str, dict[str, Any]]]) -> None:
+    """One Markdown and one JSON file with everything that was measured."""
+    where = machine()
+    facts = ", ".join(f"{key} {value}" for key, value in where.items())
+    text = "\n".join(["# Results of `make bench`", "", facts, "", *(section for section, _ in sections)])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+    numbers = {key: value for _, values in sections for key, value in values.items()}
+    (folder / f"{name}.json").write_text(json.dumps({"machine": where, **numbers}, indent=1) + "\n")
