@@ -45,7 +45,7 @@ def measure(rank: int, pipes: dict[int, Pipe], store: str) -> dict[str, float]:
         peers.meet("copied")
 
     functions = {"lockstep": lockstep_exchange, "gloo": gloo_all_reduce, "memcpy": memcpy}
-    seconds = medians(functions, rounds=7)
+    seconds = medians(functions, rounds=15)
     torch.distributed.destroy_process_group()
     return seconds
 

@@ -85,8 +85,8 @@ def test_n_trainers_are_one_with_n_times_the_batch(
 ) -> None:
     """Weights and momenta after 55 steps, without dropout.
 
-    In float32 the network has no kinks: there, a difference in the last bit can move a rectifier or a maximum to
-    its other side, which changes a gradient by much more than rounding does.
+    In float32 the network has no kinks: there, a difference in the last bit can move a rectifier or a maximum
+    to its other side, which changes a gradient by much more than rounding does.
     """
     values = {"n_epochs": 5, "learning_rate": 0.0003, "model": model, "model_args": {"dropout": 0.0}}
     one = train_n(1, data, tmp_path / "1", double, **values)[0]

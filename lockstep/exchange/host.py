@@ -5,7 +5,7 @@ import torch
 from lockstep.exchange import Exchange, shard
 
 CHUNK = (
-    1 << 15
+    1 << 16
 )  # elements; a chunk of each arena stays in the core's cache between being read and being written
 
 
@@ -14,17 +14,14 @@ class HostExchange(Exchange):
 
     def __init__(self, arenas: list[torch.Tensor], rank: int) -> None:
         first, last = shard(len(arenas[0]), rank, len(arenas))
-        self._shards = [arena[first:last] for arena in arenas]
-        self._mean = torch.empty(min(CHUNK, last - first), dtype=arenas[0].dtype)
+        pieces = [torch.split(arena[first:last], CHUNK) for arena in arenas]
+        self._chunks = list(zip(*pieces, strict=True))
 
     def average(self) -> None:
-        if len(self._shards) == 1:
-            return
-        for parts in zip(*(torch.split(part, CHUNK) for part in self._shards), strict=True):
-            mean = self._mean[: len(parts[0])]
-            torch.add(parts[0], parts[1], out=mean)
-            for part in parts[2:]:
-                mean.add_(part)
-            mean.div_(len(parts))
-            for part in parts:
-                part.copy_(mean)
+        for mean, *others in self._chunks:  # rank 0's chunk takes the sum, in rank order
+            if others:
+                for other in others:
+                    mean.add_(other)
+                mean.div_(len(others) + 1)
+                for other in others:
+                    other.copy_(mean)
