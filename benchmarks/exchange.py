@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from benchmarks.measure import medians, run_ranks, table
+from benchmarks.measure import medians, table
+from benchmarks.ranks import run_ranks
 from lockstep.exchange.host import HostExchange
 from lockstep.memory import memory_of
 from lockstep.peers import Peers

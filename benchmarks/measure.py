@@ -1,7 +1,6 @@
-"""What the benchmarks share: timing in turns, processes that meet, tables, and a record of the machine."""
+"""What the benchmarks share: timing in turns, tables, and a record of the machine."""
 
 import json
-import multiprocessing
 import os
 import platform
 import statistics
@@ -9,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from datetime import date
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,6 @@ import numpy as np
 import torch
 
 from lockstep.devices import count_cores
-from lockstep.pipes import Pipe
-
-DEADLINE = 120.0
 
 
 def medians(functions: dict[str, Callable[[], object]], rounds: int = 9) -> dict[str, float]:
@@ -32,30 +27,6 @@ def medians(functions: dict[str, Callable[[], object]], rounds: int = 9) -> dict
             if number:
                 seconds[name].append(time.perf_counter() - begin)
     return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def run_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any) -> list[Any]:
-    """function(rank, pipes, *arguments) in n_ranks spawned processes; returns what they return, by rank."""
-    context = multiprocessing.get_context("spawn")
-    peers: list[dict[int, Connection]] = [{} for _ in range(n_ranks)]
-    for rank in range(n_ranks):
-        for other in range(rank):
-            peers[rank][other], peers[other][rank] = context.Pipe()
-    results = []
-    for rank in range(n_ranks):
-        ours, theirs = context.Pipe()
-        context.Process(
-            target=_main, args=(theirs, function, rank, peers[rank], arguments), daemon=True
-        ).start()
-        for end in (theirs, *peers[rank].values()):
-            end.close()
-        results.append(Pipe(ours, f"rank {rank}", 600.0))
-    return [result.receive(object, "its result") for result in results]
-
-
-def _main(result: Connection, function: Any, rank: int, peers: dict[int, Connection], arguments: Any) -> None:
-    pipes = {other: Pipe(end, f"rank {other}", DEADLINE) for other, end in peers.items()}
-    result.send(function(rank, pipes, *arguments))
 
 
 def machine() -> dict[str, object]:

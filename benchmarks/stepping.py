@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from benchmarks.augmenting import make_folder
-from benchmarks.measure import DEADLINE, table
+from benchmarks.measure import table
+from benchmarks.ranks import DEADLINE
 from lockstep.config import Config, Layer, resolve
 from lockstep.feed import Batch, Feed, LoaderFeed
 from lockstep.memory import memory_of

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_config, make_folder
-from ranks import DEADLINE, run_ranks
 
+from benchmarks.ranks import DEADLINE, run_ranks
 from lockstep.config import Config
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe

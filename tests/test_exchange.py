@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
 
+from benchmarks.ranks import run_ranks
 from lockstep.exchange import shard
 from lockstep.exchange.host import CHUNK, HostExchange
 from lockstep.memory import memory_of

@@ -1,5 +1,6 @@
 """Blocks that another process opens by a handle, and pipes whose waits end."""
 
+import importlib.util
 import multiprocessing
 import os
 import time
@@ -7,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 
+from benchmarks.ranks import run_ranks
 from lockstep.errors import DeadlinePassed, PeerLost, UserError
 from lockstep.memory import memory_of
 from lockstep.pipes import Pipe
@@ -117,3 +118,9 @@ def test_status_boards_show_the_last_line_and_cut_long_ones() -> None:
     board.say("x" * 10000)
     assert board.read() == "x" * 500
     assert board.count() == 3
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pycuda") is not None, reason="PyCUDA is installed here")
+def test_a_gpu_without_pycuda_is_refused_with_the_remedy() -> None:
+    with pytest.raises(UserError, match=r"cuda:0 needs PyCUDA.*pip install \.\[cuda\]"):
+        memory_of("cuda:0")

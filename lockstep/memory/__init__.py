@@ -3,7 +3,8 @@
 A *block* is one piece of memory on one device. The process that allocates it owns it; a process that receives
 its handle opens the same bytes. Arenas and slot rings are blocks; nothing else is shared.
 
-`host.py` is the back end for CPUs. `memory_of` gives the back end of a device.
+`host.py` is the back end for CPUs, `cuda.py` the one for NVIDIA GPUs. `memory_of` gives the back end of a
+device.
 """
 
 from abc import ABC, abstractmethod
@@ -46,8 +47,11 @@ class Memory(ABC):
 
 
 def memory_of(device: str) -> Memory:
-    """The allocator for a device's name, 'cpu'."""
-    from lockstep.memory.host import HostMemory
+    """The allocator for 'cpu' or 'cuda:<n>'. Raises UserError where the device can't be used."""
+    if device == "cpu":
+        from lockstep.memory.host import HostMemory
 
-    assert device == "cpu", f"no memory back end for {device}"
-    return HostMemory()
+        return HostMemory()
+    from lockstep.memory.cuda import CudaMemory
+
+    return CudaMemory(device)

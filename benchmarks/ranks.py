@@ -1,4 +1,4 @@
-"""Runs a function in several real processes that have pipes to each other, as trainers do."""
+"""Runs a function in several real processes that have pipes to each other, as trainers do. For tests too."""
 
 import multiprocessing
 import traceback
@@ -8,7 +8,8 @@ from typing import Any
 
 from lockstep.pipes import Pipe
 
-DEADLINE = 20.0
+DEADLINE = 60.0
+RESULT_SECONDS = 600.0
 
 
 def run_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any) -> list[Any]:
@@ -46,7 +47,7 @@ def _main(result: Connection, function: Any, rank: int, peers: dict[int, Connect
 
 
 def _take(rank: int, result: Connection) -> Any:
-    assert result.poll(90), f"rank {rank} gave no result"
+    assert result.poll(RESULT_SECONDS), f"rank {rank} gave no result"
     succeeded, value = result.recv()
     assert succeeded, f"rank {rank}:\n{value}"
     return value
