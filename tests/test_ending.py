@@ -7,6 +7,8 @@ import time
 import pytest
 from conftest import Program, Running
 
+from lockstep.runfolder import find_checkpoint
+
 FOREVER = ("n_epochs=100000", "snapshot_freq=1")
 
 
@@ -117,3 +119,18 @@ def test_ctrl_c_while_the_processes_start_is_not_lost(program: Program) -> None:
     os.killpg(running.process.pid, signal.SIGINT)
     since = time.monotonic()
     assert "stopped as asked; saved" in assert_ended(running, since, 130)
+
+
+def test_whatever_is_killed_while_saving_the_run_can_go_on(program: Program) -> None:
+    for delay in (0.0, 0.003, 0.01):
+        resuming = ["resume_train=true"] if delay else []
+        running = program.start(*FOREVER, *resuming, devices="[cpu]")
+        running.wait_for_text("saved")
+        time.sleep(delay)
+        os.kill(running.pids()["trainer 0"], signal.SIGKILL)
+        assert running.wait(12) == 1
+    n_epochs = find_checkpoint(running.run_folder, "latest")[0].state.epoch + 1
+    resumed = program.run(f"n_epochs={n_epochs}", "resume_train=true", devices="[cpu]")
+    assert "going on from" in resumed.output() and resumed.last_line().startswith("done")
+    left = [path.name for path in (running.run_folder / "checkpoints").iterdir() if path.name[0] == "."]
+    assert left == []

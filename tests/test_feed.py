@@ -1,0 +1,87 @@
+"""The trainer's side of loading: how far ahead it orders, and that validation counts every picture once."""
+
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import make_config
+
+from benchmarks.ranks import run_ranks
+from lockstep import batches
+from lockstep.config import Config
+from lockstep.dataset import open_dataset
+from lockstep.feed import LoaderFeed
+from lockstep.memory import memory_of
+from lockstep.messages import Fill, Filled, OpenRing, Order, Stop
+from lockstep.network import build_model
+from lockstep.peers import Peers
+from lockstep.pipes import Pipe
+from lockstep.plan import Plan
+from lockstep.slots import RingShape
+from lockstep.status import StatusBoard
+from train_funcs import Trainer
+
+
+def test_every_free_slot_is_on_order_and_a_slot_in_use_is_not() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    orders = [Order("train", 1, step, 0, 4, 0, 4) for step in range(1, 7)]
+    feed = LoaderFeed(Pipe(ours, "loader 0", 5), memory_of("cpu"), RingShape(3, 4, 2), iter(orders))
+    loader = Pipe(theirs, "trainer 0", 5)
+    loader.receive(OpenRing, "the shape")
+    block = memory_of("cpu").receive(loader, "the ring")
+    slots = RingShape(3, 4, 2).slots(block)
+
+    def take() -> Fill:
+        fill = loader.receive(Fill, "an order")
+        slots[fill.slot].labels.fill_(fill.order.step)
+        loader.send(Filled(fill.slot, fill.order))
+        return fill
+
+    first = [take() for _ in range(3)]
+    assert [fill.slot for fill in first] == [0, 1, 2]
+    assert not loader.poll()  # nothing more before the trainer has released a slot
+    for step in range(1, 5):
+        batch = feed.next()
+        assert batch.order == orders[step - 1] and batch.labels.eq(step).all()
+        assert not loader.poll()
+        feed.release()
+        if step <= 3:
+            assert take().slot == (step - 1) % 3
+    theirs.close()
+    with pytest.raises(BrokenPipeError):
+        ours.send(Stop())
+
+
+def validate_rank(rank: int, pipes: dict[int, Pipe], config: Config) -> list[dict[str, float]]:
+    launcher, _keep_open = multiprocessing.Pipe()
+    plan = Plan(config, Path("nowhere"), None)
+    trainer = Trainer(plan, Peers(rank, pipes), None, Pipe(launcher, "launcher", 60), StatusBoard.create())
+    trainer.epoch = config.n_epochs
+    trainer.feed._orders = trainer._orders_of("val", 1, len(trainer.dataset.val), 0)  # type: ignore[attr-defined]
+    assert not trainer.validate()
+    return trainer.val_record
+
+
+def test_validation_counts_every_picture_once_for_any_number_of_trainers(shared_folder: Path) -> None:
+    values = {"data_folder": str(shared_folder), "para_load": False, "batch_size": 5, "n_epochs": 1}
+    config = make_config(**values)
+    model, dataset = build_model(config, 7).eval(), open_dataset(config)
+    images = np.concatenate([batches.read(file.path) for file in dataset.val.files])
+    middle = torch.from_numpy((images - dataset.mean)[:, 2:34, 2:34]).permute(0, 3, 1, 2)
+    labels = torch.from_numpy(dataset.val.labels)
+    with torch.no_grad():
+        logits = model(middle)
+    best = logits.topk(5).indices == labels[:, None]
+    expected = {
+        "epoch": 1,
+        "loss": F.cross_entropy(logits.double(), labels).item(),
+        "error_top1": 1 - best[:, 0].double().mean().item(),
+        "error_top5": 1 - best.any(1).double().mean().item(),
+    }
+    for n_trainers in (1, 2, 3):  # 33 pictures in minibatches of 5, 10 and 15
+        config = make_config(devices=["cpu"] * n_trainers, **values)
+        for record in run_ranks(validate_rank, n_trainers, config):
+            assert record == [pytest.approx(expected, rel=1e-5)]
