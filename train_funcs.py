@@ -79,7 +79,6 @@ class Trainer:
         self.epoch, self.position = 1, 0
         if plan.start:
             self._load(plan.start)
-        self.learning_rate = learning_rate(self.config, self.epoch, self._errors())
         self.exchange = self._open_exchange(memory)
         self.feed = self._open_feed(memory, loader)
         self.recorder = Recorder(self.arena.flat.device)
@@ -178,10 +177,10 @@ class Trainer:
         self.optimizer.step()
 
     def validate(self) -> bool:
-        """Loss, top-1 and top-5 over the validation images, each counted once. Returns whether all are to
-        stop.
+        """Loss, top-1 and top-5 over the validation images, each counted once.
 
-        Validation that was cut short counts for nothing; a resumed run begins it again.
+        Returns whether all are to stop. Validation that was cut short counts for nothing; a resumed run
+        begins it again.
         """
         begin = time.perf_counter()
         self.model.eval()

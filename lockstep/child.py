@@ -1,5 +1,4 @@
-"""The child's side of a run: how every trainer and loader process starts, reports its end, and dies with the
-launcher.
+"""The child's side of a run: how a trainer or loader process starts, reports, and dies with the launcher.
 
 A child outlives the launcher by moments only. The kernel kills it (prctl(2), PR_SET_PDEATHSIG), except
 trainer 0, which sees the end of the *lifeline*, a pipe whose other end only the launcher holds, and says a
