@@ -1,0 +1,51 @@
+// Lets g++ compile the CUDA kernels of lockstep/kernels for the host, so that their arithmetic and indexing are tested
+// where there is no GPU. Threads run one after the other: it is for kernels that neither share memory nor synchronise.
+
+#pragma once
+#include <cstddef>
+#include <cstring>
+#include <tuple>
+
+#define __global__
+#define __device__
+
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct uint3 {
+    unsigned int x, y, z;
+};
+static thread_local uint3 gridDim, blockDim, blockIdx, threadIdx;
+
+inline unsigned int __float_as_uint(float value)
+{
+    unsigned int bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+// The next argument from a packed buffer, aligned as the driver's cuLaunchKernel packs them.
+template <typename T>
+T take(const char *packed, size_t &offset)
+{
+    offset = (offset + alignof(T) - 1) / alignof(T) * alignof(T);
+    T value;
+    memcpy(&value, packed + offset, sizeof value);
+    offset += sizeof value;
+    return value;
+}
+
+template <typename... Arguments>
+void launch(void (*kernel)(Arguments...), const char *packed, unsigned int blocks, unsigned int threads)
+{
+    size_t offset = 0;
+    std::tuple<Arguments...> arguments{take<Arguments>(packed, offset)...};
+    gridDim = {blocks, 1, 1};
+    blockDim = {threads, 1, 1};
+    for (unsigned int block = 0; block < blocks; block++)
+        for (unsigned int thread = 0; thread < threads; thread++) {
+            blockIdx = {block, 0, 0};
+            threadIdx = {thread, 0, 0};
+            std::apply(kernel, arguments);
+        }
+}
