@@ -20,6 +20,7 @@ from lockstep.arena import Arena
 from lockstep.dataset import open_dataset
 from lockstep.devices import count_cores
 from lockstep.errors import UserError
+from lockstep.exchange import Exchange
 from lockstep.exchange.host import HostExchange
 from lockstep.feed import Batch, DirectFeed, Feed, LoaderFeed
 from lockstep.memory import Memory, memory_of
@@ -137,6 +138,7 @@ class Trainer:
         with self.recorder.phase("compute"):
             self.board.say(f"{order}: forward, backward, update")
             self.update(batch)
+            self.exchange.updated()
             self.feed.release()
         printing = order.step % self.config.print_freq == 0 or order.stop == len(self.dataset.train)
         with self.recorder.phase("meet"):
@@ -149,6 +151,7 @@ class Trainer:
         with self.recorder.phase("meet"):
             self.board.say(f"{order}: meeting the others after averaging")
             self.peers.meet(f"{order}: averaged")
+            self.exchange.averaged()
         self.recorder.n_steps += 1
         self.position = order.stop
         self._tick(order, n_steps)
@@ -254,7 +257,7 @@ class Trainer:
         if len(self.val_record) == self.epoch:
             self.epoch, self.position = self.epoch + 1, 0
 
-    def _open_exchange(self, memory: Memory) -> HostExchange:
+    def _open_exchange(self, memory: Memory) -> Exchange:
         self.board.say("opening the arenas of the others")
         for pipe in self.peers.pipes.values():
             self.arena.block.send(pipe)

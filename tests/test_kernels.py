@@ -1,10 +1,10 @@
 """The CUDA kernels: compiled by nvcc where it is, and run on the host against the CPU's code, bit for bit."""
 
 import ctypes
-import importlib.util
 import shutil
 import struct
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,9 @@ from conftest import ROOT
 from lockstep.augment import Augmenter
 from lockstep.exchange import shard
 from lockstep.exchange.host import HostExchange
+
+sys.path.insert(0, str(ROOT / "tests" / "cuda_sim"))
+import build
 
 KERNELS = sorted((ROOT / "lockstep" / "kernels").glob("*.cu"))
 
@@ -42,11 +45,7 @@ def test_kernels_compile_without_a_warning(tmp_path: Path, path: Path, architect
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if shutil.which("g++") is None:
         pytest.skip("g++ is not here")
-    specification = importlib.util.spec_from_file_location("build", ROOT / "tests" / "cuda_sim" / "build.py")
-    assert specification and specification.loader
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module.build(tmp_path_factory.mktemp("kernels"))
+    return ctypes.CDLL(str(build.build_kernels(tmp_path_factory.mktemp("kernels"))))
 
 
 def launch(library: ctypes.CDLL, name: str, packed: bytes, blocks: int, threads: int) -> None:

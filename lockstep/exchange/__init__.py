@@ -6,7 +6,9 @@ ranks, and since a shard is computed once and copied, replicas are bitwise equal
 with momentum, averaging weights and momenta after every step is averaging gradients before it
 (docs/how-it-works.md has the two lines of algebra).
 
-The caller meets its peers before (all have updated) and after (all shards are written).
+A step: compute and update; `updated`; meet; `average`; meet; `averaged`; compute. A meeting orders the
+processes, not what their devices do: a device works through its stream behind its process's back. `updated`
+and `averaged` are where a device's work is tied to that of the others.
 """
 
 from abc import ABC, abstractmethod
@@ -18,8 +20,16 @@ class Exchange(ABC):
     """One rank's part in averaging."""
 
     @abstractmethod
+    def updated(self) -> None:
+        """Before the first meeting: what has been asked of the device so far is this rank's update."""
+
+    @abstractmethod
     def average(self) -> None:
-        """Replaces this rank's shard, in every arena, by its mean over all arenas."""
+        """Between the meetings: replaces this rank's shard, in every arena, by its mean over all arenas."""
+
+    @abstractmethod
+    def averaged(self) -> None:
+        """After the second meeting: what is asked of the device from now on needs every shard's mean."""
 
 
 def shard(n_elements: int, rank: int, n_ranks: int) -> tuple[int, int]:

@@ -17,6 +17,12 @@ class HostExchange(Exchange):
         pieces = [torch.split(arena[first:last], CHUNK) for arena in arenas]
         self._chunks = list(zip(*pieces, strict=True))
 
+    def updated(self) -> None:
+        """A processor has done what it was told when the next line is reached."""
+
+    def averaged(self) -> None:
+        """As above."""
+
     def average(self) -> None:
         for mean, *others in self._chunks:  # rank 0's chunk takes the sum, in rank order
             if others:

@@ -30,15 +30,27 @@ class CudaHandle:
 
 
 class _Bytes:
-    """Device memory as torch understands it (the CUDA array interface, version 3)."""
+    """A block as torch understands it (CUDA array interface, version 3). Tensors on it keep it alive."""
 
-    def __init__(self, pointer: int, n_bytes: int) -> None:
+    def __init__(self, block: "CudaBlock") -> None:
+        self.block = block
         self.__cuda_array_interface__ = {
-            "shape": (n_bytes,),
+            "shape": (block.n_bytes,),
             "typestr": "|u1",
-            "data": (pointer, False),
+            "data": (block.pointer, False),
             "version": 3,
         }
+
+
+def start_torch(device: torch.device) -> None:
+    """Makes torch create the device's primary context, which PyCUDA then shares."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.empty(1, device=device)
+
+
+def as_bytes(block: "CudaBlock", device: torch.device) -> torch.Tensor:
+    """A block as a uint8 tensor (n_bytes,). No copy."""
+    return torch.as_tensor(_Bytes(block), device=device)
 
 
 class CudaBlock(Block):
@@ -52,8 +64,14 @@ class CudaBlock(Block):
         self.n_bytes = n_bytes
         self._memory, self._allocation, self._owned = memory, allocation, owned
 
+    @property
+    def pointer(self) -> int:
+        """The device address."""
+        assert self._allocation is not None, "the block is closed"
+        return int(self._allocation)
+
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
-        raw = torch.as_tensor(_Bytes(int(self._allocation), self.n_bytes), device=self._memory.device)
+        raw = as_bytes(self, self._memory.device)
         n_bytes = torch.Size(shape).numel() * dtype.itemsize
         assert offset + n_bytes <= self.n_bytes, "the view does not fit into the block"
         return raw[offset : offset + n_bytes].view(dtype).view(shape)
@@ -84,7 +102,7 @@ class CudaMemory(Memory):
             raise UserError(f"{reason}: pip install .[cuda]") from error
         self.driver, self.device = driver, torch.device(device)
         try:
-            torch.cuda.init()  # type: ignore[no-untyped-call]
+            start_torch(self.device)
             driver.init()
             self._context = driver.Device(self.device.index).retain_primary_context()
         except (RuntimeError, driver.Error) as error:

@@ -1,0 +1,635 @@
+// A stand-in for libcuda.so.1, for tests on machines without a GPU: what Lockstep uses of the CUDA driver, on host memory.
+//
+// Device memory is a file that several processes map, named in CUDA_SIM_FOLDER, so that an IPC handle can open it.
+// Streams are threads that really run behind the host's back, each with a queue. Events are counters in shared memory, so that
+// a stream of one process can wait for a stream of another. Nothing measured on it says anything about a GPU.
+//
+//   CUDA_SIM_FOLDER   where memory and events lie (needed)       CUDA_SIM_DEVICES   how many devices (2)
+//   CUDA_SIM_MEMORY   bytes per device and process (1 GiB)       CUDA_SIM_DELAY     longest pause before an operation, us (0)
+//   CUDA_SIM_NO_PEER  1: no device can reach another
+//
+// Two rules of the real driver that are easily broken without notice are made to hurt here: freed memory is overwritten before it
+// goes, whoever still has it open; and a process can't open its own handle.
+
+#define _GNU_SOURCE
+#include <cuda.h>
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define MOST_DEVICES 16
+#define POISON 0xEE
+
+struct CUctx_st {
+    int device;
+};
+
+struct allocation {
+    struct allocation *next;
+    void *pointer;
+    size_t bytes;
+    int device, owned, opened;
+    char name[48];
+};
+
+struct shared_event {
+    _Atomic unsigned long long issued, done, nanoseconds;
+};
+
+struct CUevent_st {
+    struct shared_event *shared;
+    int owned;
+    char name[48];
+};
+
+struct CUmod_st {
+    int (*launch)(const char *, const char *, unsigned, unsigned);
+};
+
+struct CUfunc_st {
+    struct CUmod_st *module;
+    char name[64];
+};
+
+struct operation {
+    struct operation *next;
+    enum { COPY, FILL, KERNEL, RECORD, WAIT } kind;
+    void *to;
+    const void *from;
+    size_t bytes;
+    unsigned char value;
+    struct CUfunc_st *function;
+    unsigned blocks, threads;
+    struct shared_event *event;
+    unsigned long long number;
+};
+
+struct CUstream_st {
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    struct operation *first, *last;
+    int busy, closing;
+    unsigned random;
+};
+
+static struct CUctx_st contexts[MOST_DEVICES];
+static struct CUstream_st *default_streams[MOST_DEVICES];
+static struct allocation *allocations;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static _Atomic unsigned counter;
+static _Thread_local CUcontext stack[64];
+static _Thread_local int depth;
+
+static long setting(const char *name, long otherwise)
+{
+    const char *text = getenv(name);
+    return text ? atol(text) : otherwise;
+}
+
+static int n_devices(void)
+{
+    long n = setting("CUDA_SIM_DEVICES", 2);
+    return n > MOST_DEVICES ? MOST_DEVICES : (int)n;
+}
+
+static CUcontext current(void) { return depth ? stack[depth - 1] : NULL; }
+
+// ---- shared files -------------------------------------------------------------------------------------------------
+
+static void new_name(char *name, const char *kind) { snprintf(name, 48, "%s-%d-%u", kind, getpid(), ++counter); }
+
+static void *map_file(const char *name, size_t bytes, int create)
+{
+    char path[4096];
+    snprintf(path, sizeof path, "%s/%s", getenv("CUDA_SIM_FOLDER"), name);
+    int file = open(path, O_RDWR | O_CLOEXEC | (create ? O_CREAT | O_EXCL : 0), 0600);
+    if (file < 0)
+        return NULL;
+    void *pointer = create && ftruncate(file, bytes) ? MAP_FAILED : mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    return pointer == MAP_FAILED ? NULL : pointer;
+}
+
+static void remove_file(const char *name)
+{
+    char path[4096];
+    snprintf(path, sizeof path, "%s/%s", getenv("CUDA_SIM_FOLDER"), name);
+    unlink(path);
+}
+
+// ---- streams ------------------------------------------------------------------------------------------------------
+
+static void perform(struct CUstream_st *stream, struct operation *op)
+{
+    long delay = setting("CUDA_SIM_DELAY", 0);
+    if (delay)
+        usleep(rand_r(&stream->random) % delay);
+    switch (op->kind) {
+    case COPY:
+        memmove(op->to, op->from, op->bytes);
+        break;
+    case FILL:
+        memset(op->to, op->value, op->bytes);
+        break;
+    case KERNEL:
+        if (op->function->module->launch(op->function->name, op->from, op->blocks, op->threads))
+            abort();
+        free((void *)op->from);
+        break;
+    case RECORD: {
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        op->event->nanoseconds = now.tv_sec * 1000000000ull + now.tv_nsec;
+        op->event->done = op->number;
+        break;
+    }
+    case WAIT:
+        while (op->event->done < op->number)
+            usleep(20);
+    }
+}
+
+static void *work(void *argument)
+{
+    struct CUstream_st *stream = argument;
+    pthread_mutex_lock(&stream->lock);
+    for (;;) {
+        while (!stream->first && !stream->closing)
+            pthread_cond_wait(&stream->changed, &stream->lock);
+        if (!stream->first)
+            break;
+        struct operation *op = stream->first;
+        stream->first = op->next;
+        stream->busy = 1;
+        pthread_mutex_unlock(&stream->lock);
+        perform(stream, op);
+        free(op);
+        pthread_mutex_lock(&stream->lock);
+        stream->busy = 0;
+        pthread_cond_broadcast(&stream->changed);
+    }
+    pthread_mutex_unlock(&stream->lock);
+    return NULL;
+}
+
+static struct CUstream_st *new_stream(void)
+{
+    struct CUstream_st *stream = calloc(1, sizeof *stream);
+    pthread_mutex_init(&stream->lock, NULL);
+    pthread_cond_init(&stream->changed, NULL);
+    stream->random = getpid() * 31 + ++counter;
+    pthread_create(&stream->thread, NULL, work, stream);
+    return stream;
+}
+
+static struct CUstream_st *stream_of(CUstream given)
+{
+    if (given && given != CU_STREAM_LEGACY && given != CU_STREAM_PER_THREAD)
+        return given;
+    int device = current()->device;
+    pthread_mutex_lock(&lock);
+    if (!default_streams[device])
+        default_streams[device] = new_stream();
+    pthread_mutex_unlock(&lock);
+    return default_streams[device];
+}
+
+static CUresult enqueue(CUstream given, struct operation op)
+{
+    if (!current())
+        return CUDA_ERROR_INVALID_CONTEXT;
+    struct CUstream_st *stream = stream_of(given);
+    struct operation *copy = malloc(sizeof op);
+    *copy = op;
+    copy->next = NULL;
+    pthread_mutex_lock(&stream->lock);
+    if (stream->first)
+        stream->last->next = copy;
+    else
+        stream->first = copy;
+    stream->last = copy;
+    pthread_cond_broadcast(&stream->changed);
+    pthread_mutex_unlock(&stream->lock);
+    return CUDA_SUCCESS;
+}
+
+static CUresult drain(struct CUstream_st *stream)
+{
+    pthread_mutex_lock(&stream->lock);
+    while (stream->first || stream->busy)
+        pthread_cond_wait(&stream->changed, &stream->lock);
+    pthread_mutex_unlock(&stream->lock);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamCreate(CUstream *stream, unsigned flags)
+{
+    (void)flags;
+    *stream = new_stream();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamDestroy(CUstream stream)
+{
+    pthread_mutex_lock(&stream->lock);
+    stream->closing = 1;
+    pthread_cond_broadcast(&stream->changed);
+    pthread_mutex_unlock(&stream->lock);
+    pthread_join(stream->thread, NULL);
+    free(stream);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamSynchronize(CUstream stream) { return drain(stream_of(stream)); }
+
+CUresult cuStreamQuery(CUstream given)
+{
+    struct CUstream_st *stream = stream_of(given);
+    pthread_mutex_lock(&stream->lock);
+    int busy = stream->first || stream->busy;
+    pthread_mutex_unlock(&stream->lock);
+    return busy ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+}
+
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags)
+{
+    (void)flags;
+    return enqueue(stream, (struct operation){.kind = WAIT, .event = event->shared, .number = event->shared->issued});
+}
+
+// ---- events -------------------------------------------------------------------------------------------------------
+
+CUresult cuEventCreate(CUevent *event, unsigned flags)
+{
+    if ((flags & CU_EVENT_INTERPROCESS) && !(flags & CU_EVENT_DISABLE_TIMING))
+        return CUDA_ERROR_INVALID_VALUE;
+    struct CUevent_st *made = calloc(1, sizeof *made);
+    made->owned = 1;
+    new_name(made->name, "event");
+    made->shared = map_file(made->name, sizeof *made->shared, 1);
+    *event = made;
+    return made->shared ? CUDA_SUCCESS : CUDA_ERROR_OPERATING_SYSTEM;
+}
+
+CUresult cuEventDestroy(CUevent event)
+{
+    munmap(event->shared, sizeof *event->shared);
+    if (event->owned)
+        remove_file(event->name);
+    free(event);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuEventRecord(CUevent event, CUstream stream)
+{
+    return enqueue(stream, (struct operation){.kind = RECORD, .event = event->shared, .number = ++event->shared->issued});
+}
+
+CUresult cuEventQuery(CUevent event)
+{
+    return event->shared->done >= event->shared->issued ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
+CUresult cuEventSynchronize(CUevent event)
+{
+    unsigned long long number = event->shared->issued;
+    while (event->shared->done < number)
+        usleep(20);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuEventElapsedTime(float *milliseconds, CUevent start, CUevent end)
+{
+    *milliseconds = (end->shared->nanoseconds - start->shared->nanoseconds) / 1e6f;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuIpcGetEventHandle(CUipcEventHandle *handle, CUevent event)
+{
+    memset(handle, 0, sizeof *handle);
+    memcpy(handle, event->name, sizeof event->name);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuIpcOpenEventHandle(CUevent *event, CUipcEventHandle handle)
+{
+    struct CUevent_st *made = calloc(1, sizeof *made);
+    made->shared = map_file(handle.reserved, sizeof *made->shared, 0);
+    *event = made;
+    return made->shared ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+
+// ---- memory -------------------------------------------------------------------------------------------------------
+
+static CUresult add(CUdeviceptr *pointer, const char *name, size_t bytes, int owned)
+{
+    struct allocation *made = calloc(1, sizeof *made);
+    memcpy(made->name, name, sizeof made->name);
+    made->pointer = map_file(name, bytes, owned);
+    made->bytes = bytes;
+    made->owned = owned;
+    made->opened = 1;
+    made->device = current()->device;
+    if (!made->pointer)
+        return free(made), owned ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_HANDLE;
+    made->next = allocations;
+    allocations = made;
+    *pointer = (CUdeviceptr)made->pointer;
+    return CUDA_SUCCESS;
+}
+
+static struct allocation **find(CUdeviceptr pointer)
+{
+    struct allocation **at = &allocations;
+    while (*at && (CUdeviceptr)(*at)->pointer != pointer)
+        at = &(*at)->next;
+    return at;
+}
+
+static size_t used(int device)
+{
+    size_t bytes = 0;
+    for (struct allocation *at = allocations; at; at = at->next)
+        if (at->owned && at->device == device)
+            bytes += at->bytes;
+    return bytes;
+}
+
+CUresult cuMemAlloc(CUdeviceptr *pointer, size_t bytes)
+{
+    char name[48] = "";
+    if (!current())
+        return CUDA_ERROR_INVALID_CONTEXT;
+    pthread_mutex_lock(&lock);
+    new_name(name, "memory");
+    int fits = used(current()->device) + bytes <= (size_t)setting("CUDA_SIM_MEMORY", 1l << 30);
+    CUresult result = fits ? add(pointer, name, bytes, 1) : CUDA_ERROR_OUT_OF_MEMORY;
+    pthread_mutex_unlock(&lock);
+    if (result == CUDA_SUCCESS)
+        memset((void *)*pointer, POISON, bytes); // nobody may count on zeros
+    return result;
+}
+
+static CUresult release(CUdeviceptr pointer, int owned)
+{
+    pthread_mutex_lock(&lock);
+    struct allocation **at = find(pointer), *found = *at;
+    if (!found || found->owned != owned) {
+        pthread_mutex_unlock(&lock);
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (!owned && --found->opened) {
+        pthread_mutex_unlock(&lock);
+        return CUDA_SUCCESS;
+    }
+    *at = found->next;
+    pthread_mutex_unlock(&lock);
+    if (owned) {
+        memset(found->pointer, POISON, found->bytes);
+        remove_file(found->name);
+    }
+    munmap(found->pointer, found->bytes);
+    free(found);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemFree(CUdeviceptr pointer) { return release(pointer, 1); }
+CUresult cuIpcCloseMemHandle(CUdeviceptr pointer) { return release(pointer, 0); }
+
+CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr pointer)
+{
+    struct allocation *found = *find(pointer);
+    if (!found || !found->owned)
+        return CUDA_ERROR_INVALID_VALUE;
+    memset(handle, 0, sizeof *handle);
+    memcpy(handle->reserved, found->name, sizeof found->name);
+    memcpy(handle->reserved + sizeof found->name, &found->bytes, sizeof found->bytes);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuIpcOpenMemHandle(CUdeviceptr *pointer, CUipcMemHandle handle, unsigned flags)
+{
+    size_t bytes;
+    int owner = 0;
+    (void)flags;
+    memcpy(&bytes, handle.reserved + 48, sizeof bytes);
+    sscanf(handle.reserved, "memory-%d-", &owner);
+    if (!current() || owner == getpid())
+        return CUDA_ERROR_INVALID_CONTEXT;
+    pthread_mutex_lock(&lock);
+    CUresult result = CUDA_SUCCESS;
+    struct allocation *at = allocations;
+    while (at && strcmp(at->name, handle.reserved))
+        at = at->next;
+    if (at)
+        at->opened++, *pointer = (CUdeviceptr)at->pointer;
+    else
+        result = add(pointer, handle.reserved, bytes, 0);
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+CUresult cuMemGetInfo(size_t *available, size_t *total)
+{
+    *total = setting("CUDA_SIM_MEMORY", 1l << 30);
+    *available = *total - used(current()->device);
+    return CUDA_SUCCESS;
+}
+
+static CUresult copy(void *to, const void *from, size_t bytes, CUstream stream, int wait)
+{
+    CUresult result = enqueue(stream, (struct operation){.kind = COPY, .to = to, .from = from, .bytes = bytes});
+    return result || !wait ? result : drain(stream_of(stream));
+}
+
+#define DEVICE(pointer) ((void *)(pointer))
+CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t n) { return copy(DEVICE(to), from, n, 0, 1); }
+CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t n) { return copy(to, DEVICE(from), n, 0, 1); }
+CUresult cuMemcpyDtoD(CUdeviceptr to, CUdeviceptr from, size_t n) { return copy(DEVICE(to), DEVICE(from), n, 0, 1); }
+CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t n, CUstream s) { return copy(DEVICE(to), from, n, s, 0); }
+CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t n, CUstream s) { return copy(to, DEVICE(from), n, s, 0); }
+CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t n, CUstream s)
+{
+    return copy(DEVICE(to), DEVICE(from), n, s, 0);
+}
+CUresult cuMemcpyPeer(CUdeviceptr to, CUcontext a, CUdeviceptr from, CUcontext b, size_t n)
+{
+    (void)a, (void)b;
+    return copy(DEVICE(to), DEVICE(from), n, 0, 1);
+}
+CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext a, CUdeviceptr from, CUcontext b, size_t n, CUstream s)
+{
+    (void)a, (void)b;
+    return copy(DEVICE(to), DEVICE(from), n, s, 0);
+}
+
+CUresult cuMemsetD8(CUdeviceptr to, unsigned char value, size_t n)
+{
+    CUresult result = enqueue(0, (struct operation){.kind = FILL, .to = DEVICE(to), .value = value, .bytes = n});
+    return result ? result : drain(stream_of(0));
+}
+
+CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t n, CUstream s)
+{
+    return enqueue(s, (struct operation){.kind = FILL, .to = DEVICE(to), .value = value, .bytes = n});
+}
+
+// ---- modules and kernels ------------------------------------------------------------------------------------------
+
+// The image is the path of a library that tests/cuda_sim/build.py made of the kernels' source.
+CUresult cuModuleLoad(CUmodule *module, const char *path)
+{
+    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!library)
+        return CUDA_ERROR_FILE_NOT_FOUND;
+    *module = calloc(1, sizeof **module);
+    *(void **)&(*module)->launch = dlsym(library, "launch_kernel");
+    return (*module)->launch ? CUDA_SUCCESS : CUDA_ERROR_INVALID_IMAGE;
+}
+
+CUresult cuModuleUnload(CUmodule module) { return free(module), CUDA_SUCCESS; }
+
+CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name)
+{
+    static const char nothing[4096];
+    if (module->launch(name, nothing, 0, 0)) // no blocks: it only says whether it knows the name
+        return CUDA_ERROR_NOT_FOUND;
+    *function = calloc(1, sizeof **function);
+    (*function)->module = module;
+    snprintf((*function)->name, sizeof (*function)->name, "%s", name);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuLaunchKernel(
+    CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
+    CUstream stream, void **parameters, void **extra)
+{
+    (void)shared;
+    if (gy != 1 || gz != 1 || by != 1 || bz != 1 || bx > 1024 || parameters || !extra)
+        return CUDA_ERROR_INVALID_VALUE;
+    const void *packed = NULL;
+    size_t bytes = 0;
+    for (; *extra != CU_LAUNCH_PARAM_END; extra += 2)
+        if (*extra == CU_LAUNCH_PARAM_BUFFER_POINTER)
+            packed = extra[1];
+        else
+            bytes = *(size_t *)extra[1];
+    char *kept = malloc(bytes + 16);
+    memcpy(kept, packed, bytes);
+    return enqueue(stream, (struct operation){.kind = KERNEL, .function = function, .from = kept, .blocks = gx, .threads = bx});
+}
+
+// PyCUDA still calls it, beside giving the shape to cuLaunchKernel.
+CUresult cuFuncSetBlockShape(CUfunction function, int x, int y, int z)
+{
+    (void)function, (void)x, (void)y, (void)z;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function)
+{
+    (void)function;
+    *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
+    return CUDA_SUCCESS;
+}
+
+// ---- devices and contexts -----------------------------------------------------------------------------------------
+
+CUresult cuInit(unsigned flags)
+{
+    (void)flags;
+    for (int device = 0; device < MOST_DEVICES; device++)
+        contexts[device].device = device;
+    return getenv("CUDA_SIM_FOLDER") ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
+}
+
+CUresult cuDriverGetVersion(int *version) { return *version = 13000, CUDA_SUCCESS; }
+CUresult cuDeviceGetCount(int *count) { return *count = n_devices(), CUDA_SUCCESS; }
+
+CUresult cuDeviceGet(CUdevice *device, int number)
+{
+    *device = number;
+    return number >= 0 && number < n_devices() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+
+CUresult cuDeviceGetName(char *name, int length, CUdevice device)
+{
+    snprintf(name, length, "simulated device %d", device);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device)
+{
+    (void)device;
+    switch (attribute) {
+    case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *value = 1024; break;
+    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = 4; break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = 9; break;
+    case CU_DEVICE_ATTRIBUTE_WARP_SIZE: *value = 32; break;
+    case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: *value = 1; break;
+    default: *value = 0;
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceComputeCapability(int *major, int *minor, CUdevice device)
+{
+    (void)device;
+    return *major = 9, *minor = 0, CUDA_SUCCESS;
+}
+
+CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer)
+{
+    *can = device != peer && !setting("CUDA_SIM_NO_PEER", 0);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return *context = &contexts[device], CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxRelease(CUdevice device) { return (void)device, CUDA_SUCCESS; }
+CUresult cuCtxPushCurrent(CUcontext context) { return stack[depth++] = context, CUDA_SUCCESS; }
+
+CUresult cuCtxPopCurrent(CUcontext *context)
+{
+    if (!depth)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    CUcontext popped = stack[--depth];
+    if (context)
+        *context = popped;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuCtxDetach(CUcontext context) { return (void)context, CUDA_SUCCESS; }
+CUresult cuCtxGetCurrent(CUcontext *context) { return *context = current(), CUDA_SUCCESS; }
+
+CUresult cuCtxSetCurrent(CUcontext context)
+{
+    depth = depth ? depth : 1;
+    stack[depth - 1] = context;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetDevice(CUdevice *device)
+{
+    if (!current())
+        return CUDA_ERROR_INVALID_CONTEXT;
+    return *device = current()->device, CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetApiVersion(CUcontext context, unsigned *version) { return (void)context, *version = 13000, CUDA_SUCCESS; }
+CUresult cuCtxSynchronize(void) { return drain(stream_of(NULL)); }
+
+CUresult cuGetErrorName(CUresult error, const char **text)
+{
+    static _Thread_local char name[32];
+    snprintf(name, sizeof name, "CUDA error %d", error);
+    return *text = name, CUDA_SUCCESS;
+}
+
+CUresult cuGetErrorString(CUresult error, const char **text) { return cuGetErrorName(error, text); }
