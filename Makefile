@@ -40,4 +40,4 @@ bench: .venv/.installed $(DIGITS)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv data *.egg-info build
+	rm -rf .venv data/digits data/digits_jpeg *.egg-info build

@@ -3,10 +3,11 @@
     python train.py                                    config.yaml, on the devices that are there
     python train.py --spec spec_2gpu.yaml              the devices and batch size of a spec
     python train.py --config config_alexnet.yaml learning_rate=0.02 run_name=try2
-    python train.py resume_train=True                  the newest run goes on where it stopped
+    python train.py resume_train=True                  the newest run goes on where it stopped, as it was
     python train.py resume_train=True run_name=try2 load_epoch=20
 
-Later words win: config, then spec, then key=value. Every key is explained in config.yaml.
+Later settings override earlier ones: config, then spec, then key=value. config.yaml explains every key.
+`python` is that of the environment that `make setup` makes: .venv/bin/python.
 
 This file is the launcher: it checks what it was given, starts the processes, watches them, and ends with an
 exit code: 0 the run is complete; 2 something given was wrong; 130 Ctrl-C (the step was finished and saved;
@@ -14,7 +15,6 @@ press again to leave at once), 143 SIGTERM, likewise; 1 anything else, and the l
 and at what.
 """
 
-import argparse
 import dataclasses
 import importlib.util
 import multiprocessing
@@ -23,8 +23,8 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from lockstep import commandline, runfolder
 from lockstep import config as configuration
-from lockstep import devices, runfolder
 from lockstep.config import Config
 from lockstep.console import Console, show
 from lockstep.dataset import Dataset, open_dataset
@@ -42,7 +42,9 @@ def main() -> int:
     try:
         if not sys.platform.startswith("linux"):
             raise UserError("Lockstep runs on Linux only: it stands on memfd and descriptor passing")
-        config = load_config()
+        config, notices = commandline.load_config(__doc__, HERE / "config.yaml")
+        for notice in notices:
+            show(f"note: {notice}", "stdout")
         check_model(config)
         dataset = open_dataset(config)
         run = runfolder.open_run(config, len(dataset.train))
@@ -50,30 +52,6 @@ def main() -> int:
     except UserError as error:
         show(f"lockstep: {error}", "stderr")
         return 2
-
-
-def load_config() -> Config:
-    """Reads the command line and the files it names, prints notices, and settles the devices."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", default=HERE / "config.yaml", help="what to train (config.yaml)")
-    parser.add_argument("--spec", help="where to train: a YAML file with devices and batch_size")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key")
-    words = parser.parse_intermixed_args()
-    layers = [configuration.read_yaml(words.config)]
-    if words.spec:
-        layers.append(configuration.read_yaml(words.spec))
-    layers.append(configuration.read_command_line(words.overrides))
-    config, notices = configuration.resolve(layers)
-    chosen, reason = devices.normalise(config.devices), ""
-    if not chosen:
-        chosen, reason = devices.choose()
-        notices.append(f"devices: {', '.join(chosen)} ({reason})")
-    devices.check(chosen)
-    for notice in notices:
-        show(f"note: {notice}", "stdout")
-    return dataclasses.replace(config, devices=chosen)
 
 
 def check_model(config: Config) -> None:
@@ -99,6 +77,7 @@ def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Inte
     with Processes(config.wait_deadline, interrupts) as processes:
         start_processes(processes, config, run)
         console.log("started", processes.pids())
+        console.say("starting: " + ", ".join(processes.pids()))
         ending = processes.watch(on_message)
     console.log("ended", dataclasses.asdict(ending))
     if not console.close(console.last_words(ending), "stderr" if ending.code else "stdout"):

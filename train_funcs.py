@@ -24,7 +24,7 @@ from lockstep.exchange import Exchange
 from lockstep.exchange.host import HostExchange
 from lockstep.feed import Batch, DirectFeed, Feed, LoaderFeed
 from lockstep.memory import Memory, memory_of
-from lockstep.messages import Order, Progress, Saved, Started, Tick, Validated
+from lockstep.messages import Notice, Order, Progress, Saved, Started, Tick, Validated
 from lockstep.network import build_model, crop_size
 from lockstep.optimizer import learning_rate, make_optimizer, momentum_of, set_learning_rate
 from lockstep.order import minibatches, share
@@ -91,6 +91,13 @@ class Trainer:
         """Trains and validates epoch by epoch. Returns True when the launcher's Stop ended it early."""
         self.check_replicas("the start")
         self._tell(Started())
+        if 2 * self.crop_size < min(self.dataset.image_shape[:2]):
+            self._tell(
+                Notice(
+                    f"the network takes {self.crop_size} x {self.crop_size} pixels, less than a quarter of "
+                    f"a picture: make the dataset with --size {self.crop_size * 9 // 8}"
+                )
+            )
         stopped = False
         while self.epoch <= self.config.n_epochs and not stopped:
             stopped = self.train_epoch() or self.validate()
@@ -140,7 +147,8 @@ class Trainer:
             self.update(batch)
             self.exchange.updated()
             self.feed.release()
-        printing = order.step % self.config.print_freq == 0 or order.stop == len(self.dataset.train)
+        ends_short_epoch = n_steps < self.config.print_freq and order.stop == len(self.dataset.train)
+        printing = order.step % self.config.print_freq == 0 or ends_short_epoch
         with self.recorder.phase("meet"):
             self.board.say(f"{order}: meeting the others after the update")
             sums = self.recorder.sums() if printing else None
@@ -156,7 +164,7 @@ class Trainer:
         self.position = order.stop
         self._tick(order, n_steps)
         if printing:
-            self._report(order, n_steps, [sums for _, sums in met])
+            self._report(order, n_steps, [theirs for _, theirs in met])
         return any(stop for stop, _ in met)
 
     def update(self, batch: Batch) -> None:
@@ -254,7 +262,7 @@ class Trainer:
         state = read_state(tensors.with_suffix(".json"))
         self.val_record = list(state.val_record)
         self.epoch, self.position = state.epoch, state.position
-        if len(self.val_record) == self.epoch:
+        if len(self.val_record) == self.epoch:  # validated, so that epoch is complete
             self.epoch, self.position = self.epoch + 1, 0
 
     def _open_exchange(self, memory: Memory) -> Exchange:
@@ -301,8 +309,7 @@ class Trainer:
     def _check_finite(self, cost: float, where: str) -> None:
         if not math.isfinite(cost):
             raise UserError(
-                f"the cost is {cost} at {where}: lower learning_rate, "
-                "and look whether images and labels belong together"
+                f"the cost is {cost} at {where}: lower learning_rate, and check that images and labels match"
             )
 
     def _tell(self, message: Any) -> None:

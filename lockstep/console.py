@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.messages import Progress, Saved, Tick, Validated
+from lockstep.messages import Notice, Progress, Saved, Tick, Validated
 from lockstep.processes import Ending
 
 FLUSH_SECONDS = 5.0  # how long the end of a run waits for a reader that stalls
@@ -36,6 +36,7 @@ class Console:
         except OSError as error:
             raise UserError(f"{self._path}: can't be written: {error.strerror}") from error
         self._bar: tqdm[Any] | None = None
+        self._bar_title = ""
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._show_all, daemon=True)
         self._thread.start()
@@ -48,7 +49,9 @@ class Console:
             if self._waiting.qsize() < _BACKLOG:
                 self._waiting.put(lambda: self._move_bar(message))
             return
-        if isinstance(message, Progress):
+        if isinstance(message, Notice):
+            self.say(f"note: {message.text}")
+        elif isinstance(message, Progress):
             self.say(self._progress_line(message))
         elif isinstance(message, Validated):
             self.last_validation = message
@@ -98,7 +101,7 @@ class Console:
     def _progress_line(self, progress: Progress) -> str:
         parts = [f"epoch {progress.epoch} step {progress.step}/{progress.n_steps}: cost {progress.cost:.4f}"]
         if progress.error is not None:
-            parts.append(f"error {progress.error:.2%}")
+            parts.append(f"training error {progress.error:.2%}")
         parts.append(f"{progress.images_per_second:,.0f} images/s")
         parts.append(f"time per 20 iterations {progress.seconds_per_20:.2f} s")
         total = sum(progress.seconds.values()) or 1.0
@@ -110,9 +113,10 @@ class Console:
             return
         validation = " validation" if tick.stage == "val" else ""
         title = f"epoch {tick.epoch}/{self._config.n_epochs}{validation}"
-        if self._bar is None or self._bar.desc != f"{title}: ":
+        if self._bar is None or self._bar_title != title:
             self._end_bar()
-            self._bar = tqdm(total=tick.n_steps, desc=title, unit="step", leave=False, initial=tick.step)
+            self._bar_title = title
+            self._bar = tqdm(total=tick.n_steps, desc=title, unit="step", leave=False, initial=tick.step - 1)
         self._bar.update(tick.step - self._bar.n)
 
     def _end_bar(self) -> None:
@@ -138,5 +142,5 @@ def show(text: str, stream: str) -> None:
 def validation_text(validated: Validated) -> str:
     return (
         f"validation error {validated.error_top1:.2%} top-1, {validated.error_top5:.2%} top-5, "
-        f"loss {validated.loss:.4f} on {validated.n_images:,} images"
+        f"cost {validated.loss:.4f} on {validated.n_images:,} images"
     )

@@ -60,7 +60,10 @@ def open_dataset(config: Config) -> Dataset:
     manifest = _read_manifest(folder / "manifest.json")
     n_classes = config.n_classes or (len(manifest["classes"]) if manifest else None)
     if n_classes is None:
-        raise UserError(f"{folder}: has no manifest.json to say how many classes there are: set n_classes")
+        raise UserError(
+            f"{folder}: has no manifest.json to say how many classes there are: set n_classes, "
+            "or, if this is a folder of pictures, make a dataset of it with preprocessing/make_hkl.py"
+        )
     labels = Path(config.label_folder or folder / "labels")
     train = _open_split(
         Path(config.train_folder or folder / "train_hkl"), labels / "train_labels.npy", n_classes

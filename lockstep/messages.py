@@ -17,8 +17,8 @@ Numbers and text only; a tensor never goes through a pipe. One step, with one tr
 No rank averages before all have updated, and none updates again before all shards are written. A `Fill` is
 also the release of its slot: the trainer sends it when it has done with what the slot held.
 
-The launcher gets `Ready`, `Started`, `Tick`, `Progress`, `Validated`, `Saved`, and last `Finished` or
-`Failed`; it sends `Stop`.
+The launcher gets `Ready`, `Started`, `Notice`, `Tick`, `Progress`, `Validated`, `Saved`, and last `Finished`
+or `Failed`; it sends `Stop`.
 """
 
 from dataclasses import dataclass
@@ -87,6 +87,13 @@ class Ready:
 @dataclass(frozen=True)
 class Started:
     """Trainer 0 to the launcher: all trainers are there, with equal replicas; the first step comes next."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Trainer 0 to the launcher: a line that the user should see."""
+
+    text: str
 
 
 @dataclass(frozen=True)

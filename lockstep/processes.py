@@ -18,13 +18,16 @@ from typing import Any
 
 from lockstep.child import STOP_SIGNAL, ChildStart, child_main
 from lockstep.errors import PeerProblem
-from lockstep.messages import Failed, Finished, Ready, Stop
+from lockstep.messages import Failed, Finished, Notice, Ready, Stop
 from lockstep.pipes import START_SECONDS, Pipe
 from lockstep.status import StatusBoard
 
 LEAVE_SECONDS = 10.0  # from a child's last message to its end
 LISTEN_SECONDS = 0.5  # between two looks at signals and status boards
 GATHER_SECONDS = 1.0  # after a failure, for the others to say what they saw
+LATE_SECONDS = (
+    6.0  # the same where all that is known is that someone waited in vain: so may others, a bit later
+)
 _HINTS: dict[int, str] = {
     signal.SIGKILL: " (by someone, or by the kernel for lack of memory: see dmesg)",
     signal.SIGBUS: " (shared memory or a file went away under it: see df and dmesg)",
@@ -159,6 +162,7 @@ class Processes:
             if self._interrupts.at_once:
                 return Ending(self._interrupts.code, "stopped at once, without saving")
             if self._interrupts.code and not self._asked_to_stop:
+                on_message(Notice("stopping after this step, and saving; once more to leave at once"))
                 self._ask_to_stop()
         stopped = any(child.finished and child.finished.stopped for child in self._children)
         return Ending(self._interrupts.code if stopped else 0)
@@ -223,8 +227,11 @@ class Processes:
         return time.monotonic() - child.moved > patience
 
     def _explain_failure(self, on_message: Callable[[Any], None]) -> Ending:
-        until = time.monotonic() + GATHER_SECONDS
-        while time.monotonic() < until and any(child.process.exitcode is None for child in self._children):
+        begin = time.monotonic()
+        while any(child.process.exitcode is None for child in self._children):
+            known = min(self._innocence(child) for child in self._children) < 2
+            if time.monotonic() - begin > (GATHER_SECONDS if known else LATE_SECONDS):
+                break
             self._listen(on_message, 0.1)
         self._listen(on_message, 0)  # the last words of those who left since
         culprit, waiter = self._follow(min(self._children, key=self._innocence))

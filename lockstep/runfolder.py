@@ -94,7 +94,7 @@ def open_run(config: Config, n_train: int) -> Run:
         folder = parent / name
         _make_folder(folder)
         return Run(folder, None, [], _lock(folder))
-    folder = _folder_to_resume(parent, config.run_name)
+    folder = folder_to_resume(config)
     lock = _lock(folder)
     if not _records(folder) and config.load_epoch == "latest":
         return Run(folder, None, [f"{folder} has no checkpoint yet: starting from scratch"], lock)
@@ -186,7 +186,7 @@ def _make_folder(path: Path) -> None:
         (path / "checkpoints").mkdir(parents=True, exist_ok=False)
     except FileExistsError:
         raise UserError(
-            f"{path}: is there already; run_name={path.name} resume_train=True goes on with it, "
+            f"{path}: already exists; run_name={path.name} resume_train=True goes on with it, "
             "another run_name leaves it alone"
         ) from None
     except OSError as error:
@@ -207,7 +207,9 @@ def _lock(folder: Path) -> IO[str]:
     return file
 
 
-def _folder_to_resume(parent: Path, name: str | None) -> Path:
+def folder_to_resume(config: Config) -> Path:
+    """The run called run_name, or the newest in weights_dir. Raises UserError where there is none."""
+    parent, name = Path(config.weights_dir), config.run_name
     if name is not None:
         if not (parent / name / "checkpoints").is_dir():
             raise UserError(f"{parent / name}: there is no such run to resume")
@@ -235,7 +237,7 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
     for key in sorted(now.keys() - _UNREMARKABLE):
         was = state.config.get(key)
         if now[key] != was and key in refused:
-            raise UserError(f"{start.path}: was made with {key}: {was}, the configuration has {now[key]}")
+            raise UserError(f"{start.path}: was made with {key}: {was}, the configuration says {now[key]}")
         if now[key] != was:
             notices.append(f"{key} is {now[key]} now, was {was} before")
     return notices

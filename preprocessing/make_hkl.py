@@ -4,17 +4,16 @@
     python preprocessing/make_hkl.py /scratch/imagenet data/imagenet
 
 SOURCE holds train/<class>/*.JPEG and val/<class>/*.JPEG (or .jpg, .jpeg, .png, .webp). Classes are numbered
-in the order of their sorted names, as theano_alexnet and Caffe do. Training pictures are shuffled once, with
-the seed. The dataset folder gets
+in the order of their sorted names, as theano_alexnet and Caffe do. Pictures are squashed to --size x --size,
+which should be a little more than what the network takes. Training pictures are shuffled once, with the seed.
+The dataset folder gets
 
-    train_hkl/0000.hkl ...  val_hkl/0000.hkl ...   uint8 (batch, row, column, channel), RGB
-    labels/train_labels.npy, val_labels.npy        int64, in the order of the pictures in the files
-    misc/img_mean.npy                              float32 (row, column, channel), mean of the training
-    pictures manifest.json                                  classes, and each file's checksum, pictures and
-    labels
+    train_hkl/0000.hkl ...  val_hkl/...       uint8 (batch, row, column, channel), RGB
+    labels/train_labels.npy, val_labels.npy   int64, in the order of the pictures in the files
+    misc/img_mean.npy                         float32 (row, column, channel), of the training pictures
+    manifest.json                             classes, and each file's checksum, pictures and labels
 
-Everything is written beside the target and renamed at the end, so that a dataset folder is whole or not
-there.
+Everything is written beside the target and renamed at the end: a dataset folder is whole or not there.
 """
 
 import argparse

@@ -19,19 +19,19 @@ ROOT = Path(__file__).resolve().parent.parent
 SIZE = 36  # smallnet's 32 and a margin to crop from
 
 
-def make_folder(folder: Path, n_train: int = 90, n_val: int = 33, n_classes: int = 7) -> Path:
+def make_folder(folder: Path, n_train: int = 90, n_val: int = 33, size: int = SIZE) -> Path:
     """A dataset folder of random pictures, without a manifest; the last files are partial ones."""
-    random, rows = np.random.default_rng(1), 32
+    random, rows, n_classes = np.random.default_rng(1), 32, 7
     for split, n_images in (("train", n_train), ("val", n_val)):
         (folder / f"{split}_hkl").mkdir(parents=True)
         for number, first in enumerate(range(0, n_images, rows)):
-            shape = (min(rows, n_images - first), SIZE, SIZE, 3)
+            shape = (min(rows, n_images - first), size, size, 3)
             images = random.integers(0, 256, shape, dtype=np.uint8)
             batches.write(folder / f"{split}_hkl" / f"{number:04d}.hkl", images)
         (folder / "labels").mkdir(exist_ok=True)
         np.save(folder / "labels" / f"{split}_labels.npy", random.integers(0, n_classes, n_images))
     (folder / "misc").mkdir()
-    np.save(folder / "misc" / "img_mean.npy", random.uniform(100, 150, (SIZE, SIZE, 3)))
+    np.save(folder / "misc" / "img_mean.npy", random.uniform(100, 150, (size, size, 3)))
     return folder
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from conftest import ROOT, Program, Running
+from conftest import ROOT, Program, Running, make_folder
 from safetensors.numpy import load_file
 
 from lockstep.runfolder import verify
@@ -121,9 +121,9 @@ def test_another_number_of_trainers_goes_on_without_losing_a_picture(program: Pr
 def test_going_on_from_another_seed_or_model_is_refused(program: Program) -> None:
     program.run("n_epochs=1")
     for words, message in (
-        (["seed=5"], "was made with seed: 0, the configuration has 5"),
+        (["seed=5"], "was made with seed: 0, the configuration says 5"),
         (["model_args={dropout: 0.1}"], "was made with model_args"),
-        (["use_momentum=false"], "was made with use_momentum: True, the configuration has False"),
+        (["use_momentum=false"], "was made with use_momentum: True, the configuration says False"),
         (["n_epochs=1"], "all 1 epochs are done; raise n_epochs"),
     ):
         epochs = [] if words == ["n_epochs=1"] else ["n_epochs=2"]
@@ -137,7 +137,7 @@ def test_a_second_run_does_not_write_into_the_first_ones_folder(program: Program
     running = program.start("n_epochs=500", "snapshot_freq=1")
     running.wait_for_text("saved")
     fresh = program.run("n_epochs=500", code=2)
-    assert "is there already; run_name=run resume_train=True goes on with it" in fresh.last_line()
+    assert "already exists; run_name=run resume_train=True goes on with it" in fresh.last_line()
     resumed = program.run("n_epochs=500", "resume_train=true", code=2)
     assert "another run is writing there now" in resumed.last_line()
     running.process.send_signal(signal.SIGINT)
@@ -167,3 +167,23 @@ def test_a_run_does_not_need_its_terminal(program: Program, output: str) -> None
     assert done.returncode == 0, done.stderr
     assert (program.place / "r" / "checkpoints" / "epoch_0001.json").exists()
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_resumed_run_keeps_its_own_configuration(program: Program) -> None:
+    """Only what is given with resume_train changes; config.yaml is not looked at again."""
+    first = program.run("n_epochs=1", "learning_rate=0.003", "lr_policy=auto", "momentum=0.5")
+    resumed = program.run("n_epochs=2", "resume_train=true", "momentum=0.6")
+    saved = yaml.safe_load((first.run_folder / "config.yaml").read_text())
+    assert (saved["learning_rate"], saved["lr_policy"], saved["momentum"]) == (0.003, "auto", 0.6)
+    assert "going on with the configuration in" in resumed.output()
+    assert "note: momentum is 0.6 now, was 0.5 before" in resumed.output()
+    assert "learning_rate is" not in resumed.output()
+
+
+def test_a_network_that_sees_little_of_a_picture_is_remarked_on(program: Program, tmp_path: Path) -> None:
+    program.data = make_folder(tmp_path / "large", n_train=9, n_val=9, size=70)
+    running = program.run("n_epochs=1", devices="[cpu]")
+    assert (
+        "takes 32 x 32 pixels, less than a quarter of a picture: make the dataset with --size 36"
+        in running.output()
+    )
