@@ -229,8 +229,8 @@ class Processes:
     def _explain_failure(self, on_message: Callable[[Any], None]) -> Ending:
         begin = time.monotonic()
         while any(child.process.exitcode is None for child in self._children):
-            known = min(self._innocence(child) for child in self._children) < 2
-            if time.monotonic() - begin > (GATHER_SECONDS if known else LATE_SECONDS):
+            in_vain = min(self._innocence(child) for child in self._children) == 2
+            if time.monotonic() - begin > (LATE_SECONDS if in_vain else GATHER_SECONDS):
                 break
             self._listen(on_message, 0.1)
         self._listen(on_message, 0)  # the last words of those who left since

@@ -1,9 +1,9 @@
 """Averaging the trainers' arenas after a step.
 
 Rank r owns shard r. It reads shard r of all arenas, averages in fixed rank order, and writes the mean into
-all of them. Nobody needs memory for a second copy, each rank moves 2 N (P - 1) / P bytes for N bytes and P
-ranks, and since a shard is computed once and copied, replicas are bitwise equal afterwards for any P. For SGD
-with momentum, averaging weights and momenta after every step is averaging gradients before it
+all of them. Nobody needs memory for a second copy, each rank moves 2 S (P - 1) / P bytes for an arena of S
+bytes and P ranks, and since a shard is computed once and copied, replicas are bitwise equal afterwards for
+any P. For SGD with momentum, averaging weights and momenta after every step is averaging gradients before it
 (docs/how-it-works.md has the two lines of algebra).
 
 A step: compute and update; `updated`; meet; `average`; meet; `averaged`; compute. A meeting orders the
