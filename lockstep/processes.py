@@ -25,9 +25,8 @@ from lockstep.status import StatusBoard
 LEAVE_SECONDS = 10.0  # from a child's last message to its end
 LISTEN_SECONDS = 0.5  # between two looks at signals and status boards
 GATHER_SECONDS = 1.0  # after a failure, for the others to say what they saw
-LATE_SECONDS = (
-    6.0  # the same where all that is known is that someone waited in vain: so may others, a bit later
-)
+# The same where all that is known is that someone waited in vain: others may have, and say so a bit later.
+LATE_SECONDS = 4.0
 _HINTS: dict[int, str] = {
     signal.SIGKILL: " (by someone, or by the kernel for lack of memory: see dmesg)",
     signal.SIGBUS: " (shared memory or a file went away under it: see df and dmesg)",
