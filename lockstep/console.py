@@ -6,6 +6,7 @@ Showing is done by a thread: a reader that stalls (Ctrl-S, a pager) or goes away
 import json
 import os
 import queue
+import shutil
 import sys
 import threading
 import time
@@ -116,7 +117,16 @@ class Console:
         if self._bar is None or self._bar_title != title:
             self._end_bar()
             self._bar_title = title
-            self._bar = tqdm(total=tick.n_steps, desc=title, unit="step", leave=False, initial=tick.step - 1)
+            columns, rows = shutil.get_terminal_size()  # 80 x 24 where a terminal says that it has none
+            self._bar = tqdm(
+                desc=title,
+                total=tick.n_steps,
+                initial=tick.step - 1,
+                unit="step",
+                leave=False,
+                ncols=columns,
+                nrows=rows,
+            )
         self._bar.update(tick.step - self._bar.n)
 
     def _end_bar(self) -> None:

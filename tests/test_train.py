@@ -2,9 +2,12 @@
 
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -187,3 +190,17 @@ def test_a_network_that_sees_little_of_a_picture_is_remarked_on(program: Program
         "takes 32 x 32 pixels, less than a quarter of a picture: make the dataset with --size 36"
         in running.output()
     )
+
+
+def test_a_terminal_gets_a_progress_bar(program: Program) -> None:
+    ours, theirs = pty.openpty()
+    words = [f"data_folder={program.data}", "n_classes=7", f"weights_dir={program.place}", "n_epochs=40"]
+    command = [sys.executable, "train.py", *words, "devices=[cpu]", "batch_size=8", "print_freq=1000"]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    output = b""
+    with suppress(OSError):  # EIO: nobody has the other end any more
+        while part := os.read(ours, 65536):
+            output += part
+    assert process.wait(10) == 0
+    assert re.search(r"epoch \d+/40: +\d+%\|.*\| \d+/12 \[", output.decode()), output.decode()[-2000:]
