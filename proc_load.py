@@ -15,7 +15,7 @@ from lockstep.batches import read_rows
 from lockstep.config import Config
 from lockstep.dataset import Dataset, Split, open_dataset
 from lockstep.memory import memory_of
-from lockstep.messages import Fill, Filled, OpenRing, Order, Stop
+from lockstep.messages import Fill, Filled, Order, Stop
 from lockstep.order import EpochOrder
 from lockstep.pipes import Pipe
 from lockstep.randomness import Purpose, draw
@@ -35,8 +35,7 @@ def run_loader(
     board.say("opening the dataset")
     dataset = open_dataset(config)
     trainer = Pipe(connection, f"trainer {rank}", config.wait_deadline)
-    ring = trainer.receive(OpenRing, "the ring's shape")
-    shape = RingShape(ring.n_slots, ring.batch_size, ring.crop_size)
+    shape = trainer.receive(RingShape, "the ring's shape")
     block = memory_of("cpu").receive(trainer, "the ring's memory")
     slots = shape.slots(block)
     filler = SlotFiller(config, dataset, shape, board)

@@ -82,6 +82,7 @@ class Console:
         self._waiting.put(self._end_bar)
         self._waiting.put(lambda: show(last_words, stream))
         self._waiting.put(None)
+        self._log.close()
         self._thread.join(FLUSH_SECONDS)
         return not self._thread.is_alive()
 

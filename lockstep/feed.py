@@ -9,7 +9,7 @@ import torch
 
 from lockstep.errors import PeerLost
 from lockstep.memory import Block, Memory
-from lockstep.messages import Fill, Filled, OpenRing, Order, Stop
+from lockstep.messages import Fill, Filled, Order, Stop
 from lockstep.pipes import Pipe
 from lockstep.slots import RingShape, Slot
 
@@ -48,7 +48,7 @@ class LoaderFeed(Feed):
         self._pipe = pipe
         self._orders = orders
         self._block = memory.allocate(shape.n_bytes)
-        pipe.send(OpenRing(shape.n_slots, shape.batch_size, shape.crop_size))
+        pipe.send(shape)
         self._block.send(pipe)
         self._slots = shape.slots(self._block)
         for slot in range(shape.n_slots):

@@ -25,6 +25,8 @@ class Pipe:
     def __init__(self, connection: Connection, peer: str, deadline: float) -> None:
         self.peer = peer
         self._connection = connection
+        self._writable = select.poll()
+        self._writable.register(connection, select.POLLOUT)
         self._deadline = deadline
         self._patience = max(START_SECONDS, deadline)  # until the peer has shown that it is there
 
@@ -33,9 +35,7 @@ class Pipe:
 
         Raises PeerLost where nobody is left to read it, DeadlinePassed when the peer lets the pipe fill up.
         """
-        writable = select.poll()
-        writable.register(self._connection, select.POLLOUT)
-        if not self._within(self._patience, lambda seconds: bool(writable.poll(seconds * 1000))):
+        if not self._within(self._patience, lambda seconds: bool(self._writable.poll(seconds * 1000))):
             raise DeadlinePassed(
                 self.peer, f"waited {self._patience:g} s for {self.peer} to read its messages"
             )

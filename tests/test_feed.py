@@ -15,7 +15,7 @@ from lockstep.config import Config
 from lockstep.dataset import open_dataset
 from lockstep.feed import LoaderFeed
 from lockstep.memory import memory_of
-from lockstep.messages import Fill, Filled, OpenRing, Order, Stop
+from lockstep.messages import Fill, Filled, Order, Stop
 from lockstep.network import build_model
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
@@ -30,9 +30,9 @@ def test_every_free_slot_is_on_order_and_a_slot_in_use_is_not() -> None:
     orders = [Order("train", 1, step, 0, 4, 0, 4) for step in range(1, 7)]
     feed = LoaderFeed(Pipe(ours, "loader 0", 5), memory_of("cpu"), RingShape(3, 4, 2), iter(orders))
     loader = Pipe(theirs, "trainer 0", 5)
-    loader.receive(OpenRing, "the shape")
-    block = memory_of("cpu").receive(loader, "the ring")
-    slots = RingShape(3, 4, 2).slots(block)
+    shape = loader.receive(RingShape, "the shape")
+    assert shape == RingShape(3, 4, 2)
+    slots = shape.slots(memory_of("cpu").receive(loader, "the ring"))
 
     def take() -> Fill:
         fill = loader.receive(Fill, "an order")
