@@ -13,30 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from lockstep import checkpoint, dropout
-from lockstep.arena import Arena
+from lockstep import checkpoint
+from lockstep.backends import backend_of
 from lockstep.dataset import open_dataset
 from lockstep.devices import count_cores
 from lockstep.errors import UserError
 from lockstep.exchange import Exchange
-from lockstep.exchange.host import HostExchange
-from lockstep.feed import Batch, DirectFeed, Feed, LoaderFeed
-from lockstep.memory import Memory, memory_of
+from lockstep.feed import DirectFeed, Feed, LoaderFeed
 from lockstep.messages import Notice, Order, Progress, Saved, Started, Tick, Validated
-from lockstep.network import build_model, crop_size
-from lockstep.optimizer import learning_rate, make_optimizer, momentum_of, set_learning_rate
+from lockstep.optimizer import learning_rate
 from lockstep.order import minibatches, share
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
-from lockstep.randomness import Purpose, seed_of
+from lockstep.reader import Reader
 from lockstep.recorder import Recorder
+from lockstep.replica import Replica
 from lockstep.runfolder import State, read_state
-from lockstep.slots import RingShape
 from lockstep.status import StatusBoard
-from proc_load import SlotFiller
 
 TICK_SECONDS = 0.25
 
@@ -56,8 +51,14 @@ def run_trainer(
     pipes = {other: Pipe(end, f"trainer {other}", deadline) for other, end in peers.items()}
     pipe = Pipe(loader, f"loader {rank}", deadline) if loader else None
     board.say("opening the dataset and building the network")
-    trainer = Trainer(plan, Peers(rank, pipes), pipe, control, board)
-    return trainer.run()
+    try:
+        trainer = Trainer(plan, Peers(rank, pipes), pipe, control, board)
+        stopped = trainer.run()
+        trainer.close()
+    except torch.OutOfMemoryError as error:
+        text = f"{config.devices[rank]} is out of memory ({board.read()}): {error}"
+        raise UserError(f"{text}; lower batch_size or n_slots, or use a smaller model") from error
+    return stopped
 
 
 class Trainer:
@@ -69,20 +70,16 @@ class Trainer:
         self.plan, self.config, self.peers = plan, plan.config, peers
         self.control, self.board = control, board
         self.dataset = open_dataset(self.config)
-        memory = memory_of(self.config.devices[peers.rank])
-        model = build_model(self.config, self.dataset.n_classes)
-        self.crop_size = crop_size(model, self.config, self.dataset.image_shape)
-        self.dropouts = dropout.install(model)
-        self.model = model
-        self.arena = Arena(model, memory, with_momenta=momentum_of(self.config) > 0)
-        self.optimizer = make_optimizer(model, self.arena, self.config)
+        self.backend = backend_of(self.config.devices[peers.rank])
+        self.backend.start_computing(self.config)
+        self.replica = Replica(self.config, self.dataset, self.backend.memory)
         self.val_record: list[dict[str, float]] = []
         self.epoch, self.position = 1, 0
         if plan.start:
-            self._load(plan.start)
-        self.exchange = self._open_exchange(memory)
-        self.feed = self._open_feed(memory, loader)
-        self.recorder = Recorder(self.arena.flat.device)
+            self._go_on_from(plan.start)
+        self.exchange = self._open_exchange()
+        self.feed = self._open_feed(loader)
+        self.recorder = Recorder(self.replica.device, self.backend.stopwatch())
         self.printed_at = self.ticked_at = time.perf_counter()
 
     # -- the run ---------------------------------------------------------------------------------------------
@@ -91,13 +88,10 @@ class Trainer:
         """Trains and validates epoch by epoch. Returns True when the launcher's Stop ended it early."""
         self.check_replicas("the start")
         self._tell(Started())
-        if 2 * self.crop_size < min(self.dataset.image_shape[:2]):
-            self._tell(
-                Notice(
-                    f"the network takes {self.crop_size} x {self.crop_size} pixels, less than a quarter of "
-                    f"a picture: make the dataset with --size {self.crop_size * 9 // 8}"
-                )
-            )
+        size = self.replica.crop_size
+        if 2 * size < min(self.dataset.image_shape[:2]):
+            text = f"the network takes {size} x {size} pixels, less than a quarter of a picture"
+            self._tell(Notice(f"{text}: make the dataset with --size {size * 9 // 8}"))
         stopped = False
         while self.epoch <= self.config.n_epochs and not stopped:
             stopped = self.train_epoch() or self.validate()
@@ -105,8 +99,13 @@ class Trainer:
                 self.save()
             if not stopped:
                 self.epoch, self.position = self.epoch + 1, 0
-        self.feed.close()
         return stopped
+
+    def close(self) -> None:
+        """Lets go of the memory of the others, then frees what they have let go of."""
+        self.exchange.close()
+        self.feed.close()
+        self.replica.arena.block.close()
 
     def orders(self) -> Iterator[Order]:
         """Every order of the run, from where it stands: each epoch's training, then its validation."""
@@ -128,35 +127,34 @@ class Trainer:
 
     def begin_epoch(self) -> None:
         """Sets what is the epoch's: the learning rate, the samples' dropout keys, the clock."""
-        self.learning_rate = learning_rate(self.config, self.epoch, self._errors())
-        set_learning_rate(self.optimizer, self.learning_rate)
-        keys = dropout.sample_keys(self.config.seed, self.epoch, len(self.dataset.train))
-        self.keys = torch.from_numpy(keys)
-        self.model.train()
+        rate = learning_rate(self.config, self.epoch, [entry["error_top1"] for entry in self.val_record])
+        self.replica.begin_epoch(self.epoch, len(self.dataset.train), rate)
         self.recorder.reset()
         self.printed_at = time.perf_counter()
 
     def train_step(self, n_steps: int) -> bool:
         """One step: forward, backward, update, average with the others. Returns whether all are to stop."""
-        with self.recorder.phase("load-wait"):
+        phase = self.recorder.stopwatch.phase
+        with phase("load-wait"):
             self.board.say(f"epoch {self.epoch}: waiting for a minibatch")
-            batch = self.feed.next()
-        order = batch.order
-        with self.recorder.phase("compute"):
+            order = self.feed.next()
+        with phase("compute"):
             self.board.say(f"{order}: forward, backward, update")
-            self.update(batch)
-            self.exchange.updated()
+            mean_share = (order.stop - order.start) / self.peers.n_trainers
+            self.replica.update(self.feed.batch(), mean_share, self.peers.rank, self.recorder)
             self.feed.release()
+            self.exchange.updated()
         ends_short_epoch = n_steps < self.config.print_freq and order.stop == len(self.dataset.train)
         printing = order.step % self.config.print_freq == 0 or ends_short_epoch
-        with self.recorder.phase("meet"):
+        with phase("meet"):
             self.board.say(f"{order}: meeting the others after the update")
             sums = self.recorder.sums() if printing else None
             met = self.peers.meet(f"{order}: updated", (self._asked_to_stop(), sums))
-        with self.recorder.phase("exchange"):
+            self.exchange.await_updates()
+        with phase("exchange"):
             self.board.say(f"{order}: averaging")
             self.exchange.average()
-        with self.recorder.phase("meet"):
+        with phase("meet"):
             self.board.say(f"{order}: meeting the others after averaging")
             self.peers.meet(f"{order}: averaged")
             self.exchange.averaged()
@@ -167,26 +165,6 @@ class Trainer:
             self._report(order, n_steps, [theirs for _, theirs in met])
         return any(stop for stop, _ in met)
 
-    def update(self, batch: Batch) -> None:
-        """Forward, backward and the optimizer's step on this trainer's share of a minibatch.
-
-        The loss is summed and divided by the mean share, not by this one: when the last minibatch of an epoch
-        can't be divided evenly, the average over the trainers is still that of the whole minibatch.
-        """
-        order = batch.order
-        self.optimizer.zero_grad()
-        if len(batch.labels):
-            self._seed_step(batch)
-            logits = self.model(batch.images.to(self.arena.flat.dtype))
-            loss_sum = F.cross_entropy(logits, batch.labels, reduction="sum")
-            mean_share = (order.stop - order.start) / self.peers.n_trainers
-            (loss_sum / mean_share).backward()  # type: ignore[no-untyped-call]
-            self.recorder.add(loss_sum, logits, batch.labels)
-        else:  # weights still decay and momenta still carry, as in the other trainers
-            for parameter in self.model.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        self.optimizer.step()
-
     def validate(self) -> bool:
         """Loss, top-1 and top-5 over the validation images, each counted once.
 
@@ -194,18 +172,18 @@ class Trainer:
         begins it again.
         """
         begin = time.perf_counter()
-        self.model.eval()
-        sums = torch.zeros(3, dtype=torch.float64)
+        self.replica.model.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.replica.device)
         n_images = len(self.dataset.val)
         n_steps = -(-n_images // self._minibatch_size())
         for _ in range(n_steps):
-            batch = self.feed.next()
-            self.board.say(f"{batch.order}: validating")
-            sums += self.count_errors(batch)
+            order = self.feed.next()
+            self.board.say(f"{order}: validating")
+            sums += self.replica.count_errors(self.feed.batch())
             self.feed.release()
-            if any(self.peers.meet(f"{batch.order}: validated", self._asked_to_stop())):
+            if any(self.peers.meet(f"{order}: validated", self._asked_to_stop())):
                 return True
-            self._tick(batch.order, n_steps)
+            self._tick(order, n_steps)
         met = self.peers.meet("the sums of validation", sums.tolist())
         loss, top1, top5 = (sum(column) / n_images for column in zip(*met, strict=True))
         self._check_finite(loss, f"validation of epoch {self.epoch}")
@@ -213,21 +191,10 @@ class Trainer:
         self._tell(Validated(self.epoch, loss, top1, top5, n_images, time.perf_counter() - begin))
         return False
 
-    @torch.no_grad()
-    def count_errors(self, batch: Batch) -> torch.Tensor:
-        """[summed cross-entropy, wrong top-1 answers, wrong top-5 answers] of a batch, float64."""
-        if not len(batch.labels):
-            return torch.zeros(3, dtype=torch.float64)
-        logits = self.model(batch.images.to(self.arena.flat.dtype))
-        loss = F.cross_entropy(logits, batch.labels, reduction="sum")
-        best = logits.topk(min(5, logits.shape[1])).indices == batch.labels[:, None]
-        top1, top5 = (~best[:, 0]).sum(), (~best.any(1)).sum()
-        return torch.stack([loss.double(), top1.double(), top5.double()]).cpu()
-
     def save(self) -> None:
         """A checkpoint, written by trainer 0 after all have shown that their replicas are equal."""
         self.board.say(f"epoch {self.epoch}: saving a checkpoint")
-        if not self.arena.flat.isfinite().all():
+        if not self.replica.arena.flat.isfinite().all():
             self._check_finite(math.nan, f"the checkpoint of epoch {self.epoch}")
         self.check_replicas(f"the checkpoint of epoch {self.epoch}")
         if self.peers.rank == 0:
@@ -235,18 +202,18 @@ class Trainer:
                 self.epoch,
                 self.position,
                 len(self.dataset.train),
-                self.learning_rate,
+                self.replica.learning_rate,
                 self.val_record,
                 self.peers.n_trainers,
                 asdict(self.config),
                 checkpoint.versions(),
             )
-            path = checkpoint.save(self.plan.folder, self.arena.state(), state)
+            path = checkpoint.save(self.plan.folder, self.replica.arena.state(), state)
             self._tell(Saved(str(path)))
 
     def check_replicas(self, when: str) -> None:
         """Raises RuntimeError naming the first tensor that is not bitwise equal in all trainers."""
-        first, *others = self.peers.meet(f"comparing replicas at {when}", self.arena.digests())
+        first, *others = self.peers.meet(f"comparing replicas at {when}", self.replica.arena.digests())
         for rank, digests in enumerate(others, 1):
             for name, digest in digests.items():
                 if digest != first[name]:
@@ -256,34 +223,33 @@ class Trainer:
 
     # -- parts -----------------------------------------------------------------------------------------------
 
-    def _load(self, tensors: Path) -> None:
+    def _go_on_from(self, tensors: Path) -> None:
         self.board.say(f"loading {tensors}")
-        self.arena.load(checkpoint.load(tensors), str(tensors))
+        self.replica.load(tensors)
         state = read_state(tensors.with_suffix(".json"))
         self.val_record = list(state.val_record)
         self.epoch, self.position = state.epoch, state.position
         if len(self.val_record) == self.epoch:  # validated, so that epoch is complete
             self.epoch, self.position = self.epoch + 1, 0
 
-    def _open_exchange(self, memory: Memory) -> Exchange:
+    def _open_exchange(self) -> Exchange:
         self.board.say("opening the arenas of the others")
-        for pipe in self.peers.pipes.values():
-            self.arena.block.send(pipe)
-        arenas = {self.peers.rank: self.arena.flat}
-        for rank, pipe in self.peers.pipes.items():
-            block = memory.receive(pipe, "its arena")
-            arenas[rank] = block.tensor(self.arena.flat.dtype, tuple(self.arena.flat.shape))
-        return HostExchange([arenas[rank] for rank in sorted(arenas)], self.peers.rank)
+        arena = self.replica.arena
+        exchange, reason = self.backend.open_exchange(
+            self.config.exchange, arena.block, arena.flat, self.peers
+        )
+        if reason:
+            self._tell(Notice(f"exchange: {exchange.name}: {reason}"))
+        return exchange
 
-    def _open_feed(self, memory: Memory, loader: Pipe | None) -> Feed:
-        config = self.config
+    def _open_feed(self, loader: Pipe | None) -> Feed:
+        config, mean, crop_size = self.config, self.dataset.mean, self.replica.crop_size
         if loader:
-            shape = RingShape(config.n_slots, config.batch_size, self.crop_size)
-            return LoaderFeed(loader, memory, shape, self.orders())
-        shape = RingShape(1, config.batch_size, self.crop_size)
-        block = memory.allocate(shape.n_bytes)
-        filler = SlotFiller(config, self.dataset, shape, self.board)
-        return DirectFeed(filler.fill, block, shape, self.orders())
+            ring = self.backend.make_ring(config, config.n_slots, crop_size, mean)
+            return LoaderFeed(loader, ring, self.orders())
+        ring = self.backend.make_ring(config, 1, crop_size, mean)
+        filler = self.backend.fill_directly(ring, Reader(config, self.dataset, crop_size, self.board))
+        return DirectFeed(filler, ring, self.orders())
 
     def _orders_of(self, stage: Any, epoch: int, n_samples: int, position: int) -> Iterator[Order]:
         size, peers = self._minibatch_size(), self.peers
@@ -293,15 +259,6 @@ class Trainer:
 
     def _minibatch_size(self) -> int:
         return self.config.batch_size * self.peers.n_trainers
-
-    def _seed_step(self, batch: Batch) -> None:
-        """Dropout masks by sample; torch's generator, for what else a network draws, by place and rank."""
-        dropout.set_keys(self.dropouts, self.keys[batch.samples])
-        order = batch.order
-        torch.manual_seed(seed_of(Purpose.STEP, self.config.seed, order.epoch, order.first, self.peers.rank))
-
-    def _errors(self) -> list[float]:
-        return [entry["error_top1"] for entry in self.val_record]
 
     def _asked_to_stop(self) -> bool:
         return self.control.poll()  # the launcher sends nothing but Stop
@@ -333,12 +290,12 @@ class Trainer:
                 order.epoch,
                 order.step,
                 n_steps,
-                self.learning_rate,
+                self.replica.learning_rate,
                 cost,
                 error,
                 n_images / elapsed,
                 20 * elapsed / self.recorder.n_steps,
-                dict(self.recorder.seconds),
+                self.recorder.stopwatch.seconds(),
             )
         )
         self.recorder.reset()

@@ -12,11 +12,11 @@ from lockstep import batches
 from lockstep.augment import Augmenter
 from lockstep.config import Layer, resolve
 from lockstep.dataset import open_dataset
-from lockstep.memory import memory_of
+from lockstep.loading.host import HostFiller, HostRing
 from lockstep.messages import Order
+from lockstep.reader import Reader
 from lockstep.slots import RingShape
 from lockstep.status import StatusBoard
-from proc_load import SlotFiller
 
 BATCH, SIZE, CROP = 256, 256, 227
 
@@ -53,29 +53,31 @@ def run() -> tuple[str, dict[str, Any]]:
 
 def measure(folder: Path) -> dict[str, float]:
     """Seconds for one minibatch of 256."""
-    config, _ = resolve([Layer("benchmark", {"data_folder": str(folder), "n_classes": 1000})])
+    config, _ = resolve(
+        [Layer("benchmark", {"data_folder": str(folder), "n_classes": 1000, "batch_size": BATCH})]
+    )
     dataset = open_dataset(config)
     images, mean = batches.read(dataset.train.files[0].path), dataset.mean
     random = np.random.default_rng(1)
-    rows, columns = random.integers(0, SIZE - CROP + 1, (2, BATCH)).tolist()
-    mirror = random.integers(0, 2, BATCH).astype(bool).tolist()
+    crops = random.integers(0, (SIZE - CROP + 1, SIZE - CROP + 1, 2), (BATCH, 3), dtype=np.int32)
+    places = torch.from_numpy(crops)
     out = torch.empty((BATCH, CROP, CROP, 3))
     augmenter, source = Augmenter(torch.from_numpy(mean), CROP), torch.from_numpy(images)
-    shape = RingShape(1, BATCH, CROP)
-    slot = shape.slots(memory_of("cpu").allocate(shape.n_bytes))[0]
-    filler = SlotFiller(config, dataset, shape, StatusBoard.create())
+    ring = HostRing(RingShape(1, BATCH, (CROP, CROP), torch.float32, CROP))
+    reader = Reader(config, dataset, CROP, StatusBoard.create())
+    filler = HostFiller(reader, ring.block, ring.shape)
 
     def numpy_way() -> None:
-        for i, (row, column, mirrored) in enumerate(zip(rows, columns, mirror, strict=True)):
+        for i, (row, column, mirrored) in enumerate(crops.tolist()):
             crop = (images[i] - mean)[row : row + CROP, column : column + CROP]
             out[i].numpy()[:] = crop[:, ::-1] if mirrored else crop
 
     return medians(
         {
             "NumPy, image by image: subtract, crop, mirror": numpy_way,
-            "Lockstep's augmenter": lambda: augmenter.apply(source, rows, columns, mirror, out),
+            "Lockstep's augmenter": lambda: augmenter.apply(source, places, out),
             "Lockstep's loader, from the file (page cache) to the slot": lambda: filler.fill(
-                slot, Order("train", 1, 1, 0, BATCH, 0, BATCH)
+                0, Order("train", 1, 1, 0, BATCH, 0, BATCH)
             ),
         },
         rounds=9,

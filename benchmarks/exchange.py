@@ -10,7 +10,7 @@ import torch.distributed
 from benchmarks.measure import medians, table
 from benchmarks.ranks import run_ranks
 from lockstep.exchange.host import HostExchange
-from lockstep.memory import memory_of
+from lockstep.memory.host import HostMemory
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 
@@ -20,14 +20,11 @@ N_ELEMENTS = 2 * 60_965_224
 def measure(rank: int, pipes: dict[int, Pipe], store: str) -> dict[str, float]:
     """Seconds for one average of everything, each rank with one thread."""
     torch.set_num_threads(1)
-    memory, peers = memory_of("cpu"), Peers(rank, pipes)
-    block = memory.allocate(4 * N_ELEMENTS)
+    peers = Peers(rank, pipes)
+    block = HostMemory().allocate(4 * N_ELEMENTS, "the arena")
     ours = block.tensor(torch.float32, (N_ELEMENTS,))
     ours.fill_(rank + 1.0)
-    for pipe in pipes.values():
-        block.send(pipe)
-    theirs = memory.receive(pipes[1 - rank], "its arena").tensor(torch.float32, (N_ELEMENTS,))
-    exchange = HostExchange([ours, theirs] if rank == 0 else [theirs, ours], rank)
+    exchange = HostExchange.open(block, ours, peers)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     copy = torch.empty_like(ours)
 

@@ -20,14 +20,13 @@ from benchmarks.augmenting import make_folder
 from benchmarks.measure import table
 from benchmarks.ranks import DEADLINE
 from lockstep.config import Config, Layer, resolve
-from lockstep.feed import Batch, Feed, LoaderFeed
-from lockstep.memory import memory_of
+from lockstep.feed import Feed, LoaderFeed
+from lockstep.loading import Batch
 from lockstep.messages import Order, Stop
 from lockstep.order import minibatches
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
-from lockstep.slots import RingShape
 from lockstep.status import StatusBoard
 from proc_load import run_loader
 from train_funcs import Trainer
@@ -39,7 +38,10 @@ class ResidentFeed(Feed):
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
 
-    def next(self) -> Batch:
+    def next(self) -> Order:
+        return self._batch.order
+
+    def batch(self) -> Batch:
         return self._batch
 
     def release(self) -> None:
@@ -60,10 +62,11 @@ def measure(config: Config, n_steps: int) -> dict[str, float]:
     plan = Plan(config, Path("."), None)
     trainer = Trainer(plan, Peers(0, {}), None, Pipe(control, "launcher", DEADLINE), StatusBoard.create())
     trainer.begin_epoch()
-    shape = RingShape(config.n_slots, config.batch_size, trainer.model.input_size)
+    ring = trainer.backend.make_ring(config, config.n_slots, trainer.replica.crop_size, trainer.dataset.mean)
     pipe = Pipe(ours, "loader 0", DEADLINE)
-    loaded = LoaderFeed(pipe, memory_of("cpu"), shape, endless(len(trainer.dataset.train), config.batch_size))
-    resident = ResidentFeed(copy_of(loaded.next()))
+    loaded = LoaderFeed(pipe, ring, endless(len(trainer.dataset.train), config.batch_size))
+    loaded.next()
+    resident = ResidentFeed(copy_of(loaded.batch()))
     loaded.release()
 
     def block(feed: Feed) -> float:

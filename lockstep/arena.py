@@ -32,14 +32,15 @@ class Arena:
             raise UserError(f"the model's floating-point tensors must be of one dtype, not {dtypes}")
         dtype = dtypes.pop()
         n_elements = sum(_padded(source.numel()) for source in sources.values())
-        self.block: Block = memory.allocate(n_elements * dtype.itemsize)
+        self.block: Block = memory.allocate(n_elements * dtype.itemsize, "weights, momenta and buffers")
         self.flat = self.block.tensor(dtype, (n_elements,))
-        self.tensors = _lay_out(self.flat, sources)
-        self.integer_buffers = {
-            f"buffers/{name}": buffer
-            for name, buffer in model.named_buffers()
-            if not buffer.is_floating_point()
+        self._spans = _spans(sources)
+        self.tensors = {
+            name: _view(self.flat[start:stop], sources[name]) for name, (start, stop) in self._spans.items()
         }
+        for name, tensor in self.tensors.items():
+            tensor.copy_(sources[name])
+        self.integer_buffers: dict[str, torch.Tensor] = {}
         self._bind(model)
 
     def momentum(self, parameter_name: str) -> torch.Tensor:
@@ -48,13 +49,14 @@ class Arena:
 
     def digests(self) -> dict[str, str]:
         """A digest of each tensor's bytes: equal digests, equal bits."""
+        flat = self.flat.cpu().numpy()
         return {
-            name: hashlib.blake2b(tensor.cpu().numpy().data, digest_size=8).hexdigest()
-            for name, tensor in self.tensors.items()
+            name: hashlib.blake2b(flat[start:stop].data, digest_size=8).hexdigest()
+            for name, (start, stop) in self._spans.items()
         }
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything that a checkpoint holds, by name; views, not copies."""
+        """Everything that a checkpoint holds, by name; views, not copies. Some lie channels last."""
         return {**self.tensors, **self.integer_buffers}
 
     def load(self, state: dict[str, torch.Tensor], source: str) -> None:
@@ -80,10 +82,12 @@ class Arena:
         for name, parameter in model.named_parameters():
             parameter.data = self.tensors[f"weights/{name}"]
         for prefix, module in model.named_modules():
-            for name in module._buffers:
+            for name, buffer in module._buffers.items():
                 full_name = f"buffers/{prefix}.{name}".replace("/.", "/")
                 if full_name in self.tensors:
                     module._buffers[name] = self.tensors[full_name]
+                elif buffer is not None:
+                    module._buffers[name] = self.integer_buffers[full_name] = buffer.to(self.flat.device)
 
 
 def _named_sources(model: nn.Module, with_momenta: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,14 +101,22 @@ def _named_sources(model: nn.Module, with_momenta: bool) -> Iterator[tuple[str, 
             yield f"buffers/{name}", buffer
 
 
-def _lay_out(flat: torch.Tensor, sources: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    tensors, start = {}, 0
+def _spans(sources: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    """The elements [start, stop) of the arena that each tensor takes."""
+    spans, start = {}, 0
     for name, source in sources.items():
-        view = flat[start : start + source.numel()].view(source.shape)
-        view.copy_(source)
-        tensors[name] = view
+        spans[name] = (start, start + source.numel())
         start += _padded(source.numel())
-    return tensors
+    return spans
+
+
+def _view(elements: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`elements`, (n,), in the shape of `source`, and channels last in memory where that is."""
+    if source.is_contiguous():
+        return elements.view(source.shape)
+    assert source.is_contiguous(memory_format=torch.channels_last), "neither contiguous nor channels last"
+    outputs, inputs, rows, columns = source.shape
+    return elements.view(outputs, rows, columns, inputs).permute(0, 3, 1, 2)
 
 
 def _padded(n_elements: int) -> int:

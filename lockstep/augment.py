@@ -19,17 +19,11 @@ class Augmenter:
         self._mirrored_mean = mean.flip(1).contiguous()
         self._size = crop_size
 
-    def apply(
-        self,
-        images: torch.Tensor,
-        rows: list[int],
-        columns: list[int],
-        mirror: list[bool],
-        out: torch.Tensor,
-    ) -> None:
-        """images: uint8 (batch, row, column, channel); rows, columns: the crop's corner in each image;
-        out: float32 (batch, size, size, channel), written completely."""
-        for image, row, column, mirrored, result in zip(images, rows, columns, mirror, out, strict=True):
+    def apply(self, images: torch.Tensor, crops: torch.Tensor, out: torch.Tensor) -> None:
+        """images: uint8 (batch, row, column, channel); crops: int32 (batch, 3), the row and column of the
+        corner in each image, and whether to mirror it; out: float32 (batch, size, size, channel), written
+        completely."""
+        for image, (row, column, mirrored), result in zip(images, crops.tolist(), out, strict=True):
             across = slice(column, column + self._size)
             down = slice(row, row + self._size)
             if mirrored:

@@ -25,7 +25,7 @@ def save(folder: Path, tensors: dict[str, torch.Tensor], state: State) -> Path:
     path = folder / "checkpoints" / f"{state.name}.safetensors"
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        save_file(tensors, temporary)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
         state = dataclasses.replace(state, sha256=checksum(temporary))
         publish(temporary, path)
         record(path, state)

@@ -32,7 +32,9 @@ def load_config(description: str, standard: Path) -> tuple[Config, list[str]]:
         chosen, reason = devices.choose()
         notices.append(f"devices: {', '.join(chosen)} ({reason})")
     devices.check(chosen)
-    return dataclasses.replace(config, devices=chosen), notices
+    config = dataclasses.replace(config, devices=chosen)
+    configuration.check_devices(config)
+    return config, notices
 
 
 def _as_it_was(config: Config, notices: list[str], above: list[Layer]) -> tuple[Config, list[str]]:

@@ -10,7 +10,6 @@ import difflib
 import json
 import math
 import re
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,12 +19,12 @@ from typing import Any, Literal
 import yaml
 
 from lockstep.errors import UserError
+from lockstep.typed import convert, describe
 
 COMMAND_LINE = "command line"
 # PyYAML lets the errors of int(), float() and date() through for tags like !!int x, and recursion for deep
 # nesting.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, RecursionError)
-_UNIONS = (types.UnionType, typing.Union)  # int | str, and what int | Literal[...] makes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +70,11 @@ class Config:
     devices: tuple[str, ...] = ()
     batch_size: int = 32  # per trainer
     cpu_threads: int | None = None  # null: the cores, divided among the trainers
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of products; weights are float32 always
+    deterministic: bool = False  # GPUs: the same bits in every run
+    cuda_graph: bool = False  # GPUs: a step is captured once and replayed
+    exchange: Literal["auto", "p2p", "staged", "swap"] = "auto"  # GPUs
+    augment_on: Literal["trainer", "loader"] = "trainer"  # GPUs: which process runs the kernel
     wait_deadline: float = 120.0  # seconds that one process waits for another
 
     # Output
@@ -183,6 +187,18 @@ def resolve(layers: list[Layer]) -> tuple[Config, list[str]]:
     return config, notices
 
 
+def check_devices(config: Config) -> None:
+    """Raises UserError for keys that ask for what only GPUs have, on a CPU. The devices are settled by now."""
+    if "cpu" not in config.devices:
+        return
+    asked = {"precision": config.precision == "tf32", "cuda_graph": config.cuda_graph}
+    asked["exchange"] = config.exchange != "auto"
+    for key in (key for key, wanted in asked.items() if wanted):
+        raise UserError(
+            f"{key}: {getattr(config, key)} is for GPUs only, and this run is on {config.devices[0]}"
+        )
+
+
 def to_yaml(config: Config) -> str:
     """The whole configuration as YAML that `--config` reads back to the same Config."""
     plain = {
@@ -219,69 +235,9 @@ def _nearest(key: str, known: Mapping[str, Any]) -> str:
 
 def _checked(source: str, key: str, value: Any, hint: Any) -> Any:
     try:
-        return _convert(value, hint)
+        return convert(value, hint)
     except TypeError:
-        raise UserError(f"{source}: {key} must be {_describe(hint)}, not {value!r}") from None
-
-
-def _convert(value: Any, hint: Any) -> Any:
-    """Returns `value` as the type `hint` says, or raises TypeError. Converts only what loses nothing."""
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin in _UNIONS:
-        return _convert_to_one_of(value, options)
-    if origin is Literal:
-        matches = isinstance(value, str) and value in options
-    elif origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise TypeError
-        return tuple(_convert(item, options[0]) for item in value)
-    elif origin is dict:
-        matches = isinstance(value, dict) and all(isinstance(key, str) for key in value)
-    elif hint is float:
-        return _convert_to_float(value)
-    else:
-        matches = type(value) is hint  # not isinstance: True is no whole number here
-    if not matches:
-        raise TypeError
-    return value
-
-
-def _convert_to_one_of(value: Any, options: tuple[Any, ...]) -> Any:
-    for option in options:
-        try:
-            return _convert(value, option)
-        except TypeError:
-            continue
-    raise TypeError
-
-
-def _convert_to_float(value: Any) -> float:
-    """YAML 1.1 reads 5e-4 (no point) as text; people mean the number."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise TypeError
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        raise TypeError from None
-
-
-def _describe(hint: Any) -> str:
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin in _UNIONS:
-        return " or ".join(_describe(option) for option in options)
-    if origin is Literal:
-        return " or ".join(repr(option) for option in options)
-    if origin is tuple:
-        return f"a list, each item {_describe(options[0])}"
-    if origin is dict:
-        return "a mapping (key: value)"
-    names = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "text (in quotes)",
-    }
-    return names.get(hint, "null")
+        raise UserError(f"{source}: {key} must be {describe(hint)}, not {value!r}") from None
 
 
 def _check_values(config: Config, sources: Mapping[str, str]) -> None:
@@ -312,6 +268,11 @@ def _check_combinations(config: Config, sources: Mapping[str, str]) -> None:
         )
     if list(config.lr_step) != sorted(set(config.lr_step)):
         raise UserError(f"{_where('lr_step', sources)}: lr_step must rise: {list(config.lr_step)}")
+    if config.cuda_graph and config.augment_on == "loader":
+        raise UserError(
+            f"{_where('cuda_graph', sources)}: cuda_graph needs augment_on: trainer, which puts every "
+            "minibatch into the same place"
+        )
     if not _survives_json(config.model_args):
         raise UserError(
             f"{_where('model_args', sources)}: model_args may hold what JSON can keep, "

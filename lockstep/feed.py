@@ -1,40 +1,29 @@
 """The trainer's side of loading: minibatches in the order of orders, from a loader process or made here."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-
-import torch
 
 from lockstep.errors import PeerLost
-from lockstep.memory import Block, Memory
+from lockstep.loading import Batch, Filler, Ring
 from lockstep.messages import Fill, Filled, Order, Stop
 from lockstep.pipes import Pipe
-from lockstep.slots import RingShape, Slot
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A trainer's part of a minibatch: images float32 (n, 3, size, size) lying channels last, labels and
-    sample numbers int64 (n,). Views of a slot: valid until the feed's `release`."""
-
-    order: Order
-    images: torch.Tensor
-    labels: torch.Tensor
-    samples: torch.Tensor
 
 
 class Feed(ABC):
-    """Hands out one batch at a time: `next`, use it, `release`."""
+    """Hands out one batch at a time: `next`, `batch`, use it, `release`."""
 
     @abstractmethod
-    def next(self) -> Batch:
-        """The batch of the next order, waiting for it where need be."""
+    def next(self) -> Order:
+        """Waits for the minibatch of the next order, and returns that."""
+
+    @abstractmethod
+    def batch(self) -> Batch:
+        """The minibatch that `next` has waited for."""
 
     @abstractmethod
     def release(self) -> None:
-        """Says that the batch last handed out is done with."""
+        """Says that this minibatch is done with."""
 
     @abstractmethod
     def close(self) -> None:
@@ -44,29 +33,30 @@ class Feed(ABC):
 class LoaderFeed(Feed):
     """A loader process fills the slots: while one is used, the others are being filled or wait full."""
 
-    def __init__(self, pipe: Pipe, memory: Memory, shape: RingShape, orders: Iterator[Order]) -> None:
-        self._pipe = pipe
-        self._orders = orders
-        self._block = memory.allocate(shape.n_bytes)
-        pipe.send(shape)
-        self._block.send(pipe)
-        self._slots = shape.slots(self._block)
-        for slot in range(shape.n_slots):
+    def __init__(self, pipe: Pipe, ring: Ring, orders: Iterator[Order]) -> None:
+        self._pipe, self._ring, self._orders = pipe, ring, orders
+        ring.offer(pipe)
+        for slot in range(ring.shape.n_slots):
             self._order(slot)
 
-    def next(self) -> Batch:
-        filled = self._pipe.receive(Filled, "its next minibatch")
-        self._in_use = filled.slot
-        return _batch(filled.order, self._slots[filled.slot])
+    def next(self) -> Order:
+        self._filled = self._pipe.receive(Filled, "its next minibatch")
+        self._ring.await_filled(self._filled.slot)
+        return self._filled.order
+
+    def batch(self) -> Batch:
+        return self._ring.batch(self._filled.slot, self._filled.order)
 
     def release(self) -> None:
-        self._order(self._in_use)
+        self._ring.release(self._filled.slot)
+        self._order(self._filled.slot)
 
     def close(self) -> None:
         self._pipe.send(Stop())
-        with suppress(PeerLost):  # it answers what was ordered, then it leaves
+        with suppress(PeerLost):  # it answers what was ordered, lets go of the ring, and leaves
             while True:
                 self._pipe.receive(object, "to leave")
+        self._ring.close()
 
     def _order(self, slot: int) -> None:
         order = next(self._orders, None)
@@ -75,33 +65,23 @@ class LoaderFeed(Feed):
 
 
 class DirectFeed(Feed):
-    """`para_load: False`: the trainer fills one slot itself, when it needs it, with the same function."""
+    """`para_load: false`: the trainer fills one slot itself, when it needs it, in the same way."""
 
-    def __init__(
-        self,
-        fill: Callable[[Slot, Order], None],
-        block: Block,
-        shape: RingShape,
-        orders: Iterator[Order],
-    ) -> None:
-        self._fill = fill
-        self._orders = orders
-        self._block = block
-        self._slot = shape.slots(block)[0]
+    def __init__(self, filler: Filler, ring: Ring, orders: Iterator[Order]) -> None:
+        self._filler, self._ring, self._orders = filler, ring, orders
 
-    def next(self) -> Batch:
-        order = next(self._orders)
-        self._fill(self._slot, order)
-        return _batch(order, self._slot)
+    def next(self) -> Order:
+        self._current = next(self._orders)
+        self._filler.fill(0, self._current)
+        self._ring.await_filled(0)
+        return self._current
+
+    def batch(self) -> Batch:
+        return self._ring.batch(0, self._current)
 
     def release(self) -> None:
-        """Nobody waits for the slot."""
+        self._ring.release(0)
 
     def close(self) -> None:
-        self._block.close()
-
-
-def _batch(order: Order, slot: Slot) -> Batch:
-    n_samples = order.last - order.first
-    images = slot.images[:n_samples].permute(0, 3, 1, 2)
-    return Batch(order, images, slot.labels[:n_samples], slot.samples[:n_samples])
+        self._filler.close()
+        self._ring.close()

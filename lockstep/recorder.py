@@ -1,38 +1,110 @@
 """Where a trainer's time goes, and what it learned since the last line of progress."""
 
 import time
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 PHASES = ("load-wait", "compute", "meet", "exchange")
+_MOST_PENDING = 256  # pairs of events that wait to be read
 
 
-class Recorder:
-    """Seconds by phase (monotonic clock), and sums of loss and errors that stay on the device until read."""
+class Stopwatch(ABC):
+    """Seconds by phase."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.n_steps = 0
-        self._sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        self._seconds = dict.fromkeys(PHASES, 0.0)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the time inside to a phase's."""
-        begin = time.perf_counter()
+        begin = self._now()
         yield
-        self.seconds[name] += time.perf_counter() - begin
+        self._lap(name, begin, self._now())
+
+    def seconds(self) -> dict[str, float]:
+        """Since the last reset; waits until it is known."""
+        return dict(self._seconds)
+
+    @abstractmethod
+    def _now(self) -> Any:
+        """A point in time."""
+
+    @abstractmethod
+    def _lap(self, name: str, begin: Any, end: Any) -> None:
+        """Adds the time between two points."""
+
+
+class HostStopwatch(Stopwatch):
+    """By the processor's monotonic clock."""
+
+    def _now(self) -> float:
+        return time.perf_counter()
+
+    def _lap(self, name: str, begin: float, end: float) -> None:
+        self._seconds[name] += end - begin
+
+
+class StreamStopwatch(Stopwatch):
+    """By events in a device's stream: the process runs ahead of its device, so its own clock tells little.
+
+    new_event: makes an event with `record(stream)`, `query()`, `synchronize()` and `time_since(event)` in ms.
+    """
+
+    def __init__(self, new_event: Callable[[], Any], stream: Any) -> None:
+        self._new_event, self._stream = new_event, stream
+        super().__init__()
+
+    def reset(self) -> None:
+        super().reset()
+        self._pending: deque[tuple[str, Any, Any]] = deque()
+
+    def seconds(self) -> dict[str, float]:
+        while self._pending:
+            self._read()
+        return super().seconds()
+
+    def _now(self) -> Any:
+        event = self._new_event()
+        event.record(self._stream)
+        return event
+
+    def _lap(self, name: str, begin: Any, end: Any) -> None:
+        self._pending.append((name, begin, end))
+        while len(self._pending) > _MOST_PENDING and self._pending[0][2].query():
+            self._read()
+
+    def _read(self) -> None:
+        name, begin, end = self._pending.popleft()
+        end.synchronize()
+        self._seconds[name] += end.time_since(begin) / 1e3
+
+
+class Recorder:
+    """Seconds by phase, and sums of loss and errors that stay on the device until they are read."""
+
+    def __init__(self, device: torch.device, stopwatch: Stopwatch) -> None:
+        self.stopwatch = stopwatch
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        self.stopwatch.reset()
+        self.n_steps = 0
+        self._sums.zero_()  # in place: a captured step adds to this very tensor
 
     def add(self, loss_sum: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Adds a batch: its summed cross-entropy, and how many of its top-1 answers were wrong."""
         n_wrong = (logits.detach().argmax(1) != labels).sum()
-        n_images = torch.tensor(float(len(labels)), dtype=torch.float64, device=self._device)
-        self._sums += torch.stack([loss_sum.detach().double(), n_wrong.double(), n_images])
+        n_images = torch.full_like(n_wrong, len(labels))
+        self._sums += torch.stack([loss_sum.detach().double(), n_wrong.double(), n_images.double()])
 
     def sums(self) -> list[float]:
         """[loss, wrong answers, images] since the last reset; waits for the device."""

@@ -19,7 +19,7 @@ class StatusBoard:
 
     @classmethod
     def create(cls) -> "StatusBoard":
-        return cls(HostMemory().allocate(_SIZE))
+        return cls(HostMemory().allocate(_SIZE, "a status board"))
 
     @classmethod
     def receive(cls, pipe: Pipe) -> "StatusBoard":

@@ -11,7 +11,7 @@ from torch import nn
 from lockstep import dropout
 from lockstep.arena import ALIGNMENT, Arena
 from lockstep.errors import UserError
-from lockstep.memory import memory_of
+from lockstep.memory.host import HostMemory
 from lockstep.optimizer import learning_rate, make_optimizer
 
 
@@ -23,7 +23,7 @@ def make_net() -> nn.Module:
 def test_parameters_momenta_and_buffers_are_views_of_one_block() -> None:
     net = make_net()
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    arena = Arena(net, memory_of("cpu"), with_momenta=True)
+    arena = Arena(net, HostMemory(), with_momenta=True)
     optimizer = make_optimizer(net, arena, make_config())
     for name, tensor in net.state_dict().items():
         assert torch.equal(tensor, before[name])
@@ -64,7 +64,7 @@ def test_updates_are_theano_alexnets(nesterov: bool, momentum: bool) -> None:
     net = nn.Linear(4, 3).double()
     values = {"use_momentum": momentum, "use_nesterov_momentum": nesterov, "learning_rate": 0.05}
     config = make_config(weight_decay=0.01, **values)
-    arena = Arena(net, memory_of("cpu"), with_momenta=momentum)
+    arena = Arena(net, HostMemory(), with_momenta=momentum)
     optimizer = make_optimizer(net, arena, config)
     expected = {
         name: (value.detach().clone(), torch.zeros_like(value)) for name, value in net.named_parameters()
@@ -84,12 +84,12 @@ def test_updates_are_theano_alexnets(nesterov: bool, momentum: bool) -> None:
 
 
 def test_without_momentum_the_arena_has_no_momenta() -> None:
-    arena = Arena(nn.Linear(2, 2), memory_of("cpu"), with_momenta=False)
+    arena = Arena(nn.Linear(2, 2), HostMemory(), with_momenta=False)
     assert list(arena.tensors) == ["weights/weight", "weights/bias"]
 
 
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
-    arena = Arena(nn.Linear(4, 4), memory_of("cpu"), with_momenta=False)
+    arena = Arena(nn.Linear(4, 4), HostMemory(), with_momenta=False)
     before = arena.flat.clone()
     good = {name: torch.ones_like(tensor) for name, tensor in arena.state().items()}
     bad = {**good, "weights/bias": torch.ones(5)}
@@ -105,7 +105,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 
 
 def test_digests_show_a_single_bit() -> None:
-    arena = Arena(nn.Linear(4, 4), memory_of("cpu"), with_momenta=False)
+    arena = Arena(nn.Linear(4, 4), HostMemory(), with_momenta=False)
     before = arena.digests()
     arena.tensors["weights/bias"][2] *= 1 + 2e-7
     changed = [name for name, digest in arena.digests().items() if digest != before[name]]

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from lockstep import batches
 from lockstep.augment import Augmenter
 from lockstep.dataset import Dataset, open_dataset
-from lockstep.memory import memory_of
+from lockstep.loading.host import HostFiller, HostRing
 from lockstep.messages import Order
 from lockstep.order import EpochOrder
+from lockstep.reader import Reader
 from lockstep.slots import RingShape, Slot
 from lockstep.status import StatusBoard
-from proc_load import SlotFiller
 
 
 def straightforward(image: np.ndarray, mean: np.ndarray, row: int, column: int, mirror: bool, size: int):
@@ -34,28 +34,27 @@ def test_agrees_with_numpy_bit_for_bit(data: st.DataObject) -> None:
     random = np.random.default_rng(data.draw(st.integers(0, 1000)))
     images = random.integers(0, 256, (n_images, height, width, 3), dtype=np.uint8)
     mean = random.uniform(0, 255, (height, width, 3)).astype(np.float32)
-    rows = random.integers(0, height - size + 1, n_images).tolist()
-    columns = random.integers(0, width - size + 1, n_images).tolist()
-    mirror = random.integers(0, 2, n_images).astype(bool).tolist()
+    most = (height - size + 1, width - size + 1, 2)
+    crops = random.integers(0, most, (n_images, 3), dtype=np.int32)
     out = torch.full((n_images, size, size, 3), torch.nan)
-    Augmenter(torch.from_numpy(mean), size).apply(torch.from_numpy(images), rows, columns, mirror, out)
-    for i in range(n_images):
-        expected = straightforward(images[i], mean, rows[i], columns[i], mirror[i], size)
+    Augmenter(torch.from_numpy(mean), size).apply(torch.from_numpy(images), torch.from_numpy(crops), out)
+    for i, (row, column, mirror) in enumerate(crops):
+        expected = straightforward(images[i], mean, row, column, mirror, size)
         assert (out[i].numpy() == expected).all()
 
 
 def fill(dataset: Dataset, orders: list[Order], batch_size: int = 16, **values: object) -> list[Slot]:
     """What the filler makes of each order, in a slot that was full of rubbish before."""
-    shape = RingShape(1, batch_size, 32)
-    filler = SlotFiller(make_config(**values), dataset, shape, StatusBoard.create())
-    slots = []
-    for order in orders:
-        slot = shape.slots(memory_of("cpu").allocate(shape.n_bytes))[0]
+    config = make_config(batch_size=batch_size, **values)
+    ring = HostRing(RingShape(len(orders), batch_size, (32, 32), torch.float32, 32))
+    reader = Reader(config, dataset, 32, StatusBoard.create())
+    filler = HostFiller(reader, ring.block, ring.shape)
+    slots = ring.shape.slots(ring.block.tensor(torch.uint8, (ring.shape.n_bytes,)))
+    for number, (slot, order) in enumerate(zip(slots, orders, strict=True)):
         slot.images.fill_(torch.nan)
         slot.labels.fill_(-1)
         slot.samples.fill_(-1)
-        filler.fill(slot, order)
-        slots.append(slot)
+        filler.fill(number, order)
     return slots
 
 

@@ -46,7 +46,7 @@ def train_rank(
     control = Pipe(launcher, "the launcher", DEADLINE)
     trainer = Trainer(plan, Peers(rank, pipes), None, control, StatusBoard.create())
     assert not trainer.run()
-    return {name: tensor.numpy().copy() for name, tensor in trainer.arena.tensors.items()}
+    return {name: tensor.numpy().copy() for name, tensor in trainer.replica.arena.tensors.items()}
 
 
 def train_n(

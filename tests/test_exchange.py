@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.ranks import run_ranks
 from lockstep.exchange import shard
 from lockstep.exchange.host import CHUNK, HostExchange
-from lockstep.memory import memory_of
+from lockstep.memory.host import HostMemory
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 
@@ -34,21 +34,17 @@ def average(
     rank: int, pipes: dict[int, Pipe], n_elements: int, dtype: torch.dtype, n_rounds: int
 ) -> np.ndarray:
     """n_rounds of: add something of one's own, meet, average, meet."""
-    memory, peers = memory_of("cpu"), Peers(rank, pipes)
-    block = memory.allocate(n_elements * dtype.itemsize)
-    arenas = {rank: block.tensor(dtype, (n_elements,))}
-    arenas[rank].copy_(initial(rank, n_elements, dtype))
-    for pipe in pipes.values():
-        block.send(pipe)
-    for other, pipe in pipes.items():
-        arenas[other] = memory.receive(pipe, "its arena").tensor(dtype, (n_elements,))
-    exchange = HostExchange([arenas[other] for other in sorted(arenas)], rank)
+    peers = Peers(rank, pipes)
+    block = HostMemory().allocate(n_elements * dtype.itemsize, "a test")
+    arena = block.tensor(dtype, (n_elements,))
+    arena.copy_(initial(rank, n_elements, dtype))
+    exchange = HostExchange.open(block, arena, peers)
     for number in range(n_rounds):
-        arenas[rank] += rank * 0.37 + number
+        arena += rank * 0.37 + number
         peers.meet(f"updated {number}")
         exchange.average()
         peers.meet(f"averaged {number}")
-    return arenas[rank].numpy().copy()
+    return arena.numpy().copy()
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])

@@ -14,7 +14,8 @@ from lockstep import batches
 from lockstep.config import Config
 from lockstep.dataset import open_dataset
 from lockstep.feed import LoaderFeed
-from lockstep.memory import memory_of
+from lockstep.loading.host import HostRing
+from lockstep.memory.host import HostMemory
 from lockstep.messages import Fill, Filled, Order, Stop
 from lockstep.network import build_model
 from lockstep.peers import Peers
@@ -28,11 +29,13 @@ from train_funcs import Trainer
 def test_every_free_slot_is_on_order_and_a_slot_in_use_is_not() -> None:
     ours, theirs = multiprocessing.Pipe()
     orders = [Order("train", 1, step, 0, 4, 0, 4) for step in range(1, 7)]
-    feed = LoaderFeed(Pipe(ours, "loader 0", 5), memory_of("cpu"), RingShape(3, 4, 2), iter(orders))
+    ring = HostRing(RingShape(3, 4, (2, 2), torch.float32, 2))
+    feed = LoaderFeed(Pipe(ours, "loader 0", 5), ring, iter(orders))
     loader = Pipe(theirs, "trainer 0", 5)
     shape = loader.receive(RingShape, "the shape")
-    assert shape == RingShape(3, 4, 2)
-    slots = shape.slots(memory_of("cpu").receive(loader, "the ring"))
+    assert shape == ring.shape
+    block = HostMemory().receive(loader, "the ring")
+    slots = shape.slots(block.tensor(torch.uint8, (shape.n_bytes,)))
 
     def take() -> Fill:
         fill = loader.receive(Fill, "an order")
@@ -44,8 +47,8 @@ def test_every_free_slot_is_on_order_and_a_slot_in_use_is_not() -> None:
     assert [fill.slot for fill in first] == [0, 1, 2]
     assert not loader.poll()  # nothing more before the trainer has released a slot
     for step in range(1, 5):
-        batch = feed.next()
-        assert batch.order == orders[step - 1] and batch.labels.eq(step).all()
+        assert feed.next() == orders[step - 1]
+        assert feed.batch().labels.eq(step).all()
         assert not loader.poll()
         feed.release()
         if step <= 3:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from benchmarks.ranks import run_ranks
+from lockstep.backends import backend_of
 from lockstep.errors import DeadlinePassed, PeerLost, UserError
-from lockstep.memory import memory_of
+from lockstep.memory.host import HostMemory
 from lockstep.pipes import Pipe
 from lockstep.status import StatusBoard
 
@@ -19,7 +20,7 @@ from lockstep.status import StatusBoard
 def share_and_change(rank: int, pipes: dict[int, Pipe]) -> list[float]:
     """Rank 0 owns a block; rank 1 opens it and writes; rank 0 sees it."""
     if rank == 0:
-        block = memory_of("cpu").allocate(4096)
+        block = HostMemory().allocate(4096, "a test")
         view = block.tensor(torch.float32, (2, 3), offset=64)
         assert view.eq(0).all()
         view[0, 1] = 5
@@ -27,7 +28,7 @@ def share_and_change(rank: int, pipes: dict[int, Pipe]) -> list[float]:
         block.close()  # the receiver's hold is its own
         pipes[1].receive(str, "its word that it has written")
         return view.flatten().tolist()
-    block = memory_of("cpu").receive(pipes[0], "the block")
+    block = HostMemory().receive(pipes[0], "the block")
     view = block.tensor(torch.float32, (2, 3), offset=64)
     seen = view.flatten().tolist()
     view[1, 2] = 7
@@ -44,7 +45,7 @@ def test_two_processes_see_the_same_bytes_and_nothing_has_a_name() -> None:
 
 
 def test_views_outlive_close_and_closing_twice_is_harmless() -> None:
-    block = memory_of("cpu").allocate(4096)
+    block = HostMemory().allocate(4096, "a test")
     view = block.tensor(torch.int64, (512,))
     block.close()
     block.close()
@@ -53,12 +54,14 @@ def test_views_outlive_close_and_closing_twice_is_harmless() -> None:
 
 
 def test_more_memory_than_there_is_is_refused() -> None:
-    with pytest.raises(UserError, match=r"no room for [\d,]+ MiB of shared host memory; lower batch_size"):
-        memory_of("cpu").allocate(1 << 50)
+    with pytest.raises(
+        UserError, match=r"no room for [\d,]+ MiB of shared host memory \(minibatches\); lower batch_size"
+    ):
+        HostMemory().allocate(1 << 50, "minibatches")
 
 
 def test_views_must_fit() -> None:
-    block = memory_of("cpu").allocate(4096)
+    block = HostMemory().allocate(4096, "a test")
     with pytest.raises(AssertionError, match="does not fit"):
         block.tensor(torch.float32, (1000,), offset=400)
 
@@ -70,7 +73,7 @@ def test_blocks_do_not_leak() -> None:
 
     before = count()
     for _ in range(100):
-        memory_of("cpu").allocate(1 << 20).close()
+        HostMemory().allocate(1 << 20, "a test").close()
     assert count() == before
 
 
@@ -123,4 +126,4 @@ def test_status_boards_show_the_last_line_and_cut_long_ones() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("pycuda") is not None, reason="PyCUDA is installed here")
 def test_a_gpu_without_pycuda_is_refused_with_the_remedy() -> None:
     with pytest.raises(UserError, match=r"cuda:0 needs PyCUDA.*pip install \.\[cuda\]"):
-        memory_of("cuda:0")
+        backend_of("cuda:0")

@@ -3,8 +3,7 @@
 A *block* is one piece of memory on one device. The process that allocates it owns it; a process that receives
 its handle opens the same bytes. Arenas and slot rings are blocks; nothing else is shared.
 
-`host.py` is the back end for CPUs, `cuda.py` the one for NVIDIA GPUs. `memory_of` gives the back end of a
-device.
+`host.py` is for CPUs, `cuda.py` for NVIDIA GPUs; lockstep/backends chooses.
 """
 
 from abc import ABC, abstractmethod
@@ -38,20 +37,12 @@ class Memory(ABC):
     """The allocator of one device."""
 
     @abstractmethod
-    def allocate(self, n_bytes: int) -> Block:
-        """A new block that this process owns. Raises UserError when the device has no room for it."""
+    def allocate(self, n_bytes: int, what: str) -> Block:
+        """A new block that this process owns.
+
+        Raises UserError when the device has no room for it; `what` says there what it is for.
+        """
 
     @abstractmethod
     def receive(self, pipe: Pipe, what: str) -> Block:
         """Opens the block whose handle the other end of the pipe sends; `what` names it in errors."""
-
-
-def memory_of(device: str) -> Memory:
-    """The allocator for 'cpu' or 'cuda:<n>'. Raises UserError where the device can't be used."""
-    if device == "cpu":
-        from lockstep.memory.host import HostMemory
-
-        return HostMemory()
-    from lockstep.memory.cuda import CudaMemory
-
-    return CudaMemory(device)

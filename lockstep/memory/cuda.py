@@ -6,12 +6,14 @@ Rules that shape this file (CUDA driver API, cuIpcGetMemHandle and cuIpcOpenMemH
 - A process can't open its own handles, and an importer closes before the owner frees.
 - All is done in the device's primary context, the one that torch uses; a context of our own could not share.
 
-This file has not run on a GPU yet. The program refuses cuda devices until exchange and loading are there too.
+This file has run on the simulated driver of the tests only, not on a GPU yet.
 """
 
+import atexit
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep.errors import UserError
@@ -23,10 +25,18 @@ LEAST_BYTES = 2 << 20  # smaller allocations share a page with others, and IPC w
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """What goes over the pipe: an IPC handle, and the size that was asked for."""
+    """What goes over the pipe: an IPC handle, the size that was asked for, and the owner's device."""
 
     ipc: bytes
     n_bytes: int
+    pci_bus_id: str
+
+
+@dataclass(frozen=True)
+class EventHandles:
+    """Interprocess events, to be opened by the receiver."""
+
+    ipc: tuple[bytes, ...]
 
 
 class _Bytes:
@@ -42,12 +52,6 @@ class _Bytes:
         }
 
 
-def start_torch(device: torch.device) -> None:
-    """Makes torch create the device's primary context, which PyCUDA then shares."""
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    torch.empty(1, device=device)
-
-
 def as_bytes(block: "CudaBlock", device: torch.device) -> torch.Tensor:
     """A block as a uint8 tensor (n_bytes,). No copy."""
     return torch.as_tensor(_Bytes(block), device=device)
@@ -57,11 +61,13 @@ class CudaBlock(Block):
     """An allocation of this process, or one of another process that is open here.
 
     `allocation` is PyCUDA's DeviceAllocation or IPCMemoryHandle: its owner has `free`, an importer has
-    `close`.
+    `close`. `pci_bus_id` is of the device where the memory is.
     """
 
-    def __init__(self, memory: "CudaMemory", allocation: Any, n_bytes: int, owned: bool) -> None:
-        self.n_bytes = n_bytes
+    def __init__(
+        self, memory: "CudaMemory", allocation: Any, n_bytes: int, pci_bus_id: str, owned: bool
+    ) -> None:
+        self.n_bytes, self.pci_bus_id = n_bytes, pci_bus_id
         self._memory, self._allocation, self._owned = memory, allocation, owned
 
     @property
@@ -78,7 +84,8 @@ class CudaBlock(Block):
 
     def send(self, pipe: Pipe) -> None:
         assert self._owned, "only its owner can share a block"
-        pipe.send(CudaHandle(bytes(self._memory.driver.mem_get_ipc_handle(self._allocation)), self.n_bytes))
+        handle = bytes(self._memory.driver.mem_get_ipc_handle(self._allocation))
+        pipe.send(CudaHandle(handle, self.n_bytes, self.pci_bus_id))
 
     def close(self) -> None:
         """Frees or closes. The caller has made sure that no stream and no importer uses it any more."""
@@ -92,42 +99,75 @@ class CudaBlock(Block):
 
 
 class CudaMemory(Memory):
-    """The allocator of 'cuda:<n>'. Holds the device's primary context for the thread that made it."""
+    """The allocator of 'cuda:<n>'.
+
+    The device's primary context is current in the thread that made it until the process ends: PyCUDA's
+    objects need it whenever they are dropped.
+
+    driver: the module pycuda.driver. pci_bus_id: names the device whatever a process may number it.
+    """
 
     def __init__(self, device: str) -> None:
         try:
             import pycuda.driver as driver
         except ImportError as error:
             reason = f"{device} needs PyCUDA, which can't be imported ({error})"
-            raise UserError(f"{reason}: pip install .[cuda]") from error
+            raise UserError(f"{reason}: pip install .[cuda], see docs/install.md") from error
         self.driver, self.device = driver, torch.device(device)
         try:
-            start_torch(self.device)
             driver.init()
-            self._context = driver.Device(self.device.index).retain_primary_context()
-        except (RuntimeError, driver.Error) as error:
-            raise UserError(f"{device} can't be used: {error}") from error
-        self._context.push()
+            card = driver.Device(self.device.index)
+            context = card.retain_primary_context()
+        except driver.Error as error:
+            raise UserError(f"{device} can't be used: {error}; see python -m lockstep.doctor") from error
+        self.name, self.pci_bus_id = card.name(), card.pci_bus_id()
+        context.push()
+        atexit.register(context.pop)
 
-    def allocate(self, n_bytes: int) -> CudaBlock:
+    def __str__(self) -> str:
+        return f"{self.device} ({self.name}, {self.pci_bus_id})"
+
+    def allocate(self, n_bytes: int, what: str) -> CudaBlock:
         assert n_bytes > 0
         try:
             allocation = self.driver.mem_alloc(max(n_bytes, LEAST_BYTES))
-            self.driver.memset_d8(allocation, 0, n_bytes)
         except self.driver.MemoryError as error:
             free, total = self.driver.mem_get_info()
             raise UserError(
-                f"no room for {n_bytes / 2**20:,.0f} MiB on {self.device}: {free / 2**20:,.0f} of "
-                f"{total / 2**20:,.0f} MiB are free; lower batch_size or n_slots"
+                f"no room for {n_bytes / 2**20:,.0f} MiB ({what}) on {self}: {free / 2**20:,.0f} of "
+                f"{total / 2**20:,.0f} MiB are free; lower batch_size or n_slots, or see what else runs there"
             ) from error
-        return CudaBlock(self, allocation, n_bytes, owned=True)
+        self.driver.memset_d8(allocation, 0, n_bytes)
+        return CudaBlock(self, allocation, n_bytes, self.pci_bus_id, owned=True)
 
     def receive(self, pipe: Pipe, what: str) -> CudaBlock:
         handle = pipe.receive(CudaHandle, what)
         # PyCUDA takes nothing but a bytearray here
         allocation = self.driver.IPCMemoryHandle(bytearray(handle.ipc))
-        return CudaBlock(self, allocation, handle.n_bytes, owned=False)
+        return CudaBlock(self, allocation, handle.n_bytes, handle.pci_bus_id, owned=False)
 
-    def close(self) -> None:
-        """Gives the context back; all blocks must be closed before."""
-        self._context.pop()
+    def pinned(self, n_bytes: int) -> np.ndarray:
+        """Page-locked host memory, uint8 (n_bytes,): the device copies from it without the processor."""
+        try:
+            memory: np.ndarray = self.driver.pagelocked_empty(n_bytes, np.uint8)
+        except (self.driver.MemoryError, self.driver.RuntimeError) as error:
+            raise UserError(
+                f"no room for {n_bytes / 2**20:,.0f} MiB of page-locked host memory ({error}); "
+                "lower batch_size or n_slots, or raise the limit on locked memory (ulimit -l)"
+            ) from error
+        return memory
+
+    def events(self, number: int) -> list[Any]:
+        """New events that other processes can open; waiting for one does not keep a core busy."""
+        flags = self.driver.event_flags
+        kind = flags.INTERPROCESS | flags.DISABLE_TIMING | flags.BLOCKING_SYNC
+        return [self.driver.Event(kind) for _ in range(number)]
+
+    def send_events(self, pipe: Pipe, events: list[Any]) -> None:
+        """Sends the handles of events of this process."""
+        pipe.send(EventHandles(tuple(bytes(event.ipc_handle()) for event in events)))
+
+    def receive_events(self, pipe: Pipe, what: str) -> list[Any]:
+        """Opens the events whose handles the other end sends."""
+        handles = pipe.receive(EventHandles, what)
+        return [self.driver.Event.from_ipc_handle(bytearray(handle)) for handle in handles.ipc]

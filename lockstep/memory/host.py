@@ -64,21 +64,20 @@ class HostBlock(Block):
 class HostMemory(Memory):
     """Allocates and opens memory files."""
 
-    def allocate(self, n_bytes: int) -> HostBlock:
+    def allocate(self, n_bytes: int, what: str) -> HostBlock:
         assert n_bytes > 0
         if n_bytes > _available_bytes():  # the kernel would not refuse but kill, and not always the culprit
-            raise UserError(_no_room(n_bytes))
+            raise UserError(_no_room(n_bytes, what))
         descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(
-                descriptor, 0, n_bytes
-            )  # now, with an error, not SIGBUS in the middle of a step
+            # now, with an error, not SIGBUS in the middle of a step
+            os.posix_fallocate(descriptor, 0, n_bytes)
             return HostBlock(descriptor, n_bytes)
         except OSError as error:
             os.close(descriptor)
             if error.errno not in (errno.ENOMEM, errno.ENOSPC):
                 raise
-            raise UserError(_no_room(n_bytes)) from error
+            raise UserError(_no_room(n_bytes, what)) from error
 
     def receive(self, pipe: Pipe, what: str) -> HostBlock:
         handle = pipe.receive(HostHandle, what)
@@ -92,8 +91,8 @@ def _available_bytes() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def _no_room(n_bytes: int) -> str:
+def _no_room(n_bytes: int, what: str) -> str:
     return (
-        f"no room for {n_bytes / 2**20:,.0f} MiB of shared host memory; "
+        f"no room for {n_bytes / 2**20:,.0f} MiB of shared host memory ({what}); "
         "lower batch_size or n_slots, or use fewer devices"
     )

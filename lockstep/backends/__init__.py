@@ -1,0 +1,66 @@
+"""What depends on the kind of device, in one place: `HostBackend` for CPUs, `CudaBackend` for NVIDIA GPUs.
+
+A trainer and its loader each have one; the rest of the program does not ask what it runs on.
+"""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+
+from lockstep.config import Config
+from lockstep.exchange import Exchange
+from lockstep.loading import Filler, Ring
+from lockstep.memory import Block, Memory
+from lockstep.peers import Peers
+from lockstep.pipes import Pipe
+from lockstep.reader import Reader
+from lockstep.recorder import Stopwatch
+from lockstep.slots import RingShape
+
+
+class Backend(ABC):
+    """The parts of a trainer or loader that depend on its device."""
+
+    memory: Memory
+
+    @abstractmethod
+    def start_computing(self, config: Config) -> None:
+        """Prepares torch in this process, which is a trainer."""
+
+    @abstractmethod
+    def stopwatch(self) -> Stopwatch:
+        """Measures the time that the device takes."""
+
+    @abstractmethod
+    def open_exchange(
+        self, kind: str, block: Block, arena: torch.Tensor, peers: Peers
+    ) -> tuple[Exchange, str]:
+        """The exchange between all trainers, who call it at once, and why it is this one.
+
+        kind: `exchange` in the configuration. block: where this trainer's arena lies; arena: all of it.
+        Raises UserError where that kind can't be had.
+        """
+
+    @abstractmethod
+    def make_ring(self, config: Config, n_slots: int, crop_size: int, mean: np.ndarray) -> Ring:
+        """The trainer's ring. mean: float32 (row, column, 3), which also tells the size of raw images."""
+
+    @abstractmethod
+    def fill_directly(self, ring: Ring, reader: Reader) -> Filler:
+        """A filler in the trainer's own process."""
+
+    @abstractmethod
+    def receive_ring(self, trainer: Pipe, shape: RingShape, reader: Reader) -> Filler:
+        """A filler in the loader's process, of the ring that the trainer offers."""
+
+
+def backend_of(device: str) -> Backend:
+    """The back end for 'cpu' or 'cuda:<n>'. Raises UserError where the device can't be used."""
+    if device == "cpu":
+        from lockstep.backends.host import HostBackend
+
+        return HostBackend()
+    from lockstep.backends.cuda import CudaBackend
+
+    return CudaBackend(device)

@@ -1,0 +1,117 @@
+"""NVIDIA GPUs: PyCUDA's memory, stream and events, in which torch computes.
+
+This file has run on the simulated driver of the tests only, not on a GPU yet.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.backends import Backend
+from lockstep.config import Config
+from lockstep.errors import UserError
+from lockstep.exchange import Exchange
+from lockstep.exchange.p2p import MOST_RANKS, PeerExchange, SwapExchange
+from lockstep.exchange.proof import iommu, prove
+from lockstep.exchange.staged import StagedExchange
+from lockstep.loading import Filler, Ring
+from lockstep.loading.cuda import AugmentingFiller, CudaFiller, CudaRing, RawFiller, RawRing, ReadyRing
+from lockstep.memory import Block
+from lockstep.memory.cuda import CudaBlock, CudaMemory
+from lockstep.peers import Peers
+from lockstep.pipes import Pipe
+from lockstep.precision import image_dtype
+from lockstep.reader import Reader
+from lockstep.recorder import Stopwatch, StreamStopwatch
+from lockstep.slots import RingShape
+
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: never waits for the default stream
+
+
+def start_torch(device: torch.device, stream: Any) -> None:
+    """Makes torch compute on the device, in PyCUDA's stream. Raises RuntimeError where it can't."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.ExternalStream(stream.handle, device))  # type: ignore[no-untyped-call]
+
+
+class CudaBackend(Backend):
+    """stream: a trainer's, in which it computes, or a loader's, in which it copies."""
+
+    memory: CudaMemory
+
+    def __init__(self, device: str) -> None:
+        self.memory = CudaMemory(device)
+        self.stream = self.memory.driver.Stream(_NON_BLOCKING)
+
+    def start_computing(self, config: Config) -> None:
+        try:
+            start_torch(self.memory.device, self.stream)
+        except (RuntimeError, AssertionError) as error:  # AssertionError: a build without CUDA
+            raise UserError(f"torch {torch.__version__} can't use {self.memory}: {error}") from error
+
+    def stopwatch(self) -> Stopwatch:
+        return StreamStopwatch(self.memory.driver.Event, self.stream)
+
+    def open_exchange(
+        self, kind: str, block: Block, arena: torch.Tensor, peers: Peers
+    ) -> tuple[Exchange, str]:
+        if arena.dtype != torch.float32:
+            raise UserError(f"on a GPU the model's weights must be float32, not {arena.dtype}")
+        if peers.n_trainers > MOST_RANKS:
+            raise UserError(
+                f"devices: at most {MOST_RANKS} GPU trainers can exchange, not {peers.n_trainers}"
+            )
+        assert isinstance(block, CudaBlock)
+        kind, reason = self._choose(kind, peers)
+        makers = {"p2p": PeerExchange, "swap": SwapExchange, "staged": StagedExchange}
+        return makers[kind](self.memory, self.stream, block, len(arena), peers), reason
+
+    def _choose(self, kind: str, peers: Peers) -> tuple[str, str]:
+        """The kind of exchange that works here, and why."""
+        if not peers.pipes:
+            return "p2p", "there is one trainer only"
+        if kind == "staged":
+            return kind, "as asked"
+        pairs = prove(self.memory, self.stream, peers)
+        problems = [f"trainer {pair.rank}: {pair.problem}" for pair in pairs if pair.problem]
+        if not problems:
+            slowest = min(pair.gb_per_second for pair in pairs)
+            return kind.replace(
+                "auto", "p2p"
+            ), f"all {len(pairs)} pairs proven, the slowest at {slowest:.0f} GB/s"
+        if kind == "auto":
+            return "staged", f"{problems[0]}; {iommu()}"
+        raise UserError(
+            f"exchange: {kind} can't be had: {problems[0]}; {iommu()}; use exchange: auto or staged"
+        )
+
+    def make_ring(self, config: Config, n_slots: int, crop_size: int, mean: np.ndarray) -> CudaRing:
+        height, width, _ = mean.shape
+        raw = RingShape(n_slots, config.batch_size, (height, width), torch.uint8, crop_size)
+        size, dtype = (crop_size, crop_size), image_dtype(config)
+        if config.augment_on == "loader" and config.para_load:
+            ready = RingShape(n_slots, config.batch_size, size, dtype, crop_size)
+            return ReadyRing(self.memory, self.stream, ready)
+        ready = RingShape(1, config.batch_size, size, dtype, crop_size)
+        return RawRing(self.memory, self.stream, raw, ready, mean)
+
+    def fill_directly(self, ring: Ring, reader: Reader) -> Filler:
+        assert isinstance(ring, CudaRing)
+        filler = RawFiller(self.memory, self.stream, reader, ring.shape, ring.block, ring.released)
+        ring.filled = filler.filled
+        return filler
+
+    def receive_ring(self, trainer: Pipe, shape: RingShape, reader: Reader) -> Filler:
+        block = self.memory.receive(trainer, "the ring's memory")
+        if block.pci_bus_id != self.memory.pci_bus_id:
+            raise UserError(
+                f"{self.memory} is another device than {trainer.peer}'s, {block.pci_bus_id}: "
+                "CUDA_VISIBLE_DEVICES must be the same in all processes"
+            )
+        released = self.memory.receive_events(trainer, "its events")
+        kind: type[CudaFiller] = RawFiller if shape.dtype == torch.uint8 else AugmentingFiller
+        filler = kind(self.memory, self.stream, reader, shape, block, released)
+        self.memory.send_events(trainer, filler.filled)
+        return filler

@@ -1,0 +1,156 @@
+"""Proves, before training, that devices really reach each other's memory.
+
+`cuDeviceCanAccessPeer` says yes on machines where transfers are lost or garbled (an IOMMU that is on, PCIe
+access control, broken drivers), and then networks learn nonsense without any error. So every ordered pair of
+ranks averages random data through the very path that training uses: memory opened by CUDA IPC, read and
+written by the averaging kernel. Each side compares its own memory with what must be there, bit for bit.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.exchange.p2p import AverageKernel
+from lockstep.memory.cuda import CudaBlock, CudaMemory
+from lockstep.peers import Peers
+
+PROOF_BYTES = 64 << 20  # each way, for each pair
+IOMMU_GROUPS = Path("/sys/kernel/iommu_groups")
+_SOURCE, _TARGET = 0, 1
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One ordered pair: `rank` has read and written the memory of `peer`. problem: '' where all is well."""
+
+    rank: int
+    peer: int
+    gb_per_second: float  # read and written over the link, together
+    problem: str = ""
+
+
+def prove(memory: CudaMemory, stream: Any, peers: Peers, n_bytes: int = PROOF_BYTES) -> list[Pair]:
+    """Tries every ordered pair. All ranks get the same list, in order of rank and peer.
+
+    Where the driver itself denies access between two devices, nothing is tried and that is the problem.
+    """
+    denied = [pair for pairs in peers.meet("peer access", _denied(memory, peers)) for pair in pairs]
+    if denied or not peers.pipes:
+        return denied
+    proof = _Proof(memory, stream, peers, n_bytes // 4)
+    try:
+        return proof.run()
+    finally:
+        proof.close()
+
+
+def iommu() -> str:
+    """A sentence about the machine's IOMMU: the usual reason for peer access that fails."""
+    n_groups = len(list(IOMMU_GROUPS.iterdir())) if IOMMU_GROUPS.is_dir() else 0
+    if not n_groups:
+        return "no IOMMU groups"
+    return f"{n_groups} IOMMU groups: with an IOMMU, peer access over PCIe does not work on bare metal"
+
+
+def _denied(memory: CudaMemory, peers: Peers) -> list[Pair]:
+    devices = peers.meet("devices", memory.pci_bus_id)
+    found = []
+    for rank in peers.pipes:
+        if devices[rank] == memory.pci_bus_id:
+            continue
+        try:
+            card = memory.driver.Device(devices[rank])
+        except memory.driver.Error:
+            problem = (
+                f"does not see its device {devices[rank]} (CUDA_VISIBLE_DEVICES must be the same in all)"
+            )
+        else:
+            mine = memory.driver.Context.get_device()
+            problem = "" if mine.can_access_peer(card) else f"{memory} can't access {devices[rank]}"
+        if problem:
+            found.append(Pair(peers.rank, rank, 0.0, problem))
+    return found
+
+
+class _Proof:
+    """Each rank owns two arrays: *source*, which it averages, and *target*, which one peer a round does.
+
+    In round k, rank r averages its source and the target of rank r + k.
+    """
+
+    def __init__(self, memory: CudaMemory, stream: Any, peers: Peers, n_elements: int) -> None:
+        self._memory, self._stream, self._peers, self._n_elements = memory, stream, peers, n_elements
+        self._kernel = AverageKernel(memory, stream)
+        self._source = memory.allocate(4 * n_elements, "proving peer access")
+        self._target = memory.allocate(4 * n_elements, "proving peer access")
+        for pipe in peers.pipes.values():
+            self._target.send(pipe)
+        self._opened: dict[int, CudaBlock] = {
+            rank: memory.receive(pipe, "memory to prove peer access with")
+            for rank, pipe in peers.pipes.items()
+        }
+
+    def run(self) -> list[Pair]:
+        pairs = []
+        for distance in range(1, self._peers.n_trainers):
+            pairs += self._round(distance)
+        return sorted(pairs, key=lambda pair: (pair.rank, pair.peer))
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        for block in self._opened.values():
+            block.close()
+        self._peers.meet("the proof is over")
+        self._source.close()
+        self._target.close()
+
+    def _round(self, distance: int) -> list[Pair]:
+        """All ranks at once. Writing is judged by the one whose memory it is."""
+        rank, n_ranks = self._peers.rank, self._peers.n_trainers
+        peer, writer = (rank + distance) % n_ranks, (rank - distance) % n_ranks
+        self._fill(self._source, rank, distance, _SOURCE)
+        self._fill(self._target, rank, distance, _TARGET)
+        self._peers.meet(f"filled for round {distance}")
+        seconds = self._average(peer)
+        self._peers.meet(f"averaged in round {distance}")
+        read = self._compare(self._source, rank, peer, distance)
+        written = self._compare(self._target, writer, rank, distance)
+        results = self._peers.meet(f"compared in round {distance}", (seconds, read, written))
+        return [self._judge(first, (first + distance) % n_ranks, results) for first in range(n_ranks)]
+
+    def _average(self, peer: int) -> float:
+        """Seconds that the device takes; 64 MiB come over the link and 64 MiB go back."""
+        begin, end = self._memory.driver.Event(), self._memory.driver.Event()
+        begin.record(self._stream)
+        self._kernel.launch([self._source.pointer, self._opened[peer].pointer], 0, self._n_elements)
+        end.record(self._stream)
+        end.synchronize()
+        return float(end.time_since(begin)) / 1e3
+
+    def _judge(self, rank: int, peer: int, results: list[tuple[float, int, int]]) -> Pair:
+        seconds, read, _ = results[rank]
+        written = results[peer][2]
+        problem = ""
+        if read or written:
+            problem = (
+                f"of {self._n_elements:,} numbers averaged by trainer {rank} with memory of trainer {peer}, "
+                f"{read:,} were wrong on its own side and {written:,} on the other"
+            )
+        return Pair(rank, peer, 8 * self._n_elements / max(seconds, 1e-9) / 1e9, problem)
+
+    def _fill(self, block: CudaBlock, rank: int, distance: int, side: int) -> None:
+        self._memory.driver.memcpy_htod(block.pointer, self._values(rank, distance, side))
+
+    def _compare(self, block: CudaBlock, rank: int, peer: int, distance: int) -> int:
+        """How many numbers in `block` are not the mean of the source of `rank` and the target of `peer`."""
+        found = np.empty(self._n_elements, np.float32)
+        self._memory.driver.memcpy_dtoh(found, block.pointer)
+        total = self._values(rank, distance, _SOURCE) + self._values(peer, distance, _TARGET)
+        return int((found.view(np.uint32) != (total / np.float32(2)).view(np.uint32)).sum())
+
+    def _values(self, rank: int, distance: int, side: int) -> np.ndarray:
+        random = np.random.default_rng([rank, distance, side])
+        values: np.ndarray = random.random(self._n_elements, np.float32)
+        return values

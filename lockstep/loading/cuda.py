@@ -1,0 +1,191 @@
+"""A ring in device memory: from the file through page-locked memory, by DMA, into the trainer's slots.
+
+No host waits for a device, but a loader for page-locked memory to be free again. Two interprocess events a
+slot say what the device has done: *filled*, recorded by the loader behind its copy, and *released*, recorded
+by the trainer behind its last use. A wait refers to the last record that was issued before it; the messages
+`Filled` and `Fill` see to the order of the calls.
+
+Crop, mirror, mean and conversion are one kernel. It runs in the trainer (RawRing, RawFiller), between two
+steps, or in the loader (ReadyRing, AugmentingFiller), beside them, if the device can run both at once.
+
+This file has run on the simulated driver of the tests only, not on a GPU yet.
+"""
+
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep import kernels
+from lockstep.loading import Batch, Filler, Ring, batch_of
+from lockstep.memory.cuda import CudaBlock, CudaMemory
+from lockstep.messages import Order
+from lockstep.pipes import Pipe
+from lockstep.reader import Reader
+from lockstep.slots import RingShape
+
+_THREADS = 256
+
+
+class AugmentKernel:
+    """From a raw slot to a slot as the network takes it, both in this device's memory."""
+
+    def __init__(
+        self, memory: CudaMemory, stream: Any, mean: np.ndarray, raw: RingShape, out: RingShape
+    ) -> None:
+        self._driver, self._stream, self._raw, self._out = memory.driver, stream, raw, out
+        name = {torch.float32: "augment_float32", torch.bfloat16: "augment_bfloat16"}[out.dtype]
+        self._kernel = kernels.load(memory.driver, "augment").get_function(name)
+        self._mean = memory.allocate(mean.nbytes, "the mean image")
+        memory.driver.memcpy_htod(self._mean.pointer, np.ascontiguousarray(mean, np.float32))
+
+    def launch(self, raw: int, out: int, n_images: int) -> None:
+        """raw, out: addresses of slots. Copies labels and sample numbers, makes the first n_images images."""
+        self._driver.memcpy_dtod_async(out, raw, self._raw.head_bytes, self._stream)
+        if not n_images:
+            return
+        height, width = self._raw.image_size
+        self._kernel(
+            np.uint64(raw + self._raw.head_bytes),
+            np.uint64(raw + self._raw.crops_at),
+            np.uint64(self._mean.pointer),
+            np.uint64(out + self._out.head_bytes),
+            *(np.int32(number) for number in (n_images, height, width, self._out.crop_size)),
+            block=(_THREADS, 1, 1),
+            grid=(-(-n_images * self._out.crop_size**2 // _THREADS), 1),
+            stream=self._stream,
+        )
+
+    def close(self) -> None:
+        self._mean.close()
+
+
+class CudaRing(Ring):
+    """What both kinds of rings share. stream: in which the trainer computes."""
+
+    def __init__(self, memory: CudaMemory, stream: Any, shape: RingShape) -> None:
+        self.shape = shape
+        self._memory, self._stream = memory, stream
+        self.block = memory.allocate(shape.n_bytes, "minibatches")
+        self.released = memory.events(shape.n_slots)
+        self.filled: list[Any] = []  # the filler's
+
+    def offer(self, pipe: Pipe) -> None:
+        pipe.send(self.shape)
+        self.block.send(pipe)
+        self._memory.send_events(pipe, self.released)
+        self.filled = self._memory.receive_events(pipe, "its events")
+
+    def await_filled(self, number: int) -> None:
+        self._stream.wait_for_event(self.filled[number])
+
+    def release(self, number: int) -> None:
+        self.released[number].record(self._stream)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self.block.close()
+
+
+class RawRing(CudaRing):
+    """Slots of raw images. Using one makes the network's images of it, always in the same place."""
+
+    def __init__(
+        self, memory: CudaMemory, stream: Any, shape: RingShape, ready: RingShape, mean: np.ndarray
+    ) -> None:
+        super().__init__(memory, stream, shape)
+        self._ready = memory.allocate(ready.n_bytes, "the minibatch in use")
+        self._slot = ready.slots(self._ready.tensor(torch.uint8, (ready.n_bytes,)))[0]
+        self._kernel = AugmentKernel(memory, stream, mean, shape, ready)
+
+    def batch(self, number: int, order: Order) -> Batch:
+        raw = self.block.pointer + number * self.shape.slot_bytes
+        self._kernel.launch(raw, self._ready.pointer, order.last - order.first)
+        return batch_of(order, self._slot)
+
+    def close(self) -> None:
+        super().close()
+        self._kernel.close()
+        self._ready.close()
+
+
+class ReadyRing(CudaRing):
+    """Slots of images as the network takes them."""
+
+    def __init__(self, memory: CudaMemory, stream: Any, shape: RingShape) -> None:
+        super().__init__(memory, stream, shape)
+        self._slots = shape.slots(self.block.tensor(torch.uint8, (shape.n_bytes,)))
+
+    def batch(self, number: int, order: Order) -> Batch:
+        return batch_of(order, self._slots[number])
+
+
+class CudaFiller(Filler):
+    """What both kinds of fillers share.
+
+    stream: for the copies. block, released: the ring's memory and events. filled: events of this filler, to
+    be known to the ring.
+    """
+
+    def __init__(
+        self,
+        memory: CudaMemory,
+        stream: Any,
+        reader: Reader,
+        shape: RingShape,
+        block: CudaBlock,
+        released: list[Any],
+    ) -> None:
+        self._driver, self._stream, self._reader = memory.driver, stream, reader
+        self._shape, self._block, self._released = shape, block, released
+        self.filled = memory.events(shape.n_slots)
+        self._raw = reader.raw_shape(shape.n_slots)
+        self._pinned = memory.pinned(self._raw.n_bytes).reshape(shape.n_slots, -1)
+        self._slots = self._raw.slots(torch.from_numpy(self._pinned).view(-1))
+
+    def fill(self, number: int, order: Order) -> None:
+        self.filled[number].synchronize()  # the last copy out of the page-locked memory, a whole ring ago
+        self._reader.read(order, self._slots[number])
+        address = self._block.pointer + number * self._shape.slot_bytes
+        self._bring(number, address, order.last - order.first)
+        self.filled[number].record(self._stream)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self._block.close()
+
+    @abstractmethod
+    def _bring(self, number: int, address: int, n_images: int) -> None:
+        """Issues everything that brings a raw slot of the page-locked memory into the ring's slot."""
+
+    def _copy(self, number: int, address: int, n_images: int) -> None:
+        used = self._pinned[number, : self._raw.used_bytes(n_images)]
+        self._driver.memcpy_htod_async(address, used, self._stream)
+
+
+class RawFiller(CudaFiller):
+    """Copies: nothing of it needs the device's processors."""
+
+    def _bring(self, number: int, address: int, n_images: int) -> None:
+        self._stream.wait_for_event(self._released[number])
+        self._copy(number, address, n_images)
+
+
+class AugmentingFiller(CudaFiller):
+    """Copies into memory of its own, and has the kernel write into the ring."""
+
+    def __init__(self, memory: CudaMemory, stream: Any, reader: Reader, shape: RingShape, *ring: Any) -> None:
+        super().__init__(memory, stream, reader, shape, *ring)
+        self._staging = memory.allocate(self._raw.slot_bytes, "raw images")
+        self._kernel = AugmentKernel(memory, stream, reader.dataset.mean, self._raw, shape)
+
+    def _bring(self, number: int, address: int, n_images: int) -> None:
+        self._copy(number, self._staging.pointer, n_images)
+        self._stream.wait_for_event(self._released[number])
+        self._kernel.launch(self._staging.pointer, address, n_images)
+
+    def close(self) -> None:
+        super().close()
+        self._kernel.close()
+        self._staging.close()

@@ -1,0 +1,68 @@
+"""Values as the types that a dataclass's annotations say: for keys that people write in YAML."""
+
+import types
+import typing
+from typing import Any, Literal
+
+_UNIONS = (types.UnionType, typing.Union)  # int | str, and what int | Literal[...] makes
+
+
+def convert(value: Any, hint: Any) -> Any:
+    """Returns `value` as the type `hint` says, or raises TypeError. Converts only what loses nothing."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in _UNIONS:
+        return _convert_to_one_of(value, options)
+    if origin is Literal:
+        matches = isinstance(value, str) and value in options
+    elif origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise TypeError
+        return tuple(convert(item, options[0]) for item in value)
+    elif origin is dict:
+        matches = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    elif hint is float:
+        return _convert_to_float(value)
+    else:
+        matches = type(value) is hint  # not isinstance: True is no whole number here
+    if not matches:
+        raise TypeError
+    return value
+
+
+def _convert_to_one_of(value: Any, options: tuple[Any, ...]) -> Any:
+    for option in options:
+        try:
+            return convert(value, option)
+        except TypeError:
+            continue
+    raise TypeError
+
+
+def _convert_to_float(value: Any) -> float:
+    """YAML 1.1 reads 5e-4 (no point) as text; people mean the number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        raise TypeError from None
+
+
+def describe(hint: Any) -> str:
+    """What `convert` takes, in the words of a user."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in _UNIONS:
+        return " or ".join(describe(option) for option in options)
+    if origin is Literal:
+        return " or ".join(repr(option) for option in options)
+    if origin is tuple:
+        return f"a list, each item {describe(options[0])}"
+    if origin is dict:
+        return "a mapping (key: value)"
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text (in quotes)",
+    }
+    return names.get(hint, "null")
