@@ -6,7 +6,6 @@ early or too late.
 """
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -234,16 +233,3 @@ def test_a_peer_that_dies_with_memory_open_leaves_the_owner_whole(simulation: Si
         run_ranks(lose_a_peer, 2, simulation)
     assert (simulation.folder / "freed").exists()
     assert list(simulation.folder.glob("memory-*")) == []
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
-def test_kernels_are_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep import kernels
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = kernels.compiled("average", "sm_90")
-    assert first.stat().st_size > 0 and [path.name for path in first.parent.iterdir()] == [first.name]
-    monkeypatch.setenv("PATH", "")
-    assert kernels.compiled("average", "sm_90") == first  # without nvcc
-    with pytest.raises(UserError, match="nvcc is not on the PATH"):
-        kernels.compiled("average", "sm_80")

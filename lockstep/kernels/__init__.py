@@ -1,4 +1,7 @@
-"""The CUDA kernels, compiled once per architecture by nvcc and kept in the user's cache folder."""
+"""The CUDA kernels, compiled once per architecture by NVRTC or nvcc and kept in the user's cache folder.
+
+NVRTC goes first: torch's CUDA wheels bring it, so it fits the CUDA that torch runs on, and it needs no gcc.
+"""
 
 import hashlib
 import os
@@ -9,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.kernels import nvrtc
 
 HERE = Path(__file__).resolve().parent
+# As tests/cuda_sim/build.py for the host: what is added and what is multiplied is rounded as it is written.
+OPTIONS = ["--fmad=false"]
 
 
 def load(driver: Any, name: str) -> Any:
@@ -22,23 +28,47 @@ def load(driver: Any, name: str) -> Any:
 def compiled(name: str, architecture: str) -> Path:
     """The cubin of kernels/<name>.cu, compiled now where this source never was for this architecture.
 
-    Raises UserError where there is no nvcc, or it can't compile.
+    Raises UserError where there is neither NVRTC nor nvcc, or it can't compile, or the cubin can't be kept.
     """
     source = HERE / f"{name}.cu"
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(" ".join(OPTIONS).encode() + source.read_bytes()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lockstep"
     cubin = cache / f"{name}-{architecture}-{digest}.cubin"
-    if cubin.exists():
-        return cubin
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        raise UserError(f"nvcc is not on the PATH: it is needed once, to compile {source.name}")
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        made = Path(folder) / cubin.name
-        command = [nvcc, f"-arch={architecture}", "-cubin", "-o", str(made), str(source)]
+    if not cubin.exists():
+        _keep(_compile(source, architecture), cubin)
+    return cubin
+
+
+def _compile(source: Path, architecture: str) -> bytes:
+    options = [f"--gpu-architecture={architecture}", *OPTIONS]
+    library, nvcc = nvrtc.find(), shutil.which("nvcc")
+    if library is not None:
+        return nvrtc.compile_cubin(library, source, options)
+    if nvcc is not None:
+        return _compile_with_nvcc(nvcc, source, options)
+    raise UserError(
+        f"neither NVRTC (libnvrtc) nor nvcc is here: one is needed once, to compile {source.name}; "
+        "pip install nvidia-cuda-nvrtc, or install the CUDA toolkit"
+    )
+
+
+def _compile_with_nvcc(nvcc: str, source: Path, options: list[str]) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "cubin"
+        command = [nvcc, *options, "-cubin", "-o", str(cubin), str(source)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise UserError(f"nvcc can't compile {source.name} for {architecture}: {done.stderr.strip()}")
-        made.replace(cubin)  # in one step: several ranks may compile at once
-    return cubin
+            raise UserError(f"{nvcc} can't compile {source.name} with {options[0]}: {done.stderr.strip()}")
+        return cubin.read_bytes()
+
+
+def _keep(content: bytes, cubin: Path) -> None:
+    try:
+        cubin.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cubin.parent) as folder:
+            made = Path(folder) / cubin.name
+            made.write_bytes(content)
+            made.replace(cubin)  # in one step: several ranks may compile at once
+    except OSError as error:
+        reason = f"{cubin.parent}: can't be written to: {error.strerror}"
+        raise UserError(f"{reason}; set XDG_CACHE_HOME to a folder that can") from error

@@ -1,0 +1,67 @@
+"""NVRTC, the CUDA compiler that is a library, by ctypes: nvrtc.h, and NVIDIA's NVRTC guide, chapter 3.
+
+It needs no GPU, no driver, and no file of the toolkit but libnvrtc-builtins. It finds that one by itself: the
+run path of libnvrtc is its own folder.
+"""
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.errors import UserError
+
+MAJORS = range(20, 11, -1)  # 12 is the oldest that today's torch is made for; those to come cost nothing
+
+
+def find() -> ctypes.CDLL | None:
+    """The first NVRTC that can be opened, or None."""
+    for place in _places():
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue  # the dynamic loader has no such name, or the file is for another machine
+    return None
+
+
+def _places() -> Iterator[str]:
+    """What may be NVRTC: files in NVIDIA's wheels and in the toolkit, then names for the dynamic loader.
+
+    The newest of several first: pip can leave the one of an older torch behind.
+    """
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    globs = [(folder, "nvidia/*/lib/libnvrtc.so.*") for folder in sys.path]
+    globs += [(home, "lib64/libnvrtc.so.*") for home in homes]
+    for folder, pattern in globs:
+        files = sorted(Path(folder).glob(pattern), key=lambda path: path.name, reverse=True)
+        yield from map(str, files)
+    yield from (f"libnvrtc.so.{major}" for major in MAJORS)
+
+
+def compile_cubin(library: ctypes.CDLL, source: Path, options: list[str]) -> bytes:
+    """The cubin of a .cu file that includes nothing. Raises UserError with NVRTC's words where it can't."""
+    program, words = ctypes.c_void_p(), [option.encode() for option in options]
+    text, name = source.read_bytes(), source.name.encode()
+    _call(library, "nvrtcCreateProgram", ctypes.byref(program), text, name, 0, None, None)
+    try:
+        if library.nvrtcCompileProgram(program, len(words), (ctypes.c_char_p * len(words))(*words)):
+            log = _fetch(library, program, "ProgramLog").rstrip(b"\n\0").decode(errors="replace")
+            raise UserError(f"{library._name} can't compile {source.name} with {options[0]}: {log}")
+        return _fetch(library, program, "CUBIN")
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _fetch(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    _call(library, f"nvrtcGet{what}Size", program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    _call(library, f"nvrtcGet{what}", program, buffer)
+    return buffer.raw
+
+
+def _call(library: ctypes.CDLL, function: str, *arguments: object) -> None:
+    result = getattr(library, function)(*arguments)
+    if result:
+        raise UserError(f"{library._name}: {function} failed with nvrtcResult {result}")
