@@ -2,6 +2,7 @@
 # make bench   measure and print the tables of docs/results         make check   lint, format, types
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
 DIGITS := data/digits/manifest.json
 .DEFAULT_GOAL := help
 
@@ -12,7 +13,9 @@ help:
 setup: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) '.[dev]'
+	@if command -v nvidia-smi >/dev/null && command -v nvcc >/dev/null; then $(INSTALL) '.[dev,cuda]' || \
+		echo "note: PyCUDA could not be built (why: see above), so training will be on the CPU"; fi
 	touch $@
 
 data: $(DIGITS)

@@ -23,7 +23,7 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from lockstep import commandline, runfolder
+from lockstep import commandline, devices, runfolder
 from lockstep import config as configuration
 from lockstep.config import Config
 from lockstep.console import Console, show
@@ -102,6 +102,7 @@ def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Con
 
 def start_processes(processes: Processes, config: Config, run: runfolder.Run) -> None:
     """Starts a trainer and, with para_load, a loader per device, with a pipe between all that talk."""
+    devices.number_gpus_by_place()
     plan = Plan(config, run.folder, run.start.path if run.start else None)
     n_trainers = len(config.devices)
     peers: list[dict[int, Connection]] = [{} for _ in range(n_trainers)]

@@ -27,14 +27,15 @@ def load_config(description: str, standard: Path) -> tuple[Config, list[str]]:
     config, notices = configuration.resolve([configuration.read_yaml(words.config or standard), *above])
     if overrides.values.get("resume_train") and not words.config:
         config, notices = _as_it_was(config, notices, above)
-    chosen, reason = devices.normalise(config.devices), ""
-    if not chosen:
+    chosen = devices.normalise(config.devices)
+    if chosen:
+        devices.check(chosen)
+    else:
         chosen, reason = devices.choose()
-        notices.append(f"devices: {', '.join(chosen)} ({reason})")
-    devices.check(chosen)
+        notices.append(f"devices: {', '.join(chosen)}; {reason}")
     config = dataclasses.replace(config, devices=chosen)
     configuration.check_devices(config)
-    return config, notices
+    return config, [*notices, *devices.notices(chosen)]
 
 
 def _as_it_was(config: Config, notices: list[str], above: list[Layer]) -> tuple[Config, list[str]]:

@@ -188,7 +188,7 @@ def resolve(layers: list[Layer]) -> tuple[Config, list[str]]:
 
 
 def check_devices(config: Config) -> None:
-    """Raises UserError for keys that ask for what only GPUs have, on a CPU. The devices are settled by now."""
+    """Raises UserError for keys that ask for what only GPUs have, where `devices` are CPUs."""
     if "cpu" not in config.devices:
         return
     asked = {"precision": config.precision == "tf32", "cuda_graph": config.cuda_graph}

@@ -1,18 +1,24 @@
 """Which devices there are, and which of those that were asked for can be used.
 
-Runs in the launcher, which never touches CUDA: the NVIDIA driver is asked through its own program,
-`nvidia-smi`, so that no CUDA context is made in a process that later starts others.
+Runs in the launcher, which never touches CUDA and never imports torch or PyCUDA: it looks at what is
+installed, and asks the driver by `lockstep/gpus.py`.
 """
 
 import os
 import re
-import shutil
-import subprocess
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from lockstep.errors import UserError
+from lockstep.gpus import Gpu, list_gpus, visible
 
+# What tells the Linux inside Windows (WSL 2) from others: its kernel's name, and its way to the GPU.
+KERNEL_VERSION = Path("/proc/version")
+WINDOWS_GPU = Path("/dev/dxg")
 _GPU = re.compile(r"(?:gpu|cuda:)(\d+)")
+_ON_CPU = "to train on the CPU: --spec spec_cpu.yaml"
+_EXPANDABLE = re.compile(r"expandable_segments\s*:\s*True")
 
 
 def normalise(devices: tuple[str, ...]) -> tuple[str, ...]:
@@ -33,44 +39,108 @@ def _normalise_one(device: str) -> str:
 
 
 def choose() -> tuple[tuple[str, ...], str]:
-    """The devices of a run that names none, and why they were chosen."""
-    devices = ("cpu",) * min(2, count_cores())
-    n_gpus = count_gpus()
-    if n_gpus:
-        return devices, f"{n_gpus} NVIDIA GPU(s) seen, but this version trains on the CPU only"
-    return devices, "no NVIDIA GPU here"
+    """The devices of a run that names none, and why: all visible GPUs if they can be used, else CPUs."""
+    cpus = ("cpu",) * min(2, count_cores())
+    try:
+        gpus, shown = _look()
+    except UserError as error:
+        return cpus, f"{error}; training on the CPU"
+    obstacle = _find_obstacle(shown) if shown else f"{_setting_text()} hides what is here"
+    if obstacle:
+        return cpus, f"{_count(gpus)} here, but {obstacle}; training on the CPU"
+    names = tuple(f"cuda:{number}" for number in range(len(shown)))
+    listing = ", ".join(f"{name} ({gpu})" for name, gpu in zip(names, shown, strict=True))
+    return names, f"all visible GPUs, with driver {shown[0].driver}: {listing}"
 
 
 def check(devices: tuple[str, ...]) -> None:
-    """Raises UserError when a device is not there or can't be used by this version."""
-    gpus = [device for device in devices if device != "cpu"]
-    if not gpus:
+    """Raises UserError when a device is not there or can't be used. devices: as `normalise` writes them."""
+    numbers = [int(device.removeprefix("cuda:")) for device in devices if device != "cpu"]
+    if not numbers:
         return
-    n_gpus = count_gpus()
-    for gpu in gpus:
-        if int(gpu.removeprefix("cuda:")) >= n_gpus:
-            raise UserError(
-                f"devices: {gpu} is not there: this machine has {n_gpus} NVIDIA GPU(s); "
-                "use --spec spec_cpu.yaml, or name a device that exists"
-            )
-    raise UserError(
-        f"devices: {gpus[0]} is there, but this version has no exchange and loading on GPUs yet; "
-        "use --spec spec_cpu.yaml"
-    )
-
-
-def count_gpus() -> int:
-    """NVIDIA GPUs that the driver shows; 0 where there is no driver."""
-    program = shutil.which("nvidia-smi")
-    if program is None or not Path("/proc/driver/nvidia").exists():
-        return 0
+    refused = f"devices: {', '.join(devices)} can't be used"
     try:
-        listing = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=30)
-    except subprocess.TimeoutExpired:
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+        gpus, shown = _look()
+    except UserError as error:
+        raise UserError(f"{refused}: {error}; {_ON_CPU}") from error
+    if max(numbers) >= len(shown):
+        hidden = f", and {_setting_text()} shows {len(shown)}" if max(numbers) < len(gpus) else ""
+        raise UserError(f"devices: cuda:{max(numbers)} is not there: {_count(gpus)} here{hidden}; {_ON_CPU}")
+    obstacle = _find_obstacle(shown)
+    if obstacle:
+        raise UserError(f"{refused}: {obstacle}; {_ON_CPU}")
+
+
+def notices(devices: tuple[str, ...]) -> list[str]:
+    """What a user of these devices should know, and need not change."""
+    if "cpu" in devices:
+        return []
+    found = []
+    for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if _EXPANDABLE.search(os.environ.get(key, "")):
+            found.append(
+                f"{key} sets expandable_segments:True, which can't be shared between processes; harmless "
+                "here, because PyCUDA allocates what is shared"
+            )
+    order = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    if order != "PCI_BUS_ID":
+        found.append(f"CUDA_DEVICE_ORDER is {order}: if GPUs differ, cuda:0 may not be nvidia-smi's GPU 0")
+    return found
+
+
+def number_gpus_by_place() -> None:
+    """Makes processes started from now on number GPUs by place on the PCI bus, as nvidia-smi does.
+
+    By itself CUDA puts the fastest first: cuda:0 would be one GPU to this file and another to a trainer. What
+    the user has set stays.
+    """
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 
 def count_cores() -> int:
     """Processor cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def _look() -> tuple[list[Gpu], list[Gpu]]:
+    """All GPUs, and those that CUDA shows, in its order. Raises UserError as `list_gpus` and `visible` do."""
+    gpus = list_gpus()
+    return gpus, visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _find_obstacle(shown: list[Gpu]) -> str:
+    """Why the visible GPUs can't be trained on, and the remedy; empty where they can.
+
+    All of them count, used or not: a process that sees a MIG instance sees no other GPU (NVIDIA's MIG user
+    guide, "CUDA Device Enumeration").
+    """
+    if _is_wsl():
+        return "this is Linux inside Windows (WSL), where CUDA IPC does not work"
+    for number, gpu in enumerate(shown):
+        if gpu.mig:
+            return (
+                f"cuda:{number} ({gpu}) is in MIG mode, and CUDA IPC does not work across MIG instances: "
+                f"turn it off (nvidia-smi -i {gpu.index} -mig 0), or hide this GPU by CUDA_VISIBLE_DEVICES"
+            )
+    if find_spec("pycuda") is None:
+        return "PyCUDA is not installed: pip install .[cuda] (see docs/install.md)"
+    torch_version = version("torch")
+    if torch_version.endswith("+cpu"):
+        # Forced, because pip takes 2.13.0+cpu for the 2.13.0 that is asked for
+        install = "pip install --force-reinstall -c constraints.txt torch"
+        return f"torch {torch_version} is a build without CUDA: {install} (see docs/install.md)"
+    return ""
+
+
+def _is_wsl() -> bool:
+    return WINDOWS_GPU.exists() or "microsoft" in KERNEL_VERSION.read_text().lower()
+
+
+def _setting_text() -> str:
+    return f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
+
+
+def _count(gpus: list[Gpu]) -> str:
+    """'2 NVIDIA GPUs (NVIDIA H200, NVIDIA L4) are', each model once."""
+    models = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
+    return f"{len(gpus)} NVIDIA GPU{'s' * (len(gpus) > 1)} ({models}) {'are' if len(gpus) > 1 else 'is'}"

@@ -138,7 +138,7 @@ def test_a_manifest_that_disagrees_names_the_file(folder: Path) -> None:
         (["model=../train"], "there is no models/../train.py"),
         (["model=alexnet"], "model alexnet takes 227 x 227 pictures"),
         (["model_args={depth: 3}"], "models/smallnet.py: Model(n_classes=7, **{'depth': 3}) can't be made"),
-        (["devices=[cuda:7]"], "cuda:7 is not there"),
+        (["devices=[cuda:99]"], "devices: cuda:99 "),
         (["devices=[cpu, gpu0]"], "a run is on CPUs or on GPUs, not on both"),
         (["devices=[tpu]"], "'tpu' is not a device"),
         (["resume_train=true"], "there is no such run to resume"),
