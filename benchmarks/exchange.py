@@ -8,11 +8,11 @@ import torch
 import torch.distributed
 
 from benchmarks.measure import medians, table
-from benchmarks.ranks import run_ranks
 from lockstep.exchange.host import HostExchange
 from lockstep.memory.host import HostMemory
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
+from lockstep.ranks import run_ranks
 
 N_ELEMENTS = 2 * 60_965_224
 

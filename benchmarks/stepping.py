@@ -18,7 +18,6 @@ import torch
 
 from benchmarks.augmenting import make_folder
 from benchmarks.measure import table
-from benchmarks.ranks import DEADLINE
 from lockstep.config import Config, Layer, resolve
 from lockstep.feed import Feed, LoaderFeed
 from lockstep.loading import Batch
@@ -27,6 +26,7 @@ from lockstep.order import minibatches
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
+from lockstep.ranks import DEADLINE
 from lockstep.status import StatusBoard
 from proc_load import run_loader
 from train_funcs import Trainer

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from benchmarks.ranks import run_ranks
 from lockstep import kernels
 from lockstep.errors import UserError
 from lockstep.kernels import nvrtc
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
+from lockstep.ranks import run_ranks
 
 NAMES = sorted(path.stem for path in kernels.HERE.glob("*.cu"))
 

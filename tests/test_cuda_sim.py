@@ -14,12 +14,12 @@ import pytest
 import torch
 from conftest import ROOT
 
-from benchmarks.ranks import run_ranks
 from lockstep.errors import PeerLost, UserError
 from lockstep.exchange.p2p import PeerExchange
 from lockstep.memory.cuda import LEAST_BYTES, CudaMemory
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
+from lockstep.ranks import run_ranks
 
 sys.path.insert(0, str(ROOT / "tests" / "cuda_sim"))
 import build

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from conftest import make_config, make_folder
 
-from benchmarks.ranks import DEADLINE, run_ranks
 from lockstep.config import Config
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
+from lockstep.ranks import DEADLINE, run_ranks
 from lockstep.status import StatusBoard
 from models import smallnet
 from train_funcs import Trainer

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.ranks import run_ranks
 from lockstep.exchange import shard
 from lockstep.exchange.host import CHUNK, HostExchange
 from lockstep.memory.host import HostMemory
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
+from lockstep.ranks import run_ranks
 
 
 def swap_then_average(arenas: list[torch.Tensor]) -> torch.Tensor:

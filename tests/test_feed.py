@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from conftest import make_config
 
-from benchmarks.ranks import run_ranks
 from lockstep import batches
 from lockstep.config import Config
 from lockstep.dataset import open_dataset
@@ -21,6 +20,7 @@ from lockstep.network import build_model
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
+from lockstep.ranks import run_ranks
 from lockstep.slots import RingShape
 from lockstep.status import StatusBoard
 from train_funcs import Trainer

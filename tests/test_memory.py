@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.ranks import run_ranks
 from lockstep.backends import backend_of
 from lockstep.errors import DeadlinePassed, PeerLost, UserError
 from lockstep.memory.host import HostMemory
 from lockstep.pipes import Pipe
+from lockstep.ranks import run_ranks
 from lockstep.status import StatusBoard
 
 

@@ -75,7 +75,7 @@ class CudaBackend(Backend):
         if kind == "staged":
             return kind, "as asked"
         pairs = prove(self.memory, self.stream, peers)
-        problems = [f"trainer {pair.rank}: {pair.problem}" for pair in pairs if pair.problem]
+        problems = [pair.problem for pair in pairs if pair.problem]
         if not problems:
             slowest = min(pair.gb_per_second for pair in pairs)
             return kind.replace(

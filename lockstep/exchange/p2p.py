@@ -123,10 +123,12 @@ class SwapExchange(PeerExchange):
         self._mine = [blocks[rank].pointer for rank in sorted(blocks)]
 
     def average(self) -> None:
+        # IPC has mapped the other's memory into this context; PyCUDA crashes where none is named.
+        contexts = {"dest_context": self._memory.context, "src_context": self._memory.context}
         for rank, copy in self._copies.items():
-            theirs = self._opened[rank].pointer
+            theirs, n_bytes = self._opened[rank].pointer, 4 * self._n_elements
             self._memory.driver.memcpy_peer_async(
-                copy.pointer, theirs, 4 * self._n_elements, stream=self._stream
+                copy.pointer, theirs, n_bytes, stream=self._stream, **contexts
             )
         self._averaged.record(self._stream)  # so far only copied: then the others may overwrite theirs
 

@@ -63,9 +63,7 @@ def _denied(memory: CudaMemory, peers: Peers) -> list[Pair]:
         try:
             card = memory.driver.Device(devices[rank])
         except memory.driver.Error:
-            problem = (
-                f"does not see its device {devices[rank]} (CUDA_VISIBLE_DEVICES must be the same in all)"
-            )
+            problem = f"{memory} does not see {devices[rank]}: CUDA_VISIBLE_DEVICES must be the same in all"
         else:
             mine = memory.driver.Context.get_device()
             problem = "" if mine.can_access_peer(card) else f"{memory} can't access {devices[rank]}"

@@ -117,12 +117,12 @@ class CudaMemory(Memory):
         try:
             driver.init()
             card = driver.Device(self.device.index)
-            context = card.retain_primary_context()
+            self.context = card.retain_primary_context()
         except driver.Error as error:
             raise UserError(f"{device} can't be used: {error}; see python -m lockstep.doctor") from error
         self.name, self.pci_bus_id = card.name(), card.pci_bus_id()
-        context.push()
-        atexit.register(context.pop)
+        self.context.push()
+        atexit.register(self.context.pop)
 
     def __str__(self) -> str:
         return f"{self.device} ({self.name}, {self.pci_bus_id})"

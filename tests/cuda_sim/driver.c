@@ -6,7 +6,11 @@
 //
 //   CUDA_SIM_FOLDER   where memory and events lie (needed)       CUDA_SIM_DEVICES   how many devices (2)
 //   CUDA_SIM_MEMORY   bytes per device and process (1 GiB)       CUDA_SIM_DELAY     longest pause before an operation, us (0)
-//   CUDA_SIM_NO_PEER  1: no device can reach another
+//   CUDA_SIM_LOCKABLE bytes of host memory that can be page-locked at once (all)
+//
+// Faults between devices, as lists of pairs like 0-1,1-0 (who reaches - whose memory; 0-0 for two processes on one device):
+//   CUDA_SIM_NO_PEER  the driver says that there is no access      CUDA_SIM_LOST      writes never arrive
+//   CUDA_SIM_GARBLED  a kernel's writes arrive with one bit turned over
 //
 // Two rules of the real driver that are easily broken without notice are made to hurt here: freed memory is overwritten before it
 // goes, whoever still has it open; and a process can't open its own handle.
@@ -34,7 +38,7 @@ struct allocation {
     struct allocation *next;
     void *pointer;
     size_t bytes;
-    int device, owned, opened;
+    int device, owned, opened, garbled;
     char name[48];
 };
 
@@ -99,20 +103,28 @@ static int n_devices(void)
     return n > MOST_DEVICES ? MOST_DEVICES : (int)n;
 }
 
+static int has_fault(const char *kind, int device, int owner)
+{
+    char pair[16];
+    const char *pairs = getenv(kind);
+    snprintf(pair, sizeof pair, "%d-%d", device, owner);
+    return pairs && strstr(pairs, pair);
+}
+
 static CUcontext current(void) { return depth ? stack[depth - 1] : NULL; }
 
 // ---- shared files -------------------------------------------------------------------------------------------------
 
 static void new_name(char *name, const char *kind) { snprintf(name, 48, "%s-%d-%u", kind, getpid(), ++counter); }
 
-static void *map_file(const char *name, size_t bytes, int create)
+static void *map_file(const char *name, size_t bytes, int create, int flags)
 {
     char path[4096];
     snprintf(path, sizeof path, "%s/%s", getenv("CUDA_SIM_FOLDER"), name);
     int file = open(path, O_RDWR | O_CLOEXEC | (create ? O_CREAT | O_EXCL : 0), 0600);
     if (file < 0)
         return NULL;
-    void *pointer = create && ftruncate(file, bytes) ? MAP_FAILED : mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    void *pointer = create && ftruncate(file, bytes) ? MAP_FAILED : mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
     close(file);
     return pointer == MAP_FAILED ? NULL : pointer;
 }
@@ -125,6 +137,16 @@ static void remove_file(const char *name)
 }
 
 // ---- streams ------------------------------------------------------------------------------------------------------
+
+// What a broken link makes of what a kernel has written: one bit in the middle of the peer's memory is turned over.
+static void garble(void)
+{
+    pthread_mutex_lock(&lock);
+    for (struct allocation *at = allocations; at; at = at->next)
+        if (at->garbled)
+            ((unsigned char *)at->pointer)[at->bytes / 2] ^= 16;
+    pthread_mutex_unlock(&lock);
+}
 
 static void perform(struct CUstream_st *stream, struct operation *op)
 {
@@ -142,6 +164,7 @@ static void perform(struct CUstream_st *stream, struct operation *op)
         if (op->function->module->launch(op->function->name, op->from, op->blocks, op->threads))
             abort();
         free((void *)op->from);
+        garble();
         break;
     case RECORD: {
         struct timespec now;
@@ -273,7 +296,7 @@ CUresult cuEventCreate(CUevent *event, unsigned flags)
     struct CUevent_st *made = calloc(1, sizeof *made);
     made->owned = 1;
     new_name(made->name, "event");
-    made->shared = map_file(made->name, sizeof *made->shared, 1);
+    made->shared = map_file(made->name, sizeof *made->shared, 1, MAP_SHARED);
     *event = made;
     return made->shared ? CUDA_SUCCESS : CUDA_ERROR_OPERATING_SYSTEM;
 }
@@ -321,18 +344,18 @@ CUresult cuIpcGetEventHandle(CUipcEventHandle *handle, CUevent event)
 CUresult cuIpcOpenEventHandle(CUevent *event, CUipcEventHandle handle)
 {
     struct CUevent_st *made = calloc(1, sizeof *made);
-    made->shared = map_file(handle.reserved, sizeof *made->shared, 0);
+    made->shared = map_file(handle.reserved, sizeof *made->shared, 0, MAP_SHARED);
     *event = made;
     return made->shared ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
 // ---- memory -------------------------------------------------------------------------------------------------------
 
-static CUresult add(CUdeviceptr *pointer, const char *name, size_t bytes, int owned)
+static CUresult add(CUdeviceptr *pointer, const char *name, size_t bytes, int owned, int lost)
 {
     struct allocation *made = calloc(1, sizeof *made);
     memcpy(made->name, name, sizeof made->name);
-    made->pointer = map_file(name, bytes, owned);
+    made->pointer = map_file(name, bytes, owned, lost ? MAP_PRIVATE : MAP_SHARED); // lost: on a copy of one's own
     made->bytes = bytes;
     made->owned = owned;
     made->opened = 1;
@@ -370,7 +393,7 @@ CUresult cuMemAlloc(CUdeviceptr *pointer, size_t bytes)
     pthread_mutex_lock(&lock);
     new_name(name, "memory");
     int fits = used(current()->device) + bytes <= (size_t)setting("CUDA_SIM_MEMORY", 1l << 30);
-    CUresult result = fits ? add(pointer, name, bytes, 1) : CUDA_ERROR_OUT_OF_MEMORY;
+    CUresult result = fits ? add(pointer, name, bytes, 1, 0) : CUDA_ERROR_OUT_OF_MEMORY;
     pthread_mutex_unlock(&lock);
     if (result == CUDA_SUCCESS)
         memset((void *)*pointer, POISON, bytes); // nobody may count on zeros
@@ -410,19 +433,23 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr pointer)
         return CUDA_ERROR_INVALID_VALUE;
     memset(handle, 0, sizeof *handle);
     memcpy(handle->reserved, found->name, sizeof found->name);
-    memcpy(handle->reserved + sizeof found->name, &found->bytes, sizeof found->bytes);
+    memcpy(handle->reserved + 48, &found->bytes, sizeof found->bytes);
+    memcpy(handle->reserved + 56, &found->device, sizeof found->device);
     return CUDA_SUCCESS;
 }
 
 CUresult cuIpcOpenMemHandle(CUdeviceptr *pointer, CUipcMemHandle handle, unsigned flags)
 {
     size_t bytes;
-    int owner = 0;
+    int owner = 0, device;
     (void)flags;
+    memcpy(&device, handle.reserved + 56, sizeof device);
     memcpy(&bytes, handle.reserved + 48, sizeof bytes);
     sscanf(handle.reserved, "memory-%d-", &owner);
     if (!current() || owner == getpid())
         return CUDA_ERROR_INVALID_CONTEXT;
+    if (has_fault("CUDA_SIM_NO_PEER", current()->device, device))
+        return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
     pthread_mutex_lock(&lock);
     CUresult result = CUDA_SUCCESS;
     struct allocation *at = allocations;
@@ -431,7 +458,9 @@ CUresult cuIpcOpenMemHandle(CUdeviceptr *pointer, CUipcMemHandle handle, unsigne
     if (at)
         at->opened++, *pointer = (CUdeviceptr)at->pointer;
     else
-        result = add(pointer, handle.reserved, bytes, 0);
+        result = add(pointer, handle.reserved, bytes, 0, has_fault("CUDA_SIM_LOST", current()->device, device));
+    if (result == CUDA_SUCCESS)
+        (*find(*pointer))->garbled = has_fault("CUDA_SIM_GARBLED", current()->device, device);
     pthread_mutex_unlock(&lock);
     return result;
 }
@@ -442,6 +471,28 @@ CUresult cuMemGetInfo(size_t *available, size_t *total)
     *available = *total - used(current()->device);
     return CUDA_SUCCESS;
 }
+
+// ---- page-locked host memory --------------------------------------------------------------------------------------
+
+CUresult cuMemHostAlloc(void **pointer, size_t bytes, unsigned flags)
+{
+    (void)flags;
+    return posix_memalign(pointer, 4096, bytes) ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+}
+
+CUresult cuMemFreeHost(void *pointer) { return free(pointer), CUDA_SUCCESS; }
+
+CUresult cuMemHostRegister(void *pointer, size_t bytes, unsigned flags)
+{
+    (void)flags;
+    if (setting("CUDA_SIM_LOCKABLE", 1l << 40) < (long)bytes)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    return (size_t)pointer % 4096 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+CUresult cuMemHostUnregister(void *pointer) { return (void)pointer, CUDA_SUCCESS; }
+
+// ---- copies -------------------------------------------------------------------------------------------------------
 
 static CUresult copy(void *to, const void *from, size_t bytes, CUstream stream, int wait)
 {
@@ -579,6 +630,25 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
     return CUDA_SUCCESS;
 }
 
+CUresult cuDeviceGetPCIBusId(char *text, int length, CUdevice device)
+{
+    snprintf(text, length, "0000:%02X:00.0", device + 1);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetByPCIBusId(CUdevice *device, const char *text)
+{
+    unsigned place = 0;
+    sscanf(text, "0000:%X:", &place);
+    return cuDeviceGet(device, (int)place - 1);
+}
+
+CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device)
+{
+    (void)device;
+    return *bytes = setting("CUDA_SIM_MEMORY", 1l << 30), CUDA_SUCCESS;
+}
+
 CUresult cuDeviceComputeCapability(int *major, int *minor, CUdevice device)
 {
     (void)device;
@@ -587,7 +657,7 @@ CUresult cuDeviceComputeCapability(int *major, int *minor, CUdevice device)
 
 CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer)
 {
-    *can = device != peer && !setting("CUDA_SIM_NO_PEER", 0);
+    *can = device != peer && !has_fault("CUDA_SIM_NO_PEER", device, peer);
     return CUDA_SUCCESS;
 }
 

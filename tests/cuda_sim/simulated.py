@@ -1,16 +1,19 @@
-"""Makes a test process use PyCUDA on the simulated driver: it calls `use` before anything else."""
+"""Makes a process use PyCUDA on the simulated driver: it calls `use` before anything else.
+
+`environment` makes every child of a program do so: sitecustomize.py in site/ calls `use` in them.
+"""
 
 import ctypes
+import functools
+import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import torch
-
-from lockstep import kernels
-from lockstep.memory import cuda
+HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,17 @@ class Simulation:
     folder: Path
     settings: dict[str, str]
 
+    def set(self, **settings: object) -> "Simulation":
+        """The same with settings, written without their CUDA_SIM_."""
+        values = {f"CUDA_SIM_{name.upper()}": str(value) for name, value in settings.items()}
+        return Simulation(self.site, self.driver, self.kernels, self.folder, {**self.settings, **values})
+
+    def environment(self) -> dict[str, str]:
+        """For a program whose trainers and loaders are to use it."""
+        parts = [str(part) for part in (self.site, self.driver, self.kernels, self.folder)]
+        path = os.pathsep.join([str(HERE / "site"), str(self.site), *sys.path])
+        return {**os.environ, "PYTHONPATH": path, "CUDA_SIM_PARTS": json.dumps(parts), **self.settings}
+
 
 def use(simulation: Simulation) -> None:
     """Loads the driver before PyCUDA looks for libcuda.so.1; torch sees device memory as host memory."""
@@ -30,12 +44,43 @@ def use(simulation: Simulation) -> None:
     os.environ.update(simulation.settings)
     ctypes.CDLL(str(simulation.driver), ctypes.RTLD_GLOBAL)
     sys.path.insert(0, str(simulation.site))
+    from lockstep import kernels
+    from lockstep.backends import cuda as backend
+    from lockstep.memory import cuda as memory
+
     kernels.compiled = lambda name, architecture: simulation.kernels  # type: ignore[assignment]
-    cuda.start_torch = lambda device: None
-    cuda.as_bytes = host_view
+    memory.as_bytes = host_view
+    backend.start_torch = compute_on_the_host
 
 
-def host_view(block: cuda.CudaBlock, device: torch.device) -> torch.Tensor:
+def host_view(block: Any, device: object) -> Any:
+    import numpy as np
+    import torch
+
     buffer = (ctypes.c_uint8 * block.n_bytes).from_address(block.pointer)
     buffer.block = block  # type: ignore[attr-defined]  # kept for as long as the tensor
     return torch.from_numpy(np.ctypeslib.as_array(buffer))
+
+
+def compute_on_the_host(device: object, stream: Any) -> None:
+    """torch's work is not in the stream here: it begins when the stream has done what came before it."""
+    import train_funcs
+    from lockstep.arena import Arena
+    from lockstep.replica import Replica
+
+    def behind(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wait_first(*arguments: Any) -> Any:
+            stream.synchronize()
+            return function(*arguments)
+
+        return wait_first
+
+    for place, name in (
+        (Replica, "update"),
+        (Replica, "count_errors"),
+        (Arena, "digests"),
+        (Arena, "state"),
+        (train_funcs.Trainer, "save"),
+    ):
+        setattr(place, name, behind(getattr(place, name)))

@@ -1,4 +1,4 @@
-"""Runs a function in several real processes that have pipes to each other, as trainers do. For tests too."""
+"""Runs a function in several processes that have pipes to each other, as trainers do: for tools and tests."""
 
 import multiprocessing
 import traceback
