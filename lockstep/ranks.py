@@ -13,8 +13,9 @@ RESULT_SECONDS = 600.0
 
 
 def run_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any) -> list[Any]:
-    """Calls function(rank, pipes, *arguments) in n_ranks spawned processes; returns the results by rank."""
-    context = multiprocessing.get_context("spawn")
+    """Calls function(rank, pipes, *arguments) in n_ranks processes; returns the results by rank."""
+    context = multiprocessing.get_context("forkserver")  # it imports torch once, and never touches a device
+    context.set_forkserver_preload(["lockstep.replica"])
     peers: list[dict[int, Connection]] = [{} for _ in range(n_ranks)]
     for rank in range(n_ranks):
         for other in range(rank):

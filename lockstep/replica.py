@@ -87,8 +87,10 @@ class Replica:
 
     def _forward(self, images: torch.Tensor) -> torch.Tensor:
         dtype = self.arena.flat.dtype
-        with precision.autocast(self._config, self.device) as casting:
-            logits: torch.Tensor = self.model(images if casting else images.to(dtype))
+        if self._config.precision != "bf16":
+            images = images.to(dtype)
+        with precision.autocast(self._config, self.device):
+            logits: torch.Tensor = self.model(images)
         return logits.to(dtype)
 
     def _learn(self, batch: Batch, mean_share: float, recorder: Recorder) -> None:

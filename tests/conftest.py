@@ -1,5 +1,7 @@
-"""What the tests share: small dataset folders, running the program, and seeing that nothing is left of it."""
+"""What the tests share: dataset folders, the program, the simulated driver, and the rings for real GPUs."""
 
+import functools
+import importlib.util
 import json
 import os
 import subprocess
@@ -8,9 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import build
 import numpy as np
 import pytest
+from simulated import Simulation
 
 from lockstep import batches
 from lockstep.config import Config, Layer, resolve
@@ -111,7 +116,13 @@ class Program:
         self.data, self.place = data, place
         self.started: list[Running] = []
 
-    def start(self, *words: str, name: str = "run", devices: str = "[cpu, cpu]") -> Running:
+    def start(
+        self,
+        *words: str,
+        name: str = "run",
+        devices: str = "[cpu, cpu]",
+        environment: dict[str, str] | None = None,
+    ) -> Running:
         output_file = self.place / f"output{len(self.started)}.txt"
         keys = {
             "data_folder": self.data,
@@ -128,14 +139,20 @@ class Program:
         command = [sys.executable, str(ROOT / "train.py"), *words, *defaults]
         with open(output_file, "w") as output:
             process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=ROOT
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+                cwd=ROOT,
+                env=environment,
             )
         running = Running(process, self.place / "runs" / name, output_file)
         self.started.append(running)
         return running
 
-    def run(self, *words: str, name: str = "run", devices: str = "[cpu, cpu]", code: int = 0) -> Running:
-        running = self.start(*words, name=name, devices=devices)
+    def run(self, *words: str, code: int = 0, **options: Any) -> Running:
+        running = self.start(*words, **options)
         assert running.wait() == code, running.output()
         return running
 
@@ -148,3 +165,39 @@ def program(shared_folder: Path, tmp_path: Path):
         for pid in running.leftovers():
             os.kill(pid, 9)
         running.process.wait(10)
+
+
+@pytest.fixture(scope="session")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """PyCUDA, the simulated driver and the kernels for the host. PyCUDA is built the first time."""
+    toolkit = build.toolkit()
+    if toolkit is None:
+        pytest.skip("no CUDA toolkit here (nvcc with its headers, and g++) to build PyCUDA with")
+    folder = tmp_path_factory.mktemp("parts")
+    site = build.build_pycuda(toolkit)
+    return site, build.build_driver(folder, toolkit, build.names_needed(site)), build.build_kernels(folder)
+
+
+@pytest.fixture
+def simulation(parts: tuple[Path, Path, Path], tmp_path: Path) -> Simulation:
+    folder = tmp_path / "devices"
+    folder.mkdir()
+    return Simulation(*parts, folder, {})
+
+
+@functools.cache
+def missing_for_gpus(n_gpus: int) -> str:
+    """Why a test that needs so many real GPUs can't run here, or ''."""
+    import torch
+
+    if torch.cuda.device_count() < n_gpus:
+        return f"needs {n_gpus} NVIDIA GPU(s), here are {torch.cuda.device_count()}"
+    return "" if importlib.util.find_spec("pycuda") else "needs PyCUDA"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """`gpu`: one GPU; `multigpu(n)`: n of them. Elsewhere such tests are skipped, and say why."""
+    needed = [1 for _ in item.iter_markers("gpu")]
+    needed += [mark.args[0] for mark in item.iter_markers("multigpu")]
+    if needed and missing_for_gpus(max(needed)):
+        pytest.skip(missing_for_gpus(max(needed)))

@@ -4,9 +4,9 @@ import ctypes
 import shutil
 import struct
 import subprocess
-import sys
 from pathlib import Path
 
+import build
 import numpy as np
 import pytest
 import torch
@@ -15,9 +15,6 @@ from conftest import ROOT
 from lockstep.augment import Augmenter
 from lockstep.exchange import shard
 from lockstep.exchange.host import HostExchange
-
-sys.path.insert(0, str(ROOT / "tests" / "cuda_sim"))
-import build
 
 KERNELS = sorted((ROOT / "lockstep" / "kernels").glob("*.cu"))
 

@@ -31,7 +31,7 @@ class Pair:
     problem: str = ""
 
 
-def prove(memory: CudaMemory, stream: Any, peers: Peers, n_bytes: int = PROOF_BYTES) -> list[Pair]:
+def prove(memory: CudaMemory, stream: Any, peers: Peers) -> list[Pair]:
     """Tries every ordered pair. All ranks get the same list, in order of rank and peer.
 
     Where the driver itself denies access between two devices, nothing is tried and that is the problem.
@@ -39,7 +39,7 @@ def prove(memory: CudaMemory, stream: Any, peers: Peers, n_bytes: int = PROOF_BY
     denied = [pair for pairs in peers.meet("peer access", _denied(memory, peers)) for pair in pairs]
     if denied or not peers.pipes:
         return denied
-    proof = _Proof(memory, stream, peers, n_bytes // 4)
+    proof = _Proof(memory, stream, peers, PROOF_BYTES // 4)
     try:
         return proof.run()
     finally:
