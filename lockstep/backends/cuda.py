@@ -71,7 +71,7 @@ class CudaBackend(Backend):
     def _choose(self, kind: str, peers: Peers) -> tuple[str, str]:
         """The kind of exchange that works here, and why."""
         if not peers.pipes:
-            return "p2p", "there is one trainer only"
+            return "p2p", ""  # nobody to exchange with
         if kind == "staged":
             return kind, "as asked"
         pairs = prove(self.memory, self.stream, peers)

@@ -32,10 +32,23 @@ class Simulation:
         return Simulation(self.site, self.driver, self.kernels, self.folder, {**self.settings, **values})
 
     def environment(self) -> dict[str, str]:
-        """For a program whose trainers and loaders are to use it."""
+        """For a program whose trainers and loaders are to use it; `nvidia-smi` lists its devices."""
         parts = [str(part) for part in (self.site, self.driver, self.kernels, self.folder)]
-        path = os.pathsep.join([str(HERE / "site"), str(self.site), *sys.path])
-        return {**os.environ, "PYTHONPATH": path, "CUDA_SIM_PARTS": json.dumps(parts), **self.settings}
+        program = self.folder / "bin" / "nvidia-smi"
+        program.parent.mkdir(exist_ok=True)
+        devices = range(int(self.settings.get("CUDA_SIM_DEVICES", 2)))
+        lines = [
+            f"{n}, GPU-{n}, 00000000:{n + 1:02X}:00.0, simulated device {n}, 580, 1024, " for n in devices
+        ]
+        program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}Disabled'\n" for line in lines))
+        program.chmod(0o755)
+        return {
+            **os.environ,
+            "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join([str(HERE / "site"), str(self.site), *sys.path]),
+            "CUDA_SIM_PARTS": json.dumps(parts),
+            **self.settings,
+        }
 
 
 def use(simulation: Simulation) -> None:

@@ -1,0 +1,118 @@
+"""The program on GPUs, as a user runs it, on the simulated driver: it trains to the same bits as on CPUs.
+
+torch computes on the host here, so what is compared is everything else: memory, loading, kernels, exchange,
+their order, and how runs end.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Program, Running
+from safetensors.numpy import load_file
+from simulated import Simulation
+
+pytestmark = pytest.mark.timeout(600)  # PyCUDA is built the first time
+ONE_DEVICE, TWO_DEVICES = "[cuda:0, cuda:0]", "[cuda:0, cuda:1]"
+
+
+def tensors(running: Running, epoch: int = 2) -> dict[str, np.ndarray]:
+    return load_file(running.run_folder / "checkpoints" / f"epoch_{epoch:04d}.safetensors")
+
+
+def assert_same(ours: Running, theirs: Running) -> None:
+    first, second = tensors(ours), tensors(theirs)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert first[name].tobytes() == second[name].tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def on_cpus(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    return Program(shared_folder, tmp_path_factory.mktemp("cpu")).run("n_epochs=2")
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "fault", "notice"),
+    [
+        ((), ONE_DEVICE, "", "exchange: peer to peer: all 2 pairs proven"),
+        (("augment_on=loader",), TWO_DEVICES, "", "exchange: peer to peer: all 2 pairs proven"),
+        (
+            ("para_load=false",),
+            TWO_DEVICES,
+            "lost",
+            "exchange: staged through host memory: of 16,777,216 numbers",
+        ),
+        (("exchange=swap",), TWO_DEVICES, "", "exchange: swap: all 2 pairs proven"),
+    ],
+)
+def test_gpus_train_to_the_bits_of_cpus(
+    program: Program,
+    simulation: Simulation,
+    on_cpus: Running,
+    words: tuple[str, ...],
+    devices: str,
+    fault: str,
+    notice: str,
+) -> None:
+    settings = {"delay": 300, **({fault: "0-1"} if fault else {})}
+    environment = simulation.set(**settings).environment()
+    running = program.run("n_epochs=2", *words, devices=devices, environment=environment)
+    assert notice in running.output()
+    assert_same(running, on_cpus)
+    running.assert_nothing_left()
+    assert list(simulation.folder.glob("memory-*")) == []  # closed and freed, in the right order
+
+
+def test_bf16_trains_to_the_bits_of_cpus(program: Program, simulation: Simulation) -> None:
+    words = ("n_epochs=2", "precision=bf16")
+    ours = program.run(*words, devices=ONE_DEVICE, name="gpu", environment=simulation.environment())
+    theirs = program.run(*words, name="cpu")
+    assert_same(ours, theirs)
+    assert all(array.dtype == np.float32 for array in tensors(ours).values())
+
+
+def test_a_run_that_names_no_devices_takes_the_gpus_and_goes_on_there(
+    program: Program, simulation: Simulation, on_cpus: Running
+) -> None:
+    environment = simulation.environment()
+    first = program.run("n_epochs=1", devices="[]", environment=environment)
+    text = first.output()
+    assert "devices: cuda:0, cuda:1; all visible GPUs" in text
+    assert "simulated device 1, 0000:02:00.0" in text
+    second = program.run("n_epochs=2", "resume_train=true", devices=TWO_DEVICES, environment=environment)
+    assert "going on from" in second.output()
+    assert_same(second, on_cpus)
+
+
+@pytest.mark.parametrize("victim", ["trainer 1", "loader 0"])
+def test_a_killed_process_ends_the_run_and_is_named(
+    program: Program, simulation: Simulation, victim: str
+) -> None:
+    running = program.start("n_epochs=500", devices=ONE_DEVICE, environment=simulation.environment())
+    running.wait_for_text("epoch 3 ")
+    os.kill(running.pids()[victim], signal.SIGKILL)
+    assert running.wait(10) == 1
+    assert running.last_line().startswith(f"lockstep: {victim} (pid ")
+    assert "was killed by SIGKILL" in running.last_line()
+    running.assert_nothing_left()
+
+
+def test_a_full_gpu_is_named_with_what_to_lower(program: Program, simulation: Simulation) -> None:
+    environment = simulation.set(memory=64 << 20).environment()
+    words = ("batch_size=8192", "n_epochs=1")
+    running = program.run(*words, devices="[cuda:1]", code=2, environment=environment)
+    line = running.last_line()
+    assert "(minibatches) on cuda:1 (simulated device 1, 0000:02:00.0)" in line
+    assert "of 64 MiB are free; lower batch_size or n_slots" in line
+
+
+@pytest.mark.parametrize("word", ["precision=tf32", "cuda_graph=true", "exchange=staged"])
+def test_what_only_gpus_have_is_refused_on_cpus(program: Program, word: str) -> None:
+    running = program.run(word, code=2)
+    key, _, value = word.partition("=")
+    assert running.last_line().startswith(
+        f"lockstep: {key}: {value.replace('true', 'True')} is for GPUs only"
+    )

@@ -1,0 +1,198 @@
+"""The ring between loader and trainer gives the same minibatches on every back end, whatever streams do."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simulated
+import torch
+from conftest import make_config
+from simulated import Simulation
+
+from lockstep.backends import Backend, backend_of
+from lockstep.backends.host import HostBackend
+from lockstep.config import Config
+from lockstep.dataset import open_dataset
+from lockstep.errors import UserError
+from lockstep.feed import DirectFeed, Feed, LoaderFeed
+from lockstep.messages import Fill, Filled, Order, Stop
+from lockstep.order import minibatches
+from lockstep.pipes import Pipe
+from lockstep.ranks import run_ranks
+from lockstep.reader import Reader
+from lockstep.slots import RingShape
+from lockstep.status import StatusBoard
+
+pytestmark = pytest.mark.timeout(600)  # PyCUDA is built the first time
+CROP = 32
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How minibatches get to the trainer. cut: the ring's events that are ignored, to see what they do."""
+
+    config: Config
+    simulation: Simulation | None
+    cut: str = ""
+
+    def backend(self) -> Backend:
+        if self.simulation:
+            simulated.use(self.simulation)
+        return backend_of(self.config.devices[0])
+
+    def orders(self) -> Iterator[Order]:
+        """Two epochs of 90 images by 16, the last minibatch with 10, and some validation, once none."""
+        for epoch in (1, 2):
+            for step, (start, stop) in enumerate(minibatches(90, 16), 1):
+                yield Order("train", epoch, step, start, stop, start, stop)
+            yield Order("val", epoch, 1, 0, 16, 0, 5)
+            yield Order("val", epoch, 2, 16, 32, 16, 16)
+
+
+def serve(case: Case, pipe: Pipe) -> None:
+    """The loader, as in proc_load.py."""
+    if case.cut == "filled":  # the slower side is the one that is not waited for
+        case = replace(case, simulation=case.simulation.set(delay=20_000))  # type: ignore[union-attr]
+    backend, config = case.backend(), case.config
+    shape = pipe.receive(RingShape, "the ring's shape")
+    reader = Reader(config, open_dataset(config), shape.crop_size, StatusBoard.create())
+    filler = backend.receive_ring(pipe, shape, reader)
+    if case.cut == "released":
+        filler._released = backend.memory.events(shape.n_slots)  # type: ignore[attr-defined]  # never recorded
+    while not isinstance(message := pipe.receive(object, "an order"), Stop):
+        assert isinstance(message, Fill)
+        filler.fill(message.slot, message.order)
+        pipe.send(Filled(message.slot, message.order))
+    filler.close()
+
+
+def open_feed(case: Case, backend: Backend, pipe: Pipe | None) -> Feed:
+    config, dataset = case.config, open_dataset(case.config)
+    ring = backend.make_ring(config, config.n_slots if pipe else 1, CROP, dataset.mean)
+    if pipe is None:
+        reader = Reader(config, dataset, CROP, StatusBoard.create())
+        return DirectFeed(backend.fill_directly(ring, reader), ring, case.orders())
+    feed = LoaderFeed(pipe, ring, case.orders())
+    if case.cut == "filled":
+        ring.filled = backend.memory.events(config.n_slots)  # type: ignore[attr-defined]  # never recorded
+    return feed
+
+
+def consume(case: Case, backend: Backend, feed: Feed) -> list[tuple[bytes, bytes, bytes]]:
+    """Takes every minibatch; what is in it is copied out in the stream, behind the host's back."""
+    kept = []
+    for _ in case.orders():
+        feed.next()
+        batch = feed.batch()
+        tensors = [batch.images.permute(0, 2, 3, 1), batch.labels, batch.samples]
+        copies = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy_later(backend, copy, tensor)
+        feed.release()
+        kept.append(copies)
+    feed.close()  # waits for the stream
+    return [tuple(copy.view(torch.uint8).numpy().tobytes() for copy in copies) for copies in kept]  # type: ignore[misc]
+
+
+def copy_later(backend: Backend, to: torch.Tensor, tensor: torch.Tensor) -> None:
+    assert tensor.is_contiguous()
+    if isinstance(backend, HostBackend):
+        to.copy_(tensor)
+    elif len(tensor):
+        driver, array = backend.memory.driver, to.view(torch.uint8).numpy()  # type: ignore[attr-defined]
+        driver.memcpy_dtoh_async(array, tensor.data_ptr(), backend.stream)  # type: ignore[attr-defined]
+
+
+def load(rank: int, pipes: dict[int, Pipe], case: Case) -> list[tuple[bytes, bytes, bytes]]:
+    """Rank 0 is the trainer, rank 1, where there is one, its loader."""
+    if rank == 1:
+        serve(case, pipes[0])
+        return []
+    backend = case.backend()
+    backend.start_computing(case.config)
+    return consume(case, backend, open_feed(case, backend, pipes.get(1)))
+
+
+@pytest.fixture(scope="module")
+def expected(shared_folder: Path) -> list[tuple[bytes, bytes, bytes]]:
+    """By the CPU's own loader."""
+    return run_ranks(load, 2, Case(configure(shared_folder, "cpu"), None))[0]
+
+
+def configure(folder: Path, device: str, **values: object) -> Config:
+    keys = {"data_folder": str(folder), "batch_size": 16, "shuffle_block": 4, "n_slots": 2, **values}
+    return make_config(devices=[device], **keys)
+
+
+@pytest.fixture
+def simulation_of(request: pytest.FixtureRequest) -> Simulation | None:
+    if request.param == "gpu":
+        return None
+    return request.getfixturevalue("simulation").set(delay=2000)
+
+
+@pytest.mark.parametrize("simulation_of", ["simulated", GPU], indirect=True)
+@pytest.mark.parametrize("para_load", [True, False], ids=["loader", "direct"])
+@pytest.mark.parametrize("augment_on", ["trainer", "loader"])
+def test_minibatches_are_those_of_the_cpu_bit_for_bit(
+    shared_folder: Path,
+    simulation_of: Simulation | None,
+    expected: list[tuple[bytes, bytes, bytes]],
+    para_load: bool,
+    augment_on: str,
+) -> None:
+    config = configure(shared_folder, "cuda:0", para_load=para_load, augment_on=augment_on)
+    found = run_ranks(load, 1 + para_load, Case(config, simulation_of))[0]
+    assert found == expected
+
+
+@pytest.mark.parametrize("simulation_of", ["simulated", GPU], indirect=True)
+@pytest.mark.parametrize("augment_on", ["trainer", "loader"])
+def test_bf16_images_are_the_rounded_ones(
+    shared_folder: Path,
+    simulation_of: Simulation | None,
+    expected: list[tuple[bytes, bytes, bytes]],
+    augment_on: str,
+) -> None:
+    config = configure(shared_folder, "cuda:0", precision="bf16", augment_on=augment_on)
+    found = run_ranks(load, 2, Case(config, simulation_of))[0]
+    for ours, (images, *rest) in zip(found, expected, strict=True):
+        rounded = torch.from_numpy(np.frombuffer(images, np.float32).copy()).bfloat16()
+        assert ours == (rounded.view(torch.int16).numpy().tobytes(), *rest)
+
+
+@pytest.mark.parametrize("cut", ["filled", "released"])
+def test_without_its_events_the_ring_would_be_wrong(
+    shared_folder: Path, simulation: Simulation, expected: list[tuple[bytes, bytes, bytes]], cut: str
+) -> None:
+    """The tests above can fail: the pauses are long enough to show what the events are for."""
+    case = Case(configure(shared_folder, "cuda:0"), simulation.set(delay=2000), cut)
+    assert run_ranks(load, 2, case)[0] != expected
+
+
+def refuse(rank: int, pipes: dict[int, Pipe], case: Case) -> str:
+    """The loader is on another device than its trainer."""
+    if rank == 0:
+        backend = case.backend()
+        backend.start_computing(case.config)
+        ring = backend.make_ring(case.config, 2, CROP, open_dataset(case.config).mean)
+        pipes[1].send(ring.shape)
+        ring.block.send(pipes[1])  # type: ignore[attr-defined]
+        return pipes[1].receive(str, "its answer")
+    simulated.use(case.simulation)  # type: ignore[arg-type]
+    backend = backend_of("cuda:1")
+    shape = pipes[0].receive(RingShape, "the ring's shape")
+    with pytest.raises(UserError) as caught:
+        backend.receive_ring(pipes[0], shape, None)  # type: ignore[arg-type]
+    pipes[0].send(str(caught.value))
+    return ""
+
+
+def test_a_loader_on_another_device_is_refused(shared_folder: Path, simulation: Simulation) -> None:
+    case = Case(configure(shared_folder, "cuda:0"), simulation)
+    text = run_ranks(refuse, 2, case)[0]
+    assert text.startswith("cuda:1 (simulated device 1, 0000:02:00.0) is another device than trainer 0's")
+    assert "CUDA_VISIBLE_DEVICES must be the same" in text
