@@ -58,6 +58,10 @@ def run_trainer(
     except torch.OutOfMemoryError as error:
         text = f"{config.devices[rank]} is out of memory ({board.read()}): {error}"
         raise UserError(f"{text}; lower batch_size or n_slots, or use a smaller model") from error
+    except RuntimeError as error:
+        if "use_deterministic_algorithms" not in str(error):
+            raise
+        raise UserError(f"deterministic: the network has an operation that is not: {error}") from error
     return stopped
 
 

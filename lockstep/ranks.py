@@ -1,6 +1,7 @@
 """Runs a function in several processes that have pipes to each other, as trainers do: for tools and tests."""
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -23,7 +24,8 @@ def run_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any) -> li
     processes, results = [], []
     for rank in range(n_ranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_main, args=(theirs, function, rank, peers[rank], arguments))
+        call = (function, rank, peers[rank], arguments)
+        process = context.Process(target=_main, args=(theirs, dict(os.environ), *call))
         process.start()
         theirs.close()
         for end in peers[rank].values():
@@ -39,7 +41,16 @@ def run_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any) -> li
             process.join()
 
 
-def _main(result: Connection, function: Any, rank: int, peers: dict[int, Connection], arguments: Any) -> None:
+def _main(
+    result: Connection,
+    environment: dict[str, str],
+    function: Any,
+    rank: int,
+    peers: dict[int, Connection],
+    arguments: Any,
+) -> None:
+    os.environ.clear()  # what the fork server has is as old as that
+    os.environ.update(environment)
     try:
         pipes = {other: Pipe(end, f"trainer {other}", DEADLINE) for other, end in peers.items()}
         result.send((True, function(rank, pipes, *arguments)))

@@ -127,6 +127,7 @@ class StepGraph:
 
     def forget(self) -> None:
         """The next run captures anew."""
+        torch.cuda.synchronize()
         self._graph = None
 
     def run(self, step: Callable[[], None]) -> None:

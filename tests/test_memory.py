@@ -125,5 +125,5 @@ def test_status_boards_show_the_last_line_and_cut_long_ones() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("pycuda") is not None, reason="PyCUDA is installed here")
 def test_a_gpu_without_pycuda_is_refused_with_the_remedy() -> None:
-    with pytest.raises(UserError, match=r"cuda:0 needs PyCUDA.*pip install \.\[cuda\]"):
+    with pytest.raises(UserError, match=r"cuda:0 needs PyCUDA.*install it.*docs/install\.md"):
         backend_of("cuda:0")

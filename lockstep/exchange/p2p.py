@@ -95,7 +95,9 @@ class PeerExchange(Exchange):
     def _open(self, block: CudaBlock) -> dict[int, CudaBlock]:
         for pipe in self._peers.pipes.values():
             block.send(pipe)
-        return {rank: self._memory.receive(pipe, "its arena") for rank, pipe in self._peers.pipes.items()}
+        opened = {rank: self._memory.receive(pipe, "its arena") for rank, pipe in self._peers.pipes.items()}
+        assert all(theirs.n_bytes == block.n_bytes for theirs in opened.values()), "arenas differ in size"
+        return opened
 
     def _open_events(self) -> tuple[list[Any], list[Any]]:
         for pipe in self._peers.pipes.values():

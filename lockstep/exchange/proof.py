@@ -139,7 +139,7 @@ class _Proof:
         return Pair(rank, peer, 8 * self._n_elements / max(seconds, 1e-9) / 1e9, problem)
 
     def _fill(self, block: CudaBlock, rank: int, distance: int, side: int) -> None:
-        self._memory.driver.memcpy_htod(block.pointer, self._values(rank, distance, side))
+        self._memory.upload(block, self._values(rank, distance, side))
 
     def _compare(self, block: CudaBlock, rank: int, peer: int, distance: int) -> int:
         """How many numbers in `block` are not the mean of the source of `rank` and the target of `peer`."""

@@ -20,9 +20,18 @@ OPTIONS = ["--fmad=false"]
 
 
 def load(driver: Any, name: str) -> Any:
-    """The PyCUDA module of kernels/<name>.cu, for the device whose context is current."""
+    """The PyCUDA module of kernels/<name>.cu, for the device whose context is current.
+
+    Raises UserError where it can't be compiled, or the driver refuses it.
+    """
     major, minor = driver.Context.get_device().compute_capability()
-    return driver.module_from_file(str(compiled(name, f"sm_{major}{minor}")))
+    cubin = compiled(name, f"sm_{major}{minor}")
+    try:
+        return driver.module_from_file(str(cubin))
+    except driver.Error as error:
+        raise UserError(
+            f"{cubin}: the driver can't load it ({error}): it may be older than the compiler"
+        ) from error
 
 
 def compiled(name: str, architecture: str) -> Path:

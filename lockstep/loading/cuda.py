@@ -38,7 +38,7 @@ class AugmentKernel:
         name = {torch.float32: "augment_float32", torch.bfloat16: "augment_bfloat16"}[out.dtype]
         self._kernel = kernels.load(memory.driver, "augment").get_function(name)
         self._mean = memory.allocate(mean.nbytes, "the mean image")
-        memory.driver.memcpy_htod(self._mean.pointer, np.ascontiguousarray(mean, np.float32))
+        memory.upload(self._mean, mean)
 
     def launch(self, raw: int, out: int, n_images: int) -> None:
         """raw, out: addresses of slots. Copies labels and sample numbers, makes the first n_images images."""

@@ -112,7 +112,8 @@ class CudaMemory(Memory):
             import pycuda.driver as driver
         except ImportError as error:
             reason = f"{device} needs PyCUDA, which can't be imported ({error})"
-            raise UserError(f"{reason}: pip install .[cuda], see docs/install.md") from error
+            remedy = "install it, or, if it is there, a driver as new as the CUDA it was built with"
+            raise UserError(f"{reason}: {remedy} (docs/install.md)") from error
         self.driver, self.device = driver, torch.device(device)
         try:
             driver.init()
@@ -138,7 +139,13 @@ class CudaMemory(Memory):
                 f"{total / 2**20:,.0f} MiB are free; lower batch_size or n_slots, or see what else runs there"
             ) from error
         self.driver.memset_d8(allocation, 0, n_bytes)
+        self.context.synchronize()  # the device does it later, and our streams would not wait for it
         return CudaBlock(self, allocation, n_bytes, self.pci_bus_id, owned=True)
+
+    def upload(self, block: CudaBlock, array: np.ndarray) -> None:
+        """Copies an array to the beginning of a block; it is there when this returns."""
+        self.driver.memcpy_htod(block.pointer, np.ascontiguousarray(array))
+        self.context.synchronize()  # the copy out of pageable memory may still be on its way
 
     def receive(self, pipe: Pipe, what: str) -> CudaBlock:
         handle = pipe.receive(CudaHandle, what)

@@ -63,7 +63,7 @@ struct CUfunc_st {
 
 struct operation {
     struct operation *next;
-    enum { COPY, FILL, KERNEL, RECORD, WAIT } kind;
+    enum { COPY, COPY_AND_FREE, FILL, KERNEL, RECORD, WAIT } kind;
     void *to;
     const void *from;
     size_t bytes;
@@ -156,6 +156,10 @@ static void perform(struct CUstream_st *stream, struct operation *op)
     switch (op->kind) {
     case COPY:
         memmove(op->to, op->from, op->bytes);
+        break;
+    case COPY_AND_FREE:
+        memcpy(op->to, op->from, op->bytes);
+        free((void *)op->from);
         break;
     case FILL:
         memset(op->to, op->value, op->bytes);
@@ -501,7 +505,15 @@ static CUresult copy(void *to, const void *from, size_t bytes, CUstream stream, 
 }
 
 #define DEVICE(pointer) ((void *)(pointer))
-CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t n) { return copy(DEVICE(to), from, n, 0, 1); }
+
+// As the real one with pageable memory: it returns when the bytes are in the driver's own memory, before they are on the device.
+CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t n)
+{
+    void *kept = malloc(n);
+    memcpy(kept, from, n);
+    return enqueue(0, (struct operation){.kind = COPY_AND_FREE, .to = DEVICE(to), .from = kept, .bytes = n});
+}
+
 CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t n) { return copy(to, DEVICE(from), n, 0, 1); }
 CUresult cuMemcpyDtoD(CUdeviceptr to, CUdeviceptr from, size_t n) { return copy(DEVICE(to), DEVICE(from), n, 0, 1); }
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t n, CUstream s) { return copy(DEVICE(to), from, n, s, 0); }
@@ -521,10 +533,10 @@ CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext a, CUdeviceptr from, CUcont
     return copy(DEVICE(to), DEVICE(from), n, s, 0);
 }
 
+// Like the real one, it does not wait for the device.
 CUresult cuMemsetD8(CUdeviceptr to, unsigned char value, size_t n)
 {
-    CUresult result = enqueue(0, (struct operation){.kind = FILL, .to = DEVICE(to), .value = value, .bytes = n});
-    return result ? result : drain(stream_of(0));
+    return enqueue(0, (struct operation){.kind = FILL, .to = DEVICE(to), .value = value, .bytes = n});
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t n, CUstream s)
