@@ -51,11 +51,7 @@ def write_rest(
     for split, entries in halves.items():
         if not entries:
             raise UserError(f"no {split} picture could be used; {target.folder} has what there is")
-        _write_labels(target, split, lines[split])
-        write_list(target.folder / "misc" / f"{split}_order.txt", lines[split])
-        write_list(
-            target.folder / "misc" / f"{split}.txt", sorted(lines[split], key=lambda line: (line[1], line[0]))
-        )
+        _write_names_and_labels(target, split, lines[split])
     manifest = {
         "version": MANIFEST_VERSION,
         **facts,
@@ -80,9 +76,17 @@ def kept_lines(task: Task, record: Record) -> list[Line]:
     ]
 
 
-def _write_labels(target: Target, split: str, lines: list[Line]) -> None:
+def _write_names_and_labels(target: Target, split: str, lines: list[Line]) -> None:
+    """What make_labels.py and make_train_val_txt.py write, and the images' names in the order of the
+    files."""
     labels = np.array([label for _, label in lines], np.int64)
     write_labels(target.folder / "labels", split, labels, target.parts, target.batch)
+    misc = target.folder / "misc"
+    write_list(misc / f"{split}_order.txt", lines)
+    write_list(misc / f"{split}.txt", sorted(lines, key=lambda line: (line[1], line[0])))
+    if target.layout == "c01b" and split == "train":
+        names = [name.encode("utf-8", "surrogateescape") for name, _ in lines]
+        np.save(misc / "shuffled_train_filenames.npy", np.array(names))
 
 
 def write_labels(folder: Path, split: str, labels: np.ndarray, n_parts: int, batch: int) -> None:

@@ -3,7 +3,7 @@
 JPEG is decoded by simplejpeg (libjpeg-turbo), which, unlike Pillow, also says when data are corrupt and would
 come out as a wrong picture. Everything else, CMYK too, is Pillow's. A JPEG with both sides at least four
 times as long as needed is decoded at half its size or less (the DCT's own scaling), never below twice what is
-needed: photographs stay above 45 dB of PSNR against decoding in full. Resizing is PyTorch's bilinear filter
+needed: photographs stay above 40 dB of PSNR against decoding in full. Resizing is PyTorch's bilinear filter
 with antialiasing, the same numbers as Pillow's BILINEAR (to one level), three times as fast.
 """
 
@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import numpy as np
 import simplejpeg
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 MAX_PIXELS = 100_000_000  # a picture that claims more is refused before it is decoded
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # others have decoders that nobody needs here
@@ -55,6 +55,8 @@ def to_image(content: bytes, geometry: Geometry) -> np.ndarray:
             return _fit(_decode(content, geometry), geometry)
     except BadPicture:
         raise
+    except UnidentifiedImageError as error:
+        raise BadPicture(f"is in none of these formats: {', '.join(_FORMATS)}") from error
     except Exception as error:  # whatever decoders meet in damaged bytes
         raise BadPicture(str(error) or type(error).__name__) from error
 
