@@ -175,12 +175,14 @@ def write(path: str | Path, array: np.ndarray) -> None:
 
 
 def write_hickle2(path: str | Path, array: np.ndarray) -> None:
-    """Writes `array` as hickle 2 laid it down, which hickle 2 and 3 open; hickle 4 and later do not."""
+    """Writes `array` as hickle 2 laid it down: hickle 2 opens it; 1, and 3 on Python 3, do not."""
 
     def dump(temporary: str) -> None:
+        text = h5py.string_dtype("ascii")
         with h5py.File(temporary, "w", libver="earliest") as file:
-            file.attrs["CLASS"], file.attrs["VERSION"] = b"hickle", 2
-            file.create_dataset("data_0", data=array).attrs["type"] = [b"ndarray"]
+            file.attrs["CLASS"], file.attrs["VERSION"] = "hickle", 2
+            file.attrs["type"] = np.array(["hickle"], text)
+            file.create_dataset("data_0", data=array).attrs["type"] = np.array(["ndarray"], text)
 
     _write(Path(path), dump)
 

@@ -37,14 +37,17 @@ def list_from_files(train_list: Path, train: Path, val_list: Path, val: Path) ->
         lines = read_list(path)
         pictures = [Picture(name, label, str(folder / name)) for name, label in lines]
         halves.append(require_pictures(pictures, path))
-    classes = _class_names(halves[0], 1 + max(picture.label for half in halves for picture in half))
+    n_classes = 1 + max(picture.label for half in halves for picture in half)
+    classes = class_folders([(picture.name, picture.label) for picture in halves[0]], n_classes)
     return Listing(classes, classes, *halves)
 
 
-def _class_names(pictures: list[Picture], n_classes: int) -> list[str]:
-    """The folder that all training pictures of a label lie in, where every label has one of its own."""
+def class_folders(lines: list[Line], n_classes: int) -> list[str]:
+    """The folder that all pictures of a label lie in, where every label has its own; else its number."""
     folders: dict[int, set[str]] = {label: set() for label in range(n_classes)}
-    for picture in pictures:
-        folders[picture.label].add(picture.name.rpartition("/")[0])
+    for name, label in lines:
+        folders.setdefault(label, set()).add(name.rpartition("/")[0])
     names = [next(iter(found)) if len(found) == 1 else "" for found in folders.values()]
-    return names if all(names) and len(set(names)) == n_classes else [str(label) for label in folders]
+    return (
+        names if all(names) and len(set(names)) == n_classes else [str(label) for label in range(n_classes)]
+    )

@@ -60,17 +60,19 @@ def read_command_line(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("words", nargs="*", metavar="[toy|full] [SOURCE TARGET]", help="what to make it of; none: paths.yaml")
     add("--size", type=int, default=256, help="rows and columns of the images (256)")
-    add("--resize", choices=RESIZES, default="squash",
-        help="squash: all of the picture, as theano_alexnet; crop: short side to --size, then the middle, as Caffe; pad: long side to --size, then black")  # fmt: skip
+    resize = (
+        "squash: all of the picture, as theano_alexnet (the default); crop: short side to --size, then the "
+        "middle, as Caffe; pad: long side to --size, then black"
+    )
+    add("--resize", choices=RESIZES, default="squash", help=resize)
     add("--orientation", choices=ORIENTATIONS, default="ignore", help="of EXIF; theano_alexnet ignored it")
     add("--batch", type=int, default=256, help="images in a file (256)")
     add("--seed", type=int, default=0, help="of the training pictures' order (0)")
-    add("--layout", choices=["b01c", "c01b"], default="b01c",
-        help="c01b: files, folders and labels for "
-        "theano_alexnet's own code, as hickle 2 wrote them")  # fmt: skip
+    layout = "c01b: files, folders and labels for theano_alexnet's own code, as hickle 2 wrote them"
+    add("--layout", choices=["b01c", "c01b"], default="b01c", help=layout)
     add("--split", type=int, default=1, help="c01b: files that a batch is divided into: 1, 2 or 4 (1)")
-    add("--on-error", choices=["stop", "skip", "replace"], default="stop", help="at a bad picture: stop; "
-        f"leave it out; take the next one of its class. {BAD_LIST} lists them")  # fmt: skip
+    on_error = f"at a bad picture: stop; leave it out; take the next of its class. {BAD_LIST} lists them"
+    add("--on-error", choices=["stop", "skip", "replace"], default="stop", help=on_error)
     add("--max-errors", type=int, default=100, help="end it at more bad pictures than this (100)")
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (one a core)")
     add_path_options(parser)

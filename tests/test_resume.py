@@ -1,4 +1,4 @@
-"""Preprocessing that is killed, stopped, or meets bad pictures: it goes on, and the result is the unbroken one's."""
+"""Preprocessing that is killed or stopped, or meets bad pictures: it goes on to the unbroken result."""
 
 import os
 import shutil
@@ -63,7 +63,7 @@ def session(pid: int) -> list[int]:
 
 
 def make_slow(pictures: Path, folder: Path) -> Path:
-    """The same pictures, so large that there is time to interrupt their decoding. In a folder of their own."""
+    """The same pictures, so large that there is time to interrupt their decoding."""
     shutil.copytree(pictures, folder)
     for path in folder.glob("train/*/*"):
         with Image.open(path) as picture:
