@@ -18,6 +18,7 @@ from preprocessing.journal import Journal
 from preprocessing.tasks import Record, Target, Task
 
 BAD_LIST = "misc/bad_pictures.txt"
+IMAGE_LISTS = {"train": "misc/train_order.txt", "val": "misc/val.txt"}  # names in the order of the files
 _PACKAGES = ("h5py", "hickle", "numpy", "pillow", "simplejpeg", "torch")
 
 
@@ -59,7 +60,7 @@ def write_rest(
         "classes": classes[0],
         "class_names": classes[1],
         **_write_mean(target, journal),
-        "images": {split: f"misc/{split}_order.txt" for split in halves},
+        "images": IMAGE_LISTS,
         **halves,
     }
     (target.folder / NAME).write_text(json.dumps(manifest, indent=0), encoding="utf-8")
@@ -82,9 +83,12 @@ def _write_names_and_labels(target: Target, split: str, lines: list[Line]) -> No
     labels = np.array([label for _, label in lines], np.int64)
     write_labels(target.folder / "labels", split, labels, target.parts, target.batch)
     misc = target.folder / "misc"
-    write_list(misc / f"{split}_order.txt", lines)
-    write_list(misc / f"{split}.txt", sorted(lines, key=lambda line: (line[1], line[0])))
-    if target.layout == "c01b" and split == "train":
+    if split == "val":  # not shuffled
+        write_list(target.folder / IMAGE_LISTS[split], lines)
+        return
+    write_list(misc / "train.txt", sorted(lines, key=lambda line: (line[1], line[0])))
+    write_list(target.folder / IMAGE_LISTS[split], lines)
+    if target.layout == "c01b":
         names = [name.encode("utf-8", "surrogateescape") for name, _ in lines]
         np.save(misc / "shuffled_train_filenames.npy", np.array(names))
 

@@ -5,7 +5,7 @@ order.
     python preprocessing/make_labels.py /scratch/ilsvrc12 --lists /scratch/ilsvrc12/misc --split 2 --batch 256
 
 make_hkl.py does this by itself. Alone it is for a folder whose labels were lost, or one of theano_alexnet's:
-the order is in misc/<split>_order.txt, or in its shuffled_train_filenames.npy and val.txt. With --split the
+the order is in misc/train_order.txt, or its shuffled_train_filenames.npy, and in val.txt. With --split the
 labels of halves (_0, _1) or quarters are written too.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from lockstep.errors import UserError
 from preprocessing.caffe_lists import read_list
-from preprocessing.finish import write_labels
+from preprocessing.finish import IMAGE_LISTS, write_labels
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,11 +63,11 @@ def find_labels(folder: Path, lists: Path, split: str) -> np.ndarray:
 def read_order(folder: Path, lists: Path, split: str) -> list[str]:
     """The names of the images of one half in the order of the files. Raises UserError where that is
     unknown."""
-    own = folder / "misc" / f"{split}_order.txt"
+    if split == "val":  # not shuffled, here or in theano_alexnet
+        return [name for name, _ in read_list(lists / "val.txt")]
+    own = folder / IMAGE_LISTS[split]
     if own.exists():
         return [name for name, _ in read_list(own)]
-    if split == "val":  # theano_alexnet did not shuffle them
-        return [name for name, _ in read_list(lists / "val.txt")]
     path = folder / "misc" / "shuffled_train_filenames.npy"
     try:
         names = np.load(path, allow_pickle=False)

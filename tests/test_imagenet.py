@@ -1,7 +1,6 @@
 """ImageNet in every form that people have it, from its files to labels that belong to their images."""
 
 import io
-import json
 import os
 import tarfile
 from pathlib import Path
@@ -217,11 +216,9 @@ def test_make_train_val_txt_and_make_labels_alone(
     for split in ("train", "val"):
         expected = (small.lists / f"{split}.txt").read_text()
         assert (tmp_path / f"{split}.txt").read_text() == expected
-        assert (from_folders / "misc" / f"{split}.txt").read_text().split() != []
-    assert (from_folders / "misc" / "train.txt").read_text() == (small.lists / "train.txt").read_text()
+        assert (from_folders / "misc" / f"{split}.txt").read_text() == expected
     kept = read_all(from_folders / "labels")
     for name in kept:
         (from_folders / "labels" / name).unlink()
     assert make_labels.main([str(from_folders), "--lists", str(tmp_path)]) == 0
     assert read_all(from_folders / "labels") == kept
-    json.loads((from_folders / "manifest.json").read_text())

@@ -145,8 +145,7 @@ def test_conversion_goes_on_and_takes_names_along(tmp_path: Path, monkeypatch) -
     old = ["--layout", "c01b", "--split", "2"]
     assert make_hkl.main([str(made.folders), str(tmp_path / "old"), *words, *old]) == 0
     (tmp_path / "old" / "manifest.json").unlink()
-    for split in ("train", "val"):
-        (tmp_path / "old" / "misc" / f"{split}_order.txt").unlink()
+    (tmp_path / "old" / "misc" / "train_order.txt").unlink()
     again = [str(tmp_path / "old"), str(tmp_path / "new"), "--batch", "4", "--workers", "1"]
     again += ["--meta_clsloc_mat", str(made.folders / "ILSVRC2012_devkit_t12/data/meta.mat")]
     with monkeypatch.context() as patch:
@@ -166,8 +165,7 @@ def test_conversion_goes_on_and_takes_names_along(tmp_path: Path, monkeypatch) -
     for name, content in direct.items():  # but for the last images of training, which do not fill a batch
         if name.endswith(".hkl") and name != "train_hkl/0011.hkl":
             assert converted[name] == content, name
-    for split in ("train", "val"):
-        name = f"misc/{split}_order.txt"
+    for name in ("misc/train_order.txt", "misc/val.txt"):
         assert direct[name].startswith(converted[name])
     manifest = json.loads(converted["manifest.json"])
     assert manifest["classes"] == WNIDS and manifest["class_names"] == imagenet.WORDS
