@@ -36,7 +36,8 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the trainer needs to know. `class_names` are words for people, one for each of `classes`."""
+    """What the trainer needs to know. `class_names` are words for people, one for each of `classes`; `others`
+    has SHA-256 of labels, lists and mean image."""
 
     path: Path
     classes: tuple[str, ...]
@@ -44,6 +45,11 @@ class Manifest:
     layout: Layout
     train: tuple[FileEntry, ...]
     val: tuple[FileEntry, ...]
+    others: dict[str, str]
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of every file of the folder, by its name in it; of version 1 what there is."""
+        return {entry.file: entry.sha256 for entry in self.train + self.val if entry.sha256} | self.others
 
     def folder_of(self, split: str) -> Path:
         """Where the files of 'train' or 'val' lie."""
@@ -86,7 +92,8 @@ def _parse(path: Path, content: dict[str, Any]) -> Manifest:
         raise ValueError("layout or class_names")
     read = _entry_of_version_1 if version == 1 else _entry
     halves = {split: tuple(read(entry) for entry in _items(content[split])) for split in ("train", "val")}
-    return Manifest(path, classes, names, layout, halves["train"], halves["val"])
+    others = {_text(name): _text(value) for name, value in content.get("others", {}).items()}
+    return Manifest(path, classes, names, layout, halves["train"], halves["val"], others)
 
 
 def _entry(entry: dict[str, Any]) -> FileEntry:
@@ -164,8 +171,7 @@ def differing(
 
 def check_sums(manifest: Manifest) -> None:
     """Reads every file. Raises UserError naming the first one whose content is not what was written."""
-    sums = {entry.file: entry.sha256 for entry in manifest.train + manifest.val if entry.sha256}
-    wrong = differing(manifest.path.parent, sums)
+    wrong = differing(manifest.path.parent, manifest.checksums())
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise UserError(

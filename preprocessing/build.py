@@ -1,7 +1,12 @@
 """Makes a dataset folder out of tasks: in parallel, beside its final place, and going on where an earlier run
 was."""
 
+import fcntl
+import os
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,7 +47,6 @@ def build(job: Job, n_workers: int, max_errors: int) -> Outcome:
     """Makes the folder, or the rest of it. Raises UserError; what is done by then stays for the next run."""
     if job.folder.exists():
         raise UserError(f"{job.folder}: is there already; remove it, or name another target")
-    place = job.target.folder
     settings = {
         **job.settings,
         "size": job.target.size,
@@ -50,32 +54,48 @@ def build(job: Job, n_workers: int, max_errors: int) -> Outcome:
         "layout": job.target.layout,
     }
     settings["split"] = job.target.parts
-    journal = Journal(place, settings, job.tasks, job.target.size)
-    if place.exists():
-        journal.load()
+    journal = Journal(job.target.folder, settings, job.tasks, job.target.size)
+    journal.load()
     _check_errors(journal, max_errors)
     remaining = _remaining(job, journal)
     _check_space(job, remaining)
     for folder in (*(job.target.split_folder(split) for split in ("train", "val")), "labels", "misc"):
-        (place / folder).mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(place)
-    try:
-        _do(job, journal, remaining, n_workers, max_errors)
-    finally:
-        journal.write()
-    outcome = write_rest(
-        job.target, job.tasks, journal, (job.classes, job.class_names), {**settings, **job.facts}
-    )
-    journal.remove()
-    place.rename(job.folder)
+        (job.target.folder / folder).mkdir(parents=True, exist_ok=True)
+    with _alone_in(job.target.folder):
+        _remove_leftovers(job.target.folder)
+        try:
+            _do(job, journal, remaining, n_workers, max_errors)
+        finally:
+            journal.write()
+        facts = {**settings, **job.facts}
+        outcome = write_rest(job.target, job.tasks, journal, (job.classes, job.class_names), facts)
+        journal.remove()
+        job.target.folder.rename(job.folder)
     return outcome
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Raises UserError when another process is at work in the folder. A killed one is not: the lock goes with
+    it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{folder}: another process is at work in it; wait for it, or stop it") from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _do(job: Job, journal: Journal, remaining: list[Task], n_workers: int, max_errors: int) -> None:
     n_images = sum(len(task.source.labels) for task in job.tasks)
     n_done = n_images - sum(len(task.source.labels) for task in remaining)
     work = partial(make_files, target=job.target)
-    with tqdm(total=n_images, initial=n_done, unit="image", disable=None, smoothing=0.05) as bar:
+    # Where nobody watches, a line a minute will do.
+    rare = {} if sys.stderr.isatty() else {"delay": 60, "mininterval": 60}
+    with tqdm(total=n_images, initial=n_done, unit="image", smoothing=0.05, **rare) as bar:
         for task, (record, sums) in in_parallel(work, remaining, min(n_workers, max(len(remaining), 1))):
             journal.add(task, record, sums)
             bar.update(len(task.source.labels))

@@ -12,7 +12,7 @@ import numpy as np
 import lockstep
 from lockstep import theano_alexnet
 from lockstep.errors import UserError
-from lockstep.manifest import MANIFEST_VERSION, NAME, digest_of_labels
+from lockstep.manifest import MANIFEST_VERSION, NAME, checksum, digest_of_labels
 from preprocessing.caffe_lists import Line, write_list
 from preprocessing.journal import Journal
 from preprocessing.tasks import Record, Target, Task
@@ -53,18 +53,22 @@ def write_rest(
         if not entries:
             raise UserError(f"no {split} picture could be used; {target.folder} has what there is")
         _write_names_and_labels(target, split, lines[split])
+    mean = _write_mean(target, journal)
+    n_bad = _write_bad(target.folder, tasks, journal)
+    others = sorted(path for folder in ("labels", "misc") for path in (target.folder / folder).iterdir())
     manifest = {
         "version": MANIFEST_VERSION,
         **facts,
         "made_with": _versions(),
         "classes": classes[0],
         "class_names": classes[1],
-        **_write_mean(target, journal),
+        **mean,
         "images": IMAGE_LISTS,
+        "others": {str(path.relative_to(target.folder)): checksum(path) for path in others},
         **halves,
     }
     (target.folder / NAME).write_text(json.dumps(manifest, indent=0), encoding="utf-8")
-    return Outcome(len(lines["train"]), len(lines["val"]), _write_bad(target.folder, tasks, journal))
+    return Outcome(len(lines["train"]), len(lines["val"]), n_bad)
 
 
 def kept_lines(task: Task, record: Record) -> list[Line]:

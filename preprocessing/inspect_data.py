@@ -158,18 +158,18 @@ def source_names(folder: Path, key: str, split: Split) -> list[str]:
 def check(dataset: Dataset) -> list[str]:
     """Reads every file. Returns a line for each that is not as it should be."""
     files = dataset.train.files + dataset.val.files
-    with tqdm(total=len(files), desc="checking", unit="file", disable=None) as bar:
-        if dataset.manifest and all(entry.sha256 for entry in dataset.manifest.train):
-            entries = dataset.manifest.train + dataset.manifest.val
+    sums = dataset.manifest.checksums() if dataset.manifest else {}
+    n_files = len(sums) or len(files)
+    with tqdm(total=n_files, desc="checking", unit="file", disable=None) as bar:
+        if dataset.manifest and len(sums) >= len(files):
             folder = dataset.manifest.path.parent
-            sums = {entry.file: str(entry.sha256) for entry in entries}
             wrong = differing(folder, sums, lambda name: bar.update())
             found = [f"{folder / name}: its checksum is not the manifest's" for name in wrong]
             done = "checksums of all files are compared"
         else:
             found = [text for file in files if (text := read_through(file, bar))]
-            done = "all files are read; there are no checksums to compare"
-    print(f"{done}: {len(files) - len(found):,} good, {len(found):,} bad")
+            done = "all batches are read; there are no checksums to compare"
+    print(f"{done}: {n_files - len(found):,} good, {len(found):,} bad")
     return found
 
 

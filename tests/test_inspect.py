@@ -25,7 +25,7 @@ def test_sheet_histogram_and_mean_are_written(
     assert inspect_data.main([str(made), "--images", "8", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "45 training images of 36 x 36 in 3 files" in said and "9 to 9 of each of 5 classes" in said
-    assert "5 good, 0 bad" in said
+    assert "11 good, 0 bad" in said
     with Image.open(tmp_path / "mean.png") as mean:
         stored = np.load(made / "misc" / "img_mean.npy")
         assert np.abs(np.asarray(mean) - stored).max() <= 0.5

@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +22,25 @@ from preprocessing import make_hkl
 def script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "preprocessing" / name), *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def run_on_a_terminal(name: str, *words: object) -> str:
+    """What it prints, bars included. The last bar must say how fast it was and that nothing is left to do."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, str(ROOT / "preprocessing" / name), *map(str, words)]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": "100"})
+    os.close(theirs)
+    output = b""
+    while True:
+        try:
+            output += os.read(ours, 65536)
+        except OSError:  # all that could write are gone
+            break
+    os.close(ours)
+    assert process.wait(60) == 0, output
+    text = output.decode()
+    assert re.search(r"100%\|.*\| 39/39 \[\d\d:\d\d<00:00, +[\d.]+image/s\]", text), text
+    return text
 
 
 def make(*words: object) -> int:
@@ -43,8 +65,9 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def test_labels_belong_to_their_images(pictures: Path, tmp_path: Path) -> None:
-    done = script("make_hkl.py", pictures, tmp_path / "set", "--size", 10, "--batch", 8, "--workers", 2)
-    assert done.returncode == 0, done.stderr
+    assert "27 training and 12 validation images of 3 classes" in run_on_a_terminal(
+        "make_hkl.py", pictures, tmp_path / "set", "--size", "10", "--batch", "8", "--workers", "2"
+    )
     dataset = open_dataset(make_config(data_folder=str(tmp_path / "set"), n_classes=None))
     assert (dataset.n_classes, len(dataset.train), len(dataset.val)) == (3, 27, 12)
     assert dataset.train.file_rows == (8, 8, 8, 3)  # the last partial file is kept

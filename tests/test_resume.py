@@ -244,9 +244,28 @@ def test_checksums_on_request(pictures: Path, tmp_path: Path) -> None:
     config = make_config(data_folder=str(tmp_path / "set"), n_classes=None)
     with pytest.raises(UserError, match=r"val_hkl/0002\.hkl: its checksum is not the manifest's"):
         check_content(open_dataset(config))
+    train = [sys.executable, str(ROOT / "train.py"), f"data_folder={tmp_path}/set", "check_sums=true"]
+    done = subprocess.run(train, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 2 and "val_hkl/0002.hkl: its checksum" in done.stderr
     path.write_bytes(content + b"x")
     with pytest.raises(UserError, match=r"val_hkl/0002\.hkl: has \d+ bytes, the manifest says"):
         open_dataset(config)
+
+
+def test_two_at_once_do_not_mix(
+    pictures: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = []
+
+    def meanwhile(task, target):
+        if not codes:
+            codes.append(99)
+            codes.append(make(pictures, tmp_path / "set"))
+        return tasks.make_files(task, target)
+
+    monkeypatch.setattr(build, "make_files", meanwhile)
+    assert make(pictures, tmp_path / "set") == 0 and codes == [99, 2]
+    assert "another process is at work in it" in capsys.readouterr().err
 
 
 def wait_and_return(item: int) -> int:
