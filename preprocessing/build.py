@@ -4,7 +4,6 @@ was."""
 import fcntl
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,10 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from lockstep.errors import UserError
 from lockstep.manifest import differing
+from preprocessing.bars import progress_bar
 from preprocessing.finish import Outcome, write_rest
 from preprocessing.journal import Journal
 from preprocessing.tasks import Target, Task, make_files
@@ -93,9 +91,7 @@ def _do(job: Job, journal: Journal, remaining: list[Task], n_workers: int, max_e
     n_images = sum(len(task.source.labels) for task in job.tasks)
     n_done = n_images - sum(len(task.source.labels) for task in remaining)
     work = partial(make_files, target=job.target)
-    # Where nobody watches, a line a minute will do.
-    rare = {} if sys.stderr.isatty() else {"delay": 60, "mininterval": 60}
-    with tqdm(total=n_images, initial=n_done, unit="image", smoothing=0.05, **rare) as bar:
+    with progress_bar(n_images, "image", n_done) as bar:
         for task, (record, sums) in in_parallel(work, remaining, min(n_workers, max(len(remaining), 1))):
             journal.add(task, record, sums)
             bar.update(len(task.source.labels))
@@ -119,7 +115,7 @@ def _remaining(job: Job, journal: Journal) -> list[Task]:
     if not sums:
         return [task for task in job.tasks if task.key not in journal.records]
     print(f"going on: {len(journal.records)} of {len(job.tasks)} batches are done; checking them", flush=True)
-    with tqdm(total=len(sums), unit="file", disable=None) as bar:
+    with progress_bar(len(sums), "file") as bar:
         wrong = set(differing(job.target.folder, sums, lambda name: bar.update()))
     return [
         task

@@ -32,6 +32,7 @@ from lockstep.config import Layer, resolve
 from lockstep.dataset import Dataset, Split, open_dataset
 from lockstep.errors import UserError
 from lockstep.manifest import differing
+from preprocessing.bars import progress_bar
 from preprocessing.caffe_lists import read_list
 from preprocessing.contact_sheet import Sample, draw_histogram, draw_sheet
 from preprocessing.finish import IMAGE_LISTS
@@ -160,7 +161,7 @@ def check(dataset: Dataset) -> list[str]:
     files = dataset.train.files + dataset.val.files
     sums = dataset.manifest.checksums() if dataset.manifest else {}
     n_files = len(sums) or len(files)
-    with tqdm(total=n_files, desc="checking", unit="file", disable=None) as bar:
+    with progress_bar(n_files, "file") as bar:
         if dataset.manifest and len(sums) >= len(files):
             folder = dataset.manifest.path.parent
             wrong = differing(folder, sums, lambda name: bar.update())
