@@ -20,7 +20,7 @@ setup: .venv/.installed
 
 data: $(DIGITS)
 $(DIGITS): | .venv/.installed
-	rm -rf data/digits data/digits_jpeg
+	rm -rf data/digits data/digits_jpeg data/.digits.unfinished
 	$(BIN)/python preprocessing/make_digits.py data/digits_jpeg
 	$(BIN)/python preprocessing/make_hkl.py data/digits_jpeg data/digits --size 36
 

@@ -27,7 +27,7 @@ from lockstep import commandline, devices, runfolder
 from lockstep import config as configuration
 from lockstep.config import Config
 from lockstep.console import Console, show
-from lockstep.dataset import Dataset, open_dataset
+from lockstep.dataset import Dataset, check_content, open_dataset
 from lockstep.errors import UserError
 from lockstep.messages import Started
 from lockstep.plan import Plan
@@ -47,6 +47,8 @@ def main() -> int:
             show(f"note: {notice}", "stdout")
         check_model(config)
         dataset = open_dataset(config)
+        if config.check_sums:
+            check_content(dataset)
         run = runfolder.open_run(config, len(dataset.train))
         return train(config, dataset, run, interrupts)
     except UserError as error:

@@ -8,23 +8,34 @@ Where the array lies in a file (hickle's source, each major version): `data` in 
 in versions 2 and 3.
 """
 
+import io
 import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import h5py
 import hickle
 import numpy as np
 
+from lockstep import c01b
 from lockstep.errors import UserError
+
+Layout = Literal[
+    "b01c", "c01b"
+]  # (batch, row, column, channel); (channel, row, column, batch): theano_alexnet's
 
 _NAMES = ("data", "data_0")
 
 
 @dataclass(frozen=True)
 class HklArray:
-    """One array in a .hkl file. `offset` is its first byte, or None where only HDF5 can decode it."""
+    """One array in a .hkl file. `offset` is its first byte, or None where only HDF5 can decode it.
+
+    `shape` begins with the rows (images), whatever the layout in the file is.
+    """
 
     path: str
     name: str
@@ -32,6 +43,7 @@ class HklArray:
     dtype: np.dtype
     offset: int | None
     stamp: tuple[int, int, int]  # of the file: inode, bytes, time of change in ns
+    layout: Layout = "b01c"
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -74,38 +86,75 @@ def _find_array(path: str, file: h5py.File) -> HklArray:
     return array
 
 
+def as_c01b(array: HklArray) -> HklArray:
+    """The same array, to be read as images that lie (channel, row, column, batch)."""
+    channel, row, column, batch = array.shape
+    return replace(array, shape=(batch, row, column, channel), layout="c01b")
+
+
 def read_rows(array: HklArray, first: int, out: np.ndarray) -> None:
     """Reads len(out) rows from row `first` on into `out`, a C-contiguous array of (rows, *row_shape).
 
-    Raises UserError naming the file when it can't be read or has become shorter than it was.
+    Images of either layout arrive as (row, column, channel). Of a c01b file all bytes are read, whatever the
+    number of rows. Raises UserError naming the file when it can't be read or has become shorter than it was.
     """
     assert out.flags.c_contiguous and out.dtype == array.dtype and out.shape[1:] == array.row_shape
     assert first >= 0 and first + len(out) <= array.shape[0]
     if len(out) == 0:
         return
     try:
-        if array.offset is None:
+        if array.layout == "c01b":
+            _read_c01b(array, first, out)
+        elif array.offset is None:
             with h5py.File(array.path, "r") as file:
                 file[array.name].read_direct(out, np.s_[first : first + len(out)])
         else:
-            _read_bytes(array, array.offset + first * out[0].nbytes, out)
+            with _opened(array) as file:
+                _read_bytes(file.fileno(), array.offset + first * out[0].nbytes, out)
     except (OSError, RuntimeError, KeyError) as error:
         raise UserError(f"{array.path}: can't be read: {error}") from error
 
 
-def _read_bytes(array: HklArray, offset: int, out: np.ndarray) -> None:
+def _read_c01b(array: HklArray, first: int, out: np.ndarray) -> None:
+    batch, height, width, channels = array.shape
+    stored = (channels, height, width, batch)
+    if array.offset is None:
+        with h5py.File(array.path, "r") as file:
+            images = file[array.name][...].reshape(channels, -1, batch)
+        c01b.read_images(_copier(images), stored, first, out)
+        return
+    offset = array.offset
+    with _opened(array) as raw:
+
+        def read(channel: int, pixel: int, planes: np.ndarray) -> None:
+            _read_bytes(raw.fileno(), offset + (channel * height * width + pixel) * batch, planes)
+
+        c01b.read_images(read, stored, first, out)
+
+
+def _copier(images: np.ndarray) -> Callable[[int, int, np.ndarray], None]:
+    def read(channel: int, pixel: int, planes: np.ndarray) -> None:
+        planes[...] = images[channel, pixel : pixel + len(planes)]
+
+    return read
+
+
+def _opened(array: HklArray) -> io.BufferedReader:
+    """The file, open; raises OSError when it is not the one that was inspected."""
+    file = open(array.path, "rb")  # noqa: SIM115 (the caller closes it)
+    if _stamp(os.fstat(file.fileno())) != array.stamp:
+        file.close()
+        raise OSError("it was changed after the run had begun")
+    return file
+
+
+def _read_bytes(descriptor: int, offset: int, out: np.ndarray) -> None:
     view = out.reshape(-1).view(np.uint8).data
-    descriptor = os.open(array.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if _stamp(os.fstat(descriptor)) != array.stamp:
-            raise OSError("it was changed after the run had begun")
-        while view:
-            n_bytes = os.preadv(descriptor, [view], offset)
-            if n_bytes == 0:
-                raise OSError(f"the file ends {len(view)} bytes too early")
-            view, offset = view[n_bytes:], offset + n_bytes
-    finally:
-        os.close(descriptor)
+    while view:
+        n_bytes = os.preadv(descriptor, [view], offset)
+        if n_bytes == 0:
+            raise OSError(f"the file ends {len(view)} bytes too early")
+        view, offset = view[n_bytes:], offset + n_bytes
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int, int]:
@@ -122,11 +171,27 @@ def read(path: str | Path) -> np.ndarray:
 
 def write(path: str | Path, array: np.ndarray) -> None:
     """Writes `array` so that hickle opens it. The file appears whole or not at all."""
-    path = Path(path)
+    _write(Path(path), lambda temporary: hickle.dump(np.ascontiguousarray(array), temporary, mode="w"))
+
+
+def write_hickle2(path: str | Path, array: np.ndarray) -> None:
+    """Writes `array` as hickle 2 laid it down: hickle 2 opens it; 1, and 3 on Python 3, do not."""
+
+    def dump(temporary: str) -> None:
+        text = h5py.string_dtype("ascii")
+        with h5py.File(temporary, "w", libver="earliest") as file:
+            file.attrs["CLASS"], file.attrs["VERSION"] = "hickle", 2
+            file.attrs["type"] = np.array(["hickle"], text)
+            file.create_dataset("data_0", data=array).attrs["type"] = np.array(["ndarray"], text)
+
+    _write(Path(path), dump)
+
+
+def _write(path: Path, dump: Callable[[str], None]) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(descriptor)
     try:
-        hickle.dump(np.ascontiguousarray(array), temporary, mode="w")
+        dump(temporary)
         publish(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -58,6 +58,8 @@ class Config:
     label_folder: str | None = None  # null: <data_folder>/labels
     mean_file: str | None = None  # null: <data_folder>/misc/img_mean.npy
     n_classes: int | None = None  # null: as the dataset's manifest says
+    subtract_mean: Literal["image", "channel"] = "image"  # the mean image, or one mean per colour channel
+    check_sums: bool = False  # compare every file with the manifest's checksum before the start
     rand_crop: bool = True
     rand_mirror: bool = True
     batch_crop_mirror: bool = False  # one crop and mirror for a whole minibatch

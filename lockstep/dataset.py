@@ -4,21 +4,20 @@ train_hkl/0000.hkl ...  val_hkl/0000.hkl ...   uint8 (batch, row, column, channe
 labels/train_labels.npy  labels/val_labels.npy  one whole number per image, in the order of the files
 misc/img_mean.npy                               float (row, column, channel)
 manifest.json                                   what is in each file (optional)
+
+Folders of theano_alexnet are read too: see lockstep/theano_alexnet.py.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from lockstep import batches
+from lockstep import batches, theano_alexnet
 from lockstep.batches import HklArray
 from lockstep.config import Config
 from lockstep.errors import UserError
-
-MANIFEST_VERSION = 1
+from lockstep.manifest import Manifest, check_files, check_sums, read_manifest
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,7 @@ class Dataset:
     val: Split
     mean: np.ndarray
     n_classes: int
+    manifest: Manifest | None
 
     @property
     def image_shape(self) -> tuple[int, ...]:
@@ -53,45 +53,104 @@ class Dataset:
 def open_dataset(config: Config) -> Dataset:
     """Reads every file's header and all labels. Raises UserError naming the file that doesn't fit."""
     folder = Path(config.data_folder)
-    if not folder.is_dir():
+    given = (config.train_folder, config.val_folder, config.label_folder, config.mean_file)
+    if None in given and not folder.is_dir():
         raise UserError(
             f"{folder}: there is no such dataset folder (data_folder; preprocessing/make_hkl.py makes one)"
         )
-    manifest = _read_manifest(folder / "manifest.json")
-    n_classes = config.n_classes or (len(manifest["classes"]) if manifest else None)
-    if n_classes is None:
-        raise UserError(
-            f"{folder}: has no manifest.json to say how many classes there are: set n_classes, "
-            "or, if this is a folder of pictures, make a dataset of it with preprocessing/make_hkl.py"
-        )
-    labels = Path(config.label_folder or folder / "labels")
-    train = _open_split(
-        Path(config.train_folder or folder / "train_hkl"), labels / "train_labels.npy", n_classes
-    )
-    val = _open_split(Path(config.val_folder or folder / "val_hkl"), labels / "val_labels.npy", n_classes)
+    manifest = _manifest_of(config, folder)
+    label_folder = Path(config.label_folder or folder / "labels")
+    train = _open_half("train", _folder_of("train", config.train_folder, folder, manifest), label_folder)
+    val = _open_half("val", _folder_of("val", config.val_folder, folder, manifest), label_folder)
+    n_classes = config.n_classes or _count_classes(folder, manifest, label_folder, train)
+    for name, split in (("train", train), ("val", val)):
+        _check_labels(label_folder / f"{name}_labels.npy", split.labels, n_classes)
     shape = train.files[0].row_shape
     for file in train.files + val.files:
         if file.row_shape != shape:
             raise UserError(f"{file.path}: images are {file.row_shape}, not {shape} as in the others")
     if manifest:
-        _check_manifest(folder, manifest, train, val)
+        check_files(manifest.train, train.files, train.labels)
+        check_files(manifest.val, val.files, val.labels)
     mean = _read_mean(Path(config.mean_file or folder / "misc" / "img_mean.npy"), shape)
-    return Dataset(train, val, mean, n_classes)
+    if config.subtract_mean == "channel":
+        mean = np.broadcast_to(mean.mean((0, 1), np.float64), shape).astype(np.float32)
+    return Dataset(train, val, mean, n_classes, manifest)
 
 
-def _open_split(folder: Path, label_file: Path, n_classes: int) -> Split:
+def check_content(dataset: Dataset) -> None:
+    """Compares every file with its checksum. Raises UserError naming one that differs, or without
+    manifest."""
+    if dataset.manifest is None:
+        raise UserError("check_sums: this dataset folder has no manifest.json with checksums")
+    check_sums(dataset.manifest)
+
+
+def _manifest_of(config: Config, folder: Path) -> Manifest | None:
+    """The manifest in data_folder, unless the configuration names batches that are elsewhere."""
+    manifest = read_manifest(folder)
+    for split, given in (("train", config.train_folder), ("val", config.val_folder)):
+        if manifest and given and Path(given).resolve() != manifest.folder_of(split).resolve():
+            return None
+    return manifest
+
+
+def _folder_of(split: str, given: str | None, folder: Path, manifest: Manifest | None) -> Path:
+    if given:
+        return Path(given)
+    if manifest:
+        return manifest.folder_of(split)
+    own = folder / f"{split}_hkl"
+    return own if own.is_dir() else theano_alexnet.find_folder(folder, split) or own
+
+
+def _open_half(split: str, folder: Path, label_folder: Path) -> Split:
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder of .hkl batches (data_folder in the config)")
-    files = tuple(batches.inspect(path) for path in sorted(folder.glob("*.hkl")))
+    files = tuple(batches.inspect(path) for path in sorted(folder.glob("*.hkl"), key=theano_alexnet.place))
     if not files:
         raise UserError(f"{folder}: holds no .hkl files")
+    old = theano_alexnet.is_c01b(files[0])
+    if old:
+        files = tuple(batches.as_c01b(file) if len(file.shape) == 4 else file for file in files)
     for file in files:
         _check_images(file)
-    labels = _read_labels(label_file, n_classes)
+    labels = _find_labels(label_folder, split, files)
     n_images = sum(file.shape[0] for file in files)
+    if len(labels) > n_images and old:
+        labels = labels[:n_images]  # theano_alexnet writes whole batches only, and the labels of all
     if len(labels) != n_images:
-        raise UserError(f"{label_file}: holds {len(labels)} labels for the {n_images} images in {folder}")
+        path = label_folder / f"{split}_labels.npy"
+        raise UserError(f"{path}: holds {len(labels)} labels for the {n_images} images in {folder}")
     return Split(files, labels)
+
+
+def _find_labels(folder: Path, split: str, files: tuple[HklArray, ...]) -> np.ndarray:
+    """<split>_labels.npy, or put together from theano_alexnet's halves or quarters."""
+    whole = folder / f"{split}_labels.npy"
+    n_rows = files[0].shape[0]
+    for suffixes in (theano_alexnet.SUFFIXES[2], theano_alexnet.SUFFIXES[4]):
+        paths = [folder / f"{split}_labels{suffix}.npy" for suffix in suffixes]
+        if whole.exists() or not all(path.exists() for path in paths):
+            continue
+        parts = [_read_labels(path) for path in paths]
+        if any(len(part) != len(parts[0]) or len(part) % n_rows for part in parts):
+            raise UserError(f"{paths[0]}: and its like hold no whole number of files' labels ({n_rows} each)")
+        return theano_alexnet.join_labels(parts, n_rows)
+    return _read_labels(whole)
+
+
+def _count_classes(folder: Path, manifest: Manifest | None, label_folder: Path, train: Split) -> int:
+    if manifest:
+        return len(manifest.classes)
+    if train.files[0].layout == "c01b":  # theano_alexnet's, which had labels for all of ImageNet's classes
+        path = label_folder / "train_labels.npy"
+        labels = _read_labels(path) if path.exists() else train.labels
+        return int(labels.max()) + 1
+    raise UserError(
+        f"{folder}: has no manifest.json to say how many classes there are: set n_classes, "
+        "or, if this is a folder of pictures, make a dataset of it with preprocessing/make_hkl.py"
+    )
 
 
 def _check_images(file: HklArray) -> None:
@@ -101,7 +160,7 @@ def _check_images(file: HklArray) -> None:
             "not uint8 images as (batch, row, column, 3)"
         )
     if file.shape[3] != 3:
-        hint = "; it looks like theano_alexnet's (channel, row, column, batch)" if file.shape[0] == 3 else ""
+        hint = "; it looks like theano_alexnet's, the others do not" if file.shape[0] == 3 else ""
         raise UserError(f"{file.path}: shape {file.shape} is not (batch, row, column, 3){hint}")
 
 
@@ -117,72 +176,28 @@ def _read_array(path: Path) -> np.ndarray:
     return array
 
 
-def _read_labels(path: Path, n_classes: int) -> np.ndarray:
+def _read_labels(path: Path) -> np.ndarray:
     labels = _read_array(path)
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise UserError(f"{path}: holds {labels.dtype} of shape {labels.shape}, not one whole number a image")
+    return labels.astype(np.int64)
+
+
+def _check_labels(path: Path, labels: np.ndarray, n_classes: int) -> None:
     wrong = np.flatnonzero((labels < 0) | (labels >= n_classes))
     if len(wrong):
         raise UserError(
             f"{path}: label {labels[wrong[0]]} of image {wrong[0]} is not in 0 to {n_classes - 1} "
             f"({n_classes} classes)"
         )
-    return labels.astype(np.int64)
 
 
 def _read_mean(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     mean = _read_array(path)
+    if mean.shape != shape and mean.shape == (shape[2], *shape[:2]):
+        mean = mean.transpose(1, 2, 0)  # theano_alexnet's (channel, row, column)
     if mean.shape != shape:
         raise UserError(f"{path}: the mean image is {mean.shape}, the images are {shape}")
     if mean.dtype.kind not in "uif" or not (np.abs(mean) <= 255).all():
         raise UserError(f"{path}: the mean image holds values that are not pixels' (0 to 255)")
     return np.ascontiguousarray(mean, dtype=np.float32)
-
-
-def _read_manifest(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: can't be read: {error}") from error
-    if not _is_manifest(manifest):
-        raise UserError(
-            f"{path}: is not a manifest of version {MANIFEST_VERSION}; make the dataset folder again"
-        )
-    return dict(manifest)
-
-
-def _is_manifest(manifest: Any) -> bool:
-    if not isinstance(manifest, dict) or manifest.get("version") != MANIFEST_VERSION:
-        return False
-    classes, halves = manifest.get("classes"), (manifest.get("train"), manifest.get("val"))
-    return isinstance(classes, list) and len(classes) > 0 and all(_is_half(half) for half in halves)
-
-
-def _is_half(half: Any) -> bool:
-    return isinstance(half, list) and all(
-        isinstance(entry, dict)
-        and isinstance(entry.get("file"), str)
-        and isinstance(entry.get("labels"), list)
-        for entry in half
-    )
-
-
-def _check_manifest(folder: Path, manifest: dict[str, Any], train: Split, val: Split) -> None:
-    """Sizes and labels file by file. Checksums are there too; checking them would mean reading everything."""
-    for name, split in (("train", train), ("val", val)):
-        first = 0
-        entries = manifest[name]
-        if len(entries) != len(split.files):
-            raise UserError(f"{folder}: {len(split.files)} {name} files, the manifest has {len(entries)}")
-        for entry, file in zip(entries, split.files, strict=True):
-            n_rows = file.shape[0]
-            if Path(entry["file"]).name != Path(file.path).name or len(entry["labels"]) != n_rows:
-                raise UserError(
-                    f"{file.path}: holds {n_rows} images, the manifest has "
-                    f"{len(entry['labels'])} in {entry['file']}"
-                )
-            if not np.array_equal(entry["labels"], split.labels[first : first + n_rows]):
-                raise UserError(f"{file.path}: its labels are not those of the manifest")
-            first += n_rows

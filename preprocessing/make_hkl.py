@@ -1,179 +1,131 @@
-"""Turns folders of pictures into a dataset folder to train from.
+"""Turns pictures into a dataset folder to train from.
 
     python preprocessing/make_hkl.py data/digits_jpeg data/digits --size 36
-    python preprocessing/make_hkl.py /scratch/imagenet data/imagenet
+    python preprocessing/make_hkl.py my_pictures data/mine --resize crop --on-error skip
+    python preprocessing/make_hkl.py /data/imagenet data/imagenet      folders or the original tars
+    python preprocessing/make_hkl.py toy /data/imagenet data/toy       10 batches of each, to try things out
+    python preprocessing/make_hkl.py                                   as preprocessing/paths.yaml says
+    python preprocessing/make_hkl.py --train_img_dir T --val_img_dir V --traintxt_filename train.txt \\
+        --valtxt_filename val.txt --tar_root_dir data/mine             Caffe's lists
 
-SOURCE holds train/<class>/*.JPEG and val/<class>/*.JPEG (or .jpg, .jpeg, .png, .webp). Classes are numbered
-in the order of their sorted names, as theano_alexnet and Caffe do. Pictures are squashed to --size x --size,
-which should be a little more than what the network takes. Training pictures are shuffled once, with the seed.
-The dataset folder gets
+SOURCE is a folder with
+    train/<class>/*.JPEG and val/<class>/*.JPEG (or .jpg, .jpeg, .png, .webp), or
+    train/<wnid>/*.JPEG, val/*.JPEG and ImageNet's devkit (unpacked or not), or
+    ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz, which are not unpacked,
+    or train.txt and val.txt as Caffe has them, with the pictures in train/ and val/, or where the lists say.
 
-    train_hkl/0000.hkl ...  val_hkl/...       uint8 (batch, row, column, channel), RGB
-    labels/train_labels.npy, val_labels.npy   int64, in the order of the pictures in the files
-    misc/img_mean.npy                         float32 (row, column, channel), of the training pictures
-    manifest.json                             classes, and each file's checksum, pictures and labels
-
-Everything is written beside the target and renamed at the end: a dataset folder is whole or not there.
+TARGET becomes the dataset folder (docs/data.md describes it). It is made beside TARGET and renamed at the
+end, so it is whole or not there. Stopped or killed at any moment, the same command goes on, and the result is
+the same. Classes are numbered in the order of their sorted names, as theano_alexnet and Caffe do.
 """
 
 import argparse
-import hashlib
-import json
-import shutil
+import io
+import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from PIL import Image
-from tqdm import tqdm
-
-from lockstep import batches
-from lockstep.dataset import MANIFEST_VERSION
 from lockstep.errors import UserError
-from lockstep.randomness import Purpose, generator
-
-ENDINGS = {".jpeg", ".jpg", ".png", ".webp"}
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A picture file and the number of its class."""
-
-    path: Path
-    label: int
+from preprocessing.build import Job, build, unfinished
+from preprocessing.finish import BAD_LIST
+from preprocessing.inputs import Paths, add_path_options, make_listing, read_paths
+from preprocessing.pictures import ORIENTATIONS, RESIZES, Geometry
+from preprocessing.plan import Settings, make_tasks
+from preprocessing.tasks import Target
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", type=Path, help="the folder with train/ and val/")
-    parser.add_argument("target", type=Path, help="the dataset folder to make; must not be there yet")
-    parser.add_argument("--size", type=int, default=256, help="rows and columns of the images (256)")
-    parser.add_argument("--batch", type=int, default=256, help="images per file (256)")
-    parser.add_argument("--seed", type=int, default=0, help="of the training pictures' order (0)")
-    words = parser.parse_args()
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code. `arguments`: those of the command line, for the tests."""
+    for stream in (sys.stdout, sys.stderr):  # a file's name may be bytes that are no text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    words = read_command_line(arguments)
     try:
-        make_dataset(words.source, words.target, words.size, words.batch, words.seed)
+        mode, source, target = split_words(words.words)
+        paths = read_paths(words, source, target)
+        make_dataset(paths, read_settings(words, mode == "toy"), words.workers, words.max_errors)
     except (UserError, OSError) as error:
         print(f"make_hkl: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("make_hkl: stopped as asked; the same command goes on", file=sys.stderr)
+        return 130
     return 0
 
 
-def make_dataset(source: Path, target: Path, size: int, batch: int, seed: int) -> None:
-    """Makes the dataset folder `target`. Raises UserError naming the folder or picture that can't be used."""
-    if size < 1 or batch < 1 or seed < 0:
-        raise UserError("--size and --batch must be at least 1, --seed at least 0")
-    if target.exists():
-        raise UserError(f"{target}: is there already; remove it, or name another target")
-    classes = find_classes(source / "train")
-    train = find_pictures(source / "train", classes)
-    val = find_pictures(source / "val", classes)
-    order = generator(seed, 0, Purpose.ORDER).permutation(len(train))
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        write_folder(source, unfinished, classes, [train[i] for i in order], val, size, batch)
-        unfinished.rename(target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    print(f"{len(train)} training and {len(val)} validation images of {len(classes)} classes in {target}")
+def read_command_line(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("words", nargs="*", metavar="[toy|full] [SOURCE TARGET]", help="what to make it of; none: paths.yaml")
+    add("--size", type=int, default=256, help="rows and columns of the images (256)")
+    resize = (
+        "squash: all of the picture, as theano_alexnet (the default); crop: short side to --size, then the "
+        "middle, as Caffe; pad: long side to --size, then black"
+    )
+    add("--resize", choices=RESIZES, default="squash", help=resize)
+    add("--orientation", choices=ORIENTATIONS, default="ignore", help="of EXIF; theano_alexnet ignored it")
+    add("--batch", type=int, default=256, help="images in a file (256)")
+    add("--seed", type=int, default=0, help="of the training pictures' order (0)")
+    layout = "c01b: files, folders and labels for theano_alexnet's own code, as hickle 2 wrote them"
+    add("--layout", choices=["b01c", "c01b"], default="b01c", help=layout)
+    add("--split", type=int, default=1, help="c01b: files that a batch is divided into: 1, 2 or 4 (1)")
+    on_error = f"at a bad picture: stop; leave it out; take the next of its class. {BAD_LIST} lists them"
+    add("--on-error", choices=["stop", "skip", "replace"], default="stop", help=on_error)
+    add("--max-errors", type=int, default=100, help="end it at more bad pictures than this (100)")
+    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (one a core)")
+    add_path_options(parser)
+    return parser.parse_intermixed_args(arguments)
 
 
-def write_folder(
-    source: Path,
-    target: Path,
-    classes: list[str],
-    train: list[Picture],
-    val: list[Picture],
-    size: int,
-    batch: int,
-) -> None:
-    """Writes all files of a dataset folder into `target`, which is not there yet."""
-    for folder in ("train_hkl", "val_hkl", "labels", "misc"):
-        (target / folder).mkdir(parents=True)
-    total = np.zeros((size, size, 3), np.float64)
-    manifest = {
-        "version": MANIFEST_VERSION,
-        "classes": classes,
-        "size": size,
-        "train": write_split(source, target, "train", train, size, batch, total),
-        "val": write_split(source, target, "val", val, size, batch),
+def split_words(words: list[str]) -> tuple[str, Path | None, Path | None]:
+    """(toy or full, SOURCE, TARGET)"""
+    mode = words.pop(0) if words and words[0] in ("toy", "full") else "full"
+    if not words:
+        return mode, None, None
+    if len(words) != 2:
+        raise UserError(f"give SOURCE and TARGET, or neither: {' '.join(words)}")
+    return mode, Path(words[0]), Path(words[1])
+
+
+def read_settings(words: argparse.Namespace, toy: bool) -> Settings:
+    geometry = Geometry(words.size, words.resize, words.orientation)
+    settings = Settings(geometry, words.batch, words.seed, words.layout, words.split, words.on_error, toy)
+    settings.check()
+    if words.workers < 1 or words.max_errors < 0:
+        raise UserError("--workers must be at least 1, --max-errors at least 0")
+    return settings
+
+
+def make_dataset(paths: Paths, settings: Settings, n_workers: int, max_errors: int) -> None:
+    """Makes the dataset folder paths.tar_root_dir. Raises UserError naming the file that can't be used."""
+    folder = Path(paths.tar_root_dir or "")
+    if folder.exists():
+        raise UserError(f"{folder}: is there already; remove it, or name another target")
+    listing = make_listing(paths)
+    print(
+        f"{len(listing.train):,} training and {len(listing.val):,} validation pictures of "
+        f"{len(listing.classes):,} classes",
+        flush=True,
+    )
+    target = Target(
+        unfinished(folder), settings.geometry.size, settings.batch, settings.layout, settings.parts
+    )
+    chosen = {
+        "resize": settings.geometry.resize,
+        "orientation": settings.geometry.orientation,
+        "seed": settings.seed,
+        **({"on_error": settings.on_error} if settings.on_error != "stop" else {}),
     }
-    np.save(target / "misc" / "img_mean.npy", (total / len(train)).astype(np.float32))
-    (target / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-
-
-def find_classes(folder: Path) -> list[str]:
-    """The sorted names of the class folders. Raises UserError where there are none."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder of class folders")
-    classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    if not classes:
-        raise UserError(f"{folder}: holds no class folders")
-    return classes
-
-
-def find_pictures(folder: Path, classes: list[str]) -> list[Picture]:
-    """Every picture under <folder>/<class>/, sorted. Raises UserError for a class that train/ lacks."""
-    unknown = sorted(set(find_classes(folder)) - set(classes))
-    if unknown:
-        raise UserError(f"{folder / unknown[0]}: train/ has no such class")
-    pictures = [
-        Picture(path, label)
-        for label, name in enumerate(classes)
-        for path in sorted((folder / name).glob("*"))
-        if path.suffix.lower() in ENDINGS
-    ]
-    if not pictures:
-        raise UserError(f"{folder}: holds no pictures ({', '.join(sorted(ENDINGS))})")
-    return pictures
-
-
-def write_split(
-    source: Path,
-    target: Path,
-    split: str,
-    pictures: list[Picture],
-    size: int,
-    batch: int,
-    total: np.ndarray | None = None,
-) -> list[dict[str, Any]]:
-    """Writes one half's files and labels, adds its images to `total`; returns its part of the manifest."""
-    entries = []
-    with tqdm(total=len(pictures), desc=split, unit="image", disable=None) as bar:
-        for first in range(0, len(pictures), batch):
-            part = pictures[first : first + batch]
-            images = np.stack([read_picture(picture.path, size) for picture in part])
-            name = f"{split}_hkl/{first // batch:04d}.hkl"
-            batches.write(target / name, images)
-            if total is not None:
-                total += images.sum(0, dtype=np.float64)
-            entries.append(
-                {
-                    "file": name,
-                    "sha256": hashlib.sha256((target / name).read_bytes()).hexdigest(),
-                    "images": [str(picture.path.relative_to(source)) for picture in part],
-                    "labels": [picture.label for picture in part],
-                }
-            )
-            bar.update(len(part))
-    labels = np.array([picture.label for picture in pictures], np.int64)
-    np.save(target / "labels" / f"{split}_labels.npy", labels)
-    return entries
-
-
-def read_picture(path: Path, size: int) -> np.ndarray:
-    """One picture, squashed to size x size: uint8 (row, column, channel), RGB. Raises UserError naming it."""
-    try:
-        with Image.open(path) as picture:
-            resized = picture.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path}: is not a picture that can be read: {error}") from error
-    return np.asarray(resized)
+    job = Job(folder, target, make_tasks(listing, settings), listing.classes, listing.class_names, chosen)
+    done = build(job, n_workers, max_errors)
+    print(
+        f"{done.n_train:,} training and {done.n_val:,} validation images of "
+        f"{len(listing.classes):,} classes in {folder}"
+    )
+    if done.n_bad:
+        print(f"{done.n_bad:,} bad pictures are listed in {folder / BAD_LIST}")
 
 
 if __name__ == "__main__":

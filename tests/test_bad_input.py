@@ -68,9 +68,9 @@ IMAGES = np.zeros((32, SIZE, SIZE, 3), np.uint8)
         (replace(LABELS, np.array([{}] * 90)), LABELS, "is not a whole .npy file of numbers"),
         (remove(MEAN), MEAN, "there is no such file"),
         (
-            replace(MEAN, np.zeros((3, SIZE, SIZE))),
+            replace(MEAN, np.zeros((3, SIZE, 30))),
             MEAN,
-            "the mean image is (3, 36, 36), the images are (36, 36, 3)",
+            "the mean image is (3, 36, 30), the images are (36, 36, 3)",
         ),
         (replace(MEAN, np.full((SIZE, SIZE, 3), np.nan)), MEAN, "not pixels'"),
         (set_manifest("{"), "manifest.json", "can't be read"),
@@ -127,7 +127,7 @@ def test_a_manifest_that_disagrees_names_the_file(folder: Path) -> None:
         open_dataset(make_config(data_folder=str(folder)))
     del manifest["train"][2]
     set_manifest(json.dumps(manifest))(folder)
-    with pytest.raises(UserError, match="3 train files, the manifest has 2"):
+    with pytest.raises(UserError, match="holds 3 files, the manifest has 2"):
         open_dataset(make_config(data_folder=str(folder)))
 
 

@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +16,36 @@ from conftest import ROOT, make_config
 from PIL import Image
 
 from lockstep.dataset import open_dataset
+from preprocessing import make_hkl
 
 
 def script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "preprocessing" / name), *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def run_on_a_terminal(name: str, *words: object) -> str:
+    """What it prints, bars included. The last bar must say how fast it was and that nothing is left to do."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, str(ROOT / "preprocessing" / name), *map(str, words)]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": "100"})
+    os.close(theirs)
+    output = b""
+    while True:
+        try:
+            output += os.read(ours, 65536)
+        except OSError:  # all that could write are gone
+            break
+    os.close(ours)
+    assert process.wait(60) == 0, output
+    text = output.decode()
+    assert re.search(r"100%\|.*\| 39/39 \[\d\d:\d\d<00:00, +[\d.]+image/s\]", text), text
+    return text
+
+
+def make(*words: object) -> int:
+    """make_hkl.py in this process."""
+    return make_hkl.main([*map(str, words), "--workers", "1"])
 
 
 @pytest.fixture
@@ -37,8 +65,9 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def test_labels_belong_to_their_images(pictures: Path, tmp_path: Path) -> None:
-    done = script("make_hkl.py", pictures, tmp_path / "set", "--size", 10, "--batch", 8)
-    assert done.returncode == 0, done.stderr
+    assert "27 training and 12 validation images of 3 classes" in run_on_a_terminal(
+        "make_hkl.py", pictures, tmp_path / "set", "--size", "10", "--batch", "8", "--workers", "2"
+    )
     dataset = open_dataset(make_config(data_folder=str(tmp_path / "set"), n_classes=None))
     assert (dataset.n_classes, len(dataset.train), len(dataset.val)) == (3, 27, 12)
     assert dataset.train.file_rows == (8, 8, 8, 3)  # the last partial file is kept
@@ -55,57 +84,65 @@ def test_labels_belong_to_their_images(pictures: Path, tmp_path: Path) -> None:
     assert list(dataset.train.labels) != sorted(dataset.train.labels)  # shuffled
 
 
-def test_the_manifest_names_every_picture_with_label_and_checksum(pictures: Path, tmp_path: Path) -> None:
-    script("make_hkl.py", pictures, tmp_path / "set", "--size", 10, "--batch", 8)
+def test_every_image_is_named_with_label_and_checksum(pictures: Path, tmp_path: Path) -> None:
+    make(pictures, tmp_path / "set", "--size", 10, "--batch", 8)
     manifest = json.loads((tmp_path / "set" / "manifest.json").read_text())
     assert manifest["classes"] == ["ant", "bee", "cat"]
     for split in ("train", "val"):
         labels = np.load(tmp_path / "set" / "labels" / f"{split}_labels.npy").tolist()
-        assert [label for entry in manifest[split] for label in entry["labels"]] == labels
-        names = [name for entry in manifest[split] for name in entry["images"]]
-        assert sorted(names) == sorted(str(p.relative_to(pictures)) for p in pictures.glob(f"{split}/*/*"))
+        lines = (tmp_path / "set" / manifest["images"][split]).read_text().splitlines()
+        names = [line.split()[0] for line in lines]
+        assert [int(line.split()[1]) for line in lines] == labels
+        assert sorted(names) == sorted(f"{p.parent.name}/{p.name}" for p in pictures.glob(f"{split}/*/*"))
         assert [manifest["classes"][label] for label in labels] == [Path(name).parent.name for name in names]
+        assert sum(entry["n_images"] for entry in manifest[split]) == len(labels)
         for entry in manifest[split]:
             content = (tmp_path / "set" / entry["file"]).read_bytes()
             assert hashlib.sha256(content).hexdigest() == entry["sha256"]
+            assert len(content) == entry["n_bytes"]
 
 
 def test_making_it_twice_gives_the_same_bytes(pictures: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        assert script("make_hkl.py", pictures, tmp_path / name, "--size", 10).returncode == 0
+        assert make(pictures, tmp_path / name, "--size", 10) == 0
     files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file()]
-    assert len(files) == 6
+    assert len(files) == 9
     for file in files:
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
 
 
-def test_a_bad_picture_is_named_and_no_folder_is_left(pictures: Path, tmp_path: Path) -> None:
+def test_a_bad_picture_is_named_and_no_dataset_folder_appears(pictures: Path, tmp_path: Path) -> None:
     (pictures / "train" / "bee" / "1.jpg").write_bytes(b"not a picture")
-    done = script("make_hkl.py", pictures, tmp_path / "set", "--size", 10)
+    done = script("make_hkl.py", pictures, tmp_path / "set", "--size", 10, "--workers", 1)
     assert done.returncode == 2
-    assert "train/bee/1.jpg: is not a picture" in done.stderr.splitlines()[-1]
+    assert "train/bee/1.jpg: can't be used: " in done.stderr.splitlines()[-1]
     assert not (tmp_path / "set").exists()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda source: (source / "val" / "dog").mkdir(), "val/dog: train/ has no such class"),
+        (
+            lambda source: (source / "val" / "dog").mkdir(),
+            "val/dog: the training pictures have no such class",
+        ),
         (lambda source: (source / "val").rename(source / "valid"), "val: there is no such folder"),
         (lambda source: [p.unlink() for p in source.glob("val/*/*")], "val: holds no pictures"),
     ],
 )
-def test_folders_that_do_not_fit_are_named(pictures: Path, tmp_path: Path, change, message: str) -> None:
+def test_folders_that_do_not_fit_are_named(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change, message: str
+) -> None:
     change(pictures)
-    done = script("make_hkl.py", pictures, tmp_path / "set")
-    assert done.returncode == 2 and message in done.stderr
+    assert make(pictures, tmp_path / "set") == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "set").exists()
 
 
-def test_an_existing_folder_is_left_alone(pictures: Path, tmp_path: Path) -> None:
+def test_an_existing_folder_is_left_alone(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "set").mkdir()
-    done = script("make_hkl.py", pictures, tmp_path / "set")
-    assert done.returncode == 2 and "is there already" in done.stderr
+    assert make(pictures, tmp_path / "set") == 2 and "is there already" in capsys.readouterr().err
     assert list((tmp_path / "set").iterdir()) == []
 
 

@@ -1,0 +1,120 @@
+"""Rewrites a dataset folder of theano_alexnet's into today's layout.
+
+    python preprocessing/convert.py /scratch/ilsvrc12 data/imagenet
+    python preprocessing/convert.py /scratch/ilsvrc12 data/imagenet --meta_clsloc_mat meta_clsloc.mat
+
+Such a folder trains as it is, too (docs/data.md); converted, rows are read without reading all of a file,
+there are checksums and names, and `shuffle: blocks` is fast. Sub-batches (_0, _1) are joined. Labels, the
+mean image and the names in misc/ come along. Like make_hkl.py it is parallel and goes on where it was
+stopped.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from lockstep.config import Layer, resolve
+from lockstep.dataset import Dataset, Split, open_dataset
+from lockstep.errors import UserError
+from preprocessing import devkit
+from preprocessing.build import Job, build, unfinished
+from preprocessing.caffe_lists import class_folders, read_list
+from preprocessing.make_labels import read_order
+from preprocessing.tasks import StoredBatch, Target, Task
+
+_KEYS = ("train_folder", "val_folder", "label_folder", "mean_file")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code. `arguments`: those of the command line, for the tests."""
+    words = read_command_line(arguments)
+    try:
+        convert(words)
+    except (UserError, OSError) as error:
+        print(f"convert: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("convert: stopped as asked; the same command goes on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def read_command_line(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("old", type=Path, help="the folder that holds train_hkl_b256_b_256, labels, misc ...")
+    parser.add_argument("new", type=Path, help="the dataset folder to make; must not be there yet")
+    parser.add_argument("--batch", type=int, default=256, help="images in a file (256)")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes")
+    parser.add_argument(
+        "--meta_clsloc_mat", type=Path, help="meta_clsloc.mat or meta.mat, for the classes' names"
+    )
+    for key in _KEYS:
+        parser.add_argument(f"--{key}", help="where it is not in OLD, as in the configuration")
+    return parser.parse_args(arguments)
+
+
+def convert(words: argparse.Namespace) -> None:
+    """Makes words.new from words.old. Raises UserError naming the file that doesn't fit."""
+    if words.batch < 1 or words.workers < 1:
+        raise UserError("--batch and --workers must be at least 1")
+    given = {key: getattr(words, key) for key in _KEYS if getattr(words, key)}
+    layer = Layer("command line", {"data_folder": str(words.old), **given})
+    dataset = open_dataset(resolve([layer])[0])
+    size, width, _ = dataset.image_shape
+    if size != width:
+        raise UserError(f"{words.old}: its images are {size} x {width}, not square")
+    tasks = [
+        task
+        for split, half in (("train", dataset.train), ("val", dataset.val))
+        for task in make_tasks(split, half, find_names(words.old, split, half), words.batch)
+    ]
+    classes = find_classes(words.old, dataset)
+    kit = devkit.read_meta(words.meta_clsloc_mat) if words.meta_clsloc_mat else None
+    names = [kit.words.get(name, name) if kit else name for name in classes]
+    target = Target(unfinished(words.new), size, words.batch, "b01c", 1)
+    done = build(Job(words.new, target, tasks, classes, names, {}), words.workers, 0)
+    print(f"{done.n_train:,} training and {done.n_val:,} validation images in {words.new}")
+
+
+def make_tasks(split: str, half: Split, names: list[str], batch: int) -> list[Task]:
+    """Batches of `batch` images, in the order of the old files."""
+    tasks = []
+    for number, start in enumerate(range(0, len(half), batch)):
+        stop = min(start + batch, len(half))
+        runs, first = [], 0
+        for file in half.files:
+            begin, end = max(start, first), min(stop, first + file.shape[0])
+            if begin < end:
+                runs.append((file, begin - first, end - begin))
+            first += file.shape[0]
+        labels = tuple(half.labels[start:stop].tolist())
+        tasks.append(Task(split, number, StoredBatch(tuple(runs), tuple(names[start:stop]), labels)))
+    return tasks
+
+
+def find_names(folder: Path, split: str, half: Split) -> list[str]:
+    """<class>/<file> of each image where the folder knows, else the old file and the row. Raises
+    UserError."""
+    lists = folder / "misc"
+    try:
+        names = read_order(folder, lists, split)
+    except UserError:
+        return [f"{Path(file.path).name}:{row}" for file in half.files for row in range(file.shape[0])]
+    if len(names) < len(half):
+        raise UserError(f"{lists}: has {len(names)} names of the {len(half)} {split} images")
+    return ["/".join(Path(name).parts[-2:]) for name in names[: len(half)]]
+
+
+def find_classes(folder: Path, dataset: Dataset) -> list[str]:
+    """The wnids, from misc/train.txt where it is there; otherwise the labels themselves."""
+    if dataset.manifest:
+        return list(dataset.manifest.classes)
+    path = folder / "misc" / "train.txt"
+    return class_folders(read_list(path) if path.exists() else [], dataset.n_classes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""What a dataset folder has besides its batches: labels, lists of names, the mean image, the manifest."""
+
+import importlib.metadata
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import lockstep
+from lockstep import theano_alexnet
+from lockstep.errors import UserError
+from lockstep.manifest import MANIFEST_VERSION, NAME, checksum, digest_of_labels
+from preprocessing.caffe_lists import Line, write_list
+from preprocessing.journal import Journal
+from preprocessing.tasks import Record, Target, Task
+
+BAD_LIST = "misc/bad_pictures.txt"
+IMAGE_LISTS = {"train": "misc/train_order.txt", "val": "misc/val.txt"}  # names in the order of the files
+_PACKAGES = ("h5py", "hickle", "numpy", "pillow", "simplejpeg", "torch")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Numbers of images and of bad pictures."""
+
+    n_train: int
+    n_val: int
+    n_bad: int
+
+
+def write_rest(
+    target: Target,
+    tasks: list[Task],
+    journal: Journal,
+    classes: tuple[list[str], list[str]],
+    facts: dict[str, Any],
+) -> Outcome:
+    """Writes it all into target.folder, whose batches are complete. `classes`: their names, and words for
+    each."""
+    halves: dict[str, list[dict[str, Any]]] = {"train": [], "val": []}
+    lines: dict[str, list[Line]] = {"train": [], "val": []}
+    for task in tasks:
+        record = journal.records[task.key]
+        kept = kept_lines(task, record)
+        lines[task.split] += kept
+        labels = np.array_split([label for _, label in kept], target.parts)
+        for entry, part in zip(record.files, labels, strict=False):  # no files where all pictures were bad
+            halves[task.split].append({**entry, "labels_sha256": digest_of_labels(part)})
+    for split, entries in halves.items():
+        if not entries:
+            raise UserError(f"no {split} picture could be used; {target.folder} has what there is")
+        _write_names_and_labels(target, split, lines[split])
+    mean = _write_mean(target, journal)
+    n_bad = _write_bad(target.folder, tasks, journal)
+    others = sorted(path for folder in ("labels", "misc") for path in (target.folder / folder).iterdir())
+    manifest = {
+        "version": MANIFEST_VERSION,
+        **facts,
+        "made_with": _versions(),
+        "classes": classes[0],
+        "class_names": classes[1],
+        **mean,
+        "images": IMAGE_LISTS,
+        "others": {str(path.relative_to(target.folder)): checksum(path) for path in others},
+        **halves,
+    }
+    (target.folder / NAME).write_text(json.dumps(manifest, indent=0), encoding="utf-8")
+    return Outcome(len(lines["train"]), len(lines["val"]), n_bad)
+
+
+def kept_lines(task: Task, record: Record) -> list[Line]:
+    """(name, label) of the images of a task that are in its files, in their order."""
+    bad = {item.row: item for item in record.bad}
+    return [
+        (bad[row].instead or name if row in bad else name, label)
+        for row, (name, label) in enumerate(zip(task.source.names, task.source.labels, strict=True))
+        if row not in bad or bad[row].instead
+    ]
+
+
+def _write_names_and_labels(target: Target, split: str, lines: list[Line]) -> None:
+    """What make_labels.py and make_train_val_txt.py write, and the images' names in the order of the
+    files."""
+    labels = np.array([label for _, label in lines], np.int64)
+    write_labels(target.folder / "labels", split, labels, target.parts, target.batch)
+    misc = target.folder / "misc"
+    if split == "val":  # not shuffled
+        write_list(target.folder / IMAGE_LISTS[split], lines)
+        return
+    write_list(misc / "train.txt", sorted(lines, key=lambda line: (line[1], line[0])))
+    write_list(target.folder / IMAGE_LISTS[split], lines)
+    if target.layout == "c01b":
+        names = [name.encode("utf-8", "surrogateescape") for name, _ in lines]
+        np.save(misc / "shuffled_train_filenames.npy", np.array(names))
+
+
+def write_labels(folder: Path, split: str, labels: np.ndarray, n_parts: int, batch: int) -> None:
+    """<split>_labels.npy, and those of theano_alexnet's halves or quarters where there are some."""
+    np.save(folder / f"{split}_labels.npy", labels)
+    if n_parts > 1:
+        parts = theano_alexnet.split_labels(labels, n_parts, batch // n_parts)
+        for suffix, part in zip(theano_alexnet.SUFFIXES[n_parts], parts, strict=True):
+            np.save(folder / f"{split}_labels{suffix}.npy", part)
+
+
+def _write_mean(target: Target, journal: Journal) -> dict[str, Any]:
+    """Saves the mean image as the layout wants it; returns what the manifest says about it."""
+    mean = journal.sums.mean()
+    old = target.layout == "c01b"
+    np.save(
+        target.folder / "misc" / "img_mean.npy", mean.transpose(2, 0, 1) if old else mean.astype(np.float32)
+    )
+    return {
+        "channel_mean": journal.sums.channel_mean().tolist(),
+        "channel_std": journal.sums.channel_std().tolist(),
+    }
+
+
+def _write_bad(folder: Path, tasks: list[Task], journal: Journal) -> int:
+    """A list of the bad pictures, where there are some. Returns how many."""
+    found = [bad for task in tasks for bad in journal.records[task.key].bad]
+    if found:
+        lines = [f"{bad.place}\t{bad.reason}\t{bad.instead or 'left out'}\n" for bad in found]
+        text = "picture\treason\tinstead\n" + "".join(lines)
+        (folder / BAD_LIST).write_text(text, encoding="utf-8", errors="surrogateescape")
+    return len(found)
+
+
+def _versions() -> dict[str, str]:
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {"lockstep": lockstep.__version__, "python": platform.python_version(), **versions}

@@ -1,0 +1,98 @@
+"""What is done of a dataset folder, so that an interrupted run goes on where it was."""
+
+import hashlib
+import json
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.batches import publish
+from lockstep.errors import UserError
+from preprocessing.sums import PixelSums
+from preprocessing.tasks import Record, Task
+
+NAME = ".journal.npz"
+_SHARE = 0.03  # of the time may go into writing the journal
+
+
+class Journal:
+    """Records of finished tasks and the sums of their images, kept in one file that is replaced as a whole.
+
+    A task that was finished after the last writing is done again, with the same result.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], tasks: list[Task], size: int) -> None:
+        self._path = folder / NAME
+        self._settings = settings
+        self._digest = _digest(tasks)
+        self._next_writing = 0.0
+        self.records: dict[str, Record] = {}
+        self.sums = PixelSums(size)
+
+    def load(self) -> None:
+        """Takes up an earlier run's, where there is one. Raises UserError when that was about something
+        else."""
+        if not self._path.exists():
+            return
+        again = f"; give those again, or remove {self._path.parent} to begin anew"
+        try:
+            with np.load(self._path, allow_pickle=False) as file:
+                content = json.loads(file["content"].tobytes())
+                total, squares = file["total"], file["squares"]
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise UserError(
+                f"{self._path}: can't be read ({error}); remove its folder to begin anew"
+            ) from error
+        for key, value in content["settings"].items():
+            if self._settings.get(key) != value:
+                raise UserError(
+                    f"{self._path.parent}: was begun with {key} {value}, not {self._settings.get(key)}{again}"
+                )
+        if content["tasks"] != self._digest:
+            raise UserError(f"{self._path.parent}: was begun with other pictures{again}")
+        self.records = {key: Record.from_json(record) for key, record in content["records"].items()}
+        self.sums.total, self.sums.squares, self.sums.count = total, squares, content["count"]
+
+    def add(self, task: Task, record: Record, sums: PixelSums | None) -> None:
+        """Notes a finished task; writes now and then. One whose files had to be made again is counted
+        once."""
+        if sums and task.key not in self.records:
+            self.sums.merge(sums)
+        self.records[task.key] = record
+        if time.monotonic() >= self._next_writing:
+            self.write()
+
+    def write(self) -> None:
+        begin = time.monotonic()
+        content = {
+            "settings": self._settings,
+            "tasks": self._digest,
+            "count": self.sums.count,
+            "records": {key: record.to_json() for key, record in self.records.items()},
+        }
+        text = np.frombuffer(json.dumps(content).encode(), np.uint8)
+        with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=".journal-", delete=False) as file:
+            np.savez(file, content=text, total=self.sums.total, squares=self.sums.squares)
+        publish(file.name, self._path)
+        now = time.monotonic()
+        self._next_writing = now + (now - begin) / _SHARE
+
+    def n_bad(self) -> int:
+        return sum(len(record.bad) for record in self.records.values())
+
+    def remove(self) -> None:
+        self._path.unlink()
+
+
+def _digest(tasks: list[Task]) -> str:
+    """Of the names and labels of all images in their order."""
+    digest = hashlib.sha256()
+    for task in tasks:
+        digest.update(f"{task.key}\n".encode())
+        for name, label in zip(task.source.names, task.source.labels, strict=True):
+            digest.update(f"{label} {name}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()

@@ -1,0 +1,85 @@
+"""Writes the labels of a dataset folder anew, from Caffe-style lists and the names of its images in their
+order.
+
+    python preprocessing/make_labels.py data/imagenet --lists data/imagenet/misc
+    python preprocessing/make_labels.py /scratch/ilsvrc12 --lists /scratch/ilsvrc12/misc --split 2 --batch 256
+
+make_hkl.py does this by itself. Alone it is for a folder whose labels were lost, or one of theano_alexnet's:
+the order is in misc/train_order.txt, or its shuffled_train_filenames.npy, and in val.txt. With --split the
+labels of halves (_0, _1) or quarters are written too.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.errors import UserError
+from preprocessing.caffe_lists import read_list
+from preprocessing.finish import IMAGE_LISTS, write_labels
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code. `arguments`: those of the command line, for the tests."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="the dataset folder")
+    parser.add_argument("--lists", type=Path, help="where train.txt and val.txt are (<folder>/misc)")
+    parser.add_argument("--split", type=int, choices=[1, 2, 4], default=1, help="files of a batch (1)")
+    parser.add_argument("--batch", type=int, default=256, help="images in a batch, for --split (256)")
+    words = parser.parse_args(arguments)
+    try:
+        for split in ("train", "val"):
+            labels = find_labels(words.folder, words.lists or words.folder / "misc", split)
+            (words.folder / "labels").mkdir(exist_ok=True)
+            write_labels(words.folder / "labels", split, labels, words.split, words.batch)
+            print(f"{len(labels):,} {split} labels in {words.folder / 'labels'}")
+    except (UserError, OSError) as error:
+        print(f"make_labels: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def find_labels(folder: Path, lists: Path, split: str) -> np.ndarray:
+    """int64, one for each image in the order of the files. Raises UserError naming a picture without a
+    label."""
+    path = lists / f"{split}.txt"
+    labels: dict[str, int | None] = {}
+    for name, label in read_list(path):
+        short = Path(name).name  # theano_alexnet's order has whole paths; file names are unique in ImageNet
+        labels[short] = label if labels.get(short, label) == label else None
+        labels[name] = label
+    found = []
+    for name in read_order(folder, lists, split):
+        known = labels.get(name, labels.get(Path(name).name))
+        if known is None:
+            raise UserError(f"{path}: has no line for {name}, which is in {folder}")
+        found.append(known)
+    return np.array(found, np.int64)
+
+
+def read_order(folder: Path, lists: Path, split: str) -> list[str]:
+    """The names of the images of one half in the order of the files. Raises UserError where that is
+    unknown."""
+    if split == "val":  # not shuffled, here or in theano_alexnet
+        return [name for name, _ in read_list(lists / "val.txt")]
+    own = folder / IMAGE_LISTS[split]
+    if own.exists():
+        return [name for name, _ in read_list(own)]
+    path = folder / "misc" / "shuffled_train_filenames.npy"
+    try:
+        names = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{own} is not there, and {path} can't be read: {error}") from error
+    if names.dtype.kind not in "SU" or names.ndim != 1:
+        raise UserError(f"{path}: holds {names.dtype} of shape {names.shape}, not names")
+    return [
+        name.decode("utf-8", "surrogateescape") if isinstance(name, bytes) else name
+        for name in names.tolist()
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

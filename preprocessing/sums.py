@@ -1,0 +1,62 @@
+"""Sums over training images, for the mean image and for mean and standard deviation of each colour.
+
+Sums of whole numbers are exact and the same in any order, so neither the number of workers nor an
+interruption changes a bit of the mean; only its division is in float64.
+"""
+
+import numpy as np
+
+_CHUNK = 257  # as many times 255 fits into uint16
+
+
+class PixelSums:
+    """total: uint64 (row, column, 3); squares: uint64 (3,), over all pixels; count: images."""
+
+    def __init__(self, size: int) -> None:
+        self.total = np.zeros((size, size, 3), np.uint64)
+        self.squares = np.zeros(3, np.uint64)
+        self.count = 0
+
+    def add(self, images: np.ndarray) -> None:
+        """images: uint8 (batch, row, column, 3)."""
+        squares = np.zeros(self.total.shape, np.uint64)
+        for first in range(0, len(images), _CHUNK):
+            chunk = images[first : first + _CHUNK]
+            self.total += chunk.sum(0, dtype=np.uint16)
+            squares += _sum_of_squares(chunk)
+        self.squares += squares.sum((0, 1))
+        self.count += len(images)
+
+    def merge(self, other: "PixelSums") -> None:
+        self.total += other.total
+        self.squares += other.squares
+        self.count += other.count
+
+    def mean(self) -> np.ndarray:
+        """The mean image: float64 (row, column, 3)."""
+        mean: np.ndarray = self.total / self.count
+        return mean
+
+    def channel_mean(self) -> np.ndarray:
+        """float64 (3,)"""
+        mean: np.ndarray = self.total.sum((0, 1)) / self._pixels
+        return mean
+
+    def channel_std(self) -> np.ndarray:
+        """float64 (3,), over all pixels of all images"""
+        variance: np.ndarray = self.squares / self._pixels - self.channel_mean() ** 2
+        std: np.ndarray = np.sqrt(np.maximum(variance, 0))
+        return std
+
+    @property
+    def _pixels(self) -> int:
+        return self.count * self.total.shape[0] * self.total.shape[1]
+
+
+def _sum_of_squares(chunk: np.ndarray) -> np.ndarray:
+    total = np.zeros(chunk.shape[1:], np.uint32)
+    square = np.empty(chunk.shape[1:], np.uint16)
+    for image in chunk:
+        np.multiply(image, image, out=square, dtype=np.uint16)
+        total += square
+    return total
