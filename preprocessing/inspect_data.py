@@ -128,9 +128,10 @@ def take_samples(
     for index in chosen.tolist():
         stored = read_image(split, index)
         corner = [random.integers(margin + 1) if key == "train" else margin // 2 for margin in margins]
-        mirror = key == "train" and bool(random.integers(2))
+        mirror = key == "train" and random.integers(2)
         seen = torch.empty((1, crop, crop, 3))
-        augmenter.apply(torch.from_numpy(stored)[None], [int(corner[0])], [int(corner[1])], [mirror], seen)
+        crops = torch.tensor([[int(number) for number in (*corner, mirror)]])
+        augmenter.apply(torch.from_numpy(stored)[None], crops, seen)
         label = int(split.labels[index])
         title = f"{key} {label}: {names[label]}"
         samples.append(Sample(stored, seen[0].numpy(), title, sources[index] if sources else ""))
