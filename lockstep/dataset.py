@@ -46,6 +46,11 @@ class Dataset:
     manifest: Manifest | None
 
     @property
+    def class_names(self) -> tuple[str, ...]:
+        """Words for people, one for each class; numbers where the folder has none."""
+        return self.manifest.class_names if self.manifest else tuple(map(str, range(self.n_classes)))
+
+    @property
     def image_shape(self) -> tuple[int, ...]:
         return self.train.files[0].row_shape
 

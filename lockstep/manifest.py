@@ -46,6 +46,7 @@ class Manifest:
     train: tuple[FileEntry, ...]
     val: tuple[FileEntry, ...]
     others: dict[str, str]
+    resize: str  # how pictures became square: see preprocessing/pictures.py
 
     def checksums(self) -> dict[str, str]:
         """SHA-256 of every file of the folder, by its name in it; of version 1 what there is."""
@@ -93,7 +94,8 @@ def _parse(path: Path, content: dict[str, Any]) -> Manifest:
     read = _entry_of_version_1 if version == 1 else _entry
     halves = {split: tuple(read(entry) for entry in _items(content[split])) for split in ("train", "val")}
     others = {_text(name): _text(value) for name, value in content.get("others", {}).items()}
-    return Manifest(path, classes, names, layout, halves["train"], halves["val"], others)
+    resize = _text(content.get("resize", "squash"))
+    return Manifest(path, classes, names, layout, halves["train"], halves["val"], others, resize)
 
 
 def _entry(entry: dict[str, Any]) -> FileEntry:

@@ -40,6 +40,7 @@ class Order:
     stop: int
     first: int
     last: int
+    view: int = 0  # of validation: which crop of each image, see reader.py; 0 is the middle
 
     def __str__(self) -> str:
         stage = "" if self.stage == "train" else "validation "
@@ -124,6 +125,17 @@ class Validated:
     error_top5: float
     n_images: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A trainer of validate.py to the launcher, after a batch: images from `first` on, in file order."""
+
+    first: int
+    labels: list[int]
+    answers: list[int]  # the class found most probable
+    in_top5: list[bool]
+    losses: list[float]  # cross-entropy in nats
 
 
 @dataclass(frozen=True)

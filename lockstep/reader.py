@@ -12,6 +12,8 @@ from lockstep.randomness import Purpose, draw
 from lockstep.slots import RingShape, Slot
 from lockstep.status import StatusBoard
 
+N_VIEWS = 10  # the middle and the four corners, then the same mirrored (Krizhevsky et al. 2012, section 4.1)
+
 
 class Reader:
     """What it reads depends on configuration, data and order only."""
@@ -40,6 +42,8 @@ class Reader:
         if self._config.batch_crop_mirror and n_samples:
             drawn = np.repeat(self._order.samples(order.start, order.start + 1), n_samples)
         slot.crops[:n_samples] = torch.from_numpy(self._crops[drawn])
+        if order.view:
+            slot.crops[:n_samples] = torch.tensor(self._view(order.view), dtype=torch.int32)
         slot.labels[:n_samples] = torch.from_numpy(self._split.labels[samples])
         slot.samples[:n_samples] = torch.from_numpy(samples)
 
@@ -72,6 +76,14 @@ class Reader:
         if mirror:
             self._crops[:, 2] = draw(config.seed, epoch, Purpose.MIRROR, len(self._split), 2)
         self._epoch = (stage, epoch)
+
+    def _view(self, number: int) -> tuple[int, int, int]:
+        """Row, column and mirror of one of the N_VIEWS views."""
+        height, width, _ = self.dataset.image_shape
+        lowest, rightmost = height - self.crop_size, width - self.crop_size
+        middle = (lowest // 2, rightmost // 2)
+        places = (middle, (0, 0), (0, rightmost), (lowest, 0), (lowest, rightmost))
+        return (*places[number % 5], number // 5)
 
     def _corners(self, purpose: Purpose, epoch: int, margin: int, random: bool) -> np.ndarray | int:
         """Where each sample's crop begins, in pixels: anywhere in the margin, or in its middle."""

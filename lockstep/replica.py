@@ -75,6 +75,11 @@ class Replica:
             learn()
 
     @torch.no_grad()
+    def log_probabilities(self, batch: Batch) -> torch.Tensor:
+        """(n, class): logarithms of what the network takes for each class's probability, float64."""
+        return self._forward(batch.images).double().log_softmax(1)
+
+    @torch.no_grad()
     def count_errors(self, batch: Batch) -> torch.Tensor:
         """[summed cross-entropy, wrong top-1 answers, wrong top-5 answers] of a batch, float64 (3,)."""
         if not len(batch.labels):

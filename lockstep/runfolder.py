@@ -214,9 +214,14 @@ def folder_to_resume(config: Config) -> Path:
         if not (parent / name / "checkpoints").is_dir():
             raise UserError(f"{parent / name}: there is no such run to resume")
         return parent / name
+    return newest(parent)
+
+
+def newest(parent: Path) -> Path:
+    """The run in a folder of runs that wrote a checkpoint last. Raises UserError where there is none."""
     records = [path for path in parent.glob("*/checkpoints/*.json") if _RECORD.fullmatch(path.name)]
     if not records:
-        raise UserError(f"{parent}: holds no run with a checkpoint to resume")
+        raise UserError(f"{parent}: holds no run with a checkpoint")
     return max(records, key=lambda path: path.stat().st_mtime).parent.parent
 
 

@@ -97,7 +97,7 @@ def draw(dataset: Dataset, words: argparse.Namespace) -> None:
     crop = words.crop or dataset.image_shape[0] * 8 // 9
     if not 1 <= crop <= min(dataset.image_shape[:2]) or words.images < 2 or words.seed < 0:
         raise UserError("--crop must fit into the images, --images be at least 2, --seed at least 0")
-    names = dataset.manifest.class_names if dataset.manifest else tuple(map(str, range(dataset.n_classes)))
+    names = dataset.class_names
     samples = [
         sample
         for key, split in (("train", dataset.train), ("val", dataset.val))
