@@ -5,7 +5,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -92,12 +92,14 @@ def _do(job: Job, journal: Journal, remaining: list[Task], n_workers: int, max_e
     n_done = n_images - sum(len(task.source.labels) for task in remaining)
     work = partial(make_files, target=job.target)
     with progress_bar(n_images, "image", n_done) as bar:
-        for task, (record, sums) in in_parallel(work, remaining, min(n_workers, max(len(remaining), 1))):
-            journal.add(task, record, sums)
-            bar.update(len(task.source.labels))
-            for bad in record.bad:
-                bar.write(f"bad picture: {bad.place}: {bad.reason}")
-            _check_errors(journal, max_errors)
+        results = in_parallel(work, remaining, min(n_workers, max(len(remaining), 1)))
+        with closing(results):
+            for task, (record, sums) in results:
+                journal.add(task, record, sums)
+                bar.update(len(task.source.labels))
+                for bad in record.bad:
+                    bar.write(f"bad picture: {bad.place}: {bad.reason}")
+                _check_errors(journal, max_errors)
 
 
 def _check_errors(journal: Journal, max_errors: int) -> None:

@@ -18,7 +18,7 @@ from lockstep.errors import UserError
 
 _ID = re.compile(r"ILSVRC\d*_ID")
 _META = re.compile(r"meta(_clsloc)?\.mat")
-_TRUTH = re.compile(r".*validation_ground_truth\.txt")
+_TRUTH = re.compile(r"(?!.*_det_).*validation_ground_truth\.txt")  # not that of the detection task
 _NUMBER = re.compile(r"_(\d+)\.[^.]+$")
 
 
