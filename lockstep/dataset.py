@@ -82,8 +82,7 @@ def open_dataset(config: Config) -> Dataset:
 
 
 def check_content(dataset: Dataset) -> None:
-    """Compares every file with its checksum. Raises UserError naming one that differs, or without
-    manifest."""
+    """Compares every file with its checksum. Raises UserError naming one that differs."""
     if dataset.manifest is None:
         raise UserError("check_sums: this dataset folder has no manifest.json with checksums")
     check_sums(dataset.manifest)

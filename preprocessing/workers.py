@@ -62,8 +62,7 @@ def _next_ones(under_way: dict[Future[Result], Item]) -> Iterator[tuple[Item, Re
 
 @contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """Ctrl-C is the parent's to answer. Processes that are started in here never hear of it; the parent does
-    later."""
+    """Ctrl-C is the parent's to answer: processes started in here never hear of it, the parent does later."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

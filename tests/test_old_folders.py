@@ -1,5 +1,4 @@
-"""Folders as theano_alexnet made them: they are read as they are, and rewritten; and such a one can be
-made."""
+"""Folders as theano_alexnet made them: they are read as they are, rewritten, and can be made."""
 
 import json
 import os
@@ -79,6 +78,14 @@ def test_whole_batches_halves_and_quarters_are_read_in_order(tmp_path: Path, par
         for split in ("train", "val"):
             (tmp_path / "labels" / f"{split}_labels.npy").unlink()
         assert_as_numbered(tmp_path)
+
+
+def test_files_come_in_the_order_of_their_numbers() -> None:
+    names = [
+        f"{number:04d}{part}.hkl" for number in (0, 9, 9999, 10000) for part in ("_00", "_10", "_01", "_11")
+    ]
+    assert sorted(map(Path, reversed(names)), key=theano_alexnet.place) == list(map(Path, names))
+    assert sorted(map(Path, ["b.hkl", "a2.hkl", "a10.hkl"]), key=theano_alexnet.place)[0] == Path("a10.hkl")
 
 
 def test_with_both_the_whole_batches_are_taken(tmp_path: Path) -> None:
