@@ -43,7 +43,7 @@ class Dataset:
     val: Split
     mean: np.ndarray
     n_classes: int
-    manifest: Manifest | None
+    manifest: Manifest | None = None
 
     @property
     def image_shape(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from test_imagenet import read_all
 from lockstep import batches, theano_alexnet
 from lockstep.dataset import open_dataset
 from lockstep.errors import UserError
-from preprocessing import convert, make_hkl
+from preprocessing import convert, inspect_data, make_hkl
 
 SIZE, BATCH = 36, 8
 N = {"train": 45, "val": 20}  # 5 and 2 whole batches, and images that were never written
@@ -144,6 +144,17 @@ def test_it_trains_as_it_is_and_the_same_after_conversion(tmp_path: Path) -> Non
         running = Program(tmp_path / name, tmp_path / name).run("n_epochs=1", "shuffle=none", devices="[cpu]")
         weights.append((running.run_folder / "checkpoints" / "epoch_0001.safetensors").read_bytes())
     assert weights[0] == weights[1]
+
+
+def test_it_can_be_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_old(tmp_path, 2)
+    assert inspect_data.main([str(tmp_path)]) == 0
+    assert "40 training images of 36 x 36 in 10 files, c01b" in (said := capsys.readouterr().out)
+    assert "14 good, 0 bad" in said and (tmp_path / "inspect" / "contact_sheet.png").exists()
+    path = tmp_path / f"val_hkl_b{BATCH}_b_{BATCH // 2}" / "0001_1.hkl"
+    path.write_bytes(path.read_bytes()[:-9])
+    assert inspect_data.main([str(tmp_path)]) == 2
+    assert "0001_1.hkl" in capsys.readouterr().err
 
 
 def test_conversion_goes_on_and_takes_names_along(tmp_path: Path, monkeypatch) -> None:
