@@ -1,5 +1,4 @@
-"""From JPEG to 256 x 256, on one core and on two, beside other libraries; and theano_alexnet's layout to
-today's."""
+"""From JPEG to 256 x 256 beside other libraries; one worker and two; theano_alexnet's layout to today's."""
 
 import importlib.util
 import io

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep import batches, theano_alexnet
-from lockstep.batches import HklArray
+from lockstep.batches import HklArray, Layout
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.manifest import Manifest, check_files, check_sums, read_manifest
@@ -43,7 +43,7 @@ class Dataset:
     val: Split
     mean: np.ndarray
     n_classes: int
-    manifest: Manifest | None
+    manifest: Manifest | None = None
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -65,8 +65,11 @@ def open_dataset(config: Config) -> Dataset:
         )
     manifest = _manifest_of(config, folder)
     label_folder = Path(config.label_folder or folder / "labels")
-    train = _open_half("train", _folder_of("train", config.train_folder, folder, manifest), label_folder)
-    val = _open_half("val", _folder_of("val", config.val_folder, folder, manifest), label_folder)
+    layout = manifest.layout if manifest else None
+    train = _open_half(
+        "train", _folder_of("train", config.train_folder, folder, manifest), label_folder, layout
+    )
+    val = _open_half("val", _folder_of("val", config.val_folder, folder, manifest), label_folder, layout)
     n_classes = config.n_classes or _count_classes(folder, manifest, label_folder, train)
     for name, split in (("train", train), ("val", val)):
         _check_labels(label_folder / f"{name}_labels.npy", split.labels, n_classes)
@@ -84,8 +87,7 @@ def open_dataset(config: Config) -> Dataset:
 
 
 def check_content(dataset: Dataset) -> None:
-    """Compares every file with its checksum. Raises UserError naming one that differs, or without
-    manifest."""
+    """Compares every file with its checksum. Raises UserError naming one that differs."""
     if dataset.manifest is None:
         raise UserError("check_sums: this dataset folder has no manifest.json with checksums")
     check_sums(dataset.manifest)
@@ -109,13 +111,13 @@ def _folder_of(split: str, given: str | None, folder: Path, manifest: Manifest |
     return own if own.is_dir() else theano_alexnet.find_folder(folder, split) or own
 
 
-def _open_half(split: str, folder: Path, label_folder: Path) -> Split:
+def _open_half(split: str, folder: Path, label_folder: Path, layout: Layout | None) -> Split:
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder of .hkl batches (data_folder in the config)")
     files = tuple(batches.inspect(path) for path in sorted(folder.glob("*.hkl"), key=theano_alexnet.place))
     if not files:
         raise UserError(f"{folder}: holds no .hkl files")
-    old = theano_alexnet.is_c01b(files[0])
+    old = layout == "c01b" if layout else theano_alexnet.is_c01b(files[0])
     if old:
         files = tuple(batches.as_c01b(file) if len(file.shape) == 4 else file for file in files)
     for file in files:

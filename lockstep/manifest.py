@@ -36,8 +36,10 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the trainer needs to know. `class_names` are words for people, one for each of `classes`; `others`
-    has SHA-256 of labels, lists and mean image."""
+    """What the trainer needs to know.
+
+    class_names: words for people, one for each of `classes`. others: SHA-256 of labels, lists, mean image.
+    """
 
     path: Path
     classes: tuple[str, ...]
@@ -64,8 +66,7 @@ def digest_of_labels(labels: Any) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a dataset folder, or None where there is none. Raises UserError where it can't be
-    used."""
+    """The manifest of a dataset folder, None where there is none. Raises UserError if it can't be used."""
     path = folder / NAME
     if not path.exists():
         return None

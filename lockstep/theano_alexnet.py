@@ -35,18 +35,17 @@ def find_folder(folder: Path, split: str) -> Path | None:
 def place(path: Path) -> tuple[str, str]:
     """Where a file comes in the order of all: sort by this."""
     match = _PART.fullmatch(path.stem)
-    return (match[1], match[2][::-1]) if match else (path.stem, "")
+    stem, part = (match[1], match[2][::-1]) if match else (path.stem, "")
+    return stem.zfill(12) if stem.isdecimal() else stem, part  # 10000 comes after 9999
 
 
 def is_c01b(file: HklArray) -> bool:
-    """Whether an array looks like images with the channel first. One of 3 images of 3 columns can't be
-    told."""
+    """Whether an array looks like images with the channel first (not if it has 3 images)."""
     return len(file.shape) == 4 and file.shape[0] == 3 and file.shape[3] != 3
 
 
 def join_labels(parts: list[np.ndarray], n_rows: int) -> np.ndarray:
-    """The labels of all images from those of the halves or quarters, whose files have `n_rows` images
-    each."""
+    """The labels of all images from those of halves or quarters, whose files have `n_rows` images each."""
     stretches = np.stack([part.reshape(-1, n_rows) for part in parts], axis=1)
     return stretches.reshape(-1)
 

@@ -1,12 +1,11 @@
-"""Makes a dataset folder out of tasks: in parallel, beside its final place, and going on where an earlier run
-was."""
+"""Makes a dataset folder out of tasks: in parallel, beside its final place, going on where it was left."""
 
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,10 @@ _SPARE = 64 * 2**20  # bytes for labels, lists and the journal, on top of the im
 
 @dataclass(frozen=True)
 class Job:
-    """A dataset folder to make. `settings` go into the manifest, and must be the same when an interrupted job
-    goes on; `facts` go into the manifest only."""
+    """A dataset folder to make.
+
+    `settings` go into the manifest, and must be the same when an interrupted job goes on.
+    """
 
     folder: Path
     target: Target  # its folder is `unfinished`
@@ -33,7 +34,6 @@ class Job:
     classes: list[str]
     class_names: list[str]
     settings: dict[str, Any]
-    facts: dict[str, Any] = field(default_factory=dict)
 
 
 def unfinished(folder: Path) -> Path:
@@ -45,37 +45,33 @@ def build(job: Job, n_workers: int, max_errors: int) -> Outcome:
     """Makes the folder, or the rest of it. Raises UserError; what is done by then stays for the next run."""
     if job.folder.exists():
         raise UserError(f"{job.folder}: is there already; remove it, or name another target")
-    settings = {
-        **job.settings,
-        "size": job.target.size,
-        "batch": job.target.batch,
-        "layout": job.target.layout,
-    }
-    settings["split"] = job.target.parts
-    journal = Journal(job.target.folder, settings, job.tasks, job.target.size)
-    journal.load()
-    _check_errors(journal, max_errors)
-    remaining = _remaining(job, journal)
-    _check_space(job, remaining)
-    for folder in (*(job.target.split_folder(split) for split in ("train", "val")), "labels", "misc"):
-        (job.target.folder / folder).mkdir(parents=True, exist_ok=True)
-    with _alone_in(job.target.folder):
-        _remove_leftovers(job.target.folder)
+    target = job.target
+    settings = {**job.settings, "size": target.size, "batch": target.batch}
+    settings |= {"layout": target.layout, "split": target.parts}
+    with _alone_in(target.folder):
+        journal = Journal(target.folder, settings, job.tasks, target.size)
+        journal.load()
+        _check_errors(journal, max_errors)
+        remaining = _remaining(job, journal)
+        _check_space(job, remaining)
+        _prepare(target)
         try:
             _do(job, journal, remaining, n_workers, max_errors)
         finally:
             journal.write()
-        facts = {**settings, **job.facts}
-        outcome = write_rest(job.target, job.tasks, journal, (job.classes, job.class_names), facts)
+        outcome = write_rest(target, job.tasks, journal, (job.classes, job.class_names), settings)
         journal.remove()
-        job.target.folder.rename(job.folder)
+        target.folder.rename(job.folder)
     return outcome
 
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Raises UserError when another process is at work in the folder. A killed one is not: the lock goes with
-    it."""
+    """Holds the folder, which is made if need be. Raises UserError when another process does.
+
+    A process that is killed loses its hold. A folder that stays empty is removed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -85,6 +81,16 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+        if folder.exists() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _prepare(target: Target) -> None:
+    """Makes the folders, and removes the temporary files of workers that were killed."""
+    for name in (target.split_folder("train"), target.split_folder("val"), "labels", "misc"):
+        (target.folder / name).mkdir(exist_ok=True)
+    for path in [*target.folder.glob("*/.*"), *target.folder.glob(".journal-*")]:
+        path.unlink()
 
 
 def _do(job: Job, journal: Journal, remaining: list[Task], n_workers: int, max_errors: int) -> None:
@@ -92,12 +98,14 @@ def _do(job: Job, journal: Journal, remaining: list[Task], n_workers: int, max_e
     n_done = n_images - sum(len(task.source.labels) for task in remaining)
     work = partial(make_files, target=job.target)
     with progress_bar(n_images, "image", n_done) as bar:
-        for task, (record, sums) in in_parallel(work, remaining, min(n_workers, max(len(remaining), 1))):
-            journal.add(task, record, sums)
-            bar.update(len(task.source.labels))
-            for bad in record.bad:
-                bar.write(f"bad picture: {bad.place}: {bad.reason}")
-            _check_errors(journal, max_errors)
+        results = in_parallel(work, remaining, min(n_workers, max(len(remaining), 1)))
+        with closing(results):
+            for task, (record, sums) in results:
+                journal.add(task, record, sums)
+                bar.update(len(task.source.labels))
+                for bad in record.bad:
+                    bar.write(f"bad picture: {bad.place}: {bad.reason}")
+                _check_errors(journal, max_errors)
 
 
 def _check_errors(journal: Journal, max_errors: int) -> None:
@@ -129,14 +137,7 @@ def _check_space(job: Job, remaining: list[Task]) -> None:
     total = per_image * sum(len(task.source.labels) for task in job.tasks)
     needed = per_image * sum(len(task.source.labels) for task in remaining) + _SPARE
     folder = job.folder.absolute().parent
-    folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     print(f"the images take {total / 1e9:,.2f} GB, {free / 1e9:,.2f} GB are free in {folder}", flush=True)
     if needed > free:
         raise UserError(f"{folder}: has {free / 1e9:,.2f} GB free, {needed / 1e9:,.2f} GB are needed")
-
-
-def _remove_leftovers(place: Path) -> None:
-    """Temporary files of workers that were killed."""
-    for path in [*place.glob("*/.*"), *place.glob(".journal-*")]:
-        path.unlink()

@@ -30,8 +30,7 @@ def write_list(path: Path, lines: list[Line]) -> None:
 
 
 def list_from_files(train_list: Path, train: Path, val_list: Path, val: Path) -> Listing:
-    """The pictures that two lists name, in their order; names are relative to the folders `train` and
-    `val`."""
+    """The pictures that two lists name, in their order; names are relative to `train` and `val`."""
     halves = []
     for path, folder in ((train_list, train), (val_list, val)):
         lines = read_list(path)

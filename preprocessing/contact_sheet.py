@@ -1,5 +1,4 @@
-"""Pictures for people to look at: images as they are stored and as the network sees them, labels, the mean
-image."""
+"""Drawings for people to look at: images as they are stored and as the network sees them, and labels."""
 
 from dataclasses import dataclass
 
@@ -14,8 +13,7 @@ _BAR_HEIGHT, _MAX_WIDTH = 160, 1200
 
 @dataclass(frozen=True)
 class Sample:
-    """One image: uint8 (row, column, 3) as stored; float (row, column, 3) after crop, mirror, mean; two lines
-    of text."""
+    """One image, uint8 (row, column, 3), the same as the network sees it, float32, and two lines of text."""
 
     stored: np.ndarray
     seen: np.ndarray
@@ -24,8 +22,7 @@ class Sample:
 
 
 def draw_sheet(samples: list[Sample], columns: int) -> Image.Image:
-    """A grid of samples, each the stored image, the same as the network sees it, and what it is said to
-    be."""
+    """A grid of samples: the stored image, the same as the network sees it, and what it is said to be."""
     width, height = 2 * _SIDE + 2 * _GAP, _SIDE + 2 * _LINE + 2 * _GAP
     rows = -(-len(samples) // columns)
     sheet = Image.new("RGB", (columns * width + _GAP, rows * height + _GAP), "white")

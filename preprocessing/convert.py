@@ -96,8 +96,7 @@ def make_tasks(split: str, half: Split, names: list[str], batch: int) -> list[Ta
 
 
 def find_names(folder: Path, split: str, half: Split) -> list[str]:
-    """<class>/<file> of each image where the folder knows, else the old file and the row. Raises
-    UserError."""
+    """<class>/<file> of each image where the folder knows it, else the old file and the row."""
     lists = folder / "misc"
     try:
         names = read_order(folder, lists, split)

@@ -18,7 +18,7 @@ from lockstep.errors import UserError
 
 _ID = re.compile(r"ILSVRC\d*_ID")
 _META = re.compile(r"meta(_clsloc)?\.mat")
-_TRUTH = re.compile(r".*validation_ground_truth\.txt")
+_TRUTH = re.compile(r"(?!.*_det_).*validation_ground_truth\.txt")  # not that of the detection task
 _NUMBER = re.compile(r"_(\d+)\.[^.]+$")
 
 
@@ -46,8 +46,7 @@ def read_meta(path: Path) -> Devkit:
 
 
 def read_ground_truth(path: Path) -> list[int]:
-    """ILSVRC numbers from the text file, or a devkit's .tar.gz. Raises UserError naming the line that isn't
-    one."""
+    """ILSVRC numbers from the text file, or a devkit's .tar.gz. Raises UserError naming a bad line."""
     numbers = []
     lines = _find(path, _TRUTH).decode("ascii", "replace").splitlines()
     for number, line in enumerate(lines, 1):
@@ -60,8 +59,7 @@ def read_ground_truth(path: Path) -> list[int]:
 def label_flat(
     names: list[str], devkit: Devkit, truth: list[int], classes: list[str], where: str
 ) -> list[int]:
-    """The labels of sorted validation pictures. Raises UserError where names, numbers and classes do not
-    fit."""
+    """The labels of sorted validation pictures. Raises UserError where names and numbers do not fit."""
     if len(names) != len(truth):
         raise UserError(f"{where}: holds {len(names)} pictures, the ground truth has {len(truth)} lines")
     labels = {wnid: label for label, wnid in enumerate(classes)}

@@ -38,13 +38,15 @@ def write_rest(
     classes: tuple[list[str], list[str]],
     facts: dict[str, Any],
 ) -> Outcome:
-    """Writes it all into target.folder, whose batches are complete. `classes`: their names, and words for
-    each."""
+    """Writes it all into target.folder, whose batches are complete.
+
+    classes: their names, and words for each. facts: what else the manifest is to say.
+    """
     halves: dict[str, list[dict[str, Any]]] = {"train": [], "val": []}
     lines: dict[str, list[Line]] = {"train": [], "val": []}
     for task in tasks:
         record = journal.records[task.key]
-        kept = kept_lines(task, record)
+        kept = _kept_lines(task, record)
         lines[task.split] += kept
         labels = np.array_split([label for _, label in kept], target.parts)
         for entry, part in zip(record.files, labels, strict=False):  # no files where all pictures were bad
@@ -71,7 +73,7 @@ def write_rest(
     return Outcome(len(lines["train"]), len(lines["val"]), n_bad)
 
 
-def kept_lines(task: Task, record: Record) -> list[Line]:
+def _kept_lines(task: Task, record: Record) -> list[Line]:
     """(name, label) of the images of a task that are in its files, in their order."""
     bad = {item.row: item for item in record.bad}
     return [
@@ -82,8 +84,7 @@ def kept_lines(task: Task, record: Record) -> list[Line]:
 
 
 def _write_names_and_labels(target: Target, split: str, lines: list[Line]) -> None:
-    """What make_labels.py and make_train_val_txt.py write, and the images' names in the order of the
-    files."""
+    """What make_labels.py and make_train_val_txt.py write, and the names in the order of the files."""
     labels = np.array([label for _, label in lines], np.int64)
     write_labels(target.folder / "labels", split, labels, target.parts, target.batch)
     misc = target.folder / "misc"

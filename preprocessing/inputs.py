@@ -23,10 +23,8 @@ _TRUTHS = ("*devkit*/data/*validation_ground_truth.txt", "*validation_ground_tru
 class Paths:
     """The keys of paths.yaml."""
 
-    train_img_dir: str | None = (
-        None  # folder of class folders (or of their tars), or ILSVRC2012_img_train.tar
-    )
-    val_img_dir: str | None = None  # folder of class folders or of pictures, or ILSVRC2012_img_val.tar
+    train_img_dir: str | None = None  # folder of class folders or of classes' tars, or the training tar
+    val_img_dir: str | None = None  # folder of class folders or of pictures, or the validation tar
     meta_clsloc_mat: str | None = None  # meta_clsloc.mat, meta.mat, or the devkit's .tar.gz
     val_label_file: str | None = None  # validation ground truth, or the devkit's .tar.gz
     traintxt_filename: str | None = None  # Caffe-style lists: read if both are there

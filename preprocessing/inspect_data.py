@@ -117,8 +117,7 @@ def draw(dataset: Dataset, words: argparse.Namespace) -> None:
 def take_samples(
     dataset: Dataset, key: str, split: Split, names: tuple[str, ...], crop: int, words: argparse.Namespace
 ) -> list[Sample]:
-    """Random images of one half: training ones cropped and mirrored at random, validation ones in the
-    middle."""
+    """Random images of one half: training ones cropped and mirrored at random, others in the middle."""
     random = np.random.default_rng([words.seed, len(split)])
     chosen = np.sort(random.choice(len(split), min(len(split), words.images // 2), replace=False))
     augmenter = Augmenter(torch.from_numpy(dataset.mean), crop)

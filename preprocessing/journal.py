@@ -34,8 +34,7 @@ class Journal:
         self.sums = PixelSums(size)
 
     def load(self) -> None:
-        """Takes up an earlier run's, where there is one. Raises UserError when that was about something
-        else."""
+        """Takes up an earlier run's, if there is one. Raises UserError if that was about something else."""
         if not self._path.exists():
             return
         again = f"; give those again, or remove {self._path.parent} to begin anew"
@@ -58,8 +57,7 @@ class Journal:
         self.sums.total, self.sums.squares, self.sums.count = total, squares, content["count"]
 
     def add(self, task: Task, record: Record, sums: PixelSums | None) -> None:
-        """Notes a finished task; writes now and then. One whose files had to be made again is counted
-        once."""
+        """Notes a finished task; writes now and then. One that had to be done again is counted once."""
         if sums and task.key not in self.records:
             self.sums.merge(sums)
         self.records[task.key] = record

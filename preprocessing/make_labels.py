@@ -1,5 +1,4 @@
-"""Writes the labels of a dataset folder anew, from Caffe-style lists and the names of its images in their
-order.
+"""Writes the labels of a dataset folder anew, from Caffe-style lists and the order of its images.
 
     python preprocessing/make_labels.py data/imagenet --lists data/imagenet/misc
     python preprocessing/make_labels.py /scratch/ilsvrc12 --lists /scratch/ilsvrc12/misc --split 2 --batch 256
@@ -43,8 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def find_labels(folder: Path, lists: Path, split: str) -> np.ndarray:
-    """int64, one for each image in the order of the files. Raises UserError naming a picture without a
-    label."""
+    """int64, one an image, in the order of the files. Raises UserError naming a picture without one."""
     path = lists / f"{split}.txt"
     labels: dict[str, int | None] = {}
     for name, label in read_list(path):
@@ -61,8 +59,7 @@ def find_labels(folder: Path, lists: Path, split: str) -> np.ndarray:
 
 
 def read_order(folder: Path, lists: Path, split: str) -> list[str]:
-    """The names of the images of one half in the order of the files. Raises UserError where that is
-    unknown."""
+    """The names of one half's images in the order of the files. Raises UserError if that is unknown."""
     if split == "val":  # not shuffled, here or in theano_alexnet
         return [name for name, _ in read_list(lists / "val.txt")]
     own = folder / IMAGE_LISTS[split]

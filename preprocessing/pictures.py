@@ -18,7 +18,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 MAX_PIXELS = 100_000_000  # a picture that claims more is refused before it is decoded
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # others have decoders that nobody needs here
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # others have decoders that nobody needs here
 _ORIENTATION = 0x0112  # the EXIF tag
 _MAX_ASPECT = 8  # crop: of longer pictures only the middle is resized
 
@@ -92,8 +92,6 @@ def _to_rgb(picture: Image.Image) -> Image.Image:
     ):  # 16 bits a pixel: convert() would cut them off
         levels = np.asarray(picture).astype(np.int64) >> 8
         picture = Image.fromarray(np.clip(levels, 0, 255).astype(np.uint8))
-    if picture.mode == "F":
-        raise BadPicture("its pixels are floating-point numbers")
     if picture.has_transparency_data:
         background = Image.new("RGBA", picture.size, "white")
         background.alpha_composite(picture.convert("RGBA"))

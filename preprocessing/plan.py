@@ -1,5 +1,4 @@
-"""From a listing of pictures to the tasks that make a dataset folder: a pure function of listing, settings
-and seed."""
+"""From a listing of pictures to the tasks that make a dataset folder: a function of what the user gives."""
 
 from dataclasses import dataclass
 

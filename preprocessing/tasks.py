@@ -1,5 +1,4 @@
-"""The work of one worker: one batch of images, from its sources to its finished .hkl file (or two, or
-four)."""
+"""The work of one worker: a batch of images, from its sources to its .hkl file (or two, or four)."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,8 +18,7 @@ OnError = Literal["stop", "skip", "replace"]
 
 
 class Bad(NamedTuple):
-    """A picture that can't be used: its place in the batch, where it lies, why, and the name of what came
-    instead."""
+    """A picture that can't be used: its row in the batch, where it lies, why, and what came instead."""
 
     row: int
     place: str
@@ -42,8 +40,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class PictureBatch:
-    """Pictures to decode. `spares`: for each the one to take instead, of the same class (on_error
-    replace)."""
+    """Pictures to decode. `spares`: for on_error replace, the one to take instead of each."""
 
     pictures: tuple[Picture, ...]
     spares: tuple[Picture, ...]

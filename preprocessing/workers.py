@@ -4,9 +4,10 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -21,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 def in_parallel(
     function: Callable[[Item], Result], items: Iterable[Item], n_workers: int
-) -> Iterator[tuple[Item, Result]]:
+) -> Generator[tuple[Item, Result], None, None]:
     """Each item with function(item), in the order in which they are ready.
 
     With one worker this process does the work itself. Two items a worker are under way at a time, so memory
@@ -38,7 +39,9 @@ def in_parallel(
     under_way: dict[Future[Result], Item] = {}
     try:
         for item in items:
-            under_way[executor.submit(function, item)] = item
+            with _deaf_to_interrupts():  # for the workers that this may start
+                future = executor.submit(function, item)
+            under_way[future] = item
             if len(under_way) >= 2 * n_workers:
                 yield from _next_ones(under_way)
         while under_way:
@@ -57,9 +60,18 @@ def _next_ones(under_way: dict[Future[Result], Item]) -> Iterator[tuple[Item, Re
         yield under_way.pop(future), future.result()
 
 
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Ctrl-C is the parent's to answer: processes started in here never hear of it, the parent does later."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin(parent: int) -> None:
-    """Ctrl-C is the parent's to answer; when it dies, the kernel kills its workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """When the parent dies, the kernel kills its workers."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -1,5 +1,4 @@
-"""A small ImageNet, built on the spot as one gets it: folders, tars within a tar, devkit, lists, and odd
-files.
+"""A small ImageNet, built on the spot as one gets it: folders, tars within a tar, devkit, lists, odd files.
 
 Pictures are of one colour each, which says what their class is (red) and which picture it is (green).
 """

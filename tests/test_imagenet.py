@@ -67,6 +67,20 @@ def test_tars_and_lists_give_the_same_bytes_as_folders(
     assert read_all(tmp_path / "lists") == expected
 
 
+def test_lists_beside_the_folders_are_found(small: ImageNet, from_folders: Path, tmp_path: Path) -> None:
+    for path in small.folders.iterdir():
+        if path.name in ("train", "val"):
+            (tmp_path / path.name).symlink_to(path)
+    for split in ("train", "val"):
+        text = (small.lists / f"{split}.txt").read_text()
+        (tmp_path / f"{split}.txt").write_text(text.replace(" 1\n", " 5\n"))  # labels are the lists'
+    assert make(tmp_path, tmp_path / "set") == 0
+    dataset = open_dataset(make_config(data_folder=str(tmp_path / "set"), n_classes=None))
+    assert dataset.manifest.classes == ("0", "1", "2", "3", "4", "5")  # 1 has no folder
+    expected = np.load(from_folders / "labels" / "train_labels.npy")
+    assert dataset.train.labels.tolist() == np.where(expected == 1, 5, expected).tolist()
+
+
 def test_classes_tars_one_level_unpacked(small: ImageNet, from_folders: Path, tmp_path: Path) -> None:
     with tarfile.open(small.tars / "ILSVRC2012_img_train.tar") as outer:
         outer.extractall(tmp_path / "train", filter="data")
@@ -166,8 +180,9 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, line: str) -> None:
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_truncated_and_damaged_tars_are_named(small: ImageNet, tmp_path: Path, data: st.DataObject) -> None:
-    """A damaged tar gives a UserError with its name, or exactly the pictures that it had, or it was not the
-    header that was damaged. A truncated one is never taken for a whole one."""
+    """A damaged tar gives a UserError with its name; damage outside headers changes no listing.
+
+    A truncated one is never taken for a whole one."""
     whole = (small.tars / "ILSVRC2012_img_train.tar").read_bytes()
     path = tmp_path / "bad.tar"
     cut = data.draw(st.booleans(), "cut")

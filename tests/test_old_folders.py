@@ -1,5 +1,4 @@
-"""Folders as theano_alexnet made them: they are read as they are, and rewritten; and such a one can be
-made."""
+"""Folders as theano_alexnet made them: they are read as they are, rewritten, and can be made."""
 
 import json
 import os
@@ -15,7 +14,7 @@ from test_imagenet import read_all
 from lockstep import batches, theano_alexnet
 from lockstep.dataset import open_dataset
 from lockstep.errors import UserError
-from preprocessing import convert, make_hkl
+from preprocessing import convert, inspect_data, make_hkl
 
 SIZE, BATCH = 36, 8
 N = {"train": 45, "val": 20}  # 5 and 2 whole batches, and images that were never written
@@ -81,6 +80,14 @@ def test_whole_batches_halves_and_quarters_are_read_in_order(tmp_path: Path, par
         assert_as_numbered(tmp_path)
 
 
+def test_files_come_in_the_order_of_their_numbers() -> None:
+    names = [
+        f"{number:04d}{part}.hkl" for number in (0, 9, 9999, 10000) for part in ("_00", "_10", "_01", "_11")
+    ]
+    assert sorted(map(Path, reversed(names)), key=theano_alexnet.place) == list(map(Path, names))
+    assert sorted(map(Path, ["b.hkl", "a2.hkl", "a10.hkl"]), key=theano_alexnet.place)[0] == Path("a10.hkl")
+
+
 def test_with_both_the_whole_batches_are_taken(tmp_path: Path) -> None:
     write_old(tmp_path, 2)
     write_old(tmp_path, 1)
@@ -137,6 +144,17 @@ def test_it_trains_as_it_is_and_the_same_after_conversion(tmp_path: Path) -> Non
         running = Program(tmp_path / name, tmp_path / name).run("n_epochs=1", "shuffle=none", devices="[cpu]")
         weights.append((running.run_folder / "checkpoints" / "epoch_0001.safetensors").read_bytes())
     assert weights[0] == weights[1]
+
+
+def test_it_can_be_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_old(tmp_path, 2)
+    assert inspect_data.main([str(tmp_path)]) == 0
+    assert "40 training images of 36 x 36 in 10 files, c01b" in (said := capsys.readouterr().out)
+    assert "14 good, 0 bad" in said and (tmp_path / "inspect" / "contact_sheet.png").exists()
+    path = tmp_path / f"val_hkl_b{BATCH}_b_{BATCH // 2}" / "0001_1.hkl"
+    path.write_bytes(path.read_bytes()[:-9])
+    assert inspect_data.main([str(tmp_path)]) == 2
+    assert "0001_1.hkl" in capsys.readouterr().err
 
 
 def test_conversion_goes_on_and_takes_names_along(tmp_path: Path, monkeypatch) -> None:

@@ -113,7 +113,7 @@ def test_grey_and_cmyk_jpegs(mode: str) -> None:
     assert psnr(to_image(content, Geometry(60, "crop")), expected[:, 10:70]) > 35
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
 def test_what_a_file_is_called_does_not_matter(kind: str) -> None:
     assert_quarters(to_image(encode(quarters(), kind), Geometry(40)), 25)
 
@@ -192,7 +192,7 @@ def test_a_truncated_jpeg_is_refused(length: int) -> None:
         to_image(WHOLE[:length], Geometry(32))
 
 
-@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "TIFF"])
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "BMP"])
 def test_other_truncated_files_are_refused(kind: str) -> None:
     whole = encode(photograph(60, 80), kind)
     for length in (0, 1, 9, 40, len(whole) // 2, len(whole) * 3 // 4):
