@@ -2,21 +2,58 @@
 
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from typing import Any
 
+from lockstep.errors import PeerProblem, UserError
 from lockstep.pipes import Pipe
 
 DEADLINE = 60.0
 RESULT_SECONDS = 600.0
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rank: what its function returned, or what went wrong."""
+
+    value: Any = None
+    problem: str = ""  # what the error says, or how the process ended; empty where all is well
+    traceback: str = ""  # of the error; empty where the process ended, or hung, without one
+
+
 def run_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any) -> list[Any]:
-    """Calls function(rank, pipes, *arguments) in n_ranks processes; returns the results by rank."""
+    """Calls function(rank, pipes, *arguments) in n_ranks processes; returns the results by rank.
+
+    Raises EOFError where a process ended or hung, else AssertionError with the traceback of a rank's error.
+    """
     context = multiprocessing.get_context("forkserver")  # it imports torch once, and never touches a device
     context.set_forkserver_preload(["lockstep.replica"])
+    outcomes = _run(context, function, n_ranks, arguments, RESULT_SECONDS)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.problem and not outcome.traceback:
+            raise EOFError(f"rank {rank} {outcome.problem}")
+    for rank, outcome in enumerate(outcomes):
+        assert not outcome.problem, f"rank {rank}:\n{outcome.traceback}"
+    return [outcome.value for outcome in outcomes]
+
+
+def try_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any, seconds: float) -> list[Outcome]:
+    """Likewise, in processes as fresh as trainers are. Whatever happens to one is told, not raised.
+
+    seconds: what takes longer is ended.
+    """
+    return _run(multiprocessing.get_context("spawn"), function, n_ranks, arguments, seconds)
+
+
+def _run(
+    context: BaseContext, function: Callable[..., Any], n_ranks: int, arguments: Any, seconds: float
+) -> list[Outcome]:
     peers: list[dict[int, Connection]] = [{} for _ in range(n_ranks)]
     for rank in range(n_ranks):
         for other in range(rank):
@@ -32,8 +69,9 @@ def run_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any) -> li
             end.close()
         processes.append(process)
         results.append(ours)
+    until = time.monotonic() + seconds
     try:
-        return [_take(rank, result) for rank, result in enumerate(results)]
+        return [_take(*pair, until) for pair in zip(processes, results, strict=True)]
     finally:
         for process in processes:
             process.join(5)
@@ -53,13 +91,22 @@ def _main(
     os.environ.update(environment)
     try:
         pipes = {other: Pipe(end, f"trainer {other}", DEADLINE) for other, end in peers.items()}
-        result.send((True, function(rank, pipes, *arguments)))
-    except BaseException:
-        result.send((False, traceback.format_exc()))
+        result.send(Outcome(function(rank, pipes, *arguments)))
+    except BaseException as error:
+        told = isinstance(error, UserError | PeerProblem)
+        words = str(error) if told else f"{type(error).__name__}: {error}"
+        result.send(Outcome(problem=words, traceback=traceback.format_exc()))
 
 
-def _take(rank: int, result: Connection) -> Any:
-    assert result.poll(RESULT_SECONDS), f"rank {rank} gave no result"
-    succeeded, value = result.recv()
-    assert succeeded, f"rank {rank}:\n{value}"
-    return value
+def _take(process: BaseProcess, result: Connection, until: float) -> Outcome:
+    if not result.poll(max(0.0, until - time.monotonic())):
+        return Outcome(problem="gave no result in time")
+    try:
+        outcome = result.recv()
+    except (EOFError, ConnectionResetError):
+        process.join(5)
+        code = process.exitcode or 0
+        how = f"was killed by signal {-code}" if code < 0 else f"left with exit code {code}"
+        return Outcome(problem=f"{how} before it gave a result")
+    assert isinstance(outcome, Outcome)
+    return outcome

@@ -1,0 +1,144 @@
+"""How fast files are read: from the disk, and from the page cache."""
+
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lockstep.doctor.report import Line
+from lockstep.errors import UserError
+
+SAMPLE_BYTES = 256 << 20
+LEAST_BYTES = 16 << 20  # less is read too quickly to be timed
+_PIECE_BYTES = 32 << 20  # more than a processor's cache holds, as a minibatch
+_MOST_SECONDS = 4.0  # for a disk that is slow
+_IN_MEMORY = ("tmpfs", "ramfs")
+_ELSEWHERE = ("nfs", "cifs", "smb", "fuse", "9p", "virtiofs", "ceph", "lustre")
+_OCTAL = re.compile(r"\\(\d{3})")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The first n_bytes of these files, one after the other. text: what they are, in words."""
+
+    text: str
+    paths: tuple[Path, ...]
+    n_bytes: int
+
+    def read(self, buffer: memoryview) -> Iterator[int]:
+        """Reads all of it into one and the same buffer, piece by piece; gives the bytes of each piece."""
+        left = self.n_bytes
+        for path in self.paths:
+            with open(path, "rb", buffering=0) as file:
+                while n_bytes := file.readinto(buffer[: min(left, len(buffer))]):
+                    yield n_bytes
+                    left -= n_bytes
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """GB/s. disk is None where it can't be known."""
+
+    disk: float | None
+    cache: float
+
+
+@contextmanager
+def open_sample(folder: Path | None, scratch: Path) -> Iterator[Sample]:
+    """Batch files of a dataset's folder; where none is given or it holds too little, a file in `scratch`.
+
+    Raises UserError where the folder that is given is not there.
+    """
+    paths, n_bytes = _find_batches(folder) if folder else ((), 0)
+    if n_bytes >= LEAST_BYTES:
+        yield Sample(f"{len(paths)} files of {folder}", paths, min(n_bytes, SAMPLE_BYTES))
+        return
+    with tempfile.TemporaryDirectory(dir=scratch, prefix=".lockstep-doctor-") as place:
+        path = Path(place) / "sample"
+        _write(path)
+        reason = f", because {folder} holds only {n_bytes / 1e6:.1f} MB of batches" if folder else ""
+        yield Sample(f"a temporary file in {scratch}{reason}", (path,), SAMPLE_BYTES)
+
+
+def _find_batches(folder: Path) -> tuple[tuple[Path, ...], int]:
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder of .hkl batches")
+    paths, n_bytes = [], 0
+    for path in sorted(folder.glob("*.hkl")):
+        paths.append(path)
+        n_bytes += path.stat().st_size
+        if n_bytes >= SAMPLE_BYTES:
+            break
+    return tuple(paths), n_bytes
+
+
+def _write(path: Path) -> None:
+    """Random bytes, which no file system can compress, on the disk when this returns."""
+    with open(path, "wb") as file:
+        for _ in range(SAMPLE_BYTES // _PIECE_BYTES):
+            file.write(os.urandom(_PIECE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def measure(sample: Sample) -> tuple[Speeds, Sample, list[Line]]:
+    """The speeds, the part of the sample that is in the page cache now, and lines that tell of them."""
+    kind = filesystem(sample.paths[0])
+    for path in sample.paths:
+        _drop_from_cache(path)
+    buffer = bytearray(_PIECE_BYTES)
+    n_bytes, seconds = _read(sample, buffer)
+    disk, cached = n_bytes / seconds / 1e9, replace(sample, n_bytes=n_bytes)
+    n_bytes, seconds = sorted(_read(cached, buffer) for _ in range(3))[1]
+    cache = n_bytes / seconds / 1e9
+    lines = [Line("files to read", f"{n_bytes / 1e6:,.0f} MB, {sample.text}; file system {kind}")]
+    if kind in _IN_MEMORY:
+        lines.append(Line("disk", f"none: {kind} is memory"))
+    else:
+        lines.append(Line("disk", f"{disk:.2f} GB/s{_doubt(kind, disk, cache)}"))
+    lines.append(Line("page cache", f"{cache:.2f} GB/s"))
+    return Speeds(None if kind in _IN_MEMORY else disk, cache), cached, lines
+
+
+def filesystem(path: Path) -> str:
+    """The type of the file system that a path is on (proc(5), /proc/self/mountinfo)."""
+    found: list[tuple[int, str]] = [(0, "unknown")]
+    place = path.absolute().resolve()
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        # A space is written \040
+        mount = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), left.split()[4]))
+        if mount == place or mount in place.parents:
+            found.append((len(mount.parts), right.split()[0]))
+    depth = max(depth for depth, _ in found)
+    return [kind for at, kind in found if at == depth][-1]  # the last one mounted hides the others
+
+
+def _doubt(kind: str, disk: float, cache: float) -> str:
+    """Why the disk's figure may be that of some memory."""
+    if kind == "overlay":
+        return "; not to be trusted: what is below an overlay may keep its pages"
+    if kind.startswith(_ELSEWHERE):
+        return "; not to be trusted: whoever serves these files may have them in memory"
+    if disk > cache / 2:
+        return "; not to be trusted: as fast as memory"
+    return ""
+
+
+def _drop_from_cache(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read(sample: Sample, buffer: bytearray) -> tuple[int, float]:
+    """Bytes and seconds. Stops early where it takes too long."""
+    n_bytes, begin = 0, time.perf_counter()
+    for piece in sample.read(memoryview(buffer)):
+        n_bytes += piece
+        if time.perf_counter() - begin > _MOST_SECONDS:
+            break
+    return n_bytes, time.perf_counter() - begin
