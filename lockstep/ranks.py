@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -52,7 +52,11 @@ def try_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any, secon
 
 
 def _run(
-    context: BaseContext, function: Callable[..., Any], n_ranks: int, arguments: Any, seconds: float
+    context: ForkServerContext | SpawnContext,
+    function: Callable[..., Any],
+    n_ranks: int,
+    arguments: Any,
+    seconds: float,
 ) -> list[Outcome]:
     peers: list[dict[int, Connection]] = [{} for _ in range(n_ranks)]
     for rank in range(n_ranks):
