@@ -14,7 +14,7 @@ setup: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(INSTALL) '.[dev]'
-	@if command -v nvidia-smi >/dev/null && command -v nvcc >/dev/null; then $(INSTALL) '.[dev,cuda]' || \
+	@if command -v nvidia-smi >/dev/null; then tools/install_pycuda.sh $(BIN)/python || \
 		echo "note: PyCUDA could not be built (why: see above), so training will be on the CPU"; fi
 	touch $@
 

@@ -123,7 +123,7 @@ def _find_obstacle(shown: list[Gpu]) -> str:
                 f"turn it off (nvidia-smi -i {gpu.index} -mig 0), or hide this GPU by CUDA_VISIBLE_DEVICES"
             )
     if find_spec("pycuda") is None:
-        return "PyCUDA is not installed: pip install -e '.[cuda]' (see docs/install.md)"
+        return "PyCUDA is not installed: tools/install_pycuda.sh builds it (see docs/install.md)"
     torch_version = version("torch")
     if torch_version.endswith("+cpu"):
         # Forced, because pip takes 2.13.0+cpu for the 2.13.0 that is asked for

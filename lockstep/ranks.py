@@ -34,7 +34,8 @@ def run_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any) -> li
     """
     context = multiprocessing.get_context("forkserver")  # it imports torch once, and never touches a device
     context.set_forkserver_preload(["lockstep.replica"])
-    outcomes = _run(context, function, n_ranks, arguments, RESULT_SECONDS)
+    call = (dict(os.environ), function, *arguments)
+    outcomes = _run(context, _in_environment, n_ranks, call, RESULT_SECONDS)
     for rank, outcome in enumerate(outcomes):
         if outcome.problem and not outcome.traceback:
             raise EOFError(f"rank {rank} {outcome.problem}")
@@ -52,7 +53,7 @@ def try_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any, secon
 
 
 def _run(
-    context: ForkServerContext | SpawnContext,
+    context: SpawnContext | ForkServerContext,
     function: Callable[..., Any],
     n_ranks: int,
     arguments: Any,
@@ -65,8 +66,7 @@ def _run(
     processes, results = [], []
     for rank in range(n_ranks):
         ours, theirs = context.Pipe()
-        call = (function, rank, peers[rank], arguments)
-        process = context.Process(target=_main, args=(theirs, dict(os.environ), *call))
+        process = context.Process(target=_main, args=(theirs, function, rank, peers[rank], arguments))
         process.start()
         theirs.close()
         for end in peers[rank].values():
@@ -83,16 +83,15 @@ def _run(
             process.join()
 
 
-def _main(
-    result: Connection,
-    environment: dict[str, str],
-    function: Any,
-    rank: int,
-    peers: dict[int, Connection],
-    arguments: Any,
-) -> None:
+def _in_environment(
+    rank: int, pipes: dict[int, Pipe], environment: dict[str, str], function: Any, *arguments: Any
+) -> Any:
     os.environ.clear()  # what the fork server has is as old as that
     os.environ.update(environment)
+    return function(rank, pipes, *arguments)
+
+
+def _main(result: Connection, function: Any, rank: int, peers: dict[int, Connection], arguments: Any) -> None:
     try:
         pipes = {other: Pipe(end, f"trainer {other}", DEADLINE) for other, end in peers.items()}
         result.send(Outcome(function(rank, pipes, *arguments)))

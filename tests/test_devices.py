@@ -249,7 +249,7 @@ def test_what_is_not_installed_is_named_with_its_remedy(
     )
     assert message in refusal("cuda:0") and message in reason_for_the_cpu()
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
-    message = "PyCUDA is not installed: pip install -e '.[cuda]' (see docs/install.md)"
+    message = "PyCUDA is not installed: tools/install_pycuda.sh builds it (see docs/install.md)"
     assert f"devices: cuda:0 can't be used: {message};" in refusal("cuda:0")
     whole = f"1 NVIDIA GPU (NVIDIA H200) is here, but {message}; training on the CPU"
     assert reason_for_the_cpu() == whole

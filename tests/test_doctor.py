@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from simulated import Simulation
 
 from lockstep import devices
 from lockstep.doctor import choice, links, storage
@@ -22,37 +23,23 @@ from lockstep.exchange.proof import Pair
 from lockstep.pipes import Pipe
 from lockstep.ranks import run_ranks, try_ranks
 
-sys.path.insert(0, str(ROOT / "tests" / "cuda_sim"))
-import build
-from simulated import Simulation
-
-FIRST = "0, GPU-a, 00000000:01:00.0, simulated, 580.95.05, 1024, Disabled"
-SECOND = "1, GPU-b, 00000000:02:00.0, simulated, 580.95.05, 1024, Disabled"
 DIVIDED = "0, GPU-a, 00000000:01:00.0, NVIDIA H200, 580.95.05, 143771, Enabled"
 LOADING = "Loading: pictures of 256 x 256 x 3 bytes a second"
 PEERS = "Peer to peer, GB/s: who (row) reads and writes whose memory (column), proven bit for bit"
 
 
 class Doctor:
-    """Runs the doctor in a folder of its own, with a folder of programs first on the PATH."""
+    """Runs the doctor in a folder of its own."""
 
     def __init__(self, place: Path) -> None:
-        self.place, self.programs = place / "work", place / "bin"
+        self.place = place / "work"
         self.place.mkdir()
-        self.programs.mkdir()
         self.environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # GPUs of this machine are not meant
         self.sections: dict[str, dict[str, str]] = {}
 
-    def show_gpus(self, *lines: str) -> None:
-        self.environment.pop("CUDA_VISIBLE_DEVICES", None)
-        program = self.programs / "nvidia-smi"
-        program.write_text("#!/bin/sh\ncat <<END\n" + "\n".join(lines) + "\nEND\n")
-        program.chmod(0o755)
-
     def run(self, *words: str, code: int = 0) -> None:
-        path = f"{self.programs}:{os.environ['PATH']}"
         modules = f"{ROOT}:{self.environment.get('PYTHONPATH', '')}"
-        environment = {**self.environment, "PATH": path, "PYTHONPATH": modules}
+        environment = {**self.environment, "PYTHONPATH": modules}
         command = [sys.executable, "-m", "lockstep.doctor", *words]
         done = subprocess.run(
             command, cwd=self.place, env=environment, capture_output=True, text=True, timeout=200
@@ -320,30 +307,13 @@ def test_pairs_that_the_driver_denies_are_not_wrong(capsys: pytest.CaptureFixtur
 # ---- the whole program on the simulated driver
 
 
-@pytest.fixture(scope="session")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    toolkit = build.toolkit()
-    if toolkit is None:
-        pytest.skip("no CUDA toolkit here (nvcc with its headers, and g++) to build PyCUDA with")
-    folder = tmp_path_factory.mktemp("parts")
-    site = build.build_pycuda(toolkit)
-    return site, build.build_driver(folder, toolkit, build.names_needed(site)), build.build_kernels(folder)
-
-
-@pytest.fixture
-def simulation(parts: tuple[Path, Path, Path], tmp_path: Path) -> Simulation:
-    folder = tmp_path / "devices"
-    folder.mkdir()
-    return Simulation(*parts, folder, {})
-
-
 @pytest.mark.timeout(600)  # PyCUDA is built the first time
 def test_two_gpus(doctor: Doctor, simulation: Simulation) -> None:
     doctor.environment = simulation.environment()
-    doctor.show_gpus(FIRST, SECOND)
     doctor.run()
     assert doctor.wrong() == set() and "Nothing is wrong." in doctor.sections
-    assert doctor.sections["Devices"]["GPU 1"].startswith("simulated, 0000:02:00.0, GPU-b, 1.0 GiB, MIG off")
+    expected = "simulated device 1, 0000:02:00.0, GPU-1, 1.0 GiB, MIG off, driver 580"
+    assert doctor.sections["Devices"]["GPU 1"] == expected
     assert doctor.sections["Devices"]["devices"].startswith("cuda:0, cuda:1; all visible GPUs")
     second = doctor.sections["Device cuda:1"]
     assert second["device"].startswith("simulated device 1, 0000:02:00.0, compute capability 9.0, 1.0 of 1.0")
@@ -366,7 +336,6 @@ def test_two_gpus(doctor: Doctor, simulation: Simulation) -> None:
 @pytest.mark.timeout(600)
 def test_writes_that_are_lost_show_in_the_matrix(doctor: Doctor, simulation: Simulation) -> None:
     doctor.environment = simulation.set(lost="1-0").environment()
-    doctor.show_gpus(FIRST, SECOND)
     doctor.run(code=1)
     peers = doctor.sections[PEERS]
     assert float(peers["0: cuda:0"].split()[1]) > 0
@@ -379,7 +348,6 @@ def test_writes_that_are_lost_show_in_the_matrix(doctor: Doctor, simulation: Sim
 @pytest.mark.timeout(600)
 def test_one_gpu_is_proven_with_two_processes(doctor: Doctor, simulation: Simulation) -> None:
     doctor.environment = simulation.set(devices=1, lockable=1000).environment()
-    doctor.show_gpus(FIRST)
     doctor.run()
     peers = doctor.sections[PEERS]
     assert peers["note"].startswith("two processes on the one GPU")
@@ -397,7 +365,6 @@ def test_a_crash_on_a_gpu_is_told_and_the_rest_goes_on(
     source.write_text("#include <signal.h>\nint launch_kernel(void) { return raise(SIGKILL); }\n")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
     doctor.environment = replace(simulation, kernels=library).environment()
-    doctor.show_gpus(FIRST, SECOND)
     doctor.run(code=1)
     assert doctor.wrong() == {"0: cuda:0", "1: cuda:1"}
     assert "was killed by signal 9 before it gave a result" in doctor.sections[PEERS]["0: cuda:0"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep import kernels
-from lockstep.doctor.report import Line, Report
+from lockstep.doctor.report import Line, Report, failure
 from lockstep.errors import PeerProblem, UserError
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
@@ -40,8 +40,7 @@ def examine(report: Report, devices: tuple[str, ...]) -> tuple[float, float] | N
     for device, outcome in zip(devices, outcomes, strict=True):
         report.title(f"Device {device}")
         if outcome.problem:
-            text = outcome.problem.replace("python -m lockstep.doctor", "docs/install.md")
-            report.show(Line("process", text, wrong=True))
+            report.show(failure("process", outcome.problem))
         for line in outcome.value.lines if outcome.value else []:
             report.show(line)
     cards: list[Card] = [outcome.value for outcome in outcomes if not outcome.problem]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lockstep.doctor.report import Line, Report
+from lockstep.doctor.report import Line, Report, failure
 from lockstep.errors import PeerProblem, UserError
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
@@ -43,7 +43,7 @@ def examine(report: Report, devices: tuple[str, ...]) -> None:
     outcomes = try_ranks(_examine, len(names), names, seconds=_SECONDS)
     for rank, outcome in enumerate(outcomes):
         if outcome.problem:
-            report.show(Line(f"{rank}: {names[rank]}", outcome.problem, wrong=True))
+            report.show(failure(f"{rank}: {names[rank]}", outcome.problem))
     values = [outcome.value for outcome in outcomes if not outcome.problem]
     if len(values) < len(outcomes):
         return
@@ -104,7 +104,7 @@ def _try(kind: "type[PeerExchange | StagedExchange]", backend: "CudaBackend", pe
     try:
         block = memory.allocate(4 * N_ELEMENTS, "trying the exchange")
         exchange = kind(memory, stream, block, N_ELEMENTS, peers)
-        memory.driver.memcpy_htod(block.pointer, _values(peers.rank))
+        memory.upload(block, _values(peers.rank))
         _step(exchange, backend, peers)
         found = np.empty(N_ELEMENTS, np.float32)
         memory.driver.memcpy_dtoh(found, block.pointer)

@@ -19,6 +19,11 @@ class Line:
     wrong: bool = False
 
 
+def failure(name: str, problem: str) -> Line:
+    """The line for a process that has failed. Who already runs the doctor is sent on."""
+    return Line(name, problem.replace("python -m lockstep.doctor", "docs/install.md"), wrong=True)
+
+
 class Report:
     """Shows each line as soon as it is known."""
 

@@ -47,6 +47,7 @@ class Simulation:
             "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join([str(HERE / "site"), str(self.site), *sys.path]),
             "CUDA_SIM_PARTS": json.dumps(parts),
+            "CUDA_SIM_FOLDER": str(self.folder),
             **self.settings,
         }
 
