@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -33,7 +34,7 @@ def machine() -> dict[str, object]:
     """Where and with what a result was measured."""
     return {
         "date": date.today().isoformat(),
-        "commit": _first_line("git", "rev-parse", "--short", "HEAD"),
+        "commit": _commit(),
         "processor": _processor(),
         "cores": count_cores(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
@@ -44,8 +45,13 @@ def machine() -> dict[str, object]:
     }
 
 
-def _first_line(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+def _commit() -> str:
+    """What git says, or $LOCKSTEP_COMMIT where a copy of the files is not a checkout."""
+    otherwise = os.environ.get("LOCKSTEP_COMMIT") or "unknown"
+    if shutil.which("git") is None:
+        return otherwise
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or otherwise
 
 
 def _processor() -> str:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Literal
 
 import h5py
-import hickle
 import numpy as np
 
 from lockstep import c01b
@@ -171,6 +170,8 @@ def read(path: str | Path) -> np.ndarray:
 
 def write(path: str | Path, array: np.ndarray) -> None:
     """Writes `array` so that hickle opens it. The file appears whole or not at all."""
+    import hickle  # here: training only reads, and has no need of it
+
     _write(Path(path), lambda temporary: hickle.dump(np.ascontiguousarray(array), temporary, mode="w"))
 
 

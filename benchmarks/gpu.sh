@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Every GPU test and benchmark in one command, in less than nine minutes:  benchmarks/gpu.sh [folder] [options]
+#   folder       for the results, gpu-<date>.json, .md and .log; else $OUT, else docs/results
+#   --only a,b   these sections only: tests, alexnet, loading, exchange, table1
+#   --seconds n  for everything (500)
+#   --rehearse   small sizes on the simulated driver, without a GPU: shows that it works, and measures nothing
+# PYTHON names the Python (python3). PyCUDA may lie in a folder on PYTHONPATH. LOCKSTEP_COMMIT names the code where git can't.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+PYTHON=${PYTHON:-python3}
+
+fail() {
+    echo "gpu.sh: $*" >&2
+    exit 2
+}
+
+has() { "$PYTHON" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
+
+command -v "$PYTHON" >/dev/null || fail "there is no $PYTHON: set PYTHON to one that has torch"
+for module in torch numpy h5py yaml safetensors tqdm pytest; do
+    has $module || fail "$PYTHON has no module $module"
+done
+for module in hickle hypothesis xdist; do
+    has $module || echo "note: $PYTHON has no module $module: some tests will fail, or (xdist) take longer"
+done
+
+# The kernels' binaries are kept in a cache folder, which must be one that can be written to.
+cache=${XDG_CACHE_HOME:-${HOME:-/nowhere}/.cache}
+if ! { mkdir -p "$cache" 2>/dev/null && [ -w "$cache" ]; }; then
+    export XDG_CACHE_HOME=${TMPDIR:-/tmp}/lockstep-cache
+fi
+
+case " $* " in
+*" --rehearse "*) ;;
+*)
+    command -v nvidia-smi >/dev/null || fail "there is no nvidia-smi, so no NVIDIA driver; without one: --rehearse"
+    nvidia-smi || fail "nvidia-smi fails: the driver does not work"
+    "$PYTHON" -c "import pycuda.driver" ||
+        fail "$PYTHON can't import PyCUDA: put the folder in which it is installed onto PYTHONPATH"
+    "$PYTHON" -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || fail "torch sees no GPU"
+    ;;
+esac
+exec "$PYTHON" -m benchmarks.gpu "$@"

@@ -1,0 +1,119 @@
+"""Every GPU test and benchmark, one section after the other.
+
+Writes gpu-<date>.json, .md and .log into the folder (else $OUT, else docs/results), anew after each section.
+Exit code: 0 everything ran; 1 something failed, or there was no time left for it. A target that is missed is
+no failure; a test that fails is one.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import harness, machine, rehearsal, report
+from benchmarks.gpu.harness import Outcome, Section
+from benchmarks.gpu.section import NAMES
+from lockstep.errors import UserError
+
+SECONDS = 500.0  # of everything: with what comes before and after, less than nine minutes
+_LIMITS = {"tests": 190.0, "alexnet": 120.0, "loading": 100.0, "exchange": 80.0, "table1": 110.0}
+_LEAST = 20.0
+_ROOT = Path(__file__).resolve().parents[2]
+_REHEARSALS = Path(tempfile.gettempdir()) / "lockstep-rehearsal"
+
+
+def main(words: list[str]) -> int:
+    arguments = _read_words(words)
+    until = time.monotonic() + arguments.seconds
+    folder = _folder_of(arguments)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="lockstep-gpu-", ignore_cleanup_errors=True) as place:
+        work = Path(place)
+        environment = rehearsal.environment(work) if arguments.rehearse else dict(os.environ)
+        os.environ["PATH"] = environment["PATH"]  # the rehearsal's nvidia-smi answers this process too
+        run = Run(folder, arguments.rehearse)
+        for section in _sections(arguments, work):
+            run.keep(section.name, take(section, until, work, run.log, environment))
+    print(report.markdown(run.content))
+    print(f"written to {run.path('.json')}, .md and .log")
+    return 0 if run.all_ran() else 1
+
+
+class Run:
+    """All results so far, in three files that are written anew after each section."""
+
+    def __init__(self, folder: Path, is_rehearsal: bool) -> None:
+        facts = machine.facts()
+        self._name = f"{'rehearsal' if is_rehearsal else 'gpu'}-{facts['date']}"
+        self._folder = folder
+        self.content: dict[str, Any] = {"rehearsal": is_rehearsal, "machine": facts, "sections": {}}
+        self.log = self.path(".log")
+        self.log.write_text("")
+
+    def path(self, ending: str) -> Path:
+        return self._folder / f"{self._name}{ending}"
+
+    def keep(self, name: str, outcome: Outcome) -> None:
+        print(f"{name}: {outcome.status} {outcome.reason} ({outcome.seconds:.0f} s)", flush=True)
+        self.content["sections"][name] = asdict(outcome)
+        self.content["targets"] = report.targets(self.content["sections"])
+        self.path(".json").write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+        self.path(".md").write_text(report.markdown(self.content), encoding="utf-8")
+
+    def all_ran(self) -> bool:
+        return all(section["status"] == "ran" for section in self.content["sections"].values())
+
+
+def take(section: Section, until: float, work: Path, log: Path, environment: dict[str, str]) -> Outcome:
+    """Runs a section in the time that is left, or says that there is none."""
+    seconds = min(section.limit, until - time.monotonic())
+    if seconds < section.least:
+        return Outcome("not run", "out of time")
+    print(f"{section.name}: at most {seconds:.0f} s ...", flush=True)
+    return harness.run(section, seconds, work, log, environment)
+
+
+def _read_words(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", type=Path, help="for the results (docs/results, or $OUT)")
+    parser.add_argument("--only", default=",".join(NAMES), help="sections, with commas between them")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything")
+    parser.add_argument("--rehearse", action="store_true", help="small, on the simulated driver")
+    arguments = parser.parse_args(words)
+    unknown = [name for name in arguments.only.split(",") if name not in NAMES]
+    if unknown:
+        parser.error(f"--only: there is no section {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    if arguments.rehearse and arguments.folder and arguments.folder.resolve() == _ROOT / "docs" / "results":
+        parser.error("a rehearsal's figures mean nothing: not in docs/results")
+    return arguments
+
+
+def _folder_of(arguments: argparse.Namespace) -> Path:
+    if arguments.folder:
+        return Path(arguments.folder)
+    if arguments.rehearse:
+        return _REHEARSALS
+    return Path(os.environ.get("OUT") or _ROOT / "docs" / "results")
+
+
+def _sections(arguments: argparse.Namespace, work: Path) -> list[Section]:
+    program = (sys.executable, "-m", "benchmarks.gpu.section")
+    setting = "rehearsal" if arguments.rehearse else "real"
+    names = [name for name in _LIMITS if name in arguments.only.split(",")]
+    return [Section(name, (*program, name, str(work), setting), _LIMITS[name], _LEAST) for name in names]
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on the way out the section is ended
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        sys.exit(f"gpu.sh: {error}")

@@ -1,0 +1,130 @@
+"""AlexNet's training step on data that is already on the GPU: Lockstep's trainer beside plain PyTorch."""
+
+import importlib
+import math
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import roofline
+from benchmarks.gpu.lone import LoneTrainer, PlainTraining, compute_in
+from benchmarks.gpu.machine import query
+from benchmarks.gpu.pictures import dataset_folder
+from benchmarks.gpu.record import Record
+from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.turns import device_turns, take_turns, try_out
+
+PRECISIONS = ("fp32", "tf32", "bf16")
+PLAIN, TORCHVISION = "plain PyTorch, same network", "plain PyTorch, torchvision's AlexNet"
+_TORCHVISION_SIZE = 224  # what that network is made for
+
+
+def run(setting: Setting, work: Path, record: Record) -> None:
+    trainers = _make_trainers(setting, dataset_folder(setting, work), record)
+    if not trainers:
+        return
+    first = next(iter(trainers.values()))
+    with record.attempt("ceilings"):
+        record.keep("ceilings", _ceilings(first, setting))
+    peers = _make_peers(first, setting, record)
+    turns = {name: trainer.turn(trainer.resident) for name, trainer in trainers.items()}
+    turns.update({name: peer.turn() for name, peer in peers.items()})
+    timed = take_turns(turns, first.synchronize, setting)
+    for name, figures in timed.items():
+        figures["images_per_second"] = setting.batch_size / figures["ms"] * 1e3
+        if name != TORCHVISION:  # another network, with less to do
+            figures["share_of_roofline"] = figures["images_per_second"] / roofline.images_per_second()
+    record.keep("steps", timed)
+    record.keep("clocks_after", query("clocks.sm,clocks.mem,temperature.gpu,power.draw"))
+    for name in timed:
+        with record.attempt(f"loss of {name}"):
+            loss = trainers[name].mean_loss() if name in trainers else peers[name].loss.item()
+            if not math.isfinite(loss):
+                raise ArithmeticError(f"it is {loss}: what was timed is no training")
+    stages = {}
+    for name in timed:
+        with record.attempt(f"stages of {name}"):
+            stages[name] = _stages(name, trainers, peers, first)
+            record.keep("stages", stages)
+    with record.attempt("closing"):
+        for trainer in trainers.values():
+            trainer.close()
+
+
+def _make_trainers(setting: Setting, folder: Path, record: Record) -> dict[str, LoneTrainer]:
+    """Those with graphs last: a capture that fails can leave its traces."""
+    trainers = {}
+    for graph in (False, True):
+        for precision in PRECISIONS:
+            name = f"Lockstep {precision}{', cuda_graph' * graph}"
+            if graph and setting.rehearsal:
+                record.keep("not rehearsed", "cuda_graph: torch computes on the CPU")
+                continue
+            with record.attempt(name):
+                keys: dict[str, Any] = {"precision": precision, "cuda_graph": graph, "para_load": False}
+                trainer = LoneTrainer(setting, folder, **keys)
+                try_out(trainer.turn(trainer.resident), trainer.synchronize)
+                trainers[name] = trainer
+    return trainers
+
+
+def _make_peers(first: LoneTrainer, setting: Setting, record: Record) -> dict[str, PlainTraining]:
+    batch = first.resident.batch()
+    first.synchronize()  # the batch was made in another stream than the one that copies it here
+    compute_in(None, batch.images.device)
+    peers = {}
+    with record.attempt(PLAIN):
+        network = importlib.import_module(f"models.{setting.model}").Model(setting.n_classes)
+        peer = PlainTraining(network, batch.images, batch.labels)
+        try_out(peer.turn(), first.synchronize)
+        peers[PLAIN] = peer
+    if find_spec("torchvision") is None:
+        record.keep(TORCHVISION, "not measured: torchvision is not here")
+        return peers
+    with record.attempt(TORCHVISION):
+        network = importlib.import_module("torchvision.models").alexnet(num_classes=setting.n_classes)
+        images = batch.images[:, :, :_TORCHVISION_SIZE, :_TORCHVISION_SIZE] / 64
+        peer = PlainTraining(network, images, batch.labels)
+        try_out(peer.turn(), first.synchronize)
+        peers[TORCHVISION] = peer
+    return peers
+
+
+def _ceilings(first: LoneTrainer, setting: Setting) -> dict[str, float]:
+    """What this very card reaches: a copy on the device, and a product of random bfloat16 matrices."""
+    memory, driver, stream = first.backend.memory, first.driver, first.stream
+    source = memory.allocate(setting.copy_bytes, "a copy's source")
+    target = memory.allocate(setting.copy_bytes, "a copy's target")
+    source.tensor(torch.uint8, (setting.copy_bytes,)).random_(0, 256)
+    size, device = (setting.matrix, setting.matrix), first.replica.device
+    left, right = (torch.randn(size, device=device).to(torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(left)
+    first.synchronize()
+    copy = partial(driver.memcpy_dtod_async, target.pointer, source.pointer, setting.copy_bytes, stream)
+    multiply = partial(torch.matmul, left, right, out=product)
+    compute_in(stream, device)
+    seconds = device_turns({"copy": copy, "multiply": multiply}, driver, stream, 10, setting.n_rounds)
+    for block in (source, target):
+        block.close()
+    flops, moved = 2 * setting.matrix**3 / seconds["multiply"], 2 * setting.copy_bytes / seconds["copy"]
+    return {
+        "copy_gb_per_second": moved / 1e9,  # read plus written
+        "bf16_tflops": flops / 1e12,
+        "roofline_here": roofline.images_per_second(flops, moved),
+        "roofline": roofline.images_per_second(),
+    }
+
+
+def _stages(
+    name: str, trainers: dict[str, LoneTrainer], peers: dict[str, PlainTraining], first: LoneTrainer
+) -> dict[str, Any]:
+    if name in peers:
+        return {"stages_ms": peers[name].stages(first.driver.Event)}
+    trainer = trainers[name]
+    figures: dict[str, Any] = {"phases_ms": trainer.phases(trainer.resident, 20)}
+    if not trainer.config.cuda_graph:
+        figures["stages_ms"] = trainer.stages()
+    return figures

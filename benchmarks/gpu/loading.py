@@ -1,0 +1,93 @@
+"""Is loading hidden? The step on pictures that a loader process reads, against the step on a resident batch;
+and where the kernel that crops and mirrors should run: in the trainer or in the loader."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.lone import LoneTrainer
+from benchmarks.gpu.pictures import dataset_folder
+from benchmarks.gpu.record import Record
+from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.turns import Turn, device_turns, take_turns, try_out
+
+PRECISION = "bf16"  # the fastest step is the hardest to feed
+_CASES: dict[str, dict[str, Any]] = {
+    "augment_on: trainer": {"augment_on": "trainer"},
+    "augment_on: loader": {"augment_on": "loader"},
+    "augment_on: trainer, cuda_graph": {"augment_on": "trainer", "cuda_graph": True},
+}
+_PHASE_STEPS = 60
+
+
+def run(setting: Setting, work: Path, record: Record) -> None:
+    folder = dataset_folder(setting, work)
+    trainers: dict[str, LoneTrainer] = {}
+    for name, keys in _CASES.items():
+        if setting.rehearsal and keys.get("cuda_graph"):
+            record.keep("not rehearsed", "cuda_graph: torch computes on the CPU")
+            continue
+        with record.attempt(name):
+            trainer = LoneTrainer(setting, folder, precision=PRECISION, shuffle_block=32, **keys)
+            try_out(trainer.turn(trainer.loaded), trainer.synchronize)
+            trainers[name] = trainer
+    if not trainers:
+        return
+    first = next(iter(trainers.values()))
+    with record.attempt("copies to the device"):
+        record.keep("copies", _copies(first, setting))
+    turns = {}
+    for name, trainer in trainers.items():
+        turns[f"{name}: resident"] = trainer.turn(trainer.resident)
+        turns[f"{name}: loaded"] = trainer.turn(trainer.loaded)
+        turns[f"{name}: loader alone"] = _loader_alone(trainer)
+    timed = take_turns(turns, first.synchronize, setting)
+    cases = {name: _figures(name, timed, trainer, setting) for name, trainer in trainers.items()}
+    record.keep("cases", cases)
+    rates = {name: cases[name]["loaded_images_per_second"] for name in list(_CASES)[:2] if name in cases}
+    if len(rates) > 1:
+        record.keep("faster", max(rates, key=lambda name: rates[name]))
+    with record.attempt("closing"):
+        for trainer in trainers.values():
+            trainer.close()
+
+
+def _figures(
+    name: str, timed: dict[str, dict[str, float]], trainer: LoneTrainer, setting: Setting
+) -> dict[str, Any]:
+    resident, loaded = timed[f"{name}: resident"], timed[f"{name}: loaded"]
+    phases = trainer.phases(trainer.loaded, _PHASE_STEPS)
+    return {
+        "resident": resident,
+        "loaded": loaded,
+        "loader alone": timed[f"{name}: loader alone"],
+        "phases_ms": phases,
+        "loaded_images_per_second": setting.batch_size / loaded["ms"] * 1e3,
+        "resident_images_per_second": setting.batch_size / resident["ms"] * 1e3,
+        "loader_images_per_second": setting.batch_size / timed[f"{name}: loader alone"]["ms"] * 1e3,
+        "share_of_resident": resident["ms"] / loaded["ms"],
+        "load_wait_share": phases["load-wait"] / sum(phases.values()),
+    }
+
+
+def _loader_alone(trainer: LoneTrainer) -> Turn:
+    """Minibatches as fast as they come, with nothing done but what makes them ready: the loader's limit."""
+
+    def take() -> None:
+        trainer.feed.next()
+        trainer.feed.batch()
+        trainer.feed.release()
+
+    return Turn(trainer.turn(trainer.loaded).prepare, take)
+
+
+def _copies(first: LoneTrainer, setting: Setting) -> dict[str, float]:
+    """From page-locked memory: no loader can bring more."""
+    memory, size = first.backend.memory, setting.copy_bytes // 4
+    pinned, block = memory.pinned(size), memory.allocate(size, "copies from the host")
+    pinned[:] = 1
+    copy = partial(first.driver.memcpy_htod_async, block.pointer, pinned, first.stream)
+    seconds = device_turns({"copy": copy}, first.driver, first.stream, 10, setting.n_rounds)["copy"]
+    block.close()
+    picture_bytes = setting.picture**2 * 3
+    return {"gb_per_second": size / seconds / 1e9, "images_per_second": size / seconds / picture_bytes}

@@ -1,0 +1,48 @@
+"""The record of the machine: what benchmarks/measure.py knows, and what nvidia-smi says of the GPUs."""
+
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from benchmarks import measure
+
+_FIELDS = (
+    "name,driver_version,pci.bus_id,memory.total,clocks.max.sm,clocks.max.mem,clocks.sm,clocks.mem,"
+    "power.limit,temperature.gpu,compute_mode"
+)
+_ANSWER_SECONDS = 30.0
+
+
+def facts() -> dict[str, object]:
+    """GPUs, driver, clocks before anything ran, processor, versions, date, commit."""
+    return {
+        **measure.machine(),
+        "gpus": query(_FIELDS),
+        "cuda": torch.version.cuda or "none",
+        "cudnn": torch.backends.cudnn.version() or "none",
+        "nccl": str(torch.cuda.nccl.version()) if torch.distributed.is_nccl_available() else "none",
+        "pycuda": _version("pycuda"),
+        "torchvision": _version("torchvision"),
+    }
+
+
+def query(fields: str) -> list[dict[str, str]]:
+    """What nvidia-smi says, a dictionary a GPU; where it says nothing, why. It never stops a measurement."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [{"problem": str(error)}]
+    if done.returncode:
+        return [{"problem": (done.stdout + done.stderr).strip()}]
+    names = fields.split(",")
+    lines = [line.split(",") for line in done.stdout.splitlines()]
+    return [dict(zip(names, (value.strip() for value in line), strict=False)) for line in lines]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"

@@ -1,0 +1,32 @@
+"""The process of one section: python -m benchmarks.gpu.section <name> <folder to work in> <setting> <record>
+<seconds>. The harness starts it."""
+
+import faulthandler
+import importlib
+import sys
+from pathlib import Path
+
+from benchmarks.gpu import rehearsal
+from benchmarks.gpu.record import Record
+from benchmarks.gpu.setting import REAL, REHEARSAL
+
+NAMES = ("tests", "alexnet", "loading", "exchange", "table1")
+
+
+def main(name: str, work: str, setting: str, record_file: str, seconds: str) -> int:
+    """Returns the exit code: 0 all is measured, 1 parts of it failed."""
+    print(f"===== {name}, at most {seconds} s", flush=True)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(1.0, float(seconds) - 2))  # where it hangs, before it is killed
+    if setting == "rehearsal":
+        rehearsal.join()
+    assert name in NAMES
+    record = Record(Path(record_file), float(seconds))
+    module = importlib.import_module(f"benchmarks.gpu.{name}")
+    with record.attempt(name):
+        module.run(REHEARSAL if setting == "rehearsal" else REAL, Path(work), record)
+    return 0 if record.complete() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,67 @@
+"""How much is measured: in earnest, and in a rehearsal."""
+
+from dataclasses import dataclass
+
+from benchmarks.exchange import N_ELEMENTS
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes and lengths of everything; those of one section are named after it."""
+
+    rehearsal: bool
+    model: str
+    batch_size: int
+    picture: int  # rows and columns in the files
+    n_classes: int
+    n_files: int  # of the training set, a minibatch each
+    n_links: int  # names that each file has: an epoch is as long as n_files * n_links minibatches
+    turn_seconds: float  # how long a turn is timed
+    n_rounds: int
+    copy_bytes: int  # of one copy whose rate is measured, in each direction
+    matrix: int  # rows and columns of the product whose rate is measured
+    exchange_elements: int
+    exchange_calls: int  # in one turn
+    table1_freq: int  # steps between lines of progress
+    table1_seconds: float  # for one run of train.py
+
+    @property
+    def n_images(self) -> int:
+        return self.batch_size * self.n_files * self.n_links
+
+
+REAL = Setting(
+    rehearsal=False,
+    model="alexnet",
+    batch_size=256,
+    picture=256,
+    n_classes=1000,
+    n_files=20,  # 1 GB: more than processors' caches hold
+    n_links=4,
+    turn_seconds=0.4,
+    n_rounds=7,
+    copy_bytes=1 << 30,
+    matrix=8192,
+    exchange_elements=N_ELEMENTS,
+    exchange_calls=20,
+    table1_freq=20,
+    table1_seconds=60,
+)
+
+REHEARSAL = Setting(
+    rehearsal=True,
+    model="smallnet",
+    batch_size=8,
+    picture=36,
+    n_classes=10,
+    n_files=4,
+    n_links=2,
+    turn_seconds=0.02,
+    n_rounds=1,
+    copy_bytes=1 << 20,
+    matrix=64,
+    exchange_elements=16 * 1000,
+    exchange_calls=2,
+    table1_freq=2,
+    table1_seconds=60,
+)

@@ -1,0 +1,265 @@
+"""benchmarks/gpu.sh: a rehearsal of all sections on the simulated driver, and sections that crash or hang."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import build
+import pytest
+import torch
+from conftest import ROOT, wait_until
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.gpu import __main__ as program
+from benchmarks.gpu import report, roofline, table1, tests
+from benchmarks.gpu.harness import Outcome, Section
+from benchmarks.gpu.section import NAMES
+from models.alexnet import Model
+
+SCRIPT = ROOT / "benchmarks" / "gpu.sh"
+
+
+def run_script(*words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHON": sys.executable, **variables}
+    return subprocess.run([SCRIPT, *words], capture_output=True, text=True, env=environment)
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a rehearsal's results."""
+    if build.toolkit() is None:
+        pytest.skip("no CUDA toolkit here (nvcc with its headers, and g++) to build PyCUDA with")
+    folder = tmp_path_factory.mktemp("rehearsal")
+    done = run_script(str(folder), "--rehearse")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def content_of(folder: Path) -> dict[str, Any]:
+    (path,) = folder.glob("*.json")
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+@pytest.mark.timeout(600)  # PyCUDA is built the first time
+def test_a_rehearsal_runs_all_sections(rehearsal: Path) -> None:
+    content = content_of(rehearsal)
+    assert {name: section["status"] for name, section in content["sections"].items()} == dict.fromkeys(
+        NAMES, "ran"
+    )
+    figures = {name: section["figures"] for name, section in content["sections"].items()}
+    assert {key: figures["tests"]["counts"][key] for key in ("passed", "failed", "skipped")} == {
+        "passed": 2,
+        "failed": 0,
+        "skipped": 1,
+    }
+    steps = {"Lockstep fp32", "Lockstep tf32", "Lockstep bf16", "plain PyTorch, same network"}
+    assert steps <= figures["alexnet"]["steps"].keys() == figures["alexnet"]["stages"].keys()
+    assert figures["loading"]["faster"] in figures["loading"]["cases"]
+    assert len(figures["table1"]["runs"]) == 2
+    for place in ("one GPU", "two GPUs"):
+        exchanges = figures["exchange"][f"exchanges on {place}"]
+        assert exchanges["equals the mean"] == dict.fromkeys(
+            ("peer to peer", "swap", "staged through host memory"), True
+        )
+    assert "gloo" in exchanges["ms"]
+    assert all(target["met"] is not None for target in content["targets"])
+
+
+@pytest.mark.timeout(600)
+def test_a_rehearsal_can_not_pass_for_a_measurement(rehearsal: Path) -> None:
+    assert content_of(rehearsal)["rehearsal"] is True
+    assert all(path.name.startswith("rehearsal-") for path in rehearsal.iterdir())
+    (path,) = rehearsal.glob("*.md")
+    assert path.read_text().startswith("# REHEARSAL on a simulated driver: no figure below means anything\n")
+    refused = run_script("docs/results", "--rehearse")
+    assert refused.returncode == 2 and "not in docs/results" in refused.stderr
+
+
+KEEP = """
+import os, subprocess, sys, time
+from pathlib import Path
+from benchmarks.gpu.record import Record
+record = Record(Path(sys.argv[1]), float(sys.argv[2]))
+record.keep("measured", 1)
+print("what it said last", flush=True)
+"""
+CRASH = "os.kill(os.getpid(), 11)"
+LEAVE = "sys.exit(0)"
+FAIL = """
+with record.attempt("a part"): raise ValueError("broken")
+record.keep("measured", 2)
+record.complete()
+"""
+# A child in a session of its own, whose parent is gone: nothing but its environment tells whose it is.
+HANG = """
+code = "import os, time; open(os.environ['PLACE'], 'w').write(str(os.getpid())); time.sleep(99)"
+subprocess.Popen(f"{sys.executable} -c \\"{code}\\" & exit", shell=True, start_new_session=True).wait()
+time.sleep(99)
+"""
+
+
+def make_section(name: str, code: str, limit: float = 30.0, least: float = 0.0) -> Section:
+    return Section(name, (sys.executable, "-c", KEEP + code), limit, least)
+
+
+def run_sections(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *sections: Section, seconds: float = 60.0
+) -> tuple[int, dict[str, Any]]:
+    monkeypatch.setattr(program, "_sections", lambda *_: list(sections))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    code = program.main([str(folder), "--seconds", str(seconds)])
+    return code, content_of(folder)
+
+
+def test_a_section_that_crashes_or_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = [make_section("crashes", CRASH), make_section("leaves", LEAVE), make_section("fails", FAIL)]
+    sections.append(make_section("works", "record.complete()"))
+    code, content = run_sections(tmp_path, monkeypatch, *sections)
+    assert code == 1 and content["rehearsal"] is False
+    found = content["sections"]
+    assert [found[name]["status"] for name in found] == ["failed", "failed", "failed", "ran"]
+    assert found["crashes"]["reason"] == "killed by SIGSEGV"
+    assert found["leaves"]["reason"] == "it left before its end, and without an error"
+    assert found["fails"]["reason"] == "failed in it: a part"
+    assert found["fails"]["problems"] == {"a part": "ValueError: broken"}
+    assert [section["figures"]["measured"] for section in found.values()] == [1, 1, 2, 1]
+    assert found["crashes"]["last_lines"] == ["what it said last"]
+    assert "ValueError: broken" in (tmp_path / f"gpu-{content['machine']['date']}.log").read_text()
+
+
+def test_a_section_that_hangs_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACE", str(tmp_path / "pid"))
+    begin = time.monotonic()
+    sections = make_section("hangs", HANG, limit=3), make_section("works", "record.complete()")
+    code, content = run_sections(tmp_path / "results", monkeypatch, *sections)
+    assert code == 1 and time.monotonic() - begin < 20
+    assert content["sections"]["works"]["status"] == "ran"
+    hung = content["sections"]["hangs"]
+    assert (hung["status"], hung["reason"]) == ("failed", "still running after 3 s")
+    assert hung["figures"] == {"measured": 1} and hung["last_lines"] == ["what it said last"]
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not Path(f"/proc/{pid}/cmdline").exists(), "its child to be gone", 5)
+
+
+def test_a_section_for_which_there_is_no_time_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = make_section("first", "record.complete()"), make_section("long", LEAVE, least=40)
+    code, content = run_sections(tmp_path, monkeypatch, *sections, seconds=30)
+    assert code == 1
+    assert [section["status"] for section in content["sections"].values()] == ["ran", "not run"]
+    assert content["sections"]["long"]["reason"] == "out of time"
+    (path,) = tmp_path.glob("*.md")
+    assert "| long | not run: out of time | 0 |" in path.read_text()
+
+
+def test_results_of_tests_are_counted_as_they_come(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest, os\n"
+        "@pytest.fixture\ndef untidy():\n    yield\n    assert False, 'untidy'\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert 1 == 2\n"
+        "def test_untidy(untidy): pass\n"
+        "def test_elsewhere(): pytest.skip('needs 2 GPUs')\n"
+        "def test_crash(): os._exit(9)\n"
+    )
+    (tmp_path / "test_broken.py").write_text("import nowhere_to_be_found\n")
+    reports = tmp_path / "reports"
+    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.reports"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TEST_REPORTS": str(reports)}
+    command += ["--continue-on-collection-errors", "-p", "no:cacheprovider"]
+    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode == 9
+    counts = tests.count(reports)
+    assert (counts["passed"], counts["failed"], counts["skipped"]) == (1, 3, 1)
+    assert "assert 1 == 2" in counts["failures"]["test_some.py::test_bad"]
+    assert "untidy" in counts["failures"]["test_some.py::test_untidy"]
+    assert "nowhere_to_be_found" in counts["failures"]["test_broken.py"]
+    assert counts["reasons"] == {"test_some.py::test_elsewhere": "Skipped: needs 2 GPUs"}
+
+
+def test_the_roofline_counts_what_the_network_does() -> None:
+    with torch.device("meta"):
+        model, images = Model(1000), torch.empty(256, 3, 227, 227)
+    with FlopCounterMode(display=False) as forward:
+        model(images)
+    with FlopCounterMode(display=False) as first:  # its input needs no gradient
+        model.conv1(images)
+    counted = 3 * forward.get_total_flops() - first.get_total_flops()
+    assert roofline.gflop() == counted / 1e9
+    assert round(roofline.images_per_second(), -3) == 129_000
+    assert roofline.images_per_second(395e12, 4.3e12) < 0.7 * roofline.images_per_second()
+
+
+def test_the_first_line_of_progress_does_not_count() -> None:
+    def line(seconds: float) -> dict[str, Any]:
+        phases = {"load-wait": 0.25 * seconds, "compute": 0.75 * seconds}
+        rates = {"seconds_per_20": seconds, "images_per_second": 5120 / seconds}
+        return {"event": "progress", "seconds": phases, **rates}
+
+    lines = [{"event": "notice", "text": "exchange: swap"}, *map(line, (9.0, 1.0, 2.0, 3.0))]
+    found = table1.read_log(lines)
+    assert (found["seconds_per_20"], found["images_per_second"], found["lines"]) == (2.0, 2560.0, 3)
+    assert found["shares"] == {"load-wait": 0.25, "compute": 0.75}
+    assert found["notices"] == ["exchange: swap"]
+
+
+def test_targets_are_met_missed_or_not_measured() -> None:
+    nothing = {"alexnet": {"figures": {}}}
+    assert {target["met"] for target in report.targets(nothing)} == {None}
+    steps = {
+        "Lockstep bf16": {"images_per_second": 29_999},
+        "Lockstep bf16, cuda_graph": {"images_per_second": 31_000},
+    }
+    cases = {"augment_on: trainer": {"share_of_resident": 0.979, "load_wait_share": 0.01}}
+    kernel = {"the kernel on one GPU": {"kernel_share_of_copy": 0.69}}
+    parts = {"alexnet": {"steps": steps}, "loading": {"cases": cases}, "exchange": kernel}
+    found = report.targets({name: {"figures": figures} for name, figures in parts.items()})
+    assert [target["met"] for target in found] == [True, False, False, True]
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A folder with the programs that the script calls and no others, to be all of PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("bash", "dirname", "mkdir"):
+        (folder / name).symlink_to(str(shutil.which(name)))
+    return folder
+
+
+def test_what_is_missing_is_named(programs: Path) -> None:
+    without = run_script(PATH=str(programs))
+    assert without.returncode == 2 and "there is no nvidia-smi, so no NVIDIA driver" in without.stderr
+    smi = programs / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    smi.chmod(0o755)
+    assert "nvidia-smi fails" in run_script(PATH=str(programs)).stderr
+    smi.write_text("#!/bin/sh\nexit 0\n")
+    broken = programs / "pycuda"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise ImportError('no libcuda')")
+    done = run_script(PATH=str(programs), PYTHONPATH=str(programs))
+    assert done.returncode == 2 and "can't import PyCUDA: put the folder" in done.stderr
+    assert "there is no no-python" in run_script(PYTHON="no-python").stderr
+
+
+def test_an_unknown_section_is_named() -> None:
+    done = run_script("--rehearse", "--only", "alexnet,everything")
+    assert done.returncode == 2 and "there is no section everything; there are tests, alexnet" in done.stderr
+
+
+def test_an_outcome_without_figures_is_reported() -> None:
+    section = Outcome("failed", "exit code 1", problems={"tests": "a|b"}, last_lines=["the end"]).__dict__
+    run = {"rehearsal": False, "machine": {"date": "today", "gpus": []}, "sections": {"tests": section}}
+    text = report.markdown({**run, "targets": report.targets(run["sections"])})
+    assert "| tests | failed: exit code 1 | 0 |" in text and "the end" in text
