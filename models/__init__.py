@@ -7,8 +7,8 @@ and, where it needs them,
 
     input_mean: 3 numbers               subtracted from R, G and B instead of the dataset's mean image
     input_scale: a number or 3          what pixels are multiplied by after that (1)
-    aux_weights: numbers                forward, in training, returns (logits, aux1, ...): the loss of each aux
-                                        is added with its weight; without training it returns logits alone
+    aux_weights: numbers                forward, in training, returns (logits, aux1, ...): the loss of each
+                                        aux is added with its weight; otherwise it returns logits alone
 
 Pictures come as RGB from 0 to 255, the mean subtracted and scaled as above, lying channels last. `nn.Dropout`
 is swapped for one whose masks follow the samples (lockstep/dropout.py). A file is chosen by its name: `model:

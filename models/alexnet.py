@@ -83,7 +83,7 @@ class Model(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Section 5: weights N(0, 0.01), biases above zero where rectifiers would start dead; the variant's."""
+        """Section 5: weights N(0, 0.01), biases above zero where rectifiers would start dead."""
         biases = dict(self.form.biases)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):

@@ -4,6 +4,8 @@ n = 3 makes ResNet-20, with 269,722 parameters for 10 classes. Shortcuts have no
 picture halves and the features double, they leave out every other pixel and add features that are zero.
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -39,7 +41,7 @@ class Model(nn.Module):
         self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
         sizes = [16, *(size for size in (16, 32, 64) for _ in range(n))]
-        self.blocks = nn.Sequential(*(Block(*pair) for pair in zip(sizes, sizes[1:], strict=False)))
+        self.blocks = nn.Sequential(*(Block(*pair) for pair in itertools.pairwise(sizes)))
         self.fc = nn.Linear(64, n_classes)
         self._initialise()
 

@@ -64,7 +64,7 @@ class Model(nn.Module):
         return nn.Sequential(first, *(Bottleneck(4 * width, width, 1) for _ in range(n_blocks - 1)))
 
     def _initialise(self, zero_init_residual: bool) -> None:
-        """Convolutions as in He et al. 2015, "Delving deep into rectifiers", by outputs; classifier N(0, 0.01)."""
+        """Convolutions as in He et al. 2015, "Delving deep into rectifiers", by outputs; fc N(0, 0.01)."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
