@@ -20,7 +20,7 @@ import torch
 from lockstep import runfolder
 from lockstep.augment import Augmenter
 from lockstep.console import show
-from lockstep.dataset import Dataset, open_dataset
+from lockstep.dataset import Dataset, open_dataset, subtracting
 from lockstep.errors import UserError
 from lockstep.loading import Batch
 from lockstep.memory.host import HostMemory
@@ -40,7 +40,8 @@ def main() -> int:
         dataset = open_dataset(config)
         replica = Replica(dataclasses.replace(config, batch_size=1), dataset, HostMemory())
         replica.load(checkpoint.path)
-        replica.model.eval()
+        replica.begin_validation()
+        dataset = subtracting(dataset, replica.mean)
     except UserError as error:
         show(f"lockstep: {error}", "stderr")
         return 2

@@ -96,7 +96,7 @@ class Replica:
     @torch.no_grad()
     def log_probabilities(self, batch: Batch) -> torch.Tensor:
         """(n, class): logarithms of what the network takes for each class's probability, float64."""
-        return self._forward(batch.images).double().log_softmax(1)
+        return self._forward(batch.images)[0].double().log_softmax(1)
 
     @torch.no_grad()
     def count_errors(self, batch: Batch) -> torch.Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lockstep.backends import backend_of
-from lockstep.dataset import open_dataset
+from lockstep.dataset import open_dataset, subtracting
 from lockstep.errors import UserError
 from lockstep.feed import DirectFeed
 from lockstep.messages import Judged, Order
@@ -33,7 +33,8 @@ def run_validator(control: Pipe, board: StatusBoard, plan: Plan, rank: int, n_vi
     replica = Replica(config, dataset, backend.memory)
     assert plan.start
     replica.load(plan.start)
-    replica.model.eval()
+    replica.begin_validation()
+    dataset = subtracting(dataset, replica.mean)
     ring = backend.make_ring(config, 1, replica.crop_size, dataset.mean)
     reader = Reader(config, dataset, replica.crop_size, board)
     orders = list(orders_of(len(dataset.val), config.batch_size, rank, len(config.devices), n_views))
