@@ -158,6 +158,19 @@ def test_nvrtc_is_found_in_nvidias_wheels(library: Path, tmp_path: Path, package
     assert found_with(PYTHONPATH=tmp_path) == str(folder / "libnvrtc.so.12")
 
 
+def test_the_builtins_beside_nvrtc_are_loaded_with_it(library: Path, tmp_path: Path) -> None:
+    """NVIDIA's wheel of 13.0 has no run path in libnvrtc: it would not find them when it compiles."""
+    folder = tmp_path / "nvidia" / "cu13" / "lib"
+    folder.mkdir(parents=True)
+    for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
+        (folder / name).write_bytes(library.read_bytes())
+    code = "from lockstep.kernels import nvrtc; nvrtc.find(); print(open('/proc/self/maps').read())"
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert str(folder / "libnvrtc-builtins.so.13.0") in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
 def test_nvrtc_is_found_in_the_toolkit(library: Path, tmp_path: Path, variable: str) -> None:
     (tmp_path / "lib64").mkdir()

@@ -307,6 +307,7 @@ def test_memory_that_can_be_reached_is_proven_and_used(place: Place) -> None:
     ("fault", "words"),
     [
         ("no_peer", "can't access 0000:02:00.0"),
+        ("no_open", "can't open memory of trainer 1 by CUDA IPC"),
         (
             "lost",
             "1,048,576 numbers averaged by trainer 0 with memory of trainer 1, 0 were wrong on its own side",

@@ -38,7 +38,7 @@ def examine(report: Report, devices: tuple[str, ...]) -> None:
     """Shows a table of all pairs, the machine's IOMMU, and the kinds of exchange, best first."""
     names = devices if len(devices) > 1 else devices * 2
     report.title("Peer to peer, GB/s: who (row) reads and writes whose memory (column), proven bit for bit")
-    if len(devices) == 1:
+    if len(set(names)) == 1:
         report.show(Line("note", "two processes on the one GPU: inside its memory, over no link"))
     outcomes = try_ranks(_examine, len(names), names, seconds=_SECONDS)
     for rank, outcome in enumerate(outcomes):
@@ -114,7 +114,7 @@ def _try(kind: "type[PeerExchange | StagedExchange]", backend: "CudaBackend", pe
         block.close()
     except (UserError, PeerProblem, memory.driver.Error) as error:
         return Trial(kind.name, 0.0, f"trainer {peers.rank}: {error}")
-    problem = f"{n_wrong:,} numbers were averaged wrongly" if n_wrong else ""
+    problem = f"{n_wrong:,} numbers were averaged wrongly: please report this" if n_wrong else ""
     return Trial(kind.name, seconds * 1e3, problem)
 
 

@@ -60,7 +60,7 @@ def _show(report: Report, n_loaders: int, disk: dict[str, Rates], rates: dict[st
         report.show(Line("from the disk, then", _least({**disk, **rates}, n_loaders)))
     report.show(Line("from the page cache, then", _least(rates, n_loaders)))
     report.show(
-        Line("not measured", "the network's own speed: train.py shows it, and what it waits for loaders")
+        Line("not measured", "the network's speed, and what it leaves of the cores: train.py shows both")
     )
 
 

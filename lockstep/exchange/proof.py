@@ -34,14 +34,15 @@ class Pair:
 def prove(memory: CudaMemory, stream: Any, peers: Peers) -> list[Pair]:
     """Tries every ordered pair. All ranks get the same list, in order of rank and peer.
 
-    Where the driver itself denies access between two devices, nothing is tried and that is the problem.
+    Where the driver denies access between two devices, or a handle can't be opened, no data are tried.
     """
     denied = [pair for pairs in peers.meet("peer access", _denied(memory, peers)) for pair in pairs]
     if denied or not peers.pipes:
         return denied
     proof = _Proof(memory, stream, peers, PROOF_BYTES // 4)
     try:
-        return proof.run()
+        unopened = [pair for pairs in peers.meet("what could be opened", proof.open()) for pair in pairs]
+        return unopened or proof.run()
     finally:
         proof.close()
 
@@ -83,12 +84,20 @@ class _Proof:
         self._kernel = AverageKernel(memory, stream)
         self._source = memory.allocate(4 * n_elements, "proving peer access")
         self._target = memory.allocate(4 * n_elements, "proving peer access")
-        for pipe in peers.pipes.values():
+        self._opened: dict[int, CudaBlock] = {}
+
+    def open(self) -> list[Pair]:
+        """Opens the targets of the others; returns those that CUDA IPC can't open."""
+        for pipe in self._peers.pipes.values():
             self._target.send(pipe)
-        self._opened: dict[int, CudaBlock] = {
-            rank: memory.receive(pipe, "memory to prove peer access with")
-            for rank, pipe in peers.pipes.items()
-        }
+        found = []
+        for rank, pipe in self._peers.pipes.items():
+            try:
+                self._opened[rank] = self._memory.receive(pipe, "memory to prove peer access with")
+            except self._memory.driver.Error as error:
+                problem = f"{self._memory} can't open memory of trainer {rank} by CUDA IPC: {error}"
+                found.append(Pair(self._peers.rank, rank, 0.0, problem))
+        return found
 
     def run(self) -> list[Pair]:
         pairs = []

@@ -1,7 +1,6 @@
 """NVRTC, the CUDA compiler that is a library, by ctypes: nvrtc.h, and NVIDIA's NVRTC guide, chapter 3.
 
-It needs no GPU, no driver, and no file of the toolkit but libnvrtc-builtins. It finds that one by itself: the
-run path of libnvrtc is its own folder.
+It needs no GPU, no driver, and no file of the toolkit but libnvrtc-builtins, which lies beside it.
 """
 
 import ctypes
@@ -19,9 +18,15 @@ def find() -> ctypes.CDLL | None:
     """The first NVRTC that can be opened, or None."""
     for place in _places():
         try:
-            return ctypes.CDLL(place)
+            library = ctypes.CDLL(place)
+            # What is loaded already need not be found: in the wheels of some versions (13.0) it would not be,
+            # because libnvrtc has no run path.
+            folder = Path(place).parent
+            for builtins in folder.glob("libnvrtc-builtins.so.*") if folder.is_absolute() else ():
+                ctypes.CDLL(str(builtins))
         except OSError:
             continue  # the dynamic loader has no such name, or the file is for another machine
+        return library
     return None
 
 

@@ -10,6 +10,7 @@
 //
 // Faults between devices, as lists of pairs like 0-1,1-0 (who reaches - whose memory; 0-0 for two processes on one device):
 //   CUDA_SIM_NO_PEER  the driver says that there is no access      CUDA_SIM_LOST      writes never arrive
+//   CUDA_SIM_NO_OPEN  IPC handles can't be opened
 //   CUDA_SIM_GARBLED  a kernel's writes arrive with one bit turned over
 //
 // Two rules of the real driver that are easily broken without notice are made to hurt here: freed memory is overwritten before it
@@ -454,6 +455,8 @@ CUresult cuIpcOpenMemHandle(CUdeviceptr *pointer, CUipcMemHandle handle, unsigne
         return CUDA_ERROR_INVALID_CONTEXT;
     if (has_fault("CUDA_SIM_NO_PEER", current()->device, device))
         return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
+    if (has_fault("CUDA_SIM_NO_OPEN", current()->device, device))
+        return CUDA_ERROR_OPERATING_SYSTEM;
     pthread_mutex_lock(&lock);
     CUresult result = CUDA_SUCCESS;
     struct allocation *at = allocations;
