@@ -1,5 +1,6 @@
-"""Networks by name: those of packages and of one's own, what they say of their pictures, and what is refused."""
+"""Networks by name, of packages and of one's own: what they say of their pictures, and what is refused."""
 
+import os
 import re
 import subprocess
 import sys
@@ -115,7 +116,7 @@ def test_a_module_that_does_not_import_is_named(package: Path) -> None:
 
 def test_the_configuration_wins_over_what_a_network_says(package: Path) -> None:
     keys = {"input_size": 40, "subtract_mean": [9, 8, 7], "scale": [1, 2, 3]}
-    model, intake = build("mypackage.mymodule:Sizeless", **keys)
+    _, intake = build("mypackage.mymodule:Sizeless", **keys)
     assert intake == Intake(40, None, (1.0, 2.0, 3.0))
     assert build("mypackage.mymodule:Net", subtract_mean="image", scale=2)[1] == Intake(32, None, (2.0,) * 3)
 
@@ -178,7 +179,7 @@ def test_torchvisions_networks_by_name(torchvision: Any) -> None:  # noqa: F811
     assert intake.scale == pytest.approx((1 / 58.395, 1 / 57.12, 1 / 57.375))
     with pytest.raises(UserError, match=r"torchvision has no resnet19 \(did you mean 'resnet1"):
         build("torchvision:resnet19")
-    with pytest.raises(UserError, match="can't be made .* unexpected keyword argument 'depth'"):
+    with pytest.raises(UserError, match=r"can't be made .* unexpected keyword argument 'depth'"):
         build("torchvision:resnet18", model_args={"depth": 3})
 
 
@@ -199,7 +200,7 @@ def test_a_network_in_ten_lines_trains(program: Program, package: Path) -> None:
     """The lines of docs/models.md, as they are there, in a run with two trainers and loaders."""
     assert len(ten_lines().splitlines()) <= 10
     (package / "mypackage" / "mynet.py").write_text(ten_lines())
-    environment = {**__import__("os").environ, "PYTHONPATH": f"{package}:{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": f"{package}:{ROOT}"}
     running = program.run(
         "model=mypackage.mynet:MyNet", "model_args={width: 8}", "n_epochs=1", environment=environment
     )
