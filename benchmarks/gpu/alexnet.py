@@ -77,7 +77,8 @@ def _make_peers(first: LoneTrainer, setting: Setting, record: Record) -> dict[st
     compute_in(None, batch.images.device)
     peers = {}
     with record.attempt(PLAIN):
-        network = importlib.import_module(f"models.{setting.model}").Model(setting.n_classes)
+        module = importlib.import_module(f"models.{setting.model}")
+        network = module.Model(setting.n_classes, **setting.model_args)
         peer = PlainTraining(network, batch.images, batch.labels)
         try_out(peer.turn(), first.synchronize)
         peers[PLAIN] = peer

@@ -31,7 +31,6 @@ from lockstep.ranks import try_ranks
 _PEER = (PeerExchange,)
 _ALL = (PeerExchange, SwapExchange, StagedExchange)
 _FLOAT = 4  # bytes
-_MOST_SECONDS = 40.0  # for one measurement of two ranks
 
 
 def run(setting: Setting, work: Path, record: Record) -> None:
@@ -54,7 +53,7 @@ def _measure(
     function: Any, devices: list[str], setting: Setting, store: str, seconds: float
 ) -> dict[str, Any]:
     """What the function gives in rank 0. Raises RuntimeError with what went wrong in either rank."""
-    outcomes = try_ranks(function, 2, devices, setting, store, seconds=min(seconds, _MOST_SECONDS))
+    outcomes = try_ranks(function, 2, devices, setting, store, seconds=min(seconds, setting.exchange_seconds))
     problems = [
         f"rank {rank}: {outcome.problem}\n{outcome.traceback}"
         for rank, outcome in enumerate(outcomes)

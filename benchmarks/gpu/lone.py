@@ -33,6 +33,7 @@ class LoneTrainer(Trainer):
     def __init__(self, setting: Setting, data_folder: Path, **keys: Any) -> None:
         values = {
             "model": setting.model,
+            "model_args": setting.model_args,
             "n_classes": setting.n_classes,
             "batch_size": setting.batch_size,
             "data_folder": str(data_folder),

@@ -91,7 +91,7 @@ def _alexnet(figures: Figures) -> Iterator[str]:
             rate = f"{step['images_per_second']:,.0f}", share
             spread = f"{step['least_ms']:.3f} to {step['most_ms']:.3f}"
             rows.append((name, *rate, f"{step['ms']:.3f}", spread, f"{step['host_ms']:.3f}"))
-        yield table("AlexNet's training step on a resident batch of 256", rows)
+        yield table("AlexNet's training step (theano_alexnet's form) on a resident batch of 256", rows)
         yield (
             "Plain PyTorch is in bf16. torchvision's network is another one: smaller convolutions, no "
             "normalisation, 224 x 224. Host: the time to issue a step to an idle device.\n"

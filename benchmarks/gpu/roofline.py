@@ -4,7 +4,7 @@ Each kernel that a well-built step needs takes at least the longer of two times:
 of the matrix units, its bytes over the rate of the memory (each input read once, each output written once,
 activations in bfloat16). The sum over the kernels is the floor of a step that runs them one after the other.
 
-For a batch of 256 pictures of 227 x 227, with the multiplications and additions of `_LAYERS`:
+For a batch of 256 pictures of 227 x 227, in theano_alexnet's form, which pools before it normalises:
 - convolutions and fully connected layers: forward, and two products of the same size backward (the first
   convolution has no use for its input's gradient): 1,059 GFLOP;
 - pooling, normalisation, and rectifiers that no pooling follows: their tensors in and out;

@@ -1,6 +1,7 @@
 """How much is measured: in earnest, and in a rehearsal."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.exchange import N_ELEMENTS
 
@@ -11,6 +12,7 @@ class Setting:
 
     rehearsal: bool
     model: str
+    model_args: dict[str, Any]
     batch_size: int
     picture: int  # rows and columns in the files
     n_classes: int
@@ -22,6 +24,7 @@ class Setting:
     matrix: int  # rows and columns of the product whose rate is measured
     exchange_elements: int
     exchange_calls: int  # in one turn
+    exchange_seconds: float  # for one measurement of two ranks
     table1_freq: int  # steps between lines of progress
     table1_seconds: float  # for one run of train.py
 
@@ -33,6 +36,7 @@ class Setting:
 REAL = Setting(
     rehearsal=False,
     model="alexnet",
+    model_args={"variant": "theano_alexnet"},
     batch_size=256,
     picture=256,
     n_classes=1000,
@@ -44,6 +48,7 @@ REAL = Setting(
     matrix=8192,
     exchange_elements=N_ELEMENTS,
     exchange_calls=20,
+    exchange_seconds=40,
     table1_freq=20,
     table1_seconds=60,
 )
@@ -51,6 +56,7 @@ REAL = Setting(
 REHEARSAL = Setting(
     rehearsal=True,
     model="smallnet",
+    model_args={},
     batch_size=8,
     picture=36,
     n_classes=10,
@@ -62,6 +68,7 @@ REHEARSAL = Setting(
     matrix=64,
     exchange_elements=16 * 1000,
     exchange_calls=2,
+    exchange_seconds=300,
     table1_freq=2,
-    table1_seconds=60,
+    table1_seconds=300,
 )

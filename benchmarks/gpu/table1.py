@@ -51,6 +51,7 @@ def _train(setting: Setting, work: Path, keys: dict[str, Any], seconds: float) -
     """One epoch by train.py in `seconds` at most; what its log says. Raises RuntimeError where it fails."""
     values = {
         "model": setting.model,
+        "model_args": json.dumps(setting.model_args),
         "n_classes": setting.n_classes,
         "data_folder": dataset_folder(setting, work),
         "rand_mirror": "true",
