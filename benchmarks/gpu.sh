@@ -21,7 +21,7 @@ command -v "$PYTHON" >/dev/null || fail "there is no $PYTHON: set PYTHON to one 
 for module in torch numpy h5py yaml safetensors tqdm pytest; do
     has $module || fail "$PYTHON has no module $module"
 done
-for module in hickle hypothesis xdist; do
+for module in hickle xdist; do
     has $module || echo "note: $PYTHON has no module $module: some tests will fail, or (xdist) take longer"
 done
 
