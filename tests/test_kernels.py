@@ -45,8 +45,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(build.build_kernels(tmp_path_factory.mktemp("kernels"))))
 
 
-def launch(library: ctypes.CDLL, name: str, packed: bytes, blocks: int, threads: int) -> None:
-    assert library.launch_kernel(name.encode(), packed, blocks, threads) == 0, f"there is no kernel {name}"
+def launch(library: ctypes.CDLL, name: str, packed: bytes, blocks: int, rows: int, threads: int) -> None:
+    assert library.launch_kernel(name.encode(), packed, blocks, rows, threads) == 0, (
+        f"there is no kernel {name}"
+    )
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 4, 7, 16])
@@ -63,7 +65,9 @@ def test_average_gives_the_bits_of_the_hosts_exchange(library: ctypes.CDLL, n_ra
         before = arenas.clone()
         first, last = shard(n_elements, rank, n_ranks)
         packed = struct.pack("16Qi4xQQ", *pointers, n_ranks, first // 4, last // 4)
-        launch(library, "average", packed, blocks=3, threads=5)  # fewer threads than work: they must go round
+        launch(
+            library, "average", packed, blocks=3, rows=1, threads=5
+        )  # fewer threads than work: they must go round
         outside = torch.ones(n_elements, dtype=torch.bool)
         outside[first:last] = False
         assert torch.equal(arenas[:, outside], before[:, outside])  # other ranks' shards are left alone
@@ -91,9 +95,9 @@ def test_augment_agrees_with_the_host_at_every_crop_mirrored_and_not(
     guard = 64  # elements behind the output that nobody may touch
     out = torch.full((expected.numel() + guard,), torch.nan, dtype=dtype)
     pointers = (images.data_ptr(), crops.data_ptr(), mean.data_ptr(), out.data_ptr())
-    packed = struct.pack("4Q4i", *pointers, len(places), height, width, size)
+    packed = struct.pack("4Q3i", *pointers, height, width, size)
     threads = 32
-    blocks = -(-len(places) * size * size // threads) + 1
-    launch(library, f"augment_{str(dtype).removeprefix('torch.')}", packed, blocks, threads)
+    blocks = -(-size * size // threads) + 1
+    launch(library, f"augment_{str(dtype).removeprefix('torch.')}", packed, blocks, len(places), threads)
     assert torch.equal(out[:-guard].view(expected.shape), expected.to(dtype))
     assert out[-guard:].isnan().all()

@@ -1,7 +1,7 @@
 // Crops, mirrors, subtracts the mean image and converts: uint8 (batch, row, column, channel) as it lies in the file, to
 // float32 or bfloat16 (batch, row, column, channel) as the network takes it (lockstep/augment.py is the host's version).
 //
-// One thread makes one pixel of the result, all three channels. The mean is taken at the picture's own place, before
+// One thread makes one pixel of the result, all three channels; blockIdx.y is the image. The mean is taken at the picture's own place, before
 // mirroring. In float32 the result is the host's to the bit; bfloat16 is that, rounded to nearest even.
 
 typedef unsigned char uint8;
@@ -21,31 +21,30 @@ __device__ inline void store(bfloat16 *to, float value)
 
 template <typename T>
 __device__ inline void augment(
-    const uint8 *images, const Crop *crops, const float *mean, T *out, int n_images, int height, int width, int size)
+    const uint8 *images, const Crop *crops, const float *mean, T *out, int height, int width, int size)
 {
-    unsigned long long pixel = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x;
-    unsigned long long pixels = (unsigned long long)size * size;
-    unsigned long long image = pixel / pixels;
-    if (image >= (unsigned long long)n_images)
+    int pixel = (int)(blockIdx.x * blockDim.x + threadIdx.x); // of the result; 32 bits, for its division is slow
+    if (pixel >= size * size)
         return;
-    int row = (int)(pixel % pixels) / size, column = (int)(pixel % pixels) % size;
+    unsigned long long image = blockIdx.y;
+    int row = pixel / size, column = pixel % size;
     Crop crop = crops[image];
-    int from_row = crop.row + row;
     int from_column = crop.column + (crop.mirror ? size - 1 - column : column);
-    unsigned long long place = ((unsigned long long)from_row * width + from_column) * 3;
+    int place = ((crop.row + row) * width + from_column) * 3;
     const uint8 *source = images + image * height * width * 3 + place;
+    T *target = out + (image * size * size + pixel) * 3;
     for (int channel = 0; channel < 3; channel++)
-        store(out + pixel * 3 + channel, (float)source[channel] - mean[place + channel]);
+        store(target + channel, (float)source[channel] - mean[place + channel]);
 }
 
 extern "C" __global__ void augment_float32(
-    const uint8 *images, const Crop *crops, const float *mean, float *out, int n_images, int height, int width, int size)
+    const uint8 *images, const Crop *crops, const float *mean, float *out, int height, int width, int size)
 {
-    augment(images, crops, mean, out, n_images, height, width, size);
+    augment(images, crops, mean, out, height, width, size);
 }
 
 extern "C" __global__ void augment_bfloat16(
-    const uint8 *images, const Crop *crops, const float *mean, bfloat16 *out, int n_images, int height, int width, int size)
+    const uint8 *images, const Crop *crops, const float *mean, bfloat16 *out, int height, int width, int size)
 {
-    augment(images, crops, mean, out, n_images, height, width, size);
+    augment(images, crops, mean, out, height, width, size);
 }

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from lockstep import kernels
+from lockstep.errors import UserError
 from lockstep.loading import Batch, Filler, Ring, batch_of
 from lockstep.memory.cuda import CudaBlock, CudaMemory
 from lockstep.messages import Order
@@ -26,6 +27,7 @@ from lockstep.reader import Reader
 from lockstep.slots import RingShape
 
 _THREADS = 256
+_MOST_IMAGES = 65_535  # rows of a grid
 
 
 class AugmentKernel:
@@ -34,6 +36,10 @@ class AugmentKernel:
     def __init__(
         self, memory: CudaMemory, stream: Any, mean: np.ndarray, raw: RingShape, out: RingShape
     ) -> None:
+        if raw.batch_size > _MOST_IMAGES:
+            raise UserError(
+                f"batch_size: a GPU trainer takes {_MOST_IMAGES:,} at most, not {raw.batch_size:,}"
+            )
         self._driver, self._stream, self._raw, self._out = memory.driver, stream, raw, out
         name = {torch.float32: "augment_float32", torch.bfloat16: "augment_bfloat16"}[out.dtype]
         self._kernel = kernels.load(memory.driver, "augment").get_function(name)
@@ -51,9 +57,9 @@ class AugmentKernel:
             np.uint64(raw + self._raw.crops_at),
             np.uint64(self._mean.pointer),
             np.uint64(out + self._out.head_bytes),
-            *(np.int32(number) for number in (n_images, height, width, self._out.crop_size)),
+            *(np.int32(number) for number in (height, width, self._out.crop_size)),
             block=(_THREADS, 1, 1),
-            grid=(-(-n_images * self._out.crop_size**2 // _THREADS), 1),
+            grid=(-(-(self._out.crop_size**2) // _THREADS), n_images),
             stream=self._stream,
         )
 
@@ -102,7 +108,11 @@ class RawRing(CudaRing):
     def batch(self, number: int, order: Order) -> Batch:
         raw = self.block.pointer + number * self.shape.slot_bytes
         self._kernel.launch(raw, self._ready.pointer, order.last - order.first)
+        self.released[number].record(self._stream)  # nothing else needs the raw slot
         return batch_of(order, self._slot)
+
+    def release(self, number: int) -> None:
+        """Done: its images have been made when they are used."""
 
     def close(self) -> None:
         super().close()

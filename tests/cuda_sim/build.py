@@ -38,15 +38,19 @@ def toolkit() -> Path | None:
 def build_kernels(folder: Path) -> Path:
     """The kernels as a host library.
 
-    Its `launch_kernel(name, packed arguments, blocks, threads)` gives 0, or 1 for an unknown name.
+    Its `launch_kernel(name, arguments, blocks, rows of blocks, threads)` gives 0, or 1 for an unknown name.
     """
     sources = sorted(KERNELS.glob("*.cu"))
     names = [name for source in sources for name in re.findall(r"__global__ void (\w+)", source.read_text())]
     lines = ['#include "shim.h"', *(f'#include "{source}"' for source in sources)]
     lines.append('extern "C" int launch_kernel(')
-    lines.append("    const char *name, const char *packed, unsigned blocks, unsigned threads) {")
+    lines.append(
+        "    const char *name, const char *packed, unsigned blocks, unsigned rows, unsigned threads) {"
+    )
     for name in names:
-        lines.append(f'    if (!strcmp(name, "{name}")) return launch({name}, packed, blocks, threads), 0;')
+        lines.append(
+            f'    if (!strcmp(name, "{name}")) return launch({name}, packed, blocks, rows, threads), 0;'
+        )
     (folder / "kernels.cpp").write_text("\n".join([*lines, "    return 1;", "}", ""]))
     library = folder / "libkernels.so"
     run("g++", *KERNEL_FLAGS, "-I", HERE, "-o", library, folder / "kernels.cpp")

@@ -54,7 +54,7 @@ struct CUevent_st {
 };
 
 struct CUmod_st {
-    int (*launch)(const char *, const char *, unsigned, unsigned);
+    int (*launch)(const char *, const char *, unsigned, unsigned, unsigned);
 };
 
 struct CUfunc_st {
@@ -70,7 +70,7 @@ struct operation {
     size_t bytes;
     unsigned char value;
     struct CUfunc_st *function;
-    unsigned blocks, threads;
+    unsigned blocks, rows, threads;
     struct shared_event *event;
     unsigned long long number;
 };
@@ -166,7 +166,7 @@ static void perform(struct CUstream_st *stream, struct operation *op)
         memset(op->to, op->value, op->bytes);
         break;
     case KERNEL:
-        if (op->function->module->launch(op->function->name, op->from, op->blocks, op->threads))
+        if (op->function->module->launch(op->function->name, op->from, op->blocks, op->rows, op->threads))
             abort();
         free((void *)op->from);
         garble();
@@ -565,7 +565,7 @@ CUresult cuModuleUnload(CUmodule module) { return free(module), CUDA_SUCCESS; }
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name)
 {
     static const char nothing[4096];
-    if (module->launch(name, nothing, 0, 0)) // no blocks: it only says whether it knows the name
+    if (module->launch(name, nothing, 0, 0, 0)) // no blocks: it only says whether it knows the name
         return CUDA_ERROR_NOT_FOUND;
     *function = calloc(1, sizeof **function);
     (*function)->module = module;
@@ -578,7 +578,7 @@ CUresult cuLaunchKernel(
     CUstream stream, void **parameters, void **extra)
 {
     (void)shared;
-    if (gy != 1 || gz != 1 || by != 1 || bz != 1 || bx > 1024 || parameters || !extra)
+    if (gy > 65535 || gz != 1 || by != 1 || bz != 1 || bx > 1024 || parameters || !extra)
         return CUDA_ERROR_INVALID_VALUE;
     const void *packed = NULL;
     size_t bytes = 0;
@@ -589,7 +589,7 @@ CUresult cuLaunchKernel(
             bytes = *(size_t *)extra[1];
     char *kept = malloc(bytes + 16);
     memcpy(kept, packed, bytes);
-    return enqueue(stream, (struct operation){.kind = KERNEL, .function = function, .from = kept, .blocks = gx, .threads = bx});
+    return enqueue(stream, (struct operation){.kind = KERNEL, .function = function, .from = kept, .blocks = gx, .rows = gy, .threads = bx});
 }
 
 // PyCUDA still calls it, beside giving the shape to cuLaunchKernel.

@@ -36,15 +36,15 @@ T take(const char *packed, size_t &offset)
 }
 
 template <typename... Arguments>
-void launch(void (*kernel)(Arguments...), const char *packed, unsigned int blocks, unsigned int threads)
+void launch(void (*kernel)(Arguments...), const char *packed, unsigned int blocks, unsigned int rows, unsigned int threads)
 {
     size_t offset = 0;
     std::tuple<Arguments...> arguments{take<Arguments>(packed, offset)...};
-    gridDim = {blocks, 1, 1};
+    gridDim = {blocks, rows, 1};
     blockDim = {threads, 1, 1};
-    for (unsigned int block = 0; block < blocks; block++)
+    for (unsigned int block = 0; block < blocks * rows; block++)
         for (unsigned int thread = 0; thread < threads; thread++) {
-            blockIdx = {block, 0, 0};
+            blockIdx = {block % blocks, block / blocks, 0};
             threadIdx = {thread, 0, 0};
             std::apply(kernel, arguments);
         }
