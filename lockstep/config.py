@@ -40,6 +40,17 @@ class Config:
     resume_train: bool = False
     load_epoch: int | Literal["latest"] = "latest"
 
+    # Starting from weights that were trained elsewhere
+    pretrained: str | None = None
+    pretrained_epoch: int | Literal["latest"] = "latest"
+    pretrained_part: Literal["weights", "whole"] = "weights"
+    pretrained_lib_conv: Literal["cudnn", "cudaconvnet"] | None = (
+        None  # null: as the folder's config.yaml says
+    )
+    pretrained_channels: Literal["rgb", "bgr"] = "rgb"
+    pretrained_allow: tuple[str, ...] = ()
+    finetune: bool = False
+
     # Learning
     n_epochs: int = 20
     learning_rate: float = 0.01
@@ -95,6 +106,7 @@ _AT_LEAST = {
     "n_classes": 1,
     "n_epochs": 1,
     "n_slots": 2,  # one being filled, one being used
+    "pretrained_epoch": 0,
     "print_freq": 1,
     "seed": 0,
     "shuffle_block": 1,
@@ -275,6 +287,7 @@ def _check_combinations(config: Config, sources: Mapping[str, str]) -> None:
             f"{_where('cuda_graph', sources)}: cuda_graph needs augment_on: trainer, which puts every "
             "minibatch into the same place"
         )
+    _check_pretrained(config, sources)
     if not _survives_json(config.model_args):
         raise UserError(
             f"{_where('model_args', sources)}: model_args may hold what JSON can keep, "
@@ -284,6 +297,19 @@ def _check_combinations(config: Config, sources: Mapping[str, str]) -> None:
         raise UserError(
             f"{_where('run_name', sources)}: run_name is a folder's name inside weights_dir, "
             f"up to 100 letters, digits and -_.+ : {config.run_name!r}"
+        )
+
+
+def _check_pretrained(config: Config, sources: Mapping[str, str]) -> None:
+    if config.finetune and config.pretrained is None:
+        raise UserError(
+            f"{_where('finetune', sources)}: finetune needs `pretrained`, the weights to start from"
+        )
+    whole = config.pretrained_part == "whole"
+    if whole and (config.finetune or config.pretrained_allow or config.pretrained_channels == "bgr"):
+        raise UserError(
+            f"{_where('pretrained_part', sources)}: whole goes on with a training as it was: "
+            "it can't be combined with finetune, pretrained_allow or pretrained_channels: bgr"
         )
 
 
