@@ -37,7 +37,7 @@ _KEEP = 0.5  # theano_alexnet's dropout; a power of two, so nothing is rounded
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer as in PyTorch: weight (output, input / groups, row, column) or (output, input), and bias (output,)."""
+    """As in PyTorch: weight (output, input / groups, row, column) or (output, input), bias (output,)."""
 
     weight: np.ndarray
     bias: np.ndarray
