@@ -214,14 +214,17 @@ def truncate(name: str, n_bytes: int):
         (truncate("W_2_3.npy", 0), "W_2_3.npy: is not a whole .npy file"),
         (
             replace("W_2_3.npy", np.zeros((96, 10), int)),
-            "W_2_3.npy: holds int64 of shape (96, 10), not float32",
+            "W_2_3.npy: holds int64, not float32",
         ),
-        (replace("b_2_3.npy", np.zeros((10, 1))), "b_2_3.npy: holds float64 of shape (10, 1)"),
+        (replace("b_2_3.npy", np.zeros((10, 1))), "b_2_3.npy: its shape (10, 1) is not that of biases"),
         (replace("W0_1_3.npy", np.zeros((2, 3, 3, 2), "f4")), "its other half"),
-        (replace("W_2_3.npy", np.zeros((96, 11), "f4")), "mom_6_3.npy: holds float32 of shape (96, 10), not"),
+        (
+            replace("W_2_3.npy", np.zeros((96, 11), "f4")),
+            "mom_6_3.npy: its shape is (96, 10), that of its weights (96, 11)",
+        ),
         (replace("W_2_3.npy", np.full((96, 10), np.nan, "f4")), "other values: fc3.weight not finite"),
         (remove("mom_9_3.npy"), "mom_9_3.npy: there is no such file"),
-        (replace("mom_4_3.npy", np.zeros((3, 3), "f4")), "mom_4_3.npy: holds float32 of shape (3, 3)"),
+        (replace("mom_4_3.npy", np.zeros((3, 3), "f4")), "mom_4_3.npy: its shape is (3, 3)"),
         (
             replace("mom_0_3.npy", np.full((3, 3, 3, 4), np.inf, "f4")),
             "mom_0_3.npy: holds momenta that are not",

@@ -177,11 +177,11 @@ def _names_of(folder: Path, epoch: int) -> list[list[str]]:
 
 
 def _read(path: Path) -> np.ndarray:
-    array = read_array(path)
+    array = _read_floats(path)
     dimensions = (2, 4) if path.name.startswith("W") else (1,)
-    if array.ndim not in dimensions or array.dtype not in (np.float32, np.float64):
+    if array.ndim not in dimensions:
         kind = "weights (2 or 4 dimensions)" if path.name.startswith("W") else "biases (1 dimension)"
-        raise UserError(f"{path}: holds {array.dtype} of shape {array.shape}, not float32 {kind}")
+        raise UserError(f"{path}: its shape {array.shape} is not that of {kind}")
     return array
 
 
@@ -190,15 +190,21 @@ def _read_momenta(folder: Path, epoch: int, weights: list[list[np.ndarray]]) -> 
     for layer in weights:
         first = sum(len(arrays) for arrays in momenta)
         paths = [folder / f"mom_{first + place}_{epoch}.npy" for place in range(len(layer))]
-        momenta.append([read_array(path) for path in paths])
+        momenta.append([_read_floats(path) for path in paths])
         for path, array, like in zip(paths, momenta[-1], layer, strict=True):
-            if array.shape != like.shape or array.dtype not in (np.float32, np.float64):
-                raise UserError(
-                    f"{path}: holds {array.dtype} of shape {array.shape}, not float32 {like.shape}"
-                )
+            if array.shape != like.shape:
+                raise UserError(f"{path}: its shape is {array.shape}, that of its weights {like.shape}")
             if not np.isfinite(array).all():
                 raise UserError(f"{path}: holds momenta that are not finite")
     return momenta
+
+
+def _read_floats(path: Path) -> np.ndarray:
+    """float32; of float64, which Theano can be told to use, the nearest."""
+    array = read_array(path)
+    if array.dtype not in (np.float32, np.float64):
+        raise UserError(f"{path}: holds {array.dtype}, not float32")
+    return array.astype(np.float32, copy=False)
 
 
 def _to_torch(weight: np.ndarray, lib_conv: LibConv) -> np.ndarray:
