@@ -1,6 +1,7 @@
 """Reads state dicts: .safetensors, and .pth without running any code that may be in it."""
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from lockstep import checkpoint
 from lockstep.errors import UserError
 
 _PICKLED = (".pth", ".pt", ".bin", ".tar", ".ckpt")
+_CODE = re.compile(r"GLOBAL (\S+)")  # in torch's error: what the file would have imported and called
 _WRAPPERS = ("state_dict", "model")  # where training scripts keep the weights beside other things
 
 
@@ -31,15 +33,15 @@ def _unpickle(path: Path) -> Any:
     """torch.load with weights_only: tensors and plain values; what names anything else is refused unrun."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        what = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]
-        raise UserError(
-            f"{path}: refused: it needs unpickling of code, which could do anything to this machine"
-            f"{f' ({what})' if what else ''}; where you trust it, load it in a program of your own and save "
-            "its state_dict() alone, best as .safetensors"
-        ) from error
     except Exception as error:  # whatever torch meets in a file that is something else
-        raise UserError(f"{path}: is not a whole file of weights: {error}") from error
+        text = " ".join(str(error).split())
+        code = _CODE.search(text) if isinstance(error, pickle.UnpicklingError) else None
+        if not code:
+            raise UserError(f"{path}: is not a whole file of weights: {text}") from error
+        raise UserError(
+            f"{path}: refused: it needs unpickling of code ({code[1]}), which could do anything to this "
+            "machine; if you trust it, load it in a program of your own and save its state_dict() alone"
+        ) from error
 
 
 def _tensors_of(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
