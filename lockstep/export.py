@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -112,8 +113,8 @@ def export(trained: Trained, to: str, out: Path, lib_conv: theano_folder.LibConv
         notes = _WRITERS[to](trained, temporary)
         publish(temporary, out)
         return notes
-    except OSError as error:
-        raise UserError(f"{out}: can't be written: {error.strerror}") from error
+    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch's, for a full disk too
+        raise UserError(f"{out}: can't be written: {' '.join(str(error).split())}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True) if temporary.is_dir() else temporary.unlink(
             missing_ok=True

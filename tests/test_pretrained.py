@@ -256,18 +256,20 @@ def test_a_whole_training_goes_on_in_another_folder_bit_for_bit(program: Program
 
 
 def test_a_run_starts_with_weights_alone_and_fine_tunes(program: Program) -> None:
-    first = program.run("n_epochs=1", name="first")
+    first = program.run("n_epochs=1", name="first", devices="[cpu]")
     source = f"pretrained={first.run_folder}"
     still = "learning_rate=1e-9"  # so that the weights stay
-    second = program.run("n_epochs=1", source, still, name="second")
+    second = program.run("n_epochs=1", source, still, name="second", devices="[cpu]")
     ours, theirs = load_file_of(second), load_file_of(first)
     for name in ours:
         same = torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-6)
         assert same == name.startswith("weights/"), name
-    refused = program.run("n_epochs=1", source, "n_classes=9", name="third", code=2)
+    refused = program.run("n_epochs=1", source, "n_classes=9", name="third", devices="[cpu]", code=2)
     assert "fc5.weight (7, 128), not (9, 128)" in refused.last_line()
     assert "finetune: true replaces the last layer" in refused.last_line()
-    tuned = program.run("n_epochs=1", source, "n_classes=9", "finetune=true", still, name="fourth")
+    tuned = program.run(
+        "n_epochs=1", source, "n_classes=9", "finetune=true", still, name="fourth", devices="[cpu]"
+    )
     assert "new, as the last layer is to be replaced: fc5.weight, fc5.bias" in tuned.output()
     ours = load_file_of(tuned)
     assert ours["weights/fc5.weight"].shape == (9, 128)
