@@ -29,7 +29,7 @@ from lockstep.runfolder import State
 RECORD = [{"epoch": n, "loss": 2.0 / n, "error_top1": 0.5 / n, "error_top5": 0.1} for n in (1, 2)]
 
 
-def make_run(folder: Path, config: Config, n_classes: int = 7) -> Path:
+def make_run(folder: Path, config: Config, n_classes: int = 7, n_validated: int = 2) -> Path:
     """A run's folder with a checkpoint of epoch 2, all of its numbers random."""
     torch.manual_seed(3)
     arena = Arena(build_model(config, n_classes), HostMemory(), with_momenta=True)
@@ -39,7 +39,7 @@ def make_run(folder: Path, config: Config, n_classes: int = 7) -> Path:
         if name.endswith("var"):
             tensor.abs_()
     (folder / "checkpoints").mkdir(parents=True)
-    state = State(2, 90, 90, config.learning_rate, RECORD, 1, asdict(config), {})
+    state = State(2, 90, 90, config.learning_rate, RECORD[:n_validated], 1, asdict(config), {})
     checkpoint.save(folder, arena.state(), state)
     return folder
 
@@ -81,6 +81,43 @@ def test_safetensors_say_how_to_use_them(tmp_path: Path, run: Path, shared_folde
         "input_order": "RGB",
         "input_scale": 1,
     }
+
+
+def test_class_names_are_those_of_the_datasets_manifest(tmp_path: Path, folder: Path) -> None:
+    labels = [np.load(folder / "labels" / f"{split}_labels.npy").tolist() for split in ("train", "val")]
+    entries = [
+        [
+            {"file": f"{split}_hkl/{number:04d}.hkl", "labels": own[32 * number : 32 * number + 32]}
+            for number in range(-(-len(own) // 32))
+        ]
+        for split, own in zip(("train", "val"), labels, strict=True)
+    ]
+    manifest = {"version": 1, "classes": list("abcdefg"), "train": entries[0], "val": entries[1]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    run = make_run(tmp_path / "run", make_config(model="tiny", data_folder=str(folder), n_classes=None))
+    export(load_trained(run, 2), "safetensors", tmp_path / "net.safetensors")
+    with safe_open(tmp_path / "net.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["classes"]) == list("abcdefg")
+
+
+def test_a_checkpoint_from_within_an_epoch_has_weights_but_no_place_to_go_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", make_config(model="tiny"), n_validated=1)
+    trained = load_trained(run, "latest")
+    with pytest.raises(UserError, match="was saved within an epoch"):
+        export(trained, "theano_alexnet", tmp_path / "theirs")
+    with pytest.raises(UserError, match="was saved within an epoch: resume_train=True goes on there"):
+        start(run, pretrained_part="whole")
+    assert torch.equal(start(run)[0].conv1.weight, trained.model.conv1.weight)
+
+
+def test_a_run_of_another_network_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", make_config(model="tiny"))
+    monkeypatch.setattr(sys.modules["models.tiny"], "Model", lambda n: Model(n, groups=1))
+    with pytest.raises(UserError, match=r"conv2\.weight \(6, 2, 3, 3\), not \(6, 4, 3, 3\)"):
+        load_trained(run, "latest")
+    monkeypatch.setattr(sys.modules["models.tiny"], "Model", Normalised)
+    with pytest.raises(UserError, match="it has no last layer of that network"):
+        load_trained(run, "latest")
 
 
 def test_without_its_dataset_a_run_is_exported_all_the_same(tmp_path: Path) -> None:
