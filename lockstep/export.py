@@ -36,6 +36,7 @@ from lockstep.optimizer import learning_rate
 from lockstep.pretrained import theano_folder
 from lockstep.pretrained.heads import class_tensors, count_classes
 from lockstep.pretrained.match import compare
+from lockstep.pretrained.names import tensors_of
 from lockstep.pretrained.start import weights_of
 from lockstep.runfolder import Checkpoint, find_checkpoint
 
@@ -89,9 +90,11 @@ def load_trained(run: Path, epoch: int | str) -> Trained:
     weights = weights_of(tensors)
     n_classes = count_classes(config, weights, str(found.path))
     model = build_model(config, n_classes)
-    match = compare(weights, model.state_dict())
+    ours = tensors_of(model)
+    match = compare(weights, ours)
     match.check(str(found.path), config.model, class_tensors(config) if any(match.problems.values()) else ())
-    model.load_state_dict(weights)
+    for name, tensor in ours.items():
+        tensor.copy_(weights[name])
     return Trained(found, config, model.eval(), n_classes, tensors)
 
 

@@ -151,21 +151,21 @@ def test_the_folders_rate_is_that_of_the_next_epoch(tmp_path: Path) -> None:
 
 
 class Normalised(nn.Module):
-    """A network that theano_alexnet has no form for."""
+    """A network with all kinds of tensors: normalised, one of them shared, one not for state dicts."""
 
     input_size = 32
 
     def __init__(self, n_classes: int) -> None:
         super().__init__()
         self.conv, self.bn, self.fc = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Linear(4, n_classes)
+        self.again = self.conv
+        self.register_buffer("ones", torch.ones(4), persistent=False)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.fc(self.bn(self.conv(images)).mean((2, 3)))
+        return self.fc(self.bn(self.conv(images)).mean((2, 3)) * self.ones)
 
 
-def test_buffers_of_batch_normalisation_go_with_the_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_of_tensor_goes_out_and_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["models.tiny"], "Model", Normalised)
     run = make_run(tmp_path / "run", make_config(model="tiny"))
     trained = load_trained(run, "latest")
@@ -173,6 +173,8 @@ def test_buffers_of_batch_normalisation_go_with_the_weights(
     plain = Normalised(7)
     plain.load_state_dict(torch.load(tmp_path / "net.pth", weights_only=True))
     assert torch.equal(plain.bn.running_var, state_of(run)["bn.running_var"])
+    assert torch.equal(start(run)[0].ones, state_of(run)["ones"])
+    assert "bn.running_var" in start(tmp_path / "net.pth")[0].state_dict()
     with pytest.raises(UserError, match="theano_alexnet has convolutions and fully connected layers"):
         export(trained, "theano_alexnet", tmp_path / "theirs")
     assert not (tmp_path / "theirs").exists()

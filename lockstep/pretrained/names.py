@@ -18,6 +18,12 @@ def layers_of(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
 
 
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint of Lockstep has of a network: a state dict, but with tied parameters once, and with
+    buffers that state dicts leave out."""
+    return {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
+
+
 def translate(
     tensors: dict[str, torch.Tensor], ours: Mapping[str, torch.Tensor], layers: list[str]
 ) -> tuple[dict[str, torch.Tensor], str]:

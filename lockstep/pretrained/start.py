@@ -15,7 +15,7 @@ from lockstep.pretrained import theano_folder
 from lockstep.pretrained.files import read_state_dict
 from lockstep.pretrained.heads import class_tensors
 from lockstep.pretrained.match import compare
-from lockstep.pretrained.names import layers_of, translate
+from lockstep.pretrained.names import layers_of, tensors_of, translate
 from lockstep.runfolder import find_checkpoint, verify
 
 _OF_MODEL = ("weights/", "buffers/")  # the parts of a checkpoint that are the network's, not the optimizer's
@@ -25,13 +25,15 @@ _OF_MODEL = ("weights/", "buffers/")  # the parts of a checkpoint that are the n
 class Found:
     """What a file or folder holds.
 
-    source: what and where it is, for people. weights: the network's parameters and buffers by its names.
-    state: all that a trainer's arena holds, where `pretrained_part: whole` asks for it. record: validation of
-    the epochs that were trained, likewise. notes: lines for the user; after the start, the report.
+    source: what and where it is, for people. weights: the network's parameters and buffers. own: whether they
+    have the names of Lockstep's checkpoints (`tensors_of`) rather than of state dicts. state: all that a
+    trainer's arena holds, where `pretrained_part: whole` asks for it. record: validation of the epochs that
+    were trained, likewise. notes: lines for the user; after the start, the report.
     """
 
     source: str
     weights: dict[str, torch.Tensor]
+    own: bool = False
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     record: list[dict[str, float]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -45,7 +47,7 @@ def start_with(config: Config, model: nn.Module, arena: Arena) -> Found:
     found = _find(config, model)
     if config.pretrained_channels == "bgr":
         _turn_channels(model, found)
-    ours = model.state_dict()
+    ours = tensors_of(model) if found.own else model.state_dict()
     replaced = class_tensors(config) if config.finetune else ()
     match = compare(found.weights, ours, replaced, config.pretrained_allow)
     if any(match.problems.values()):
@@ -60,7 +62,7 @@ def start_with(config: Config, model: nn.Module, arena: Arena) -> Found:
 
 
 def weights_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The network's state dict in the tensors of a checkpoint."""
+    """The network's tensors in a checkpoint, under their own names."""
     return {name.partition("/")[2]: value for name, value in state.items() if name.startswith(_OF_MODEL)}
 
 
@@ -98,7 +100,7 @@ def _from_checkpoint(config: Config, path: Path) -> Found:
     if config.pretrained_part == "weights":
         if record.exists():
             verify(record)
-        return Found(f"{path} (a checkpoint)", weights_of(checkpoint.load(path)))
+        return Found(f"{path} (a checkpoint)", weights_of(checkpoint.load(path)), own=True)
     state = verify(record).state
     if len(state.val_record) != state.epoch:
         raise UserError(
@@ -106,7 +108,7 @@ def _from_checkpoint(config: Config, path: Path) -> Found:
             "begins anew with its weights"
         )
     tensors = checkpoint.load(path)
-    return Found(f"{path} (a checkpoint)", weights_of(tensors), tensors, state.val_record)
+    return Found(f"{path} (a checkpoint)", weights_of(tensors), True, tensors, state.val_record)
 
 
 def _from_theano(config: Config, path: Path, names: list[str]) -> Found:
