@@ -225,7 +225,7 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
     state = start.state
     if state.epoch >= config.n_epochs and len(state.val_record) >= config.n_epochs:
         raise UserError(f"{start.path}: all {config.n_epochs} epochs are done; raise n_epochs to go on")
-    now, standard = (json.loads(json.dumps(asdict(each))) for each in (config, Config()))
+    now: dict[str, Any] = json.loads(json.dumps(asdict(config)))
     refused = {"model", "model_args", "seed", "use_momentum"}
     if 0 < state.position < state.n_samples:
         refused |= {"shuffle", "shuffle_block"}
@@ -235,7 +235,7 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
             )
     notices = []
     for key in sorted(now.keys() - _UNREMARKABLE):
-        was = state.config.get(key, standard[key])  # an older version did not have every key
+        was = state.config.get(key)
         if now[key] != was and key in refused:
             raise UserError(f"{start.path}: was made with {key}: {was}, the configuration says {now[key]}")
         if now[key] != was:
