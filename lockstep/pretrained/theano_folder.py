@@ -27,11 +27,11 @@ import numpy as np
 from lockstep.config import read_yaml
 from lockstep.dataset import read_array
 from lockstep.errors import UserError
-from lockstep.optimizer import BIAS_RATE
 
 LibConv = Literal["cudnn", "cudaconvnet"]
 _WEIGHTS = re.compile(r"(W|b|W0|b0|W1|b1)_(\d+)_(\d+)\.npy")
 _WHOLE, _HALVES = ("W", "b"), ("W0", "b0", "W1", "b1")  # in the order of their momenta
+_BIAS_RATE = 2.0  # times the learning rate
 _KEEP = 0.5  # theano_alexnet's dropout; a power of two, so nothing is rounded
 
 
@@ -107,7 +107,7 @@ def read_progress(folder: Path, epoch: int, lib_conv: LibConv, weights: list[lis
     if len(record) < epoch or not np.isfinite(record[:epoch]).all():
         raise UserError(f"{path}: does not hold all of {epoch} epochs")
     momenta = join(_read_momenta(folder, epoch, weights), lib_conv)
-    momenta = [_scale(layer, -1 / float(rate), -1 / (BIAS_RATE * float(rate))) for layer in momenta]
+    momenta = [_scale(layer, -1 / float(rate), -1 / (_BIAS_RATE * float(rate))) for layer in momenta]
     return Progress(momenta, float(rate), [(float(error), float(loss)) for error, loss in record[:epoch]])
 
 
@@ -146,7 +146,7 @@ def write(
     if progress is None:
         return
     rate = np.float32(progress.learning_rate)
-    scaled = [_scale(layer, -float(rate), -BIAS_RATE * float(rate)) for layer in progress.momenta]
+    scaled = [_scale(layer, -float(rate), -_BIAS_RATE * float(rate)) for layer in progress.momenta]
     momenta = split(scaled, lib_conv)
     for number, array in enumerate(array for layer in momenta for array in layer):
         np.save(folder / f"mom_{number}_{epoch}.npy", array)
