@@ -13,8 +13,8 @@ import torch
 
 from lockstep.backends import backend_of
 from lockstep.config import Config
-from lockstep.dataset import open_dataset
-from lockstep.messages import Fill, Filled, Stop
+from lockstep.dataset import open_dataset, subtracting
+from lockstep.messages import Fill, Filled, Stop, Subtract
 from lockstep.pipes import Pipe
 from lockstep.reader import Reader
 from lockstep.slots import RingShape
@@ -34,6 +34,7 @@ def run_loader(
     dataset = open_dataset(config)
     backend = backend_of(config.devices[rank])
     trainer = Pipe(connection, f"trainer {rank}", config.wait_deadline)
+    dataset = subtracting(dataset, trainer.receive(Subtract, "the network's mean").mean)
     shape = trainer.receive(RingShape, "the ring's shape")
     filler = backend.receive_ring(trainer, shape, Reader(config, dataset, shape.crop_size, board))
     while True:

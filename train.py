@@ -25,6 +25,7 @@ from pathlib import Path
 
 from lockstep import commandline, devices, runfolder
 from lockstep import config as configuration
+from lockstep.checks import nearest
 from lockstep.config import Config
 from lockstep.console import Console, show
 from lockstep.dataset import Dataset, check_content, open_dataset
@@ -57,10 +58,22 @@ def main() -> int:
 
 
 def check_model(config: Config) -> None:
-    """Raises UserError where models/<model>.py is not there; nothing is imported for it."""
-    if not config.model.isidentifier() or importlib.util.find_spec(f"models.{config.model}") is None:
+    """Raises UserError where models/<model>.py, or the package named, is not there; nothing is imported."""
+    source, colon, name = config.model.rpartition(":")
+    if colon:
+        words = [*source.split("."), name]
+        if not all(word.isidentifier() for word in words[:-1]) or not name:
+            raise UserError(f"model: {config.model!r} is not of the form package.module:Name")
+        if importlib.util.find_spec(words[0]) is None:
+            raise UserError(
+                f"model: {config.model} needs the Python package {words[0]}, which is not installed"
+            )
+    elif not name.isidentifier() or importlib.util.find_spec(f"models.{name}") is None:
         there = sorted(path.stem for path in (HERE / "models").glob("[!_]*.py"))
-        raise UserError(f"model: there is no models/{config.model}.py (there are: {', '.join(there)})")
+        raise UserError(
+            f"model: there is no models/{name}.py{nearest(name, there)} (there are: {', '.join(there)}; "
+            "or torchvision:NAME, timm:NAME, package.module:NAME)"
+        )
 
 
 def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Interrupts) -> int:

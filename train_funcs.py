@@ -16,13 +16,13 @@ import torch
 
 from lockstep import checkpoint
 from lockstep.backends import backend_of
-from lockstep.dataset import open_dataset
+from lockstep.dataset import open_dataset, subtracting
 from lockstep.devices import count_cores
 from lockstep.errors import UserError
 from lockstep.exchange import Exchange
 from lockstep.feed import DirectFeed, Feed, LoaderFeed
-from lockstep.messages import Notice, Order, Progress, Saved, Started, Tick, Validated
-from lockstep.optimizer import learning_rate
+from lockstep.messages import Notice, Order, Progress, Saved, Started, Subtract, Tick, Validated
+from lockstep.optimizer import inexact_parts
 from lockstep.order import minibatches, share
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
@@ -32,6 +32,7 @@ from lockstep.reader import Reader
 from lockstep.recorder import Recorder
 from lockstep.replica import Replica
 from lockstep.runfolder import State, read_state
+from lockstep.schedule import learning_rate
 from lockstep.status import StatusBoard
 
 TICK_SECONDS = 0.25
@@ -95,10 +96,7 @@ class Trainer:
         """Trains and validates epoch by epoch. Returns True when the launcher's Stop ended it early."""
         self.check_replicas("the start")
         self._tell(Started())
-        size = self.replica.crop_size
-        if 2 * size < min(self.dataset.image_shape[:2]):
-            text = f"the network takes {size} x {size} pixels, less than a quarter of a picture"
-            self._tell(Notice(f"{text}: make the dataset with --size {size * 9 // 8}"))
+        self._tell_what_to_know()
         stopped = False
         while self.epoch <= self.config.n_epochs and not stopped:
             stopped = self.train_epoch() or self.validate()
@@ -126,7 +124,7 @@ class Trainer:
         """The rest of an epoch's steps. Returns whether the trainers agreed to stop."""
         self.begin_epoch()
         n_samples = len(self.dataset.train)
-        n_steps = -(-n_samples // self._minibatch_size())
+        n_steps = -(-n_samples // (self._minibatch_size() * self.config.accumulate))
         while self.position < n_samples:
             if self.train_step(n_steps):
                 return True
@@ -142,12 +140,17 @@ class Trainer:
     def train_step(self, n_steps: int) -> bool:
         """One step: forward, backward, update, average with the others. Returns whether all are to stop."""
         phase = self.recorder.stopwatch.phase
-        with phase("load-wait"):
-            self.board.say(f"epoch {self.epoch}: waiting for a minibatch")
-            order = self.feed.next()
+        order = self._next_order()
+        stop = min(order.start + self._minibatch_size() * self.config.accumulate, len(self.dataset.train))
+        mean_share = (stop - order.start) / self.peers.n_trainers
+        while order.stop < stop:
+            with phase("compute"):
+                self.board.say(f"{order}: forward, backward")
+                self.replica.learn(self.feed.batch(), mean_share, self.peers.rank, self.recorder)
+                self.feed.release()
+            order = self._next_order()
         with phase("compute"):
             self.board.say(f"{order}: forward, backward, update")
-            mean_share = (order.stop - order.start) / self.peers.n_trainers
             self.replica.update(self.feed.batch(), mean_share, self.peers.rank, self.recorder)
             self.feed.release()
             self.exchange.updated()
@@ -179,7 +182,7 @@ class Trainer:
         begins it again.
         """
         begin = time.perf_counter()
-        self.replica.model.eval()
+        self.replica.begin_validation()
         sums = torch.zeros(3, dtype=torch.float64, device=self.replica.device)
         n_images = len(self.dataset.val)
         n_steps = -(-n_images // self._minibatch_size())
@@ -250,6 +253,21 @@ class Trainer:
         begin = f", going on after epoch {self.epoch - 1}" if self.val_record else ""
         self._tell(Notice("\n  ".join([f"starting with {found.source}{begin}", *found.notes])))
 
+    def _tell_what_to_know(self) -> None:
+        size, n_trainers = self.replica.crop_size, self.peers.n_trainers
+        if 2 * size < min(self.dataset.image_shape[:2]):
+            text = f"the network takes {size} x {size} pixels, less than a quarter of a picture"
+            self._tell(Notice(f"{text}: make the dataset with --size {size * 9 // 8}"))
+        parts = inexact_parts(self.config, self.replica.model)
+        if parts and n_trainers > 1:
+            text = f"{n_trainers} trainers are not exactly one with {n_trainers} times the batch"
+            self._tell(Notice(f"{text}: {'; '.join(parts)}"))
+
+    def _next_order(self) -> Order:
+        with self.recorder.stopwatch.phase("load-wait"):
+            self.board.say(f"epoch {self.epoch}: waiting for a minibatch")
+            return self.feed.next()
+
     def _open_exchange(self) -> Exchange:
         self.board.say("opening the arenas of the others")
         arena = self.replica.arena
@@ -261,8 +279,11 @@ class Trainer:
         return exchange
 
     def _open_feed(self, loader: Pipe | None) -> Feed:
-        config, mean, crop_size = self.config, self.dataset.mean, self.replica.crop_size
+        config, crop_size = self.config, self.replica.crop_size
+        self.dataset = subtracting(self.dataset, self.replica.mean)
+        mean = self.dataset.mean
         if loader:
+            loader.send(Subtract(self.replica.mean))
             ring = self.backend.make_ring(config, config.n_slots, crop_size, mean)
             return LoaderFeed(loader, ring, self.orders())
         ring = self.backend.make_ring(config, 1, crop_size, mean)
@@ -271,9 +292,10 @@ class Trainer:
 
     def _orders_of(self, stage: Any, epoch: int, n_samples: int, position: int) -> Iterator[Order]:
         size, peers = self._minibatch_size(), self.peers
+        step_size = size * self.config.accumulate if stage == "train" else size
         for start, stop in minibatches(n_samples, size, position):
             first, last = share(start, stop, peers.rank, peers.n_trainers)
-            yield Order(stage, epoch, start // size + 1, start, stop, first, last)
+            yield Order(stage, epoch, start // step_size + 1, start, stop, first, last)
 
     def _minibatch_size(self) -> int:
         return self.config.batch_size * self.peers.n_trainers

@@ -21,7 +21,7 @@ from benchmarks.measure import table
 from lockstep.config import Config, Layer, resolve
 from lockstep.feed import Feed, LoaderFeed
 from lockstep.loading import Batch
-from lockstep.messages import Order, Stop
+from lockstep.messages import Order, Stop, Subtract
 from lockstep.order import minibatches
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
@@ -64,6 +64,7 @@ def measure(config: Config, n_steps: int) -> dict[str, float]:
     trainer.begin_epoch()
     ring = trainer.backend.make_ring(config, config.n_slots, trainer.replica.crop_size, trainer.dataset.mean)
     pipe = Pipe(ours, "loader 0", DEADLINE)
+    pipe.send(Subtract(None))
     loaded = LoaderFeed(pipe, ring, endless(len(trainer.dataset.train), config.batch_size))
     loaded.next()
     resident = ResidentFeed(copy_of(loaded.batch()))
@@ -124,7 +125,16 @@ def run() -> tuple[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         make_folder(Path(folder) / "set")
         cases = (
-            ("alexnet", {"data_folder": f"{folder}/set", "n_classes": 1000, "batch_size": 16}, 12),
+            (
+                "alexnet",
+                {
+                    "data_folder": f"{folder}/set",
+                    "n_classes": 1000,
+                    "batch_size": 16,
+                    "model_args": {"variant": "theano_alexnet"},
+                },
+                12,
+            ),
             ("smallnet", {"data_folder": "data/digits", "batch_size": 32}, 40),
         )
         for model, keys, n_steps in cases:

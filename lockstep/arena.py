@@ -1,8 +1,9 @@
-"""The arena: weights, momenta and float buffers of one trainer in one contiguous block.
+"""The arena: weights, the optimizer's state, float buffers and moving averages of one trainer in one
+contiguous block.
 
-The model's parameters and buffers and the optimizer's momenta become views into it, so that training writes
-where the exchange reads, and a checkpoint is a list of views. Integer buffers stay outside; every trainer
-computes the same ones.
+The model's parameters and buffers and the optimizer's state become views into it, so that training writes
+where the exchange reads, and a checkpoint is a list of views. Integers stay outside: every trainer computes
+the same ones.
 """
 
 import hashlib
@@ -15,22 +16,31 @@ from lockstep.errors import UserError
 from lockstep.memory import Block, Memory
 
 ALIGNMENT = 16  # elements; every tensor starts on a cache line
+_FLOATS = (torch.float32, torch.float64)
 
 
 class Arena:
     """Moves a model's tensors into a new block. Names are 'weights/conv1.weight', 'momenta/...',
-    'buffers/...'.
+    'buffers/...', 'ema/...'.
 
+    states: what the optimizer keeps for each parameter that is trained, {'momenta'} say; zero at first.
+    with_ema: has exponential moving averages of weights and buffers; equal to them at first.
     flat: the whole arena as one tensor (n,), padding between tensors zero.
     tensors: the views by name, in the order in which they lie there.
+    local: what is kept with them in checkpoints but not averaged: integer buffers, an optimizer's counts.
+
+    Raises UserError where a tensor of the model can't be averaged.
     """
 
-    def __init__(self, model: nn.Module, memory: Memory, with_momenta: bool) -> None:
-        sources = dict(_named_sources(model, with_momenta))
-        dtypes = {source.dtype for source in sources.values()}
-        if len(dtypes) != 1:
-            raise UserError(f"the model's floating-point tensors must be of one dtype, not {dtypes}")
-        dtype = dtypes.pop()
+    def __init__(
+        self, model: nn.Module, memory: Memory, states: tuple[str, ...] = (), with_ema: bool = False
+    ) -> None:
+        sources = dict(_named_sources(model, states))
+        if with_ema:
+            ours = ("weights/", "buffers/")
+            averaged = {name: source for name, source in sources.items() if name.startswith(ours)}
+            sources |= {f"ema/{name.partition('/')[2]}": source for name, source in averaged.items()}
+        dtype = _common_dtype(sources)
         n_elements = sum(_padded(source.numel()) for source in sources.values())
         self.block: Block = memory.allocate(n_elements * dtype.itemsize, "weights, momenta and buffers")
         self.flat = self.block.tensor(dtype, (n_elements,))
@@ -40,12 +50,37 @@ class Arena:
         }
         for name, tensor in self.tensors.items():
             tensor.copy_(sources[name])
-        self.integer_buffers: dict[str, torch.Tensor] = {}
-        self._bind(model)
+        self._buffer_places = _buffer_places(model)
+        self.local = self._move_integers(model)
+        self.bind(model)
 
-    def momentum(self, parameter_name: str) -> torch.Tensor:
-        """The view that holds a parameter's momentum, of the parameter's shape."""
-        return self.tensors[f"momenta/{parameter_name}"]
+    def bind(self, model: nn.Module, weights: str = "weights", buffers: str = "buffers") -> None:
+        """Makes the model use the tensors of that name: its own, or ('ema', 'ema') their averages."""
+        for name, parameter in model.named_parameters():
+            parameter.data = self.tensors[f"{weights}/{name}"]
+        for module, key, name in self._buffer_places:
+            local = self.local.get(f"buffers/{name}")
+            module._buffers[key] = self.tensors[f"{buffers}/{name}"] if local is None else local
+
+    def check_bound(self, model: nn.Module) -> None:
+        """Raises UserError where a module has replaced one of its tensors, which then isn't averaged."""
+        ours = {tensor.data_ptr() for tensor in self.state().values()}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.numel() and tensor.data_ptr() not in ours:
+                raise UserError(
+                    f"the model's {name} has been replaced by another tensor, which trainers can't average: "
+                    "change it in place (copy_, add_)"
+                )
+
+    def state_of(self, kind: str, parameter_name: str) -> torch.Tensor:
+        """The view that holds what the optimizer keeps of a parameter, of the parameter's shape."""
+        return self.tensors[f"{kind}/{parameter_name}"]
+
+    def move_averages(self, decay: float) -> None:
+        """ema = decay * ema + (1 - decay) * what weights and buffers are now."""
+        weights, buffers, averages = (self._span(kind) for kind in ("weights", "buffers", "ema"))
+        averages[: len(weights)].lerp_(weights, 1 - decay)
+        averages[len(weights) :].lerp_(buffers, 1 - decay)
 
     def digests(self) -> dict[str, str]:
         """A digest of each tensor's bytes: equal digests, equal bits."""
@@ -57,7 +92,7 @@ class Arena:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything that a checkpoint holds, by name; views, not copies. Some lie channels last."""
-        return {**self.tensors, **self.integer_buffers}
+        return {**self.tensors, **self.local}
 
     def load(self, state: dict[str, torch.Tensor], source: str) -> None:
         """Copies a checkpoint's tensors in.
@@ -78,27 +113,58 @@ class Arena:
         for name, tensor in ours.items():
             tensor.copy_(state[name])
 
-    def _bind(self, model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            parameter.data = self.tensors[f"weights/{name}"]
-        for prefix, module in model.named_modules():
-            for name, buffer in module._buffers.items():
-                full_name = f"buffers/{prefix}.{name}".replace("/.", "/")
-                if full_name in self.tensors:
-                    module._buffers[name] = self.tensors[full_name]
-                elif buffer is not None:
-                    module._buffers[name] = self.integer_buffers[full_name] = buffer.to(self.flat.device)
+    def _span(self, kind: str) -> torch.Tensor:
+        """All tensors of one kind, and the padding behind them, as one tensor (n,); they are neighbours."""
+        spans = [span for name, span in self._spans.items() if name.startswith(f"{kind}/")]
+        if not spans:
+            return self.flat[:0]
+        return self.flat[spans[0][0] : spans[-1][0] + _padded(spans[-1][1] - spans[-1][0])]
+
+    def _move_integers(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return {
+            f"buffers/{name}": buffer.clone().to(self.flat.device)
+            for name, buffer in model.named_buffers()
+            if f"buffers/{name}" not in self.tensors
+        }
 
 
-def _named_sources(model: nn.Module, with_momenta: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_sources(model: nn.Module, states: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor that several modules share appears once, by its first name."""
     for name, parameter in model.named_parameters():
         yield f"weights/{name}", parameter.detach()
-    if with_momenta:
+    for state in states:
         for name, parameter in model.named_parameters():
-            yield f"momenta/{name}", torch.zeros_like(parameter)
+            if parameter.requires_grad:
+                yield f"{state}/{name}", torch.zeros_like(parameter)
     for name, buffer in model.named_buffers():
-        if buffer.is_floating_point():
+        if buffer.is_floating_point() or buffer.is_complex():
             yield f"buffers/{name}", buffer
+
+
+def _common_dtype(sources: dict[str, torch.Tensor]) -> torch.dtype:
+    """That of all of them. Raises UserError naming a tensor of another one."""
+    if not any(name.startswith("weights/") for name in sources):
+        raise UserError("the model has no parameters")
+    dtype = next(iter(sources.values())).dtype
+    wanted = dtype if dtype in _FLOATS else torch.float32
+    for name, source in sources.items():
+        if source.dtype != wanted:
+            raise UserError(
+                f"the model's {name} is {source.dtype}, and trainers average {wanted} only: "
+                "convert it where the model is made (precision: bf16 computes in bfloat16 all the same)"
+            )
+    return wanted
+
+
+def _buffer_places(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
+    """Every module that has a buffer, its key there, and the buffer's name (the first, of a shared one)."""
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    return [
+        (module, key, names[id(buffer)])
+        for module in model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
 
 
 def _spans(sources: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
@@ -111,12 +177,15 @@ def _spans(sources: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
 
 
 def _view(elements: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`elements`, (n,), in the shape of `source`, and channels last in memory where that is."""
-    if source.is_contiguous():
+    """`elements`, (n,), in the shape of `source`, channels last in memory where that is, else contiguous."""
+    if source.is_contiguous() or not _is_channels_last(source):
         return elements.view(source.shape)
-    assert source.is_contiguous(memory_format=torch.channels_last), "neither contiguous nor channels last"
     outputs, inputs, rows, columns = source.shape
     return elements.view(outputs, rows, columns, inputs).permute(0, 3, 1, 2)
+
+
+def _is_channels_last(source: torch.Tensor) -> bool:
+    return source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last)
 
 
 def _padded(n_elements: int) -> int:

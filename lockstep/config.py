@@ -6,9 +6,6 @@ apply: nothing in a YAML file is ever executed.
 """
 
 import dataclasses
-import difflib
-import json
-import math
 import re
 import typing
 from collections.abc import Mapping
@@ -18,6 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
+from lockstep.checks import check, nearest
 from lockstep.errors import UserError
 from lockstep.typed import convert, describe
 
@@ -32,8 +30,9 @@ class Config:
     """Every key that config.yaml, a spec and the command line may hold, with its default."""
 
     # What to train
-    model: str = "smallnet"  # models/<model>.py
-    model_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of its Model
+    model: str = "smallnet"  # models/<model>.py, torchvision:<name>, timm:<name> or <package.module>:<Class>
+    model_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of it
+    input_size: int | None = None  # rows and columns; null: the model's
     seed: int = 0
 
     # Resuming
@@ -54,7 +53,15 @@ class Config:
     # Learning
     n_epochs: int = 20
     learning_rate: float = 0.01
-    lr_policy: Literal["step", "auto"] = "step"
+    label_smoothing: float = 0.0  # share of each label that all classes get, in training
+    accumulate: int = 1  # minibatches a step
+    optimizer: Literal["sgd", "adamw", "lars"] = "sgd"
+    optimizer_args: dict[str, Any] = field(default_factory=dict)  # see lockstep/checks.py
+    clip_norm: float | None = None  # largest norm of a trainer's gradient; null: any
+    ema_decay: float | None = None  # of weights' moving averages, which validate then; null: none
+    lr_policy: Literal["step", "auto", "cosine", "polynomial"] = "step"
+    lr_power: float = 1.0  # polynomial
+    warm_up_epochs: int = 0
     lr_adapt_threshold: float = 0.01  # auto: least fall of the validation error in two epochs
     lr_step: tuple[int, ...] = (20, 40)  # step: the rate falls to a tenth after these epochs
     use_momentum: bool = True
@@ -69,7 +76,9 @@ class Config:
     label_folder: str | None = None  # null: <data_folder>/labels
     mean_file: str | None = None  # null: <data_folder>/misc/img_mean.npy
     n_classes: int | None = None  # null: as the dataset's manifest says
-    subtract_mean: Literal["image", "channel"] = "image"  # the mean image, or one mean per colour channel
+    # the mean image, one mean per colour channel, or 3 numbers; null: the model's numbers, else image
+    subtract_mean: Literal["image", "channel", "none"] | tuple[float, ...] | None = None
+    scale: float | tuple[float, ...] | None = None  # pixels' factor after that; null: the model's, else 1
     check_sums: bool = False  # compare every file with the manifest's checksum before the start
     rand_crop: bool = True
     rand_mirror: bool = True
@@ -98,24 +107,6 @@ class Config:
     print_freq: int = 20  # steps
 
 
-_AT_LEAST = {
-    "batch_size": 1,
-    "cpu_threads": 1,
-    "load_epoch": 0,
-    "momentum": 0,
-    "n_classes": 1,
-    "n_epochs": 1,
-    "n_slots": 2,  # one being filled, one being used
-    "pretrained_epoch": 0,
-    "print_freq": 1,
-    "seed": 0,
-    "shuffle_block": 1,
-    "snapshot_freq": 1,
-    "wait_deadline": 1,
-    "weight_decay": 0,
-}
-_LARGEST = 2**31 - 1
-
 # Keys of theano_alexnet that mean nothing here: accepted, with a line that says why.
 OBSOLETE = {
     "lib_conv": "convolutions are PyTorch's (cuDNN or oneDNN)",
@@ -124,7 +115,6 @@ OBSOLETE = {
 }
 _SOCKET = re.compile(r"sock_(data|gpu)\d*")
 _GPU = re.compile(r"gpu\d*")
-_RUN_NAME = re.compile(r"[\w+-][\w.+-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -192,12 +182,11 @@ def resolve(layers: list[Layer]) -> tuple[Config, list[str]]:
     for layer in layers:
         for key, value in _translate(layer, notices).items():
             if key not in hints:
-                raise UserError(f"{layer.source}: unknown key '{key}'{_nearest(key, hints)}")
+                raise UserError(f"{layer.source}: unknown key '{key}'{nearest(key, hints)}")
             values[key] = _checked(layer.source, key, value, hints[key])
             sources[key] = layer.source
     config = Config(**values)
-    _check_values(config, sources)
-    _check_combinations(config, sources)
+    check(config, sources)
     return config, notices
 
 
@@ -242,83 +231,8 @@ def _translate(layer: Layer, notices: list[str]) -> dict[str, Any]:
     return kept
 
 
-def _nearest(key: str, known: Mapping[str, Any]) -> str:
-    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f" (did you mean '{matches[0]}'?)" if matches else ""
-
-
 def _checked(source: str, key: str, value: Any, hint: Any) -> Any:
     try:
         return convert(value, hint)
     except TypeError:
         raise UserError(f"{source}: {key} must be {describe(hint)}, not {value!r}") from None
-
-
-def _check_values(config: Config, sources: Mapping[str, str]) -> None:
-    """Single values that have the right type and can't work all the same."""
-    for key, least in _AT_LEAST.items():
-        value = getattr(config, key)
-        if isinstance(value, int | float) and not value >= least:
-            raise UserError(f"{_where(key, sources)}: {key} must be at least {least}, not {value}")
-    for key in config.__dataclass_fields__:
-        value = getattr(config, key)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{_where(key, sources)}: {key} must be a finite number, not {value}")
-        if type(value) is int and value > _LARGEST:
-            raise UserError(f"{_where(key, sources)}: {key} must be at most {_LARGEST}, not {value}")
-    if not config.learning_rate > 0:
-        raise UserError(
-            f"{_where('learning_rate', sources)}: learning_rate must be above 0, not {config.learning_rate}"
-        )
-    if not config.momentum < 1:
-        raise UserError(f"{_where('momentum', sources)}: momentum must be below 1, not {config.momentum}")
-
-
-def _check_combinations(config: Config, sources: Mapping[str, str]) -> None:
-    if config.use_nesterov_momentum and not (config.use_momentum and config.momentum > 0):
-        raise UserError(
-            f"{_where('use_nesterov_momentum', sources)}: use_nesterov_momentum needs "
-            "use_momentum: true and a momentum above 0"
-        )
-    if list(config.lr_step) != sorted(set(config.lr_step)):
-        raise UserError(f"{_where('lr_step', sources)}: lr_step must rise: {list(config.lr_step)}")
-    if config.cuda_graph and config.augment_on == "loader":
-        raise UserError(
-            f"{_where('cuda_graph', sources)}: cuda_graph needs augment_on: trainer, which puts every "
-            "minibatch into the same place"
-        )
-    _check_pretrained(config, sources)
-    if not _survives_json(config.model_args):
-        raise UserError(
-            f"{_where('model_args', sources)}: model_args may hold what JSON can keep, "
-            f"with texts as keys: {config.model_args}"
-        )
-    if config.run_name is not None and not _RUN_NAME.fullmatch(config.run_name):
-        raise UserError(
-            f"{_where('run_name', sources)}: run_name is a folder's name inside weights_dir, "
-            f"up to 100 letters, digits and -_.+ : {config.run_name!r}"
-        )
-
-
-def _check_pretrained(config: Config, sources: Mapping[str, str]) -> None:
-    if config.finetune and config.pretrained is None:
-        raise UserError(
-            f"{_where('finetune', sources)}: finetune needs `pretrained`, the weights to start from"
-        )
-    whole = config.pretrained_part == "whole"
-    if whole and (config.finetune or config.pretrained_allow or config.pretrained_channels == "bgr"):
-        raise UserError(
-            f"{_where('pretrained_part', sources)}: whole goes on with a training as it was: "
-            "it can't be combined with finetune, pretrained_allow or pretrained_channels: bgr"
-        )
-
-
-def _survives_json(value: dict[str, Any]) -> bool:
-    try:
-        return bool(json.loads(json.dumps(value)) == value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-
-
-def _where(key: str, sources: Mapping[str, str]) -> str:
-    return sources.get(key, "default")

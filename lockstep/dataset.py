@@ -8,8 +8,9 @@ manifest.json                                   what is in each file (optional)
 Folders of theano_alexnet are read too: see lockstep/theano_alexnet.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -72,10 +73,14 @@ def open_dataset(config: Config) -> Dataset:
     if manifest:
         check_files(manifest.train, train.files, train.labels)
         check_files(manifest.val, val.files, val.labels)
-    mean = _read_mean(Path(config.mean_file or folder / "misc" / "img_mean.npy"), shape)
-    if config.subtract_mean == "channel":
-        mean = np.broadcast_to(mean.mean((0, 1), np.float64), shape).astype(np.float32)
-    return Dataset(train, val, mean, n_classes, manifest)
+    return Dataset(train, val, _mean_of(config, folder, shape), n_classes, manifest)
+
+
+def subtracting(dataset: Dataset, mean: tuple[float, ...] | None) -> Dataset:
+    """The dataset with a mean of R, G and B for its own; with None the dataset as it is."""
+    if mean is None:
+        return dataset
+    return replace(dataset, mean=_plain_mean(mean, dataset.image_shape))
 
 
 def check_content(dataset: Dataset) -> None:
@@ -191,6 +196,22 @@ def _check_labels(path: Path, labels: np.ndarray, n_classes: int) -> None:
             f"{path}: label {labels[wrong[0]]} of image {wrong[0]} is not in 0 to {n_classes - 1} "
             f"({n_classes} classes)"
         )
+
+
+def _mean_of(config: Config, folder: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """What `subtract_mean` says; the mean image where it leaves that to the network."""
+    if isinstance(config.subtract_mean, tuple):
+        return _plain_mean(config.subtract_mean, shape)
+    if config.subtract_mean == "none":
+        return _plain_mean((0.0, 0.0, 0.0), shape)
+    mean = _read_mean(Path(config.mean_file or folder / "misc" / "img_mean.npy"), shape)
+    if config.subtract_mean == "channel":
+        return _plain_mean(mean.mean((0, 1), np.float64), shape)
+    return mean
+
+
+def _plain_mean(values: Any, shape: tuple[int, ...]) -> np.ndarray:
+    return np.broadcast_to(np.asarray(values, np.float64), shape).astype(np.float32)
 
 
 def _read_mean(path: Path, shape: tuple[int, ...]) -> np.ndarray:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lockstep.errors import UserError
 from lockstep.randomness import Purpose, generator
 
 
@@ -29,8 +30,14 @@ class SampleDropout(nn.Module):
             return x
         if self.p == 1:
             return torch.zeros_like(x)
-        assert self.keys is not None and len(self.keys) == len(x), "set_keys comes before forward"
-        keep = keep_mask(self.keys, (self.layer, self.n_calls), x[0].numel(), self.p).view(x.shape)
+        assert self.keys is not None, "set_keys comes before forward"
+        if len(x) % len(self.keys):
+            raise UserError(
+                f"the model's dropout layer {self.layer} gets {len(x)} rows for a batch of {len(self.keys)}: "
+                "the first dimension must be the batch's, or each sample's parts one after another"
+            )
+        n_features = x.numel() // len(self.keys)
+        keep = keep_mask(self.keys, (self.layer, self.n_calls), n_features, self.p).view(x.shape)
         self.n_calls += 1
         return x * keep.to(x.dtype).div_(1 - self.p)
 

@@ -15,7 +15,7 @@ import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,14 @@ from lockstep.batches import publish
 from lockstep.config import Config, Layer, resolve
 from lockstep.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
-from lockstep.network import build_model
-from lockstep.optimizer import learning_rate
+from lockstep.network import build_model, intake_of
 from lockstep.pretrained import theano_folder
 from lockstep.pretrained.heads import class_tensors, count_classes
 from lockstep.pretrained.match import compare
 from lockstep.pretrained.names import tensors_of
 from lockstep.pretrained.start import weights_of
 from lockstep.runfolder import Checkpoint, find_checkpoint
+from lockstep.schedule import learning_rate
 
 SUFFIXES = {"safetensors": ".safetensors", "torchvision": ".pth", "theano_alexnet": "", "onnx": ".onnx"}
 
@@ -143,8 +143,7 @@ def write_onnx(trained: Trained, path: Path) -> list[str]:
     absent = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if absent:
         raise UserError(f"--to onnx needs the package(s) {', '.join(absent)}: pip install {' '.join(absent)}")
-    size = trained.model.input_size
-    assert isinstance(size, int)
+    size = intake_of(trained.model, trained.config).size
     batch = torch.export.Dim("batch")
     torch.onnx.export(
         trained.model,
@@ -188,34 +187,35 @@ def theano_form(trained: Trained) -> tuple[list[theano_folder.Layer], theano_fol
             f"theano_alexnet has convolutions in 1 or 2 groups, not {sorted(set(groups.values()))}"
         )
 
-    def part(prefix: str) -> list[theano_folder.Layer]:
+    def layers_in(tensors: Mapping[str, torch.Tensor]) -> list[theano_folder.Layer]:
         return [
-            theano_folder.Layer(
-                tensors[f"{prefix}/{name}.weight"].numpy(), tensors[f"{prefix}/{name}.bias"].numpy(), n_groups
-            )
+            theano_folder.Layer(tensors[f"{name}.weight"].numpy(), tensors[f"{name}.bias"].numpy(), n_groups)
             for name, n_groups in groups.items()
         ]
 
-    if not any(name.startswith("momenta/") for name in tensors):
-        return part("weights"), None
+    weights = layers_in(trained.model.state_dict())
+    kind = "momenta/"
+    momenta = {name.removeprefix(kind): value for name, value in tensors.items() if name.startswith(kind)}
+    if momenta.keys() != named:
+        return weights, None
     errors = [(entry["error_top1"], entry["loss"]) for entry in state.val_record]
     rate = learning_rate(config, state.epoch + 1, [error for error, _ in errors])
-    return part("weights"), theano_folder.Progress(part("momenta"), rate, errors)
+    return weights, theano_folder.Progress(layers_in(momenta), rate, errors)
 
 
 def describe(trained: Trained) -> tuple[dict[str, Any], list[str]]:
     """What one must know to use the weights, and notes on what could not be found out."""
-    model, config = trained.model, trained.config
+    config, intake = trained.config, intake_of(trained.model, trained.config)
     facts: dict[str, Any] = {
         "model": config.model,
         "model_args": config.model_args,
         "n_classes": trained.n_classes,
         "epoch": trained.checkpoint.state.epoch,
-        "input_size": model.input_size,
+        "input_size": intake.size,
         "input_order": "RGB",
-        "input_scale": getattr(model, "input_scale", 1),
+        "input_scale": list(intake.scale),
     }
-    mean = getattr(model, "input_mean", None)
+    mean: Sequence[float] | None = intake.mean
     dataset, notes = _dataset_of(config)
     if dataset and dataset.manifest:
         facts["classes"] = list(dataset.manifest.class_names or dataset.manifest.classes)

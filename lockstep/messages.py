@@ -14,7 +14,8 @@ Numbers and text only; a tensor never goes through a pipe. One step, with one tr
        |                           |  --- Meet(averaged) -------------> |   meet
        |                           |  <-- Meet(averaged) -------------- |
 
-Before its first order a loader gets the ring's shape (slots.RingShape) and the handle of its memory.
+Before its first order a loader gets `Subtract`, the ring's shape (slots.RingShape) and the handle of its
+memory.
 
 No rank averages before all have updated, and none updates again before all shards are written. A `Fill` is
 also the release of its slot: the trainer sends it when it has done with what the slot held.
@@ -44,6 +45,13 @@ class Order:
     def __str__(self) -> str:
         stage = "" if self.stage == "train" else "validation "
         return f"epoch {self.epoch}, {stage}step {self.step}"
+
+
+@dataclass(frozen=True)
+class Subtract:
+    """Trainer to loader: what the network wants subtracted from R, G and B, or None: the dataset's mean."""
+
+    mean: tuple[float, ...] | None
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from lockstep.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.loading import Batch
 from lockstep.memory import Memory
-from lockstep.network import build_model, crop_size
-from lockstep.optimizer import make_optimizer, momentum_of, set_learning_rate
+from lockstep.network import build_model, crop_size, intake_of
+from lockstep.optimizer import make_optimizer, set_learning_rate, states_of
 from lockstep.randomness import Purpose, seed_of
 from lockstep.recorder import Recorder
 
@@ -24,7 +24,8 @@ _WARM_UP = 3  # steps before one is captured: libraries choose algorithms and al
 class Replica:
     """The network, its arena and its optimizer, on the device of `memory`.
 
-    crop_size: rows and columns that the network takes.
+    crop_size: rows and columns that the network takes. mean: what it wants subtracted from R, G and B, or
+    None: the dataset's mean.
     """
 
     def __init__(self, config: Config, dataset: Dataset, memory: Memory) -> None:
@@ -32,9 +33,13 @@ class Replica:
         self._config = config
         self.model = build_model(config, dataset.n_classes)
         self.crop_size = crop_size(self.model, config, dataset.image_shape)
+        intake = intake_of(self.model, config)
+        self.mean = intake.mean
         self._dropouts = dropout.install(self.model)
-        self.arena = Arena(self.model, memory, with_momenta=momentum_of(config) > 0)
+        self.arena = Arena(self.model, memory, states_of(config), config.ema_decay is not None)
         self.device = self.arena.flat.device
+        self._scale = torch.tensor(intake.scale, dtype=self.arena.flat.dtype).view(3, 1, 1).to(self.device)
+        self._scales = intake.scale != (1.0, 1.0, 1.0)
         self._optimizer = make_optimizer(self.model, self.arena, config)
         self._batch_keys = torch.zeros(config.batch_size, dtype=torch.int32, device=self.device)
         self._graph = StepGraph() if config.cuda_graph else None
@@ -52,61 +57,108 @@ class Replica:
             self._graph.forget()  # a captured step has the rate in it
         self.learning_rate = learning_rate
         set_learning_rate(self._optimizer, learning_rate)
+        self.arena.bind(self.model)
         self.model.train()
 
-    def update(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
-        """Forward, backward and the optimizer's step on a trainer's share of a minibatch.
+    def begin_validation(self) -> None:
+        """Until the next epoch: the network as it answers, with its averaged weights where it has any."""
+        self.arena.check_bound(self.model)
+        if self._config.ema_decay is not None:
+            self.arena.bind(self.model, "ema", "ema")
+        self.model.eval()
 
-        The loss is summed and divided by the mean share, not by this one: when the last minibatch of an epoch
-        can't be divided evenly, the average over the trainers is still that of the whole minibatch.
+    def learn(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
+        """Forward and backward on a trainer's share of a minibatch; the gradient is added to what is there.
+
+        The loss is summed and divided by the mean share of a step, not by this one: when the last minibatch
+        of an epoch can't be divided evenly, the average over the trainers is still that of the whole step.
         """
-        n_images = len(batch.labels)
-        if not n_images:
-            self._update_without_images()
-            return
-        self._seed(batch, rank)
-
-        def learn() -> None:
+        if len(batch.labels):
+            self._seed(batch, rank)
             self._learn(batch, mean_share, recorder)
-
-        if self._graph and n_images == mean_share == self._config.batch_size:
-            self._graph.run(learn)
         else:
-            learn()
+            self._count_batch()
+
+    def update(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
+        """Learns from the last (or only) minibatch of a step, and takes the step."""
+        if self._graph and len(batch.labels) == mean_share == self._config.batch_size:
+            self._seed(batch, rank)
+
+            def step() -> None:
+                self._learn(batch, mean_share, recorder)
+                self._step()
+
+            self._graph.run(step)
+        else:
+            self.learn(batch, mean_share, rank, recorder)
+            self._step()
 
     @torch.no_grad()
     def count_errors(self, batch: Batch) -> torch.Tensor:
         """[summed cross-entropy, wrong top-1 answers, wrong top-5 answers] of a batch, float64 (3,)."""
         if not len(batch.labels):
             return torch.zeros(3, dtype=torch.float64, device=self.device)
-        logits = self._forward(batch.images)
+        logits = self._forward(batch.images)[0]
         loss = F.cross_entropy(logits, batch.labels, reduction="sum")
         best = logits.topk(min(5, logits.shape[1])).indices == batch.labels[:, None]
         top1, top5 = (~best[:, 0]).sum(), (~best.any(1)).sum()
         return torch.stack([loss.double(), top1.double(), top5.double()])
 
-    def _forward(self, images: torch.Tensor) -> torch.Tensor:
+    def _forward(self, images: torch.Tensor) -> list[torch.Tensor]:
+        """The network's logits, then those of its auxiliary heads where it gives any."""
         dtype = self.arena.flat.dtype
         if self._config.precision != "bf16":
             images = images.to(dtype)
+        if self._scales:
+            images = images * self._scale.to(images.dtype)
         with precision.autocast(self._config, self.device):
-            logits: torch.Tensor = self.model(images)
-        return logits.to(dtype)
+            outputs = self.model(images)
+        return [logits.to(dtype) for logits in (outputs if isinstance(outputs, tuple | list) else [outputs])]
 
     def _learn(self, batch: Batch, mean_share: float, recorder: Recorder) -> None:
-        self._optimizer.zero_grad()
         dropout.set_keys(self._dropouts, self._batch_keys[: len(batch.labels)])
-        logits = self._forward(batch.images)
-        loss_sum = F.cross_entropy(logits, batch.labels, reduction="sum")
-        (loss_sum / mean_share).backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
+        logits, *auxiliary = self._forward(batch.images)
+        loss_sum = total = self._loss_sum(logits, batch.labels)
+        for weight, others in zip(self._aux_weights(len(auxiliary)), auxiliary, strict=True):
+            total = total + weight * self._loss_sum(others, batch.labels)
+        (total / mean_share).backward()  # type: ignore[no-untyped-call]
         recorder.add(loss_sum, logits, batch.labels)
 
-    def _update_without_images(self) -> None:
-        """Weights still decay and momenta still carry, as in the other trainers."""
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        smoothing = self._config.label_smoothing
+        return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+
+    def _aux_weights(self, n_auxiliary: int) -> tuple[float, ...]:
+        weights = tuple(getattr(self.model, "aux_weights", ())) if n_auxiliary else ()
+        if len(weights) != n_auxiliary:
+            raise UserError(
+                f"model {self._config.model}: gives {n_auxiliary} auxiliary outputs in training and has "
+                f"{len(weights)} aux_weights for them (torchvision's: model_args: {{aux_logits: false}})"
+            )
+        return weights
+
+    def _step(self) -> None:
+        """The optimizer's step with the gradient that has been added up, and the moving averages'.
+
+        A parameter without a gradient counts as one with a zero, as it does in a trainer that had no images:
+        weights still decay and momenta still carry, alike in all trainers.
+        """
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self._config.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(trained, self._config.clip_norm)
         self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self._config.ema_decay is not None:
+            self.arena.move_averages(self._config.ema_decay)
+
+    def _count_batch(self) -> None:
+        """Batch normalisation's counts, as in the trainers that have images; all counts stay equal."""
+        for name, buffer in self.arena.local.items():
+            if name.endswith("num_batches_tracked"):
+                buffer.add_(1)
 
     def _seed(self, batch: Batch, rank: int) -> None:
         """Dropout masks by sample; torch's generator, for what else a network draws, by place and rank."""

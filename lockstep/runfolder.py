@@ -90,7 +90,7 @@ def open_run(config: Config, n_train: int) -> Run:
     """
     parent = Path(config.weights_dir)
     if not config.resume_train:
-        name = config.run_name or f"{config.model}-{datetime.now():%Y%m%d-%H%M%S}"
+        name = config.run_name or f"{config.model.replace(':', '-')[:80]}-{datetime.now():%Y%m%d-%H%M%S}"
         folder = parent / name
         _make_folder(folder)
         return Run(folder, None, [], _lock(folder))
@@ -226,7 +226,8 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
     if state.epoch >= config.n_epochs and len(state.val_record) >= config.n_epochs:
         raise UserError(f"{start.path}: all {config.n_epochs} epochs are done; raise n_epochs to go on")
     now: dict[str, Any] = json.loads(json.dumps(asdict(config)))
-    refused = {"model", "model_args", "seed", "use_momentum"}
+    then = {**json.loads(json.dumps(asdict(Config()))), **state.config}  # an older one's has fewer keys
+    refused = {"model", "model_args", "input_size", "seed", "use_momentum", "optimizer", "ema_decay"}
     if 0 < state.position < state.n_samples:
         refused |= {"shuffle", "shuffle_block"}
         if n_train != state.n_samples:
@@ -234,8 +235,12 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
                 f"{start.path}: stopped in an epoch of {state.n_samples} images, not of {n_train}"
             )
     notices = []
+    if config.lr_policy in ("cosine", "polynomial") and config.n_epochs != then["n_epochs"]:
+        notices.append(
+            f"the learning rate falls over n_epochs: {config.n_epochs} now, {then['n_epochs']} before"
+        )
     for key in sorted(now.keys() - _UNREMARKABLE):
-        was = state.config.get(key)
+        was = then[key]
         if now[key] != was and key in refused:
             raise UserError(f"{start.path}: was made with {key}: {was}, the configuration says {now[key]}")
         if now[key] != was:

@@ -1,48 +1,100 @@
-"""AlexNet as published, with pooling before normalisation as in Caffe's reference net and theano_alexnet.
+"""AlexNet, in the three forms in which its results are known.
 
 Krizhevsky, Sutskever, Hinton 2012, "ImageNet classification with deep convolutional neural networks", section
 3.5: 96 - 256 (2 groups) - 384 - 384 (2 groups) - 256 (2 groups) - 4096 - 4096 - n_classes; 60,965,224
 parameters for 1,000.
 """
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 
+@dataclass(frozen=True)
+class Form:
+    """In what the forms differ.
+
+    order: of normalisation and pooling after conv1 and conv2. n, k, alpha, beta: of the normalisation;
+    alpha_over_n: its sum is divided by n, as in Caffe. groups: of conv2, conv4 and conv5. fc_std: of the
+    weights of fc6 and fc7 at the start; biases: what some start with, the others with zero.
+    """
+
+    order: str
+    k: float
+    alpha_over_n: bool
+    fc_std: float
+    biases: tuple[tuple[str, float], ...]
+    n: int = 5
+    alpha: float = 1e-4
+    beta: float = 0.75
+    groups: int = 2
+
+    def __post_init__(self) -> None:
+        if self.order not in ("norm-pool", "pool-norm"):
+            raise ValueError(f"order is norm-pool or pool-norm, not {self.order!r}")
+        if self.groups not in (1, 2):
+            raise ValueError(f"groups is 1 or 2, not {self.groups!r}")
+
+
+def _biases(value: float, *layers: str) -> tuple[tuple[str, float], ...]:
+    return tuple((f"{layer}.bias", value) for layer in layers)
+
+
+# caffe: its reference net, "CaffeNet". theano_alexnet: Ding et al. 2014, arXiv 1412.2302.
+VARIANTS = {
+    "published": Form("norm-pool", 2.0, False, 0.01, _biases(1.0, "conv2", "conv4", "conv5", "fc6", "fc7")),
+    "caffe": Form("pool-norm", 1.0, True, 0.005, _biases(1.0, "conv2", "conv4", "conv5", "fc6", "fc7")),
+    "theano_alexnet": Form("pool-norm", 2.0, False, 0.005, _biases(0.1, "conv2", "conv4", "fc6", "fc7")),
+}
+
+
 class Model(nn.Module):
-    """AlexNet for 227 x 227 pictures (the paper says 224; its sizes need 227)."""
+    """AlexNet for 227 x 227 pictures (the paper says 224; its sizes need 227).
+
+    variant: 'published', 'caffe' or 'theano_alexnet'. options: fields of `Form` that differ from the
+    variant's. Raises ValueError or TypeError for those that there aren't.
+    """
 
     input_size = 227
 
-    def __init__(self, n_classes: int, dropout: float = 0.5) -> None:
+    def __init__(
+        self, n_classes: int, variant: str = "published", dropout: float = 0.5, **options: Any
+    ) -> None:
         super().__init__()
+        if variant not in VARIANTS:
+            raise ValueError(f"variant is one of {', '.join(VARIANTS)}, not {variant!r}")
+        self.form = form = replace(VARIANTS[variant], **options)
         self.conv1 = nn.Conv2d(3, 96, 11, stride=4)
-        self.conv2 = nn.Conv2d(96, 256, 5, padding=2, groups=2)
+        self.conv2 = nn.Conv2d(96, 256, 5, padding=2, groups=form.groups)
         self.conv3 = nn.Conv2d(256, 384, 3, padding=1)
-        self.conv4 = nn.Conv2d(384, 384, 3, padding=1, groups=2)
-        self.conv5 = nn.Conv2d(384, 256, 3, padding=1, groups=2)
+        self.conv4 = nn.Conv2d(384, 384, 3, padding=1, groups=form.groups)
+        self.conv5 = nn.Conv2d(384, 256, 3, padding=1, groups=form.groups)
         self.fc6 = nn.Linear(256 * 6 * 6, 4096)
         self.fc7 = nn.Linear(4096, 4096)
         self.fc8 = nn.Linear(4096, n_classes)
         self.pool = nn.MaxPool2d(3, stride=2)
-        self.norm = LocalResponseNorm()
+        alpha = form.alpha / form.n if form.alpha_over_n else form.alpha
+        self.norm = LocalResponseNorm(form.n, form.k, alpha, form.beta)
         self.dropout6 = nn.Dropout(dropout)
         self.dropout7 = nn.Dropout(dropout)
         self._initialise()
 
     def _initialise(self) -> None:
-        """Section 5: weights N(0, 0.01); biases one where rectifiers would start dead, else zero."""
-        ones = {"conv2.bias", "conv4.bias", "conv5.bias", "fc6.bias", "fc7.bias"}
+        """Section 5: weights N(0, 0.01), biases above zero where rectifiers would start dead."""
+        biases = dict(self.form.biases)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
-                nn.init.constant_(parameter, 1.0 if name in ones else 0.0)
+                nn.init.constant_(parameter, biases.get(name, 0.0))
             else:
-                nn.init.normal_(parameter, std=0.01)
+                std = self.form.fc_std if name in ("fc6.weight", "fc7.weight") else 0.01
+                nn.init.normal_(parameter, std=std)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.pool(torch.relu(self.conv1(images))))  # 96 x 27 x 27
-        x = self.norm(self.pool(torch.relu(self.conv2(x))))  # 256 x 13 x 13
+        x = self._norm_and_pool(torch.relu(self.conv1(images)))  # 96 x 27 x 27
+        x = self._norm_and_pool(torch.relu(self.conv2(x)))  # 256 x 13 x 13
         x = torch.relu(self.conv3(x))
         x = torch.relu(self.conv4(x))
         x = self.pool(torch.relu(self.conv5(x)))  # 256 x 6 x 6
@@ -50,6 +102,11 @@ class Model(nn.Module):
         x = self.dropout7(torch.relu(self.fc7(x)))
         logits: torch.Tensor = self.fc8(x)
         return logits
+
+    def _norm_and_pool(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor
+        result = self.pool(self.norm(x)) if self.form.order == "norm-pool" else self.norm(self.pool(x))
+        return result
 
 
 class LocalResponseNorm(nn.Module):
@@ -61,6 +118,8 @@ class LocalResponseNorm(nn.Module):
 
     def __init__(self, n: int = 5, k: float = 2.0, alpha: float = 1e-4, beta: float = 0.75) -> None:
         super().__init__()
+        if n < 1 or n % 2 == 0:
+            raise ValueError(f"n, the channels of a normalisation, is odd: not {n}")
         self.n, self.k, self.alpha, self.beta = n, k, alpha, beta
         self._bands: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 

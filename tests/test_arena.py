@@ -12,7 +12,8 @@ from lockstep import dropout
 from lockstep.arena import ALIGNMENT, Arena
 from lockstep.errors import UserError
 from lockstep.memory.host import HostMemory
-from lockstep.optimizer import learning_rate, make_optimizer
+from lockstep.optimizer import make_optimizer
+from lockstep.schedule import learning_rate
 
 
 def make_net() -> nn.Module:
@@ -23,7 +24,7 @@ def make_net() -> nn.Module:
 def test_parameters_momenta_and_buffers_are_views_of_one_block() -> None:
     net = make_net()
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    arena = Arena(net, HostMemory(), with_momenta=True)
+    arena = Arena(net, HostMemory(), states=("momenta",))
     optimizer = make_optimizer(net, arena, make_config())
     for name, tensor in net.state_dict().items():
         assert torch.equal(tensor, before[name])
@@ -35,10 +36,12 @@ def test_parameters_momenta_and_buffers_are_views_of_one_block() -> None:
     for view in views:
         assert begin <= view.data_ptr() < end and view.data_ptr() % (4 * ALIGNMENT) == begin % (4 * ALIGNMENT)
     assert torch.equal(arena.tensors["weights/0.weight"], net[0].weight)
-    assert torch.equal(arena.momentum("0.weight"), optimizer.state[net[0].weight]["momentum_buffer"])
-    assert arena.momentum("0.weight").abs().sum() > 0
+    assert torch.equal(
+        arena.state_of("momenta", "0.weight"), optimizer.state[net[0].weight]["momentum_buffer"]
+    )
+    assert arena.state_of("momenta", "0.weight").abs().sum() > 0
     assert arena.tensors["buffers/1.running_mean"].abs().sum() > 0
-    assert list(arena.integer_buffers) == ["buffers/1.num_batches_tracked"]
+    assert list(arena.local) == ["buffers/1.num_batches_tracked"]
     names = [name.split("/")[0] for name in arena.tensors]
     assert names == sorted(names, key=["weights", "momenta", "buffers"].index)
 
@@ -64,7 +67,7 @@ def test_updates_are_theano_alexnets(nesterov: bool, momentum: bool) -> None:
     net = nn.Linear(4, 3).double()
     values = {"use_momentum": momentum, "use_nesterov_momentum": nesterov, "learning_rate": 0.05}
     config = make_config(weight_decay=0.01, **values)
-    arena = Arena(net, HostMemory(), with_momenta=momentum)
+    arena = Arena(net, HostMemory(), states=("momenta",) if momentum else ())
     optimizer = make_optimizer(net, arena, config)
     expected = {
         name: (value.detach().clone(), torch.zeros_like(value)) for name, value in net.named_parameters()
@@ -84,12 +87,12 @@ def test_updates_are_theano_alexnets(nesterov: bool, momentum: bool) -> None:
 
 
 def test_without_momentum_the_arena_has_no_momenta() -> None:
-    arena = Arena(nn.Linear(2, 2), HostMemory(), with_momenta=False)
+    arena = Arena(nn.Linear(2, 2), HostMemory())
     assert list(arena.tensors) == ["weights/weight", "weights/bias"]
 
 
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
-    arena = Arena(nn.Linear(4, 4), HostMemory(), with_momenta=False)
+    arena = Arena(nn.Linear(4, 4), HostMemory())
     before = arena.flat.clone()
     good = {name: torch.ones_like(tensor) for name, tensor in arena.state().items()}
     bad = {**good, "weights/bias": torch.ones(5)}
@@ -105,7 +108,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 
 
 def test_digests_show_a_single_bit() -> None:
-    arena = Arena(nn.Linear(4, 4), HostMemory(), with_momenta=False)
+    arena = Arena(nn.Linear(4, 4), HostMemory())
     before = arena.digests()
     arena.tensors["weights/bias"][2] *= 1 + 2e-7
     changed = [name for name, digest in arena.digests().items() if digest != before[name]]

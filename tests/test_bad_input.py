@@ -134,10 +134,14 @@ def test_a_manifest_that_disagrees_names_the_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model=nonet"], "there is no models/nonet.py (there are: alexnet, smallnet)"),
+        (["model=nonet"], "there is no models/nonet.py (there are: alexnet, "),
         (["model=../train"], "there is no models/../train.py"),
+        (["model=no_such_package:Net"], "needs the Python package no_such_package, which is not installed"),
         (["model=alexnet"], "model alexnet takes 227 x 227 pictures"),
-        (["model_args={depth: 3}"], "models/smallnet.py: Model(n_classes=7, **{'depth': 3}) can't be made"),
+        (
+            ["model_args={depth: 3}"],
+            "model smallnet: can't be made for 7 classes with model_args {'depth': 3}",
+        ),
         (["devices=[cuda:99]"], "devices: cuda:99 "),
         (["devices=[cpu, gpu0]"], "a run is on CPUs or on GPUs, not on both"),
         (["devices=[tpu]"], "'tpu' is not a device"),

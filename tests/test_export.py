@@ -23,6 +23,7 @@ from lockstep.errors import UserError
 from lockstep.export import export, load_trained
 from lockstep.memory.host import HostMemory
 from lockstep.network import build_model
+from lockstep.optimizer import states_of
 from lockstep.pretrained.names import layers_of
 from lockstep.runfolder import State
 
@@ -32,7 +33,9 @@ RECORD = [{"epoch": n, "loss": 2.0 / n, "error_top1": 0.5 / n, "error_top5": 0.1
 def make_run(folder: Path, config: Config, n_classes: int = 7, n_validated: int = 2) -> Path:
     """A run's folder with a checkpoint of epoch 2, all of its numbers random."""
     torch.manual_seed(3)
-    arena = Arena(build_model(config, n_classes), HostMemory(), with_momenta=True)
+    arena = Arena(
+        build_model(config, n_classes), HostMemory(), states_of(config), config.ema_decay is not None
+    )
     for name, tensor in arena.tensors.items():
         fan = tensor[0].numel() if tensor.ndim > 1 else 100
         tensor.copy_(torch.randn(tensor.shape) * (2 / fan) ** 0.5)
@@ -79,7 +82,7 @@ def test_safetensors_say_how_to_use_them(tmp_path: Path, run: Path, shared_folde
         "epoch": 2,
         "input_size": 32,
         "input_order": "RGB",
-        "input_scale": 1,
+        "input_scale": [1.0, 1.0, 1.0],
     }
 
 
@@ -180,6 +183,33 @@ def test_every_kind_of_tensor_goes_out_and_in(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "theirs").exists()
 
 
+def test_moving_averages_are_what_goes_out_and_they_begin_where_a_run_starts(tmp_path: Path) -> None:
+    """They were validated; the weights under them were not."""
+    run = make_run(tmp_path / "run", make_config(model="tiny", ema_decay=0.9))
+    tensors = load_file(run / "checkpoints" / "epoch_0002.safetensors")
+    assert not torch.equal(tensors["ema/fc4.bias"], tensors["weights/fc4.bias"])
+    export(load_trained(run, 2), "torchvision", tmp_path / "net.pth")
+    assert torch.equal(torch.load(tmp_path / "net.pth")["fc4.bias"], tensors["ema/fc4.bias"])
+    export(load_trained(run, 2), "theano_alexnet", tmp_path / "theirs")
+    for source, part in ((run, "weights"), (tmp_path / "theirs", "whole")):
+        _, arena, _ = start(source, ema_decay=0.5, pretrained_part=part)
+        for kind in ("weights", "ema"):
+            assert torch.equal(arena.tensors[f"{kind}/fc4.bias"], tensors["ema/fc4.bias"])
+    _, arena, _ = start(run, ema_decay=0.5, pretrained_part="whole")
+    assert torch.equal(arena.tensors["weights/fc4.bias"], tensors["weights/fc4.bias"])
+
+
+def test_another_optimizers_training_cannot_go_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", make_config(model="tiny", optimizer="adamw"))
+    assert start(run)[1].tensors["momenta/fc4.bias"].eq(0).all()
+    with pytest.raises(UserError, match="is of another model"):
+        start(run, pretrained_part="whole")
+    export(load_trained(run, 2), "theano_alexnet", tmp_path / "theirs")
+    assert not list((tmp_path / "theirs").glob("mom_*"))
+    with pytest.raises(UserError, match=r"lr_2\.npy: there is no such file"):
+        start(tmp_path / "theirs", pretrained_part="whole")
+
+
 def test_nothing_is_overwritten_and_nothing_half_written_is_left(tmp_path: Path, run: Path) -> None:
     trained = load_trained(run, "latest")
     (tmp_path / "net.pth").write_text("mine")
@@ -226,7 +256,8 @@ def test_alexnet_in_plain_torch_has_the_same_logits(tmp_path: Path) -> None:
     assert code
     names: dict[str, type[nn.Module]] = {}
     exec(code[1], names)
-    trained = load_trained(make_run(tmp_path / "run", make_config(model="alexnet"), 1000), "latest")
+    config = make_config(model="alexnet", model_args={"variant": "theano_alexnet"})
+    trained = load_trained(make_run(tmp_path / "run", config, 1000), "latest")
     export(trained, "torchvision", tmp_path / "alexnet.pth")
     plain = names["AlexNet"](1000).eval()
     plain.load_state_dict(torch.load(tmp_path / "alexnet.pth", weights_only=True))

@@ -44,7 +44,9 @@ def start(path: Path | str, n_classes: int = 7, **keys: object) -> tuple[nn.Modu
     """A new network with what `path` holds."""
     config = make_config(**{"model": "tiny", "n_classes": n_classes, "pretrained": str(path), **keys})
     model = build_model(config, n_classes)
-    arena = Arena(model, HostMemory(), with_momenta=True)
+    arena = Arena(
+        model, HostMemory(), ("momenta",) if config.optimizer == "sgd" else (), config.ema_decay is not None
+    )
     return model, arena, start_with(config, model, arena)
 
 

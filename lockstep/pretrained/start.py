@@ -10,15 +10,19 @@ from lockstep import checkpoint
 from lockstep.arena import Arena
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.optimizer import learning_rate
 from lockstep.pretrained import theano_folder
 from lockstep.pretrained.files import read_state_dict
 from lockstep.pretrained.heads import class_tensors
 from lockstep.pretrained.match import compare
 from lockstep.pretrained.names import layers_of, tensors_of, translate
 from lockstep.runfolder import find_checkpoint, verify
+from lockstep.schedule import learning_rate
 
-_OF_MODEL = ("weights/", "buffers/")  # the parts of a checkpoint that are the network's, not the optimizer's
+_OF_MODEL = (
+    "weights/",
+    "buffers/",
+    "ema/",
+)  # what is not the optimizer's
 
 
 @dataclass
@@ -52,18 +56,26 @@ def start_with(config: Config, model: nn.Module, arena: Arena) -> Found:
     match = compare(found.weights, ours, replaced, config.pretrained_allow)
     if any(match.problems.values()):
         match.check(found.source, config.model, class_tensors(config))
+    averages = [name for name in arena.tensors if name.startswith("ema/")]
     if found.state:
-        arena.load(found.state, found.source)
+        begun = {name: found.weights[name.partition("/")[2]] for name in averages}
+        arena.load(begun | found.state, found.source)
     else:
         for name in match.fitting:
             ours[name].copy_(found.weights[name])
+        for name in averages:
+            arena.tensors[name].copy_(tensors_of(model)[name.partition("/")[2]])
     found.notes.extend(match.lines())
     return found
 
 
 def weights_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The network's tensors in a checkpoint, under their own names."""
-    return {name.partition("/")[2]: value for name, value in state.items() if name.startswith(_OF_MODEL)}
+    """The network's tensors in a checkpoint, under their own names.
+
+    Where it has moving averages (`ema_decay`), those: they are what was validated.
+    """
+    kinds = {kind: {n[len(kind) :]: v for n, v in state.items() if n.startswith(kind)} for kind in _OF_MODEL}
+    return kinds["weights/"] | kinds["buffers/"] | kinds["ema/"]
 
 
 def _find(config: Config, model: nn.Module) -> Found:
@@ -120,6 +132,8 @@ def _from_theano(config: Config, path: Path, names: list[str]) -> Found:
     turned = "filters turned" if lib_conv == "cudnn" else "filters as they are"
     found = Found(f"{path} (theano_alexnet's epoch {epoch})", weights)
     found.notes.append(f"trained with lib_conv: {lib_conv}: {turned}; weights behind a dropout are halved")
+    if config.model == "alexnet" and config.model_args.get("variant") != "theano_alexnet":
+        found.notes.append("theano_alexnet's network is alexnet with model_args={variant: theano_alexnet}")
     if config.pretrained_part == "weights":
         return found
     progress = theano_folder.read_progress(path, epoch, lib_conv, arrays)

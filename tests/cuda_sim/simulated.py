@@ -90,6 +90,7 @@ def compute_on_the_host(device: object, stream: Any) -> None:
         return wait_first
 
     for place, name in (
+        (Replica, "learn"),
         (Replica, "update"),
         (Replica, "count_errors"),
         (Arena, "digests"),

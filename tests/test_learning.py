@@ -1,0 +1,337 @@
+"""What a replica does in a step: optimizers against torch's own and the paper's, and what goes with them."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import make_config
+from torch import nn
+
+from lockstep import dropout
+from lockstep.arena import Arena
+from lockstep.dataset import open_dataset
+from lockstep.errors import UserError
+from lockstep.lars import LARS
+from lockstep.loading import Batch
+from lockstep.memory.host import HostMemory
+from lockstep.messages import Order
+from lockstep.optimizer import inexact_parts, make_optimizer, states_of
+from lockstep.recorder import HostStopwatch, Recorder
+from lockstep.replica import Replica
+
+
+class TwoHeads(nn.Module):
+    """A small net with an auxiliary head and numbers of its own for its pictures."""
+
+    input_size = 8
+    input_mean = (100.0, 120.0, 140.0)
+    input_scale = (1 / 64, 1 / 32, 1 / 16)
+    aux_weights: tuple[float, ...] = (0.3,)
+
+    def __init__(self, n_classes: int, norm: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, stride=2)
+        self.norm = nn.BatchNorm2d(4) if norm else nn.Identity()
+        self.fc = nn.Linear(36, n_classes)
+        self.aux = nn.Linear(36, n_classes)
+
+    def forward(self, images: torch.Tensor) -> Any:
+        x = torch.tanh(self.norm(self.conv(images))).flatten(1)
+        return (self.fc(x), self.aux(x)) if self.training else self.fc(x)
+
+
+class WithoutWeights(TwoHeads):
+    aux_weights = ()
+
+
+def make_replica(folder: Path, **values: object) -> Replica:
+    config = make_config(**{"model": "test_learning:TwoHeads", "data_folder": str(folder), **values})
+    replica = Replica(config, open_dataset(config), HostMemory())
+    replica.begin_epoch(1, 90, config.learning_rate)
+    return replica
+
+
+def make_batch(number: int, n_images: int = 6) -> Batch:
+    random = torch.Generator().manual_seed(number)
+    images = 60 * torch.randn(n_images, 3, 8, 8, generator=random)
+    labels = torch.randint(0, 7, (n_images,), generator=random)
+    return Batch(Order("train", 1, 1, 0, n_images, 0, n_images), images, labels, torch.arange(n_images))
+
+
+def recorder() -> Recorder:
+    return Recorder(torch.device("cpu"), HostStopwatch())
+
+
+def update(replica: Replica, number: int) -> None:
+    replica.update(make_batch(number), 6, 0, recorder())
+
+
+def loss_of(model: nn.Module, batch: Batch, smoothing: float = 0.0) -> torch.Tensor:
+    """As the configuration's keys say it, written out."""
+    logits, aux = model(batch.images * torch.tensor(TwoHeads.input_scale)[:, None, None])
+    losses = [F.cross_entropy(each, batch.labels, label_smoothing=smoothing) for each in (logits, aux)]
+    return losses[0] + 0.3 * losses[1]
+
+
+def assert_close(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, value), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(value, expected, rtol=1e-4, atol=1e-7), name
+
+
+def test_a_step_is_that_of_a_plain_loop(shared_folder: Path) -> None:
+    """Auxiliary loss, label smoothing, scaling, clipping, accumulation of unequal minibatches, averages."""
+    keys = {"label_smoothing": 0.1, "clip_norm": 0.5, "ema_decay": 0.75, "weight_decay": 0.0}
+    replica = make_replica(shared_folder, learning_rate=0.5, optimizer_args={"bias_rate": 1.0}, **keys)
+    plain = copy.deepcopy(replica.model)
+    average = copy.deepcopy(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.5, 0.9)
+    for number in range(3):
+        first, second = make_batch(2 * number), make_batch(2 * number + 1, 2)
+        replica.learn(first, 8, 0, recorder())
+        replica.update(second, 8, 0, recorder())
+        optimizer.zero_grad()
+        ((6 * loss_of(plain, first, 0.1) + 2 * loss_of(plain, second, 0.1)) / 8).backward()
+        norm = torch.cat([parameter.grad.flatten() for parameter in plain.parameters()]).norm()
+        assert norm > 0.5  # or clipping would show nothing
+        for parameter in plain.parameters():
+            parameter.grad *= 0.5 / norm
+        optimizer.step()
+        with torch.no_grad():
+            for mean, parameter in zip(average.parameters(), plain.parameters(), strict=True):
+                mean.mul_(0.75).add_(parameter, alpha=0.25)
+    assert_close(replica.model, plain)
+    replica.begin_validation()
+    assert_close(replica.model, average)
+    assert replica.model.fc.weight.data_ptr() == replica.arena.tensors["ema/fc.weight"].data_ptr()
+    wrong = replica.count_errors(make_batch(9))
+    images = make_batch(9).images * torch.tensor(TwoHeads.input_scale)[:, None, None]
+    expected = F.cross_entropy(average.eval()(images), make_batch(9).labels, reduction="sum")
+    assert wrong[0].item() == pytest.approx(expected.item(), rel=1e-4)
+    replica.begin_epoch(2, 90, 0.5)
+    assert replica.model.fc.weight.data_ptr() == replica.arena.tensors["weights/fc.weight"].data_ptr()
+
+
+def test_adamw_is_torchs(shared_folder: Path) -> None:
+    args = {"betas": [0.8, 0.99], "eps": "1e-6"}
+    replica = make_replica(
+        shared_folder, optimizer="adamw", optimizer_args=args, learning_rate=0.01, weight_decay=0.1
+    )
+    plain = copy.deepcopy(replica.model)
+    weights = [value for name, value in plain.named_parameters() if not name.endswith("bias")]
+    biases = [value for name, value in plain.named_parameters() if name.endswith("bias")]
+    groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, 0.01, (0.8, 0.99), 1e-6, weight_decay=0.1)
+    for number in range(5):
+        update(replica, number)
+        optimizer.zero_grad()
+        loss_of(plain, make_batch(number)).backward()
+        optimizer.step()
+    assert_close(replica.model, plain)
+    assert replica.arena.local["steps"].tolist() == [5.0] * 6
+    state = optimizer.state[plain.fc.weight]
+    assert torch.allclose(replica.arena.state_of("exp_avg_sq", "fc.weight"), state["exp_avg_sq"], rtol=1e-3)
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_lars_is_the_papers_formula(momentum: float) -> None:
+    torch.manual_seed(0)
+    weight, bias = (nn.Parameter(torch.randn(*shape, dtype=torch.float64)) for shape in ((3, 4), (3,)))
+    optimizer = LARS([weight, bias], 0.5, momentum, weight_decay=0.01, trust=0.02)
+    w, b, v_w, v_b = weight.detach().clone(), bias.detach().clone(), 0.0, 0.0
+    for _ in range(4):
+        x = torch.randn(5, 4, dtype=torch.float64)
+        optimizer.zero_grad()
+        F.linear(x, weight, bias).square().sum().backward()
+        g_w, g_b = weight.grad, bias.grad
+        ratio = 0.02 * w.norm() / (g_w.norm() + 0.01 * w.norm())
+        v_w = momentum * v_w + ratio * (g_w + 0.01 * w)
+        v_b = momentum * v_b + g_b + 0.01 * b
+        w, b = w - 0.5 * v_w, b - 0.5 * v_b
+        optimizer.step()
+        assert torch.allclose(weight, w, rtol=1e-12) and torch.allclose(bias, b, rtol=1e-12)
+
+
+def test_lars_moves_weights_that_are_zero() -> None:
+    weight = nn.Parameter(torch.zeros(2, 2))
+    optimizer = LARS([weight], 0.1)
+    weight.sum().backward()
+    optimizer.step()
+    assert torch.allclose(weight, torch.full((2, 2), -0.1))
+
+
+OPTIMIZERS = [
+    {"use_nesterov_momentum": True},
+    {"use_momentum": False},
+    {"optimizer": "adamw", "learning_rate": 0.001, "ema_decay": 0.9},
+    {"optimizer": "lars", "learning_rate": 1.0, "clip_norm": 1.0},
+]
+
+
+@pytest.mark.parametrize("values", OPTIMIZERS, ids=lambda values: "-".join(map(str, values.values())))
+def test_what_was_saved_goes_on_bit_for_bit_and_learns(shared_folder: Path, values: dict[str, Any]) -> None:
+    values = {"learning_rate": 0.05, "model_args": {"norm": True}, **values}
+    whole = make_replica(shared_folder, **values)
+    before = loss_of(whole.model, make_batch(0)).item()
+    for _ in range(3):
+        update(whole, 0)
+    resumed = make_replica(shared_folder, seed=5, **values)
+    state = {name: tensor.clone() for name, tensor in whole.arena.state().items()}
+    resumed.arena.load(state, "the state of the other")
+    for replica in (whole, resumed):
+        for _ in range(30):
+            update(replica, 0)
+    assert whole.arena.flat.numpy().tobytes() == resumed.arena.flat.numpy().tobytes()
+    for name, tensor in whole.arena.local.items():
+        assert torch.equal(tensor, resumed.arena.local[name])
+    assert loss_of(whole.model, make_batch(0)).item() < 0.9 * before
+
+
+def test_a_trainer_without_images_takes_the_step_with_a_gradient_of_zero(shared_folder: Path) -> None:
+    values = {"learning_rate": 0.05, "model_args": {"norm": True}}
+    replica = make_replica(shared_folder, **values)
+    update(replica, 0)
+    weight = replica.model.fc.weight.detach().clone()
+    momentum = replica.arena.state_of("momenta", "fc.weight").clone()
+    replica.update(make_batch(1, 0), 0.25, 1, recorder())
+    expected = 0.9 * momentum + 0.0005 * weight
+    assert torch.allclose(replica.arena.state_of("momenta", "fc.weight"), expected, rtol=1e-5)
+    assert torch.allclose(replica.model.fc.weight, weight - 0.05 * expected, rtol=1e-5)
+    assert replica.arena.local["buffers/norm.num_batches_tracked"] == 2
+
+
+def test_auxiliary_outputs_need_weights(shared_folder: Path) -> None:
+    replica = make_replica(shared_folder, model="test_learning:WithoutWeights")
+    with pytest.raises(UserError, match="gives 1 auxiliary outputs in training and has 0 aux_weights"):
+        update(replica, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "args", "words"),
+    [
+        ({"label_smoothing": 0.1, "ema_decay": 0.9, "accumulate": 2}, {}, []),
+        ({"optimizer": "adamw"}, {}, ["adamw"]),
+        ({"optimizer": "lars", "clip_norm": 1.0}, {"norm": True}, ["lars", "clip_norm", "normalisation"]),
+    ],
+)
+def test_what_is_not_exact_is_told(values: dict[str, Any], args: dict[str, Any], words: list[str]) -> None:
+    parts = inexact_parts(make_config(**values), TwoHeads(3, **args))
+    assert len(parts) == len(words)
+    assert all(word in part for word, part in zip(words, parts, strict=True))
+
+
+class Odd(nn.Module):
+    """Parameters and buffers of every kind that can be averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.again = nn.Linear(4, 4, bias=False)
+        self.again.weight = self.tied.weight
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.turned = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+        self.volume = nn.Conv3d(1, 2, 2).to(memory_format=torch.channels_last_3d)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.nothing = nn.Parameter(torch.ones(0))
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("mean", torch.full((2, 2), 0.5))
+        self.again.register_buffer("mean", self.mean)
+        self.register_buffer("absent", None)
+        self.register_buffer("spread", torch.ones(1).expand(4), persistent=False)
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.again(self.tied(x)) @ self.turned * self.scalar + self.spread[:3] * self.mean.sum()
+        volumes = self.volume(x.view(-1, 1, 1, 2, 2).expand(-1, 1, 2, 2, 2))
+        return self.drop(y.sum(1, keepdim=True) + volumes.flatten(1))
+
+
+def test_odd_tensors_lie_in_the_arena_and_are_trained() -> None:
+    torch.manual_seed(0)
+    net = Odd()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    x = torch.randn(6, 4)
+    net.eval()
+    expected = net(x)
+    config = make_config(ema_decay=0.5)
+    arena = Arena(net, HostMemory(), states_of(config), with_ema=True)
+    optimizer = make_optimizer(net, arena, config)
+    assert torch.equal(net(x), expected)
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
+    assert net.tied.weight is net.again.weight and net.mean is net.again.mean
+    assert list(arena.local) == ["buffers/count"]
+    assert "momenta/frozen" not in arena.tensors and "weights/frozen" in arena.tensors
+    net(x).square().sum().backward()
+    optimizer.step()
+    arena.move_averages(0.5)
+    arena.check_bound(net)
+    for name in ("tied.weight", "scalar", "turned", "volume.weight"):
+        now = arena.tensors[f"weights/{name}"]
+        assert not torch.equal(now, before.get(name, now)), name
+        assert torch.allclose(arena.tensors[f"ema/{name}"], (now + before[name]) / 2)
+    assert torch.equal(net.again.weight, arena.tensors["weights/tied.weight"])
+
+
+def double_buffer(net: Odd) -> None:
+    net.mean = net.mean.double()
+
+
+def half_weights(net: Odd) -> None:
+    net.half()
+
+
+def whole_numbers(net: Odd) -> None:
+    net.steps = nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False)
+
+
+def complex_buffer(net: Odd) -> None:
+    net.register_buffer("spectrum", torch.ones(2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (double_buffer, r"buffers/mean is torch.float64, and trainers average torch.float32 only"),
+        (half_weights, r"is torch.float16, and trainers average torch.float32 only"),
+        (whole_numbers, r"weights/steps is torch.int32"),
+        (complex_buffer, r"buffers/spectrum is torch.complex64"),
+    ],
+)
+def test_tensors_that_can_not_be_averaged_are_refused(change: Callable[[Odd], None], message: str) -> None:
+    net = Odd()
+    change(net)
+    with pytest.raises(UserError, match=message):
+        Arena(net, HostMemory())
+
+
+def test_a_network_with_nothing_to_train_is_refused() -> None:
+    with pytest.raises(UserError, match="the model has no parameters"):
+        Arena(nn.ReLU(), HostMemory())
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(UserError, match="no parameters that are trained"):
+        make_optimizer(frozen, Arena(frozen, HostMemory(), ("momenta",)), make_config())
+
+
+def test_a_buffer_that_is_replaced_is_seen() -> None:
+    net = Odd()
+    arena = Arena(net, HostMemory())
+    net.mean = net.mean * 0.9
+    with pytest.raises(UserError, match="mean has been replaced by another tensor"):
+        arena.check_bound(net)
+
+
+def test_dropout_takes_rows_that_are_parts_of_a_sample() -> None:
+    """Windows or tokens folded into the batch: the mask is still the sample's."""
+    net = nn.Sequential(nn.Dropout(0.5))
+    layers = dropout.install(net)
+    dropout.set_keys(layers, torch.tensor([1, 2], dtype=torch.int32))
+    folded = net(torch.ones(6, 10))
+    dropout.set_keys(layers, torch.tensor([2], dtype=torch.int32))
+    assert torch.equal(net(torch.ones(3, 10)), folded[3:])
+    dropout.set_keys(layers, torch.tensor([1, 2], dtype=torch.int32))
+    with pytest.raises(UserError, match="5 rows for a batch of 2"):
+        net(torch.ones(5, 10))

@@ -1,0 +1,209 @@
+"""Networks by name, of packages and of one's own: what they say of their pictures, and what is refused."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, Program, make_config
+from test_models import torchvision  # noqa: F401 (a fixture)
+from torch import nn
+
+from lockstep.dataset import open_dataset, subtracting
+from lockstep.errors import UserError
+from lockstep.memory.host import HostMemory
+from lockstep.network import Intake, build_model, crop_size, intake_of
+from lockstep.replica import Replica
+from train import check_model
+
+OWN = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    input_size = 32
+    input_mean = (1, 2, 3)
+    input_scale = 0.5
+    def __init__(self, n_classes, width=4):
+        super().__init__(nn.Conv2d(3, width, 8, 8), nn.Flatten(), nn.LazyLinear(n_classes))
+
+class Sizeless(nn.Sequential):
+    def __init__(self, n_classes):
+        super().__init__(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, n_classes))
+
+class Features(Net):
+    def __init__(self, n_classes):
+        super().__init__(n_classes + 1)
+
+class Pair(Sizeless):
+    input_size = 32
+    def forward(self, x):
+        return super().forward(x), x
+
+class BadMean(Sizeless):
+    input_size = 32
+    input_mean = (1, 2)
+
+def three(n_classes):
+    return 3
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mypackage").mkdir()
+    (tmp_path / "mypackage" / "__init__.py").write_text("")
+    (tmp_path / "mypackage" / "mymodule.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("mypackage")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def timm() -> Any:
+    return pytest.importorskip("timm", exc_type=Exception)
+
+
+def build(model: str, n_classes: int = 7, **values: object) -> tuple[nn.Module, Intake]:
+    config = make_config(model=model, **values)
+    built = build_model(config, n_classes)
+    return built, intake_of(built, config)
+
+
+def test_ones_own_network_is_found_by_module_and_name(package: Path) -> None:
+    model, intake = build("mypackage.mymodule:Net", model_args={"width": 5})
+    assert model[0].weight.shape == (5, 3, 8, 8) and model[2].weight.shape == (
+        7,
+        80,
+    )  # LazyLinear has its size
+    assert intake == Intake(32, (1, 2, 3), (0.5, 0.5, 0.5))
+    assert build("mypackage.mymodule:Sizeless", input_size=24)[1] == Intake(24)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("Nett", {}, r"mypackage.mymodule has no Nett \(did you mean 'Net'\?\)"),
+        ("Net", {"model_args": {"depth": 3}}, r"can't be made .* unexpected keyword argument 'depth'"),
+        ("Net", {"input_size": 4}, r"can't take 4 x 4 pictures"),
+        ("Sizeless", {}, r"must have a whole number `input_size`, or the configuration must"),
+        ("Features", {}, r"must make logits \(2, 7\) of 2 pictures, not \(2, 8\)"),
+        ("Pair", {}, r"must make logits \(2, 7\) of 2 pictures, not tuple"),
+        ("BadMean", {}, r"its input_mean must be 3 numbers"),
+        ("three", {}, r"must make a torch.nn.Module, not int"),
+    ],
+)
+def test_what_is_no_network_is_refused(
+    package: Path, name: str, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        build(f"mypackage.mymodule:{name}", **values)
+
+
+def test_a_module_that_does_not_import_is_named(package: Path) -> None:
+    (package / "mypackage" / "broken.py").write_text("import no_such_thing")
+    with pytest.raises(UserError, match=r"mypackage.broken:Net: can't be made .* 'no_such_thing'"):
+        build("mypackage.broken:Net")
+    with pytest.raises(UserError, match=r"mypackage.absent:Net: can't be made .* 'mypackage.absent'"):
+        build("mypackage.absent:Net")
+
+
+def test_the_configuration_wins_over_what_a_network_says(package: Path) -> None:
+    keys = {"input_size": 40, "subtract_mean": [9, 8, 7], "scale": [1, 2, 3]}
+    _, intake = build("mypackage.mymodule:Sizeless", **keys)
+    assert intake == Intake(40, None, (1.0, 2.0, 3.0))
+    assert build("mypackage.mymodule:Net", subtract_mean="image", scale=2)[1] == Intake(32, None, (2.0,) * 3)
+
+
+def test_a_networks_mean_and_scale_come_to_its_pictures(package: Path, shared_folder: Path) -> None:
+    config = make_config(model="mypackage.mymodule:Net", data_folder=str(shared_folder))
+    dataset = open_dataset(config)
+    replica = Replica(config, dataset, HostMemory())
+    assert replica.mean == (1, 2, 3) and replica.crop_size == 32
+    assert (subtracting(dataset, replica.mean).mean == np.array([1, 2, 3])).all()
+    assert subtracting(dataset, None) is dataset
+    images = torch.randn(2, 3, 32, 32)
+    replica.begin_validation()
+    assert torch.equal(replica._forward(images)[0], replica.model(images / 2))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("none", [0, 0, 0]), ([1, 2.5, 3], [1, 2.5, 3])], ids=["none", "list"]
+)
+def test_a_mean_of_three_numbers_needs_no_file(shared_folder: Path, value: Any, expected: Any) -> None:
+    config = make_config(data_folder=str(shared_folder), mean_file="/nowhere.npy", subtract_mean=value)
+    mean = open_dataset(config).mean
+    assert mean.shape == (36, 36, 3) and mean.dtype == np.float32 and (mean == np.array(expected)).all()
+
+
+def test_a_picture_too_small_for_the_network_is_refused(package: Path) -> None:
+    config = make_config(model="mypackage.mymodule:Net")
+    with pytest.raises(UserError, match="takes 32 x 32 pictures"):
+        crop_size(build_model(config, 7), config, (31, 40, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("smalnet", r"no models/smalnet.py \(did you mean 'smallnet'\?\) \(there are: .*alexnet"),
+        ("no_such:resnet18", "no_such:resnet18 needs the Python package no_such, which is not installed"),
+        ("my package:Net", "is not of the form package.module:Name"),
+        ("mypackage:", "is not of the form package.module:Name"),
+        (":Net", "is not of the form package.module:Name"),
+    ],
+)
+def test_the_launcher_checks_the_name(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_model(make_config(model=name))
+
+
+def test_the_launcher_imports_nothing_for_it() -> None:
+    code = (
+        "import sys, train; from lockstep.config import Config; "
+        "train.check_model(Config(model='alexnet')); train.check_model(Config(model='torch.nn:Linear')); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_torchvisions_networks_by_name(torchvision: Any) -> None:  # noqa: F811
+    model, intake = build("torchvision:resnet18", model_args={"zero_init_residual": True})
+    assert model.fc.out_features == 7 and model.layer1[0].bn2.weight.eq(0).all()
+    assert intake.size == 224 and intake.mean == pytest.approx((123.675, 116.28, 103.53))
+    assert intake.scale == pytest.approx((1 / 58.395, 1 / 57.12, 1 / 57.375))
+    with pytest.raises(UserError, match=r"torchvision has no resnet19 \(did you mean 'resnet1"):
+        build("torchvision:resnet19")
+    with pytest.raises(UserError, match=r"can't be made .* unexpected keyword argument 'depth'"):
+        build("torchvision:resnet18", model_args={"depth": 3})
+
+
+def test_timms_networks_by_name(timm: Any) -> None:
+    model, intake = build("timm:resnet10t", input_size=64)
+    assert model.get_classifier().out_features == 7
+    assert intake.size == 64 and intake.mean == pytest.approx((123.675, 116.28, 103.53))
+    with pytest.raises(UserError, match=r"timm has no convnext_tinny \(did you mean 'convnext_tiny"):
+        build("timm:convnext_tinny")
+
+
+def ten_lines() -> str:
+    text = (ROOT / "docs" / "models.md").read_text()
+    return re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]  # type: ignore[index]
+
+
+def test_a_network_in_ten_lines_trains(program: Program, package: Path) -> None:
+    """The lines of docs/models.md, as they are there, in a run with two trainers and loaders."""
+    assert len(ten_lines().splitlines()) <= 10
+    (package / "mypackage" / "mynet.py").write_text(ten_lines())
+    environment = {**os.environ, "PYTHONPATH": f"{package}:{ROOT}"}
+    running = program.run(
+        "model=mypackage.mynet:MyNet", "model_args={width: 8}", "n_epochs=1", environment=environment
+    )
+    assert running.last_line().startswith("done: validation error")
+    text = "2 trainers are not exactly one with 2 times the batch: batch normalisation"
+    assert running.output().count(text) == 1
