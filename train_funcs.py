@@ -27,6 +27,7 @@ from lockstep.order import minibatches, share
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
+from lockstep.pretrained.start import start_with
 from lockstep.reader import Reader
 from lockstep.recorder import Recorder
 from lockstep.replica import Replica
@@ -82,6 +83,8 @@ class Trainer:
         self.epoch, self.position = 1, 0
         if plan.start:
             self._go_on_from(plan.start)
+        elif self.config.pretrained:
+            self._start_with_pretrained()
         self.exchange = self._open_exchange()
         self.feed = self._open_feed(loader)
         self.recorder = Recorder(self.replica.device, self.backend.stopwatch())
@@ -238,6 +241,17 @@ class Trainer:
         self.epoch, self.position = state.epoch, state.position
         if len(self.val_record) == self.epoch:  # validated, so that epoch is complete
             self.epoch, self.position = self.epoch + 1, 0
+
+    def _start_with_pretrained(self) -> None:
+        self.board.say(f"loading {self.config.pretrained}")
+        found = start_with(self.config, self.replica.model, self.replica.arena)
+        self.val_record = list(found.record)
+        self.epoch = len(self.val_record) + 1
+        if self.epoch > self.config.n_epochs:
+            text = f"all {self.config.n_epochs} epochs are done; raise n_epochs to go on"
+            raise UserError(f"{found.source}: {text}")
+        begin = f", going on after epoch {self.epoch - 1}" if self.val_record else ""
+        self._tell(Notice("\n  ".join([f"starting with {found.source}{begin}", *found.notes])))
 
     def _tell_what_to_know(self) -> None:
         size, n_trainers = self.replica.crop_size, self.peers.n_trainers

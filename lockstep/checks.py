@@ -24,6 +24,7 @@ _AT_LEAST = {
     "n_classes": 1,
     "n_epochs": 1,
     "n_slots": 2,  # one being filled, one being used
+    "pretrained_epoch": 0,
     "print_freq": 1,
     "seed": 0,
     "shuffle_block": 1,
@@ -134,6 +135,15 @@ def _bad_combinations(config: "Config") -> Iterable[tuple[str, str]]:
         yield "use_nesterov_momentum", "needs use_momentum: true and a momentum above 0"
     if config.use_nesterov_momentum and config.optimizer != "sgd":
         yield "use_nesterov_momentum", f"is for optimizer: sgd, not {config.optimizer}"
+    if config.finetune and config.pretrained is None:
+        yield "finetune", "needs `pretrained`, the weights to start from"
+    as_it_was = not (config.finetune or config.pretrained_allow or config.pretrained_channels == "bgr")
+    if config.pretrained_part == "whole" and not as_it_was:
+        others = "finetune, pretrained_allow or pretrained_channels: bgr"
+        yield (
+            "pretrained_part",
+            f"whole goes on with a training as it was: it takes no {others}",
+        )
     if config.warm_up_epochs >= config.n_epochs:
         yield "warm_up_epochs", f"must be below n_epochs, {config.n_epochs}: {config.warm_up_epochs}"
     if config.cuda_graph and config.augment_on == "loader":

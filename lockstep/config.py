@@ -39,6 +39,17 @@ class Config:
     resume_train: bool = False
     load_epoch: int | Literal["latest"] = "latest"
 
+    # Starting from weights that were trained elsewhere
+    pretrained: str | None = None
+    pretrained_epoch: int | Literal["latest"] = "latest"
+    pretrained_part: Literal["weights", "whole"] = "weights"
+    pretrained_lib_conv: Literal["cudnn", "cudaconvnet"] | None = (
+        None  # null: as the folder's config.yaml says
+    )
+    pretrained_channels: Literal["rgb", "bgr"] = "rgb"
+    pretrained_allow: tuple[str, ...] = ()
+    finetune: bool = False
+
     # Learning
     n_epochs: int = 20
     learning_rate: float = 0.01

@@ -176,7 +176,8 @@ def _check_images(file: HklArray) -> None:
         raise UserError(f"{file.path}: shape {file.shape} is not (batch, row, column, 3){hint}")
 
 
-def _read_array(path: Path) -> np.ndarray:
+def read_array(path: Path) -> np.ndarray:
+    """One .npy file. Raises UserError naming it where it is not whole, or needs unpickling."""
     try:
         array = np.load(path, allow_pickle=False)
     except FileNotFoundError as error:
@@ -189,7 +190,7 @@ def _read_array(path: Path) -> np.ndarray:
 
 
 def _read_labels(path: Path) -> np.ndarray:
-    labels = _read_array(path)
+    labels = read_array(path)
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise UserError(f"{path}: holds {labels.dtype} of shape {labels.shape}, not one whole number a image")
     return labels.astype(np.int64)
@@ -221,7 +222,7 @@ def _plain_mean(values: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _read_mean(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    mean = _read_array(path)
+    mean = read_array(path)
     if mean.shape != shape and mean.shape == (shape[2], *shape[:2]):
         mean = mean.transpose(1, 2, 0)  # theano_alexnet's (channel, row, column)
     if mean.shape != shape:

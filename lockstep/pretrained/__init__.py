@@ -1,0 +1,5 @@
+"""Weights that were trained elsewhere, by Lockstep or by others, and a strict report of what fits.
+
+files.py reads state dicts, theano_folder.py reads and writes theano_alexnet's folders of .npy files, names.py
+knows what others call their tensors, match.py compares with the network, start.py puts it all into a trainer.
+"""
