@@ -4,8 +4,9 @@
     python -m lockstep.report runs/try1 runs/try2     curves over each other; goes into the first run's folder
     python -m lockstep.report runs/try1 --no-examples
 
-Makes RUN/report.html, one page that needs nothing else (no network, no script), and its charts as PNG files in
-RUN/report. What can't be read is left out and named. Ends with 2 where nothing can be made of what was given.
+Makes RUN/report.html, one page that needs nothing else (no network, no script), and its charts as PNG files
+in RUN/report. What can't be read is left out and named. Ends with 2 where nothing can be made of what was
+given.
 """
 
 import argparse

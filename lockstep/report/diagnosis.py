@@ -34,32 +34,29 @@ def split_time(run: RunLog) -> TimeSplit | None:
 
 def explain(split: TimeSplit, config: dict[str, Any]) -> tuple[str, str]:
     """What limits the run, and what to do about it: two sentences."""
-    share = f"{split.shares[split.limit]:.0%}"
+    share = f"{split.shares[split.limit]:.0%} of the time"
     on_gpus = any(str(device) != "cpu" for device in config.get("devices") or [])
     if split.limit == "load-wait":
-        return (
-            f"Loading limits this run: trainers wait for minibatches {share} of the time.",
-            _loading(config),
-        )
+        return f"Loading: {share} is lost waiting for minibatches.", _loading(config)
     if split.limit == "meet":
         advice = "Give all trainers the same kind of device and equal shares of the cores (cpu_threads), "
-        advice += "and leave a core to each loader."
-        return f"Uneven trainers limit this run: they wait for the slowest one {share} of the time.", advice
-    if split.limit == "exchange":
-        return f"Averaging limits this run: the exchange takes {share} of the time.", _exchange(
-            config, on_gpus
+        return (
+            f"Uneven trainers: {share} is lost waiting for the slowest.",
+            advice + "and leave some to the loaders.",
         )
-    sentence = (
-        f"Computing limits this run, as it should: {share} of the time is forward, backward and update."
-    )
-    return sentence, _computing(config, on_gpus)
+    if split.limit == "exchange":
+        return f"Averaging: {share} goes into the exchange.", _exchange(config, on_gpus)
+    return f"Computing, as it should be: {share} is forward, backward, update.", _computing(config, on_gpus)
 
 
 def _loading(config: dict[str, Any]) -> str:
     if config.get("para_load") is False:
         return "Set para_load: true, so that a loader process prepares the next minibatch meanwhile."
     slots = f" ({config['n_slots']} now)" if "n_slots" in config else ""
-    return f"A larger n_slots{slots} helps where reading is uneven; else a faster disk, or more cores for the loaders."
+    return (
+        f"A larger n_slots{slots} helps where reading is uneven; otherwise a faster disk, "
+        "or more cores for the loaders."
+    )
 
 
 def _exchange(config: dict[str, Any], on_gpus: bool) -> str:

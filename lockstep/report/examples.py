@@ -1,6 +1,6 @@
-"""Which classes a network confuses, and in which pictures: the newest checkpoint is tried on validation images.
+"""Which classes a network confuses, and in which pictures: its newest checkpoint tried on validation images.
 
-On the CPU, whatever the run is on, and bounded in number and time. The images come the way that they come in training.
+On the CPU, whatever the run is on, and bounded in number and time. Images come the way they come in training.
 """
 
 import dataclasses

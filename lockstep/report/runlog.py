@@ -19,7 +19,7 @@ PHASES = ("load-wait", "compute", "meet", "exchange")
 
 @dataclass(frozen=True)
 class Point:
-    """A line of progress. epochs: how many were done then, with a fraction; seconds: by phase, may be empty."""
+    """A line of progress. epochs: how many were done, with a fraction; seconds: by phase, may be empty."""
 
     epochs: float
     learning_rate: float | None
@@ -42,7 +42,7 @@ class Validation:
 
 @dataclass
 class RunLog:
-    """What a run has told. seconds: how long it ran, all its starts together; ending: None while it goes on."""
+    """What a run has told. seconds: how long it ran in all its starts; ending: None while it goes on."""
 
     folder: Path
     name: str

@@ -21,6 +21,13 @@ def state(run: RunLog, now: float) -> str:
     return f"ended with code {code}: {run.ending.get('message', '')}"
 
 
+def lead(run: RunLog, now: float) -> str:
+    """The line below the run's name."""
+    config = run.config
+    network = f"{config['model']} on {config.get('data_folder', 'its data')}: " if "model" in config else ""
+    return network + state(run, now)
+
+
 def duration(seconds: float) -> str:
     """'23 s', '4 min 10 s', '2 h 05 min', '3 d 4 h'."""
     whole = round(seconds)
@@ -44,18 +51,18 @@ def epochs(run: RunLog) -> str:
 
 
 def speed(run: RunLog) -> str:
-    """Median of training images a second, '–' where it is not known."""
+    """Median of training images a second, '-' where it is not known."""
     rates = [point.images_per_second for point in run.points if point.images_per_second]
-    return f"{statistics.median(rates):,.0f}" if rates else "–"
+    return f"{statistics.median(rates):,.0f}" if rates else "-"
 
 
 def devices(run: RunLog) -> tuple[str, str]:
-    """('2 × cpu', 'AMD EPYC, 16 cores'); either may be empty."""
+    """('2 x cpu', 'AMD EPYC, 16 cores'); either may be empty."""
     names = [str(name) for name in run.config.get("devices") or []]
     kinds = list(dict.fromkeys("cpu" if name == "cpu" else "cuda" for name in names))
     models = dict.fromkeys(str(run.machine[name]) for name in names if name in run.machine)
     cores = [f"{run.machine['cores']} cores"] if "cores" in run.machine else []
-    return f"{len(names)} × {kinds[0]}" if names else "–", ", ".join([*models, *cores])
+    return f"{len(names)} x {kinds[0]}" if names else "-", ", ".join([*models, *cores])
 
 
 def tiles(run: RunLog) -> list[tuple[str, str, str]]:
@@ -66,12 +73,12 @@ def tiles(run: RunLog) -> list[tuple[str, str, str]]:
     return [
         (
             "Best validation error",
-            percent(best.error_top1) if best else "–",
+            percent(best.error_top1) if best else "-",
             f"epoch {best.epoch}" if best else "",
         ),
         (
             "Last validation error",
-            percent(last.error_top1) if last else "–",
+            percent(last.error_top1) if last else "-",
             f"epoch {last.epoch}{top5}" if last else "",
         ),
         ("Training images/s", speed(run), "median"),

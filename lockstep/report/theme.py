@@ -1,12 +1,13 @@
 """The report's colours, light and dark, and figures that follow them.
 
-A figure is drawn in the light colours, all different from each other. That is its PNG. In its SVG every colour is
-replaced by a variable of the page's style sheet, so that one drawing serves both themes.
+A figure is drawn in the light colours, all different from each other. That is its PNG. In its SVG every
+colour is replaced by a variable of the page's style sheet, so that one drawing serves both themes.
 """
 
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -26,11 +27,11 @@ COLOURS = {
     "run4": ("#8f6500", "#e3b341"),
     "run5": ("#4b4f54", "#c3c8cd"),
     "load-wait": ("#c94a01", "#ff935b"),
-    "compute": ("#8593a1", "#5f6c79"),
+    "compute": ("#6b7885", "#8794a1"),
     "meet": ("#8f6501", "#e3b342"),
     "exchange": ("#a8508b", "#e695c9"),
 }
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it takes the page's font, can be found and read aloud
     "font.size": 11.0,
     "axes.spines.top": False,
