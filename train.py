@@ -115,8 +115,10 @@ def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Con
 def write_report(folder: Path) -> None:
     """Has the report written by a process of its own. The run is good whatever becomes of its report."""
     command = [sys.executable, "-m", "lockstep.report", str(folder)]
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])  # from any folder
+    environment = {**os.environ, "PYTHONPATH": path}
     try:
-        code = subprocess.run(command, cwd=HERE, timeout=REPORT_SECONDS).returncode
+        code = subprocess.run(command, env=environment, timeout=REPORT_SECONDS).returncode
     except subprocess.TimeoutExpired:
         code = -signal.SIGKILL
     if code:

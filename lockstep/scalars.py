@@ -9,9 +9,13 @@ from lockstep.errors import UserError
 from lockstep.messages import Progress, Validated
 
 
+def is_installed() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
 def check_installed() -> None:
     """Raises UserError where the package `tensorboard` is not there."""
-    if importlib.util.find_spec("tensorboard") is None:
+    if not is_installed():
         raise UserError(
             "tensorboard: true needs the package tensorboard: pip install tensorboard, or set it to false"
         )

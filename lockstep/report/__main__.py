@@ -23,7 +23,6 @@ from lockstep.report.writing import write_report
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code. `arguments`: those of the command line, for the tests."""
     words = _read_command_line(arguments)
-    os.nice(10)  # a run that goes on needs the processor more
     try:
         if len(words.runs) > len(RUNS):
             raise UserError(f"at most {len(RUNS)} runs can be told apart in one chart")
@@ -61,4 +60,5 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
+    os.nice(10)  # a run that goes on needs the processor more
     sys.exit(main())

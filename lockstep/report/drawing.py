@@ -14,9 +14,9 @@ from lockstep.report.theme import colour
 WIDE, NARROW = 470, 330  # points, which are pixels on the page
 _HEIGHT = 240
 _LEFT, _BOTTOM, _TOP = 44, 36, 30
-_RIGHT = {WIDE: 112, NARROW: 96}  # for labels
+_RIGHT = {WIDE: 118, NARROW: 108}  # for labels
 _LINE_OF_TEXT = 14.0
-_LETTER = 6.1
+_LETTER = 5.8
 _MOST_POINTS = 240  # of a line; more are averaged
 _LOG_FROM = 15.0  # largest by smallest value from which on an axis is logarithmic
 _LOOKS: dict[str, dict[str, Any]] = {

@@ -122,7 +122,8 @@ def comparison(runs: list[RunLog], mappings: list[dict[str, Any]]) -> str:
     names = dict.fromkeys(key for values in mappings for key in values)
     texts = {name: [plain(values[name]) if name in values else "-" for values in mappings] for name in names}
     heads = ["", *(swatch(colour) + escape(run.name) for run, colour in zip(runs, RUNS, strict=False))]
-    differing, equal = [], []
+    differing: list[list[str]] = []
+    equal: list[list[str]] = []
     for name, values in texts.items():
         (differing if len(set(values)) > 1 else equal).append([escape(name), *map(escape, values)])
     parts = [_table(heads, differing)] if differing else []

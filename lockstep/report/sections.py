@@ -67,9 +67,9 @@ def filters(runs: list[RunLog], pictures: Path) -> str:
         name, weights = found
         sheet = draw_filters(weights)
         sheet.save(pictures / f"filters{number or ''}.png")
-        text = f"{run.name}: " if len(runs) > 1 else ""
-        text += f"{name} after epoch {run.checkpoint.state.epoch}: {len(weights)} filters of "
-        text += f"{weights.shape[1]} x {weights.shape[2]} pixels, each scaled by its largest weight; grey is zero."
+        whose = f"{run.name}, " if len(runs) > 1 else ""
+        text = f"{whose}{name} after epoch {run.checkpoint.state.epoch}: {len(weights)} filters of "
+        text += f"{weights.shape[1]} x {weights.shape[2]}, each scaled by its largest weight; grey is zero."
         parts.append(
             page.paragraph(text, "muted") + page.image(sheet, "filters of the first layer", "filters")
         )

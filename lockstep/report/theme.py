@@ -33,6 +33,7 @@ COLOURS = {
 }
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it takes the page's font, can be found and read aloud
+    "text.parse_math": False,  # names of runs are no formulas
     "font.size": 11.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -91,5 +92,5 @@ def to_svg(figure: Figure, name: str, kind: str, label: str) -> str:
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
     linked = set(re.findall(r"#([\w-]+)", svg))
-    svg = re.sub(r' id="([\w-]+)"', lambda found: found[0] if found[1] in linked else "", svg)
+    svg = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in linked else "", svg)
     return re.sub(r"<svg ", f'<svg class="{kind}" role="img" aria-label="{label}" ', svg, count=1)
