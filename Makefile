@@ -25,7 +25,7 @@ $(DIGITS): | .venv/.installed
 	$(BIN)/python preprocessing/make_hkl.py data/digits_jpeg data/digits --size 36
 
 train: .venv/.installed $(DIGITS)
-	$(BIN)/python train.py $(ARGS)
+	$(BIN)/python train.py report=true $(ARGS)
 
 test: .venv/.installed
 	$(BIN)/python -m pytest $(ARGS)

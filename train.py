@@ -19,11 +19,13 @@ import dataclasses
 import importlib.util
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from lockstep import commandline, devices, runfolder
+from lockstep import commandline, devices, runfolder, scalars, versions
 from lockstep import config as configuration
 from lockstep.checks import nearest
 from lockstep.config import Config
@@ -35,6 +37,7 @@ from lockstep.plan import Plan
 from lockstep.processes import Interrupts, Processes
 
 HERE = Path(__file__).resolve().parent
+REPORT_SECONDS = 600.0  # it limits itself to much less
 
 
 def main() -> int:
@@ -50,8 +53,13 @@ def main() -> int:
         dataset = open_dataset(config)
         if config.check_sums:
             check_content(dataset)
+        if config.tensorboard:
+            scalars.check_installed()
         run = runfolder.open_run(config, len(dataset.train))
-        return train(config, dataset, run, interrupts)
+        code = train(config, dataset, run, interrupts)
+        if code == 0 and config.report:
+            write_report(run.folder)
+        return code
     except UserError as error:
         show(f"lockstep: {error}", "stderr")
         return 2
@@ -79,9 +87,10 @@ def check_model(config: Config) -> None:
 def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Interrupts) -> int:
     """Runs all processes to their end and says how it went. Returns the exit code."""
     text = configuration.to_yaml(config)
-    console = Console(run.folder, config)
+    console = Console(run.folder, config, len(dataset.train))
     console.say(f"# the resolved configuration, kept in {run.folder}/config.yaml\n{text}")
     announce(console, dataset, run, config)
+    machine = {"cores": devices.count_cores(), **devices.describe(config.devices)}
 
     def on_message(message: object) -> None:
         if isinstance(message, Started):  # not before: a refused start must not replace a good run's file
@@ -91,7 +100,8 @@ def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Inte
 
     with Processes(config.wait_deadline, interrupts) as processes:
         start_processes(processes, config, run)
-        console.log("started", processes.pids())
+        made_with = {"versions": versions.of_packages(config.devices), "machine": machine}
+        console.log("started", {**processes.pids(), **made_with})
         console.say("starting: " + ", ".join(processes.pids()))
         ending = processes.watch(on_message)
     console.log("ended", dataclasses.asdict(ending))
@@ -113,6 +123,22 @@ def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Con
         if state.n_trainers * state.config["batch_size"] != len(config.devices) * config.batch_size:
             console.say("note: minibatches have another size than before; no image is lost or seen twice")
         console.log("resumed", {"checkpoint": str(run.start.path)})
+
+
+def write_report(folder: Path) -> None:
+    """Has the report written by a process of its own. The run is good whatever becomes of its report."""
+    command = [sys.executable, "-m", "lockstep.report", str(folder)]
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])  # from any folder
+    environment = {**os.environ, "PYTHONPATH": path}
+    try:
+        code = subprocess.run(command, env=environment, timeout=REPORT_SECONDS).returncode
+    except subprocess.TimeoutExpired:
+        code = -signal.SIGKILL
+    if code:
+        show(
+            f"note: the report was not written (exit code {code}); to try again: {' '.join(command)}",
+            "stderr",
+        )
 
 
 def start_processes(processes: Processes, config: Config, run: runfolder.Run) -> None:

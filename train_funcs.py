@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lockstep import checkpoint
+from lockstep import checkpoint, versions
 from lockstep.backends import backend_of
 from lockstep.dataset import open_dataset, subtracting
 from lockstep.devices import count_cores
@@ -216,7 +216,7 @@ class Trainer:
                 self.val_record,
                 self.peers.n_trainers,
                 asdict(self.config),
-                checkpoint.versions(),
+                versions.of_packages(self.config.devices),
             )
             path = checkpoint.save(self.plan.folder, self.replica.arena.state(), state)
             self._tell(Saved(str(path)))

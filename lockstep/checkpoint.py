@@ -2,16 +2,13 @@
 
 import dataclasses
 import os
-import platform
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-import lockstep
 from lockstep.batches import publish
 from lockstep.errors import UserError
 from lockstep.runfolder import State, checksum, record
@@ -42,13 +39,3 @@ def load(path: Path) -> dict[str, torch.Tensor]:
         return load_file(os.fspath(path))
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: is not a whole safetensors file: {error}") from error
-
-
-def versions() -> dict[str, str]:
-    """What a result depends on, for the record."""
-    return {
-        "lockstep": lockstep.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-    }

@@ -105,6 +105,8 @@ class Config:
     snapshot_freq: int = 5  # epochs
     print_train_error: bool = True
     print_freq: int = 20  # steps
+    tensorboard: bool = False  # event files in the run's folder too
+    report: bool = False  # `python -m lockstep.report` at the end of a complete run
 
 
 # Keys of theano_alexnet that mean nothing here: accepted, with a line that says why.

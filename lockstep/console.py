@@ -21,16 +21,22 @@ from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.messages import Notice, Progress, Saved, Tick, Validated
 from lockstep.processes import Ending
+from lockstep.scalars import Scalars
 
 FLUSH_SECONDS = 5.0  # how long the end of a run waits for a reader that stalls
 _BACKLOG = 100  # waiting lines above which the progress bar is not moved
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 
 
 class Console:
-    """Prints progress (with a bar on a terminal) and appends every line of it to <folder>/log.jsonl."""
+    """Prints progress (with a bar on a terminal) and appends every line of it to <folder>/log.jsonl.
 
-    def __init__(self, folder: Path, config: Config) -> None:
+    n_train: training images of the dataset.
+    """
+
+    def __init__(self, folder: Path, config: Config, n_train: int) -> None:
         self._config = config
+        self._scalars = Scalars(folder, config, n_train) if config.tensorboard else None
         self._path = folder / "log.jsonl"
         try:
             self._log = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (closed in close)
@@ -38,6 +44,7 @@ class Console:
             raise UserError(f"{self._path}: can't be written: {error.strerror}") from error
         self._bar: tqdm[Any] | None = None
         self._bar_title = ""
+        self._bar_numbers = ""  # of the last line of progress
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._show_all, daemon=True)
         self._thread.start()
@@ -53,6 +60,7 @@ class Console:
         if isinstance(message, Notice):
             self.say(f"note: {message.text}")
         elif isinstance(message, Progress):
+            self._waiting.put(lambda: self._show_numbers(message))
             self.say(self._progress_line(message))
         elif isinstance(message, Validated):
             self.last_validation = message
@@ -63,6 +71,8 @@ class Console:
             self.last_saved = message
             self.say(f"saved {message.path}")
         self.log(type(message).__name__.lower(), asdict(message))
+        if self._scalars:
+            self._scalars.take(message)
 
     def log(self, event: str, values: dict[str, Any]) -> None:
         """Appends one JSON line, flushed, so that a report can be made while the run goes on."""
@@ -83,6 +93,8 @@ class Console:
         self._waiting.put(lambda: show(last_words, stream))
         self._waiting.put(None)
         self._log.close()
+        if self._scalars:
+            self._scalars.close()
         self._thread.join(FLUSH_SECONDS)
         return not self._thread.is_alive()
 
@@ -127,8 +139,16 @@ class Console:
                 leave=False,
                 ncols=columns,
                 nrows=rows,
+                bar_format=_BAR,
+                postfix="" if validation else self._bar_numbers,
             )
         self._bar.update(tick.step - self._bar.n)
+
+    def _show_numbers(self, progress: Progress) -> None:
+        error = "" if progress.error is None else f", error {progress.error:.1%}"
+        self._bar_numbers = f"cost {progress.cost:.3f}{error}, {progress.images_per_second:,.0f} images/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._bar_numbers)
 
     def _end_bar(self) -> None:
         if self._bar is not None:

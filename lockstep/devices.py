@@ -5,6 +5,7 @@ installed, and asks the driver by `lockstep/gpus.py`.
 """
 
 import os
+import platform
 import re
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -88,6 +89,15 @@ def notices(devices: tuple[str, ...]) -> list[str]:
     return found
 
 
+def describe(devices: tuple[str, ...]) -> dict[str, str]:
+    """The model of each device by its name, and the driver of GPUs, for the record."""
+    if "cpu" in devices:
+        return {"cpu": _processor()}
+    _, shown = _look()
+    numbers = (int(device.removeprefix("cuda:")) for device in devices)
+    return {f"cuda:{number}": f"{shown[number].name}, driver {shown[number].driver}" for number in numbers}
+
+
 def number_gpus_by_place() -> None:
     """Makes processes started from now on number GPUs by place on the PCI bus, as nvidia-smi does.
 
@@ -100,6 +110,13 @@ def number_gpus_by_place() -> None:
 def count_cores() -> int:
     """Processor cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()  # ARM's kernel tells no name
 
 
 def _look() -> tuple[list[Gpu], list[Gpu]]:

@@ -1,10 +1,13 @@
 """A run's folder, and finding the checkpoint that a run goes on from. Nothing here needs torch.
 
     runs/<name>/config.yaml                     the resolved configuration, readable by --config
-    runs/<name>/log.jsonl                       one JSON line for every line of progress
+    runs/<name>/log.jsonl                       one JSON line for every start (with versions), line of
+                                                progress, validation, checkpoint and ending
     runs/<name>/checkpoints/<at>.safetensors    weights, momenta, buffers
     runs/<name>/checkpoints/<at>.json           everything else, and the checksum of the file above
     runs/<name>/checkpoints/latest              the name of the newest, <at>
+    runs/<name>/tensorboard/                    event files, with tensorboard: true
+    runs/<name>/report.html, report/*.png       written by `python -m lockstep.report`
 
 The JSON file is written after the tensors and is what makes a checkpoint exist; `latest` follows, for people.
 Each appears by a rename, so that whatever is killed at whatever moment, all that has a name is whole.
@@ -26,6 +29,7 @@ from lockstep.errors import UserError
 _RECORD = re.compile(r"epoch_(\d+)(?:_at_(\d+))?\.json")
 # Keys that may differ between a run and its resumption without being worth a word.
 _UNREMARKABLE = {"resume_train", "load_epoch", "run_name", "weights_dir", "n_epochs", "devices", "batch_size"}
+_UNREMARKABLE |= {"tensorboard", "report"}
 
 
 @dataclass(frozen=True)

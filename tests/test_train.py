@@ -47,6 +47,9 @@ def test_a_run_ends_with_0_its_result_and_no_process(program: Program) -> None:
     assert [event["step"] for event in progress] == [2, 4, 6, 2, 4, 6]
     assert set(progress[0]["seconds"]) == {"load-wait", "compute", "meet", "exchange"}
     assert "time per 20 iterations" in running.output()
+    (started,) = events(running, "started")
+    assert {"lockstep", "python", "torch", "numpy"} <= started["versions"].keys()
+    assert started["machine"]["cpu"] and started["machine"]["cores"] >= 1
     names = sorted(os.listdir(running.run_folder / "checkpoints"))
     expected = [f"epoch_000{epoch}.{ending}" for epoch in (1, 2) for ending in ("json", "safetensors")]
     assert names == [*expected, "latest"]
@@ -220,4 +223,7 @@ def test_a_terminal_gets_a_progress_bar(program: Program) -> None:
         while part := os.read(ours, 65536):
             output += part
     assert process.wait(10) == 0
-    assert re.search(r"epoch \d+/40: +\d+%\|.*\| \d+/12 \[", output.decode()), output.decode()[-2000:]
+    numbers = r"cost \d+\.\d{3}, error \d+\.\d%, [\d,]+ images/s\]"
+    bar = rf"epoch \d+/40: +\d+%\|.*\| \d+/12 \[(\d\d:\d\d|\?) left, {numbers}"
+    assert re.search(bar, output.decode()), output.decode()[-2000:]
+    assert re.search(r"epoch \d+/40 validation: .* left\]", output.decode()), output.decode()[-2000:]

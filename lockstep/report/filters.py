@@ -1,0 +1,50 @@
+"""The filters of a network's first convolution, read from a checkpoint without the network."""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+
+from lockstep.errors import UserError
+
+_MOST = 256
+_COLUMNS = 16
+_SIDE = 40  # pixels of a filter on the page, or a bit more
+_GAP = 4
+
+
+def read_filters(tensors: Path) -> tuple[str, np.ndarray] | None:
+    """The name and the weights, float32 (filter, row, column, 3), of the convolution that takes pictures.
+
+    None where no convolution has three input channels. Raises UserError where the file can't be read.
+    """
+    try:
+        with safe_open(tensors, "numpy") as file:
+            for name in sorted(key for key in file.keys() if key.startswith("weights/")):  # noqa: SIM118
+                shape = file.get_slice(name).get_shape()
+                if len(shape) == 4 and shape[1] == 3 and shape[2] > 1:
+                    weights = file.get_tensor(name).astype(np.float32)
+                    return name.removeprefix("weights/"), weights.transpose(0, 2, 3, 1)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{tensors}: can't be read: {error}") from error
+    return None
+
+
+def draw_filters(weights: np.ndarray) -> Image.Image:
+    """All filters in rows, each scaled by its largest weight; mid-grey is zero, gaps are transparent."""
+    weights = weights[:_MOST]
+    n_filters, side = weights.shape[:2]
+    zoom = -(-_SIDE // side)
+    largest = np.abs(weights).max((1, 2, 3), keepdims=True)
+    pixels = np.rint(127.5 + 127.5 * weights / np.where(largest > 0, largest, 1.0)).astype(np.uint8)
+    pixels = pixels.repeat(zoom, 1).repeat(zoom, 2)
+    step = side * zoom + _GAP
+    n_rows, n_columns = -(-n_filters // _COLUMNS), min(n_filters, _COLUMNS)
+    sheet = np.zeros((n_rows * step - _GAP, n_columns * step - _GAP, 4), np.uint8)
+    for number, filter_pixels in enumerate(pixels):
+        row, column = (place * step for place in divmod(number, _COLUMNS))
+        height, width = filter_pixels.shape[:2]
+        sheet[row : row + height, column : column + width, :3] = filter_pixels
+        sheet[row : row + height, column : column + width, 3] = 255
+    return Image.fromarray(sheet)

@@ -1,0 +1,96 @@
+"""The report's colours, light and dark, and figures that follow them.
+
+A figure is drawn in the light colours, all different from each other. That is its PNG. In its SVG every
+colour is replaced by a variable of the page's style sheet, so that one drawing serves both themes.
+"""
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+# Of runs: Okabe and Ito's, distinct for colour-blind readers, made dark or light enough for lines and text.
+RUNS = ("run0", "run1", "run2", "run3", "run4", "run5")
+COLOURS = {
+    "page": ("#ffffff", "#14171a"),
+    "panel": ("#f6f7f9", "#1c2024"),
+    "text": ("#1a1e23", "#e7eaed"),
+    "muted": ("#59636e", "#a2acb6"),
+    "grid": ("#dfe3e8", "#323940"),
+    "run0": ("#0069a8", "#58b4f0"),
+    "run1": ("#c84a00", "#ff935a"),
+    "run2": ("#00805f", "#3fd0a4"),
+    "run3": ("#a8508a", "#e695c8"),
+    "run4": ("#8f6500", "#e3b341"),
+    "run5": ("#4b4f54", "#c3c8cd"),
+    "load-wait": ("#c94a01", "#ff935b"),
+    "compute": ("#6b7885", "#8794a1"),
+    "meet": ("#8f6501", "#e3b342"),
+    "exchange": ("#a8508b", "#e695c9"),
+}
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: it takes the page's font, can be found and read aloud
+    "text.parse_math": False,  # names of runs are no formulas
+    "font.size": 11.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "xtick.major.size": 3.0,
+    "ytick.major.size": 0.0,
+    "ytick.minor.size": 0.0,
+    "lines.solid_capstyle": "round",
+    "axes.labelcolor": COLOURS["muted"][0],
+    "axes.edgecolor": COLOURS["muted"][0],
+    "xtick.color": COLOURS["muted"][0],
+    "ytick.color": COLOURS["muted"][0],
+    "text.color": COLOURS["text"][0],
+    "grid.color": COLOURS["grid"][0],
+    "grid.linewidth": 0.8,
+    "figure.facecolor": COLOURS["page"][0],
+    "axes.facecolor": "none",
+}
+
+
+def colour(name: str) -> str:
+    """What to draw with; see above."""
+    return COLOURS[name][0]
+
+
+def apply() -> None:
+    """Makes matplotlib draw in this style from now on."""
+    matplotlib.rcParams.update(_STYLE)
+
+
+def css_variables(theme: int) -> str:
+    """The colours for a style sheet; theme: 0 light, 1 dark."""
+    return " ".join(f"--{name}: {both[theme]};" for name, both in COLOURS.items())
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=144)
+
+
+def to_svg(figure: Figure, name: str, kind: str, label: str) -> str:
+    """The figure as an element of an HTML page.
+
+    name: of its own on the page; kind: its class there; label: what it shows, in words.
+    """
+    text = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+    svg = text.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    for variable, (light, _) in COLOURS.items():
+        svg = svg.replace(light, f"var(--{variable})")
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    linked = set(re.findall(r"#([\w-]+)", svg))
+    svg = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in linked else "", svg)
+    return re.sub(r"<svg ", f'<svg class="{kind}" role="img" aria-label="{label}" ', svg, count=1)
