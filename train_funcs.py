@@ -79,6 +79,7 @@ class Trainer:
         self.backend = backend_of(self.config.devices[peers.rank])
         self.backend.start_computing(self.config)
         self.replica = Replica(self.config, self.dataset, self.backend.memory)
+        self.dataset = subtracting(self.dataset, self.replica.mean)
         self.val_record: list[dict[str, float]] = []
         self.epoch, self.position = 1, 0
         if plan.start:
@@ -279,9 +280,7 @@ class Trainer:
         return exchange
 
     def _open_feed(self, loader: Pipe | None) -> Feed:
-        config, crop_size = self.config, self.replica.crop_size
-        self.dataset = subtracting(self.dataset, self.replica.mean)
-        mean = self.dataset.mean
+        config, mean, crop_size = self.config, self.dataset.mean, self.replica.crop_size
         if loader:
             loader.send(Subtract(self.replica.mean))
             ring = self.backend.make_ring(config, config.n_slots, crop_size, mean)

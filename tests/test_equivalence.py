@@ -138,7 +138,7 @@ EXACT = {
 def test_what_is_linear_in_the_gradient_is_exact_for_any_n(
     data: Path, tmp_path: Path, accumulate: int
 ) -> None:
-    """Auxiliary losses, smoothed labels, moving averages, accumulation; 85 pictures don't divide evenly."""
+    """Auxiliary losses, smoothed labels, moving averages, accumulation; the last step is a smaller one."""
     values = {"n_epochs": 2, "accumulate": accumulate, **EXACT}
     one = train_n(1, data, tmp_path / "1", True, **values)[0]
     two = train_n(2, data, tmp_path / "2", True, **values)

@@ -190,6 +190,21 @@ def test_what_was_saved_goes_on_bit_for_bit_and_learns(shared_folder: Path, valu
     assert loss_of(whole.model, make_batch(0)).item() < 0.9 * before
 
 
+@pytest.mark.parametrize(
+    "values", [{"model": "smallnet"}, {"model": "resnet20", "model_args": {"n": 1}}], ids=str
+)
+def test_small_networks_learn_ten_pictures(shared_folder: Path, values: dict[str, Any]) -> None:
+    replica = make_replica(shared_folder, learning_rate=0.01, **values)
+    torch.manual_seed(0)
+    images, labels = 60 * torch.randn(10, 3, 32, 32), torch.arange(10) % 7
+    batch = Batch(Order("train", 1, 1, 0, 10, 0, 10), images, labels, torch.arange(10))
+    for _ in range(60):
+        replica.update(batch, 10, 0, recorder())
+    replica.begin_validation()
+    cost, wrong, _ = replica.count_errors(batch).tolist()
+    assert cost < 5 and wrong == 0  # by chance 19.5, and 8 or 9
+
+
 def test_a_trainer_without_images_takes_the_step_with_a_gradient_of_zero(shared_folder: Path) -> None:
     values = {"learning_rate": 0.05, "model_args": {"norm": True}}
     replica = make_replica(shared_folder, **values)

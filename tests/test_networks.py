@@ -1,9 +1,11 @@
 """Networks by name, of packages and of one's own: what they say of their pictures, and what is refused."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ from conftest import ROOT, Program, make_config
 from test_models import torchvision  # noqa: F401 (a fixture)
 from torch import nn
 
+from lockstep import runfolder
 from lockstep.dataset import open_dataset, subtracting
 from lockstep.errors import UserError
 from lockstep.memory.host import HostMemory
 from lockstep.network import Intake, build_model, crop_size, intake_of
 from lockstep.replica import Replica
+from lockstep.runfolder import Checkpoint, State
 from train import check_model
 
 OWN = """
@@ -161,6 +165,22 @@ def test_a_picture_too_small_for_the_network_is_refused(package: Path) -> None:
 def test_the_launcher_checks_the_name(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_model(make_config(model=name))
+
+
+def test_a_runs_folder_has_a_name_that_can_be_given(tmp_path: Path) -> None:
+    model = "mypackage.mymodule:" + "Net" * 40
+    run = runfolder.open_run(make_config(model=model, weights_dir=str(tmp_path)), 10)
+    assert make_config(run_name=run.folder.name).run_name.startswith("mypackage.mymodule-Net")
+
+
+def test_another_end_of_a_cosine_is_told(tmp_path: Path) -> None:
+    then, now = (make_config(lr_policy="cosine", n_epochs=n_epochs) for n_epochs in (5, 8))
+    old = {key: value for key, value in asdict(then).items() if key not in ("optimizer", "ema_decay")}
+    state = State(2, 0, 10, 0.1, [{"error_top1": 1.0}] * 2, 1, json.loads(json.dumps(old)), {})
+    (notice,) = runfolder._check_same_run(now, 10, Checkpoint(tmp_path / "epoch_0002.safetensors", state))
+    assert notice == "the learning rate falls over n_epochs: 8 now, 5 before"
+    with pytest.raises(UserError, match="was made with optimizer: sgd, the configuration says lars"):
+        runfolder._check_same_run(replace(now, optimizer="lars"), 10, Checkpoint(tmp_path, state))
 
 
 def test_the_launcher_imports_nothing_for_it() -> None:
