@@ -29,10 +29,10 @@ def learning(runs: list[RunLog], pictures: Path) -> str:
     validated = any(run.validations for run in runs)
     parts = []
     if validated or _known(runs, "cost"):
-        text = "Thin: training, between two lines of progress. With dots: validation."
+        text = "Thin: training, between two lines of progress. Thick: validation."
         parts.append(_chart(runs, pictures, "cost", "Cost", charts.cost, text))
     if validated or _known(runs, "error"):
-        text = "Thin: training. With dots: validation. Top-1 unless said otherwise."
+        text = "Thin: training. Thick: validation. Top-1 unless said otherwise."
         parts.append(_chart(runs, pictures, "error", "Error", charts.error, text))
     if _known(runs, "learning_rate"):
         parts.append(_chart(runs, pictures, "learning_rate", "Learning rate", charts.learning_rate, ""))
