@@ -180,8 +180,10 @@ def theano_form(trained: Trained) -> tuple[list[theano_folder.Layer], theano_fol
     }
     named = {f"{name}.{kind}" for name in layers for kind in ("weight", "bias")}
     groups = {name: getattr(module, "groups", 1) for name, module in layers.items()}
-    for name in trained.model.state_dict().keys() - named:
+    for name in (name for name in trained.model.state_dict() if name not in named):
         raise UserError(f"theano_alexnet has convolutions and fully connected layers with biases, no {name}")
+    if not _is_chain(list(layers.values())):
+        raise UserError(f"theano_alexnet has one layer after the other; model {config.model} branches")
     if not set(groups.values()) <= {1, 2}:
         raise UserError(
             f"theano_alexnet has convolutions in 1 or 2 groups, not {sorted(set(groups.values()))}"
@@ -201,6 +203,19 @@ def theano_form(trained: Trained) -> tuple[list[theano_folder.Layer], theano_fol
     errors = [(entry["error_top1"], entry["loss"]) for entry in state.val_record]
     rate = learning_rate(config, state.epoch + 1, [error for error, _ in errors])
     return weights, theano_folder.Progress(layers_in(momenta), rate, errors)
+
+
+def _is_chain(layers: list[nn.Conv2d | nn.Linear]) -> bool:
+    """Whether each layer takes what the one before gives: convolutions first, then fully connected ones."""
+    n_maps = 3
+    for layer in layers:
+        if isinstance(layer, nn.Conv2d):
+            fits, n_maps = layer.in_channels == n_maps, layer.out_channels
+        else:
+            fits, n_maps = layer.in_features % n_maps == 0, layer.out_features
+        if not fits:
+            return False
+    return not any(isinstance(layer, nn.Conv2d) for layer in layers[-1:])
 
 
 def describe(trained: Trained) -> tuple[dict[str, Any], list[str]]:
