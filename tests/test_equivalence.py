@@ -7,12 +7,14 @@ import multiprocessing
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_config, make_folder
+from torch import nn
 
 from lockstep.config import Config
 from lockstep.peers import Peers
@@ -22,6 +24,25 @@ from lockstep.ranks import DEADLINE, run_ranks
 from lockstep.status import StatusBoard
 from models import smallnet
 from train_funcs import Trainer
+
+
+class TwoHeads(nn.Module):
+    """Two outputs in training, batch normalisation where asked, no kinks."""
+
+    input_size = 32
+    input_scale = 1 / 64
+    aux_weights = (0.3,)
+
+    def __init__(self, n_classes: int, norm: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 4, 4)
+        self.norm = nn.BatchNorm2d(8) if norm else nn.Identity()
+        self.drop = nn.Dropout(0.3)
+        self.fc, self.aux = nn.Linear(512, n_classes), nn.Linear(512, n_classes)
+
+    def forward(self, images: torch.Tensor) -> Any:
+        x = self.drop(torch.tanh(self.norm(self.conv(images))).flatten(1))
+        return (self.fc(x), self.aux(x)) if self.training else self.fc(x)
 
 
 class SmoothNet(smallnet.Model):
@@ -54,18 +75,19 @@ def train_n(
 ) -> list[dict[str, np.ndarray]]:
     (place / "checkpoints").mkdir(parents=True)
     fixed = {"data_folder": str(data), "para_load": False, "batch_size": 8 // n_trainers, "shuffle_block": 3}
-    config = make_config(devices=["cpu"] * n_trainers, **fixed, **values)
+    config = make_config(devices=["cpu"] * n_trainers, **{**fixed, **values})
     return run_ranks(train_rank, n_trainers, config, place, double)
 
 
 def relative_difference(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
-    """The larger of that of the weights and that of the momenta, each in the norm of all together."""
+    """The largest of those of the weights, the momenta and the averages, each in the norm of all together."""
     assert ours.keys() == theirs.keys()
 
     def all_of(kind: str, tensors: dict[str, np.ndarray]) -> np.ndarray:
         return np.concatenate([tensors[name].ravel() for name in tensors if name.startswith(kind)])
 
-    pairs = [(all_of(kind, ours), all_of(kind, theirs)) for kind in ("weights", "momenta")]
+    kinds = sorted({name.partition("/")[0] for name in ours} - {"buffers"})
+    pairs = [(all_of(kind, ours), all_of(kind, theirs)) for kind in kinds]
     return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
 
 
@@ -102,6 +124,62 @@ def test_dropout_crops_and_mirrors_are_the_same_for_any_n(data: Path, tmp_path: 
     one = train_n(1, data, tmp_path / "1", True, **values)[0]
     two = train_n(2, data, tmp_path / "2", True, **values)[0]
     assert relative_difference(two, one) <= 1e-10
+
+
+EXACT = {
+    "label_smoothing": 0.1,
+    "ema_decay": 0.9,
+    "learning_rate": 0.01,
+    "model": "test_equivalence:TwoHeads",
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_what_is_linear_in_the_gradient_is_exact_for_any_n(
+    data: Path, tmp_path: Path, accumulate: int
+) -> None:
+    """Auxiliary losses, smoothed labels, moving averages, accumulation; 85 pictures can't be divided evenly."""
+    values = {"n_epochs": 2, "accumulate": accumulate, **EXACT}
+    one = train_n(1, data, tmp_path / "1", True, **values)[0]
+    two = train_n(2, data, tmp_path / "2", True, **values)
+    assert relative_difference(two[0], one) <= 1e-10
+    assert all(two[0][name].tobytes() == two[1][name].tobytes() for name in one)
+
+
+def test_accumulated_minibatches_are_one_large_minibatch(data: Path, tmp_path: Path) -> None:
+    """3 x 8 pictures a step and 24; the last step of an epoch has 13 and none is left out."""
+    large = train_n(1, data, tmp_path / "1", True, n_epochs=2, batch_size=24, **EXACT)[0]
+    for n_trainers in (1, 2):
+        place = tmp_path / f"accumulated{n_trainers}"
+        several = train_n(n_trainers, data, place, True, n_epochs=2, accumulate=3, **EXACT)[0]
+        assert relative_difference(several, large) <= 1e-10
+    other = train_n(1, data, tmp_path / "2", True, n_epochs=2, accumulate=2, **EXACT)[0]
+    assert relative_difference(other, large) > 1e-4
+
+
+def test_statistics_of_batch_normalisation_are_the_mean_of_the_trainers(tmp_path: Path) -> None:
+    """One step of 8 pictures: the mean of halves' means is that of all; of variances it is not."""
+    data = make_folder(tmp_path / "set", n_train=8, n_val=3)
+    values = {"n_epochs": 1, **EXACT, "model_args": {"norm": True}}
+    one = train_n(1, data, tmp_path / "1", True, **values)[0]
+    first, second = train_n(2, data, tmp_path / "2", True, **values)
+    mean, variance = (f"buffers/norm.running_{name}" for name in ("mean", "var"))
+    assert np.abs(one[mean]).min() > 0 and np.allclose(first[mean], one[mean], rtol=1e-10)
+    assert not np.allclose(first[variance], one[variance], rtol=1e-6)
+    assert np.allclose(first[variance], one[variance], rtol=0.1)
+    assert all(first[name].tobytes() == second[name].tobytes() for name in first)
+    assert np.allclose(first["ema/norm.running_mean"], 0.1 * first[mean])
+
+
+@pytest.mark.parametrize(
+    "values", [{"optimizer": "adamw"}, {"optimizer": "lars"}, {"clip_norm": 0.1}], ids=str
+)
+def test_what_is_not_exact_keeps_replicas_equal(data: Path, tmp_path: Path, values: dict[str, Any]) -> None:
+    keys = {**EXACT, "learning_rate": 0.001, "n_epochs": 1, **values}
+    one = train_n(1, data, tmp_path / "1", True, **keys)[0]
+    first, second = train_n(2, data, tmp_path / "2", True, **keys)
+    assert all(first[name].tobytes() == second[name].tobytes() for name in first)
+    assert relative_difference(first, one) > 1e-6
 
 
 @pytest.mark.parametrize("n_trainers", [2, 3, 4])

@@ -84,6 +84,23 @@ def test_a_resumed_run_ends_as_the_unbroken_one_bit_for_bit(program: Program, de
     assert records[0].state.val_record == records[1].state.val_record
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "optimizer=adamw learning_rate=0.001 ema_decay=0.9 accumulate=2 lr_policy=cosine warm_up_epochs=1",
+        "optimizer=lars model=resnet20 model_args={n: 1} clip_norm=1 label_smoothing=0.1 scale=0.01",
+    ],
+    ids=["adamw", "lars"],
+)
+def test_every_state_is_resumed_bit_for_bit(program: Program, words: str) -> None:
+    keys = ["n_epochs=3", "snapshot_freq=1", *re.split(r" (?=\w+=)", words)]
+    whole = program.run(*keys)
+    assert whole.output().count("2 trainers are not exactly one with 2 times the batch") == 1
+    program.run("resume_train=true", "load_epoch=1")
+    branch = program.place / "runs" / "run-from-epoch_0001" / "checkpoints" / "epoch_0003.safetensors"
+    assert_same(load_file(branch), tensors(whole, "epoch_0003"))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_signal_finishes_the_step_saves_and_the_rest_is_exact(program: Program, number: int) -> None:
     whole = program.run("n_epochs=3", "snapshot_freq=9", name="whole")
