@@ -220,8 +220,16 @@ def test_a_network_that_branches_has_no_form_in_theano_alexnet(
 
     monkeypatch.setattr(sys.modules["models.tiny"], "Model", Branching)
     trained = load_trained(make_run(tmp_path / "run", make_config(model="tiny")), 2)
-    with pytest.raises(UserError, match="one layer after the other; model tiny branches"):
+    with pytest.raises(UserError, match="one layer after the other, in 1 or 2 groups; tiny is not so"):
         export(trained, "theano_alexnet", tmp_path / "theirs")
+
+
+def test_a_rate_that_has_fallen_to_zero_divides_no_momenta(tmp_path: Path) -> None:
+    config = make_config(model="tiny", lr_policy="cosine", n_epochs=2, learning_rate=0.5)
+    export(load_trained(make_run(tmp_path / "run", config), 2), "theano_alexnet", tmp_path / "theirs")
+    momentum = load_file(tmp_path / "run" / "checkpoints" / "epoch_0002.safetensors")["momenta/fc4.bias"]
+    _, arena, _ = start(tmp_path / "theirs", pretrained_part="whole")
+    assert torch.equal(arena.tensors["momenta/fc4.bias"], momentum)
 
 
 def test_nothing_is_overwritten_and_nothing_half_written_is_left(tmp_path: Path, run: Path) -> None:
