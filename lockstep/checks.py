@@ -142,7 +142,7 @@ def _bad_combinations(config: "Config") -> Iterable[tuple[str, str]]:
         others = "finetune, pretrained_allow or pretrained_channels: bgr"
         yield (
             "pretrained_part",
-            f"whole goes on with a training as it was: it takes no {others}",
+            f"whole goes on with a training as it was: it can't be combined with {others}",
         )
     if config.warm_up_epochs >= config.n_epochs:
         yield "warm_up_epochs", f"must be below n_epochs, {config.n_epochs}: {config.warm_up_epochs}"

@@ -13,8 +13,10 @@ given can't be used.
 import argparse
 import importlib.util
 import json
+import logging
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +42,12 @@ from lockstep.pretrained.start import weights_of
 from lockstep.runfolder import Checkpoint, find_checkpoint
 from lockstep.schedule import learning_rate
 
-SUFFIXES = {"safetensors": ".safetensors", "torchvision": ".pth", "theano_alexnet": "", "onnx": ".onnx"}
+ENDINGS = {
+    "safetensors": ".safetensors",
+    "torchvision": ".pth",
+    "theano_alexnet": "-theano_alexnet",
+    "onnx": ".onnx",
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="a run's folder")
-    parser.add_argument("--to", required=True, choices=SUFFIXES)
+    parser.add_argument("--to", required=True, choices=ENDINGS)
     parser.add_argument("--epoch", type=int, help="of the checkpoint (the newest)")
     parser.add_argument("--out", type=Path, help="the file, or theano_alexnet's folder, to make")
     parser.add_argument(
@@ -70,7 +77,7 @@ def main() -> int:
     words = parser.parse_args()
     try:
         trained = load_trained(words.run, "latest" if words.epoch is None else words.epoch)
-        name = f"{words.run.resolve().name}-{trained.checkpoint.state.name}-{words.to}{SUFFIXES[words.to]}"
+        name = f"{words.run.resolve().name}-{trained.checkpoint.state.name}{ENDINGS[words.to]}"
         out = words.out or Path(name)
         for line in export(trained, words.to, out, words.lib_conv):
             print(line)
@@ -119,9 +126,10 @@ def export(trained: Trained, to: str, out: Path, lib_conv: theano_folder.LibConv
     except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch's, for a full disk too
         raise UserError(f"{out}: can't be written: {' '.join(str(error).split())}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True) if temporary.is_dir() else temporary.unlink(
-            missing_ok=True
-        )
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        else:
+            temporary.unlink(missing_ok=True)
 
 
 def write_safetensors(trained: Trained, path: Path) -> list[str]:
@@ -144,17 +152,18 @@ def write_onnx(trained: Trained, path: Path) -> list[str]:
     if absent:
         raise UserError(f"--to onnx needs the package(s) {', '.join(absent)}: pip install {' '.join(absent)}")
     size = intake_of(trained.model, trained.config).size
-    batch = torch.export.Dim("batch")
-    torch.onnx.export(
-        trained.model,
-        (torch.zeros(2, 3, size, size),),
-        path,
-        input_names=["images"],
-        output_names=["logits"],
-        dynamic_shapes=({0: batch},),
-        external_data=False,
-        verbose=False,
-    )
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that nothing here needs
+    with warnings.catch_warnings(action="ignore"):  # torch's, of its own deprecated functions
+        torch.onnx.export(
+            trained.model,
+            (torch.zeros(2, 3, size, size),),
+            path,
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            external_data=False,
+            verbose=False,
+        )
     return []
 
 
@@ -168,24 +177,13 @@ _WRITERS: dict[str, Callable[[Trained, Path], list[str]]] = {
 def theano_form(trained: Trained) -> tuple[list[theano_folder.Layer], theano_folder.Progress | None]:
     """The network as theano_alexnet has it, and its progress where the checkpoint has momenta.
 
-    Raises UserError for a network of anything but convolutions and fully connected layers with biases.
+    Raises UserError for a network that theano_alexnet could not have, or a checkpoint from within an epoch.
     """
     state, config, tensors = trained.checkpoint.state, trained.config, trained.tensors
     if len(state.val_record) != state.epoch:
         raise UserError(f"{trained.checkpoint.path}: was saved within an epoch; --epoch names a complete one")
-    layers = {
-        name: module
-        for name, module in trained.model.named_modules()
-        if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None
-    }
-    named = {f"{name}.{kind}" for name in layers for kind in ("weight", "bias")}
-    groups = {name: getattr(module, "groups", 1) for name, module in layers.items()}
-    for name in trained.model.state_dict().keys() - named:
-        raise UserError(f"theano_alexnet has convolutions and fully connected layers with biases, no {name}")
-    if not set(groups.values()) <= {1, 2}:
-        raise UserError(
-            f"theano_alexnet has convolutions in 1 or 2 groups, not {sorted(set(groups.values()))}"
-        )
+    groups = _chain_of(trained.model, config.model)
+    named = {f"{name}.{kind}" for name in groups for kind in ("weight", "bias")}
 
     def layers_in(tensors: Mapping[str, torch.Tensor]) -> list[theano_folder.Layer]:
         return [
@@ -200,7 +198,33 @@ def theano_form(trained: Trained) -> tuple[list[theano_folder.Layer], theano_fol
         return weights, None
     errors = [(entry["error_top1"], entry["loss"]) for entry in state.val_record]
     rate = learning_rate(config, state.epoch + 1, [error for error, _ in errors])
+    rate = rate or state.learning_rate  # a policy that falls to zero is at its end
     return weights, theano_folder.Progress(layers_in(momenta), rate, errors)
+
+
+def _chain_of(model: nn.Module, name: str) -> dict[str, int]:
+    """All layers of the network, one after the other, with their numbers of groups.
+
+    Raises UserError unless each takes what the one before gives, convolutions first, all with biases.
+    """
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+    named = {f"{name}.{kind}" for name in layers for kind in ("weight", "bias")}
+    other = named ^ model.state_dict().keys()
+    if other:
+        raise UserError(
+            f"theano_alexnet has convolutions and fully connected layers with biases: {min(other)}"
+        )
+    n_maps, kinds = 3, [type(layer) for layer in layers.values()]
+    for layer in layers.values():
+        if isinstance(layer, nn.Conv2d):
+            fits, n_maps = layer.in_channels == n_maps and layer.groups in (1, 2), layer.out_channels
+        else:
+            fits, n_maps = layer.in_features % n_maps == 0, layer.out_features
+        if not fits or kinds != sorted(kinds, key=lambda kind: kind is nn.Linear):
+            raise UserError(
+                f"theano_alexnet has one layer after the other, in 1 or 2 groups; {name} is not so"
+            )
+    return {name: getattr(layer, "groups", 1) for name, layer in layers.items()}
 
 
 def describe(trained: Trained) -> tuple[dict[str, Any], list[str]]:

@@ -210,6 +210,28 @@ def test_another_optimizers_training_cannot_go_on(tmp_path: Path) -> None:
         start(tmp_path / "theirs", pretrained_part="whole")
 
 
+def test_a_network_that_branches_has_no_form_in_theano_alexnet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Branching(Model):
+        def __init__(self, n_classes: int) -> None:
+            super().__init__(n_classes)
+            self.fc5 = nn.Linear(96, n_classes)
+
+    monkeypatch.setattr(sys.modules["models.tiny"], "Model", Branching)
+    trained = load_trained(make_run(tmp_path / "run", make_config(model="tiny")), 2)
+    with pytest.raises(UserError, match="one layer after the other, in 1 or 2 groups; tiny is not so"):
+        export(trained, "theano_alexnet", tmp_path / "theirs")
+
+
+def test_a_rate_that_has_fallen_to_zero_divides_no_momenta(tmp_path: Path) -> None:
+    config = make_config(model="tiny", lr_policy="cosine", n_epochs=2, learning_rate=0.5)
+    export(load_trained(make_run(tmp_path / "run", config), 2), "theano_alexnet", tmp_path / "theirs")
+    momentum = load_file(tmp_path / "run" / "checkpoints" / "epoch_0002.safetensors")["momenta/fc4.bias"]
+    _, arena, _ = start(tmp_path / "theirs", pretrained_part="whole")
+    assert torch.equal(arena.tensors["momenta/fc4.bias"], momentum)
+
+
 def test_nothing_is_overwritten_and_nothing_half_written_is_left(tmp_path: Path, run: Path) -> None:
     trained = load_trained(run, "latest")
     (tmp_path / "net.pth").write_text("mine")
@@ -270,7 +292,7 @@ def test_alexnet_in_plain_torch_has_the_same_logits(tmp_path: Path) -> None:
 
 
 def test_the_command(program: Program, tmp_path: Path) -> None:
-    running = program.run("n_epochs=1", devices="[cpu]")
+    running = program.run("n_epochs=1", "para_load=false", devices="[cpu]")
 
     def command(*words: object) -> "subprocess.CompletedProcess[str]":
         line = [sys.executable, "-m", "lockstep.export", str(running.run_folder), *map(str, words)]

@@ -238,38 +238,45 @@ def test_a_truncated_pth_and_a_folder_of_something_else(tmp_path: Path, trained)
 # -- runs ----------------------------------------------------------------------------------------------------
 
 
+ALONE = ("devices=[cpu]", "para_load=false")  # as few processes as there can be
+
+
 def test_a_whole_training_goes_on_in_another_folder_bit_for_bit(program: Program) -> None:
-    words = ["n_epochs=4", "snapshot_freq=2", "lr_step=[1,3]"]
+    words = ["n_epochs=4", "snapshot_freq=2", "lr_step=[1,3]", *ALONE]
     unbroken = program.run(*words, name="unbroken")
     first = program.run("n_epochs=2", *words[1:], name="first")
     before = {path: path.read_bytes() for path in (first.run_folder / "checkpoints").iterdir()}
-    source = f"pretrained={first.run_folder}"
-    second = program.run(*words, source, "pretrained_part=whole", name="second")
+    second = program.run(*words, f"pretrained={first.run_folder}", "pretrained_part=whole", name="second")
     assert_same(tensors(unbroken, "epoch_0004"), tensors(second, "epoch_0004"))
     assert "epoch_0002.safetensors (a checkpoint), going on after epoch 2" in second.output()
     assert "matched 10 tensors, missing 0" in second.output()
     assert {path: path.read_bytes() for path in (first.run_folder / "checkpoints").iterdir()} == before
-    resumed = program.run("n_epochs=5", "resume_train=true", name="second")  # from its own checkpoint
+
+
+def test_such_a_run_resumes_from_its_own_checkpoints(program: Program) -> None:
+    first = program.run("n_epochs=1", *ALONE, name="first")
+    words = [*ALONE, f"pretrained={first.run_folder}", "pretrained_part=whole"]
+    program.run("n_epochs=2", *words, name="second")
+    resumed = program.run("n_epochs=3", *ALONE, "resume_train=true", name="second")
     assert "going on from" in resumed.output() and "starting with" not in resumed.output()
-    refused = program.run("n_epochs=2", source, "pretrained_part=whole", name="third", code=2)
-    assert "all 2 epochs are done; raise n_epochs" in refused.last_line()
+    assert "epoch 3/3" in resumed.output()
+    refused = program.run("n_epochs=1", *words, name="third", code=2)
+    assert "all 1 epochs are done; raise n_epochs" in refused.last_line()
 
 
 def test_a_run_starts_with_weights_alone_and_fine_tunes(program: Program) -> None:
-    first = program.run("n_epochs=1", name="first", devices="[cpu]")
-    source = f"pretrained={first.run_folder}"
+    first = program.run("n_epochs=1", *ALONE, name="first")
+    words = ["n_epochs=1", *ALONE, f"pretrained={first.run_folder}"]
     still = "learning_rate=1e-9"  # so that the weights stay
-    second = program.run("n_epochs=1", source, still, name="second", devices="[cpu]")
+    second = program.run(*words, still, name="second")
     ours, theirs = load_file_of(second), load_file_of(first)
     for name in ours:
         same = torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-6)
         assert same == name.startswith("weights/"), name
-    refused = program.run("n_epochs=1", source, "n_classes=9", name="third", devices="[cpu]", code=2)
+    refused = program.run(*words, "n_classes=9", name="third", code=2)
     assert "fc5.weight (7, 128), not (9, 128)" in refused.last_line()
     assert "finetune: true replaces the last layer" in refused.last_line()
-    tuned = program.run(
-        "n_epochs=1", source, "n_classes=9", "finetune=true", still, name="fourth", devices="[cpu]"
-    )
+    tuned = program.run(*words, "n_classes=9", "finetune=true", still, name="fourth")
     assert "new, as the last layer is to be replaced: fc5.weight, fc5.bias" in tuned.output()
     ours = load_file_of(tuned)
     assert ours["weights/fc5.weight"].shape == (9, 128)
