@@ -59,6 +59,14 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
+def test_devices_are_described_for_the_record(driver: Driver) -> None:
+    assert devices.describe(("cuda:0", "cuda:1")) == dict.fromkeys(
+        ("cuda:0", "cuda:1"), "NVIDIA H200, driver 570.86.15"
+    )
+    (model,) = devices.describe(("cpu", "cpu")).values()
+    assert model
+
+
 def refusal(*names: str) -> str:
     with pytest.raises(UserError) as caught:
         devices.check(names)
