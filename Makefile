@@ -27,8 +27,9 @@ $(DIGITS): | .venv/.installed
 train: .venv/.installed $(DIGITS)
 	$(BIN)/python train.py report=true $(ARGS)
 
+# Most of a test is starting processes and waiting for them: side by side on up to four cores.
 test: .venv/.installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 
 check: .venv/.installed
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ itself.
 PyCUDA comes as source only. It is built once (a minute and a half) and kept in a cache folder, by versions.
 """
 
+import fcntl
 import os
 import re
 import shutil
@@ -72,8 +73,15 @@ def build_driver(folder: Path, cuda: Path, needed: set[str]) -> Path:
 def build_pycuda(cuda: Path) -> Path:
     """A folder with PyCUDA and what it needs, to put into sys.path."""
     site = CACHE / f"pycuda-{PYCUDA}-cp{sys.version_info.major}{sys.version_info.minor}-{cuda.name}"
-    if (site / "pycuda").is_dir():
-        return site
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / ".building", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several workers one builds, the others wait for it
+        if not (site / "pycuda").is_dir():
+            _build_pycuda(cuda, site)
+    return site
+
+
+def _build_pycuda(cuda: Path, site: Path) -> None:
     work = CACHE / f".building-{os.getpid()}"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -89,7 +97,6 @@ def build_pycuda(cuda: Path) -> Path:
     run(*pip, "install", "--target", work / "site", source)
     (work / "site").rename(site)
     shutil.rmtree(work)
-    return site
 
 
 def names_needed(site: Path) -> set[str]:
