@@ -14,6 +14,7 @@ import os
 import sys
 from pathlib import Path
 
+from lockstep.devices import count_cores
 from lockstep.errors import UserError
 from lockstep.report.runlog import read_run
 from lockstep.report.theme import RUNS
@@ -60,5 +61,7 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    os.nice(10)  # a run that goes on needs the processor more
+    # A run that goes on needs the processors more, and threads that share busy cores wait for each other.
+    os.nice(10)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // 2)))
     sys.exit(main())
