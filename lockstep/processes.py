@@ -62,9 +62,8 @@ class Child:
             self.board_count, self.moved = count, time.monotonic()
 
     def is_well(self) -> bool:
-        """Working, or gone as it should."""
-        code = self.process.exitcode
-        return self.failure is None and (code is None or (code == 0 and self.finished is not None))
+        """Working, or done: all that it was for is in place when it says so, however its process ends."""
+        return self.failure is None and (self.process.exitcode is None or self.finished is not None)
 
 
 @dataclass(frozen=True)
@@ -153,6 +152,7 @@ class Processes:
     def watch(self, on_message: Callable[[Any], None]) -> Ending:
         """Passes the children's messages on until all have left, or one has failed. Returns how it ended."""
         while any(child.process.exitcode is None or not child.is_well() for child in self._children):
+            self._see_off()
             begin = time.monotonic()
             self._listen(on_message, LISTEN_SECONDS)
             self._forgive(time.monotonic() - begin - 2 * LISTEN_SECONDS)
@@ -213,16 +213,19 @@ class Processes:
         else:
             on_message(message)
 
+    def _see_off(self) -> None:
+        """Ends children that have said that they are done and don't leave: libraries may hang at the end."""
+        for child in self._children:
+            if child.finished and time.monotonic() - child.moved > LEAVE_SECONDS:
+                child.process.kill()
+
     def _is_stuck(self, child: Child) -> bool:
-        """Backstop for what no deadline of a pipe covers: a child that stands still, or does not leave."""
-        if child.process.exitcode is not None:
+        """Backstop for what no deadline of a pipe covers: a child that stands still."""
+        if child.process.exitcode is not None or child.finished:
             return False
-        if child.finished:
-            patience = LEAVE_SECONDS
-        elif child.board_count <= 1:  # importing what it needs
-            patience = max(START_SECONDS, self._deadline)
-        else:  # those who wait for it say so first, and better
-            patience = self._deadline + 3
+        starting = child.board_count <= 1  # importing what it needs
+        # Later on, those who wait for it say so first, and better.
+        patience = max(START_SECONDS, self._deadline) if starting else self._deadline + 3
         return time.monotonic() - child.moved > patience
 
     def _explain_failure(self, on_message: Callable[[Any], None]) -> Ending:

@@ -1,5 +1,6 @@
 """Whoever dies, the run ends within 10 s, not with 0, with one message that says who, and nothing is left."""
 
+import atexit
 import os
 import signal
 import time
@@ -7,6 +8,7 @@ import time
 import pytest
 from conftest import Program, Running
 
+from lockstep import processes
 from lockstep.runfolder import find_checkpoint
 
 FOREVER = ("n_epochs=100000", "snapshot_freq=1")
@@ -134,3 +136,17 @@ def test_whatever_is_killed_while_saving_the_run_can_go_on(program: Program) -> 
     assert "going on from" in resumed.output() and resumed.last_line().startswith("done")
     left = [path.name for path in (running.run_folder / "checkpoints").iterdir() if path.name[0] == "."]
     assert left == []
+
+
+def linger(control: object, board: object) -> None:
+    """A child's work, done at once; but a library of its own does not come to an end."""
+    atexit.register(time.sleep, 100)
+
+
+def test_a_process_that_is_done_and_does_not_leave_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "LEAVE_SECONDS", 1.0)
+    with processes.Processes(60, processes.Interrupts()) as children:
+        children.start("trainer 0", "test_ending:linger", ())
+        begin = time.monotonic()
+        assert children.watch(lambda message: None) == processes.Ending(0)
+    assert time.monotonic() - begin < 50

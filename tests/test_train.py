@@ -214,7 +214,7 @@ def test_a_network_that_sees_little_of_a_picture_is_remarked_on(program: Program
 
 def test_a_terminal_gets_a_progress_bar(program: Program) -> None:
     ours, theirs = pty.openpty()
-    words = [f"data_folder={program.data}", "n_classes=7", f"weights_dir={program.place}", "n_epochs=40"]
+    words = [f"data_folder={program.data}", "n_classes=7", f"weights_dir={program.place}", "n_epochs=20"]
     command = [sys.executable, "train.py", *words, "devices=[cpu]", "batch_size=8", "print_freq=1000"]
     process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
@@ -224,6 +224,6 @@ def test_a_terminal_gets_a_progress_bar(program: Program) -> None:
             output += part
     assert process.wait(10) == 0
     numbers = r"cost \d+\.\d{3}, error \d+\.\d%, [\d,]+ images/s\]"
-    bar = rf"epoch \d+/40: +\d+%\|.*\| \d+/12 \[(\d\d:\d\d|\?) left, {numbers}"
+    bar = rf"epoch \d+/20: +\d+%\|.*\| \d+/12 \[(\d\d:\d\d|\?) left, {numbers}"
     assert re.search(bar, output.decode()), output.decode()[-2000:]
-    assert re.search(r"epoch \d+/40 validation: .* left\]", output.decode()), output.decode()[-2000:]
+    assert re.search(r"epoch \d+/20 validation: .* left\]", output.decode()), output.decode()[-2000:]

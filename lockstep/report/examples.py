@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from PIL import Image
 
 from lockstep.backends import backend_of
 from lockstep.batches import read_rows
 from lockstep.config import Config, Layer, resolve
-from lockstep.dataset import Dataset, open_dataset
+from lockstep.dataset import Dataset, open_dataset, subtracting
 from lockstep.errors import UserError
 from lockstep.feed import DirectFeed
 from lockstep.messages import Order
@@ -72,7 +71,8 @@ def _answers(config: Config, dataset: Dataset, checkpoint: Checkpoint, n_images:
     backend = backend_of("cpu")
     replica = Replica(config, dataset, backend.memory)
     replica.load(checkpoint.path)
-    replica.model.eval()
+    replica.begin_validation()
+    dataset = subtracting(dataset, replica.mean)
     ring = backend.make_ring(config, 1, replica.crop_size, dataset.mean)
     reader = Reader(config, dataset, replica.crop_size, StatusBoard.create())
     feed = DirectFeed(backend.fill_directly(ring, reader), ring, _orders(len(dataset.val)))
@@ -99,10 +99,9 @@ def _orders(n_there: int) -> Iterator[Order]:
         yield Order("val", 1, start // _BATCH + 1, start, stop, start, stop)
 
 
-@torch.no_grad()
 def _ask(replica: Replica, feed: DirectFeed) -> list[Answer]:
     batch = feed.batch()
-    probability, answer = replica.model(batch.images).softmax(1).max(1)
+    probability, answer = replica.log_probabilities(batch).exp().max(1)
     columns = (batch.samples, batch.labels, answer, probability)
     return [Answer(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
