@@ -185,6 +185,15 @@ def simulation(parts: tuple[Path, Path, Path], tmp_path: Path) -> Simulation:
     return Simulation(*parts, folder, {})
 
 
+@pytest.fixture
+def torchvision() -> Any:
+    """The package, where it is installed; tests need it to compare with."""
+    try:
+        return importlib.import_module("torchvision")
+    except Exception as error:  # not installed, or not of this torch
+        pytest.skip(f"torchvision can't be imported: {error}")
+
+
 @functools.cache
 def missing_for_gpus(n_gpus: int) -> str:
     """Why a test that needs so many real GPUs can't run here, or ''."""

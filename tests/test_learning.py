@@ -1,7 +1,6 @@
 """What a replica does in a step: optimizers against torch's own and the paper's, and what goes with them."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,13 @@ import torch.nn.functional as F
 from conftest import make_config
 from torch import nn
 
-from lockstep import dropout
-from lockstep.arena import Arena
 from lockstep.dataset import open_dataset
 from lockstep.errors import UserError
 from lockstep.lars import LARS
 from lockstep.loading import Batch
 from lockstep.memory.host import HostMemory
 from lockstep.messages import Order
-from lockstep.optimizer import inexact_parts, make_optimizer, states_of
+from lockstep.optimizer import inexact_parts
 from lockstep.recorder import HostStopwatch, Recorder
 from lockstep.replica import Replica
 
@@ -234,117 +231,3 @@ def test_what_is_not_exact_is_told(values: dict[str, Any], args: dict[str, Any],
     parts = inexact_parts(make_config(**values), TwoHeads(3, **args))
     assert len(parts) == len(words)
     assert all(word in part for word, part in zip(words, parts, strict=True))
-
-
-class Odd(nn.Module):
-    """Parameters and buffers of every kind that can be averaged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tied = nn.Linear(4, 4, bias=False)
-        self.again = nn.Linear(4, 4, bias=False)
-        self.again.weight = self.tied.weight
-        self.scalar = nn.Parameter(torch.tensor(2.0))
-        self.turned = nn.Parameter(torch.arange(12.0).view(3, 4).t())
-        self.volume = nn.Conv3d(1, 2, 2).to(memory_format=torch.channels_last_3d)
-        self.unused = nn.Parameter(torch.ones(3))
-        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-        self.nothing = nn.Parameter(torch.ones(0))
-        self.drop = nn.Dropout(0.5)
-        self.register_buffer("mean", torch.full((2, 2), 0.5))
-        self.again.register_buffer("mean", self.mean)
-        self.register_buffer("absent", None)
-        self.register_buffer("spread", torch.ones(1).expand(4), persistent=False)
-        self.register_buffer("count", torch.tensor(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.again(self.tied(x)) @ self.turned * self.scalar + self.spread[:3] * self.mean.sum()
-        volumes = self.volume(x.view(-1, 1, 1, 2, 2).expand(-1, 1, 2, 2, 2))
-        return self.drop(y.sum(1, keepdim=True) + volumes.flatten(1))
-
-
-def test_odd_tensors_lie_in_the_arena_and_are_trained() -> None:
-    torch.manual_seed(0)
-    net = Odd()
-    before = {name: value.clone() for name, value in net.state_dict().items()}
-    x = torch.randn(6, 4)
-    net.eval()
-    expected = net(x)
-    config = make_config(ema_decay=0.5)
-    arena = Arena(net, HostMemory(), states_of(config), with_ema=True)
-    optimizer = make_optimizer(net, arena, config)
-    assert torch.equal(net(x), expected)
-    assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
-    assert net.tied.weight is net.again.weight and net.mean is net.again.mean
-    assert list(arena.local) == ["buffers/count"]
-    assert "momenta/frozen" not in arena.tensors and "weights/frozen" in arena.tensors
-    net(x).square().sum().backward()
-    optimizer.step()
-    arena.move_averages(0.5)
-    arena.check_bound(net)
-    for name in ("tied.weight", "scalar", "turned", "volume.weight"):
-        now = arena.tensors[f"weights/{name}"]
-        assert not torch.equal(now, before.get(name, now)), name
-        assert torch.allclose(arena.tensors[f"ema/{name}"], (now + before[name]) / 2)
-    assert torch.equal(net.again.weight, arena.tensors["weights/tied.weight"])
-
-
-def double_buffer(net: Odd) -> None:
-    net.mean = net.mean.double()
-
-
-def half_weights(net: Odd) -> None:
-    net.half()
-
-
-def whole_numbers(net: Odd) -> None:
-    net.steps = nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False)
-
-
-def complex_buffer(net: Odd) -> None:
-    net.register_buffer("spectrum", torch.ones(2, dtype=torch.complex64))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (double_buffer, r"buffers/mean is torch.float64, and trainers average torch.float32 only"),
-        (half_weights, r"is torch.float16, and trainers average torch.float32 only"),
-        (whole_numbers, r"weights/steps is torch.int32"),
-        (complex_buffer, r"buffers/spectrum is torch.complex64"),
-    ],
-)
-def test_tensors_that_can_not_be_averaged_are_refused(change: Callable[[Odd], None], message: str) -> None:
-    net = Odd()
-    change(net)
-    with pytest.raises(UserError, match=message):
-        Arena(net, HostMemory())
-
-
-def test_a_network_with_nothing_to_train_is_refused() -> None:
-    with pytest.raises(UserError, match="the model has no parameters"):
-        Arena(nn.ReLU(), HostMemory())
-    frozen = nn.Linear(2, 2).requires_grad_(False)
-    with pytest.raises(UserError, match="no parameters that are trained"):
-        make_optimizer(frozen, Arena(frozen, HostMemory(), ("momenta",)), make_config())
-
-
-def test_a_buffer_that_is_replaced_is_seen() -> None:
-    net = Odd()
-    arena = Arena(net, HostMemory())
-    net.mean = net.mean * 0.9
-    with pytest.raises(UserError, match="mean has been replaced by another tensor"):
-        arena.check_bound(net)
-
-
-def test_dropout_takes_rows_that_are_parts_of_a_sample() -> None:
-    """Windows or tokens folded into the batch: the mask is still the sample's."""
-    net = nn.Sequential(nn.Dropout(0.5))
-    layers = dropout.install(net)
-    dropout.set_keys(layers, torch.tensor([1, 2], dtype=torch.int32))
-    folded = net(torch.ones(6, 10))
-    dropout.set_keys(layers, torch.tensor([2], dtype=torch.int32))
-    assert torch.equal(net(torch.ones(3, 10)), folded[3:])
-    dropout.set_keys(layers, torch.tensor([1, 2], dtype=torch.int32))
-    with pytest.raises(UserError, match="5 rows for a batch of 2"):
-        net(torch.ones(5, 10))

@@ -25,14 +25,6 @@ def on_paper(name: str, n_classes: int = 1000, **args: Any) -> Any:
         return make(name, n_classes, **args)
 
 
-@pytest.fixture
-def torchvision() -> Any:
-    try:
-        return importlib.import_module("torchvision")
-    except Exception as error:  # not installed, or not of this torch
-        pytest.skip(f"torchvision can't be imported: {error}")
-
-
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "models").glob("[!_]*.py")))
 def test_every_model_keeps_the_contract(name: str) -> None:
     """build_model looks at the logits without training."""

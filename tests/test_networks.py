@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, Program, make_config
-from test_models import torchvision  # noqa: F401 (a fixture)
+from safetensors.numpy import load_file
 from torch import nn
 
 from lockstep import runfolder
@@ -27,6 +27,7 @@ from train import check_model
 
 OWN = """
 import torch
+from safetensors.numpy import load_file
 from torch import nn
 
 class Net(nn.Sequential):
@@ -192,7 +193,7 @@ def test_the_launcher_imports_nothing_for_it() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_torchvisions_networks_by_name(torchvision: Any) -> None:  # noqa: F811
+def test_torchvisions_networks_by_name(torchvision: Any) -> None:
     model, intake = build("torchvision:resnet18", model_args={"zero_init_residual": True})
     assert model.fc.out_features == 7 and model.layer1[0].bn2.weight.eq(0).all()
     assert intake.size == 224 and intake.mean == pytest.approx((123.675, 116.28, 103.53))
@@ -209,6 +210,19 @@ def test_timms_networks_by_name(timm: Any) -> None:
     assert intake.size == 64 and intake.mean == pytest.approx((123.675, 116.28, 103.53))
     with pytest.raises(UserError, match=r"timm has no convnext_tinny \(did you mean 'convnext_tiny"):
         build("timm:convnext_tinny")
+
+
+def test_a_loader_subtracts_what_the_network_wants(program: Program, package: Path) -> None:
+    """Beside the trainer and in it, the same; and not the mean image."""
+    environment = {**os.environ, "PYTHONPATH": f"{package}:{ROOT}"}
+    results = []
+    for name, words in (("ahead", []), ("direct", ["para_load=false"]), ("image", ["subtract_mean=image"])):
+        keys = ["model=mypackage.mymodule:Net", "n_epochs=1", "learning_rate=0.001", *words]
+        running = program.run(*keys, name=name, devices="[cpu]", environment=environment)
+        results.append(load_file(running.run_folder / "checkpoints" / "epoch_0001.safetensors"))
+    ahead, direct, image = results
+    assert all(ahead[key].tobytes() == direct[key].tobytes() for key in ahead)
+    assert not np.allclose(ahead["weights/0.weight"], image["weights/0.weight"], atol=1e-4)
 
 
 def ten_lines() -> str:
