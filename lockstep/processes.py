@@ -151,11 +151,12 @@ class Processes:
 
     def watch(self, on_message: Callable[[Any], None]) -> Ending:
         """Passes the children's messages on until all have left, or one has failed. Returns how it ended."""
+        self._now = time.monotonic()  # of the last look: what is missing since, this process missed itself
         while any(child.process.exitcode is None or not child.is_well() for child in self._children):
             self._see_off()
-            begin = time.monotonic()
             self._listen(on_message, LISTEN_SECONDS)
-            self._forgive(time.monotonic() - begin - 2 * LISTEN_SECONDS)
+            before, self._now = self._now, time.monotonic()
+            self._forgive(self._now - before - 2 * LISTEN_SECONDS)
             if any(not child.is_well() or self._is_stuck(child) for child in self._children):
                 return self._explain_failure(on_message)
             if self._interrupts.at_once:
@@ -226,10 +227,10 @@ class Processes:
         starting = child.board_count <= 1  # importing what it needs
         # Later on, those who wait for it say so first, and better.
         patience = max(START_SECONDS, self._deadline) if starting else self._deadline + 3
-        return time.monotonic() - child.moved > patience
+        return self._now - child.moved > patience
 
     def _explain_failure(self, on_message: Callable[[Any], None]) -> Ending:
-        begin = time.monotonic()
+        begin = self._now = time.monotonic()
         while any(child.process.exitcode is None for child in self._children):
             in_vain = min(self._innocence(child) for child in self._children) == 2
             if time.monotonic() - begin > (LATE_SECONDS if in_vain else GATHER_SECONDS):

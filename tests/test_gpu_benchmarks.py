@@ -176,7 +176,8 @@ def test_results_of_tests_are_counted_as_they_come(tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text("import nowhere_to_be_found\n")
     reports = tmp_path / "reports"
     command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.reports"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TEST_REPORTS": str(reports)}
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment = {**outer, "PYTHONPATH": str(ROOT), "TEST_REPORTS": str(reports)}
     command += ["--continue-on-collection-errors", "-p", "no:cacheprovider"]
     assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode == 9
     counts = tests.count(reports)

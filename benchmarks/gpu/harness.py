@@ -47,6 +47,11 @@ class Outcome:
     last_lines: list[str] = field(default_factory=list)
 
 
+def _apart(environment: dict[str, str]) -> dict[str, str]:
+    """Without what a pytest that runs this tells its workers: a pytest in a section is not one of them."""
+    return {name: value for name, value in environment.items() if not name.startswith("PYTEST_XDIST")}
+
+
 def run(section: Section, seconds: float, folder: Path, log: Path, environment: dict[str, str]) -> Outcome:
     """Runs a section for `seconds` at most. Its output goes to the end of `log`, its record into `folder`."""
     record = folder / f"{section.name}.json"
@@ -59,7 +64,7 @@ def run(section: Section, seconds: float, folder: Path, log: Path, environment: 
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**environment, "LOCKSTEP_SECTION": mark},
+            env={**_apart(environment), "LOCKSTEP_SECTION": mark},
         )
         try:
             reason = _reason_of(process.wait(seconds))
