@@ -38,8 +38,8 @@ class Replica:
         self._dropouts = dropout.install(self.model)
         self.arena = Arena(self.model, memory, states_of(config), config.ema_decay is not None)
         self.device = self.arena.flat.device
-        self._scale = torch.tensor(intake.scale, dtype=self.arena.flat.dtype).view(3, 1, 1).to(self.device)
-        self._scales = intake.scale != (1.0, 1.0, 1.0)
+        scale = torch.tensor(intake.scale, dtype=self.arena.flat.dtype).view(3, 1, 1)
+        self._scale = None if scale.eq(1).all() else scale.to(self.device)
         self._optimizer = make_optimizer(self.model, self.arena, config)
         self._batch_keys = torch.zeros(config.batch_size, dtype=torch.int32, device=self.device)
         self._graph = StepGraph() if config.cuda_graph else None
@@ -114,7 +114,7 @@ class Replica:
         dtype = self.arena.flat.dtype
         if self._config.precision != "bf16":
             images = images.to(dtype)
-        if self._scales:
+        if self._scale is not None:
             images = images * self._scale.to(images.dtype)
         with precision.autocast(self._config, self.device):
             outputs = self.model(images)
