@@ -23,7 +23,7 @@ _TORCHVISION_SIZE = 224  # what that network is made for
 
 
 def run(setting: Setting, work: Path, record: Record) -> None:
-    trainers = _make_trainers(setting, dataset_folder(setting, work), record)
+    trainers = make_trainers(setting, dataset_folder(setting, work), record, PRECISIONS)
     if not trainers:
         return
     first = next(iter(trainers.values()))
@@ -54,11 +54,13 @@ def run(setting: Setting, work: Path, record: Record) -> None:
             trainer.close()
 
 
-def _make_trainers(setting: Setting, folder: Path, record: Record) -> dict[str, LoneTrainer]:
-    """Those with graphs last: a capture that fails can leave its traces."""
+def make_trainers(
+    setting: Setting, folder: Path, record: Record, precisions: tuple[str, ...]
+) -> dict[str, LoneTrainer]:
+    """One of each precision, without and with a graph; those last: a capture that fails can leave traces."""
     trainers = {}
     for graph in (False, True):
-        for precision in PRECISIONS:
+        for precision in precisions:
             name = f"Lockstep {precision}{', cuda_graph' * graph}"
             if graph and setting.rehearsal:
                 record.keep("not rehearsed", "cuda_graph: torch computes on the CPU")

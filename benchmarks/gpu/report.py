@@ -171,10 +171,20 @@ def _table1(figures: Figures) -> Iterator[str]:
         yield table("theano_alexnet's report in its own form; two ranks on one GPU are no speed-up", rows)
 
 
+def _resnet50(figures: Figures) -> Iterator[str]:
+    if "steps" in figures:
+        rows: Rows = [("step, bf16", "images/s", "ms", "host, ms")]
+        for name, step in figures["steps"].items():
+            rate = f"{step['images_per_second']:,.0f}"
+            rows.append((name, rate, f"{step['ms']:.3f}", f"{step['host_ms']:.3f}"))
+        yield table("ResNet-50's training step on a resident batch of 256", rows)
+
+
 _TABLES: dict[str, Callable[[Figures], Iterator[str]]] = {
     "tests": _tests,
     "alexnet": _alexnet,
     "loading": _loading,
     "exchange": _exchange,
     "table1": _table1,
+    "resnet50": _resnet50,
 }

@@ -10,7 +10,7 @@ from benchmarks.gpu import rehearsal
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import REAL, REHEARSAL
 
-NAMES = ("tests", "alexnet", "loading", "exchange", "table1")
+NAMES = ("tests", "alexnet", "loading", "exchange", "table1", "resnet50")
 
 
 def main(name: str, work: str, setting: str, record_file: str, seconds: str) -> int:

@@ -13,6 +13,7 @@ class Setting:
     rehearsal: bool
     model: str
     model_args: dict[str, Any]
+    residual_model: str
     batch_size: int
     picture: int  # rows and columns in the files
     n_classes: int
@@ -37,6 +38,7 @@ REAL = Setting(
     rehearsal=False,
     model="alexnet",
     model_args={"variant": "theano_alexnet"},
+    residual_model="resnet50",
     batch_size=256,
     picture=256,
     n_classes=1000,
@@ -57,6 +59,7 @@ REHEARSAL = Setting(
     rehearsal=True,
     model="smallnet",
     model_args={},
+    residual_model="resnet20",
     batch_size=8,
     picture=36,
     n_classes=10,

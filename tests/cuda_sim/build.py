@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -87,8 +86,7 @@ def _build_pycuda(cuda: Path, site: Path) -> None:
     work.mkdir(parents=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     run(*pip, "download", "--no-deps", "-d", work, f"pycuda=={PYCUDA}")
-    with tarfile.open(next(work.glob("pycuda-*.tar.gz"))) as archive:
-        archive.extractall(work, filter="data")
+    shutil.unpack_archive(next(work.glob("pycuda-*.tar.gz")), work)
     source = work / f"pycuda-{PYCUDA}"
     (work / "lib").mkdir()
     shutil.copy(build_driver(work, cuda, set()), work / "lib" / "libcuda.so")  # to link with
