@@ -20,12 +20,12 @@ import torch
 from lockstep import runfolder
 from lockstep.augment import Augmenter
 from lockstep.console import show
-from lockstep.dataset import Dataset, open_dataset, subtracting
+from lockstep.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
 from lockstep.loading import Batch
 from lockstep.memory.host import HostMemory
 from lockstep.messages import Order
-from lockstep.replica import Replica
+from lockstep.replica import Replica, open_trained
 from preprocessing.pictures import BadPicture, Geometry, Resize, to_image
 from validate import open_checkpoint
 
@@ -38,10 +38,8 @@ def main() -> int:
         folder = words.run or runfolder.newest(words.runs)
         config, checkpoint = open_checkpoint(folder, words.epoch, ["devices=[cpu]", *words.override])
         dataset = open_dataset(config)
-        replica = Replica(dataclasses.replace(config, batch_size=1), dataset, HostMemory())
-        replica.load(checkpoint.path)
-        replica.begin_validation()
-        dataset = subtracting(dataset, replica.mean)
+        config = dataclasses.replace(config, batch_size=1)
+        replica, dataset = open_trained(config, dataset, HostMemory(), checkpoint.path)
     except UserError as error:
         show(f"lockstep: {error}", "stderr")
         return 2

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from lockstep import checkpoint, dropout, precision
 from lockstep.arena import Arena
 from lockstep.config import Config
-from lockstep.dataset import Dataset
+from lockstep.dataset import Dataset, subtracting
 from lockstep.errors import UserError
 from lockstep.loading import Batch
 from lockstep.memory import Memory
@@ -170,6 +170,17 @@ class Replica:
         self._batch_keys[: len(batch.samples)] = self._keys[batch.samples]
         order = batch.order
         torch.manual_seed(seed_of(Purpose.STEP, self._config.seed, order.epoch, order.first, rank))
+
+
+def open_trained(config: Config, dataset: Dataset, memory: Memory, tensors: Path) -> tuple[Replica, Dataset]:
+    """A checkpoint's network as it answers, and the dataset with the mean that it wants subtracted.
+
+    Raises UserError where the checkpoint is broken or of another network.
+    """
+    replica = Replica(config, dataset, memory)
+    replica.load(tensors)
+    replica.begin_validation()
+    return replica, subtracting(dataset, replica.mean)
 
 
 class StepGraph:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lockstep.backends import backend_of
-from lockstep.dataset import open_dataset, subtracting
+from lockstep.dataset import open_dataset
 from lockstep.errors import UserError
 from lockstep.feed import DirectFeed
 from lockstep.messages import Judged, Order
@@ -16,7 +16,7 @@ from lockstep.order import minibatches, share
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
 from lockstep.reader import Reader
-from lockstep.replica import Replica
+from lockstep.replica import Replica, open_trained
 from lockstep.status import StatusBoard
 
 
@@ -30,11 +30,8 @@ def run_validator(control: Pipe, board: StatusBoard, plan: Plan, rank: int, n_vi
     dataset = open_dataset(config)
     backend = backend_of(config.devices[rank])
     backend.start_computing(config)
-    replica = Replica(config, dataset, backend.memory)
     assert plan.start
-    replica.load(plan.start)
-    replica.begin_validation()
-    dataset = subtracting(dataset, replica.mean)
+    replica, dataset = open_trained(config, dataset, backend.memory, plan.start)
     ring = backend.make_ring(config, 1, replica.crop_size, dataset.mean)
     reader = Reader(config, dataset, replica.crop_size, board)
     orders = list(orders_of(len(dataset.val), config.batch_size, rank, len(config.devices), n_views))

@@ -90,16 +90,21 @@ class Running:
         wait_until(lambda: self.leftovers() == [], "all processes of the run to be gone", 5)
 
     def leftovers(self) -> list[int]:
-        """Processes of its session that are still there (not counting zombies that init will reap)."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(session) == self.process.pid and state != "Z":
-                found.append(int(path.parent.name))
-        return found
+        """Processes of its session that are still there."""
+        return processes_of_session(self.process.pid)
+
+
+def processes_of_session(number: int) -> list[int]:
+    """Those that are still there (not counting zombies that init will reap)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(session) == number and state != "Z":
+            found.append(int(path.parent.name))
+    return found
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:

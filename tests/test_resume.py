@@ -11,7 +11,7 @@ from pathlib import Path
 import imagenet
 import numpy as np
 import pytest
-from conftest import ROOT, make_config, wait_until
+from conftest import ROOT, make_config, processes_of_session, wait_until
 from imagenet import WNIDS
 from PIL import Image
 from test_imagenet import read_all
@@ -49,19 +49,6 @@ def start(*words: object) -> "subprocess.Popen[str]":
     )
 
 
-def session(pid: int) -> list[int]:
-    """The processes of a session that are still there."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, number = path.read_text().rpartition(")")[2].split()[:4]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(number) == pid and state != "Z":
-            found.append(int(path.parent.name))
-    return found
-
-
 def make_slow(pictures: Path, folder: Path) -> Path:
     """The same pictures, so large that there is time to interrupt their decoding."""
     shutil.copytree(pictures, folder)
@@ -82,7 +69,7 @@ def test_killed_or_stopped_it_goes_on_to_the_same_bytes(pictures: Path, tmp_path
     os.killpg(running.pid, number) if number == signal.SIGINT else os.kill(running.pid, number)
     _, error = running.communicate(timeout=60)
     assert running.returncode == (130 if number == signal.SIGINT else -number), error
-    wait_until(lambda: session(running.pid) == [], "workers to be gone", 10)
+    wait_until(lambda: processes_of_session(running.pid) == [], "workers to be gone", 10)
     assert not (tmp_path / "set").exists()
     done = len(list(unfinished.glob("train_hkl/[0-9]*.hkl")))
     assert 3 <= done < 12

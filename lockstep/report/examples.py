@@ -14,13 +14,13 @@ from PIL import Image
 from lockstep.backends import backend_of
 from lockstep.batches import read_rows
 from lockstep.config import Config, Layer, resolve
-from lockstep.dataset import Dataset, open_dataset, subtracting
+from lockstep.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
 from lockstep.feed import DirectFeed
 from lockstep.messages import Order
 from lockstep.randomness import Purpose, generator
 from lockstep.reader import Reader
-from lockstep.replica import Replica
+from lockstep.replica import Replica, open_trained
 from lockstep.report.confusion import Confusion, Examples
 from lockstep.runfolder import Checkpoint
 from lockstep.status import StatusBoard
@@ -69,10 +69,7 @@ def _on_cpu(checkpoint: Checkpoint) -> Config:
 def _answers(config: Config, dataset: Dataset, checkpoint: Checkpoint, n_images: int) -> list[Answer]:
     """To images from all over the validation half, until there are enough or the time is over."""
     backend = backend_of("cpu")
-    replica = Replica(config, dataset, backend.memory)
-    replica.load(checkpoint.path)
-    replica.begin_validation()
-    dataset = subtracting(dataset, replica.mean)
+    replica, dataset = open_trained(config, dataset, backend.memory, checkpoint.path)
     ring = backend.make_ring(config, 1, replica.crop_size, dataset.mean)
     reader = Reader(config, dataset, replica.crop_size, StatusBoard.create())
     feed = DirectFeed(backend.fill_directly(ring, reader), ring, _orders(len(dataset.val)))
