@@ -32,6 +32,7 @@ from lockstep.config import Config
 from lockstep.console import Console, show
 from lockstep.dataset import Dataset, check_content, open_dataset
 from lockstep.errors import UserError
+from lockstep.group import World
 from lockstep.messages import Started
 from lockstep.plan import Plan
 from lockstep.processes import Interrupts, Processes
@@ -145,17 +146,17 @@ def start_processes(processes: Processes, config: Config, run: runfolder.Run) ->
     """Starts a trainer and, with para_load, a loader per device, with a pipe between all that talk."""
     devices.number_gpus_by_place()
     plan = Plan(config, run.folder, run.start.path if run.start else None)
-    n_trainers = len(config.devices)
-    peers: list[dict[int, Connection]] = [{} for _ in range(n_trainers)]
-    for rank in range(n_trainers):
+    worlds = World.on_one_host(len(config.devices))
+    peers: list[dict[int, Connection]] = [{} for _ in worlds]
+    for rank in range(len(worlds)):
         for other in range(rank):
             peers[rank][other], peers[other][rank] = multiprocessing.Pipe()
-    for rank in range(n_trainers):
+    for rank, world in enumerate(worlds):
         ours = theirs = None
         if config.para_load:
             ours, theirs = multiprocessing.Pipe()
-            processes.start(f"loader {rank}", "proc_load:run_loader", (theirs, rank, config))
-        arguments = (plan, rank, ours, peers[rank])
+            processes.start(f"loader {rank}", "proc_load:run_loader", (theirs, world, config))
+        arguments = (plan, world, ours, peers[rank])
         processes.start(f"trainer {rank}", "train_funcs:run_trainer", arguments, speaker=rank == 0)
         # Only the children's copies are left, so that a child's death closes its pipes.
         for connection in (ours, theirs, *peers[rank].values()):

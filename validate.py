@@ -21,6 +21,7 @@ from lockstep.config import Config
 from lockstep.console import show
 from lockstep.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
+from lockstep.group import World
 from lockstep.messages import Judged
 from lockstep.plan import Plan
 from lockstep.processes import Ending, Interrupts, Processes
@@ -100,9 +101,10 @@ def judge(
                 verdict.take(message)
                 bar.update(len(message.labels))
 
-        for rank in range(len(config.devices)):
-            arguments = (plan, rank, n_views)
-            processes.start(f"trainer {rank}", "lockstep.validation:run_validator", arguments, rank == 0)
+        for world in World.on_one_host(len(config.devices)):
+            arguments = (plan, world, n_views)
+            name, speaks = f"trainer {world.rank}", world.rank == 0
+            processes.start(name, "lockstep.validation:run_validator", arguments, speaks)
         ending = processes.watch(on_message)
     return verdict, ending
 

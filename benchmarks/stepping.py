@@ -20,10 +20,10 @@ from benchmarks.augmenting import make_folder
 from benchmarks.measure import table
 from lockstep.config import Config, Layer, resolve
 from lockstep.feed import Feed, LoaderFeed
+from lockstep.group import Group, World
 from lockstep.loading import Batch
 from lockstep.messages import Order, Stop, Subtract
 from lockstep.order import minibatches
-from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
 from lockstep.ranks import DEADLINE
@@ -60,9 +60,11 @@ def measure(config: Config, n_steps: int) -> dict[str, float]:
     theirs.close()
     control, launcher = multiprocessing.Pipe()
     plan = Plan(config, Path("."), None)
-    trainer = Trainer(plan, Peers(0, {}), None, Pipe(control, "launcher", DEADLINE), StatusBoard.create())
+    trainer = Trainer(
+        plan, Group.on_one_host(0, {}), None, Pipe(control, "launcher", DEADLINE), StatusBoard.create()
+    )
     trainer.begin_epoch()
-    ring = trainer.backend.make_ring(config, config.n_slots, trainer.replica.crop_size, trainer.dataset.mean)
+    ring = trainer.backend.make_ring(config, config.n_slots, trainer.program.crop_size, trainer.dataset.mean)
     pipe = Pipe(ours, "loader 0", DEADLINE)
     pipe.send(Subtract(None))
     loaded = LoaderFeed(pipe, ring, endless(len(trainer.dataset.train), config.batch_size))
@@ -111,7 +113,9 @@ def endless(n_samples: int, size: int) -> Iterator[Order]:
 def load(connection: Any, config: Config) -> None:
     """The loader process, without a launcher."""
     control, _keep_open = multiprocessing.Pipe()
-    run_loader(Pipe(control, "launcher", DEADLINE), StatusBoard.create(), connection, 0, config)
+    run_loader(
+        Pipe(control, "launcher", DEADLINE), StatusBoard.create(), connection, World.on_one_host(1)[0], config
+    )
 
 
 def copy_of(batch: Batch) -> Batch:

@@ -15,7 +15,7 @@ from conftest import SIZE, Program, make_config
 from lockstep import batches, checkpoint
 from lockstep.dataset import open_dataset
 from lockstep.errors import UserError
-from lockstep.peers import Peers
+from lockstep.group import Group
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
 from lockstep.runfolder import State, find_checkpoint, verify
@@ -171,8 +171,10 @@ def test_a_file_that_breaks_while_training_is_named_by_its_loader(folder: Path, 
 def test_weights_that_are_no_numbers_are_not_saved(shared_folder: Path, tmp_path: Path) -> None:
     control, _keep_open = multiprocessing.Pipe()
     plan = Plan(make_config(data_folder=str(shared_folder), para_load=False), tmp_path, None)
-    trainer = Trainer(plan, Peers(0, {}), None, Pipe(control, "the launcher", 5), StatusBoard.create())
-    trainer.replica.arena.tensors["weights/fc5.bias"][0] = float("nan")
+    trainer = Trainer(
+        plan, Group.on_one_host(0, {}), None, Pipe(control, "the launcher", 5), StatusBoard.create()
+    )
+    trainer.program.arena.tensors["weights/fc5.bias"][0] = float("nan")
     with pytest.raises(UserError, match="lower learning_rate"):
         trainer.save()
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ from conftest import make_config, make_folder
 from torch import nn
 
 from lockstep.config import Config
-from lockstep.peers import Peers
+from lockstep.group import Group
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
 from lockstep.ranks import DEADLINE, run_ranks
@@ -65,9 +65,9 @@ def train_rank(
     launcher, _keep_open = multiprocessing.Pipe()
     plan = Plan(config, place, None)
     control = Pipe(launcher, "the launcher", DEADLINE)
-    trainer = Trainer(plan, Peers(rank, pipes), None, control, StatusBoard.create())
+    trainer = Trainer(plan, Group.on_one_host(rank, pipes), None, control, StatusBoard.create())
     assert not trainer.run()
-    return {name: tensor.numpy().copy() for name, tensor in trainer.replica.arena.tensors.items()}
+    return {name: tensor.numpy().copy() for name, tensor in trainer.program.arena.tensors.items()}
 
 
 def train_n(

@@ -63,8 +63,13 @@ def recorder() -> Recorder:
     return Recorder(torch.device("cpu"), HostStopwatch())
 
 
+def take_step(replica: Replica, batch: Batch, mean_share: float, rank: int = 0) -> None:
+    replica.forward_backward(batch, mean_share, rank, recorder())
+    replica.optimizer.step()
+
+
 def update(replica: Replica, number: int) -> None:
-    replica.update(make_batch(number), 6, 0, recorder())
+    take_step(replica, make_batch(number), 6)
 
 
 def loss_of(model: nn.Module, batch: Batch, smoothing: float = 0.0) -> torch.Tensor:
@@ -88,8 +93,8 @@ def test_a_step_is_that_of_a_plain_loop(shared_folder: Path) -> None:
     optimizer = torch.optim.SGD(plain.parameters(), 0.5, 0.9)
     for number in range(3):
         first, second = make_batch(2 * number), make_batch(2 * number + 1, 2)
-        replica.learn(first, 8, 0, recorder())
-        replica.update(second, 8, 0, recorder())
+        replica.forward_backward(first, 8, 0, recorder())
+        take_step(replica, second, 8)
         optimizer.zero_grad()
         ((6 * loss_of(plain, first, 0.1) + 2 * loss_of(plain, second, 0.1)) / 8).backward()
         norm = torch.cat([parameter.grad.flatten() for parameter in plain.parameters()]).norm()
@@ -194,7 +199,7 @@ def test_small_networks_learn_ten_pictures(shared_folder: Path, model: str, args
     images, labels = 60 * torch.randn(10, 3, 32, 32), torch.arange(10) % 7
     batch = Batch(Order("train", 1, 1, 0, 10, 0, 10), images, labels, torch.arange(10))
     for _ in range(60):
-        replica.update(batch, 10, 0, recorder())
+        take_step(replica, batch, 10)
     replica.begin_validation()
     cost, wrong, _ = replica.count_errors(batch).tolist()
     assert cost < 5 and wrong == 0  # by chance 19.5, and 8 or 9
@@ -206,7 +211,7 @@ def test_a_trainer_without_images_takes_the_step_with_a_gradient_of_zero(shared_
     update(replica, 0)
     weight = replica.model.fc.weight.detach().clone()
     momentum = replica.arena.state_of("momenta", "fc.weight").clone()
-    replica.update(make_batch(1, 0), 0.25, 1, recorder())
+    take_step(replica, make_batch(1, 0), 0.25, 1)
     expected = 0.9 * momentum + 0.0005 * weight
     assert torch.allclose(replica.arena.state_of("momenta", "fc.weight"), expected, rtol=1e-5)
     assert torch.allclose(replica.model.fc.weight, weight - 0.05 * expected, rtol=1e-5)

@@ -102,7 +102,7 @@ def _ceilings(first: LoneTrainer, setting: Setting) -> dict[str, float]:
     source = memory.allocate(setting.copy_bytes, "a copy's source")
     target = memory.allocate(setting.copy_bytes, "a copy's target")
     source.tensor(torch.uint8, (setting.copy_bytes,)).random_(0, 256)
-    size, device = (setting.matrix, setting.matrix), first.replica.device
+    size, device = (setting.matrix, setting.matrix), first.program.device
     left, right = (torch.randn(size, device=device).to(torch.bfloat16) for _ in range(2))
     product = torch.empty_like(left)
     first.synchronize()

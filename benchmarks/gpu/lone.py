@@ -15,8 +15,8 @@ from benchmarks.stepping import ResidentFeed, endless, load
 from lockstep import precision
 from lockstep.config import Config, Layer, resolve
 from lockstep.feed import Feed
+from lockstep.group import Group
 from lockstep.messages import Order
-from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
 from lockstep.ranks import DEADLINE
@@ -46,7 +46,9 @@ class LoneTrainer(Trainer):
         control, self._launcher = multiprocessing.Pipe()
         loader = _start_loader(config) if config.para_load else None
         launcher = Pipe(control, "the launcher", DEADLINE)
-        super().__init__(Plan(config, Path("."), None), Peers(0, {}), loader, launcher, StatusBoard.create())
+        super().__init__(
+            Plan(config, Path("."), None), Group.on_one_host(0, {}), loader, launcher, StatusBoard.create()
+        )
         self.begin_epoch()
         self.driver, self.stream = self.backend.memory.driver, self.backend.stream
         self.loaded = self.feed
@@ -82,10 +84,10 @@ class LoneTrainer(Trainer):
 
     def stages(self) -> dict[str, float]:
         """Milliseconds of a step on resident data by stages, on the device."""
-        optimizer = self.replica._optimizer
+        optimizer = self.program.optimizer.inner
         turn = self.turn(self.resident)
         return stage_milliseconds(
-            turn, self.replica.model, optimizer, self.driver.Event, self.stream, _STAGE_STEPS
+            turn, self.program.model, optimizer, self.driver.Event, self.stream, _STAGE_STEPS
         )
 
     def mean_loss(self) -> float:
@@ -97,7 +99,7 @@ class LoneTrainer(Trainer):
         while self._launcher.poll():  # ticks that nobody wants to see
             self._launcher.recv()
         precision.configure(self.config)
-        compute_in(self.stream, self.replica.device)
+        compute_in(self.stream, self.program.device)
         self.feed = feed
 
 

@@ -5,13 +5,13 @@ import torch
 
 from lockstep.backends import Backend
 from lockstep.config import Config
-from lockstep.exchange import Exchange
-from lockstep.exchange.host import HostExchange
+from lockstep.exchange.host import HostTransport
+from lockstep.exchange.transport import Transport
+from lockstep.group import Group
 from lockstep.loading import Filler, Ring
 from lockstep.loading.host import HostFiller, HostRing
 from lockstep.memory import Block
 from lockstep.memory.host import HostBlock, HostMemory
-from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 from lockstep.reader import Reader
 from lockstep.recorder import HostStopwatch, Stopwatch
@@ -28,11 +28,12 @@ class HostBackend(Backend):
     def stopwatch(self) -> Stopwatch:
         return HostStopwatch()
 
-    def open_exchange(
-        self, kind: str, block: Block, arena: torch.Tensor, peers: Peers
-    ) -> tuple[Exchange, str]:
+    def open_transport(
+        self, kind: str, block: Block, arena: torch.Tensor, group: Group
+    ) -> tuple[Transport, str]:
         assert isinstance(block, HostBlock) and kind == "auto"
-        return HostExchange.open(block, arena, peers), ""
+        n_threads = torch.get_num_threads()
+        return HostTransport.open(block, arena.numpy().dtype, len(arena), group, n_threads), ""
 
     def make_ring(self, config: Config, n_slots: int, crop_size: int, mean: np.ndarray) -> HostRing:
         size = (crop_size, crop_size)
