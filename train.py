@@ -15,6 +15,12 @@ press again to leave at once), 143 SIGTERM, likewise; 1 anything else, and the l
 and at what.
 """
 
+from lockstep.interrupts import Interrupts, die_with_parent
+
+if __name__ == "__main__":
+    interrupts = Interrupts()
+    interrupts.install("stopped as asked, before training began")  # now: the imports below take a second
+
 import dataclasses
 import importlib.util
 import multiprocessing
@@ -34,15 +40,13 @@ from lockstep.dataset import Dataset, check_content, open_dataset
 from lockstep.errors import UserError
 from lockstep.messages import Started
 from lockstep.plan import Plan
-from lockstep.processes import Interrupts, Processes
+from lockstep.processes import Processes
 
 HERE = Path(__file__).resolve().parent
 REPORT_SECONDS = 600.0  # it limits itself to much less
 
 
-def main() -> int:
-    interrupts = Interrupts()
-    interrupts.install()
+def main(interrupts: Interrupts) -> int:
     try:
         if not sys.platform.startswith("linux"):
             raise UserError("Lockstep runs on Linux only: it stands on memfd and descriptor passing")
@@ -58,7 +62,7 @@ def main() -> int:
         run = runfolder.open_run(config, len(dataset.train))
         code = train(config, dataset, run, interrupts)
         if code == 0 and config.report:
-            write_report(run.folder)
+            write_report(run.folder, interrupts)
         return code
     except UserError as error:
         show(f"lockstep: {error}", "stderr")
@@ -125,20 +129,26 @@ def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Con
         console.log("resumed", {"checkpoint": str(run.start.path)})
 
 
-def write_report(folder: Path) -> None:
+def write_report(folder: Path, interrupts: Interrupts) -> None:
     """Has the report written by a process of its own. The run is good whatever becomes of its report."""
     command = [sys.executable, "-m", "lockstep.report", str(folder)]
+    again = f"to try again: {' '.join(command)}"
+    interrupts.leave(f"stopped as asked: the run is complete, its report was not written; {again}")
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])  # from any folder
     environment = {**os.environ, "PYTHONPATH": path}
     try:
-        code = subprocess.run(command, env=environment, timeout=REPORT_SECONDS).returncode
+        # A group of its own: Ctrl-C in a terminal is the launcher's, who ends the report by leaving.
+        code = subprocess.run(
+            command,
+            env=environment,
+            timeout=REPORT_SECONDS,
+            process_group=0,
+            preexec_fn=die_with_parent,
+        ).returncode
     except subprocess.TimeoutExpired:
         code = -signal.SIGKILL
     if code:
-        show(
-            f"note: the report was not written (exit code {code}); to try again: {' '.join(command)}",
-            "stderr",
-        )
+        show(f"note: the report was not written (exit code {code}); {again}", "stderr")
 
 
 def start_processes(processes: Processes, config: Config, run: runfolder.Run) -> None:
@@ -164,4 +174,4 @@ def start_processes(processes: Processes, config: Config, run: runfolder.Run) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(interrupts))

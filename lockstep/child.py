@@ -5,7 +5,6 @@ trainer 0, which sees the end of the *lifeline*, a pipe whose other end only the
 last word for all.
 """
 
-import ctypes
 import importlib
 import os
 import signal
@@ -17,12 +16,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lockstep.errors import PeerLost, PeerProblem, UserError
+from lockstep.interrupts import STOP_SIGNAL, die_with_parent
 from lockstep.messages import Failed, Finished, Ready
 from lockstep.pipes import Pipe
 from lockstep.status import StatusBoard
 
-STOP_SIGNAL = signal.SIGUSR1  # child to launcher: I was asked to end; let us all stop in good order
-_PR_SET_PDEATHSIG = 1
 _last_word = threading.Lock()
 
 
@@ -89,7 +87,7 @@ def _tie_to_launcher(start: ChildStart, board: StatusBoard) -> None:
 
         threading.Thread(target=watch, daemon=True).start()
     # The speaker may have been suspended: it must wake up to speak and leave.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT if start.speaker else signal.SIGKILL)
+    die_with_parent(signal.SIGCONT if start.speaker else signal.SIGKILL)
     if os.getppid() != start.launcher:  # it died before the line above
         _launcher_died(start, board)
 

@@ -8,16 +8,17 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from lockstep.child import STOP_SIGNAL, ChildStart, child_main
+from lockstep.child import ChildStart, child_main
 from lockstep.errors import PeerProblem
+from lockstep.interrupts import Interrupts
 from lockstep.messages import Failed, Finished, Notice, Ready, Stop
 from lockstep.pipes import START_SECONDS, Pipe
 from lockstep.status import StatusBoard
@@ -75,42 +76,6 @@ class Ending:
     traceback: str = ""
 
 
-class Interrupts:
-    """Notes Ctrl-C and SIGTERM in the launcher. Once: stop in good order. Again, a second later: at once.
-
-    A second later, because `timeout` and cluster managers send the same signal to a process and to its group.
-    """
-
-    def __init__(self) -> None:
-        self.code = 0  # the exit code of a stopped run; 0 while nobody has asked to stop
-        self.at_once = False
-        self._first = 0.0
-
-    def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, STOP_SIGNAL):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: object) -> None:
-        if not self.code:
-            self.code = 128 + (signal.SIGTERM if number == STOP_SIGNAL else number)
-            self._first = time.monotonic()
-        elif number != STOP_SIGNAL and time.monotonic() - self._first > 1:
-            self.at_once = True
-
-    @contextmanager
-    def ignored_by_children(self) -> Iterator[None]:
-        """Processes started inside ignore the signals from birth; one that comes meanwhile is kept."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-
-
 class Processes:
     """All children of a run. Use it as a context manager: on leaving, none of them is left."""
 
@@ -124,6 +89,7 @@ class Processes:
         self._lifeline, self._lifeline_end = self._context.Pipe(duplex=False)
 
     def __enter__(self) -> "Processes":
+        self._interrupts.note()
         return self
 
     def __exit__(self, *exception: object) -> None:
