@@ -96,9 +96,13 @@ def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Inte
     announce(console, dataset, run, config)
     machine = {"cores": devices.count_cores(), **devices.describe(config.devices)}
 
+    saved = run.folder / "config.yaml"
+    if not (config.resume_train and saved.exists()):  # a run killed before its first step can be resumed, too
+        runfolder.write_text(saved, text)
+
     def on_message(message: object) -> None:
         if isinstance(message, Started):  # not before: a refused start must not replace a good run's file
-            runfolder.write_text(run.folder / "config.yaml", text)
+            runfolder.write_text(saved, text)
         else:
             console.take(message)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from conftest import ROOT, Program, Running, make_folder
+from conftest import ROOT, Program, Running, make_folder, wait_until
 from safetensors.numpy import load_file
 
 from lockstep.runfolder import verify
@@ -169,12 +169,35 @@ def test_a_second_run_does_not_write_into_the_first_ones_folder(program: Program
 
 
 def test_a_run_that_never_saved_can_be_started_again_or_resumed(program: Program) -> None:
-    refused = program.run("model_args={depth: 3}", code=2)
-    assert not (refused.run_folder / "config.yaml").exists()
-    resumed = program.run("n_epochs=1", "resume_train=true")
+    program.run("model_args={depth: 3}", code=2)
+    resumed = program.run("n_epochs=1", "model_args={}", "resume_train=true")
     assert "has no checkpoint yet: starting from scratch" in resumed.output()
     program.run("model_args={depth: 3}", name="other", code=2)
     assert program.run("n_epochs=1", name="other").last_line().startswith("done")
+
+
+def test_a_run_killed_before_its_first_step_is_resumed_as_what_it_was(program: Program) -> None:
+    """Or not at all where its configuration is gone; never as the one in the working tree."""
+    killed = program.start("n_epochs=1", "learning_rate=0.003", "momentum=0.5")
+    killed.pids()  # its processes are started; they import
+    killed.process.kill()
+    killed.wait()
+    wait_until(lambda: killed.leftovers() == [], "them to be gone")
+    assert not events(killed, "progress")
+    resumed = program.run("resume_train=true")
+    saved = yaml.safe_load((killed.run_folder / "config.yaml").read_text())
+    assert (saved["n_epochs"], saved["learning_rate"], saved["momentum"]) == (1, 0.003, 0.5)
+    assert "done" in resumed.last_line() and "going on with the configuration in" in resumed.output()
+    (killed.run_folder / "config.yaml").unlink()
+    refused = program.run("resume_train=true", "n_epochs=2", code=2)
+    assert f"{killed.run_folder}: has no config.yaml" in refused.last_line()
+
+
+def test_a_refused_start_replaces_no_good_runs_configuration(program: Program) -> None:
+    good = program.run("n_epochs=1", "devices=[cpu]")
+    before = (good.run_folder / "config.yaml").read_bytes()
+    program.run("n_epochs=2", "resume_train=true", "n_classes=9", "devices=[cpu]", code=2)
+    assert (good.run_folder / "config.yaml").read_bytes() == before
 
 
 @pytest.mark.parametrize("output", ["/dev/full", "a reader that leaves", "closed"])
