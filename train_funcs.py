@@ -16,8 +16,8 @@ import torch
 
 from lockstep import checkpoint, versions
 from lockstep.backends import backend_of
+from lockstep.computing import computing
 from lockstep.dataset import open_dataset, subtracting
-from lockstep.devices import count_cores
 from lockstep.errors import UserError
 from lockstep.exchange import Exchange
 from lockstep.feed import DirectFeed, Feed, LoaderFeed
@@ -48,22 +48,14 @@ def run_trainer(
 ) -> bool:
     """The process of trainer `rank`. Returns whether it stopped early because the launcher asked."""
     config = plan.config
-    torch.set_num_threads(config.cpu_threads or max(1, count_cores() // len(config.devices)))
     deadline = config.wait_deadline
     pipes = {other: Pipe(end, f"trainer {other}", deadline) for other, end in peers.items()}
     pipe = Pipe(loader, f"loader {rank}", deadline) if loader else None
     board.say("opening the dataset and building the network")
-    try:
+    with computing(config, rank, board):
         trainer = Trainer(plan, Peers(rank, pipes), pipe, control, board)
         stopped = trainer.run()
         trainer.close()
-    except torch.OutOfMemoryError as error:
-        text = f"{config.devices[rank]} is out of memory ({board.read()}): {error}"
-        raise UserError(f"{text}; lower batch_size or n_slots, or use a smaller model") from error
-    except RuntimeError as error:
-        if "use_deterministic_algorithms" not in str(error):
-            raise
-        raise UserError(f"deterministic: the network has an operation that is not: {error}") from error
     return stopped
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from lockstep.backends import backend_of
+from lockstep.computing import computing
 from lockstep.dataset import open_dataset
 from lockstep.errors import UserError
 from lockstep.feed import DirectFeed
@@ -25,6 +26,11 @@ def run_validator(control: Pipe, board: StatusBoard, plan: Plan, rank: int, n_vi
 
     Returns whether it stopped early because the launcher asked.
     """
+    with computing(plan.config, rank, board):
+        return _judge_share(control, board, plan, rank, n_views)
+
+
+def _judge_share(control: Pipe, board: StatusBoard, plan: Plan, rank: int, n_views: int) -> bool:
     config = plan.config
     board.say("opening the dataset and the checkpoint")
     dataset = open_dataset(config)
@@ -38,7 +44,7 @@ def run_validator(control: Pipe, board: StatusBoard, plan: Plan, rank: int, n_vi
     feed = DirectFeed(backend.fill_directly(ring, reader), ring, iter(orders))
     stopped = False
     for _ in range(0, len(orders), n_views):
-        control.send(judge(feed, replica, n_views))
+        control.send(judge(feed, replica, n_views, board))
         stopped = control.poll()  # the launcher sends nothing but Stop
         if stopped:
             break
@@ -57,11 +63,12 @@ def orders_of(n_images: int, batch_size: int, rank: int, n_ranks: int, n_views: 
                 yield Order("val", 1, start // size + 1, start, stop, first, last, view)
 
 
-def judge(feed: DirectFeed, replica: Replica, n_views: int) -> Judged:
+def judge(feed: DirectFeed, replica: Replica, n_views: int, board: StatusBoard) -> Judged:
     """One batch. Of several views the probabilities are averaged."""
     seen = []
     for _ in range(n_views):
         order = feed.next()
+        board.say(f"{order}: validating")
         batch = feed.batch()
         labels = batch.labels.cpu()
         seen.append(replica.log_probabilities(batch).cpu())
