@@ -17,7 +17,7 @@ import fcntl
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -174,9 +174,17 @@ def verify(record: Path) -> Checkpoint:
 def read_state(record: Path) -> State:
     """A checkpoint's JSON file. Raises UserError naming it when it is not what was written."""
     try:
-        state = State(**json.loads(record.read_text(encoding="utf-8")))
+        content = dict(json.loads(record.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{record}: is not a whole checkpoint record: {error}") from error
+    needed = {field.name for field in fields(State) if field.default is MISSING}
+    odd = sorted(needed - content.keys()), sorted(content.keys() - {field.name for field in fields(State)})
+    if any(odd):
+        words = [
+            f"{what} {', '.join(keys)}" for what, keys in zip(("lacks", "has"), odd, strict=True) if keys
+        ]
+        raise UserError(f"{record}: is not a checkpoint record of this version: it {' and '.join(words)}")
+    state = State(**content)
     if not state.is_well_formed():
         raise UserError(f"{record}: is not a checkpoint record: a value has the wrong type")
     return state

@@ -4,6 +4,7 @@ On the CPU, whatever the run is on, and bounded in number and time. Images come 
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ def _answers(config: Config, dataset: Dataset, checkpoint: Checkpoint, n_images:
             feed.next()
             answers += _ask(replica, feed)
             feed.release()
+            if not all(math.isfinite(answer.probability) for answer in answers[-_BATCH:]):
+                raise UserError(f"{checkpoint.path}: its network gives no numbers")
             if time.monotonic() - begin > _SECONDS:
                 break
     except RuntimeError as error:  # the network can't do on a CPU what it does on its devices
