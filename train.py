@@ -33,11 +33,10 @@ from pathlib import Path
 
 from lockstep import commandline, devices, runfolder, scalars, versions
 from lockstep import config as configuration
-from lockstep.checks import nearest
 from lockstep.config import Config
 from lockstep.console import Console, show
 from lockstep.dataset import Dataset, check_content, open_dataset
-from lockstep.errors import UserError
+from lockstep.errors import UserError, nearest
 from lockstep.messages import Started
 from lockstep.plan import Plan
 from lockstep.processes import Processes

@@ -22,7 +22,8 @@ from lockstep.errors import UserError
 from lockstep.exchange import Exchange
 from lockstep.feed import DirectFeed, Feed, LoaderFeed
 from lockstep.messages import Notice, Order, Progress, Saved, Started, Subtract, Tick, Validated
-from lockstep.optimizer import inexact_parts
+from lockstep.optim.build import inexact_parts
+from lockstep.optim.schedules import learning_rate
 from lockstep.order import minibatches, share
 from lockstep.peers import Peers
 from lockstep.pipes import Pipe
@@ -32,7 +33,6 @@ from lockstep.reader import Reader
 from lockstep.recorder import Recorder
 from lockstep.replica import Replica
 from lockstep.runfolder import State, read_state
-from lockstep.schedule import learning_rate
 from lockstep.status import StatusBoard
 
 TICK_SECONDS = 0.25

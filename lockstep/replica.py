@@ -14,7 +14,8 @@ from lockstep.errors import UserError
 from lockstep.loading import Batch
 from lockstep.memory import Memory
 from lockstep.network import build_model, crop_size, intake_of
-from lockstep.optimizer import make_optimizer, set_learning_rate, states_of
+from lockstep.optim import states_of
+from lockstep.optim.build import make_optimizer, set_learning_rate
 from lockstep.randomness import Purpose, seed_of
 from lockstep.recorder import Recorder
 
