@@ -20,8 +20,8 @@ from lockstep.computing import computing
 from lockstep.dataset import open_dataset, subtracting
 from lockstep.errors import UserError
 from lockstep.exchange import Exchange
-from lockstep.feed import DirectFeed, Feed, LoaderFeed
-from lockstep.messages import Notice, Order, Progress, Saved, Started, Subtract, Tick, Validated
+from lockstep.feed import open_feed
+from lockstep.messages import Notice, Order, Progress, Saved, Started, Tick, Validated
 from lockstep.optim.build import inexact_parts
 from lockstep.optim.schedules import learning_rate
 from lockstep.order import minibatches, share
@@ -29,7 +29,6 @@ from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
 from lockstep.pretrained.start import start_with
-from lockstep.reader import Reader
 from lockstep.recorder import Recorder
 from lockstep.replica import Replica
 from lockstep.runfolder import State, read_state
@@ -60,10 +59,19 @@ def run_trainer(
 
 
 class Trainer:
-    """One trainer: its replica of the network, its feed of minibatches, its part in the exchange."""
+    """One trainer: its replica of the network, its feed of minibatches, its part in the exchange.
+
+    orders: what is loaded, where it is not the run's; for benchmarks.
+    """
 
     def __init__(
-        self, plan: Plan, peers: Peers, loader: Pipe | None, control: Pipe, board: StatusBoard
+        self,
+        plan: Plan,
+        peers: Peers,
+        loader: Pipe | None,
+        control: Pipe,
+        board: StatusBoard,
+        orders: Iterator[Order] | None = None,
     ) -> None:
         self.plan, self.config, self.peers = plan, plan.config, peers
         self.control, self.board = control, board
@@ -79,7 +87,8 @@ class Trainer:
         elif self.config.pretrained:
             self._start_with_pretrained()
         self.exchange = self._open_exchange()
-        self.feed = self._open_feed(loader)
+        orders = orders or self.orders()
+        self.feed = open_feed(self.backend, self.config, self.dataset, self.replica, orders, board, loader)
         self.recorder = Recorder(self.replica.device, self.backend.stopwatch())
         self.printed_at = self.ticked_at = time.perf_counter()
 
@@ -270,16 +279,6 @@ class Trainer:
         if reason:
             self._tell(Notice(f"exchange: {exchange.name}: {reason}"))
         return exchange
-
-    def _open_feed(self, loader: Pipe | None) -> Feed:
-        config, mean, crop_size = self.config, self.dataset.mean, self.replica.crop_size
-        if loader:
-            loader.send(Subtract(self.replica.mean))
-            ring = self.backend.make_ring(config, config.n_slots, crop_size, mean)
-            return LoaderFeed(loader, ring, self.orders())
-        ring = self.backend.make_ring(config, 1, crop_size, mean)
-        filler = self.backend.fill_directly(ring, Reader(config, self.dataset, crop_size, self.board))
-        return DirectFeed(filler, ring, self.orders())
 
     def _orders_of(self, stage: Any, epoch: int, n_samples: int, position: int) -> Iterator[Order]:
         size, peers = self._minibatch_size(), self.peers

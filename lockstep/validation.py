@@ -11,12 +11,11 @@ from lockstep.backends import backend_of
 from lockstep.computing import computing
 from lockstep.dataset import open_dataset
 from lockstep.errors import UserError
-from lockstep.feed import DirectFeed
+from lockstep.feed import Feed, open_feed
 from lockstep.messages import Judged, Order
 from lockstep.order import minibatches, share
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
-from lockstep.reader import Reader
 from lockstep.replica import Replica, open_trained
 from lockstep.status import StatusBoard
 
@@ -38,10 +37,8 @@ def _judge_share(control: Pipe, board: StatusBoard, plan: Plan, rank: int, n_vie
     backend.start_computing(config)
     assert plan.start
     replica, dataset = open_trained(config, dataset, backend.memory, plan.start)
-    ring = backend.make_ring(config, 1, replica.crop_size, dataset.mean)
-    reader = Reader(config, dataset, replica.crop_size, board)
     orders = list(orders_of(len(dataset.val), config.batch_size, rank, len(config.devices), n_views))
-    feed = DirectFeed(backend.fill_directly(ring, reader), ring, iter(orders))
+    feed = open_feed(backend, config, dataset, replica, iter(orders), board)
     stopped = False
     for _ in range(0, len(orders), n_views):
         control.send(judge(feed, replica, n_views, board))
@@ -63,7 +60,7 @@ def orders_of(n_images: int, batch_size: int, rank: int, n_ranks: int, n_views: 
                 yield Order("val", 1, start // size + 1, start, stop, first, last, view)
 
 
-def judge(feed: DirectFeed, replica: Replica, n_views: int, board: StatusBoard) -> Judged:
+def judge(feed: Feed, replica: Replica, n_views: int, board: StatusBoard) -> Judged:
     """One batch. Of several views the probabilities are averaged."""
     seen = []
     for _ in range(n_views):
