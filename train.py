@@ -25,7 +25,6 @@ import dataclasses
 import importlib.util
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 from multiprocessing.connection import Connection
@@ -139,17 +138,13 @@ def write_report(folder: Path, interrupts: Interrupts) -> None:
     interrupts.leave(f"stopped as asked: the run is complete, its report was not written; {again}")
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])  # from any folder
     environment = {**os.environ, "PYTHONPATH": path}
+    with interrupts.ignored_by_children():  # it ends with this process, not before
+        process = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)  # noqa: PLW1509
     try:
-        # A group of its own: Ctrl-C in a terminal is the launcher's, who ends the report by leaving.
-        code = subprocess.run(
-            command,
-            env=environment,
-            timeout=REPORT_SECONDS,
-            process_group=0,
-            preexec_fn=die_with_parent,
-        ).returncode
+        code = process.wait(REPORT_SECONDS)
     except subprocess.TimeoutExpired:
-        code = -signal.SIGKILL
+        process.kill()
+        code = process.wait()
     if code:
         show(f"note: the report was not written (exit code {code}); {again}", "stderr")
 
