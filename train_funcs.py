@@ -17,24 +17,23 @@ import torch
 from lockstep import checkpoint, versions
 from lockstep.agreement import check_replicas
 from lockstep.backends import backend_of
+from lockstep.computing import computing
 from lockstep.dataset import open_dataset, subtracting
-from lockstep.devices import count_cores
 from lockstep.errors import UserError
 from lockstep.exchange.transport import Transport
-from lockstep.feed import DirectFeed, Feed, LoaderFeed
+from lockstep.feed import open_feed
 from lockstep.group import Group, World
-from lockstep.messages import Notice, Order, Saved, Started, Subtract, Validated
+from lockstep.messages import Notice, Order, Saved, Started, Validated
+from lockstep.optim.schedules import learning_rate
 from lockstep.order import minibatches, share
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
 from lockstep.pretrained.start import start_with
 from lockstep.program import Program
 from lockstep.progress import Teller, check_finite
-from lockstep.reader import Reader
 from lockstep.recorder import Recorder
 from lockstep.replica import Replica
 from lockstep.runfolder import State, read_state
-from lockstep.schedule import learning_rate
 from lockstep.status import StatusBoard
 from lockstep.sync import Meeting, Rule
 from lockstep.sync.weights import Weights
@@ -50,30 +49,31 @@ def run_trainer(
 ) -> bool:
     """The process of a trainer, `world.rank`. Returns whether it stopped early because the launcher asked."""
     config = plan.config
-    torch.set_num_threads(config.cpu_threads or max(1, count_cores() // world.local_size))
     deadline = config.wait_deadline
     pipes = {other: Pipe(end, f"trainer {other}", deadline) for other, end in peers.items()}
     pipe = Pipe(loader, f"loader {world.rank}", deadline) if loader else None
     board.say("opening the dataset and building the network")
-    try:
+    with computing(config, world, board):
         trainer = Trainer(plan, Group(world, pipes), pipe, control, board)
         stopped = trainer.run()
         trainer.close()
-    except torch.OutOfMemoryError as error:
-        text = f"{config.devices[world.local_rank]} is out of memory ({board.read()}): {error}"
-        raise UserError(f"{text}; lower batch_size or n_slots, or use a smaller model") from error
-    except RuntimeError as error:
-        if "use_deterministic_algorithms" not in str(error):
-            raise
-        raise UserError(f"deterministic: the network has an operation that is not: {error}") from error
     return stopped
 
 
 class Trainer:
-    """One trainer: its replica of the network, its feed of minibatches, its part in the exchange."""
+    """One trainer: its replica of the network, its feed of minibatches, its part in the exchange.
+
+    orders: what is loaded, where it is not the run's; for benchmarks.
+    """
 
     def __init__(
-        self, plan: Plan, group: Group, loader: Pipe | None, control: Pipe, board: StatusBoard
+        self,
+        plan: Plan,
+        group: Group,
+        loader: Pipe | None,
+        control: Pipe,
+        board: StatusBoard,
+        orders: Iterator[Order] | None = None,
     ) -> None:
         self.plan, self.config, self.group, self.world = plan, plan.config, group, group.world
         self.control, self.board = control, board
@@ -92,7 +92,8 @@ class Trainer:
             self._start_with_pretrained()
         self.transport = self._open_transport()
         self.rule: Rule = Weights(self.transport)
-        self.feed = self._open_feed(loader)
+        orders = orders or self.orders()
+        self.feed = open_feed(self.backend, self.config, self.dataset, self.program, orders, board, loader)
 
     # -- the run ---------------------------------------------------------------------------------------------
 
@@ -265,16 +266,6 @@ class Trainer:
             self.teller.tell(Notice(f"exchange: {transport.name}: {reason}"))
         transport.clock = self.recorder.stopwatch.enter
         return transport
-
-    def _open_feed(self, loader: Pipe | None) -> Feed:
-        config, mean, crop_size = self.config, self.dataset.mean, self.program.crop_size
-        if loader:
-            loader.send(Subtract(self.program.mean))
-            ring = self.backend.make_ring(config, config.n_slots, crop_size, mean)
-            return LoaderFeed(loader, ring, self.orders())
-        ring = self.backend.make_ring(config, 1, crop_size, mean)
-        filler = self.backend.fill_directly(ring, Reader(config, self.dataset, crop_size, self.board))
-        return DirectFeed(filler, ring, self.orders())
 
     def _orders_of(self, stage: Any, epoch: int, n_samples: int, position: int) -> Iterator[Order]:
         size = self._minibatch_size()

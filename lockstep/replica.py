@@ -13,7 +13,7 @@ from lockstep.errors import UserError
 from lockstep.loading import Batch
 from lockstep.memory import Memory
 from lockstep.network import build_model, crop_size, intake_of
-from lockstep.optimizer import states_of
+from lockstep.optim import states_of
 from lockstep.program import Program
 from lockstep.randomness import Purpose, seed_of
 from lockstep.recorder import Recorder

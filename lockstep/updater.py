@@ -5,7 +5,7 @@ from torch import nn
 
 from lockstep.arena import Arena
 from lockstep.config import Config
-from lockstep.optimizer import make_optimizer, set_learning_rate
+from lockstep.optim.build import make_optimizer, set_learning_rate
 
 
 class Updater:

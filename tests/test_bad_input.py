@@ -45,6 +45,8 @@ def set_manifest(text: str):
 
 HKL, LABELS, MEAN = "train_hkl/0001.hkl", "labels/train_labels.npy", "misc/img_mean.npy"
 IMAGES = np.zeros((32, SIZE, SIZE, 3), np.uint8)
+ENTRY = {"file": "train_hkl/0000.hkl", "labels": [0]}
+MANIFEST = {"version": 1, "classes": ["a"], "train": [ENTRY], "val": [ENTRY]}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +96,12 @@ IMAGES = np.zeros((32, SIZE, SIZE, 3), np.uint8)
         ),
         (replace(MEAN, np.full((SIZE, SIZE, 3), 1e300)), MEAN, "not pixels'"),
         (set_manifest("{}"), "manifest.json", "is not a manifest"),
+        (
+            set_manifest(json.dumps({**MANIFEST, "resize": "stretch"})),
+            "manifest.json",
+            "resize must be one of squash, crop, pad, not 'stretch'",
+        ),
+        (set_manifest(json.dumps({**MANIFEST, "resize": ["crop"]})), "manifest.json", "not ['crop']"),
     ],
 )
 def test_a_broken_dataset_folder_names_the_file(folder: Path, change, named: str, message: str) -> None:

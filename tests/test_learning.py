@@ -1,22 +1,26 @@
 """What a replica does in a step: optimizers against torch's own and the paper's, and what goes with them."""
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_config
+from conftest import ROOT, make_config
 from torch import nn
 
 from lockstep.dataset import open_dataset
 from lockstep.errors import UserError
-from lockstep.lars import LARS
 from lockstep.loading import Batch
 from lockstep.memory.host import HostMemory
 from lockstep.messages import Order
-from lockstep.optimizer import inexact_parts
+from lockstep.optim import OPTIMIZERS, OptimizerName
+from lockstep.optim.build import inexact_parts
+from lockstep.optim.lars import LARS
+from lockstep.optim.schedules import SCHEDULES, ScheduleName
 from lockstep.recorder import HostStopwatch, Recorder
 from lockstep.replica import Replica
 
@@ -142,7 +146,9 @@ def test_adamw_is_torchs(shared_folder: Path) -> None:
 def test_lars_is_the_papers_formula(momentum: float) -> None:
     torch.manual_seed(0)
     weight, bias = (nn.Parameter(torch.randn(*shape, dtype=torch.float64)) for shape in ((3, 4), (3,)))
-    optimizer = LARS([weight, bias], 0.5, momentum, weight_decay=0.01, trust=0.02)
+    config = make_config(learning_rate=0.5, momentum=momentum)
+    groups = [{"params": [weight, bias], "weight_decay": 0.01}]
+    optimizer = LARS().make(groups, config, {"trust": 0.02})
     w, b, v_w, v_b = weight.detach().clone(), bias.detach().clone(), 0.0, 0.0
     for _ in range(4):
         x = torch.randn(5, 4, dtype=torch.float64)
@@ -157,15 +163,26 @@ def test_lars_is_the_papers_formula(momentum: float) -> None:
         assert torch.allclose(weight, w, rtol=1e-12) and torch.allclose(bias, b, rtol=1e-12)
 
 
+def test_every_name_of_an_optimizer_or_schedule_has_one() -> None:
+    assert get_args(OptimizerName) == tuple(OPTIMIZERS) and get_args(ScheduleName) == tuple(SCHEDULES)
+
+
+def test_declaring_needs_no_torch() -> None:
+    """The launcher checks configurations by what optimizers declare."""
+    code = "import sys, lockstep.optim.schedules; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
 def test_lars_moves_weights_that_are_zero() -> None:
     weight = nn.Parameter(torch.zeros(2, 2))
-    optimizer = LARS([weight], 0.1)
+    groups = [{"params": [weight], "weight_decay": 0.0}]
+    optimizer = LARS().make(groups, make_config(learning_rate=0.1), {"trust": 0.001})
     weight.sum().backward()
     optimizer.step()
     assert torch.allclose(weight, torch.full((2, 2), -0.1))
 
 
-OPTIMIZERS = [
+CASES = [
     {"use_nesterov_momentum": True},
     {"use_momentum": False},
     {"optimizer": "adamw", "learning_rate": 0.001, "ema_decay": 0.9},
@@ -173,7 +190,7 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize("values", OPTIMIZERS, ids=lambda values: "-".join(map(str, values.values())))
+@pytest.mark.parametrize("values", CASES, ids=lambda values: "-".join(map(str, values.values())))
 def test_what_was_saved_goes_on_bit_for_bit_and_learns(shared_folder: Path, values: dict[str, Any]) -> None:
     values = {"learning_rate": 0.05, "model_args": {"norm": True}, **values}
     whole = make_replica(shared_folder, **values)
