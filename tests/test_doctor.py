@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from limits import limit
 from simulated import Simulation
 
 from lockstep import devices
@@ -42,7 +43,7 @@ class Doctor:
         environment = {**self.environment, "PYTHONPATH": modules}
         command = [sys.executable, "-m", "lockstep.doctor", *words]
         done = subprocess.run(
-            command, cwd=self.place, env=environment, capture_output=True, text=True, timeout=200
+            command, cwd=self.place, env=environment, capture_output=True, text=True, timeout=limit(200)
         )
         assert done.returncode == code, done.stdout + done.stderr
         for line in done.stdout.splitlines():
@@ -228,7 +229,7 @@ def wait_for_ever(rank: int, pipes: dict[int, Pipe]) -> None:
 
 
 def test_how_each_rank_ended_is_told() -> None:
-    outcomes = try_ranks(end_in_some_way, 4, seconds=60)
+    outcomes = try_ranks(end_in_some_way, 4, seconds=limit(60))
     assert [outcome.value for outcome in outcomes] == [0, None, None, None]
     assert [outcome.problem for outcome in outcomes] == [
         "",

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import ROOT, Program, Running, make_folder
+from limits import limit
 from safetensors.numpy import load_file
 
 from lockstep.runfolder import verify
@@ -186,7 +188,9 @@ def test_a_run_does_not_need_its_terminal(program: Program, output: str) -> None
     }
     words = f"data_folder={program.data} n_classes=7 weights_dir={program.place} run_name=r n_epochs=1"
     command = f"set -o pipefail; {sys.executable} train.py {words} devices=[cpu] {redirection[output]}"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, timeout=limit(60), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert (program.place / "r" / "checkpoints" / "epoch_0001.json").exists()
     assert "Traceback" not in done.stdout + done.stderr
@@ -213,17 +217,26 @@ def test_a_network_that_sees_little_of_a_picture_is_remarked_on(program: Program
 
 
 def test_a_terminal_gets_a_progress_bar(program: Program) -> None:
+    numbers = r"cost \d+\.\d{3}, error \d+\.\d%, [\d,]+ images/s\]"
+    bars = (
+        rf"epoch \d+/99999: +\d+%\|.*\| \d+/12 \[(\d\d:\d\d|\?) left, {numbers}",
+        r"epoch \d+/99999 validation: .* left\]",
+    )
     ours, theirs = pty.openpty()
-    words = [f"data_folder={program.data}", "n_classes=7", f"weights_dir={program.place}", "n_epochs=20"]
+    words = [f"data_folder={program.data}", "n_classes=7", f"weights_dir={program.place}", "n_epochs=99999"]
     command = [sys.executable, "train.py", *words, "devices=[cpu]", "batch_size=8", "print_freq=1000"]
     process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    output = b""
-    with suppress(OSError):  # EIO: nobody has the other end any more
-        while part := os.read(ours, 65536):
-            output += part
-    assert process.wait(10) == 0
-    numbers = r"cost \d+\.\d{3}, error \d+\.\d%, [\d,]+ images/s\]"
-    bar = rf"epoch \d+/20: +\d+%\|.*\| \d+/12 \[(\d\d:\d\d|\?) left, {numbers}"
-    assert re.search(bar, output.decode()), output.decode()[-2000:]
-    assert re.search(r"epoch \d+/20 validation: .* left\]", output.decode()), output.decode()[-2000:]
+    text, until = "", time.monotonic() + limit(60)
+    try:
+        while not all(re.search(bar, text) for bar in bars):  # they are drawn now and then
+            assert time.monotonic() < until, text[-2000:]
+            text += os.read(ours, 65536).decode(errors="replace")
+        process.send_signal(signal.SIGINT)
+        with suppress(OSError):  # EIO: nobody has the other end any more
+            while os.read(ours, 65536):
+                pass
+        assert process.wait(limit(20)) == 130
+    finally:
+        process.kill()
+        process.wait()
