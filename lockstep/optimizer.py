@@ -10,7 +10,9 @@ from lockstep.checks import optimizer_args
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.lars import LARS
+from lockstep.sgd import SGD
 
+Optimizer = torch.optim.Optimizer | SGD
 _STEPS = "steps"  # AdamW's count of steps, once for each parameter
 
 
@@ -25,7 +27,7 @@ def states_of(config: Config) -> tuple[str, ...]:
     return ("momenta",) if momentum_of(config) else ()
 
 
-def make_optimizer(model: nn.Module, arena: Arena, config: Config) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, arena: Arena, config: Config) -> Optimizer:
     """`config.optimizer` with the arena's tensors as its state, at the rate of the configuration.
 
     torch keeps v = m v + g and steps by the rate times v; theano_alexnet keeps v = m v - rate g. They are
@@ -52,7 +54,7 @@ def make_optimizer(model: nn.Module, arena: Arena, config: Config) -> torch.opti
     return optimizer
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate * group["rate_scale"]
 
@@ -82,11 +84,11 @@ def _groups(
     return [group for group in groups if group["params"]]
 
 
-def _make(groups: list[dict[str, Any]], config: Config, args: dict[str, Any]) -> torch.optim.Optimizer:
+def _make(groups: list[dict[str, Any]], config: Config, args: dict[str, Any]) -> Optimizer:
     """fused: one pass over the weights; on a CPU many times faster than a loop over operations."""
     rate, momentum = config.learning_rate, momentum_of(config)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, rate, fused=True, capturable=config.cuda_graph, **args)
     if config.optimizer == "lars":
         return LARS(groups, rate, momentum, **args)
-    return torch.optim.SGD(groups, rate, momentum, nesterov=config.use_nesterov_momentum, fused=True, **args)
+    return SGD(groups, momentum, config.use_nesterov_momentum, **args)

@@ -16,7 +16,6 @@ import build
 import limits
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from limits import limit
 from simulated import Simulation
 
@@ -25,9 +24,6 @@ from lockstep.config import Config, Layer, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = 36  # smallnet's 32 and a margin to crop from
-# How long an example takes, or is looked for, tells of the machine and not of the code.
-settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("lockstep")
 
 
 def make_folder(folder: Path, n_train: int = 90, n_val: int = 33, size: int = SIZE) -> Path:
@@ -220,11 +216,17 @@ def missing_for_gpus(n_gpus: int) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     limits.measure(len(config.getoption("tx", [])))
+    if importlib.util.find_spec("hypothesis"):  # a machine that only runs the GPUs' tests may have none
+        from hypothesis import HealthCheck, settings
+
+        # How long an example takes, or is looked for, tells of the machine and not of the code.
+        settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("lockstep")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Every test's own limit (pytest-timeout's) grows with the others."""
-    for item in items:
+    for item in items if config.pluginmanager.hasplugin("timeout") else ():
         mark = item.get_closest_marker("timeout")
         seconds = mark.args[0] if mark else float(config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(limit(seconds)), append=False)

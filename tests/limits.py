@@ -15,14 +15,14 @@ _IDLE_SECONDS = 0.2  # for so many on a core of docs/results/cpu.md with nothing
 def measure(n_workers: int) -> None:
     """Takes the time of a fixed piece of work, in a fraction of a second; to be called before all limits.
 
-    n_workers: of this session, each of which starts as many processes as the test that it runs.
+    n_workers: of this session; each keeps two cores busy.
     """
     if _MEASURED not in os.environ:
         begin = time.monotonic()
         for _ in range(_SPINS):
             pass
         slowness = (time.monotonic() - begin) / _IDLE_SECONDS
-        os.environ[_MEASURED] = str(max(1.0, slowness) * max(1, n_workers))
+        os.environ[_MEASURED] = str(max(1.0, slowness) * max(1.0, 2 * n_workers / _count_cores()))
 
 
 def limit(seconds: float) -> float:
@@ -30,5 +30,8 @@ def limit(seconds: float) -> float:
 
     Work that has come since the session began counts too, by the kernel's average of the last minute.
     """
-    cores = len(os.sched_getaffinity(0))
-    return seconds * max(float(os.environ[_MEASURED]), os.getloadavg()[0] / cores)
+    return seconds * max(float(os.environ[_MEASURED]), os.getloadavg()[0] / _count_cores())
+
+
+def _count_cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,6 +1,7 @@
 """What a replica does in a step: optimizers against torch's own and the paper's, and what goes with them."""
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from lockstep.loading import Batch
 from lockstep.memory.host import HostMemory
 from lockstep.messages import Order
 from lockstep.optimizer import inexact_parts
+from lockstep.pipes import Pipe
+from lockstep.ranks import run_ranks
 from lockstep.recorder import HostStopwatch, Recorder
 from lockstep.replica import Replica
 
@@ -77,6 +80,16 @@ def loss_of(model: nn.Module, batch: Batch, smoothing: float = 0.0) -> torch.Ten
 def assert_close(ours: nn.Module, theirs: nn.Module) -> None:
     for (name, value), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(value, expected, rtol=1e-4, atol=1e-7), name
+
+
+def take_a_step(rank: int, pipes: dict[int, Pipe], data: Path) -> list[str]:
+    update(make_replica(data), 0)
+    return sorted({"torch._dynamo", "sympy"} & sys.modules.keys())
+
+
+def test_a_step_does_not_load_torchs_compiler(shared_folder: Path) -> None:
+    """Which would take a second at the start of every trainer."""
+    assert run_ranks(take_a_step, 1, shared_folder) == [[]]
 
 
 def test_a_step_is_that_of_a_plain_loop(shared_folder: Path) -> None:
