@@ -309,6 +309,7 @@ def test_pairs_that_the_driver_denies_are_not_wrong(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.timeout(600)  # PyCUDA is built the first time
+@pytest.mark.slow
 def test_two_gpus(doctor: Doctor, simulation: Simulation) -> None:
     doctor.environment = simulation.environment()
     doctor.run()
@@ -347,6 +348,7 @@ def test_writes_that_are_lost_show_in_the_matrix(doctor: Doctor, simulation: Sim
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_one_gpu_is_proven_with_two_processes(doctor: Doctor, simulation: Simulation) -> None:
     doctor.environment = simulation.set(devices=1, lockable=1000).environment()
     doctor.run()
@@ -359,6 +361,7 @@ def test_one_gpu_is_proven_with_two_processes(doctor: Doctor, simulation: Simula
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_crash_on_a_gpu_is_told_and_the_rest_goes_on(
     doctor: Doctor, simulation: Simulation, tmp_path: Path
 ) -> None:

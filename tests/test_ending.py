@@ -25,8 +25,19 @@ def assert_ended(running: Running, since: float, code: int, seconds: float = 10)
     return running.last_line()
 
 
-@pytest.mark.parametrize("victim", ["trainer 0", "trainer 1", "loader 0", "loader 1"])
-@pytest.mark.parametrize("moment", ["start", "step 2/6", "saved"])
+@pytest.mark.parametrize(
+    ("moment", "victim"),
+    [
+        *(("start", victim) for victim in ("trainer 0", "trainer 1", "loader 0", "loader 1")),
+        *(("step 2/6", victim) for victim in ("trainer 1", "loader 0")),
+        *(pytest.param("step 2/6", victim, marks=pytest.mark.slow) for victim in ("trainer 0", "loader 1")),
+        ("saved", "trainer 0"),
+        *(
+            pytest.param("saved", victim, marks=pytest.mark.slow)
+            for victim in ("trainer 1", "loader 0", "loader 1")
+        ),
+    ],
+)
 def test_a_killed_process_ends_the_run_and_is_named(program: Program, victim: str, moment: str) -> None:
     running = program.start(*FOREVER)
     pids = running.pids()
@@ -53,7 +64,7 @@ def test_a_killed_launcher_takes_all_with_it(program: Program, moment: str) -> N
     assert f"the launcher (pid {running.process.pid}) died" in message
 
 
-@pytest.mark.parametrize("victim", ["trainer 1", "loader 0"])
+@pytest.mark.parametrize("victim", ["trainer 1", pytest.param("loader 0", marks=pytest.mark.slow)])
 def test_a_process_that_stands_still_is_found(program: Program, victim: str) -> None:
     deadline = round(limit(6))
     running = program.start(*FOREVER, f"wait_deadline={deadline}")
@@ -74,7 +85,9 @@ def test_a_lone_trainer_that_stands_still_is_found_by_the_launcher(program: Prog
     assert "trainer 0" in assert_ended(running, since, 1, seconds=20)
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGSEGV, "SIGSEGV"), (40, "signal 40")])
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGSEGV, "SIGSEGV"), pytest.param(40, "signal 40", marks=pytest.mark.slow)]
+)
 def test_other_deaths_are_told_by_their_signal(program: Program, number: int, name: str) -> None:
     running = program.start(*FOREVER)
     running.wait_for_text("step 2/6")
@@ -83,7 +96,9 @@ def test_other_deaths_are_told_by_their_signal(program: Program, number: int, na
     assert f"was killed by {name}" in assert_ended(running, since, 1)
 
 
-@pytest.mark.parametrize("whom", ["the group", "trainer 1", "loader 0"])
+@pytest.mark.parametrize(
+    "whom", ["the group", *(pytest.param(name, marks=pytest.mark.slow) for name in ("trainer 1", "loader 0"))]
+)
 def test_sigterm_to_anyone_stops_all_in_good_order(program: Program, whom: str) -> None:
     """`timeout` and cluster managers signal every process of a group."""
     running = program.start(*FOREVER)
@@ -96,6 +111,7 @@ def test_sigterm_to_anyone_stops_all_in_good_order(program: Program, whom: str) 
     assert "stopped as asked; saved" in assert_ended(running, since, 143, seconds=20)
 
 
+@pytest.mark.slow
 def test_a_suspended_run_goes_on(program: Program) -> None:
     """Ctrl-Z for longer than every deadline, then fg."""
     deadline = limit(2)
@@ -126,6 +142,7 @@ def test_ctrl_c_while_the_processes_start_is_not_lost(program: Program) -> None:
     assert "stopped as asked; saved" in assert_ended(running, since, 130, seconds=30)
 
 
+@pytest.mark.slow
 def test_whatever_is_killed_while_saving_the_run_can_go_on(program: Program) -> None:
     for delay in (0.0, 0.003, 0.01):
         resuming = ["resume_train=true"] if delay else []

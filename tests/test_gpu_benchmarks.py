@@ -48,6 +48,7 @@ def content_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(600)  # PyCUDA is built the first time
+@pytest.mark.slow
 def test_a_rehearsal_runs_all_sections(rehearsal: Path) -> None:
     content = content_of(rehearsal)
     assert {name: section["status"] for name, section in content["sections"].items()} == dict.fromkeys(

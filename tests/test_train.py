@@ -70,13 +70,13 @@ def test_loading_in_the_trainer_gives_the_same_bits(program: Program) -> None:
         assert_same(tensors(runs[0], "epoch_0001"), tensors(other, "epoch_0001"))
 
 
-@pytest.mark.parametrize("devices", ["[cpu]", "[cpu, cpu, cpu]"])
+@pytest.mark.parametrize("devices", ["[cpu]", pytest.param("[cpu, cpu, cpu]", marks=pytest.mark.slow)])
 def test_any_number_of_trainers_is_the_same_program(program: Program, devices: str) -> None:
     running = program.run("n_epochs=1", "lr_policy=auto", "print_train_error=false", devices=devices)
     assert "done: validation error" in running.last_line() and " error 0." not in running.output()
 
 
-@pytest.mark.parametrize("devices", ["[cpu]", "[cpu, cpu]"])
+@pytest.mark.parametrize("devices", [pytest.param("[cpu]", marks=pytest.mark.slow), "[cpu, cpu]"])
 def test_a_resumed_run_ends_as_the_unbroken_one_bit_for_bit(program: Program, devices: str) -> None:
     words = ["n_epochs=4", "snapshot_freq=2", "lr_step=[1,3]"]
     whole = program.run(*words, name="whole", devices=devices)
@@ -97,6 +97,7 @@ def test_a_resumed_run_ends_as_the_unbroken_one_bit_for_bit(program: Program, de
     ],
     ids=["adamw", "lars"],
 )
+@pytest.mark.slow
 def test_every_state_is_resumed_bit_for_bit(program: Program, words: str) -> None:
     keys = ["n_epochs=3", "snapshot_freq=1", *re.split(r" (?=\w+=)", words)]
     whole = program.run(*keys)
@@ -106,7 +107,7 @@ def test_every_state_is_resumed_bit_for_bit(program: Program, words: str) -> Non
     assert_same(load_file(branch), tensors(whole, "epoch_0003"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_one_signal_finishes_the_step_saves_and_the_rest_is_exact(program: Program, number: int) -> None:
     whole = program.run("n_epochs=3", "snapshot_freq=9", name="whole")
     broken = program.start("n_epochs=3", "snapshot_freq=9", name="parts")
