@@ -74,6 +74,7 @@ def test_a_rehearsal_runs_all_sections(rehearsal: Path) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_rehearsal_can_not_pass_for_a_measurement(rehearsal: Path) -> None:
     assert content_of(rehearsal)["rehearsal"] is True
     assert all(path.name.startswith("rehearsal-") for path in rehearsal.iterdir())
