@@ -86,11 +86,11 @@ def batch_of_one(image: np.ndarray, replica: Replica, dataset: Dataset) -> Batch
     """The middle of the picture, less the mean, as the network takes it."""
     size = replica.crop_size
     corner = [(side - size) // 2 for side in dataset.image_shape[:2]]
-    out = torch.empty((1, size, size, 3))
-    crops = torch.tensor([[*corner, 0]])
-    Augmenter(torch.from_numpy(dataset.mean), size).apply(torch.from_numpy(image)[None], crops, out)
+    out = np.empty((1, size, size, 3), np.float32)
+    Augmenter(dataset.mean, size).apply(image[None], np.array([[*corner, 0]]), out)
     nothing = torch.zeros(1, dtype=torch.int64)
-    return Batch(Order("val", 1, 1, 0, 1, 0, 1), out.permute(0, 3, 1, 2), nothing, nothing)
+    images = torch.from_numpy(out).permute(0, 3, 1, 2)
+    return Batch(Order("val", 1, 1, 0, 1, 0, 1), images, nothing, nothing)
 
 
 if __name__ == "__main__":

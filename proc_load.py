@@ -7,9 +7,8 @@ lockstep/loading: on a CPU the loader prepares the images; on a GPU it has the b
 where a kernel does.
 """
 
+import os
 from multiprocessing.connection import Connection
-
-import torch
 
 from lockstep.backends import backend_of
 from lockstep.config import Config
@@ -30,7 +29,7 @@ def run_loader(
     config: Config,
 ) -> None:
     """The loader process of trainer `world.rank`: serves its trainer until that says Stop."""
-    torch.set_num_threads(1)  # one loader per trainer is the parallelism
+    os.environ["OMP_NUM_THREADS"] = "1"  # for torch, where it is needed: loaders are the parallelism
     board.say("opening the dataset")
     dataset = open_dataset(config)
     backend = backend_of(config.devices[world.local_rank])

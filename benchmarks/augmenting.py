@@ -60,22 +60,21 @@ def measure(folder: Path) -> dict[str, float]:
     images, mean = batches.read(dataset.train.files[0].path), dataset.mean
     random = np.random.default_rng(1)
     crops = random.integers(0, (SIZE - CROP + 1, SIZE - CROP + 1, 2), (BATCH, 3), dtype=np.int32)
-    places = torch.from_numpy(crops)
-    out = torch.empty((BATCH, CROP, CROP, 3))
-    augmenter, source = Augmenter(torch.from_numpy(mean), CROP), torch.from_numpy(images)
-    ring = HostRing(RingShape(1, BATCH, (CROP, CROP), torch.float32, CROP))
+    out = np.empty((BATCH, CROP, CROP, 3), np.float32)
+    augmenter = Augmenter(mean, CROP)
+    ring = HostRing(RingShape(1, BATCH, (CROP, CROP), "float32", CROP))
     reader = Reader(config, dataset, CROP, StatusBoard.create())
     filler = HostFiller(reader, ring.block, ring.shape)
 
     def numpy_way() -> None:
         for i, (row, column, mirrored) in enumerate(crops.tolist()):
             crop = (images[i] - mean)[row : row + CROP, column : column + CROP]
-            out[i].numpy()[:] = crop[:, ::-1] if mirrored else crop
+            out[i] = crop[:, ::-1] if mirrored else crop
 
     return medians(
         {
             "NumPy, image by image: subtract, crop, mirror": numpy_way,
-            "Lockstep's augmenter": lambda: augmenter.apply(source, places, out),
+            "Lockstep's augmenter": lambda: augmenter.apply(images, crops, out),
             "Lockstep's loader, from the file (page cache) to the slot": lambda: filler.fill(
                 0, Order("train", 1, 1, 0, BATCH, 0, BATCH)
             ),

@@ -1,6 +1,7 @@
 """In which precision a network computes. Weights and momenta are float32 in the arena whatever is chosen."""
 
 import os
+from typing import Literal
 
 import torch
 
@@ -27,6 +28,6 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
 
 
-def image_dtype(config: Config) -> torch.dtype:
+def image_dtype(config: Config) -> Literal["bfloat16", "float32"]:
     """In which a GPU's kernel hands images to the network."""
-    return torch.bfloat16 if config.precision == "bf16" else torch.float32
+    return "bfloat16" if config.precision == "bf16" else "float32"

@@ -1,7 +1,6 @@
 """Reads what an order asks for: raw images, labels, sample numbers, where to crop and whether to mirror."""
 
 import numpy as np
-import torch
 
 from lockstep.batches import read_rows
 from lockstep.config import Config
@@ -28,24 +27,24 @@ class Reader:
     def raw_shape(self, n_slots: int) -> RingShape:
         """Of the slots that `read` fills: images as they lie in the files, uint8."""
         height, width, _ = self.dataset.image_shape
-        return RingShape(n_slots, self._config.batch_size, (height, width), torch.uint8, self.crop_size)
+        return RingShape(n_slots, self._config.batch_size, (height, width), "uint8", self.crop_size)
 
-    def read(self, order: Order, slot: Slot) -> None:
+    def read(self, order: Order, slot: Slot[np.ndarray]) -> None:
         """Fills the first images of a raw slot in host memory, as many as the order has."""
         self._board.say(f"{order}: preparing")
         self._turn_to(order.stage, order.epoch)
         n_samples = order.last - order.first
         samples = self._order.samples(order.first, order.last)
-        self._read_images(order, slot.images.numpy())
+        self._read_images(order, slot.images)
         # One draw for the minibatch is that of its first sample, wherever the minibatch is cut into shares.
         drawn = samples
         if self._config.batch_crop_mirror and n_samples:
             drawn = np.repeat(self._order.samples(order.start, order.start + 1), n_samples)
-        slot.crops[:n_samples] = torch.from_numpy(self._crops[drawn])
+        slot.crops[:n_samples] = self._crops[drawn]
         if order.view:
-            slot.crops[:n_samples] = torch.tensor(self._view(order.view), dtype=torch.int32)
-        slot.labels[:n_samples] = torch.from_numpy(self._split.labels[samples])
-        slot.samples[:n_samples] = torch.from_numpy(samples)
+            slot.crops[:n_samples] = self._view(order.view)
+        slot.labels[:n_samples] = self._split.labels[samples]
+        slot.samples[:n_samples] = samples
 
     def _read_images(self, order: Order, images: np.ndarray) -> None:
         done = 0

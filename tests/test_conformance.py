@@ -143,7 +143,10 @@ def in_use(place: Place, memory: object) -> tuple[int, ...]:
     return descriptors, (total - free) // (32 << 20)
 
 
-@pytest.mark.parametrize("place", [*PLACES[:2], PLACES[3]], indirect=True)
+ONE_DEVICE_SLOWLY = pytest.param(*PLACES[1].values, id=PLACES[1].id, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("place", [PLACES[0], ONE_DEVICE_SLOWLY, PLACES[3]], indirect=True)
 def test_nothing_leaks_in_100_rounds_of_opening_and_closing(place: Place) -> None:
     for before, after in run_ranks(open_and_close, 2, place):
         assert before == after

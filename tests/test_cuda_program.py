@@ -26,7 +26,9 @@ def on_cpus(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
 @pytest.mark.parametrize(
     ("words", "devices", "fault", "notice"),
     [
-        ((), ONE_DEVICE, "", "exchange: peer to peer: all 2 pairs proven"),
+        pytest.param(
+            (), ONE_DEVICE, "", "exchange: peer to peer: all 2 pairs proven", marks=pytest.mark.slow
+        ),
         (("augment_on=loader",), TWO_DEVICES, "", "exchange: peer to peer: all 2 pairs proven"),
         (
             ("para_load=false",),
@@ -34,7 +36,9 @@ def on_cpus(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
             "lost",
             "exchange: staged through host memory: of 16,777,216 numbers",
         ),
-        (("exchange=swap",), TWO_DEVICES, "", "exchange: swap: all 2 pairs proven"),
+        pytest.param(
+            ("exchange=swap",), TWO_DEVICES, "", "exchange: swap: all 2 pairs proven", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_gpus_train_to_the_bits_of_cpus(
@@ -58,7 +62,7 @@ def test_gpus_train_to_the_bits_of_cpus(
 @pytest.mark.parametrize(
     "words",
     [
-        ("precision=bf16",),
+        pytest.param(("precision=bf16",), marks=pytest.mark.slow),
         (
             "optimizer=adamw",
             "learning_rate=0.001",
@@ -67,7 +71,10 @@ def test_gpus_train_to_the_bits_of_cpus(
             "scale=0.5",
             "clip_norm=1",
         ),
-        ("model=resnet20", "model_args={n: 1}", "subtract_mean=[9, 8, 7]", "augment_on=loader"),
+        pytest.param(
+            ("model=resnet20", "model_args={n: 1}", "subtract_mean=[9, 8, 7]", "augment_on=loader"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["bf16", "adamw", "resnet20"],
 )
@@ -94,7 +101,7 @@ def test_a_run_that_names_no_devices_takes_the_gpus_and_goes_on_there(
     assert_same(tensors(second, 2), tensors(on_cpus, 2))
 
 
-@pytest.mark.parametrize("victim", ["trainer 1", "loader 0"])
+@pytest.mark.parametrize("victim", ["trainer 1", pytest.param("loader 0", marks=pytest.mark.slow)])
 def test_a_killed_process_ends_the_run_and_is_named(
     program: Program, simulation: Simulation, victim: str
 ) -> None:

@@ -272,6 +272,7 @@ def test_onnx_without_its_packages_says_what_to_install(
     assert not (tmp_path / "net.onnx").exists()
 
 
+@pytest.mark.slow
 def test_alexnet_in_plain_torch_has_the_same_logits(tmp_path: Path) -> None:
     """The real one, once, in the class that docs/weights.md gives to others."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "weights.md").read_text(), re.DOTALL)

@@ -30,13 +30,13 @@ from train_funcs import Trainer
 def test_every_free_slot_is_on_order_and_a_slot_in_use_is_not() -> None:
     ours, theirs = multiprocessing.Pipe()
     orders = [Order("train", 1, step, 0, 4, 0, 4) for step in range(1, 7)]
-    ring = HostRing(RingShape(3, 4, (2, 2), torch.float32, 2))
+    ring = HostRing(RingShape(3, 4, (2, 2), "float32", 2))
     feed = LoaderFeed(Pipe(ours, "loader 0", 5), ring, iter(orders))
     loader = Pipe(theirs, "trainer 0", 5)
     shape = loader.receive(RingShape, "the shape")
     assert shape == ring.shape
     block = HostMemory().receive(loader, "the ring")
-    slots = shape.slots(block.tensor(torch.uint8, (shape.n_bytes,)))
+    slots = shape.tensors(block.array(np.uint8, (shape.n_bytes,)))
 
     def take() -> Fill:
         fill = loader.receive(Fill, "an order")

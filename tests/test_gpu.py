@@ -31,16 +31,16 @@ def augment_everywhere(
     from lockstep.loading.cuda import AugmentKernel
 
     height, width, size = 11, 13, 7
-    places = torch.cartesian_prod(torch.arange(5), torch.arange(7), torch.arange(2)).int()
+    places = torch.cartesian_prod(torch.arange(5), torch.arange(7), torch.arange(2)).numpy()
     random = np.random.default_rng(0)
     mean = random.uniform(0, 255, (height, width, 3)).astype(np.float32)
-    raw = RingShape(1, len(places), (height, width), torch.uint8, size)
-    ready = RingShape(1, len(places), (size, size), dtype, size)
-    source = torch.from_numpy(random.integers(0, 256, raw.n_bytes, dtype=np.uint8))
+    raw = RingShape(1, len(places), (height, width), "uint8", size)
+    ready = RingShape(1, len(places), (size, size), str(dtype).removeprefix("torch."), size)
+    source = random.integers(0, 256, raw.n_bytes, dtype=np.uint8)
     slot = raw.slots(source)[0]
-    slot.crops.copy_(places)
-    expected = torch.empty((len(places), size, size, 3))
-    Augmenter(torch.from_numpy(mean), size).apply(slot.images, slot.crops, expected)
+    slot.crops[:] = places
+    expected = np.empty((len(places), size, size, 3), np.float32)
+    Augmenter(mean, size).apply(slot.images, slot.crops, expected)
 
     memory = CudaMemory("cuda:0")
     stream = memory.driver.Stream(1)
@@ -48,14 +48,14 @@ def augment_everywhere(
     given = memory.allocate(raw.n_bytes, "a test")
     out = memory.allocate(ready.n_bytes + 4096, "a test")
     memory.driver.memset_d8(out.pointer, 0xFF, ready.n_bytes + 4096)
-    memory.driver.memcpy_htod(given.pointer, source.numpy())
+    memory.driver.memcpy_htod(given.pointer, source)
     kernel.launch(given.pointer, out.pointer, len(places))
     stream.synchronize()
     found = np.empty(ready.n_bytes + 4096, np.uint8)
     memory.driver.memcpy_dtoh(found, out.pointer)
     assert (found[ready.used_bytes(len(places)) :] == 0xFF).all()  # nothing behind the images was touched
-    images = ready.slots(torch.from_numpy(found))[0].images
-    return images.float().numpy(), expected.to(dtype).float().numpy()
+    images = ready.tensors(found)[0].images
+    return images.float().numpy(), torch.from_numpy(expected).to(dtype).float().numpy()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -103,14 +103,15 @@ def test_augment_agrees_with_the_host_at_every_crop_mirrored_and_not(
         for mirror in (0, 1)
     ]
     random = np.random.default_rng(0)
-    images = torch.from_numpy(random.integers(0, 256, (len(places), height, width, 3), dtype=np.uint8))
-    mean = torch.from_numpy(random.uniform(0, 255, (height, width, 3)).astype(np.float32))
-    crops = torch.tensor(places, dtype=torch.int32)
-    expected = torch.empty((len(places), size, size, 3))
-    Augmenter(mean, size).apply(images, crops, expected)
+    images = random.integers(0, 256, (len(places), height, width, 3), dtype=np.uint8)
+    mean = random.uniform(0, 255, (height, width, 3)).astype(np.float32)
+    crops = np.array(places, np.int32)
+    made = np.empty((len(places), size, size, 3), np.float32)
+    Augmenter(mean, size).apply(images, crops, made)
+    expected = torch.from_numpy(made)
     guard = 64  # elements behind the output that nobody may touch
     out = torch.full((expected.numel() + guard,), torch.nan, dtype=dtype)
-    pointers = (images.data_ptr(), crops.data_ptr(), mean.data_ptr(), out.data_ptr())
+    pointers = (images.ctypes.data, crops.ctypes.data, mean.ctypes.data, out.data_ptr())
     packed = struct.pack("4Q3i", *pointers, height, width, size)
     threads = 32
     blocks = -(-size * size // threads) + 1

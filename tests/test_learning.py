@@ -21,6 +21,8 @@ from lockstep.optim import OPTIMIZERS, OptimizerName
 from lockstep.optim.build import inexact_parts
 from lockstep.optim.lars import LARS
 from lockstep.optim.schedules import SCHEDULES, ScheduleName
+from lockstep.pipes import Pipe
+from lockstep.ranks import run_ranks
 from lockstep.recorder import HostStopwatch, Recorder
 from lockstep.replica import Replica
 
@@ -86,6 +88,16 @@ def loss_of(model: nn.Module, batch: Batch, smoothing: float = 0.0) -> torch.Ten
 def assert_close(ours: nn.Module, theirs: nn.Module) -> None:
     for (name, value), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(value, expected, rtol=1e-4, atol=1e-7), name
+
+
+def take_a_step(rank: int, pipes: dict[int, Pipe], data: Path) -> list[str]:
+    update(make_replica(data), 0)
+    return sorted({"torch._dynamo", "sympy"} & sys.modules.keys())
+
+
+def test_a_step_does_not_load_torchs_compiler(shared_folder: Path) -> None:
+    """Which would take a second at the start of every trainer."""
+    assert run_ranks(take_a_step, 1, shared_folder) == [[]]
 
 
 def test_a_step_is_that_of_a_plain_loop(shared_folder: Path) -> None:

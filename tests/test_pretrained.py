@@ -253,6 +253,7 @@ def test_a_whole_training_goes_on_in_another_folder_bit_for_bit(program: Program
     assert {path: path.read_bytes() for path in (first.run_folder / "checkpoints").iterdir()} == before
 
 
+@pytest.mark.slow
 def test_such_a_run_resumes_from_its_own_checkpoints(program: Program) -> None:
     first = program.run("n_epochs=1", *ALONE, name="first")
     words = [*ALONE, f"pretrained={first.run_folder}", "pretrained_part=whole"]

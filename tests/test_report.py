@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, Program
+from limits import limit
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
@@ -364,7 +365,7 @@ def test_the_command_and_train_write_it(program: Program, tmp_path: Path) -> Non
     assert running.last_line() == f"report: {page}" and "done: validation error" in running.output()
     Page(page)
     command = [sys.executable, "-m", "lockstep.report", str(tmp_path / "nowhere")]
-    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
     assert refused.returncode == 2 and "there is no such run folder" in refused.stderr
 
 

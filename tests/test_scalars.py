@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, Program, make_config
+from limits import limit
 
 from lockstep import scalars
 from lockstep.errors import UserError
@@ -55,7 +56,7 @@ def test_the_launcher_does_without_torch() -> None:
     pytest.importorskip("tensorboard", reason="needs the package tensorboard")
     code = "import sys, train; from tensorboard.summary import Writer; "
     code += "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=limit(60)).returncode == 0
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

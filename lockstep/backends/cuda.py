@@ -90,7 +90,7 @@ class CudaBackend(Backend):
 
     def make_ring(self, config: Config, n_slots: int, crop_size: int, mean: np.ndarray) -> CudaRing:
         height, width, _ = mean.shape
-        raw = RingShape(n_slots, config.batch_size, (height, width), torch.uint8, crop_size)
+        raw = RingShape(n_slots, config.batch_size, (height, width), "uint8", crop_size)
         size, dtype = (crop_size, crop_size), image_dtype(config)
         if config.augment_on == "loader" and config.para_load:
             ready = RingShape(n_slots, config.batch_size, size, dtype, crop_size)
@@ -112,7 +112,7 @@ class CudaBackend(Backend):
                 "CUDA_VISIBLE_DEVICES must be the same in all processes"
             )
         released = self.memory.receive_events(trainer, "its events")
-        kind: type[CudaFiller] = RawFiller if shape.dtype == torch.uint8 else AugmentingFiller
+        kind: type[CudaFiller] = RawFiller if shape.dtype == "uint8" else AugmentingFiller
         filler = kind(self.memory, self.stream, reader, shape, block, released)
         self.memory.send_events(trainer, filler.filled)
         return filler

@@ -84,16 +84,14 @@ def _load(rank: int, pipes: dict[int, Pipe], sample: Sample) -> tuple[Work | Non
 
 
 def _make_work(sample: Sample) -> Callable[[], Work]:
-    import torch
-
     from lockstep.augment import Augmenter
 
-    images = torch.empty((BATCH, SIZE, SIZE, 3), dtype=torch.uint8)
-    buffer = images.numpy().reshape(-1).data
+    images = np.empty((BATCH, SIZE, SIZE, 3), np.uint8)
+    buffer = images.reshape(-1).data
     random = np.random.default_rng(0)
-    crops = torch.from_numpy(random.integers(0, (SIZE - CROP, SIZE - CROP, 2), (BATCH, 3), dtype=np.int32))
-    out = torch.empty((BATCH, CROP, CROP, 3))
-    augmenter = Augmenter(torch.full((SIZE, SIZE, 3), 120.0), CROP)
+    crops = random.integers(0, (SIZE - CROP, SIZE - CROP, 2), (BATCH, 3), dtype=np.int32)
+    out = np.empty((BATCH, CROP, CROP, 3), np.float32)
+    augmenter = Augmenter(np.full((SIZE, SIZE, 3), 120, np.float32), CROP)
 
     def read() -> None:
         for _ in sample.read(buffer):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from lockstep.arena import Arena
     from lockstep.config import Config
+    from lockstep.optim.contract import TorchOptimizer
 
 _STEPS = "steps"  # how many were taken, once for each parameter: in checkpoints, alike in all trainers
 
@@ -39,7 +40,7 @@ class AdamW(Optimizer):
 
     def bind(
         self,
-        optimizer: "torch.optim.Optimizer",
+        optimizer: "TorchOptimizer",
         named: list[tuple[str, "torch.nn.Parameter"]],
         arena: "Arena",
         config: "Config",

@@ -9,9 +9,12 @@ from lockstep.arena import Arena
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.optim import OPTIMIZERS, args_of
+from lockstep.optim.fused import FusedSGD
+
+Stepper = torch.optim.Optimizer | FusedSGD
 
 
-def make_optimizer(model: nn.Module, arena: Arena, config: Config) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, arena: Arena, config: Config) -> Stepper:
     """`config.optimizer` with the arena's tensors as its state, at the rate of the configuration.
 
     Biases do not decay, as in cuda-convnet, Caffe and theano_alexnet. Raises UserError where there is nothing
@@ -29,7 +32,7 @@ def make_optimizer(model: nn.Module, arena: Arena, config: Config) -> torch.opti
     return optimizer
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: Stepper, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate * group["rate_scale"]
 

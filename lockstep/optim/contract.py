@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
     from lockstep.arena import Arena
     from lockstep.config import Config
+    from lockstep.optim.fused import FusedSGD
+
+    TorchOptimizer = torch.optim.Optimizer | FusedSGD
 
 
 def momentum_of(config: "Config") -> float:
@@ -42,15 +45,13 @@ class Optimizer(ABC):
         """What it keeps of every parameter, as large as that, by its name in the arena; averaged with it."""
 
     @abstractmethod
-    def make(
-        self, groups: list[dict[str, Any]], config: "Config", args: dict[str, Any]
-    ) -> "torch.optim.Optimizer":
+    def make(self, groups: list[dict[str, Any]], config: "Config", args: dict[str, Any]) -> "TorchOptimizer":
         """groups: torch's groups of parameters, with their 'weight_decay'. args: without bias_rate."""
 
     @abstractmethod
     def bind(
         self,
-        optimizer: "torch.optim.Optimizer",
+        optimizer: "TorchOptimizer",
         named: list[tuple[str, "torch.nn.Parameter"]],
         arena: "Arena",
         config: "Config",
@@ -68,7 +69,7 @@ class MomentumOptimizer(Optimizer):
 
     def bind(
         self,
-        optimizer: "torch.optim.Optimizer",
+        optimizer: "TorchOptimizer",
         named: list[tuple[str, "torch.nn.Parameter"]],
         arena: "Arena",
         config: "Config",

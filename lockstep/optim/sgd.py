@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lockstep.optim.contract import MomentumOptimizer, momentum_of
 
 if TYPE_CHECKING:
-    import torch
-
     from lockstep.config import Config
+    from lockstep.optim.fused import FusedSGD
 
 
 class SGD(MomentumOptimizer):
@@ -20,11 +19,7 @@ class SGD(MomentumOptimizer):
 
     defaults: ClassVar[Mapping[str, Any]] = {"bias_rate": 2.0}
 
-    def make(
-        self, groups: list[dict[str, Any]], config: "Config", args: dict[str, Any]
-    ) -> "torch.optim.Optimizer":
-        import torch
+    def make(self, groups: list[dict[str, Any]], config: "Config", args: dict[str, Any]) -> "FusedSGD":
+        from lockstep.optim.fused import FusedSGD
 
-        # fused: one pass over the weights; on a CPU many times faster than a loop over operations
-        rate, nesterov = config.learning_rate, config.use_nesterov_momentum
-        return torch.optim.SGD(groups, rate, momentum_of(config), nesterov=nesterov, fused=True, **args)
+        return FusedSGD(groups, momentum_of(config), config.use_nesterov_momentum, **args)
