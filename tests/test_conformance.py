@@ -300,7 +300,8 @@ def collect(rank: int, pipes: dict[int, Pipe], place: Place, kind: str) -> list[
     block = backend.memory.allocate(4 * N_ELEMENTS, "a test")
     arena = block.tensor(torch.float32, (N_ELEMENTS,))
     transport, _ = backend.open_transport(kind, block, arena, group)
-    write(backend, block, value_of(rank, 0, N_ELEMENTS))
+    values = value_of(rank, 0, N_ELEMENTS)  # kept: it is copied when the stream comes to it
+    write(backend, block, values)
     results = np.empty((len(COLLECTIVES), N_ELEMENTS), np.float32)
     for (name, span, argument), result in zip(COLLECTIVES, results, strict=True):
         if name == "broadcast":
