@@ -16,7 +16,7 @@ N_VIEWS = 10  # the middle and the four corners, then the same mirrored (Krizhev
 
 
 class Reader:
-    """What it reads depends on configuration, data and order only."""
+    """What it reads depends on configuration, data and order only. say: told what it is doing."""
 
     def __init__(
         self, config: Config, dataset: Dataset, crop_size: int, say: Callable[[str], object]
