@@ -5,11 +5,13 @@ import time
 from typing import Any
 
 from lockstep.comm.group import World
-from lockstep.comm.messages import Order, Progress, Tick
+from lockstep.comm.messages import Notice, Order, Progress, Tick
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.errors import UserError
+from lockstep.network.program import Program
 from lockstep.network.recorder import Recorder
+from lockstep.sync import Rule
 
 TICK_SECONDS = 0.25
 
@@ -30,6 +32,11 @@ class Teller:
     def tell(self, message: Any) -> None:
         if self._world.rank == 0:
             self._control.send(message)
+
+    def notice(self, *texts: str) -> None:
+        """Lines that the user should see; empty ones are left out."""
+        for text in filter(None, texts):
+            self.tell(Notice(text))
 
     def tick(self, order: Order, n_steps: int) -> None:
         now = time.perf_counter()
@@ -73,3 +80,18 @@ def check_finite(cost: float, where: str) -> None:
         raise UserError(
             f"the cost is {cost} at {where}: lower learning_rate, and check that images and labels match"
         )
+
+
+def notices_of(
+    config: Config, world: World, picture: tuple[int, ...], program: Program, rule: Rule
+) -> list[str]:
+    """What a user should know before the first step. picture: rows and columns of the dataset's images."""
+    notices, size = [], program.crop_size
+    if 2 * size < min(picture[:2]):
+        text = f"the network takes {size} x {size} pixels, less than a quarter of a picture"
+        notices.append(f"{text}: make the dataset with --size {size * 9 // 8}")
+    parts = rule.inexact_parts(config, program.model)
+    if parts and world.size > 1:
+        text = f"{world.size} trainers are not exactly one with {world.size} times the batch"
+        notices.append(f"{text}: {'; '.join(parts)}")
+    return notices
