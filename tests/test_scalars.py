@@ -30,7 +30,7 @@ def test_the_numbers_of_a_run_are_in_its_event_files(program: Program) -> None:
     running = program.run("n_epochs=2", "tensorboard=true")
     numbers = reader_of(running.run_folder)
     # 90 pictures in minibatches of 16: 6 steps, told every 2
-    assert list(numbers("cost/training")) == [2, 4, 6, 8, 10, 12]
+    assert list(numbers("loss/training")) == [2, 4, 6, 8, 10, 12]
     assert numbers("learning_rate")[12] == pytest.approx(0.02)
     assert list(numbers("error/validation_top1")) == [6, 12]
     assert f"{numbers('error/validation_top1')[12]:.2%} top-1" in running.last_line()
@@ -48,8 +48,8 @@ def test_a_step_is_the_optimizers_however_many_minibatches_it_has(tmp_path: Path
         written.take(Validated(epoch, 1.0, 0.5, 0.1, 33, 1.0))
     written.close()
     numbers = reader_of(tmp_path)
-    assert list(numbers("cost/training")) == [1, 2, 3, 4]
-    assert list(numbers("cost/validation")) == [2, 4]
+    assert list(numbers("loss/training")) == [1, 2, 3, 4]
+    assert list(numbers("loss/validation")) == [2, 4]
 
 
 def test_the_launcher_does_without_torch() -> None:

@@ -113,7 +113,7 @@ class Console:
             action()
 
     def _progress_line(self, progress: Progress) -> str:
-        parts = [f"epoch {progress.epoch} step {progress.step}/{progress.n_steps}: cost {progress.cost:.4f}"]
+        parts = [f"epoch {progress.epoch} step {progress.step}/{progress.n_steps}: loss {progress.loss:.4f}"]
         if progress.error is not None:
             parts.append(f"training error {progress.error:.2%}")
         parts.append(f"{progress.images_per_second:,.0f} images/s")
@@ -146,7 +146,7 @@ class Console:
 
     def _show_numbers(self, progress: Progress) -> None:
         error = "" if progress.error is None else f", error {progress.error:.1%}"
-        self._bar_numbers = f"cost {progress.cost:.3f}{error}, {progress.images_per_second:,.0f} images/s"
+        self._bar_numbers = f"loss {progress.loss:.3f}{error}, {progress.images_per_second:,.0f} images/s"
         if self._bar is not None:
             self._bar.set_postfix_str(self._bar_numbers)
 
@@ -173,5 +173,5 @@ def show(text: str, stream: str) -> None:
 def validation_text(validated: Validated) -> str:
     return (
         f"validation error {validated.error_top1:.2%} top-1, {validated.error_top5:.2%} top-5, "
-        f"cost {validated.loss:.4f} on {validated.n_images:,} images"
+        f"loss {validated.loss:.4f} on {validated.n_images:,} images"
     )

@@ -55,7 +55,7 @@ class Scalars:
 
 def _of_training(progress: Progress) -> dict[str, float]:
     numbers: dict[str, Any] = {
-        "cost/training": progress.cost,
+        "loss/training": progress.loss,
         "error/training": progress.error,
         "learning_rate": progress.learning_rate,
         "images_per_second": progress.images_per_second,
@@ -67,7 +67,7 @@ def _of_training(progress: Progress) -> dict[str, float]:
 
 def _of_validation(validated: Validated) -> dict[str, float]:
     return {
-        "cost/validation": validated.loss,
+        "loss/validation": validated.loss,
         "error/validation_top1": validated.error_top1,
         "error/validation_top5": validated.error_top5,
     }
