@@ -131,7 +131,7 @@ def test_several_runs_lie_over_each_other(runs: list[Path], tmp_path: Path) -> N
     assert not (copies[1] / "report.html").exists()
     assert page.words.count("one") > 5 and page.words.count("two") > 5
     assert re.search(r"learning_rate\s+0.02\s+0.003", page.words)
-    curve = page.text.partition("<h3>Cost</h3>")[2].partition("</svg>")[0]
+    curve = page.text.partition("<h3>Loss</h3>")[2].partition("</svg>")[0]
     assert "var(--run0)" in curve and "var(--run1)" in curve
 
 
