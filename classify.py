@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from lockstep.loading import Batch
 from lockstep.memory.host import HostMemory
 from lockstep.messages import Order
 from lockstep.replica import Replica, open_trained
-from preprocessing.pictures import BadPicture, Geometry, Resize, to_image
+from preprocessing.pictures import BadPicture, Geometry, to_image
 from validate import open_checkpoint
 
 N_ANSWERS = 5
@@ -80,9 +79,7 @@ def classify(picture: Path, replica: Replica, dataset: Dataset) -> bool:
 def read_picture(path: Path, dataset: Dataset) -> np.ndarray:
     """uint8 (size, size, 3), as the dataset's pictures. Raises OSError or BadPicture."""
     resize = dataset.manifest.resize if dataset.manifest else "squash"
-    known: tuple[Resize, ...] = get_args(Resize)
-    (way,) = [each for each in known if each == resize]
-    return to_image(path.read_bytes(), Geometry(dataset.image_shape[0], way, "apply"))
+    return to_image(path.read_bytes(), Geometry(dataset.image_shape[0], resize, "apply"))
 
 
 def batch_of_one(image: np.ndarray, replica: Replica, dataset: Dataset) -> Batch:

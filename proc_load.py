@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from lockstep.backends import backend_of
 from lockstep.config import Config
 from lockstep.dataset import open_dataset, subtracting
+from lockstep.group import World
 from lockstep.messages import Fill, Filled, Stop, Subtract
 from lockstep.pipes import Pipe
 from lockstep.reader import Reader
@@ -24,15 +25,15 @@ def run_loader(
     control: Pipe,
     board: StatusBoard,
     connection: Connection,
-    rank: int,
+    world: World,
     config: Config,
 ) -> None:
-    """The loader process of trainer `rank`: serves its trainer until that says Stop."""
+    """The loader process of trainer `world.rank`: serves its trainer until that says Stop."""
     os.environ["OMP_NUM_THREADS"] = "1"  # for torch, where it is needed: loaders are the parallelism
     board.say("opening the dataset")
     dataset = open_dataset(config)
-    backend = backend_of(config.devices[rank])
-    trainer = Pipe(connection, f"trainer {rank}", config.wait_deadline)
+    backend = backend_of(config.devices[world.local_rank])
+    trainer = Pipe(connection, f"trainer {world.rank}", config.wait_deadline)
     dataset = subtracting(dataset, trainer.receive(Subtract, "the network's mean").mean)
     shape = trainer.receive(RingShape, "the ring's shape")
     filler = backend.receive_ring(trainer, shape, Reader(config, dataset, shape.crop_size, board))

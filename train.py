@@ -15,11 +15,16 @@ press again to leave at once), 143 SIGTERM, likewise; 1 anything else, and the l
 and at what.
 """
 
+from lockstep.interrupts import Interrupts, die_with_parent
+
+if __name__ == "__main__":
+    interrupts = Interrupts()
+    interrupts.install("stopped as asked, before training began")  # now: the imports below take a second
+
 import dataclasses
 import importlib.util
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 from multiprocessing.connection import Connection
@@ -27,22 +32,20 @@ from pathlib import Path
 
 from lockstep import commandline, devices, runfolder, scalars, versions
 from lockstep import config as configuration
-from lockstep.checks import nearest
 from lockstep.config import Config
 from lockstep.console import Console, show
 from lockstep.dataset import Dataset, check_content, open_dataset
-from lockstep.errors import UserError
+from lockstep.errors import UserError, nearest
+from lockstep.group import World
 from lockstep.messages import Started
 from lockstep.plan import Plan
-from lockstep.processes import Interrupts, Processes
+from lockstep.processes import Processes
 
 HERE = Path(__file__).resolve().parent
 REPORT_SECONDS = 600.0  # it limits itself to much less
 
 
-def main() -> int:
-    interrupts = Interrupts()
-    interrupts.install()
+def main(interrupts: Interrupts) -> int:
     try:
         if not sys.platform.startswith("linux"):
             raise UserError("Lockstep runs on Linux only: it stands on memfd and descriptor passing")
@@ -58,7 +61,7 @@ def main() -> int:
         run = runfolder.open_run(config, len(dataset.train))
         code = train(config, dataset, run, interrupts)
         if code == 0 and config.report:
-            write_report(run.folder)
+            write_report(run.folder, interrupts)
         return code
     except UserError as error:
         show(f"lockstep: {error}", "stderr")
@@ -92,9 +95,13 @@ def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Inte
     announce(console, dataset, run, config)
     machine = {"cores": devices.count_cores(), **devices.describe(config.devices)}
 
+    saved = run.folder / "config.yaml"
+    if not (config.resume_train and saved.exists()):  # a run killed before its first step can be resumed, too
+        runfolder.write_text(saved, text)
+
     def on_message(message: object) -> None:
         if isinstance(message, Started):  # not before: a refused start must not replace a good run's file
-            runfolder.write_text(run.folder / "config.yaml", text)
+            runfolder.write_text(saved, text)
         else:
             console.take(message)
 
@@ -125,37 +132,39 @@ def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Con
         console.log("resumed", {"checkpoint": str(run.start.path)})
 
 
-def write_report(folder: Path) -> None:
+def write_report(folder: Path, interrupts: Interrupts) -> None:
     """Has the report written by a process of its own. The run is good whatever becomes of its report."""
     command = [sys.executable, "-m", "lockstep.report", str(folder)]
+    again = f"to try again: {' '.join(command)}"
+    interrupts.leave(f"stopped as asked: the run is complete, its report was not written; {again}")
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])  # from any folder
     environment = {**os.environ, "PYTHONPATH": path}
+    with interrupts.ignored_by_children():  # it ends with this process, not before
+        process = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)  # noqa: PLW1509
     try:
-        code = subprocess.run(command, env=environment, timeout=REPORT_SECONDS).returncode
+        code = process.wait(REPORT_SECONDS)
     except subprocess.TimeoutExpired:
-        code = -signal.SIGKILL
+        process.kill()
+        code = process.wait()
     if code:
-        show(
-            f"note: the report was not written (exit code {code}); to try again: {' '.join(command)}",
-            "stderr",
-        )
+        show(f"note: the report was not written (exit code {code}); {again}", "stderr")
 
 
 def start_processes(processes: Processes, config: Config, run: runfolder.Run) -> None:
     """Starts a trainer and, with para_load, a loader per device, with a pipe between all that talk."""
     devices.number_gpus_by_place()
     plan = Plan(config, run.folder, run.start.path if run.start else None)
-    n_trainers = len(config.devices)
-    peers: list[dict[int, Connection]] = [{} for _ in range(n_trainers)]
-    for rank in range(n_trainers):
+    worlds = World.on_one_host(len(config.devices))
+    peers: list[dict[int, Connection]] = [{} for _ in worlds]
+    for rank in range(len(worlds)):
         for other in range(rank):
             peers[rank][other], peers[other][rank] = multiprocessing.Pipe()
-    for rank in range(n_trainers):
+    for rank, world in enumerate(worlds):
         ours = theirs = None
         if config.para_load:
             ours, theirs = multiprocessing.Pipe()
-            processes.start(f"loader {rank}", "proc_load:run_loader", (theirs, rank, config))
-        arguments = (plan, rank, ours, peers[rank])
+            processes.start(f"loader {rank}", "proc_load:run_loader", (theirs, world, config))
+        arguments = (plan, world, ours, peers[rank])
         processes.start(f"trainer {rank}", "train_funcs:run_trainer", arguments, speaker=rank == 0)
         # Only the children's copies are left, so that a child's death closes its pipes.
         for connection in (ours, theirs, *peers[rank].values()):
@@ -164,4 +173,4 @@ def start_processes(processes: Processes, config: Config, run: runfolder.Run) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(interrupts))

@@ -1,6 +1,5 @@
 """What a configuration may say beyond the types of its keys: ranges, and what goes with what."""
 
-import difflib
 import json
 import math
 import re
@@ -8,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import UserError
-from lockstep.typed import convert, describe
+from lockstep.optim import args_of
 
 if TYPE_CHECKING:
     from lockstep.config import Config
@@ -38,49 +37,11 @@ _BELOW_1 = ("ema_decay", "label_smoothing", "momentum")
 _LARGEST = 2**31 - 1
 _RUN_NAME = re.compile(r"[\w+-][\w.+-]{0,99}")
 
-# Each optimizer's arguments besides the keys that all have, with their defaults. bias_rate: of biases, as a
-# multiple of the learning rate. trust: LARS's eta.
-OPTIMIZER_ARGS: dict[str, dict[str, Any]] = {
-    "sgd": {"bias_rate": 2.0},
-    "adamw": {"bias_rate": 1.0, "betas": (0.9, 0.999), "eps": 1e-8},
-    "lars": {"bias_rate": 1.0, "trust": 0.001},
-}
-
 
 def check(config: "Config", sources: Mapping[str, str]) -> None:
     """Raises UserError naming the key that can't work, and in `sources` where it came from."""
     for key, problem in _problems(config):
         raise UserError(f"{sources.get(key, 'default')}: {key} {problem}")
-
-
-def nearest(key: str, known: Iterable[str]) -> str:
-    """' (did you mean ...?)', or '' where nothing known is like `key`."""
-    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f" (did you mean '{matches[0]}'?)" if matches else ""
-
-
-def optimizer_args(config: "Config") -> dict[str, Any]:
-    """All arguments of the optimizer: those that were given, and the defaults of the others.
-
-    Raises UserError naming one that it does not have or that is of another type.
-    """
-    args = dict(OPTIMIZER_ARGS[config.optimizer])
-    for name, value in config.optimizer_args.items():
-        if name not in args:
-            there = ", ".join(args)
-            raise UserError(f"{config.optimizer} has no {name}{nearest(name, args)} (it has: {there})")
-        hint = tuple[float, ...] if isinstance(args[name], tuple) else float
-        try:
-            args[name] = convert(value, hint)
-        except TypeError:
-            raise UserError(f"{name} must be {describe(hint)}, not {value!r}") from None
-    betas = args.get("betas", (0.0, 0.0))
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise UserError(f"betas are two numbers from 0 to below 1, not {list(betas)}")
-    for name in ("bias_rate", "eps", "trust"):
-        if not 0 <= args.get(name, 0.0) < math.inf:
-            raise UserError(f"{name} must be a finite number of at least 0, not {args[name]}")
-    return args
 
 
 def _problems(config: "Config") -> Iterable[tuple[str, str]]:
@@ -125,7 +86,7 @@ def _bad_lists(config: "Config") -> Iterable[tuple[str, str]]:
         if not _survives_json(getattr(config, key)):
             yield key, f"may hold what JSON can keep, with texts as keys: {getattr(config, key)}"
     try:
-        optimizer_args(config)
+        args_of(config)
     except UserError as error:
         yield "optimizer_args", f"can't be used: {error}"
 

@@ -5,7 +5,6 @@ trainer 0, which sees the end of the *lifeline*, a pipe whose other end only the
 last word for all.
 """
 
-import ctypes
 import importlib
 import os
 import signal
@@ -17,12 +16,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lockstep.errors import PeerLost, PeerProblem, UserError
+from lockstep.interrupts import die_with_parent
 from lockstep.messages import Failed, Finished, Ready
 from lockstep.pipes import Pipe
 from lockstep.status import StatusBoard
 
-STOP_SIGNAL = signal.SIGUSR1  # child to launcher: I was asked to end; let us all stop in good order
-_PR_SET_PDEATHSIG = 1
 _last_word = threading.Lock()
 
 
@@ -36,17 +34,22 @@ class ChildStart:
     control: Connection
     lifeline: Connection
     launcher: int
+    is_own_child: bool  # the launcher's, not a fork server's
     deadline: float
+    stop_signal: signal.Signals | None  # what the launcher wants to hear when this process is asked to end
     speaker: bool  # says the last word when the launcher dies
 
 
 def child_main(start: ChildStart) -> None:
     """The main function of every child: runs `entry(control, board, *arguments)` and reports how it ended.
 
-    SIGTERM is passed on to the launcher as a wish to stop, so that a signal to the whole group of processes
-    stops a run in good order. Ctrl-C is ignored from birth; the launcher has it too.
+    SIGTERM is passed on to a launcher that takes it as a wish to stop, so that a signal to the whole group of
+    processes stops a run in good order. Ctrl-C is ignored from birth; the launcher has it too.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: os.kill(start.launcher, STOP_SIGNAL))
+    wish = start.stop_signal
+    signal.signal(
+        signal.SIGTERM, signal.SIG_DFL if wish is None else lambda *_: os.kill(start.launcher, wish)
+    )
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # it was held back while this process began
     control = Pipe(start.control, "the launcher", start.deadline)
     board = StatusBoard.create()
@@ -89,8 +92,8 @@ def _tie_to_launcher(start: ChildStart, board: StatusBoard) -> None:
 
         threading.Thread(target=watch, daemon=True).start()
     # The speaker may have been suspended: it must wake up to speak and leave.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT if start.speaker else signal.SIGKILL)
-    if os.getppid() != start.launcher:  # it died before the line above
+    die_with_parent(signal.SIGCONT if start.speaker else signal.SIGKILL)
+    if start.is_own_child and os.getppid() != start.launcher:  # it died before the line above
         _launcher_died(start, board)
 
 

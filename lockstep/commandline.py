@@ -7,6 +7,7 @@ from pathlib import Path
 from lockstep import config as configuration
 from lockstep import devices, runfolder
 from lockstep.config import COMMAND_LINE, Config, Layer
+from lockstep.errors import UserError
 
 
 def load_config(description: str, standard: Path) -> tuple[Config, list[str]]:
@@ -39,11 +40,17 @@ def load_config(description: str, standard: Path) -> tuple[Config, list[str]]:
 
 
 def _as_it_was(config: Config, notices: list[str], above: list[Layer]) -> tuple[Config, list[str]]:
-    """The configuration that the run to resume was started with, under what is given now."""
+    """The configuration that the run to resume was started with, under what is given now.
+
+    Raises UserError where there is no such run, or its folder has no configuration.
+    """
     folder = runfolder.folder_to_resume(config)
     saved = folder / "config.yaml"
-    if not saved.exists():  # it never came so far
-        return config, notices
+    if not saved.exists():  # killed before it came so far, or taken away
+        raise UserError(
+            f"{folder}: has no config.yaml, so what it trained with is not known: "
+            "--config FILE resumes it with another, or start it anew under this run_name"
+        )
     place = Layer(COMMAND_LINE, {"weights_dir": str(folder.parent), "run_name": folder.name})
     config, notices = configuration.resolve([configuration.read_yaml(saved), *above, place])
     return config, [*notices, f"going on with the configuration in {saved}"]

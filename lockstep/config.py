@@ -15,8 +15,10 @@ from typing import Any, Literal
 
 import yaml
 
-from lockstep.checks import check, nearest
-from lockstep.errors import UserError
+from lockstep.checks import check
+from lockstep.errors import UserError, nearest
+from lockstep.optim import OptimizerName
+from lockstep.optim.schedules import ScheduleName
 from lockstep.typed import convert, describe
 
 COMMAND_LINE = "command line"
@@ -55,11 +57,11 @@ class Config:
     learning_rate: float = 0.01
     label_smoothing: float = 0.0  # share of each label that all classes get, in training
     accumulate: int = 1  # minibatches a step
-    optimizer: Literal["sgd", "adamw", "lars"] = "sgd"
-    optimizer_args: dict[str, Any] = field(default_factory=dict)  # see lockstep/checks.py
+    optimizer: OptimizerName = "sgd"
+    optimizer_args: dict[str, Any] = field(default_factory=dict)  # see lockstep/optim
     clip_norm: float | None = None  # largest norm of a trainer's gradient; null: any
     ema_decay: float | None = None  # of weights' moving averages, which validate then; null: none
-    lr_policy: Literal["step", "auto", "cosine", "polynomial"] = "step"
+    lr_policy: ScheduleName = "step"
     lr_power: float = 1.0  # polynomial
     warm_up_epochs: int = 0
     lr_adapt_threshold: float = 0.01  # auto: least fall of the validation error in two epochs

@@ -34,13 +34,13 @@ from lockstep.config import Config, Layer, resolve
 from lockstep.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
 from lockstep.network import build_model, intake_of
+from lockstep.optim.schedules import learning_rate
 from lockstep.pretrained import theano_folder
 from lockstep.pretrained.heads import class_tensors, count_classes
 from lockstep.pretrained.match import compare
 from lockstep.pretrained.names import tensors_of
 from lockstep.pretrained.start import weights_of
 from lockstep.runfolder import Checkpoint, find_checkpoint
-from lockstep.schedule import learning_rate
 
 ENDINGS = {
     "safetensors": ".safetensors",

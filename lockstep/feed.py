@@ -3,11 +3,19 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
 
+from lockstep.config import Config
+from lockstep.dataset import Dataset, subtracting
 from lockstep.errors import PeerLost
 from lockstep.loading import Batch, Filler, Ring
-from lockstep.messages import Fill, Filled, Order, Stop
+from lockstep.messages import Fill, Filled, Order, Stop, Subtract
 from lockstep.pipes import Pipe
+from lockstep.reader import Reader
+from lockstep.status import StatusBoard
+
+if TYPE_CHECKING:
+    from lockstep.backends import Backend
 
 
 class Feed(ABC):
@@ -85,3 +93,34 @@ class DirectFeed(Feed):
     def close(self) -> None:
         self._filler.close()
         self._ring.close()
+
+
+class Network(Protocol):
+    """What loading has to know of a network. mean: what it wants subtracted from R, G and B, or None."""
+
+    crop_size: int
+    mean: tuple[float, ...] | None
+
+
+def open_feed(
+    backend: "Backend",
+    config: Config,
+    dataset: Dataset,
+    network: Network,
+    orders: Iterator[Order],
+    board: StatusBoard,
+    loader: Pipe | None = None,
+) -> Feed:
+    """Wires ring, reader and feed: all that is needed for a network's minibatches to come.
+
+    loader: the process that fills the ring; None: this one does, when it needs a minibatch. dataset: with its
+    own mean or the network's, which is subtracted.
+    """
+    dataset = subtracting(dataset, network.mean)
+    if loader:
+        loader.send(Subtract(network.mean))
+        ring = backend.make_ring(config, config.n_slots, network.crop_size, dataset.mean)
+        return LoaderFeed(loader, ring, orders)
+    ring = backend.make_ring(config, 1, network.crop_size, dataset.mean)
+    filler = backend.fill_directly(ring, Reader(config, dataset, network.crop_size, board))
+    return DirectFeed(filler, ring, orders)

@@ -8,6 +8,7 @@ import subprocess
 from dataclasses import dataclass
 
 from lockstep.errors import UserError
+from lockstep.interrupts import die_with_parent
 
 QUERY = "index,uuid,pci.bus_id,name,driver_version,memory.total,mig.mode.current"
 ANSWER_SECONDS = 30.0  # it wakes up GPUs that nobody uses, which takes seconds for each
@@ -44,7 +45,14 @@ def _ask(program: str) -> str:
     command = [program, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
     pipe = subprocess.PIPE
     try:
-        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, encoding="utf-8", errors="replace")
+        process = subprocess.Popen(
+            command,
+            stdout=pipe,
+            stderr=pipe,
+            encoding="utf-8",
+            errors="replace",
+            preexec_fn=die_with_parent,  # noqa: PLW1509 (nothing that other threads hold is touched)
+        )
     except OSError as error:
         raise UserError(f"{program} can't be run: {error.strerror}") from error
     try:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from lockstep.errors import UserError
 
 MANIFEST_VERSION = 2
 NAME = "manifest.json"
+Resize = Literal["squash", "crop", "pad"]  # how pictures became square: see preprocessing/pictures.py
+RESIZES: tuple[Resize, ...] = get_args(Resize)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Manifest:
     train: tuple[FileEntry, ...]
     val: tuple[FileEntry, ...]
     others: dict[str, str]
-    resize: str  # how pictures became square: see preprocessing/pictures.py
+    resize: Resize
 
     def checksums(self) -> dict[str, str]:
         """SHA-256 of every file of the folder, by its name in it; of version 1 what there is."""
@@ -76,6 +78,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise UserError(f"{path}: can't be read: {error}") from error
     try:
         return _parse(path, content)
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(
             f"{path}: is not a manifest of version {MANIFEST_VERSION} (or 1); make the dataset folder again"
@@ -95,7 +99,9 @@ def _parse(path: Path, content: dict[str, Any]) -> Manifest:
     read = _entry_of_version_1 if version == 1 else _entry
     halves = {split: tuple(read(entry) for entry in _items(content[split])) for split in ("train", "val")}
     others = {_text(name): _text(value) for name, value in content.get("others", {}).items()}
-    resize = _text(content.get("resize", "squash"))
+    resize = content.get("resize", "squash")
+    if resize not in RESIZES:
+        raise UserError(f"{path}: resize must be one of {', '.join(RESIZES)}, not {resize!r}")
     return Manifest(path, classes, names, layout, halves["train"], halves["val"], others, resize)
 
 

@@ -7,12 +7,12 @@ Numbers and text only; a tensor never goes through a pipe. One step, with one tr
        |  ----- Filled(slot) --->  |  wait Filled            load-wait   |
        |                           |  forward, backward, update  compute |
        |  <---- Fill(slot) ------  |  the slot is free: order another    |
-       |                           |  --- Meet(updated) --------------> |   meet
-       |   (fills the slot         |  <-- Meet(updated) --------------- |
+       |                           |  --- Arrived(offered) -----------> |   meet
+       |   (fills the slot         |  <-- Arrived(offered) ------------ |
        |    meanwhile)             |  average my shard of every arena,   |   exchange
        |                           |  write it to every arena            |
-       |                           |  --- Meet(averaged) -------------> |   meet
-       |                           |  <-- Meet(averaged) -------------- |
+       |                           |  --- Arrived(worked) ------------> |   meet
+       |                           |  <-- Arrived(worked) ------------- |
 
 Before its first order a loader gets `Subtract`, the ring's shape (slots.RingShape) and the handle of its
 memory.
@@ -72,8 +72,8 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Meet:
-    """Trainer to every other trainer: I have come to this point. `payload` is small."""
+class Arrived:
+    """Trainer to every other trainer: I have come to this point. `payload` is small in a step."""
 
     point: str
     payload: Any

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.checks import nearest
 from lockstep.config import Config
-from lockstep.errors import UserError
+from lockstep.errors import UserError, nearest
 from lockstep.randomness import Purpose, seed_of
 
 _USUAL_SIZE = 224  # of torchvision's and timm's networks that don't say

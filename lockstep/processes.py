@@ -1,23 +1,25 @@
-"""The launcher's side of a run: starts the processes, watches them, and ends them all when one of them fails.
+"""Processes: starting them, watching them, ending them. Everything that starts Python processes does it here.
 
 Every child is spawned (never forked) by the launcher, so all are siblings and each has a control pipe to it.
-Who dies is noticed by its sentinel at once; who hangs, by a status board that stands still.
+Who dies is noticed by its sentinel at once; who hangs, by a status board that stands still. A run is watched
+by `watch`, which ends all when one of them fails; ranks.py collects what each of them has come to.
 """
 
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-from lockstep.child import STOP_SIGNAL, ChildStart, child_main
+from lockstep.child import ChildStart, child_main
 from lockstep.errors import PeerProblem
+from lockstep.interrupts import STOP_SIGNAL, Interrupts
 from lockstep.messages import Failed, Finished, Notice, Ready, Stop
 from lockstep.pipes import START_SECONDS, Pipe
 from lockstep.status import StatusBoard
@@ -38,7 +40,7 @@ class Child:
     """The launcher's view of one child."""
 
     name: str
-    process: SpawnProcess
+    process: BaseProcess
     control: Pipe
     moved: float  # when it last gave a sign of life (monotonic clock)
     board: StatusBoard | None = None
@@ -75,55 +77,25 @@ class Ending:
     traceback: str = ""
 
 
-class Interrupts:
-    """Notes Ctrl-C and SIGTERM in the launcher. Once: stop in good order. Again, a second later: at once.
+class Processes:
+    """All children of a launcher. Use it as a context manager: on leaving, none of them is left.
 
-    A second later, because `timeout` and cluster managers send the same signal to a process and to its group.
+    deadline: seconds that one waits for another. interrupts: where the launcher has installed none, a child
+    that is asked to end (SIGTERM) does so. method: how multiprocessing starts them, 'spawn' or 'forkserver'.
     """
 
-    def __init__(self) -> None:
-        self.code = 0  # the exit code of a stopped run; 0 while nobody has asked to stop
-        self.at_once = False
-        self._first = 0.0
-
-    def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, STOP_SIGNAL):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: object) -> None:
-        if not self.code:
-            self.code = 128 + (signal.SIGTERM if number == STOP_SIGNAL else number)
-            self._first = time.monotonic()
-        elif number != STOP_SIGNAL and time.monotonic() - self._first > 1:
-            self.at_once = True
-
-    @contextmanager
-    def ignored_by_children(self) -> Iterator[None]:
-        """Processes started inside ignore the signals from birth; one that comes meanwhile is kept."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-
-
-class Processes:
-    """All children of a run. Use it as a context manager: on leaving, none of them is left."""
-
-    def __init__(self, deadline: float, interrupts: Interrupts) -> None:
+    def __init__(self, deadline: float, interrupts: Interrupts | None = None, method: str = "spawn") -> None:
         self._deadline = deadline
-        self._interrupts = interrupts
+        self._stop_signal = STOP_SIGNAL if interrupts else None
+        self._interrupts = interrupts or Interrupts()
         self._asked_to_stop = False
         self._children: list[Child] = []
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context(method)
         resource_tracker.ensure_running()  # now: starting it unblocks the signals that `start` has blocked
         self._lifeline, self._lifeline_end = self._context.Pipe(duplex=False)
 
     def __enter__(self) -> "Processes":
+        self._interrupts.note()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -136,14 +108,27 @@ class Processes:
         """
         ours, theirs = self._context.Pipe()
         start = ChildStart(
-            name, entry, arguments, theirs, self._lifeline, os.getpid(), self._deadline, speaker
+            name,
+            entry,
+            arguments,
+            theirs,
+            self._lifeline,
+            os.getpid(),
+            self._context.get_start_method() == "spawn",
+            self._deadline,
+            self._stop_signal,
+            speaker,
         )
-        process = self._context.Process(target=child_main, args=(start,), name=name)
+        process = self._context.Process(target=child_main, args=(start,), name=name)  # type: ignore[attr-defined]
         with self._interrupts.ignored_by_children():
             process.start()
         theirs.close()
         pipe = Pipe(ours, name, self._deadline)
         self._children.append(Child(name, process, pipe, time.monotonic()))
+
+    def exit_codes(self) -> dict[str, int | None]:
+        """By name; None of those that are still there."""
+        return {child.name: child.process.exitcode for child in self._children}
 
     def pids(self) -> dict[str, int | None]:
         """The process numbers by name, for the log: what to attach a debugger to."""
@@ -154,7 +139,7 @@ class Processes:
         self._now = time.monotonic()  # of the last look: what is missing since, this process missed itself
         while any(child.process.exitcode is None or not child.is_well() for child in self._children):
             self._see_off()
-            self._listen(on_message, LISTEN_SECONDS)
+            self.listen(on_message, LISTEN_SECONDS)
             before, self._now = self._now, time.monotonic()
             self._forgive(self._now - before - 2 * LISTEN_SECONDS)
             if any(not child.is_well() or self._is_stuck(child) for child in self._children):
@@ -191,7 +176,8 @@ class Processes:
             for child in self._children:
                 child.moved += seconds
 
-    def _listen(self, on_message: Callable[[Any], None], seconds: float) -> None:
+    def listen(self, on_message: Callable[[Any], None], seconds: float) -> None:
+        """Waits for something to happen, at most so long, and passes on what the children have said."""
         pipes = [child.control for child in self._children if child.listening]
         sentinels = [child.process.sentinel for child in self._children if child.process.exitcode is None]
         wait([pipe.fileno() for pipe in pipes] + sentinels, seconds)
@@ -235,8 +221,8 @@ class Processes:
             in_vain = min(self._innocence(child) for child in self._children) == 2
             if time.monotonic() - begin > (LATE_SECONDS if in_vain else GATHER_SECONDS):
                 break
-            self._listen(on_message, 0.1)
-        self._listen(on_message, 0)  # the last words of those who left since
+            self.listen(on_message, 0.1)
+        self.listen(on_message, 0)  # the last words of those who left since
         culprit, waiter = self._follow(min(self._children, key=self._innocence))
         if waiter and waiter.failure:
             return Ending(1, f"{self._describe_silent(culprit)}; {waiter.name} {waiter.failure.text}")

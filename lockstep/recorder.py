@@ -3,8 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,23 +13,32 @@ _MOST_PENDING = 256  # pairs of events that wait to be read
 
 
 class Stopwatch(ABC):
-    """Seconds by phase."""
+    """Seconds by phase. Time counts for the phase that was entered last, until `leave`."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
+        """All seconds become 0, and no phase is on."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._phase: str | None = None
+        self._begin: Any = None
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Adds the time inside to a phase's."""
-        begin = self._now()
-        yield
-        self._lap(name, begin, self._now())
+    def enter(self, phase: str) -> None:
+        """From now on time counts for `phase`, one of PHASES."""
+        now = self._now()
+        if self._phase is not None:
+            self._lap(self._phase, self._begin, now)
+        self._phase, self._begin = phase, now
+
+    def leave(self) -> None:
+        """From now on time does not count."""
+        if self._phase is not None:
+            self._lap(self._phase, self._begin, self._now())
+        self._phase = None
 
     def seconds(self) -> dict[str, float]:
-        """Since the last reset; waits until it is known."""
+        """Of the phases that have ended since the last reset; waits until it is known."""
         return dict(self._seconds)
 
     @abstractmethod

@@ -1,6 +1,5 @@
 """One trainer's replica of the network: its tensors in the arena, and what it does with a batch."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,14 +13,15 @@ from lockstep.errors import UserError
 from lockstep.loading import Batch
 from lockstep.memory import Memory
 from lockstep.network import build_model, crop_size, intake_of
-from lockstep.optimizer import make_optimizer, set_learning_rate, states_of
+from lockstep.optim import states_of
+from lockstep.program import Program
 from lockstep.randomness import Purpose, seed_of
 from lockstep.recorder import Recorder
+from lockstep.step_graph import StepGraph
+from lockstep.updater import Updater
 
-_WARM_UP = 3  # steps before one is captured: libraries choose algorithms and allocate in the first ones
 
-
-class Replica:
+class Replica(Program):
     """The network, its arena and its optimizer, on the device of `memory`.
 
     crop_size: rows and columns that the network takes. mean: what it wants subtracted from R, G and B, or
@@ -40,10 +40,9 @@ class Replica:
         self.device = self.arena.flat.device
         scale = torch.tensor(intake.scale, dtype=self.arena.flat.dtype).view(3, 1, 1)
         self._scale = None if scale.eq(1).all() else scale.to(self.device)
-        self._optimizer = make_optimizer(self.model, self.arena, config)
+        self.optimizer = Updater(self.model, self.arena, config)
         self._batch_keys = torch.zeros(config.batch_size, dtype=torch.int32, device=self.device)
-        self._graph = StepGraph() if config.cuda_graph else None
-        self.learning_rate = config.learning_rate
+        self._graph = StepGraph(self.model) if config.cuda_graph else None
 
     def load(self, tensors: Path) -> None:
         """Raises UserError where the checkpoint is broken or of another network."""
@@ -53,10 +52,7 @@ class Replica:
         """Sets what is the epoch's: the samples' dropout keys, the learning rate."""
         keys = dropout.sample_keys(self._config.seed, epoch, n_samples)
         self._keys = torch.from_numpy(keys).to(self.device)
-        if learning_rate != self.learning_rate and self._graph:
-            self._graph.forget()  # a captured step has the rate in it
-        self.learning_rate = learning_rate
-        set_learning_rate(self._optimizer, learning_rate)
+        self.optimizer.set_learning_rate(learning_rate)
         self.arena.bind(self.model)
         self.model.train()
 
@@ -67,31 +63,15 @@ class Replica:
             self.arena.bind(self.model, "ema", "ema")
         self.model.eval()
 
-    def learn(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
-        """Forward and backward on a trainer's share of a minibatch; the gradient is added to what is there.
-
-        The loss is summed and divided by the mean share of a step, not by this one: when the last minibatch
-        of an epoch can't be divided evenly, the average over the trainers is still that of the whole step.
-        """
-        if len(batch.labels):
-            self._seed(batch, rank)
-            self._learn(batch, mean_share, recorder)
-        else:
+    def forward_backward(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
+        if not len(batch.labels):
             self._count_batch()
-
-    def update(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
-        """Learns from the last (or only) minibatch of a step, and takes the step."""
+            return
+        self._seed(batch, rank)
         if self._graph and len(batch.labels) == mean_share == self._config.batch_size:
-            self._seed(batch, rank)
-
-            def step() -> None:
-                self._learn(batch, mean_share, recorder)
-                self._step()
-
-            self._graph.run(step)
+            self._graph.run(lambda: self._learn(batch, mean_share, recorder))
         else:
-            self.learn(batch, mean_share, rank, recorder)
-            self._step()
+            self._learn(batch, mean_share, recorder)
 
     @torch.no_grad()
     def log_probabilities(self, batch: Batch) -> torch.Tensor:
@@ -142,23 +122,6 @@ class Replica:
             )
         return weights
 
-    def _step(self) -> None:
-        """The optimizer's step with the gradient that has been added up, and the moving averages'.
-
-        A parameter without a gradient counts as one with a zero, as it does in a trainer that had no images:
-        weights still decay and momenta still carry, alike in all trainers.
-        """
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        for parameter in trained:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        if self._config.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(trained, self._config.clip_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        if self._config.ema_decay is not None:
-            self.arena.move_averages(self._config.ema_decay)
-
     def _count_batch(self) -> None:
         """Batch normalisation's counts, as in the trainers that have images; all counts stay equal."""
         for name, buffer in self.arena.local.items():
@@ -181,40 +144,3 @@ def open_trained(config: Config, dataset: Dataset, memory: Memory, tensors: Path
     replica.load(tensors)
     replica.begin_validation()
     return replica, subtracting(dataset, replica.mean)
-
-
-class StepGraph:
-    """Captures a step as a CUDA graph and replays it: one launch instead of hundreds.
-
-    Whatever the step reads must lie in the same place each time. Not yet run on a GPU.
-    """
-
-    def __init__(self) -> None:
-        self._n_runs = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def forget(self) -> None:
-        """The next run captures anew."""
-        torch.cuda.synchronize()
-        self._graph = None
-
-    def run(self, step: Callable[[], None]) -> None:
-        """Does what `step` does. Raises UserError where it can't be captured."""
-        self._n_runs += 1
-        if self._n_runs <= _WARM_UP:
-            step()
-            return
-        if self._graph is None:
-            self._graph = self._capture(step)
-        self._graph.replay()
-
-    def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                step()
-        except RuntimeError as error:
-            raise UserError(
-                f"cuda_graph: this network can't be captured: {error}; set cuda_graph: false"
-            ) from error
-        return graph

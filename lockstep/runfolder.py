@@ -17,7 +17,7 @@ import fcntl
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +25,8 @@ from typing import IO, Any
 from lockstep.batches import publish
 from lockstep.config import Config
 from lockstep.errors import UserError
+from lockstep.optim import OPTIMIZERS
+from lockstep.optim.schedules import SCHEDULES
 
 _RECORD = re.compile(r"epoch_(\d+)(?:_at_(\d+))?\.json")
 # Keys that may differ between a run and its resumption without being worth a word.
@@ -174,9 +176,17 @@ def verify(record: Path) -> Checkpoint:
 def read_state(record: Path) -> State:
     """A checkpoint's JSON file. Raises UserError naming it when it is not what was written."""
     try:
-        state = State(**json.loads(record.read_text(encoding="utf-8")))
+        content = dict(json.loads(record.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{record}: is not a whole checkpoint record: {error}") from error
+    needed = {field.name for field in fields(State) if field.default is MISSING}
+    odd = sorted(needed - content.keys()), sorted(content.keys() - {field.name for field in fields(State)})
+    if any(odd):
+        words = [
+            f"{what} {', '.join(keys)}" for what, keys in zip(("lacks", "has"), odd, strict=True) if keys
+        ]
+        raise UserError(f"{record}: is not a checkpoint record of this version: it {' and '.join(words)}")
+    state = State(**content)
     if not state.is_well_formed():
         raise UserError(f"{record}: is not a checkpoint record: a value has the wrong type")
     return state
@@ -236,7 +246,8 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
         raise UserError(f"{start.path}: all {config.n_epochs} epochs are done; raise n_epochs to go on")
     now: dict[str, Any] = json.loads(json.dumps(asdict(config)))
     then = {**json.loads(json.dumps(asdict(Config()))), **state.config}  # an older one's has fewer keys
-    refused = {"model", "model_args", "input_size", "seed", "use_momentum", "optimizer", "ema_decay"}
+    refused = {"model", "model_args", "input_size", "seed", "optimizer", "ema_decay"}
+    refused |= set(OPTIMIZERS[config.optimizer].kept_keys)
     if 0 < state.position < state.n_samples:
         refused |= {"shuffle", "shuffle_block"}
         if n_train != state.n_samples:
@@ -244,7 +255,7 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
                 f"{start.path}: stopped in an epoch of {state.n_samples} images, not of {n_train}"
             )
     notices = []
-    if config.lr_policy in ("cosine", "polynomial") and config.n_epochs != then["n_epochs"]:
+    if SCHEDULES[config.lr_policy].spans_run and config.n_epochs != then["n_epochs"]:
         notices.append(
             f"the learning rate falls over n_epochs: {config.n_epochs} now, {then['n_epochs']} before"
         )

@@ -22,7 +22,7 @@ def check_installed() -> None:
 
 
 class Scalars:
-    """Event files in <folder>/tensorboard; every number is on the disk at once.
+    """Event files in <folder>/tensorboard; every number is on the disk at once. A step is the optimizer's.
 
     n_train: training images, which tells at which step an epoch is validated.
     """
@@ -31,7 +31,8 @@ class Scalars:
         from tensorboard.summary import Writer
 
         self._writer = Writer(str(folder / "tensorboard"))
-        self._steps_per_epoch = -(-n_train // (config.batch_size * len(config.devices)))
+        step_size = config.batch_size * len(config.devices) * config.accumulate
+        self._steps_per_epoch = -(-n_train // step_size)
 
     def take(self, message: object) -> None:
         """Writes the numbers of a message of trainer 0. Raises UserError where they can't be written."""

@@ -8,37 +8,41 @@ import numpy as np
 import torch
 
 from lockstep.backends import backend_of
+from lockstep.computing import computing
 from lockstep.dataset import open_dataset
 from lockstep.errors import UserError
-from lockstep.feed import DirectFeed
+from lockstep.feed import Feed, open_feed
+from lockstep.group import World
 from lockstep.messages import Judged, Order
 from lockstep.order import minibatches, share
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
-from lockstep.reader import Reader
 from lockstep.replica import Replica, open_trained
 from lockstep.status import StatusBoard
 
 
-def run_validator(control: Pipe, board: StatusBoard, plan: Plan, rank: int, n_views: int) -> bool:
-    """The process of trainer `rank`: judges its share of every minibatch, and tells the launcher.
+def run_validator(control: Pipe, board: StatusBoard, plan: Plan, world: World, n_views: int) -> bool:
+    """The process of trainer `world.rank`: judges its share of every minibatch, and tells the launcher.
 
     Returns whether it stopped early because the launcher asked.
     """
+    with computing(plan.config, world, board):
+        return _judge_share(control, board, plan, world, n_views)
+
+
+def _judge_share(control: Pipe, board: StatusBoard, plan: Plan, world: World, n_views: int) -> bool:
     config = plan.config
     board.say("opening the dataset and the checkpoint")
     dataset = open_dataset(config)
-    backend = backend_of(config.devices[rank])
+    backend = backend_of(config.devices[world.local_rank])
     backend.start_computing(config)
     assert plan.start
     replica, dataset = open_trained(config, dataset, backend.memory, plan.start)
-    ring = backend.make_ring(config, 1, replica.crop_size, dataset.mean)
-    reader = Reader(config, dataset, replica.crop_size, board)
-    orders = list(orders_of(len(dataset.val), config.batch_size, rank, len(config.devices), n_views))
-    feed = DirectFeed(backend.fill_directly(ring, reader), ring, iter(orders))
+    orders = list(orders_of(len(dataset.val), config.batch_size, world, n_views))
+    feed = open_feed(backend, config, dataset, replica, iter(orders), board)
     stopped = False
     for _ in range(0, len(orders), n_views):
-        control.send(judge(feed, replica, n_views))
+        control.send(judge(feed, replica, n_views, board))
         stopped = control.poll()  # the launcher sends nothing but Stop
         if stopped:
             break
@@ -47,21 +51,22 @@ def run_validator(control: Pipe, board: StatusBoard, plan: Plan, rank: int, n_vi
     return stopped
 
 
-def orders_of(n_images: int, batch_size: int, rank: int, n_ranks: int, n_views: int) -> Iterator[Order]:
+def orders_of(n_images: int, batch_size: int, world: World, n_views: int) -> Iterator[Order]:
     """A rank's orders: every view of a minibatch, then the next minibatch. Empty shares are left out."""
-    size = batch_size * n_ranks
+    size = batch_size * world.size
     for start, stop in minibatches(n_images, size):
-        first, last = share(start, stop, rank, n_ranks)
+        first, last = share(start, stop, world.rank, world.size)
         if first < last:
             for view in range(n_views):
                 yield Order("val", 1, start // size + 1, start, stop, first, last, view)
 
 
-def judge(feed: DirectFeed, replica: Replica, n_views: int) -> Judged:
+def judge(feed: Feed, replica: Replica, n_views: int, board: StatusBoard) -> Judged:
     """One batch. Of several views the probabilities are averaged."""
     seen = []
     for _ in range(n_views):
         order = feed.next()
+        board.say(f"{order}: validating")
         batch = feed.batch()
         labels = batch.labels.cpu()
         seen.append(replica.log_probabilities(batch).cpu())

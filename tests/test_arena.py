@@ -14,8 +14,9 @@ from lockstep import dropout
 from lockstep.arena import ALIGNMENT, Arena
 from lockstep.errors import UserError
 from lockstep.memory.host import HostMemory
-from lockstep.optimizer import make_optimizer, states_of
-from lockstep.schedule import learning_rate
+from lockstep.optim import states_of
+from lockstep.optim.build import make_optimizer
+from lockstep.optim.schedules import learning_rate
 
 
 def make_net() -> nn.Module:

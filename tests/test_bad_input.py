@@ -15,7 +15,7 @@ from conftest import SIZE, Program, make_config
 from lockstep import batches, checkpoint
 from lockstep.dataset import open_dataset
 from lockstep.errors import UserError
-from lockstep.peers import Peers
+from lockstep.group import Group
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
 from lockstep.runfolder import State, find_checkpoint, verify
@@ -45,6 +45,8 @@ def set_manifest(text: str):
 
 HKL, LABELS, MEAN = "train_hkl/0001.hkl", "labels/train_labels.npy", "misc/img_mean.npy"
 IMAGES = np.zeros((32, SIZE, SIZE, 3), np.uint8)
+ENTRY = {"file": "train_hkl/0000.hkl", "labels": [0]}
+MANIFEST = {"version": 1, "classes": ["a"], "train": [ENTRY], "val": [ENTRY]}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +96,12 @@ IMAGES = np.zeros((32, SIZE, SIZE, 3), np.uint8)
         ),
         (replace(MEAN, np.full((SIZE, SIZE, 3), 1e300)), MEAN, "not pixels'"),
         (set_manifest("{}"), "manifest.json", "is not a manifest"),
+        (
+            set_manifest(json.dumps({**MANIFEST, "resize": "stretch"})),
+            "manifest.json",
+            "resize must be one of squash, crop, pad, not 'stretch'",
+        ),
+        (set_manifest(json.dumps({**MANIFEST, "resize": ["crop"]})), "manifest.json", "not ['crop']"),
     ],
 )
 def test_a_broken_dataset_folder_names_the_file(folder: Path, change, named: str, message: str) -> None:
@@ -171,8 +179,10 @@ def test_a_file_that_breaks_while_training_is_named_by_its_loader(folder: Path, 
 def test_weights_that_are_no_numbers_are_not_saved(shared_folder: Path, tmp_path: Path) -> None:
     control, _keep_open = multiprocessing.Pipe()
     plan = Plan(make_config(data_folder=str(shared_folder), para_load=False), tmp_path, None)
-    trainer = Trainer(plan, Peers(0, {}), None, Pipe(control, "the launcher", 5), StatusBoard.create())
-    trainer.replica.arena.tensors["weights/fc5.bias"][0] = float("nan")
+    trainer = Trainer(
+        plan, Group.on_one_host(0, {}), None, Pipe(control, "the launcher", 5), StatusBoard.create()
+    )
+    trainer.program.arena.tensors["weights/fc5.bias"][0] = float("nan")
     with pytest.raises(UserError, match="lower learning_rate"):
         trainer.save()
     assert list(tmp_path.iterdir()) == []

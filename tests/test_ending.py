@@ -10,6 +10,7 @@ from conftest import Program, Running
 from limits import limit
 
 from lockstep import processes
+from lockstep.interrupts import Interrupts
 from lockstep.runfolder import find_checkpoint
 
 FOREVER = ("n_epochs=100000", "snapshot_freq=1")
@@ -165,7 +166,7 @@ def linger(control: object, board: object) -> None:
 
 def test_a_process_that_is_done_and_does_not_leave_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "LEAVE_SECONDS", 1.0)
-    with processes.Processes(60, processes.Interrupts()) as children:
+    with processes.Processes(60, Interrupts()) as children:
         children.start("trainer 0", "test_ending:linger", ())
         begin = time.monotonic()
         assert children.watch(lambda message: None) == processes.Ending(0)

@@ -23,7 +23,7 @@ from lockstep.errors import UserError
 from lockstep.export import export, load_trained
 from lockstep.memory.host import HostMemory
 from lockstep.network import build_model
-from lockstep.optimizer import states_of
+from lockstep.optim import states_of
 from lockstep.pretrained.names import layers_of
 from lockstep.runfolder import State
 

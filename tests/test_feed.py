@@ -12,12 +12,13 @@ from conftest import make_config
 from lockstep import batches
 from lockstep.config import Config
 from lockstep.dataset import open_dataset
+from lockstep.errors import PeerLost
 from lockstep.feed import LoaderFeed
+from lockstep.group import Group
 from lockstep.loading.host import HostRing
 from lockstep.memory.host import HostMemory
-from lockstep.messages import Fill, Filled, Order, Stop
+from lockstep.messages import Fill, Filled, Order
 from lockstep.network import build_model
-from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 from lockstep.plan import Plan
 from lockstep.ranks import run_ranks
@@ -53,15 +54,17 @@ def test_every_free_slot_is_on_order_and_a_slot_in_use_is_not() -> None:
         feed.release()
         if step <= 3:
             assert take().slot == (step - 1) % 3
-    theirs.close()
-    with pytest.raises(BrokenPipeError):
-        ours.send(Stop())
+    loader.close()
+    with pytest.raises(PeerLost):
+        feed.close()
 
 
 def validate_rank(rank: int, pipes: dict[int, Pipe], config: Config) -> list[dict[str, float]]:
     launcher, _keep_open = multiprocessing.Pipe()
     plan = Plan(config, Path("nowhere"), None)
-    trainer = Trainer(plan, Peers(rank, pipes), None, Pipe(launcher, "launcher", 60), StatusBoard.create())
+    trainer = Trainer(
+        plan, Group.on_one_host(rank, pipes), None, Pipe(launcher, "launcher", 60), StatusBoard.create()
+    )
     trainer.epoch = config.n_epochs
     trainer.feed._orders = trainer._orders_of("val", 1, len(trainer.dataset.val), 0)  # type: ignore[attr-defined]
     assert not trainer.validate()

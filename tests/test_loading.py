@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ from lockstep.backends.host import HostBackend
 from lockstep.config import Config
 from lockstep.dataset import open_dataset
 from lockstep.errors import UserError
-from lockstep.feed import DirectFeed, Feed, LoaderFeed
-from lockstep.messages import Fill, Filled, Order, Stop
+from lockstep.feed import Feed, open_feed
+from lockstep.messages import Fill, Filled, Order, Stop, Subtract
 from lockstep.order import minibatches
 from lockstep.pipes import Pipe
 from lockstep.ranks import run_ranks
@@ -57,6 +58,7 @@ def serve(case: Case, pipe: Pipe) -> None:
     if case.cut == "filled":  # the slower side is the one that is not waited for
         case = replace(case, simulation=case.simulation.set(delay=20_000))  # type: ignore[union-attr]
     backend, config = case.backend(), case.config
+    assert pipe.receive(Subtract, "the network's mean").mean is None
     shape = pipe.receive(RingShape, "the ring's shape")
     reader = Reader(config, open_dataset(config), shape.crop_size, StatusBoard.create())
     filler = backend.receive_ring(pipe, shape, reader)
@@ -69,15 +71,12 @@ def serve(case: Case, pipe: Pipe) -> None:
     filler.close()
 
 
-def open_feed(case: Case, backend: Backend, pipe: Pipe | None) -> Feed:
-    config, dataset = case.config, open_dataset(case.config)
-    ring = backend.make_ring(config, config.n_slots if pipe else 1, CROP, dataset.mean)
-    if pipe is None:
-        reader = Reader(config, dataset, CROP, StatusBoard.create())
-        return DirectFeed(backend.fill_directly(ring, reader), ring, case.orders())
-    feed = LoaderFeed(pipe, ring, case.orders())
+def feed_of(case: Case, backend: Backend, pipe: Pipe | None) -> Feed:
+    config, network = case.config, SimpleNamespace(crop_size=CROP, mean=None)
+    board, dataset = StatusBoard.create(), open_dataset(case.config)
+    feed = open_feed(backend, config, dataset, network, case.orders(), board, pipe)
     if case.cut == "filled":
-        ring.filled = backend.memory.events(config.n_slots)  # type: ignore[attr-defined]  # never recorded
+        feed._ring.filled = backend.memory.events(config.n_slots)  # type: ignore[attr-defined]  # never recorded
     return feed
 
 
@@ -113,7 +112,7 @@ def load(rank: int, pipes: dict[int, Pipe], case: Case) -> list[tuple[bytes, byt
         return []
     backend = case.backend()
     backend.start_computing(case.config)
-    return consume(case, backend, open_feed(case, backend, pipes.get(1)))
+    return consume(case, backend, feed_of(case, backend, pipes.get(1)))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tiny import start
 
 from lockstep.errors import UserError
 from lockstep.network import build_model
-from lockstep.optimizer import make_optimizer
+from lockstep.optim.build import make_optimizer
 from lockstep.pretrained import theano_folder
 from lockstep.pretrained.theano_folder import Layer, LibConv, Progress
 

@@ -12,24 +12,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
-from conftest import ROOT, Program, Running, make_folder
+from conftest import ROOT, Program, Running, make_folder, wait_until
 from limits import limit
 from safetensors.numpy import load_file
+from saved import assert_same, tensors
 
 from lockstep.runfolder import verify
-
-
-def tensors(running: Running, name: str) -> dict[str, np.ndarray]:
-    return load_file(running.run_folder / "checkpoints" / f"{name}.safetensors")
-
-
-def assert_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert ours[name].tobytes() == theirs[name].tobytes(), name
 
 
 def events(running: Running, kind: str) -> list[dict]:
@@ -70,7 +60,7 @@ def test_a_run_ends_with_0_its_result_and_no_process(whole: Running) -> None:
 @pytest.mark.parametrize("words", ["para_load=false", "n_slots=5"])
 def test_loading_in_the_trainer_gives_the_same_bits(program: Program, whole: Running, words: str) -> None:
     other = program.run("n_epochs=1", "lr_step=[1]", words)
-    assert_same(tensors(other, "epoch_0001"), tensors(whole, "epoch_0001"))
+    assert_same(tensors(other, 1), tensors(whole, 1))
 
 
 def test_a_loader_of_small_pictures_does_not_load_torch(program: Program) -> None:
@@ -94,7 +84,7 @@ def test_a_resumed_run_ends_as_the_unbroken_one_bit_for_bit(program: Program, wh
     assert half.last_line().startswith("done")
     resumed = program.run(*WORDS, "resume_train=true")
     assert "going on from" in resumed.output()
-    assert_same(tensors(whole, "epoch_0003"), tensors(resumed, "epoch_0003"))
+    assert_same(tensors(whole, 3), tensors(resumed, 3))
     records = [verify(run.run_folder / "checkpoints" / "epoch_0003.json") for run in (whole, resumed)]
     assert records[0].state.val_record == records[1].state.val_record
 
@@ -123,7 +113,7 @@ def test_every_state_is_resumed_bit_for_bit(program: Program, words: str) -> Non
     assert whole.output().count("2 trainers are not exactly one with 2 times the batch") == 1
     program.run("resume_train=true", "load_epoch=1")
     branch = program.place / "runs" / "run-from-epoch_0001" / "checkpoints" / "epoch_0003.safetensors"
-    assert_same(load_file(branch), tensors(whole, "epoch_0003"))
+    assert_same(load_file(branch), tensors(whole, 3))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -140,7 +130,7 @@ def test_one_signal_finishes_the_step_saves_and_the_rest_is_exact(
     broken.assert_nothing_left()
     assert "stopped as asked; saved" in broken.last_line()
     resumed = program.run(*WORDS, "resume_train=true")
-    assert_same(tensors(whole, "epoch_0003"), tensors(resumed, "epoch_0003"))
+    assert_same(tensors(whole, 3), tensors(resumed, 3))
 
 
 def test_load_epoch_goes_back_into_a_folder_of_its_own(program: Program, whole: Running) -> None:
@@ -191,12 +181,35 @@ def test_a_second_run_does_not_write_into_the_first_ones_folder(program: Program
 
 
 def test_a_run_that_never_saved_can_be_started_again_or_resumed(program: Program) -> None:
-    refused = program.run("model_args={depth: 3}", code=2)
-    assert not (refused.run_folder / "config.yaml").exists()
-    resumed = program.run("n_epochs=1", "resume_train=true")
+    program.run("model_args={depth: 3}", code=2)
+    resumed = program.run("n_epochs=1", "model_args={}", "resume_train=true")
     assert "has no checkpoint yet: starting from scratch" in resumed.output()
     program.run("model_args={depth: 3}", name="other", code=2)
     assert program.run("n_epochs=1", name="other").last_line().startswith("done")
+
+
+def test_a_run_killed_before_its_first_step_is_resumed_as_what_it_was(program: Program) -> None:
+    """Or not at all where its configuration is gone; never as the one in the working tree."""
+    killed = program.start("n_epochs=1", "learning_rate=0.003", "momentum=0.5")
+    killed.pids()  # its processes are started; they import
+    killed.process.kill()
+    killed.wait()
+    wait_until(lambda: killed.leftovers() == [], "them to be gone")
+    assert not events(killed, "progress")
+    resumed = program.run("resume_train=true")
+    saved = yaml.safe_load((killed.run_folder / "config.yaml").read_text())
+    assert (saved["n_epochs"], saved["learning_rate"], saved["momentum"]) == (1, 0.003, 0.5)
+    assert "done" in resumed.last_line() and "going on with the configuration in" in resumed.output()
+    (killed.run_folder / "config.yaml").unlink()
+    refused = program.run("resume_train=true", "n_epochs=2", code=2)
+    assert f"{killed.run_folder}: has no config.yaml" in refused.last_line()
+
+
+def test_a_refused_start_replaces_no_good_runs_configuration(program: Program) -> None:
+    good = program.run("n_epochs=1", "devices=[cpu]")
+    before = (good.run_folder / "config.yaml").read_bytes()
+    program.run("n_epochs=2", "resume_train=true", "n_classes=9", "devices=[cpu]", code=2)
+    assert (good.run_folder / "config.yaml").read_bytes() == before
 
 
 @pytest.mark.parametrize("output", ["/dev/full", "a reader that leaves", "closed"])

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lockstep.config import Config
+from lockstep.group import Group
 from lockstep.loading import Filler, Ring
 from lockstep.memory import Block, Memory
-from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 from lockstep.reader import Reader
 from lockstep.slots import RingShape
@@ -19,7 +19,7 @@ from lockstep.slots import RingShape
 if TYPE_CHECKING:  # a loader for CPUs has no need of torch
     import torch
 
-    from lockstep.exchange import Exchange
+    from lockstep.exchange.transport import Transport
     from lockstep.recorder import Stopwatch
 
 
@@ -37,10 +37,10 @@ class Backend(ABC):
         """Measures the time that the device takes."""
 
     @abstractmethod
-    def open_exchange(
-        self, kind: str, block: Block, arena: "torch.Tensor", peers: Peers
-    ) -> "tuple[Exchange, str]":
-        """The exchange between all trainers, who call it at once, and why it is this one.
+    def open_transport(
+        self, kind: str, block: Block, arena: "torch.Tensor", group: Group
+    ) -> "tuple[Transport, str]":
+        """The transport between all trainers, who call it at once, and why it is this one.
 
         kind: `exchange` in the configuration. block: where this trainer's arena lies; arena: all of it.
         Raises UserError where that kind can't be had.

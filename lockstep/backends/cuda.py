@@ -11,15 +11,15 @@ import torch
 from lockstep.backends import Backend
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.exchange import Exchange
-from lockstep.exchange.p2p import MOST_RANKS, PeerExchange, SwapExchange
+from lockstep.exchange.p2p import MOST_RANKS, PeerTransport, SwapTransport
 from lockstep.exchange.proof import iommu, prove
-from lockstep.exchange.staged import StagedExchange
+from lockstep.exchange.staged import StagedTransport
+from lockstep.exchange.transport import Transport
+from lockstep.group import Group
 from lockstep.loading import Filler, Ring
 from lockstep.loading.cuda import AugmentingFiller, CudaFiller, CudaRing, RawFiller, RawRing, ReadyRing
 from lockstep.memory import Block
 from lockstep.memory.cuda import CudaBlock, CudaMemory
-from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 from lockstep.precision import image_dtype
 from lockstep.reader import Reader
@@ -29,11 +29,12 @@ from lockstep.slots import RingShape
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: never waits for the default stream
 
 
-def start_torch(device: torch.device, stream: Any) -> None:
+def start_torch(device: str, stream: Any) -> None:
     """Makes torch compute on the device, in PyCUDA's stream. Raises RuntimeError where it can't."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    torch.cuda.set_device(device)
-    torch.cuda.set_stream(torch.cuda.ExternalStream(stream.handle, device))  # type: ignore[no-untyped-call]
+    place = torch.device(device)
+    torch.cuda.set_device(place)
+    torch.cuda.set_stream(torch.cuda.ExternalStream(stream.handle, place))  # type: ignore[no-untyped-call]
 
 
 class CudaBackend(Backend):
@@ -54,27 +55,27 @@ class CudaBackend(Backend):
     def stopwatch(self) -> Stopwatch:
         return StreamStopwatch(self.memory.driver.Event, self.stream)
 
-    def open_exchange(
-        self, kind: str, block: Block, arena: torch.Tensor, peers: Peers
-    ) -> tuple[Exchange, str]:
+    def open_transport(
+        self, kind: str, block: Block, arena: torch.Tensor, group: Group
+    ) -> tuple[Transport, str]:
         if arena.dtype != torch.float32:
             raise UserError(f"on a GPU the model's weights must be float32, not {arena.dtype}")
-        if peers.n_trainers > MOST_RANKS:
+        if group.world.size > MOST_RANKS:
             raise UserError(
-                f"devices: at most {MOST_RANKS} GPU trainers can exchange, not {peers.n_trainers}"
+                f"devices: at most {MOST_RANKS} GPU trainers can exchange, not {group.world.size}"
             )
         assert isinstance(block, CudaBlock)
-        kind, reason = self._choose(kind, peers)
-        makers = {"p2p": PeerExchange, "swap": SwapExchange, "staged": StagedExchange}
-        return makers[kind](self.memory, self.stream, block, len(arena), peers), reason
+        kind, reason = self._choose(kind, group)
+        makers = {"p2p": PeerTransport, "swap": SwapTransport, "staged": StagedTransport}
+        return makers[kind](self.memory, self.stream, block, len(arena), group), reason
 
-    def _choose(self, kind: str, peers: Peers) -> tuple[str, str]:
+    def _choose(self, kind: str, group: Group) -> tuple[str, str]:
         """The kind of exchange that works here, and why."""
-        if not peers.pipes:
+        if not group.pipes:
             return "p2p", ""  # nobody to exchange with
         if kind == "staged":
             return kind, "as asked"
-        pairs = prove(self.memory, self.stream, peers)
+        pairs = prove(self.memory, self.stream, group)
         problems = [pair.problem for pair in pairs if pair.problem]
         if not problems:
             slowest = min(pair.gb_per_second for pair in pairs)

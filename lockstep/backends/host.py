@@ -6,11 +6,11 @@ import numpy as np
 
 from lockstep.backends import Backend
 from lockstep.config import Config
+from lockstep.group import Group
 from lockstep.loading import Filler, Ring
 from lockstep.loading.host import HostFiller, HostRing
 from lockstep.memory import Block
 from lockstep.memory.host import HostBlock, HostMemory
-from lockstep.peers import Peers
 from lockstep.pipes import Pipe
 from lockstep.reader import Reader
 from lockstep.slots import RingShape
@@ -18,7 +18,7 @@ from lockstep.slots import RingShape
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.exchange import Exchange
+    from lockstep.exchange.transport import Transport
     from lockstep.recorder import Stopwatch
 
 
@@ -38,13 +38,16 @@ class HostBackend(Backend):
 
         return HostStopwatch()
 
-    def open_exchange(
-        self, kind: str, block: Block, arena: "torch.Tensor", peers: Peers
-    ) -> "tuple[Exchange, str]":
-        from lockstep.exchange.host import HostExchange
+    def open_transport(
+        self, kind: str, block: Block, arena: "torch.Tensor", group: Group
+    ) -> "tuple[Transport, str]":
+        import torch
+
+        from lockstep.exchange.host import HostTransport
 
         assert isinstance(block, HostBlock) and kind == "auto"
-        return HostExchange.open(block, arena, peers), ""
+        n_threads = torch.get_num_threads()
+        return HostTransport.open(block, arena.numpy().dtype, len(arena), group, n_threads), ""
 
     def make_ring(self, config: Config, n_slots: int, crop_size: int, mean: np.ndarray) -> HostRing:
         size = (crop_size, crop_size)

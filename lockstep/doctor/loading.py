@@ -10,7 +10,7 @@ import numpy as np
 from lockstep.doctor import storage
 from lockstep.doctor.report import Line, Report
 from lockstep.doctor.storage import Sample
-from lockstep.peers import Peers
+from lockstep.group import Group
 from lockstep.pipes import Pipe
 from lockstep.ranks import try_ranks
 
@@ -77,9 +77,9 @@ def _load(rank: int, pipes: dict[int, Pipe], sample: Sample) -> tuple[Work | Non
     import torch  # not at the top: the doctor also speaks where torch is broken
 
     torch.set_num_threads(1)
-    peers, work = Peers(rank, pipes), _make_work(sample)
+    group, work = Group.on_one_host(rank, pipes), _make_work(sample)
     alone = work() if rank == 0 else None
-    peers.meet("the first one has measured")
+    group.barrier("the first one has measured")
     return alone, work()
 
 

@@ -5,7 +5,7 @@
     python -m lockstep.report runs/try1 --no-examples
 
 Makes RUN/report.html, one page that needs nothing else (no network, no script), and its charts as PNG files
-in RUN/report. What can't be read is left out and named. Ends with 2 where nothing can be made of what was
+in RUN/report. What can't be read is left out and named. Ends with 2 where nothing can be shown of what was
 given.
 """
 

@@ -81,6 +81,7 @@ def compute_on_the_host(device: object, stream: Any) -> None:
     import train_funcs
     from lockstep.arena import Arena
     from lockstep.replica import Replica
+    from lockstep.updater import Updater
 
     def behind(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -91,8 +92,8 @@ def compute_on_the_host(device: object, stream: Any) -> None:
         return wait_first
 
     for place, name in (
-        (Replica, "learn"),
-        (Replica, "update"),
+        (Replica, "forward_backward"),
+        (Updater, "step"),
         (Replica, "count_errors"),
         (Arena, "digests"),
         (Arena, "state"),

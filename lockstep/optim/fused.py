@@ -7,7 +7,7 @@ import torch
 from torch.optim.sgd import sgd
 
 
-class SGD:
+class FusedSGD:
     """torch's own step, in one pass over all tensors, without the class around it.
 
     torch.optim.Optimizer loads torch's compiler when the first one is made, which is more than a third of the
