@@ -1,6 +1,6 @@
 # make train   set up, make the digits' dataset, train on it        make test       set up, run the tests
 # make bench   measure and print the tables of docs/results         make test-all   those too that take long
-# make check   lint, format, types
+# make check   lint, format, types, imports
 PYTHON ?= python3
 BIN := .venv/bin
 # pip compiles modules one after the other, and packages' tests with them: compileall does it on all cores, without.
@@ -50,6 +50,7 @@ check: .venv/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 format: .venv/.installed-test
 	$(BIN)/ruff check --fix .

@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lockstep import runfolder
-from lockstep.augment import Augmenter
-from lockstep.console import show
-from lockstep.dataset import Dataset, open_dataset
+from lockstep.comm.messages import Order
+from lockstep.data.augment import Augmenter
+from lockstep.data.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
+from lockstep.launch.console import show
 from lockstep.loading import Batch
 from lockstep.memory.host import HostMemory
-from lockstep.messages import Order
-from lockstep.replica import Replica, open_trained
+from lockstep.network.replica import Replica, open_trained
+from lockstep.runs import folder as runfolder
 from preprocessing.pictures import BadPicture, Geometry, to_image
 from validate import open_checkpoint
 

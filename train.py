@@ -30,16 +30,20 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from lockstep import commandline, devices, runfolder, scalars, versions
 from lockstep import config as configuration
+from lockstep.backends import devices
+from lockstep.comm.group import World
+from lockstep.comm.messages import Started
 from lockstep.config import Config
-from lockstep.console import Console, show
-from lockstep.dataset import Dataset, check_content, open_dataset
+from lockstep.data.dataset import Dataset, check_content, open_dataset
 from lockstep.errors import UserError, nearest
-from lockstep.group import World
-from lockstep.messages import Started
-from lockstep.plan import Plan
-from lockstep.processes import Processes
+from lockstep.files import write_text
+from lockstep.launch import commandline, scalars
+from lockstep.launch.console import Console, show
+from lockstep.launch.processes import Processes
+from lockstep.runs import folder as runfolder
+from lockstep.runs import versions
+from lockstep.runs.plan import Plan
 
 HERE = Path(__file__).resolve().parent
 REPORT_SECONDS = 600.0  # it limits itself to much less
@@ -97,11 +101,11 @@ def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Inte
 
     saved = run.folder / "config.yaml"
     if not (config.resume_train and saved.exists()):  # a run killed before its first step can be resumed, too
-        runfolder.write_text(saved, text)
+        write_text(saved, text)
 
     def on_message(message: object) -> None:
         if isinstance(message, Started):  # not before: a refused start must not replace a good run's file
-            runfolder.write_text(saved, text)
+            write_text(saved, text)
         else:
             console.take(message)
 

@@ -14,28 +14,28 @@ from typing import Any
 
 import torch
 
-from lockstep import checkpoint, versions
-from lockstep.agreement import check_replicas
 from lockstep.backends import backend_of
-from lockstep.computing import computing
-from lockstep.dataset import open_dataset, subtracting
+from lockstep.comm.group import Group, World
+from lockstep.comm.messages import Notice, Order, Saved, Started, Validated
+from lockstep.comm.pipes import Pipe
+from lockstep.data.dataset import open_dataset, subtracting
+from lockstep.data.order import minibatches, share
 from lockstep.errors import UserError
 from lockstep.exchange.transport import Transport
-from lockstep.feed import open_feed
-from lockstep.group import Group, World
-from lockstep.messages import Notice, Order, Saved, Started, Validated
+from lockstep.launch.computing import computing
+from lockstep.launch.progress import Teller, check_finite
+from lockstep.launch.status import StatusBoard
+from lockstep.loading.feed import open_feed
+from lockstep.network.program import Program
+from lockstep.network.recorder import Recorder
+from lockstep.network.replica import Replica
 from lockstep.optim.schedules import learning_rate
-from lockstep.order import minibatches, share
-from lockstep.pipes import Pipe
-from lockstep.plan import Plan
 from lockstep.pretrained.start import start_with
-from lockstep.program import Program
-from lockstep.progress import Teller, check_finite
-from lockstep.recorder import Recorder
-from lockstep.replica import Replica
-from lockstep.runfolder import State, read_state
-from lockstep.status import StatusBoard
+from lockstep.runs import checkpoint, versions
+from lockstep.runs.folder import State, read_state
+from lockstep.runs.plan import Plan
 from lockstep.sync import Meeting, Rule
+from lockstep.sync.agreement import check_replicas
 from lockstep.sync.weights import Weights
 
 
@@ -93,7 +93,9 @@ class Trainer:
         self.transport = self._open_transport()
         self.rule: Rule = Weights(self.transport)
         orders = orders or self.orders()
-        self.feed = open_feed(self.backend, self.config, self.dataset, self.program, orders, board, loader)
+        self.feed = open_feed(
+            self.backend, self.config, self.dataset, self.program, orders, board.say, loader
+        )
 
     # -- the run ---------------------------------------------------------------------------------------------
 

@@ -22,18 +22,19 @@ from pathlib import Path
 from tqdm import tqdm
 
 from lockstep import config as configuration
-from lockstep import devices, runfolder
+from lockstep.backends import devices
+from lockstep.comm.group import World
+from lockstep.comm.messages import Judged
 from lockstep.config import Config
-from lockstep.console import show
-from lockstep.dataset import Dataset, open_dataset
+from lockstep.data.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
-from lockstep.group import World
-from lockstep.messages import Judged
-from lockstep.plan import Plan
-from lockstep.processes import Ending, Processes
-from lockstep.reader import N_VIEWS
-from lockstep.runfolder import Checkpoint
-from lockstep.validation import Verdict
+from lockstep.evaluate.validation import Verdict
+from lockstep.launch.console import show
+from lockstep.launch.processes import Ending, Processes
+from lockstep.loading.reader import N_VIEWS
+from lockstep.runs import folder as runfolder
+from lockstep.runs.folder import Checkpoint
+from lockstep.runs.plan import Plan
 
 N_WORST = 10  # classes that are listed
 
@@ -108,7 +109,7 @@ def judge(
         for world in World.on_one_host(len(config.devices)):
             arguments = (plan, world, n_views)
             name, speaks = f"trainer {world.rank}", world.rank == 0
-            processes.start(name, "lockstep.validation:run_validator", arguments, speaks)
+            processes.start(name, "lockstep.evaluate.validation:run_validator", arguments, speaks)
         ending = processes.watch(on_message)
     return verdict, ending
 

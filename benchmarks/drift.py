@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.measure import table, write_results
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config, Layer, resolve
-from lockstep.group import Group
-from lockstep.pipes import Pipe
-from lockstep.plan import Plan
-from lockstep.ranks import DEADLINE, run_ranks
-from lockstep.status import StatusBoard
+from lockstep.launch.ranks import DEADLINE, run_ranks
+from lockstep.launch.status import StatusBoard
+from lockstep.runs.plan import Plan
 from models import smallnet
 from train_funcs import Trainer
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed
 
 from benchmarks.measure import medians, table
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.exchange.host import HostTransport
-from lockstep.group import Group
+from lockstep.launch.ranks import run_ranks
 from lockstep.memory.host import HostMemory
-from lockstep.pipes import Pipe
-from lockstep.ranks import run_ranks
 
 N_ELEMENTS = 2 * 60_965_224
 

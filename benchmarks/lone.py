@@ -5,18 +5,18 @@ import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep.comm.group import Group, World
+from lockstep.comm.messages import Order
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.dataset import open_dataset
-from lockstep.feed import Feed
-from lockstep.group import Group, World
+from lockstep.data.dataset import open_dataset
+from lockstep.data.order import minibatches
+from lockstep.launch.processes import Processes
+from lockstep.launch.ranks import DEADLINE
+from lockstep.launch.status import StatusBoard
 from lockstep.loading import Batch
-from lockstep.messages import Order
-from lockstep.order import minibatches
-from lockstep.pipes import Pipe
-from lockstep.plan import Plan
-from lockstep.processes import Processes
-from lockstep.ranks import DEADLINE
-from lockstep.status import StatusBoard
+from lockstep.loading.feed import Feed
+from lockstep.runs.plan import Plan
 from train_funcs import Trainer
 
 NEVER = 10**6  # steps between lines of progress: printing waits for the device

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.devices import count_cores
+from lockstep.backends.devices import count_cores
 
 
 def medians(functions: dict[str, Callable[[], object]], rounds: int = 9) -> dict[str, float]:

@@ -19,7 +19,7 @@ from benchmarks.augmenting import make_folder
 from benchmarks.lone import NEVER, LoneTrainer
 from benchmarks.measure import table
 from lockstep.config import Config, Layer, resolve
-from lockstep.feed import Feed
+from lockstep.loading.feed import Feed
 
 
 def measure(config: Config, n_steps: int) -> dict[str, float]:

@@ -24,13 +24,13 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from lockstep import batches
-from lockstep.augment import Augmenter
-from lockstep.batches import HklArray
 from lockstep.config import Layer, resolve
-from lockstep.dataset import Dataset, Split, open_dataset
+from lockstep.data import hkl
+from lockstep.data.augment import Augmenter
+from lockstep.data.dataset import Dataset, Split, open_dataset
+from lockstep.data.hkl import HklArray
+from lockstep.data.manifest import differing
 from lockstep.errors import UserError
-from lockstep.manifest import differing
 from preprocessing.bars import progress_bar
 from preprocessing.caffe_lists import read_list
 from preprocessing.contact_sheet import Sample, draw_histogram, draw_sheet
@@ -140,7 +140,7 @@ def read_image(split: Split, index: int) -> np.ndarray:
     for file in split.files:
         if index < file.shape[0]:
             out = np.empty((1, *file.row_shape), np.uint8)
-            batches.read_rows(file, index, out)
+            hkl.read_rows(file, index, out)
             image: np.ndarray = out[0]
             return image
         index -= file.shape[0]
@@ -176,7 +176,7 @@ def read_through(file: HklArray, bar: "tqdm[Any]") -> str:
     """What is wrong with a file, or nothing."""
     bar.update()
     try:
-        batches.read_rows(file, 0, np.empty(file.shape, np.uint8))
+        hkl.read_rows(file, 0, np.empty(file.shape, np.uint8))
     except UserError as error:
         return str(error)
     return ""

@@ -25,8 +25,8 @@ import os
 import sys
 from pathlib import Path
 
+from lockstep.data.manifest import RESIZES
 from lockstep.errors import UserError
-from lockstep.manifest import RESIZES
 from preprocessing.build import Job, build, unfinished
 from preprocessing.finish import BAD_LIST
 from preprocessing.inputs import Paths, add_path_options, make_listing, read_paths

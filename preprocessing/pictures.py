@@ -17,7 +17,7 @@ import simplejpeg
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from lockstep.manifest import Resize
+from lockstep.data.manifest import Resize
 
 MAX_PIXELS = 100_000_000  # a picture that claims more is refused before it is decoded
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # others have decoders that nobody needs here

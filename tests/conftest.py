@@ -19,8 +19,8 @@ import pytest
 from limits import limit
 from simulated import Simulation
 
-from lockstep import batches
 from lockstep.config import Config, Layer, resolve
+from lockstep.data import hkl
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = 36  # smallnet's 32 and a margin to crop from
@@ -34,7 +34,7 @@ def make_folder(folder: Path, n_train: int = 90, n_val: int = 33, size: int = SI
         for number, first in enumerate(range(0, n_images, rows)):
             shape = (min(rows, n_images - first), size, size, 3)
             images = random.integers(0, 256, shape, dtype=np.uint8)
-            batches.write(folder / f"{split}_hkl" / f"{number:04d}.hkl", images)
+            hkl.write(folder / f"{split}_hkl" / f"{number:04d}.hkl", images)
         (folder / "labels").mkdir(exist_ok=True)
         np.save(folder / "labels" / f"{split}_labels.npy", random.integers(0, n_classes, n_images))
     (folder / "misc").mkdir()

@@ -9,15 +9,14 @@ from conftest import SIZE, make_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep import batches
-from lockstep.augment import TORCH_FROM, Augmenter
-from lockstep.dataset import Dataset, open_dataset
+from lockstep.comm.messages import Order
+from lockstep.data import hkl
+from lockstep.data.augment import TORCH_FROM, Augmenter
+from lockstep.data.dataset import Dataset, open_dataset
+from lockstep.data.order import EpochOrder
 from lockstep.loading.host import HostFiller, HostRing
-from lockstep.messages import Order
-from lockstep.order import EpochOrder
-from lockstep.reader import Reader
-from lockstep.slots import RingShape, Slot
-from lockstep.status import StatusBoard
+from lockstep.loading.reader import Reader
+from lockstep.loading.slots import RingShape, Slot
 
 
 def straightforward(image: np.ndarray, mean: np.ndarray, row: int, column: int, mirror: bool, size: int):
@@ -51,7 +50,7 @@ def fill(dataset: Dataset, orders: list[Order], batch_size: int = 16, **values: 
     """What the filler makes of each order, in a slot that was full of rubbish before."""
     config = make_config(batch_size=batch_size, **values)
     ring = HostRing(RingShape(len(orders), batch_size, (32, 32), "float32", 32))
-    reader = Reader(config, dataset, 32, StatusBoard.create())
+    reader = Reader(config, dataset, 32, print)
     filler = HostFiller(reader, ring.block, ring.shape)
     slots = ring.shape.tensors(ring.block.array(np.uint8, (ring.shape.n_bytes,)))
     for number, (slot, order) in enumerate(zip(slots, orders, strict=True)):
@@ -75,7 +74,7 @@ def order(
 
 def images_and_labels(dataset: Dataset, stage: str) -> tuple[np.ndarray, np.ndarray]:
     split = dataset.train if stage == "train" else dataset.val
-    return np.concatenate([batches.read(file.path) for file in split.files]), split.labels
+    return np.concatenate([hkl.read(file.path) for file in split.files]), split.labels
 
 
 def test_slots_hold_what_was_ordered(dataset: Dataset) -> None:

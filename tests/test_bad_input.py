@@ -12,14 +12,15 @@ import pytest
 import torch
 from conftest import SIZE, Program, make_config
 
-from lockstep import batches, checkpoint
-from lockstep.dataset import open_dataset
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
+from lockstep.data import hkl
+from lockstep.data.dataset import open_dataset
 from lockstep.errors import UserError
-from lockstep.group import Group
-from lockstep.pipes import Pipe
-from lockstep.plan import Plan
-from lockstep.runfolder import State, find_checkpoint, verify
-from lockstep.status import StatusBoard
+from lockstep.launch.status import StatusBoard
+from lockstep.runs import checkpoint
+from lockstep.runs.folder import State, find_checkpoint, verify
+from lockstep.runs.plan import Plan
 from train_funcs import Trainer
 
 
@@ -30,7 +31,7 @@ def remove(name: str):
 def replace(name: str, array: np.ndarray):
     def change(folder: Path) -> None:
         path = folder / name
-        (batches.write if name.endswith(".hkl") else np.save)(path, array)
+        (hkl.write if name.endswith(".hkl") else np.save)(path, array)
 
     return change
 

@@ -11,12 +11,12 @@ import pytest
 from conftest import ROOT
 
 from lockstep import kernels
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.errors import UserError
 from lockstep.exchange import OPS
-from lockstep.group import Group
 from lockstep.kernels import nvrtc
-from lockstep.pipes import Pipe
-from lockstep.ranks import run_ranks
+from lockstep.launch.ranks import run_ranks
 
 NAMES = sorted(path.stem for path in kernels.HERE.glob("*.cu"))
 

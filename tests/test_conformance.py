@@ -20,12 +20,12 @@ from simulated import Simulation
 
 from lockstep.backends import Backend, backend_of
 from lockstep.backends.host import HostBackend
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.errors import PeerLost, UserError
 from lockstep.exchange import Span, proof, shard
-from lockstep.group import Group
+from lockstep.launch.ranks import run_ranks
 from lockstep.memory import Block
-from lockstep.pipes import Pipe
-from lockstep.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(600)  # PyCUDA is built the first time
 ROUNDS = 10

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits import limit
 
-from lockstep import commandline, devices, gpus
+from lockstep.backends import devices, gpus
+from lockstep.backends.gpus import read_listing, visible
 from lockstep.errors import UserError
-from lockstep.gpus import read_listing, visible
+from lockstep.launch import commandline
 
 H200 = "0, GPU-ab120000-1111, 00000000:18:00.0, NVIDIA H200, 570.86.15, 143771, Disabled"
 SECOND = "1, GPU-ab340000-2222, 00000000:2A:00.0, NVIDIA H200, 570.86.15, 143771, Disabled"

@@ -15,14 +15,14 @@ from conftest import ROOT
 from limits import limit
 from simulated import Simulation
 
-from lockstep import devices
+from lockstep.backends import devices
+from lockstep.comm.pipes import Pipe
 from lockstep.doctor import choice, links, storage
 from lockstep.doctor.machine import cgroup_limit
 from lockstep.doctor.report import Report
 from lockstep.errors import UserError
 from lockstep.exchange.proof import Pair
-from lockstep.pipes import Pipe
-from lockstep.ranks import run_ranks, try_ranks
+from lockstep.launch.ranks import run_ranks, try_ranks
 
 DIVIDED = "0, GPU-a, 00000000:01:00.0, NVIDIA H200, 580.95.05, 143771, Enabled"
 LOADING = "Loading: pictures of 256 x 256 x 3 bytes a second"

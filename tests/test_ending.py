@@ -9,9 +9,9 @@ import pytest
 from conftest import Program, Running
 from limits import limit
 
-from lockstep import processes
 from lockstep.interrupts import Interrupts
-from lockstep.runfolder import find_checkpoint
+from lockstep.launch import processes
+from lockstep.runs.folder import find_checkpoint
 
 FOREVER = ("n_epochs=100000", "snapshot_freq=1")
 

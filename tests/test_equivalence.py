@@ -17,12 +17,12 @@ from conftest import make_config, make_folder
 from torch import nn
 
 from benchmarks import drift
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.group import Group
-from lockstep.pipes import Pipe
-from lockstep.plan import Plan
-from lockstep.ranks import DEADLINE, run_ranks
-from lockstep.status import StatusBoard
+from lockstep.launch.ranks import DEADLINE, run_ranks
+from lockstep.launch.status import StatusBoard
+from lockstep.runs.plan import Plan
 from models import smallnet
 from train_funcs import Trainer
 

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.comm.group import Group, World
+from lockstep.comm.pipes import Pipe
 from lockstep.exchange import OPS, Op, shard
 from lockstep.exchange.fold import CHUNK
 from lockstep.exchange.host import HostTransport
-from lockstep.group import Group, World
+from lockstep.launch.ranks import run_ranks
 from lockstep.memory.host import HostMemory
-from lockstep.pipes import Pipe
-from lockstep.ranks import run_ranks
 
 
 def swap_then_average(arenas: list[torch.Tensor]) -> torch.Tensor:

@@ -16,16 +16,16 @@ from safetensors.torch import load_file
 from tiny import Model, start
 from torch import nn
 
-from lockstep import checkpoint
-from lockstep.arena import Arena
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.export import export, load_trained
+from lockstep.export.__main__ import export, load_trained
 from lockstep.memory.host import HostMemory
-from lockstep.network import build_model
+from lockstep.network.arena import Arena
+from lockstep.network.build import build_model
 from lockstep.optim import states_of
 from lockstep.pretrained.names import layers_of
-from lockstep.runfolder import State
+from lockstep.runs import checkpoint
+from lockstep.runs.folder import State
 
 RECORD = [{"epoch": n, "loss": 2.0 / n, "error_top1": 0.5 / n, "error_top5": 0.1} for n in (1, 2)]
 

@@ -9,21 +9,21 @@ import torch
 import torch.nn.functional as F
 from conftest import make_config
 
-from lockstep import batches
+from lockstep.comm.group import Group
+from lockstep.comm.messages import Fill, Filled, Order
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.dataset import open_dataset
+from lockstep.data import hkl
+from lockstep.data.dataset import open_dataset
 from lockstep.errors import PeerLost
-from lockstep.feed import LoaderFeed
-from lockstep.group import Group
+from lockstep.launch.ranks import run_ranks
+from lockstep.launch.status import StatusBoard
+from lockstep.loading.feed import LoaderFeed
 from lockstep.loading.host import HostRing
+from lockstep.loading.slots import RingShape
 from lockstep.memory.host import HostMemory
-from lockstep.messages import Fill, Filled, Order
-from lockstep.network import build_model
-from lockstep.pipes import Pipe
-from lockstep.plan import Plan
-from lockstep.ranks import run_ranks
-from lockstep.slots import RingShape
-from lockstep.status import StatusBoard
+from lockstep.network.build import build_model
+from lockstep.runs.plan import Plan
 from train_funcs import Trainer
 
 
@@ -75,7 +75,7 @@ def test_validation_counts_every_picture_once_for_any_number_of_trainers(shared_
     values = {"data_folder": str(shared_folder), "para_load": False, "batch_size": 5, "n_epochs": 1}
     config = make_config(**values)
     model, dataset = build_model(config, 7).eval(), open_dataset(config)
-    images = np.concatenate([batches.read(file.path) for file in dataset.val.files])
+    images = np.concatenate([hkl.read(file.path) for file in dataset.val.files])
     middle = torch.from_numpy((images - dataset.mean)[:, 2:34, 2:34]).permute(0, 3, 1, 2)
     labels = torch.from_numpy(dataset.val.labels)
     with torch.no_grad():

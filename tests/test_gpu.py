@@ -14,11 +14,11 @@ import torch
 from conftest import Program, Running, wait_until
 from saved import assert_same, tensors
 
-from lockstep.augment import Augmenter
+from lockstep.comm.pipes import Pipe
+from lockstep.data.augment import Augmenter
+from lockstep.launch.ranks import run_ranks
+from lockstep.loading.slots import RingShape
 from lockstep.memory.cuda import CudaMemory
-from lockstep.pipes import Pipe
-from lockstep.ranks import run_ranks
-from lockstep.slots import RingShape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 TWO_RANKS = "[cuda:0, cuda:0]"

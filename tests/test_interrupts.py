@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, Program, Running, wait_until
 
-from lockstep.manifest import digest_of_labels
+from lockstep.data.manifest import digest_of_labels
 
 SECONDS = 10  # for an answer that takes milliseconds; without one, each of these waits would be for ever
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from lockstep.augment import Augmenter
+from lockstep.data.augment import Augmenter
 from lockstep.exchange import OPS, Op, Span
 from lockstep.exchange.fold import fold
 

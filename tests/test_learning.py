@@ -13,19 +13,19 @@ from conftest import ROOT, make_config
 from limits import limit
 from torch import nn
 
-from lockstep.dataset import open_dataset
+from lockstep.comm.messages import Order
+from lockstep.comm.pipes import Pipe
+from lockstep.data.dataset import open_dataset
 from lockstep.errors import UserError
+from lockstep.launch.ranks import run_ranks
 from lockstep.loading import Batch
 from lockstep.memory.host import HostMemory
-from lockstep.messages import Order
+from lockstep.network.optimizer import inexact_parts
+from lockstep.network.recorder import HostStopwatch, Recorder
+from lockstep.network.replica import Replica
 from lockstep.optim import OPTIMIZERS, OptimizerName
-from lockstep.optim.build import inexact_parts
 from lockstep.optim.lars import LARS
 from lockstep.optim.schedules import SCHEDULES, ScheduleName
-from lockstep.pipes import Pipe
-from lockstep.ranks import run_ranks
-from lockstep.recorder import HostStopwatch, Recorder
-from lockstep.replica import Replica
 
 
 class TwoHeads(nn.Module):

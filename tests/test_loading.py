@@ -14,17 +14,16 @@ from simulated import Simulation
 
 from lockstep.backends import Backend, backend_of
 from lockstep.backends.host import HostBackend
+from lockstep.comm.messages import Fill, Filled, Order, Stop, Subtract
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.dataset import open_dataset
+from lockstep.data.dataset import open_dataset
+from lockstep.data.order import minibatches
 from lockstep.errors import UserError
-from lockstep.feed import Feed, open_feed
-from lockstep.messages import Fill, Filled, Order, Stop, Subtract
-from lockstep.order import minibatches
-from lockstep.pipes import Pipe
-from lockstep.ranks import run_ranks
-from lockstep.reader import Reader
-from lockstep.slots import RingShape
-from lockstep.status import StatusBoard
+from lockstep.launch.ranks import run_ranks
+from lockstep.loading.feed import Feed, open_feed
+from lockstep.loading.reader import Reader
+from lockstep.loading.slots import RingShape
 
 pytestmark = pytest.mark.timeout(600)  # PyCUDA is built the first time
 CROP = 32
@@ -60,7 +59,7 @@ def serve(case: Case, pipe: Pipe) -> None:
     backend, config = case.backend(), case.config
     assert pipe.receive(Subtract, "the network's mean").mean is None
     shape = pipe.receive(RingShape, "the ring's shape")
-    reader = Reader(config, open_dataset(config), shape.crop_size, StatusBoard.create())
+    reader = Reader(config, open_dataset(config), shape.crop_size, print)
     filler = backend.receive_ring(pipe, shape, reader)
     if case.cut == "released":
         filler._released = backend.memory.events(shape.n_slots)  # type: ignore[attr-defined]  # never recorded
@@ -73,8 +72,8 @@ def serve(case: Case, pipe: Pipe) -> None:
 
 def feed_of(case: Case, backend: Backend, pipe: Pipe | None) -> Feed:
     config, network = case.config, SimpleNamespace(crop_size=CROP, mean=None)
-    board, dataset = StatusBoard.create(), open_dataset(case.config)
-    feed = open_feed(backend, config, dataset, network, case.orders(), board, pipe)
+    dataset = open_dataset(case.config)
+    feed = open_feed(backend, config, dataset, network, case.orders(), print, pipe)
     if case.cut == "filled":
         feed._ring.filled = backend.memory.events(config.n_slots)  # type: ignore[attr-defined]  # never recorded
     return feed

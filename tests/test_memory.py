@@ -11,11 +11,11 @@ import torch
 from limits import limit
 
 from lockstep.backends import backend_of
+from lockstep.comm.pipes import Pipe
 from lockstep.errors import DeadlinePassed, PeerLost, UserError
+from lockstep.launch.ranks import run_ranks
+from lockstep.launch.status import StatusBoard
 from lockstep.memory.host import HostMemory
-from lockstep.pipes import Pipe
-from lockstep.ranks import run_ranks
-from lockstep.status import StatusBoard
 
 
 def share_and_change(rank: int, pipes: dict[int, Pipe]) -> list[float]:

@@ -16,13 +16,13 @@ from conftest import ROOT, Program, make_config
 from safetensors.numpy import load_file
 from torch import nn
 
-from lockstep import runfolder
-from lockstep.dataset import open_dataset, subtracting
+from lockstep.data.dataset import open_dataset, subtracting
 from lockstep.errors import UserError
 from lockstep.memory.host import HostMemory
-from lockstep.network import Intake, build_model, crop_size, intake_of
-from lockstep.replica import Replica
-from lockstep.runfolder import Checkpoint, State
+from lockstep.network.build import Intake, build_model, crop_size, intake_of
+from lockstep.network.replica import Replica
+from lockstep.runs import folder as runfolder
+from lockstep.runs.folder import Checkpoint, State
 from train import check_model
 
 OWN = """

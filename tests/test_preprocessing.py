@@ -16,7 +16,7 @@ from conftest import ROOT, make_config
 from limits import limit
 from PIL import Image
 
-from lockstep.dataset import open_dataset
+from lockstep.data.dataset import open_dataset
 from preprocessing import make_hkl
 
 

@@ -16,12 +16,12 @@ from limits import limit
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
+from lockstep.files import checksum
 from lockstep.report.__main__ import main
 from lockstep.report.diagnosis import explain, split_time
 from lockstep.report.filters import draw_filters
 from lockstep.report.runlog import PHASES, Point, RunLog, read_run
 from lockstep.report.summary import duration
-from lockstep.runfolder import checksum
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
 

@@ -17,10 +17,10 @@ from imagenet import WNIDS
 from limits import limit
 from test_imagenet import read_all
 
-from lockstep import batches
-from lockstep.dataset import check_content, open_dataset
+from lockstep.data import hkl
+from lockstep.data.dataset import check_content, open_dataset
+from lockstep.data.randomness import Purpose, generator
 from lockstep.errors import UserError
-from lockstep.randomness import Purpose, generator
 from preprocessing import build, make_hkl, tasks, workers
 from preprocessing.journal import Journal
 
@@ -101,7 +101,7 @@ def test_killed_or_stopped_it_goes_on_to_the_same_bytes(
         assert "the same command goes on" in error
         assert not list(unfinished.glob("*/.*"))  # nothing half-written
     for path in unfinished.glob("train_hkl/[0-9]*.hkl"):
-        batches.read(path)  # whole, every one
+        hkl.read(path)  # whole, every one
     kept = {path.name: path.stat().st_ino for path in unfinished.glob("train_hkl/0*.hkl")}
     assert make(held.folder, tmp_path / "set") == 0
     assert read_all(tmp_path / "set") == unbroken
@@ -194,7 +194,7 @@ def assert_labels_match(folder: Path, n_train: int, n_val: int) -> None:
     dataset = open_dataset(make_config(data_folder=str(folder), n_classes=None))
     assert (len(dataset.train), len(dataset.val)) == (n_train, n_val)
     for split in (dataset.train, dataset.val):
-        images = np.concatenate([batches.read(file.path) for file in split.files])
+        images = np.concatenate([hkl.read(file.path) for file in split.files])
         assert [imagenet.label_of(image) for image in images] == split.labels.tolist()
     check_content(dataset)
 

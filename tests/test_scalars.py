@@ -9,9 +9,9 @@ import pytest
 from conftest import ROOT, Program, make_config
 from limits import limit
 
-from lockstep import scalars
+from lockstep.comm.messages import Progress, Validated
 from lockstep.errors import UserError
-from lockstep.messages import Progress, Validated
+from lockstep.launch import scalars
 
 
 def reader_of(folder: Path) -> Callable[[str], dict[int, float]]:

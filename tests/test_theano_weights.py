@@ -18,8 +18,8 @@ from scipy import signal
 from tiny import start
 
 from lockstep.errors import UserError
-from lockstep.network import build_model
-from lockstep.optim.build import make_optimizer
+from lockstep.network.build import build_model
+from lockstep.network.optimizer import make_optimizer
 from lockstep.pretrained import theano_folder
 from lockstep.pretrained.theano_folder import Layer, LibConv, Progress
 

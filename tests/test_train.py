@@ -19,7 +19,7 @@ from limits import limit
 from safetensors.numpy import load_file
 from saved import assert_same, tensors
 
-from lockstep.runfolder import verify
+from lockstep.runs.folder import verify
 
 
 def events(running: Running, kind: str) -> list[dict]:

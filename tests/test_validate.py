@@ -13,15 +13,15 @@ import torch
 from conftest import ROOT, Program, Running, make_config
 from PIL import Image
 
-from lockstep import batches
-from lockstep.computing import computing
-from lockstep.dataset import open_dataset
+from lockstep.comm.messages import Judged
+from lockstep.data import hkl
+from lockstep.data.dataset import open_dataset
 from lockstep.errors import UserError
-from lockstep.messages import Judged
-from lockstep.network import build_model
-from lockstep.runfolder import find_checkpoint
-from lockstep.status import StatusBoard
-from lockstep.validation import Verdict, orders_of
+from lockstep.evaluate.validation import Verdict, orders_of
+from lockstep.launch.computing import computing
+from lockstep.launch.status import StatusBoard
+from lockstep.network.build import build_model
+from lockstep.runs.folder import find_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_ten_crops_are_the_mean_of_ten_views(trained: Running, shared_folder: Pa
     dataset = open_dataset(make_config(data_folder=str(shared_folder)))
     model = build_model(make_config(), 7).eval()
     state = find_checkpoint(trained.run_folder, "latest")[0].path
-    tensors = torch.from_numpy(np.concatenate([batches.read(file.path) for file in dataset.val.files]))
+    tensors = torch.from_numpy(np.concatenate([hkl.read(file.path) for file in dataset.val.files]))
     load_weights(model, state)
     images = tensors.float() - torch.from_numpy(dataset.mean)
     total = torch.zeros(33, 7)

@@ -19,15 +19,15 @@ from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.turns import device_turns
 from lockstep.backends.cuda import CudaBackend
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.exchange import shard
 from lockstep.exchange.p2p import PeerTransport, SwapTransport
 from lockstep.exchange.proof import prove
 from lockstep.exchange.staged import StagedTransport
 from lockstep.exchange.transport import Collective, Transport
-from lockstep.group import Group
-from lockstep.pipes import Pipe
-from lockstep.ranks import try_ranks
+from lockstep.launch.ranks import try_ranks
 
 _PEER = (PeerTransport,)
 _ALL = (PeerTransport, SwapTransport, StagedTransport)

@@ -11,9 +11,9 @@ from benchmarks import lone
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.turns import Turn, stage_milliseconds
 from benchmarks.lone import NEVER
-from lockstep import precision
 from lockstep.config import Layer, resolve
-from lockstep.feed import Feed
+from lockstep.loading.feed import Feed
+from lockstep.network import precision
 
 _STAGE_STEPS = 20
 

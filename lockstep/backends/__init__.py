@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.group import Group
 from lockstep.loading import Filler, Ring
+from lockstep.loading.reader import Reader
+from lockstep.loading.slots import RingShape
 from lockstep.memory import Block, Memory
-from lockstep.pipes import Pipe
-from lockstep.reader import Reader
-from lockstep.slots import RingShape
 
 if TYPE_CHECKING:  # a loader for CPUs has no need of torch
     import torch
 
     from lockstep.exchange.transport import Transport
-    from lockstep.recorder import Stopwatch
+    from lockstep.network.recorder import Stopwatch
 
 
 class Backend(ABC):

@@ -9,22 +9,22 @@ import numpy as np
 import torch
 
 from lockstep.backends import Backend
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.exchange.p2p import MOST_RANKS, PeerTransport, SwapTransport
 from lockstep.exchange.proof import iommu, prove
 from lockstep.exchange.staged import StagedTransport
 from lockstep.exchange.transport import Transport
-from lockstep.group import Group
 from lockstep.loading import Filler, Ring
 from lockstep.loading.cuda import AugmentingFiller, CudaFiller, CudaRing, RawFiller, RawRing, ReadyRing
+from lockstep.loading.reader import Reader
+from lockstep.loading.slots import RingShape
 from lockstep.memory import Block
 from lockstep.memory.cuda import CudaBlock, CudaMemory
-from lockstep.pipes import Pipe
-from lockstep.precision import image_dtype
-from lockstep.reader import Reader
-from lockstep.recorder import Stopwatch, StreamStopwatch
-from lockstep.slots import RingShape
+from lockstep.network.precision import image_dtype
+from lockstep.network.recorder import Stopwatch, StreamStopwatch
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: never waits for the default stream
 

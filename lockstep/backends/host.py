@@ -5,21 +5,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lockstep.backends import Backend
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.group import Group
 from lockstep.loading import Filler, Ring
 from lockstep.loading.host import HostFiller, HostRing
+from lockstep.loading.reader import Reader
+from lockstep.loading.slots import RingShape
 from lockstep.memory import Block
 from lockstep.memory.host import HostBlock, HostMemory
-from lockstep.pipes import Pipe
-from lockstep.reader import Reader
-from lockstep.slots import RingShape
 
 if TYPE_CHECKING:
     import torch
 
     from lockstep.exchange.transport import Transport
-    from lockstep.recorder import Stopwatch
+    from lockstep.network.recorder import Stopwatch
 
 
 class HostBackend(Backend):
@@ -34,7 +34,7 @@ class HostBackend(Backend):
         """torch computes on a CPU without being told."""
 
     def stopwatch(self) -> "Stopwatch":
-        from lockstep.recorder import HostStopwatch
+        from lockstep.network.recorder import HostStopwatch
 
         return HostStopwatch()
 

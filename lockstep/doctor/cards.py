@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep import kernels
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.doctor.report import Line, Report, failure
 from lockstep.errors import PeerProblem, UserError
-from lockstep.group import Group
-from lockstep.pipes import Pipe
-from lockstep.ranks import try_ranks
+from lockstep.launch.ranks import try_ranks
 
 if TYPE_CHECKING:  # they import torch, and the doctor also speaks where that is broken
     from lockstep.backends.cuda import CudaBackend

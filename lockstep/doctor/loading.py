@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.doctor import storage
 from lockstep.doctor.report import Line, Report
 from lockstep.doctor.storage import Sample
-from lockstep.group import Group
-from lockstep.pipes import Pipe
-from lockstep.ranks import try_ranks
+from lockstep.launch.ranks import try_ranks
 
 SIZE, CROP, BATCH = 256, 227, 128
 PICTURE_BYTES = SIZE * SIZE * 3
@@ -84,7 +84,7 @@ def _load(rank: int, pipes: dict[int, Pipe], sample: Sample) -> tuple[Work | Non
 
 
 def _make_work(sample: Sample) -> Callable[[], Work]:
-    from lockstep.augment import Augmenter
+    from lockstep.data.augment import Augmenter
 
     images = np.empty((BATCH, SIZE, SIZE, 3), np.uint8)
     buffer = images.reshape(-1).data

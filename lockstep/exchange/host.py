@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import DTypeLike
 
+from lockstep.comm.group import Group
 from lockstep.exchange.fold import chunks, fold
 from lockstep.exchange.transport import Collective, Transport
-from lockstep.group import Group
 from lockstep.memory.host import HostBlock, HostMemory
 
 _Pieces = list[tuple[list[np.ndarray], list[np.ndarray]]]  # sources and targets of each chunk

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from lockstep import kernels
+from lockstep.comm.group import Group
 from lockstep.exchange import OPS, Op, Span
 from lockstep.exchange.transport import Collective, Transport
-from lockstep.group import Group
 from lockstep.memory.cuda import CudaBlock, CudaMemory
 
 MOST_RANKS = 16  # as in kernels/fold.cu

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.comm.group import Group
 from lockstep.exchange.p2p import FoldKernel
-from lockstep.group import Group
 from lockstep.memory.cuda import CudaBlock, CudaMemory
 
 PROOF_BYTES = 64 << 20  # each way, for each pair

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.comm.group import Group
 from lockstep.exchange import ALIGNMENT, Op, Span, shard
 from lockstep.exchange.p2p import FoldKernel
 from lockstep.exchange.transport import Collective, Transport
-from lockstep.group import Group
 from lockstep.memory.cuda import CudaBlock, CudaMemory
 from lockstep.memory.host import HostBlock, HostMemory
 from lockstep.memory.pagelock import pagelock, unlock

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from lockstep.comm.group import Group
 from lockstep.exchange import OPS, Op, Span, shard
-from lockstep.group import Group
 
 Barrier = Callable[[str], None]
 

@@ -9,9 +9,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lockstep.messages import Order
-from lockstep.pipes import Pipe
-from lockstep.slots import RingShape, Slot
+from lockstep.comm.messages import Order
+from lockstep.comm.pipes import Pipe
+from lockstep.loading.slots import RingShape, Slot
 
 if TYPE_CHECKING:  # a loader for CPUs has no need of torch
     import torch

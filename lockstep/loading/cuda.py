@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from lockstep import kernels
+from lockstep.comm.messages import Order
+from lockstep.comm.pipes import Pipe
 from lockstep.errors import UserError
 from lockstep.loading import Batch, Filler, Ring, batch_of
+from lockstep.loading.reader import Reader
+from lockstep.loading.slots import RingShape
 from lockstep.memory.cuda import CudaBlock, CudaMemory
-from lockstep.messages import Order
-from lockstep.pipes import Pipe
-from lockstep.reader import Reader
-from lockstep.slots import RingShape
 
 _THREADS = 256
 _MOST_IMAGES = 65_535  # rows of a grid

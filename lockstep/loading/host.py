@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from lockstep.augment import Augmenter
+from lockstep.comm.messages import Order
+from lockstep.comm.pipes import Pipe
+from lockstep.data.augment import Augmenter
 from lockstep.loading import Batch, Filler, Ring, batch_of
+from lockstep.loading.reader import Reader
+from lockstep.loading.slots import RingShape
 from lockstep.memory.host import HostBlock, HostMemory
-from lockstep.messages import Order
-from lockstep.pipes import Pipe
-from lockstep.reader import Reader
-from lockstep.slots import RingShape
 
 
 class HostRing(Ring):

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lockstep.comm.pipes import Pipe
 from lockstep.errors import UserError
 from lockstep.memory import Block, Memory
-from lockstep.pipes import Pipe
 
 if TYPE_CHECKING:
     import torch

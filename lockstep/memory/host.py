@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import DTypeLike
 
+from lockstep.comm.pipes import Pipe
 from lockstep.errors import UserError
 from lockstep.memory import Block, Memory
-from lockstep.pipes import Pipe
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,8 @@ from lockstep.optim.contract import Optimizer
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.arena import Arena
     from lockstep.config import Config
+    from lockstep.network.arena import Arena
     from lockstep.optim.contract import TorchOptimizer
 
 _STEPS = "steps"  # how many were taken, once for each parameter: in checkpoints, alike in all trainers

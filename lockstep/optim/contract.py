@@ -10,8 +10,8 @@ from lockstep.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.arena import Arena
     from lockstep.config import Config
+    from lockstep.network.arena import Arena
     from lockstep.optim.fused import FusedSGD
 
     TorchOptimizer = torch.optim.Optimizer | FusedSGD

@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from lockstep.devices import count_cores
+from lockstep.backends.devices import count_cores
 from lockstep.errors import UserError
 from lockstep.report.runlog import read_run
 from lockstep.report.theme import RUNS

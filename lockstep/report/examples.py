@@ -13,17 +13,16 @@ import numpy as np
 from PIL import Image
 
 from lockstep.backends import backend_of
-from lockstep.batches import read_rows
+from lockstep.comm.messages import Order
 from lockstep.config import Config, Layer, resolve
-from lockstep.dataset import Dataset, open_dataset
+from lockstep.data.dataset import Dataset, open_dataset
+from lockstep.data.hkl import read_rows
+from lockstep.data.randomness import Purpose, generator
 from lockstep.errors import UserError
-from lockstep.feed import Feed, open_feed
-from lockstep.messages import Order
-from lockstep.randomness import Purpose, generator
-from lockstep.replica import Replica, open_trained
+from lockstep.loading.feed import Feed, open_feed
+from lockstep.network.replica import Replica, open_trained
 from lockstep.report.confusion import Confusion, Examples
-from lockstep.runfolder import Checkpoint
-from lockstep.status import StatusBoard
+from lockstep.runs.folder import Checkpoint
 
 _SECONDS = 30.0
 _BATCH = 8  # neighbours in the files; few, for files may be sorted by class
@@ -70,7 +69,7 @@ def _answers(config: Config, dataset: Dataset, checkpoint: Checkpoint, n_images:
     """To images from all over the validation half, until there are enough or the time is over."""
     backend = backend_of("cpu")
     replica, dataset = open_trained(config, dataset, backend.memory, checkpoint.path)
-    feed = open_feed(backend, config, dataset, replica, _orders(len(dataset.val)), StatusBoard.create())
+    feed = open_feed(backend, config, dataset, replica, _orders(len(dataset.val)), _silent)
     answers: list[Answer] = []
     begin = time.monotonic()
     try:
@@ -126,3 +125,7 @@ def _picture(dataset: Dataset, sample: int) -> Image.Image:
     picture = Image.fromarray(pixels[0])
     picture.thumbnail((_SIDE, _SIDE))
     return picture
+
+
+def _silent(text: str) -> None:
+    """Nobody watches what the report is doing."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import config as configuration
-from lockstep import runfolder
 from lockstep.errors import UserError
-from lockstep.runfolder import Checkpoint
+from lockstep.runs import folder as runfolder
+from lockstep.runs.folder import Checkpoint
 
 _YEAR_10000 = 253_402_300_800  # in seconds since 1970; what is later is no time
 PHASES = ("load-wait", "compute", "meet", "exchange")

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lockstep.comm.group import Group
 from lockstep.config import Config
-from lockstep.group import Group
 
 
 class Optimizer(Protocol):

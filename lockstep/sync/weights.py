@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.config import Config
 from lockstep.exchange.transport import Transport
-from lockstep.optim.build import inexact_parts
+from lockstep.network.optimizer import inexact_parts
 from lockstep.sync import Meeting, Optimizer, Rule
 
 
