@@ -360,7 +360,7 @@ def test_durations_are_for_people(seconds: float, text: str) -> None:
 
 
 def test_the_command_and_train_write_it(program: Program, tmp_path: Path) -> None:
-    running = program.run("n_epochs=1", "report=true")
+    running = program.run("n_epochs=1", "report=true", devices="[cpu]")
     page = running.run_folder / "report.html"
     assert running.last_line() == f"report: {page}" and "done: validation error" in running.output()
     Page(page)
@@ -374,6 +374,6 @@ def test_a_run_is_good_without_its_report(program: Program, tmp_path: Path) -> N
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "matplotlib.py").write_text("raise ImportError('broken')\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "broken"), *sys.path])}
-    running = program.run("n_epochs=1", "report=true", environment=environment)
+    running = program.run("n_epochs=1", "report=true", devices="[cpu]", environment=environment)
     assert "note: the report was not written (exit code 1); to try again:" in running.last_line()
     assert "done: validation error" in running.output()
