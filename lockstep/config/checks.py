@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config import rules
 from lockstep.errors import UserError
 from lockstep.optim import args_of
 
@@ -48,6 +49,7 @@ def _problems(config: "Config") -> Iterable[tuple[str, str]]:
     yield from _bad_numbers(config)
     yield from _bad_lists(config)
     yield from _bad_combinations(config)
+    yield from rules.problems(config)
 
 
 def _bad_numbers(config: "Config") -> Iterable[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.config.rules import RuleName
 from lockstep.optim import OptimizerName
 from lockstep.optim.schedules import ScheduleName
 
@@ -50,6 +51,9 @@ class Config:
     use_nesterov_momentum: bool = False
     momentum: float = 0.9
     weight_decay: float = 0.0005
+
+    # How trainers stay one
+    rule: RuleName = "auto"
 
     # Data
     data_folder: str = "./data/digits"

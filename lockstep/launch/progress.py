@@ -82,16 +82,11 @@ def check_finite(loss: float, where: str) -> None:
         )
 
 
-def notices_of(
-    config: Config, world: World, picture: tuple[int, ...], program: Program, rule: Rule
-) -> list[str]:
+def notices_of(config: Config, picture: tuple[int, ...], program: Program, rule: Rule) -> list[str]:
     """What a user should know before the first step. picture: rows and columns of the dataset's images."""
     notices, size = [], program.crop_size
     if 2 * size < min(picture[:2]):
         text = f"the network takes {size} x {size} pixels, less than a quarter of a picture"
         notices.append(f"{text}: make the dataset with --size {size * 9 // 8}")
-    parts = rule.inexact_parts(config, program.model)
-    if parts and world.size > 1:
-        text = f"{world.size} trainers are not exactly one with {world.size} times the batch"
-        notices.append(f"{text}: {'; '.join(parts)}")
-    return notices
+    promise = rule.promise(config, program.model)
+    return [*notices, promise] if promise else notices

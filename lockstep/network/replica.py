@@ -6,16 +6,20 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.config import Config
+from lockstep.config.rules import rule_of
 from lockstep.data.dataset import Dataset, subtracting
 from lockstep.data.randomness import Purpose, seed_of
 from lockstep.errors import UserError
+from lockstep.exchange import Span
 from lockstep.loading import Batch
 from lockstep.memory import Memory
 from lockstep.network import dropout, precision
 from lockstep.network.arena import Arena
 from lockstep.network.build import build_model, crop_size, input_spec_of
+from lockstep.network.gradients import Gradients
 from lockstep.network.program import Program
 from lockstep.network.recorder import Recorder
+from lockstep.network.sharded import ShardedUpdater
 from lockstep.network.step_graph import StepGraph
 from lockstep.network.updater import Updater
 from lockstep.optim import states_of
@@ -37,17 +41,27 @@ class Replica(Program):
         input_spec = input_spec_of(self.model, config)
         self.mean = input_spec.mean
         self._dropouts = dropout.install(self.model)
-        self.arena = Arena(self.model, memory, states_of(config), config.ema_decay is not None)
+        averaged = config.ema_decay is not None
+        apart = rule_of(config) == "gradients"
+        self.arena = Arena(self.model, memory, states_of(config), averaged, states_apart=apart)
         self.device = self.arena.flat.device
         scale = torch.tensor(input_spec.scale, dtype=self.arena.flat.dtype).view(3, 1, 1)
         self._scale = None if scale.eq(1).all() else scale.to(self.device)
-        self.optimizer = Updater(self.model, self.arena, config)
+        self.optimizer: Updater | ShardedUpdater = Updater(self.model, self.arena, config)
         self._batch_keys = torch.zeros(config.batch_size, dtype=torch.int32, device=self.device)
         self._graph = StepGraph(self.model) if config.cuda_graph else None
 
     def load(self, tensors: Path) -> None:
         """Raises UserError where the checkpoint is broken or of another network."""
         self.arena.load(checkpoint.load(tensors), str(tensors))
+
+    def shard_updates(self, memory: Memory, spans: list[Span]) -> tuple[Gradients, ShardedUpdater]:
+        gradients = Gradients(self.model, self.arena, memory)
+        updater = ShardedUpdater(self.arena, gradients, self._config, spans)
+        self.optimizer = updater
+        if self._graph:
+            self._graph = StepGraph(self.model, gradients)
+        return gradients, updater
 
     def begin_epoch(self, epoch: int, n_samples: int, learning_rate: float) -> None:
         """Sets what is the epoch's: the samples' dropout keys, the learning rate."""

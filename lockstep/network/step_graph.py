@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UserError
+from lockstep.network.gradients import Gradients
 
 _WARM_UP = 3  # runs before one is captured: libraries choose algorithms and allocate in the first ones
 
@@ -13,12 +14,14 @@ _WARM_UP = 3  # runs before one is captured: libraries choose algorithms and all
 class StepGraph:
     """Whatever the captured function reads must lie in the same place each time.
 
-    The gradients that it leaves lie in memory of the graph, and each replay writes them anew: so they are the
+    shared: where gradients are left, if not with autograd; those of a captured step replace what was there.
+    Else the gradients that it leaves lie in memory of the graph, and each replay writes them anew: so they are the
     parameters' again after every replay, whoever has let go of them meanwhile.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, shared: Gradients | None = None) -> None:
+        self._model, self._shared = model, shared
+        self._filled: set[nn.Parameter] = set()
         self._n_runs = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._gradients: dict[nn.Parameter, torch.Tensor | None] = {}
@@ -32,9 +35,12 @@ class StepGraph:
         if self._graph is None:
             self._graph = self._capture(function)
             self._gradients = {parameter: parameter.grad for parameter in self._model.parameters()}
+            self._filled = set(self._shared.filled) if self._shared else set()
         self._graph.replay()
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
+        if self._shared:
+            self._shared.filled.update(self._filled)
 
     def _capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()

@@ -7,11 +7,12 @@ from lockstep.errors import UserError
 from lockstep.optim.contract import Optimizer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from lockstep.config import Config
-    from lockstep.network.arena import Arena
-    from lockstep.optim.contract import TorchOptimizer
+    from lockstep.optim.contract import Places, TorchOptimizer
 
 _STEPS = "steps"  # how many were taken, once for each parameter: in checkpoints, alike in all trainers
 
@@ -41,8 +42,8 @@ class AdamW(Optimizer):
     def bind(
         self,
         optimizer: "TorchOptimizer",
-        named: list[tuple[str, "torch.nn.Parameter"]],
-        arena: "Arena",
+        named: "Sequence[tuple[str, torch.Tensor]]",
+        arena: "Places",
         config: "Config",
     ) -> None:
         arena.local[_STEPS] = arena.flat.new_zeros(len(named))

@@ -22,6 +22,7 @@ class LARS(MomentumOptimizer):
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {"bias_rate": 1.0, "trust": 0.001}
+    needs_norms = True
     inexact = "lars's update is not linear in the gradient"
 
     def make(
@@ -40,13 +41,28 @@ def _scale_gradients(optimizer: "torch.optim.Optimizer", args: Any, keywords: An
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                _scale(parameter.grad, parameter.detach(), group["decay"], group["trust"])
+                norms = _norms(parameter, group.get("norms"))
+                _scale(parameter.grad, parameter.detach(), group["decay"], group["trust"], norms)
 
 
-def _scale(gradient: "torch.Tensor", weight: "torch.Tensor", decay: float, trust: float) -> None:
-    size = gradient.norm()
+def _norms(parameter: "torch.Tensor", given: Any) -> "tuple[torch.Tensor, torch.Tensor] | None":
+    """Of gradient and weight, None where they are not scaled. given: of pieces of tensors, else None."""
+    if given is not None:
+        return given.get(parameter)  # type: ignore[no-any-return]
+    if parameter.dim() < 2 or parameter.grad is None:
+        return None
+    return parameter.grad.norm(), parameter.detach().norm()
+
+
+def _scale(
+    gradient: "torch.Tensor",
+    weight: "torch.Tensor",
+    decay: float,
+    trust: float,
+    norms: "tuple[torch.Tensor, torch.Tensor] | None",
+) -> None:
     gradient.add_(weight, alpha=decay)
-    if weight.dim() > 1:
-        length = weight.norm()
+    if norms:
+        size, length = norms
         ratio = trust * length / (size + decay * length)
         gradient.mul_(ratio.where((length > 0) & (size > 0), ratio.new_ones(())))
