@@ -18,7 +18,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("data") / "set", n_train=37, n_val=9)
 
 
-def train(n_trainers: int, data: Path, place: Path, double: bool = True, **values: Any) -> dict[str, np.ndarray]:
+def train(
+    n_trainers: int, data: Path, place: Path, double: bool = True, **values: Any
+) -> dict[str, np.ndarray]:
     """The last checkpoint, when it is certain that the replicas are bitwise equal."""
     first, *others = train_n(n_trainers, data, place, double, **values)
     for other in others:

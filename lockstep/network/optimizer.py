@@ -11,9 +11,9 @@ from lockstep.errors import UserError
 from lockstep.network.arena import Arena
 from lockstep.optim import OPTIMIZERS, args_of
 from lockstep.optim.contract import Places
-from lockstep.optim.fused import FusedSGD
+from lockstep.optim.fused import Fused
 
-Stepper = torch.optim.Optimizer | FusedSGD
+Stepper = torch.optim.Optimizer | Fused
 
 
 def make_optimizer(model: nn.Module, arena: Arena, config: Config) -> Stepper:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from lockstep.config import Config
     from lockstep.optim.contract import Places, TorchOptimizer
+    from lockstep.optim.fused import FusedAdamW
 
 _STEPS = "steps"  # how many were taken, once for each parameter: in checkpoints, alike in all trainers
 
@@ -30,14 +31,10 @@ class AdamW(Optimizer):
     def states(self, config: "Config") -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
 
-    def make(
-        self, groups: list[dict[str, Any]], config: "Config", args: dict[str, Any]
-    ) -> "torch.optim.Optimizer":
-        import torch
+    def make(self, groups: list[dict[str, Any]], config: "Config", args: dict[str, Any]) -> "FusedAdamW":
+        from lockstep.optim.fused import FusedAdamW
 
-        return torch.optim.AdamW(
-            groups, config.learning_rate, fused=True, capturable=config.cuda_graph, **args
-        )
+        return FusedAdamW(groups, **args)
 
     def bind(
         self,

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.config import Config
-    from lockstep.optim.fused import FusedSGD
+    from lockstep.optim.fused import Fused
 
-    TorchOptimizer = torch.optim.Optimizer | FusedSGD
+    TorchOptimizer = torch.optim.Optimizer | Fused
 
 
 def momentum_of(config: "Config") -> float:
