@@ -114,7 +114,8 @@ def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Con
     if run.start:
         state = run.start.state
         console.say(f"going on from {run.start.path} (epoch {state.epoch}, {state.position} images in)")
-        if state.n_trainers * state.config["batch_size"] != orders.minibatch_size:
+        before = state.config.get("minibatch") or state.n_trainers * state.config["batch_size"]
+        if before != orders.minibatch_size:
             console.say("note: minibatches have another size than before; no image is lost or seen twice")
         console.log("resumed", {"checkpoint": str(run.start.path)})
 

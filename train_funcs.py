@@ -84,7 +84,9 @@ class Trainer:
         self.transport, reason = self.backend.open_transport(way, arena.block, arena.flat, group)
         self.transport.clock = self.recorder.stopwatch.enter
         self.teller.notice(beginning.notice, f"exchange: {self.transport.name}: {reason}" if reason else "")
-        self.rule = make_rule(self.config, self.program, self.transport, self.backend.memory)
+        self.rule = make_rule(
+            self.config, self.program, self.transport, self.backend.memory, beginning.of_rule
+        )
         self.orders = Orders(self.config, self.world, len(self.dataset.train), len(self.dataset.val))
         wanted = orders or self.orders.since(self.epoch, self.position)
         loading = self.backend, self.config, self.dataset, self.program
@@ -129,11 +131,12 @@ class Trainer:
     def train_step(self, n_steps: int) -> bool:
         """One step: load, forward and backward, update and exchange. Returns whether all are to stop."""
         order = self._forward_backward()
-        printing = self.teller.is_due(order, n_steps, len(self.dataset.train))
+        due = self.rule.is_due(order, len(self.dataset.train))
+        printing = self.teller.is_due(order, n_steps, len(self.dataset.train), due)
         payload = self.control.poll(), self.recorder.sums() if printing else None  # control brings Stop only
         self.rule.end_backward()
         meeting = Meeting(self.group, str(order), payload, self.board.say)
-        self.rule.update(self.program.optimizer, meeting)
+        self.rule.update(self.program.optimizer, meeting if due else None)
         self.recorder.stopwatch.leave()
         self.recorder.n_steps += 1
         self.position = order.stop
@@ -141,7 +144,7 @@ class Trainer:
         stops, sums = zip(*(meeting.all_payloads or [payload]), strict=True)
         if printing:
             self.teller.report(order, n_steps, self.program.optimizer.learning_rate, list(sums))
-        return any(stops)
+        return due and any(stops)
 
     def _forward_backward(self) -> Order:
         """Of all minibatches of a step: `accumulate`, or what is left of the epoch. Returns the last."""

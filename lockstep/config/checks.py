@@ -20,6 +20,7 @@ _AT_LEAST = {
     "input_size": 1,
     "label_smoothing": 0,
     "load_epoch": 0,
+    "minibatch": 1,
     "momentum": 0,
     "n_classes": 1,
     "n_epochs": 1,
@@ -84,7 +85,7 @@ def _bad_lists(config: "Config") -> Iterable[tuple[str, str]]:
         yield "subtract_mean", f"as a list has 3 numbers from 0 to 255, for R, G and B: {list(mean)}"
     if isinstance(config.scale, tuple) and len(config.scale) != 3:
         yield "scale", f"as a list has 3 numbers, for R, G and B: {list(config.scale)}"
-    for key in ("model_args", "optimizer_args"):
+    for key in ("model_args", "optimizer_args", "rule_args"):
         if not _survives_json(getattr(config, key)):
             yield key, f"may hold what JSON can keep, with texts as keys: {getattr(config, key)}"
     try:

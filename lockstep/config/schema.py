@@ -54,6 +54,9 @@ class Config:
 
     # How trainers stay one
     rule: RuleName = "auto"
+    rule_args: dict[str, Any] = field(default_factory=dict)  # see lockstep/config/rules.py
+    minibatch: int | None = None  # pictures a step of all trainers; null: batch_size times their number
+    parts: int | None = None  # of a minibatch, with gradients added in a fixed order; null: one a trainer
 
     # Data
     data_folder: str = "./data/digits"

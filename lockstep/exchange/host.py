@@ -58,9 +58,9 @@ class HostTransport(Transport):
         assert isinstance(block, HostBlock)
         return self.open(block, flat.numpy().dtype, len(flat), self.group, self._n_threads)
 
-    def fold(self, span: Span) -> None:
+    def fold(self, span: Span, op: Op) -> None:
         everyone, rank = range(self.group.world.size), self.group.world.rank
-        self._move(tuple(everyone), (rank,), span, "mean")
+        self._move(tuple(everyone), (rank,), span, op)
 
     def spread(self, span: Span) -> None:
         rank = self.group.world.rank

@@ -102,10 +102,10 @@ class PeerTransport(Transport):
             self._kernel.launch(self._of(sources), self._of(targets), span, collective.op)
         self.worked()
 
-    def fold(self, span: Span) -> None:
+    def fold(self, span: Span, op: Op) -> None:
         if self.group.pipes:
             rank = self.group.world.rank
-            self._kernel.launch(self._addresses, [self._addresses[rank]], span, "mean")
+            self._kernel.launch(self._addresses, [self._addresses[rank]], span, op)
 
     def spread(self, span: Span) -> None:
         self._kernel.launch(self._of([self.group.world.rank]), self._of(list(self.group.pipes)), span, "sum")

@@ -55,8 +55,8 @@ class StagedTransport(Transport):
         assert isinstance(block, CudaBlock)
         return StagedTransport(self._memory, self._stream, block, len(flat), self.group)
 
-    def fold(self, span: Span) -> None:
-        self._reduce(span, "mean")
+    def fold(self, span: Span, op: Op) -> None:
+        self._reduce(span, op)
 
     def spread(self, span: Span) -> None:
         assert self.chunk is None, "the shard comes as a whole: its place in the stage is that of its start"

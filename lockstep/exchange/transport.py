@@ -76,18 +76,23 @@ class Transport(ABC):
         self._run(Collective("broadcast", span, source=source), barrier)
 
     def update(
-        self, others: "Transport", span: Span, step: Callable[[Span], None], barrier: Barrier | None = None
+        self,
+        others: "Transport",
+        span: Span,
+        op: Op,
+        step: Callable[[Span], None],
+        barrier: Barrier | None = None,
     ) -> None:
         """An all-reduce from the blocks of `others` into these, with a step of the caller's in its middle.
 
-        This rank's shard of the span, in the block of `others`, becomes the mean of all ranks'. `step` is
+        This rank's shard of the span, in the block of `others`, becomes the fold of all ranks'. `step` is
         called with consecutive pieces of that shard, once they are there, and changes this transport's block.
         What it has left there comes into all blocks. With pieces as large as `chunk` all that happens while a
         core's cache holds them. Raises PeerProblem naming who has not come.
         """
         self.reduce(others, span, barrier)
         for piece in self.pieces(span):
-            others.fold(piece)
+            others.fold(piece, op)
             step(piece)
             self.spread(piece)
         self.publish(span, barrier)
@@ -135,8 +140,8 @@ class Transport(ABC):
         """The same way to reach other blocks; all ranks call it at once. flat: all of this rank's, (n,)."""
 
     @abstractmethod
-    def fold(self, span: Span) -> None:
-        """Between barriers: a span of this rank's shard, in its own block, becomes the mean of all."""
+    def fold(self, span: Span, op: Op) -> None:
+        """Between barriers: a span of this rank's shard, in its own block, becomes the fold of all."""
 
     @abstractmethod
     def spread(self, span: Span) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from lockstep import config as configuration
 from lockstep.backends import devices
 from lockstep.config import COMMAND_LINE, Config, Layer
+from lockstep.config.rules import settle
 from lockstep.errors import UserError
 from lockstep.runs import folder as runfolder
 
@@ -36,6 +37,8 @@ def load_config(description: str, standard: Path) -> tuple[Config, list[str]]:
         chosen, reason = devices.choose()
         notices.append(f"devices: {', '.join(chosen)}; {reason}")
     config = dataclasses.replace(config, devices=chosen)
+    config, said = settle(config)
+    notices += said
     devices.check_keys(config)
     return config, [*notices, *devices.notices(chosen)]
 

@@ -26,6 +26,7 @@ class Teller:
 
     def begin(self) -> None:
         """The next line of progress is about what comes from now on."""
+        self._wanted = False
         self._recorder.reset()
         self._begin = time.perf_counter()
 
@@ -44,10 +45,14 @@ class Teller:
             self._ticked_at = now
             self.tell(Tick(order.stage, order.epoch, order.step, n_steps))
 
-    def is_due(self, order: Order, n_steps: int, n_samples: int) -> bool:
-        """Whether a line of progress comes after this step: every print_freq steps, once in a short epoch."""
+    def is_due(self, order: Order, n_steps: int, n_samples: int, meeting: bool) -> bool:
+        """Whether a line of progress comes after this step: every print_freq steps, once in a short epoch.
+
+        meeting: whether trainers meet after it; else the line comes when they do.
+        """
         ends_short_epoch = n_steps < self._config.print_freq and order.stop == n_samples
-        return order.step % self._config.print_freq == 0 or ends_short_epoch
+        self._wanted |= order.step % self._config.print_freq == 0 or ends_short_epoch
+        return self._wanted and meeting
 
     def report(self, order: Order, n_steps: int, learning_rate: float, sums: list[list[float]]) -> None:
         """A line of progress. sums: every trainer's [loss, wrong answers, images] since the last one.

@@ -28,6 +28,7 @@ class Gradients:
         self._views = {value: views[f"gradients/{name}"] for name, value in self.trained.items()}
         self._buffers = arena.buffers_span
         self.filled: set[nn.Parameter] = set()  # since the last `clear`
+        self._is_complete = False
         linear.install(model, self)
         for parameter in self._views:
             parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
@@ -53,7 +54,10 @@ class Gradients:
             self.filled.add(weight)
 
     def complete(self) -> None:
-        """At the end of backward: a parameter without a gradient counts as one with a zero; buffers come in."""
+        """At the end of backward: a parameter without a gradient has one of zeros; buffers come in."""
+        if self._is_complete:
+            return
+        self._is_complete = True
         for parameter, view in self._views.items():
             if parameter not in self.filled:
                 view.zero_()
@@ -62,6 +66,7 @@ class Gradients:
 
     def clear(self) -> None:
         """The next gradients replace these."""
+        self._is_complete = False
         self.filled.clear()
 
     def _take(self, parameter: torch.Tensor) -> None:

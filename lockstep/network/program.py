@@ -35,8 +35,11 @@ class Program(ABC):
     device: torch.device
 
     @abstractmethod
-    def load(self, tensors: Path) -> None:
-        """Takes a checkpoint's state. Raises UserError where it is broken or of another network."""
+    def load(self, tensors: Path) -> dict[str, torch.Tensor]:
+        """Takes a checkpoint's state. Returns what in it is a rule's (lockstep/sync).
+
+        Raises UserError where it is broken or of another network.
+        """
 
     @abstractmethod
     def shard_updates(self, memory: Memory, spans: list[Span]) -> tuple[Gradients, ShardedUpdater]:

@@ -77,6 +77,11 @@ class ShardedUpdater:
             if each:
                 set_learning_rate(each.optimizer, rate)
 
+    def average(self, span: Span) -> None:
+        """Makes the sum of all parts their mean; without parts a span holds the mean already."""
+        if self._config.parts:
+            self._gradients.flat[slice(*span)].mul_(1 / self._config.parts)
+
     def step(self, span: Span) -> None:
         """Takes the step of one span, whose gradients are the mean's; buffers become their mean."""
         each = self._steps[span]

@@ -15,8 +15,8 @@ class StepGraph:
     """Whatever the captured function reads must lie in the same place each time.
 
     shared: where gradients are left, if not with autograd; those of a captured step replace what was there.
-    Else the gradients that it leaves lie in memory of the graph, and each replay writes them anew: so they are the
-    parameters' again after every replay, whoever has let go of them meanwhile.
+    Else the gradients that it leaves lie in memory of the graph, and each replay writes them anew: so they
+    are the parameters' again after every replay, whoever has let go of them meanwhile.
     """
 
     def __init__(self, model: nn.Module, shared: Gradients | None = None) -> None:

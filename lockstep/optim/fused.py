@@ -45,10 +45,13 @@ class FusedSGD(Fused):
 
     @torch.no_grad()
     def _step(self, group: dict[str, Any], weight_decay: float) -> None:
+        momenta: list[torch.Tensor | None] = []
+        if self._momentum:
+            momenta += self._states(group, "momentum_buffer")
         sgd(
             group["params"],
             [parameter.grad for parameter in group["params"]],
-            self._states(group, "momentum_buffer") if self._momentum else [],
+            momenta,
             fused=True,
             weight_decay=weight_decay,
             momentum=self._momentum,

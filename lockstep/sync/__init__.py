@@ -49,8 +49,8 @@ class Rule(ABC):
     def is_due(self, order: Order, n_samples: int) -> bool:
         """Whether trainers meet at the end of this step, whose last minibatch is `order`.
 
-        n_samples: of an epoch. Where they don't, `update` must not meet: nobody waits for anybody, and
-        nothing is printed, stopped or saved.
+        n_samples: of an epoch, at whose last step they always meet. Where they don't, nobody waits for
+        anybody, and nothing is printed, stopped or saved.
         """
         return True
 
@@ -58,11 +58,11 @@ class Rule(ABC):
         """All gradients of a step are there, in this trainer."""
 
     @abstractmethod
-    def update(self, optimizer: Any, meeting: Meeting) -> None:
+    def update(self, optimizer: Any, meeting: Meeting | None) -> None:
         """Ends a step whose gradients are there: takes it, and exchanges what is due.
 
         optimizer: the program's (network/updater.py), with `step()`; of a rule by shards, the sharded one
-        (network/sharded.py). Raises PeerProblem naming who has not come.
+        (network/sharded.py). meeting: None where none is due. Raises PeerProblem naming who has not come.
         """
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -72,9 +72,8 @@ class Rule(ABC):
         """
         return {}
 
-    def load(self, state: dict[str, torch.Tensor]) -> str:
-        """Takes what a checkpoint holds of a rule, of this one or another. Returns what to tell, or ''."""
-        return ""
+    def load(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027 (most keep nothing)
+        """Takes what a checkpoint holds of a rule, of this one or another; empty at a run's beginning."""
 
     @abstractmethod
     def promise(self, config: Config, model: nn.Module) -> str:

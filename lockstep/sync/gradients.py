@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.config import Config
-from lockstep.exchange import ALIGNMENT
+from lockstep.exchange import ALIGNMENT, Op, Span
 from lockstep.exchange.transport import Transport
 from lockstep.memory import Memory
 from lockstep.network.optimizer import inexact_norms
@@ -23,25 +23,32 @@ from lockstep.sync.weights import all_reduce_bytes, inexact
 class Gradients(Rule):
     """transport: over the arenas of all trainers. From here on the program's updates are by shard."""
 
-    def __init__(self, transport: Transport, program: Program, memory: Memory) -> None:
+    def __init__(self, config: Config, transport: Transport, program: Program, memory: Memory) -> None:
         self._arena, self._weights = program.arena, transport
+        self._op: Op = "pairwise" if config.parts else "mean"
         self._span = 0, program.arena.n_exchanged
         self._gradients, self._updater = program.shard_updates(memory, transport.pieces(self._span))
         self._transport = transport.another(self._gradients.block, self._gradients.flat)
         self._transport.clock = transport.clock
         self._norms = _Norms(self._updater, transport, memory) if self._updater.needs_norms else None
 
+    def _step(self, piece: Span) -> None:
+        self._updater.average(piece)
+        self._updater.step(piece)
+
     def end_backward(self) -> None:
         self._gradients.complete()
 
-    def update(self, optimizer: ShardedUpdater, meeting: Meeting) -> None:
+    def update(self, optimizer: ShardedUpdater, meeting: Meeting | None) -> None:
+        assert meeting
         if self._norms is None:
-            self._weights.update(self._transport, self._span, optimizer.step, meeting.barrier)
+            self._weights.update(self._transport, self._span, self._op, self._step, meeting.barrier)
         else:
             pieces = self._weights.pieces(self._span)
             self._weights.reduce(self._transport, self._span, meeting.barrier)
             for piece in pieces:
-                self._transport.fold(piece)
+                self._transport.fold(piece, self._op)
+                optimizer.average(piece)
             self._norms.exchange(meeting)
             for piece in pieces:
                 optimizer.step(piece)

@@ -21,7 +21,8 @@ class Weights(Rule):
     def __init__(self, transport: Transport, arena: Arena) -> None:
         self._transport, self._arena = transport, arena
 
-    def update(self, optimizer: Updater, meeting: Meeting) -> None:
+    def update(self, optimizer: Updater, meeting: Meeting | None) -> None:
+        assert meeting
         optimizer.step()
         self._transport.all_reduce((0, self._transport.n_elements), "mean", meeting.barrier)
 

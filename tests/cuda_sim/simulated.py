@@ -85,6 +85,7 @@ def compute_on_the_host(device: object, stream: Any) -> None:
     from lockstep.network.sharded import ShardedUpdater
     from lockstep.network.updater import Updater
     from lockstep.sync import assembling
+    from lockstep.sync.outer import Outer
 
     def behind(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -98,10 +99,12 @@ def compute_on_the_host(device: object, stream: Any) -> None:
         (Replica, "forward_backward"),
         (Updater, "step"),
         (Gradients, "complete"),
+        (ShardedUpdater, "average"),
         (ShardedUpdater, "step"),
         (ShardedUpdater, "norms"),
         (ShardedUpdater, "use_norms"),
         (ShardedUpdater, "finish"),
+        (Outer, "_step"),
         (assembling, "in_host_memory"),
         (Replica, "count_errors"),
         (Arena, "digests"),
