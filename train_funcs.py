@@ -219,7 +219,7 @@ class Trainer:
                 self.val_record,
                 self.world.size,
                 asdict(self.config),
-                versions.of_packages(self.config.devices),
+                versions.of_packages(),
             )
             path = checkpoint.save(
                 self.plan.folder, {**self.program.arena.state(), **self.rule.state()}, state

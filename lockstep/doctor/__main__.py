@@ -36,7 +36,7 @@ def main() -> int:
     report.show_all("machine", lambda: machine.describe(runs))
     chosen = _choose(report, config)
     copies = None
-    if "cpu" not in chosen:
+    if devices.on_gpus(chosen):
         copies = cards.examine(report, chosen)
         links.examine(report, chosen)
     report.title("Files")
