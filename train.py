@@ -15,17 +15,15 @@ press again to leave at once), 143 SIGTERM, likewise; 1 anything else, and the l
 and at what.
 """
 
-from lockstep.interrupts import Interrupts, die_with_parent
+from lockstep.interrupts import Interrupts
 
 if __name__ == "__main__":
     interrupts = Interrupts()
     interrupts.install("stopped as asked, before training began")  # now: the imports below take a second
 
 import dataclasses
-import importlib.util
 import multiprocessing
 import os
-import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,17 +34,19 @@ from lockstep.comm.group import World
 from lockstep.comm.messages import Started
 from lockstep.config import Config
 from lockstep.data.dataset import Dataset, check_content, open_dataset
-from lockstep.errors import UserError, nearest
+from lockstep.errors import UserError
 from lockstep.files import write_text
 from lockstep.launch import commandline, scalars
 from lockstep.launch.console import Console, show
+from lockstep.launch.models import check_model
 from lockstep.launch.processes import Processes
+from lockstep.launch.reporting import write_report
+from lockstep.loading.orders import Orders
 from lockstep.runs import folder as runfolder
 from lockstep.runs import versions
 from lockstep.runs.plan import Plan
 
 HERE = Path(__file__).resolve().parent
-REPORT_SECONDS = 600.0  # it limits itself to much less
 
 
 def main(interrupts: Interrupts) -> int:
@@ -56,7 +56,7 @@ def main(interrupts: Interrupts) -> int:
         config, notices = commandline.load_config(__doc__, HERE / "config.yaml")
         for notice in notices:
             show(f"note: {notice}", "stdout")
-        check_model(config)
+        check_model(config, HERE / "models")
         dataset = open_dataset(config)
         if config.check_sums:
             check_content(dataset)
@@ -65,38 +65,21 @@ def main(interrupts: Interrupts) -> int:
         run = runfolder.open_run(config, len(dataset.train))
         code = train(config, dataset, run, interrupts)
         if code == 0 and config.report:
-            write_report(run.folder, interrupts)
+            write_report(run.folder, HERE, interrupts)
         return code
     except UserError as error:
         show(f"lockstep: {error}", "stderr")
         return 2
 
 
-def check_model(config: Config) -> None:
-    """Raises UserError where models/<model>.py, or the package named, is not there; nothing is imported."""
-    source, colon, name = config.model.rpartition(":")
-    if colon:
-        words = [*source.split("."), name]
-        if not all(word.isidentifier() for word in words[:-1]) or not name:
-            raise UserError(f"model: {config.model!r} is not of the form package.module:Name")
-        if importlib.util.find_spec(words[0]) is None:
-            raise UserError(
-                f"model: {config.model} needs the Python package {words[0]}, which is not installed"
-            )
-    elif not name.isidentifier() or importlib.util.find_spec(f"models.{name}") is None:
-        there = sorted(path.stem for path in (HERE / "models").glob("[!_]*.py"))
-        raise UserError(
-            f"model: there is no models/{name}.py{nearest(name, there)} (there are: {', '.join(there)}; "
-            "or torchvision:NAME, timm:NAME, package.module:NAME)"
-        )
-
-
 def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Interrupts) -> int:
     """Runs all processes to their end and says how it went. Returns the exit code."""
     text = configuration.to_yaml(config)
-    console = Console(run.folder, config, len(dataset.train))
+    worlds = World.on_one_host(len(config.devices))
+    orders = Orders(config, worlds[0], len(dataset.train), len(dataset.val))
+    console = Console(run.folder, config, orders.n_steps("train"))
     console.say(f"# the resolved configuration, kept in {run.folder}/config.yaml\n{text}")
-    announce(console, dataset, run, config)
+    announce(console, dataset, run, config, orders)
     machine = {"cores": devices.count_cores(), **devices.describe(config.devices)}
 
     saved = run.folder / "config.yaml"
@@ -110,7 +93,7 @@ def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Inte
             console.take(message)
 
     with Processes(config.wait_deadline, interrupts) as processes:
-        start_processes(processes, config, run)
+        start_processes(processes, config, run, worlds)
         made_with = {"versions": versions.of_packages(), "machine": machine}
         console.log("started", {**processes.pids(), **made_with})
         console.say("starting: " + ", ".join(processes.pids()))
@@ -121,7 +104,7 @@ def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Inte
     return ending.code
 
 
-def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Config) -> None:
+def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Config, orders: Orders) -> None:
     console.say(
         f"{len(dataset.train):,} training and {len(dataset.val):,} validation images, "
         f"{dataset.n_classes} classes; {len(config.devices)} trainer(s) on {', '.join(config.devices)}"
@@ -131,34 +114,15 @@ def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Con
     if run.start:
         state = run.start.state
         console.say(f"going on from {run.start.path} (epoch {state.epoch}, {state.position} images in)")
-        if state.n_trainers * state.config["batch_size"] != len(config.devices) * config.batch_size:
+        if state.n_trainers * state.config["batch_size"] != orders.minibatch_size:
             console.say("note: minibatches have another size than before; no image is lost or seen twice")
         console.log("resumed", {"checkpoint": str(run.start.path)})
 
 
-def write_report(folder: Path, interrupts: Interrupts) -> None:
-    """Has the report written by a process of its own. The run is good whatever becomes of its report."""
-    command = [sys.executable, "-m", "lockstep.report", str(folder)]
-    again = f"to try again: {' '.join(command)}"
-    interrupts.leave(f"stopped as asked: the run is complete, its report was not written; {again}")
-    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])  # from any folder
-    environment = {**os.environ, "PYTHONPATH": path}
-    with interrupts.ignored_by_children():  # it ends with this process, not before
-        process = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)  # noqa: PLW1509
-    try:
-        code = process.wait(REPORT_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        code = process.wait()
-    if code:
-        show(f"note: the report was not written (exit code {code}); {again}", "stderr")
-
-
-def start_processes(processes: Processes, config: Config, run: runfolder.Run) -> None:
+def start_processes(processes: Processes, config: Config, run: runfolder.Run, worlds: list[World]) -> None:
     """Starts a trainer and, with para_load, a loader per device, with a pipe between all that talk."""
     devices.number_gpus_by_place()
     plan = Plan(config, run.folder, run.start.path if run.start else None)
-    worlds = World.on_one_host(len(config.devices))
     peers: list[dict[int, Connection]] = [{} for _ in worlds]
     for rank in range(len(worlds)):
         for other in range(rank):

@@ -7,32 +7,27 @@ arena is that arena. docs/how-it-works.md follows one step through all processes
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from lockstep.backends import backend_of
 from lockstep.comm.group import Group, World
-from lockstep.comm.messages import Notice, Order, Saved, Started, Validated
+from lockstep.comm.messages import Order, Saved, Started, Validated
 from lockstep.comm.pipes import Pipe
 from lockstep.data.dataset import open_dataset, subtracting
-from lockstep.data.order import minibatches, share
-from lockstep.errors import UserError
-from lockstep.exchange.transport import Transport
 from lockstep.launch.computing import computing
-from lockstep.launch.progress import Teller, check_finite
+from lockstep.launch.progress import Teller, check_finite, notices_of
 from lockstep.launch.status import StatusBoard
 from lockstep.loading.feed import open_feed
+from lockstep.loading.orders import Orders
 from lockstep.network.program import Program
 from lockstep.network.recorder import Recorder
 from lockstep.network.replica import Replica
 from lockstep.optim.schedules import learning_rate
-from lockstep.pretrained.start import start_with
-from lockstep.runs import checkpoint, versions
-from lockstep.runs.folder import State, read_state
+from lockstep.pretrained.beginning import begin
+from lockstep.runs import checkpoint
+from lockstep.runs.folder import State
 from lockstep.runs.plan import Plan
 from lockstep.sync import Meeting, Rule
 from lockstep.sync.agreement import check_replicas
@@ -48,13 +43,11 @@ def run_trainer(
     peers: dict[int, Connection],
 ) -> bool:
     """The process of a trainer, `world.rank`. Returns whether it stopped early because the launcher asked."""
-    config = plan.config
-    deadline = config.wait_deadline
-    pipes = {other: Pipe(end, f"trainer {other}", deadline) for other, end in peers.items()}
-    pipe = Pipe(loader, f"loader {world.rank}", deadline) if loader else None
+    group = Group.connected(world, peers, plan.config.wait_deadline)
+    pipe = Pipe(loader, f"loader {world.rank}", plan.config.wait_deadline) if loader else None
     board.say("opening the dataset and building the network")
-    with computing(config, world, board):
-        trainer = Trainer(plan, Group(world, pipes), pipe, control, board)
+    with computing(plan.config, world, board):
+        trainer = Trainer(plan, group, pipe, control, board)
         stopped = trainer.run()
         trainer.close()
     return stopped
@@ -84,26 +77,25 @@ class Trainer:
         self.dataset = subtracting(self.dataset, self.program.mean)
         self.recorder = Recorder(self.program.device, self.backend.stopwatch())
         self.teller = Teller(control, self.world, self.config, self.recorder)
-        self.val_record: list[dict[str, float]] = []
-        self.epoch, self.position = 1, 0
-        if plan.start:
-            self._go_on_from(plan.start)
-        elif self.config.pretrained:
-            self._start_with_pretrained()
-        self.transport = self._open_transport()
+        beginning = begin(plan, self.program, board.say)
+        self.epoch, self.position, self.val_record = beginning.epoch, beginning.position, beginning.val_record
+        self.board.say("opening the arenas of the others")
+        arena, way = self.program.arena, self.config.exchange
+        self.transport, reason = self.backend.open_transport(way, arena.block, arena.flat, group)
+        self.transport.clock = self.recorder.stopwatch.enter
+        self.teller.notice(beginning.notice, f"exchange: {self.transport.name}: {reason}" if reason else "")
         self.rule: Rule = Weights(self.transport)
-        orders = orders or self.orders()
-        self.feed = open_feed(
-            self.backend, self.config, self.dataset, self.program, orders, board.say, loader
-        )
-
-    # -- the run ---------------------------------------------------------------------------------------------
+        self.orders = Orders(self.config, self.world, len(self.dataset.train), len(self.dataset.val))
+        wanted = orders or self.orders.since(self.epoch, self.position)
+        loading = self.backend, self.config, self.dataset, self.program
+        self.feed = open_feed(*loading, wanted, board.say, loader)
 
     def run(self) -> bool:
         """Trains and validates epoch by epoch. Returns True when the launcher's Stop ended it early."""
         check_replicas(self.group, self.program.arena, "the start")
         self.teller.tell(Started())
-        self._tell_what_to_know()
+        image_shape = self.dataset.image_shape
+        self.teller.notice(*notices_of(self.config, self.world, image_shape, self.program, self.rule))
         stopped = False
         while self.epoch <= self.config.n_epochs and not stopped:
             stopped = self.train_epoch() or self.validate()
@@ -119,21 +111,11 @@ class Trainer:
         self.feed.close()
         self.program.arena.block.close()
 
-    def orders(self) -> Iterator[Order]:
-        """Every order of the run, from where it stands: each epoch's training, then its validation."""
-        position = self.position
-        for epoch in range(self.epoch, self.config.n_epochs + 1):
-            yield from self._orders_of("train", epoch, len(self.dataset.train), position)
-            yield from self._orders_of("val", epoch, len(self.dataset.val), 0)
-            position = 0
-
     def train_epoch(self) -> bool:
         """The rest of an epoch's steps. Returns whether the trainers agreed to stop."""
         self.begin_epoch()
-        n_samples = len(self.dataset.train)
-        n_steps = -(-n_samples // (self._minibatch_size() * self.config.accumulate))
-        while self.position < n_samples:
-            if self.train_step(n_steps):
+        while self.position < len(self.dataset.train):
+            if self.train_step(self.orders.n_steps("train")):
                 return True
         return False
 
@@ -147,7 +129,7 @@ class Trainer:
         """One step: load, forward and backward, update and exchange. Returns whether all are to stop."""
         order = self._forward_backward()
         printing = self.teller.is_due(order, n_steps, len(self.dataset.train))
-        payload = self._asked_to_stop(), self.recorder.sums() if printing else None
+        payload = self.control.poll(), self.recorder.sums() if printing else None  # control brings Stop only
         meeting = Meeting(self.group, str(order), payload, self.board.say)
         self.rule.update(self.program.optimizer, meeting)
         self.recorder.stopwatch.leave()
@@ -162,7 +144,7 @@ class Trainer:
     def _forward_backward(self) -> Order:
         """Of all minibatches of a step: `accumulate`, or what is left of the epoch. Returns the last."""
         order = self._next_order()
-        stop = min(order.start + self._minibatch_size() * self.config.accumulate, len(self.dataset.train))
+        stop = min(order.start + self.orders.step_size("train"), len(self.dataset.train))
         mean_share = (stop - order.start) / self.world.size
         while True:
             self.recorder.stopwatch.enter("compute")
@@ -186,15 +168,14 @@ class Trainer:
         """
         begin = time.perf_counter()
         self.program.begin_validation()
+        n_images, n_steps = len(self.dataset.val), self.orders.n_steps("val")
         sums = torch.zeros(3, dtype=torch.float64, device=self.program.device)
-        n_images = len(self.dataset.val)
-        n_steps = -(-n_images // self._minibatch_size())
         for _ in range(n_steps):
             order = self.feed.next()
             self.board.say(f"{order}: validating")
             sums += self.program.count_errors(self.feed.batch())
             self.feed.release()
-            if any(self.group.all_gather(f"{order}: validated", self._asked_to_stop())):
+            if any(self.group.all_gather(f"{order}: validated", self.control.poll())):
                 return True
             self.teller.tick(order, n_steps)
         met = self.group.all_gather("the sums of validation", sums.tolist())
@@ -207,77 +188,11 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint, written by trainer 0 after all have shown that their replicas are equal."""
         self.board.say(f"epoch {self.epoch}: saving a checkpoint")
-        if not self.program.arena.flat.isfinite().all():
-            check_finite(math.nan, f"the checkpoint of epoch {self.epoch}")
-        check_replicas(self.group, self.program.arena, f"the checkpoint of epoch {self.epoch}")
+        when, arena = f"the checkpoint of epoch {self.epoch}", self.program.arena
+        check_finite(0.0 if arena.flat.isfinite().all() else math.nan, when)
+        check_replicas(self.group, arena, when)
         if self.world.rank == 0:
-            state = State(
-                self.epoch,
-                self.position,
-                len(self.dataset.train),
-                self.program.optimizer.learning_rate,
-                self.val_record,
-                self.world.size,
-                asdict(self.config),
-                versions.of_packages(),
-            )
-            path = checkpoint.save(
-                self.plan.folder, {**self.program.arena.state(), **self.rule.state()}, state
-            )
-            self.teller.tell(Saved(str(path)))
-
-    # -- parts -----------------------------------------------------------------------------------------------
-
-    def _go_on_from(self, tensors: Path) -> None:
-        self.board.say(f"loading {tensors}")
-        self.program.load(tensors)
-        state = read_state(tensors.with_suffix(".json"))
-        self.val_record = list(state.val_record)
-        self.epoch, self.position = state.epoch, state.position
-        if len(self.val_record) == self.epoch:  # validated, so that epoch is complete
-            self.epoch, self.position = self.epoch + 1, 0
-
-    def _start_with_pretrained(self) -> None:
-        self.board.say(f"loading {self.config.pretrained}")
-        found = start_with(self.config, self.program.model, self.program.arena)
-        self.val_record = list(found.record)
-        self.epoch = len(self.val_record) + 1
-        if self.epoch > self.config.n_epochs:
-            text = f"all {self.config.n_epochs} epochs are done; raise n_epochs to go on"
-            raise UserError(f"{found.source}: {text}")
-        begin = f", going on after epoch {self.epoch - 1}" if self.val_record else ""
-        self.teller.tell(Notice("\n  ".join([f"starting with {found.source}{begin}", *found.notes])))
-
-    def _tell_what_to_know(self) -> None:
-        size, n_trainers = self.program.crop_size, self.world.size
-        if 2 * size < min(self.dataset.image_shape[:2]):
-            text = f"the network takes {size} x {size} pixels, less than a quarter of a picture"
-            self.teller.tell(Notice(f"{text}: make the dataset with --size {size * 9 // 8}"))
-        parts = self.rule.inexact_parts(self.config, self.program.model)
-        if parts and n_trainers > 1:
-            text = f"{n_trainers} trainers are not exactly one with {n_trainers} times the batch"
-            self.teller.tell(Notice(f"{text}: {'; '.join(parts)}"))
-
-    def _open_transport(self) -> Transport:
-        self.board.say("opening the arenas of the others")
-        arena = self.program.arena
-        transport, reason = self.backend.open_transport(
-            self.config.exchange, arena.block, arena.flat, self.group
-        )
-        if reason:
-            self.teller.tell(Notice(f"exchange: {transport.name}: {reason}"))
-        transport.clock = self.recorder.stopwatch.enter
-        return transport
-
-    def _orders_of(self, stage: Any, epoch: int, n_samples: int, position: int) -> Iterator[Order]:
-        size = self._minibatch_size()
-        step_size = size * self.config.accumulate if stage == "train" else size
-        for start, stop in minibatches(n_samples, size, position):
-            first, last = share(start, stop, self.world.rank, self.world.size)
-            yield Order(stage, epoch, start // step_size + 1, start, stop, first, last)
-
-    def _minibatch_size(self) -> int:
-        return self.config.batch_size * self.world.size
-
-    def _asked_to_stop(self) -> bool:
-        return self.control.poll()  # the launcher sends nothing but Stop
+            place = self.epoch, self.position, len(self.dataset.train), self.program.optimizer.learning_rate
+            state = State.now(*place, self.val_record, self.world.size, self.config)
+            tensors = {**arena.state(), **self.rule.state()}
+            self.teller.tell(Saved(str(checkpoint.save(self.plan.folder, tensors, state))))

@@ -66,7 +66,7 @@ def validate_rank(rank: int, pipes: dict[int, Pipe], config: Config) -> list[dic
         plan, Group.on_one_host(rank, pipes), None, Pipe(launcher, "launcher", 60), StatusBoard.create()
     )
     trainer.epoch = config.n_epochs
-    trainer.feed._orders = trainer._orders_of("val", 1, len(trainer.dataset.val), 0)  # type: ignore[attr-defined]
+    trainer.feed._orders = trainer.orders.of("val", 1)  # type: ignore[attr-defined]
     assert not trainer.validate()
     return trainer.val_record
 

@@ -250,7 +250,7 @@ def test_a_network_that_sees_little_of_a_picture_is_remarked_on(program: Program
 
 
 def test_a_terminal_gets_a_progress_bar(program: Program) -> None:
-    numbers = r"cost \d+\.\d{3}, error \d+\.\d%, [\d,]+ images/s\]"
+    numbers = r"loss \d+\.\d{3}, error \d+\.\d%, [\d,]+ images/s\]"
     bars = (
         rf"epoch \d+/99999: +\d+%\|.*\| \d+/12 \[(\d\d:\d\d|\?) left, {numbers}",
         r"epoch \d+/99999 validation: .* left\]",

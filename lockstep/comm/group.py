@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 from lockstep.comm.messages import Arrived
@@ -35,6 +36,11 @@ class Group:
         assert len(pipes) == world.size - 1 and world.rank not in pipes
         self.world = world
         self.pipes = dict(sorted(pipes.items()))
+
+    @classmethod
+    def connected(cls, world: World, connections: Mapping[int, Connection], deadline: float) -> "Group":
+        """Over connections to the other trainers, by rank; deadline: seconds that one waits for another."""
+        return cls(world, {rank: Pipe(end, f"trainer {rank}", deadline) for rank, end in connections.items()})
 
     @classmethod
     def on_one_host(cls, rank: int, pipes: Mapping[int, Pipe]) -> "Group":

@@ -116,7 +116,7 @@ class Progress:
     step: int
     n_steps: int
     learning_rate: float
-    cost: float  # mean cross-entropy in nats
+    loss: float  # mean cross-entropy in nats
     error: float | None  # share of wrong top-1 answers, or None where it isn't wanted
     images_per_second: float
     seconds_per_20: float  # "time per 20 iterations"
@@ -136,7 +136,7 @@ class Validated:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Predictions:
     """A trainer of validate.py to the launcher, after a batch: images from `first` on, in file order."""
 
     first: int

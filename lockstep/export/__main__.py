@@ -32,7 +32,7 @@ from lockstep.config import Config, Layer, resolve
 from lockstep.data.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
 from lockstep.files import publish
-from lockstep.network.build import build_model, intake_of
+from lockstep.network.build import build_model, input_spec_of
 from lockstep.optim.schedules import learning_rate
 from lockstep.pretrained import theano_folder
 from lockstep.pretrained.heads import class_tensors, count_classes
@@ -152,7 +152,7 @@ def write_onnx(trained: Trained, path: Path) -> list[str]:
     absent = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if absent:
         raise UserError(f"--to onnx needs the package(s) {', '.join(absent)}: pip install {' '.join(absent)}")
-    size = intake_of(trained.model, trained.config).size
+    size = input_spec_of(trained.model, trained.config).size
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that nothing here needs
     with warnings.catch_warnings(action="ignore"):  # torch's, of its own deprecated functions
         torch.onnx.export(
@@ -230,17 +230,17 @@ def _chain_of(model: nn.Module, name: str) -> dict[str, int]:
 
 def describe(trained: Trained) -> tuple[dict[str, Any], list[str]]:
     """What one must know to use the weights, and notes on what could not be found out."""
-    config, intake = trained.config, intake_of(trained.model, trained.config)
+    config, input_spec = trained.config, input_spec_of(trained.model, trained.config)
     facts: dict[str, Any] = {
         "model": config.model,
         "model_args": config.model_args,
         "n_classes": trained.n_classes,
         "epoch": trained.checkpoint.state.epoch,
-        "input_size": intake.size,
+        "input_size": input_spec.size,
         "input_order": "RGB",
-        "input_scale": list(intake.scale),
+        "input_scale": list(input_spec.scale),
     }
-    mean: Sequence[float] | None = intake.mean
+    mean: Sequence[float] | None = input_spec.mean
     dataset, notes = _dataset_of(config)
     if dataset and dataset.manifest:
         facts["classes"] = list(dataset.manifest.class_names or dataset.manifest.classes)

@@ -5,11 +5,13 @@ import time
 from typing import Any
 
 from lockstep.comm.group import World
-from lockstep.comm.messages import Order, Progress, Tick
+from lockstep.comm.messages import Notice, Order, Progress, Tick
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.errors import UserError
+from lockstep.network.program import Program
 from lockstep.network.recorder import Recorder
+from lockstep.sync import Rule
 
 TICK_SECONDS = 0.25
 
@@ -31,6 +33,11 @@ class Teller:
         if self._world.rank == 0:
             self._control.send(message)
 
+    def notice(self, *texts: str) -> None:
+        """Lines that the user should see; empty ones are left out."""
+        for text in filter(None, texts):
+            self.tell(Notice(text))
+
     def tick(self, order: Order, n_steps: int) -> None:
         now = time.perf_counter()
         if now - self._ticked_at >= TICK_SECONDS:
@@ -47,9 +54,9 @@ class Teller:
 
         Raises UserError where the loss is not a number.
         """
-        loss, n_wrong, n_images = (sum(column) for column in zip(*sums, strict=True))
-        cost = loss / n_images
-        check_finite(cost, str(order))
+        loss_sum, n_wrong, n_images = (sum(column) for column in zip(*sums, strict=True))
+        loss = loss_sum / n_images
+        check_finite(loss, str(order))
         elapsed = time.perf_counter() - self._begin
         self.tell(
             Progress(
@@ -57,7 +64,7 @@ class Teller:
                 order.step,
                 n_steps,
                 learning_rate,
-                cost,
+                loss,
                 n_wrong / n_images if self._config.print_train_error else None,
                 n_images / elapsed,
                 20 * elapsed / self._recorder.n_steps,
@@ -67,9 +74,24 @@ class Teller:
         self.begin()
 
 
-def check_finite(cost: float, where: str) -> None:
-    """Raises UserError with what to do where the cost is not a number."""
-    if not math.isfinite(cost):
+def check_finite(loss: float, where: str) -> None:
+    """Raises UserError with what to do where the loss is not a number."""
+    if not math.isfinite(loss):
         raise UserError(
-            f"the cost is {cost} at {where}: lower learning_rate, and check that images and labels match"
+            f"the loss is {loss} at {where}: lower learning_rate, and check that images and labels match"
         )
+
+
+def notices_of(
+    config: Config, world: World, picture: tuple[int, ...], program: Program, rule: Rule
+) -> list[str]:
+    """What a user should know before the first step. picture: rows and columns of the dataset's images."""
+    notices, size = [], program.crop_size
+    if 2 * size < min(picture[:2]):
+        text = f"the network takes {size} x {size} pixels, less than a quarter of a picture"
+        notices.append(f"{text}: make the dataset with --size {size * 9 // 8}")
+    parts = rule.inexact_parts(config, program.model)
+    if parts and world.size > 1:
+        text = f"{world.size} trainers are not exactly one with {world.size} times the batch"
+        notices.append(f"{text}: {'; '.join(parts)}")
+    return notices

@@ -26,6 +26,7 @@ from lockstep.errors import UserError
 from lockstep.files import checksum, write_text
 from lockstep.optim import OPTIMIZERS
 from lockstep.optim.schedules import SCHEDULES
+from lockstep.runs import versions
 
 _RECORD = re.compile(r"epoch_(\d+)(?:_at_(\d+))?\.json")
 # Keys that may differ between a run and its resumption without being worth a word.
@@ -50,6 +51,23 @@ class State:
     config: dict[str, Any]
     versions: dict[str, str]
     sha256: str = ""
+
+    @classmethod
+    def now(
+        cls,
+        epoch: int,
+        position: int,
+        n_samples: int,
+        learning_rate: float,
+        val_record: list[dict[str, float]],
+        n_trainers: int,
+        config: Config,
+    ) -> "State":
+        """The state of a run of this program, with the versions of what it is made of."""
+        made_with = versions.of_packages()
+        return cls(
+            epoch, position, n_samples, learning_rate, val_record, n_trainers, asdict(config), made_with
+        )
 
     @property
     def name(self) -> str:
