@@ -9,9 +9,11 @@ import pytest
 from conftest import ROOT, Program, make_config
 from limits import limit
 
+from lockstep.comm.group import World
 from lockstep.comm.messages import Progress, Validated
 from lockstep.errors import UserError
 from lockstep.launch import scalars
+from lockstep.loading.orders import Orders
 
 
 def reader_of(folder: Path) -> Callable[[str], dict[int, float]]:
@@ -41,7 +43,8 @@ def test_a_step_is_the_optimizers_however_many_minibatches_it_has(tmp_path: Path
     """90 pictures in steps of 3 x 2 x 8: two an epoch, so the third step is the second epoch's first."""
     pytest.importorskip("tensorboard", reason="needs the package tensorboard")
     config = make_config(devices=["cpu", "cpu"], batch_size=8, accumulate=3)
-    written = scalars.Scalars(tmp_path, config, 90)
+    orders = Orders(config, World.on_one_host(2)[0], 90, 33)
+    written = scalars.Scalars(tmp_path, orders.n_steps("train"))
     for epoch in (1, 2):
         for step in (1, 2):
             written.take(Progress(epoch, step, 2, 0.1, 1.0, 0.5, 100.0, 0.1, {}))

@@ -31,12 +31,12 @@ _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left{
 class Console:
     """Prints progress (with a bar on a terminal) and appends every line of it to <folder>/log.jsonl.
 
-    n_train: training images of the dataset.
+    steps_per_epoch: of the optimizer.
     """
 
-    def __init__(self, folder: Path, config: Config, n_train: int) -> None:
+    def __init__(self, folder: Path, config: Config, steps_per_epoch: int) -> None:
         self._config = config
-        self._scalars = Scalars(folder, config, n_train) if config.tensorboard else None
+        self._scalars = Scalars(folder, steps_per_epoch) if config.tensorboard else None
         self._path = folder / "log.jsonl"
         try:
             self._log = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (closed in close)
