@@ -210,8 +210,8 @@ def call(
     """Has any Python function run beside the program, on the real tensors of the arrays among its arguments.
 
     arguments: also dictionaries, lists and tuples with arrays. writes: those of the arrays that it changes; all
-    others it only reads, and it keeps none. It runs on the communication lane of the device (default: the current
-    one), so computing goes on; what writes its arrays waits for it. `.result()` waits for what it returns. Raises
+    others it only reads, and it keeps none. It runs on a lane of its own of the device (default: the current
+    one), so the program goes on; what writes its arrays waits for it. `.result()` waits for what it returns. Raises
     UserError where `writes` has what is not among the arguments.
     """
     from lockstep.flow.recording import record_call

@@ -36,7 +36,7 @@ class Device(ABC):
     engine: "Engine | None" = None
 
     def lane_for(self, kind: str) -> str:
-        """The lane that does a kind of work: compute, communication or fetch."""
+        """The lane that does a kind of work: compute, communication, fetch or call."""
         return kind
 
     def enter(self, kind: str, stack: contextlib.ExitStack) -> None:
@@ -62,7 +62,7 @@ class Device(ABC):
 
 
 class Cpu(Device):
-    """Some of the cores. One worker computes, with its own intra-op threads; one copies, fetches, and runs calls.
+    """Some of the cores. One worker computes, with its own intra-op threads, one copies and fetches, one is for calls.
 
     cores: numbers of the processors that its workers may run on. threads: of torch in each operation.
     """
@@ -72,7 +72,7 @@ class Cpu(Device):
 
     def __init__(self, name: str, cores: frozenset[int], threads: int, workers: int = 1) -> None:
         self.name, self.cores, self.threads = name, cores, threads
-        self.workers = {"compute": workers, "communication": 1}
+        self.workers = {"compute": workers, "communication": 1, "call": 1}
 
     def lane_for(self, kind: str) -> str:
         return "communication" if kind == "fetch" else kind
@@ -95,7 +95,7 @@ class Cuda(Device):
         from lockstep.memory.cuda import CudaMemory  # PyCUDA is there on machines with a GPU only
 
         self.name, self.memory = f"cuda:{number}", f"cuda:{number}"
-        self.workers = {"compute": workers, "communication": 1, "fetch": 1}
+        self.workers = {"compute": workers, "communication": 1, "fetch": 1, "call": 1}
         self._memory = CudaMemory(self.name)
         self.torch_device = torch_device(self.name)
         self._here = threading.local()

@@ -53,6 +53,7 @@ class Engine:
         self.run_ahead = run_ahead
         self.closed = False
         self._lanes: dict[tuple[Device, str], Lane] = {}
+        self._starting = threading.Lock()
         self._pending: set[Operation] = set()
         self._changed = threading.Condition(GRAPH)
         self._n_waiting = 0
@@ -67,7 +68,7 @@ class Engine:
         _OPEN.add(self)
 
     def add(self, device: Device) -> None:
-        """One more device. Its workers start now. Raises UserError where another engine has it."""
+        """One more device. Raises UserError where another engine has it."""
         if not isinstance(device, Device):
             raise UserError(f"{device!r} is not a device: flow.cpus(n) and flow.cuda(i) make them")
         if device.engine not in (None, self):
@@ -75,16 +76,28 @@ class Engine:
         if device.engine is None:
             device.engine = self
             self.devices.append(device)
-            for kind, n_workers in device.workers.items():
-                self._lanes[device, kind] = Lane(device, kind, n_workers)
 
     def lane(self, device: Device, kind: str) -> Lane:
-        """That of a kind: compute, communication or fetch. Raises UserError for a device that it does not have."""
-        try:
-            return self._lanes[device, device.lane_for(kind)]
-        except KeyError:
+        """The device's lane for a kind of work, whose workers start with its first use.
+
+        kind: compute, communication, fetch or call. Raises UserError for a device that is not the engine's.
+        """
+        place = device, device.lane_for(kind)
+        lane = self._lanes.get(place)
+        if lane is None:
+            with self._starting:
+                self._check(device)
+                if place not in self._lanes:
+                    self._lanes[place] = Lane(device, place[1], device.workers[place[1]])
+                lane = self._lanes[place]
+        return lane
+
+    def _check(self, device: Device) -> None:
+        if self.closed:
+            raise UserError("the engine is closed: nothing can be pushed any more")
+        if device not in self.devices:
             names = ", ".join(own.name for own in self.devices)
-            raise UserError(f"{device!r} is not a device of this engine, which has {names}") from None
+            raise UserError(f"{device!r} is not a device of this engine, which has {names}")
 
     def variable(self, name: str = "") -> Variable:
         """A new variable, which is there: whoever reads it before anyone writes it does not wait."""
@@ -176,7 +189,9 @@ class Engine:
                     for after in operation.finish():
                         after.release()
             self._changed.notify_all()
-        for lane in self._lanes.values():
+        with self._starting:
+            lanes = list(self._lanes.values())
+        for lane in lanes:
             lane.close()
         for device in self.devices:
             device.engine = None

@@ -116,9 +116,9 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     views = kind.view or kind.changes_shape
     if not operands.arrays and (written or views or kind.refused):
         return _ordinary(kind, operands, function, written)
+    _check_writing(kind, written)
     if views and operands.arrays[0].memory.cell.layout is not None:
         return _view(function, kind, args, kwargs, operands.arrays[0])
-    _check_writing(kind, written)
     device, line, phase = placement.place(operands.arrays, written[0] if written else None)
     step = Instruction(kind.name, function, device)
     step.line, step.phase, step.kind = line, phase, kind
@@ -313,7 +313,7 @@ def record_call(function: Callable[..., Any], arguments: Any, writes: Sequence[A
         given = [next(left) if isinstance(leaf, Array) else leaf for leaf in leaves]
         return function(*private.tree_unflatten(given, structure))
 
-    step = Instruction(getattr(function, "__name__", "call"), on_values, place, "communication")
+    step = Instruction(getattr(function, "__name__", "call"), on_values, place, "call")
     step.template, step.views = [Slot(n) for n in range(len(inputs))], [a.view_of_memory() for a in inputs]
     step.line, step.phase = placement.user_line(), "call"
     operation: Operation = submit(step, inputs, list(writes), [])
