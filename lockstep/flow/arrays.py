@@ -116,7 +116,7 @@ def fetching(array: Array) -> Instruction:
     """The operation that copies an array's value into ordinary memory."""
     step = Instruction("fetch", array.place.fetch, array.place, "fetch")
     step.template, step.views = [Slot(0)], [array.view_of_memory()]
-    step.line, step.phase = placement.user_line(), "fetch"
+    step.line, step.phase, step.gives_result = placement.user_line(), "fetch", True
     return step
 
 
@@ -139,12 +139,15 @@ def array(data: Any, dtype: torch.dtype | None = None) -> Array:
     """A copy of numbers, a NumPy array or a tensor, on the current device."""
     if isinstance(data, Array):
         return data.detach().clone()
-    return from_tensor(torch.as_tensor(data, dtype=dtype).detach(), placement.current_device())
+    with private.without_modes():
+        tensor = torch.as_tensor(data, dtype=dtype)
+    return from_tensor(tensor, placement.current_device())
 
 
 def from_tensor(tensor: torch.Tensor, device: Device, name: str = "") -> Array:
     """The copy is made here and now: the tensor may change as soon as this returns."""
-    copy = tensor.to("cpu", copy=True)
+    with private.without_modes():
+        copy = tensor.detach().to("cpu", copy=True)
     layout = None if copy.layout is not torch.strided else (copy.size(), copy.stride(), copy.dtype)
     storage = Storage(device, layout, name)
     made = Array(storage, tensor.size(), None if layout is None else layout[1], 0, tensor.dtype)
@@ -169,7 +172,7 @@ def arrays(module: _Module) -> _Module:
                 if tensor is None or isinstance(tensor, Array):
                     continue
                 if id(tensor) not in made:
-                    new = from_tensor(tensor.detach(), device, f"{prefix}.{key}".lstrip("."))
+                    new = from_tensor(tensor, device, f"{prefix}.{key}".lstrip("."))
                     if isinstance(tensor, nn.Parameter):
                         new.requires_grad_(tensor.requires_grad)._is_param = True
                     made[id(tensor)] = new

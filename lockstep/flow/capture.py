@@ -118,7 +118,8 @@ class Capture:
         self.edges |= {(number, operation.number) for number in before}
         needed = {each.number for each in needs}
         external = [n for n in used if self._is_there(n)]
-        kept = Step(step, read, new, written, sorted(needed), sorted(before - needed), external)
+        touched = [n for n in written if self._is_there(n)]
+        kept = Step(step, read, new, sorted(needed), sorted(before - needed), external, touched)
         self.steps.append(kept)
         for n in (*read, *written, *new):
             self.memories[n].last = operation.number
@@ -165,7 +166,8 @@ class Capture:
         inputs = {n for n, _, _ in self.inputs}
         made = [(n, weakref.ref(s)) for n, s in enumerate(self._storages) if s.program is self and n not in inputs]
         self._storages.clear()
-        gc.collect()
+        if any(storage() is not None for _, storage in made):
+            gc.collect()
         for n, storage in made:
             if storage() is not None:
                 self._refuse_keeping(n)

@@ -204,7 +204,8 @@ class Engine:
         failure = operation.failure
         if failure is not None and failure.number == operation.number and not failure.seen:
             self._failures = [*(known for known in self._failures if not known.seen), failure]
-        if self._n_waiting:
+        n_pending = len(self._pending)
+        if self._n_waiting and (n_pending == 0 or n_pending == self.run_ahead - 1):
             self._changed.notify_all()
 
     def __enter__(self) -> "Engine":

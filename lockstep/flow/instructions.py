@@ -46,11 +46,12 @@ class Cell:
 class Instruction:
     """An operation on cells, which are given when it runs: so it can run again with others.
 
-    views: of each input. overwrites: the input that need not be there before.
+    views: of each input. overwrites: the input that need not be there before. gives_result: whether someone waits for
+    what it returns, which is kept then.
     """
 
     __slots__ = (
-        "device", "function", "keywords", "kind", "lane", "line", "name", "overwrites", "phase", "recipe", "seed",
+        "device", "function", "gives_result", "keywords", "kind", "lane", "line", "name", "overwrites", "phase", "recipe", "seed",
         "template", "views",
     )  # fmt: skip
 
@@ -64,9 +65,10 @@ class Instruction:
         self.seed: int | None = None
         self.overwrites: int | None = None
         self.line, self.phase = "", "forward"
+        self.gives_result = False
 
     def execute(self, inputs: Sequence[Cell], outputs: Sequence[Cell], run: int = 0) -> Any:
-        """run: the number of the program's run; other random numbers in each. Returns what was returned."""
+        """run: the number of the program's run; other random numbers in each."""
         if self.overwrites is not None:
             inputs[self.overwrites].allocate(self.device)
         tensors = [cell.view(view) for cell, view in zip(inputs, self.views, strict=True)]
@@ -78,7 +80,7 @@ class Instruction:
             returned = self._seeded(arguments, keywords, (self.seed + run) % 2**63)
         if outputs:
             self._keep(returned, outputs, tensors)
-        return returned
+        return returned if self.gives_result else None
 
     def _seeded(self, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
         assert self.kind is not None

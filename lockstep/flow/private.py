@@ -13,11 +13,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = ["DispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
+without_modes = _disable_current_modes  # a context in which ordinary tensors are just that
 no_torch_function = torch._C._disabled_torch_function_impl
 below_dispatch = torch._C._DisableTorchDispatch  # a context in which tensor subclasses are what they derive from
 current_node: Callable[[], Any] = torch._C._current_autograd_node  # None outside of a backward function

@@ -59,18 +59,18 @@ class Memory:
 
 @dataclass
 class Step:
-    """How to run an operation. reads, made, written: numbers of memories. needs, follows: of those made in it only.
+    """How to run an operation. reads, made: numbers of memories. needs, follows: numbers of earlier steps.
 
-    What is there before has hazards with whatever else uses it, so that is looked at anew in every run.
+    external: memories that are there before. Others may use them too, so their hazards are looked at in every run.
     """
 
     instruction: Instruction
     reads: list[int]
     made: list[int]
-    written: list[int]
     needs: list[int]
     follows: list[int]
     external_reads: list[int]
+    external_writes: list[int]
     drops: list[int] = field(default_factory=list)
 
 
@@ -103,24 +103,14 @@ class Program:
         self._check_inputs(inputs)
         if order is not None:
             self._check_order(order)
-        operations = self._submit(self._values(inputs), order)
-        if order is not None:
-            for operation in operations:
-                assert operation is not None
-                operation.wait()
+        operations = self._submit(inputs, order)
         leaves, structure = self._outputs
-        found = [self._result(operations, leaf) if isinstance(leaf, Fetched) else leaf for leaf in leaves]
+        found = [operations[leaf.operation].wait() if isinstance(leaf, Fetched) else leaf for leaf in leaves]
         return private.tree_unflatten(found, structure)
 
     def to_dot(self) -> str:
         """For Graphviz: operations as boxes, variables with device and version as ellipses, other waits dashed."""
         return picture.program_dot(self.operations, self.variables, self.edges)
-
-    @staticmethod
-    def _result(operations: list[Operation | None], fetched: "Fetched") -> Any:
-        operation = operations[fetched.operation]
-        assert operation is not None
-        return operation.wait()
 
     def _check_inputs(self, inputs: Sequence[Any]) -> None:
         if len(inputs) != len(self._inputs):
@@ -143,43 +133,44 @@ class Program:
                 names = (f"{number} ({self.operations[number].name})" for number in (after, before))
                 raise UserError("order: operation {} can't come before {}, on which it depends".format(*names))
 
-    def _values(self, inputs: Sequence[Any]) -> list[Any]:
-        """What each memory is in this run: a Storage that other operations may use too, or a Cell."""
-        values = [m.storage or Cell(m.layout) for m in self._memories]
+    def _values(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The cell of each memory in this run, and the Storage where others may use it, too."""
+        outside: list[Storage | None] = [memory.storage for memory in self._memories]
         for given, (number, layout, device) in zip(inputs, self._inputs, strict=True):
             with placement.on(device):
-                copy = array(given) if given.stride() == layout[1] else array(_strided(given, layout))
-            values[number] = copy.memory
-        return values
+                outside[number] = array(given if given.stride() == layout[1] else _strided(given, layout)).memory
+        cells = [Cell(m.layout) if s is None else s.cell for m, s in zip(self._memories, outside, strict=True)]
+        return cells, outside
 
-    def _submit(self, values: list[Any], order: Sequence[int] | None) -> list[Operation | None]:
+    def _submit(self, inputs: Sequence[Any], order: Sequence[int] | None) -> list[Operation]:
         run, self.n_runs = self.n_runs, self.n_runs + 1
-        operations: list[Operation | None] = [None] * len(self._steps)
-        last: Operation | None = None
+        cells, outside = self._values(inputs)
+        operations: dict[int, Operation] = {}
+        behind: list[Operation] = []
         for number in range(len(self._steps)) if order is None else order:
             step = self._steps[number]
             instruction = step.instruction
-            cells = [_cell(values[n]) for n in step.reads]
             engine = placement.engine_of(instruction.device)
             operation = engine.operation(
-                partial(instruction.execute, cells, [_cell(values[n]) for n in step.made], run),
+                partial(instruction.execute, [cells[n] for n in step.reads], [cells[n] for n in step.made], run),
                 engine.lane(instruction.device, instruction.lane),
                 instruction.name,
             )
             operation.line, operation.phase = instruction.line, instruction.phase
-            written = [values[n] for n in step.written if type(values[n]) is Storage]
+            written: Any = [outside[n] for n in step.external_writes]
             for storage in written:
                 storage.version += 1
+            reads: Any = [outside[n] for n in step.external_reads]
+            needs = [operations[n] for n in step.needs]
             follows = [operations[n] for n in step.follows]
-            if order is not None and last is not None:
-                follows.append(last)
-            needs: Any = [operations[n] for n in step.needs]
-            reads = [values[n] for n in step.external_reads]
-            operations[number] = last = engine.submit(operation, reads, written, needs, follows)  # type: ignore[arg-type]
-            if order is None:
+            engine.submit(operation, reads, written, needs, follows + behind)
+            operations[number] = operation
+            if order is not None:
+                behind = [operation]
+            else:
                 for n in step.drops:
-                    values[n] = None
-        return operations
+                    cells[n] = None
+        return [operations[number] for number in range(len(operations))]
 
 
 @dataclass(frozen=True)
@@ -189,13 +180,9 @@ class Fetched:
     operation: int
 
 
-def _cell(value: Any) -> Cell:
-    cell: Cell = value.cell if type(value) is Storage else value
-    return cell
-
-
 def _strided(given: torch.Tensor, layout: Layout) -> torch.Tensor:
     """A copy with the strides that were captured; views of it were built on them."""
     if isinstance(given, Array):
         given = given.tensor()
-    return torch.empty_strided(layout[0], layout[1], dtype=layout[2]).copy_(given)
+    with private.without_modes():
+        return torch.empty_strided(layout[0], layout[1], dtype=layout[2]).copy_(given)

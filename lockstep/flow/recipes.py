@@ -38,7 +38,7 @@ class Kind:
     """What an operation's schema says, and what is known beside it.
 
     writes: positions, or names, of the arguments that are written. same: for each return, the argument that it
-    is, or None. seed_with: what to call with a generator, or None where none can be given. loose: arguments on
+    is, or None. aside: neither takes nor makes tensors. seed_with: what to call with a generator, or None where none can be given. loose: arguments on
     whose type alone, not value, shapes depend.
     """
 
@@ -52,6 +52,7 @@ class Kind:
     overwriting: bool
     refused: bool
     sparse: bool
+    aside: bool
     loose: frozenset[int | str]
 
 
@@ -78,6 +79,7 @@ def kind_of(function: Any) -> Kind:
         seed_with=_with_generator(function) if random else None,
         overwriting=schema.name in _OVERWRITING,
         refused=schema.name in _REFUSED,
+        aside="Tensor" not in str(schema),
         sparse="sparse_coo_tensor" in schema.name,
         loose=frozenset(loose) if tensors else frozenset(),
     )

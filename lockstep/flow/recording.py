@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
 from lockstep.flow import placement, private
-from lockstep.flow.arrays import Array, Storage, array_leaves, from_tensor, need_arrays, run
+from lockstep.flow.arrays import Array, Storage, array, array_leaves, from_tensor, need_arrays, run
 from lockstep.flow.devices import Device
 from lockstep.flow.instructions import Instruction, draw_seed
 from lockstep.flow.lanes import Operation
@@ -38,10 +39,22 @@ def recording_everything() -> Iterator[None]:
         return
     _here.everything = True
     try:
-        with _Mode():
+        with _Mode(), _Copying():
             yield
     finally:
         _here.everything = False
+
+
+class _Copying(TorchFunctionMode):
+    """Makes deep copies arrays: torch's own would put an ordinary tensor's memory under an array."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = array(tensor).requires_grad_(tensor.requires_grad)
+            return memo[id(tensor)]
+        return function(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -114,7 +127,7 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     operands = _Operands(kind, args, kwargs)
     written = [tensor for place in kind.writes for tensor in operands.at(place)]
     views = kind.view or kind.changes_shape
-    if not operands.arrays and (written or views or kind.refused):
+    if not operands.arrays and (written or views or kind.refused or kind.aside):
         return _ordinary(kind, operands, function, written)
     _check_writing(kind, written)
     if views and operands.arrays[0].memory.cell.layout is not None:
@@ -233,6 +246,7 @@ def _run_now(step: Instruction, operands: _Operands, inputs: list[Array], writte
     program = _program(inputs)
     if program is not None:
         program.refuse(f"{step.name} depends on values", "control flow, .item() and shapes must not")
+    step.gives_result = True
     returned = run(step, [a.memory for a in inputs], [a.memory for a in written]).wait()
     return private.tree_map(partial(_with_value, step), returned)
 
@@ -266,7 +280,7 @@ def submit(step: Instruction, inputs: Sequence[Array], written: Sequence[Array],
 def bring(tensor: torch.Tensor, device: Device) -> Array:
     """The array, or a copy of it where the device can use it: one for each version. Ordinary tensors are copied."""
     if type(tensor) is not Array:
-        return from_tensor(tensor.detach(), device)
+        return from_tensor(tensor, device)
     source = tensor.memory
     if source.device.memory == device.memory:
         return tensor
@@ -308,13 +322,14 @@ def record_call(function: Callable[..., Any], arguments: Any, writes: Sequence[A
         if array.place.memory != place.memory:
             raise UserError(f"flow.call: it writes an array on {array.place.name}, so it runs there, not on {place.name}")
 
+    numbers = iter(range(len(inputs)))
+    parts = [Slot(next(numbers)) if isinstance(leaf, Array) else leaf for leaf in leaves]  # it keeps no arrays
+
     def on_values(*values: torch.Tensor) -> Any:
-        left = iter(values)
-        given = [next(left) if isinstance(leaf, Array) else leaf for leaf in leaves]
-        return function(*private.tree_unflatten(given, structure))
+        return function(*private.tree_unflatten(fill(parts, values), structure))
 
     step = Instruction(getattr(function, "__name__", "call"), on_values, place, "call")
     step.template, step.views = [Slot(n) for n in range(len(inputs))], [a.view_of_memory() for a in inputs]
-    step.line, step.phase = placement.user_line(), "call"
+    step.line, step.phase, step.gives_result = placement.user_line(), "call", True
     operation: Operation = submit(step, inputs, list(writes), [])
     return operation
