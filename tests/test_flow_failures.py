@@ -1,6 +1,6 @@
 """Failures reach those who need what was not made, and nobody else; nothing is left behind."""
 
-import _thread
+import contextlib
 import gc
 import os
 import signal
@@ -58,7 +58,8 @@ def test_wait_all_raises_what_nobody_has_seen_once(engine: flow.Engine) -> None:
     engine.push(fail, name="second")
     with pytest.raises(flow.OperationError, match="first") as caught:
         engine.wait_all()
-    assert caught.value.__notes__ == ["also failed: second on cpu:0: KeyError: 'spoon'"]
+    assert "in fail" in caught.value.__notes__[0]
+    assert caught.value.__notes__[1:] == ["also failed: second on cpu:0: KeyError: 'spoon'"]
     engine.wait_all()
 
 
@@ -66,11 +67,15 @@ def test_arrays_name_the_users_line() -> None:
     with flow.Engine(flow.cpus(2)) as engine, flow.device(engine.devices[1]):
         x = torch.ones(3, 3)
         other = x * 2
-        broken = torch.linalg.cholesky(x - 5)
+        broken = x[torch.tensor([0, 9])]
         behind = broken + 1
-        with pytest.raises(flow.OperationError, match=r"on cpu:1, recorded at .*test_flow_failures.py:\d+: .*Linalg") as c:
+        with pytest.raises(
+            flow.OperationError, match=r"index on cpu:1, recorded at .*test_flow_failures.py:\d+: "
+        ) as c:
             behind.numpy()
-        assert isinstance(c.value.__cause__, torch.linalg.LinAlgError)
+        assert isinstance(c.value.__cause__, IndexError)
+        with pytest.raises(flow.OperationError, match="LinAlgError"):  # a check is waited for
+            torch.linalg.cholesky(x - 5)
         assert other.sum().item() == 18
         with pytest.raises(flow.OperationError):
             broken.wait()
@@ -91,17 +96,21 @@ def test_backward_names_the_line_of_its_forward() -> None:
 
             @staticmethod
             def backward(context: object, gradient: torch.Tensor) -> torch.Tensor:
-                return torch.linalg.cholesky(gradient.view(3, 1) @ -gradient.view(1, 3))[0]
+                return gradient[torch.tensor([0, 1, 9])]
 
         y = Broken.apply(x)
         y.sum().backward()
         assert x.grad is not None
-        with pytest.raises(flow.OperationError, match=f"py:{line_of('y = Broken.apply')}: "):
+        with pytest.raises(flow.OperationError, match=f"py:{line_of('return x * 2')}: "):
             x.grad.numpy()
 
 
 def line_of(text: str) -> int:
-    return next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip().startswith(text))
+    return next(
+        n
+        for n, line in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if line.strip().startswith(text)
+    )
 
 
 def test_a_program_fails_where_it_fails_and_can_go_on() -> None:
@@ -110,13 +119,14 @@ def test_a_program_fails_where_it_fails_and_can_go_on() -> None:
 
         def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             w.add_(1)
-            return torch.linalg.cholesky(x).sum(), w.sum()
+            return w[x].sum(), w.sum()
 
-        program = flow.capture(step, torch.eye(2))
-        assert [value.item() for value in program(torch.eye(2))] == [2, 8]
-        with pytest.raises(flow.OperationError, match="linalg_cholesky_ex|_linalg_check_errors"):
-            program(-torch.eye(2))
-        assert [value.item() for value in program(torch.eye(2))] == [2, 16]
+        good, bad = torch.tensor([0, 1]), torch.tensor([0, 2])
+        program = flow.capture(step, good)
+        assert [value.item() for value in program(good)] == [8, 8]
+        with pytest.raises(flow.OperationError, match=r"index on cpu, recorded at .*IndexError"):
+            program(bad)
+        assert [value.item() for value in program(good)] == [16, 16]
 
 
 def test_waiting_inside_an_operation_of_the_same_device_is_refused(engine: flow.Engine) -> None:
@@ -124,12 +134,17 @@ def test_waiting_inside_an_operation_of_the_same_device_is_refused(engine: flow.
     never = threading.Event()
     blocked = engine.push(never.wait, device=first)
     with pytest.raises(flow.OperationError, match="waits for operation on the same device"):
-        engine.push(lambda: engine.push(int, device=first, after=[blocked]).wait(), device=first, lane="call").wait()
+        engine.push(
+            lambda: engine.push(int, device=first, after=[blocked]).wait(), device=first, lane="call"
+        ).wait()
     with pytest.raises(flow.OperationError, match="waits for all"):
         engine.push(engine.wait_all, device=second).wait()
     with pytest.raises(flow.OperationError, match="can't close the engine"):
         engine.push(engine.close, device=second).wait()
-    assert engine.push(lambda: engine.push(lambda: 7, device=first, lane="call").wait(), device=second).wait() == 7
+    assert (
+        engine.push(lambda: engine.push(lambda: 7, device=first, lane="call").wait(), device=second).wait()
+        == 7
+    )
     never.set()
 
 
@@ -144,7 +159,10 @@ def test_bad_input_is_one_line() -> None:
         (lambda: flow.cpus(1, threads=0), "threads is 1 or more"),
         (lambda: flow.set_device("cpu"), "is not a device"),
         (lambda: flow.cuda(3), "cuda:3"),
-        (lambda: engine.push(int, device=flow.cpus(3)[2]), "cpu:2 is not a device of this engine, which has cpu"),
+        (
+            lambda: engine.push(int, device=flow.cpus(3)[2]),
+            "cpu:2 is not a device of this engine, which has cpu",
+        ),
     ):
         with pytest.raises(UserError, match=words) as caught:
             wrong()
@@ -178,7 +196,11 @@ def test_closing_cancels_what_has_not_begun_and_joins() -> None:
     running.wait()
     with pytest.raises(flow.OperationError, match="closed before it began"):
         waiting.wait()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("flow cpu:") and thread.is_alive()]
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("flow cpu:") and thread.is_alive()
+    ]
 
 
 def test_an_error_inside_closes_at_once() -> None:
@@ -211,7 +233,7 @@ def test_ctrl_c_is_heard_in_every_wait(engine: flow.Engine) -> None:
     small = flow.Engine(flow.cpus(1), run_ahead=1)
     small.push(go.wait)
     for wait in (hanging.wait, lambda: engine.wait(x), engine.wait_all, lambda: small.push(int)):
-        threading.Timer(0.1, _thread.interrupt_main).start()
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             wait()
     go.set()
@@ -227,14 +249,14 @@ def test_nothing_stays_alive(engine: flow.Engine) -> None:
 
     def push(fails: bool, after: list[flow.Operation]) -> tuple[flow.Operation, weakref.ref[Held]]:
         held = Held()
-        return engine.push(lambda: held.__dict__["x"] if fails else held.__dict__, after=after), weakref.ref(held)
+        return engine.push(lambda: held.__dict__["x"] if fails else held.__dict__, after=after), weakref.ref(
+            held
+        )
 
     operations = [push(fails=False, after=[]), push(fails=True, after=[])]
     for operation, _ in operations:
-        try:
+        with contextlib.suppress(flow.OperationError):
             operation.wait()
-        except flow.OperationError as error:
-            error.__cause__ = None
     never = threading.Event()
     blocked = engine.push(lambda: never.wait(0.3))
     operations.append(push(fails=False, after=[blocked]))
@@ -275,7 +297,9 @@ def test_devices_split_the_cores() -> None:
 
 
 def run_python(program: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=seconds
+    )
 
 
 def test_leaving_with_work_pending() -> None:

@@ -1,4 +1,7 @@
-"""Programs: the same bits as torch, in whatever order the operations run; what can't be captured is refused."""
+"""Programs:
+
+the same bits as torch, in whatever order the operations run; what can't be captured is refused.
+"""
 
 import copy
 import random
@@ -33,7 +36,9 @@ class Network(nn.Module):
     def __init__(self, dropout: float = 0.4) -> None:
         super().__init__()
         self.start = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten())
-        self.end = nn.Sequential(nn.Linear(144, 8), nn.ReLU(inplace=True), nn.Dropout(dropout), nn.Linear(8, 3))
+        self.end = nn.Sequential(
+            nn.Linear(144, 8), nn.ReLU(inplace=True), nn.Dropout(dropout), nn.Linear(8, 3)
+        )
         self.place: Cpu | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +171,9 @@ def test_static_single_assignment(devices: list[Cpu]) -> None:
     assert [o.name for o in program.operations] == ["mul", "add_", "add", "fetch"]
     assert program.edges == {(0, 1), (0, 2), (1, 2), (2, 3)}
     values = {(v.name, v.version): v for v in program.variables}
-    old, new = (next(v for (name, at), v in values.items() if at == n and name.startswith("array")) for n in (0, 1))
+    old, new = (
+        next(v for (name, at), v in values.items() if at == n and name.startswith("array")) for n in (0, 1)
+    )
     assert old.name == new.name and old.device == "cpu:0"
     assert (old.generated_by, old.waiting) == (None, [0, 1]) and (new.generated_by, new.waiting) == (1, [2])
     assert values["input 0", 0].waiting == [0] and values["add 2", 0].device == "cpu:1"
@@ -186,7 +193,9 @@ def test_inputs_of_a_program(devices: list[Cpu]) -> None:
     product, tree, five = program(x * 1, torch.ones(3, 4).t())
     assert torch.equal(product, x.tensor().t() @ torch.ones(4, 3)) and five == 5
     assert torch.equal(tree["x"], x.tensor() + 1) and type(tree["x"]) is torch.Tensor
-    with pytest.raises(ValueError, match=r"captured as \(4, 2\) torch.float32 and is \(5, 2\) torch.float32 now"):
+    with pytest.raises(
+        ValueError, match=r"captured as \(4, 2\) torch.float32 and is \(5, 2\) torch.float32 now"
+    ):
         program(torch.ones(5, 2), torch.ones(4, 3))
     with pytest.raises(UserError, match="takes 2 inputs, not 1"):
         program(torch.ones(4, 2))

@@ -22,8 +22,8 @@ _Module = TypeVar("_Module", bound=nn.Module)
 class Storage(Variable):
     """The memory that an array and its views share, on one device.
 
-    version: how often it has been written. program: the one that is being captured, if it stands for a value of
-    that. copies: of it in other devices' memories, with their versions.
+    version: how often it has been written. program: the one that is being captured, if it stands for a value
+    of that. copies: of it in other devices' memories, with their versions.
     """
 
     __slots__ = ("cell", "copies", "device", "program", "version")
@@ -39,12 +39,14 @@ class Array(torch.Tensor):
     """A torch.Tensor whose value comes later. Shape and dtype are known at once; reading it waits."""
 
     memory: Storage
-    __torch_function__ = private.no_torch_function
+    __torch_function__: Any = private.no_torch_function
 
     @staticmethod
     def __new__(cls, storage: Storage, size: Any, stride: Any, offset: int, dtype: torch.dtype) -> "Array":
         layout = torch.strided if storage.cell.layout is not None else torch.sparse_coo
-        made: Array = private.make_wrapper(cls, size, stride, offset, dtype, storage.device.torch_device, layout)
+        made: Array = private.make_wrapper(
+            cls, size, stride, offset, dtype, storage.device.torch_device, layout
+        )
         made.memory = storage
         return made
 
@@ -52,7 +54,7 @@ class Array(torch.Tensor):
         """All is done in __new__."""
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         from lockstep.flow.recording import record
 
         return record(function, args, kwargs or {})
@@ -71,7 +73,10 @@ class Array(torch.Tensor):
         return self
 
     def tensor(self) -> torch.Tensor:
-        """A copy as an ordinary tensor in ordinary memory, once it is there. Raises OperationError likewise."""
+        """A copy as an ordinary tensor in ordinary memory, once it is there.
+
+        Raises OperationError likewise.
+        """
         if self.memory.program is not None:
             self.memory.program.refuse("reading a value")
         value: torch.Tensor = run(fetching(self), [self.memory]).wait()
@@ -85,7 +90,7 @@ class Array(torch.Tensor):
     def tolist(self) -> Any:
         return self.tensor().tolist()
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Array({tuple(self.shape)}, {self.dtype}, on {self.place.name})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Array":
@@ -99,7 +104,7 @@ class Array(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as the ordinary tensor that it stands for."""
-        return self.tensor().__reduce_ex__(protocol)
+        return self.tensor().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def view_of_memory(self) -> Any:
         """What of its memory it is (size, stride, offset, dtype); None for all of it."""
@@ -138,7 +143,8 @@ def run(
 def array(data: Any, dtype: torch.dtype | None = None) -> Array:
     """A copy of numbers, a NumPy array or a tensor, on the current device."""
     if isinstance(data, Array):
-        return data.detach().clone()
+        copy: Any = data.detach().clone()
+        return copy  # type: ignore[no-any-return]
     with private.without_modes():
         tensor = torch.as_tensor(data, dtype=dtype)
     return from_tensor(tensor, placement.current_device())
@@ -176,7 +182,7 @@ def arrays(module: _Module) -> _Module:
                     if isinstance(tensor, nn.Parameter):
                         new.requires_grad_(tensor.requires_grad)._is_param = True
                     made[id(tensor)] = new
-                own[key] = made[id(tensor)]  # type: ignore[assignment]
+                own[key] = made[id(tensor)]
     return module
 
 
@@ -212,10 +218,10 @@ def call(
 ) -> Operation:
     """Has any Python function run beside the program, on the real tensors of the arrays among its arguments.
 
-    arguments: also dictionaries, lists and tuples with arrays. writes: those of the arrays that it changes; all
-    others it only reads, and it keeps none. It runs on a lane of its own of the device (default: the current
-    one), so the program goes on; what writes its arrays waits for it. `.result()` waits for what it returns. Raises
-    UserError where `writes` has what is not among the arguments.
+    arguments: also dictionaries, lists and tuples with arrays. writes: those of the arrays that it changes;
+    all others it only reads, and it keeps none. It runs on a lane of its own of the device (default: the
+    current one), so the program goes on; what writes its arrays waits for it. `.result()` waits for what it
+    returns. Raises UserError where `writes` has what is not among the arguments.
     """
     from lockstep.flow.recording import record_call
 

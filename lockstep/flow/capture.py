@@ -34,7 +34,11 @@ def capture(function: Callable[..., Any], *examples: torch.Tensor) -> Program:
     del inputs, returned, leaves
     made.close()
     return Program(
-        (made.operations, made.variables, made.edges), made.steps, made.memories, made.inputs, (outputs, structure)
+        (made.operations, made.variables, made.edges),
+        made.steps,
+        made.memories,
+        made.inputs,
+        (outputs, structure),
     )
 
 
@@ -108,11 +112,13 @@ class Capture:
         used = [n for at, n in enumerate(read) if at != step.overwrites]
         written = list(dict.fromkeys(self._number(storage) for storage in writes))
         shown = ProgramOperation(
-            operation.number, step.name, step.device.name, step.device.lane_for(step.lane), step.phase, step.line,
-            [self.memories[n].newest for n in dict.fromkeys(used)],
+            operation.number, step.name, step.device.name, step.device.lane_for(step.lane), step.phase,
+            step.line, [self.memories[n].newest for n in dict.fromkeys(used)],
         )  # fmt: skip
         new = [self._number(storage, f"{step.name} {operation.number}") for storage in made]
-        needs, follows = order(operation, [self._uses[n] for n in used], [self._uses[n] for n in (*written, *new)])
+        needs, follows = order(
+            operation, [self._uses[n] for n in used], [self._uses[n] for n in (*written, *new)]
+        )
         self._show(shown, written, new)
         before = {each.number for each in (*needs, *follows)} - {operation.number}
         self.edges |= {(number, operation.number) for number in before}
@@ -156,7 +162,10 @@ class Capture:
         return number
 
     def close(self) -> None:
-        """Nothing of what it made may be kept: it would be made in every run, and whoever keeps it not see it."""
+        """Nothing of what it made may be kept:
+
+        it would be made in every run, and whoever keeps it not see it.
+        """
         self._open = False
         self._copies.clear()
         for leaf in self._leaves.values():
@@ -164,7 +173,9 @@ class Capture:
                 leaf.grad = None
         self._leaves.clear()
         inputs = {n for n, _, _ in self.inputs}
-        made = [(n, weakref.ref(s)) for n, s in enumerate(self._storages) if s.program is self and n not in inputs]
+        made = [
+            (n, weakref.ref(s)) for n, s in enumerate(self._storages) if s.program is self and n not in inputs
+        ]
         self._storages.clear()
         if any(storage() is not None for _, storage in made):
             gc.collect()
@@ -179,8 +190,8 @@ class Capture:
         name = self.variables[self.memories[memory].newest].name
         maker = next(step for step, kept in enumerate(self.steps) if memory in kept.made)
         raise CaptureError(
-            f"{self.operations[maker].line}: {name} is kept by something outside of the step, which would not see "
-            "the next run's: run the step once before the capture, so that what it keeps is there"
+            f"{self.operations[maker].line}: {name} is kept by something outside of the step, which would "
+            "not see the next run's: run the step once before the capture, so that what it keeps is there"
         )
 
 

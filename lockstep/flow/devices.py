@@ -8,6 +8,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,9 +42,11 @@ class Device(ABC):
 
     def enter(self, kind: str, stack: contextlib.ExitStack) -> None:
         """Called in each worker of a lane before its first operation; what it puts on the stack ends it."""
+        return
 
     def settle(self) -> None:
-        """Called in the worker behind each operation: returns when its results can be used by any other lane."""
+        """Called in the worker behind each operation: returns when any lane can use its results."""
+        return
 
     def call(self, function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
         """Runs one torch operation on values of this device."""
@@ -62,7 +65,7 @@ class Device(ABC):
 
 
 class Cpu(Device):
-    """Some of the cores. One worker computes, with its own intra-op threads, one copies and fetches, one is for calls.
+    """Some of the cores. A worker computes, with its own intra-op threads; one copies; one is for calls.
 
     cores: numbers of the processors that its workers may run on. threads: of torch in each operation.
     """
@@ -89,7 +92,10 @@ class Cpu(Device):
 
 
 class Cuda(Device):
-    """A GPU. Each lane has a stream, in which torch computes; here the worker waits for it behind each operation."""
+    """A GPU.
+
+    Each lane has a stream, in which torch computes; here the worker waits for it behind each operation.
+    """
 
     def __init__(self, number: int, workers: int = 1) -> None:
         from lockstep.memory.cuda import CudaMemory  # PyCUDA is there on machines with a GPU only
@@ -105,7 +111,7 @@ class Cuda(Device):
         stack.callback(self._memory.context.pop)
         self._here.stream = self._memory.driver.Stream()
         if self.torch_device.type == "cuda":
-            external = torch.cuda.ExternalStream(self._here.stream.handle, self.torch_device)
+            external: Any = torch.cuda.ExternalStream(self._here.stream.handle, self.torch_device)  # type: ignore[no-untyped-call]
             stack.enter_context(torch.cuda.stream(external))
 
     def settle(self) -> None:
@@ -124,7 +130,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def cpus(n: int, threads: int | None = None, workers: int = 1) -> list[Cpu]:
-    """The cores that this process may use, split into n devices. With fewer cores than devices they share them.
+    """The cores that this process may use, split into n devices; with fewer cores than n, they share them.
 
     threads: of each device's operations (default: one a core). workers: that compute, on each device; see
     docs/decisions.md for why it is one. Raises UserError for less than one of any.
@@ -150,14 +156,18 @@ def cuda(number: int, workers: int = 1) -> Cuda:
 def set_own_threads(number: int) -> None:
     """Sets torch's intra-op threads for the calling thread and leaves everybody else's as they are.
 
-    torch.set_num_threads also sets what threads get that have not computed yet, so that is put back; and in a new
-    thread it is undone by the first operation unless get_num_threads came before.
+    torch.set_num_threads also sets what threads get that have not computed yet, so that is put back; and in a
+    new thread it is undone by the first operation unless get_num_threads came before.
     """
     with _THREADS:
         others = _in_new_thread(torch.get_num_threads)
-        torch.get_num_threads()
-        torch.set_num_threads(number)
-        _in_new_thread(lambda: (torch.get_num_threads(), torch.set_num_threads(others)))
+        _set_threads(number)
+        _in_new_thread(partial(_set_threads, others))
+
+
+def _set_threads(number: int) -> None:
+    torch.get_num_threads()
+    torch.set_num_threads(number)
 
 
 def _in_new_thread(function: Callable[[], Any]) -> Any:

@@ -30,7 +30,10 @@ class Cancelled(RuntimeError):
 
 
 class Variable(Uses):
-    """Something that operations read and write. It has no value of its own; functions know what it stands for."""
+    """Something that operations read and write.
+
+    It has no value of its own; functions know what it stands for.
+    """
 
     __slots__ = ("__weakref__", "name")
 
@@ -42,10 +45,10 @@ class Variable(Uses):
 class Engine:
     """Runs pushed functions out of order, as soon as their hazards allow, on the lanes of its devices.
 
-    devices: each in one open engine at a time. run_ahead: `push` blocks while this many operations are pending.
-    A context manager: leaving it waits for everything, or, with an error, closes at once. Arrays that are made
-    inside are on its first device, if no other is set. Raises UserError for no devices, or some that another
-    engine has.
+    devices: each in one open engine at a time. run_ahead: `push` blocks while this many operations are
+    pending. A context manager: leaving it waits for everything, or, with an error, closes at once. Arrays
+    that are made inside are on its first device, if no other is set. Raises UserError for no devices, or some
+    that another engine has.
     """
 
     def __init__(self, devices: Iterable[Device], run_ahead: int = 10_000) -> None:
@@ -62,7 +65,9 @@ class Engine:
         if not devices:
             raise UserError("an engine needs devices: flow.Engine(flow.cpus(2))")
         if run_ahead < 1:
-            raise UserError(f"run_ahead is the number of operations that may be pending: 1 or more, not {run_ahead}")
+            raise UserError(
+                f"run_ahead is the number of operations that may be pending: 1 or more, not {run_ahead}"
+            )
         for device in devices:
             self.add(device)
         _OPEN.add(self)
@@ -72,7 +77,9 @@ class Engine:
         if not isinstance(device, Device):
             raise UserError(f"{device!r} is not a device: flow.cpus(n) and flow.cuda(i) make them")
         if device.engine not in (None, self):
-            raise UserError(f"{device.name} belongs to another engine: close that one, or make another device")
+            raise UserError(
+                f"{device.name} belongs to another engine: close that one, or make another device"
+            )
         if device.engine is None:
             device.engine = self
             self.devices.append(device)
@@ -114,7 +121,7 @@ class Engine:
         after: Sequence[Operation] = (),
         lane: str = "compute",
     ) -> Operation:
-        """Has function() run on a device (default: the first) when nothing that is pushed already stands against it.
+        """Has function() run on a device (default: the first) when nothing pushed before stands against it.
 
         It waits for the writers of what it reads, for readers and writers of what it writes, and for `after`.
         Raises UserError on a closed engine or for a device that is not the engine's.
@@ -164,7 +171,9 @@ class Engine:
     def wait_all(self) -> None:
         """Until nothing is pending. Raises OperationError for failures that nobody has seen, each once."""
         if HERE.lane is not None:
-            raise UserError(f"an operation on {HERE.lane.device.name} waits for all, and so for itself: wait outside")
+            raise UserError(
+                f"an operation on {HERE.lane.device.name} waits for all, and so for itself: wait outside"
+            )
         with GRAPH:
             self._wait_until(lambda: not self._pending)
             unseen = sorted((f for f in self._failures if not f.seen), key=lambda failure: failure.number)
@@ -240,7 +249,10 @@ def _nothing() -> None:
 
 @contextlib.contextmanager
 def dry_run() -> Iterator[None]:
-    """What this thread pushes or records inside is scheduled, not executed; arrays made so never get a value."""
+    """What this thread pushes or records inside is scheduled, not executed;
+
+    arrays made so never get a value.
+    """
     _here.dry = True
     try:
         yield
@@ -250,7 +262,10 @@ def dry_run() -> Iterator[None]:
 
 
 def wait_all() -> None:
-    """Until nothing is pending in any engine. Raises OperationError for failures that nobody has seen, each once."""
+    """Until nothing is pending in any engine.
+
+    Raises OperationError for failures that nobody has seen, each once.
+    """
     for engine in list(_OPEN):
         engine.wait_all()
 

@@ -1,7 +1,7 @@
 """Which operation must wait for which: the edges that follow from what each reads and writes.
 
-Pure: engine and program both use it, with whatever they call an operation. The three kinds of hazard (Hennessy
-and Patterson, "Computer Architecture", section 3.1) are one function each.
+Pure: engine and program both use it, with whatever they call an operation. The three kinds of hazard
+(Hennessy and Patterson, "Computer Architecture", section 3.1) are one function each.
 """
 
 from collections.abc import Iterable
@@ -46,8 +46,8 @@ def write_after_write(uses: Uses) -> list[Any]:
 def order(operation: Any, reads: Iterable[Uses], writes: Iterable[Uses]) -> tuple[list[Any], list[Any]]:
     """Notes what the operation uses. Returns those whose values it needs, and those that it only follows.
 
-    What fails takes along those who need it, not those who follow. An operation can be in both lists, and more
-    than once.
+    What fails takes along those who need it, not those who follow. An operation can be in both lists, and
+    more than once.
     """
     needs: list[Any] = []
     follows: list[Any] = []

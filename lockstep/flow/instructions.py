@@ -34,7 +34,9 @@ class Cell:
         if dtype is whole.dtype:
             return whole.as_strided(size, stride, whole.storage_offset() + offset)
         first = whole.storage_offset() * whole.dtype.itemsize // dtype.itemsize + offset
-        return torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), first, size, stride)
+        return torch.empty(0, dtype=dtype, device=whole.device).set_(
+            whole.untyped_storage(), first, size, stride
+        )
 
     def allocate(self, device: Device) -> None:
         """Memory for what will be overwritten, where what should have made it has failed."""
@@ -46,16 +48,18 @@ class Cell:
 class Instruction:
     """An operation on cells, which are given when it runs: so it can run again with others.
 
-    views: of each input. overwrites: the input that need not be there before. gives_result: whether someone waits for
-    what it returns, which is kept then.
+    views: of each input. overwrites: the input that need not be there before. gives_result: whether someone
+    waits for what it returns, which is kept then.
     """
 
     __slots__ = (
-        "device", "function", "gives_result", "keywords", "kind", "lane", "line", "name", "overwrites", "phase", "recipe", "seed",
-        "template", "views",
+        "device", "function", "gives_result", "keywords", "kind", "lane", "line", "name", "overwrites",
+        "phase", "recipe", "seed", "template", "views",
     )  # fmt: skip
 
-    def __init__(self, name: str, function: Callable[..., Any], device: Device, lane: str = "compute") -> None:
+    def __init__(
+        self, name: str, function: Callable[..., Any], device: Device, lane: str = "compute"
+    ) -> None:
         self.name, self.function, self.device, self.lane = name, function, device, lane
         self.kind: Kind | None = None
         self.template: Sequence[Any] = ()
@@ -99,10 +103,8 @@ class Instruction:
 
     def _keep(self, returned: Any, outputs: Sequence[Cell], inputs: Sequence[Any]) -> None:
         recipe = self.recipe
-        if recipe is None or recipe.structure is None:
-            leaves = [returned]
-        else:
-            leaves = private.tree_leaves(returned)
+        single = recipe is None or recipe.structure is None
+        leaves = [returned] if single else private.tree_leaves(returned)
         if recipe is not None:
             leaves = [leaf for leaf, layout in zip(leaves, recipe.layouts, strict=True) if layout is not None]
             if recipe.copies is None:
@@ -124,7 +126,8 @@ def _share_memory(tensors: Sequence[Any], outputs: Sequence[torch.Tensor]) -> bo
     """Whether the memory of an output is another tensor's, too."""
     places = [t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided]
     return any(
-        o.layout is torch.strided and o.numel() and places.count(o.untyped_storage().data_ptr()) > 1 for o in outputs
+        o.layout is torch.strided and o.numel() and places.count(o.untyped_storage().data_ptr()) > 1
+        for o in outputs
     )
 
 

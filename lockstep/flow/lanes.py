@@ -1,7 +1,7 @@
-"""Lanes: where operations run. Each has a heap of what is ready, in program order, and a worker that takes it.
+"""Lanes: where operations run. Each has a heap of what is ready, in program order, and a worker for it.
 
-One lock, GRAPH, guards all that says who waits for whom, in every engine: an operation of one can wait for one
-of another.
+One lock, GRAPH, guards all that says who waits for whom, in every engine: an operation of one can wait for
+one of another.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import heapq
 import threading
 import traceback
 from collections.abc import Callable
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import UserError
@@ -38,12 +39,18 @@ class Failure:
         place = f", recorded at {operation.line}" if operation.line else ""
         what = f"{type(cause).__name__}: {cause}"
         self.text = f"{operation.name} on {operation.lane.device.name}{place}: {what}"
+        self._lines = "".join(traceback.format_tb(cause.__traceback__)[1:])
+        link: BaseException | None = cause
+        while link is not None:  # frames hold what the operation used; the lines say as much
+            link.__traceback__, link = None, link.__context__
 
     def error(self) -> OperationError:
         """A new error each time, since whoever raises one adds to its traceback."""
         self.seen = True
         error = OperationError(self.text)
         error.__cause__ = self.cause
+        if self._lines:
+            error.add_note(f"In the operation:\n{self._lines}")
         return error
 
 
@@ -73,7 +80,7 @@ class Operation:
         return f"<operation {self.number}: {self.name} on {self.lane.name}>"
 
     def wait(self) -> Any:
-        """What the function returned, once it has run. Raises OperationError where it, or what it needs, failed.
+        """What the function returned, once it has run. Raises OperationError where it, or its input, failed.
 
         Raises UserError inside an operation of the same device, which would wait for itself.
         """
@@ -88,8 +95,8 @@ class Operation:
     def _wait(self) -> None:
         if HERE.lane is not None and HERE.lane.device is self.lane.device:
             raise UserError(
-                f"an operation on {self.lane.device.name} waits for {self.name} on the same device, which may "
-                "be behind it: wait outside, or hand the value over as one of the operation's inputs"
+                f"an operation on {self.lane.device.name} waits for {self.name} on the same device, which "
+                "may be behind it: wait outside, or hand the value over as one of the operation's inputs"
             )
         mine = threading.Lock()
         mine.acquire()
@@ -149,20 +156,23 @@ class Operation:
         return released
 
     def run(self) -> None:
-        """In its lane's worker. It lets go of function and inputs, so that their memory is warm for the next."""
+        """In its lane's worker.
+
+        It lets go of function and inputs, so that their memory is warm for the next.
+        """
         function, self.function = self.function, None
         assert function is not None
         record = self.record
         if record is not None:
-            record.start()
+            record.start = perf_counter()
         try:
             self.result_value = function()
             self.lane.device.settle()
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # they hold the inputs
             self.failure = Failure(self, error)
+        function = None  # a frame that an error refers to would keep it
         if record is not None:
-            record.stop()
+            record.stop = perf_counter()
 
 
 class Lane:
@@ -175,7 +185,8 @@ class Lane:
         self._n_idle = 0
         self._closing = False
         self._workers = [
-            threading.Thread(target=self._work, name=f"flow {self.name}", daemon=True) for _ in range(n_workers)
+            threading.Thread(target=self._work, name=f"flow {self.name}", daemon=True)
+            for _ in range(n_workers)
         ]
         for worker in self._workers:
             worker.start()

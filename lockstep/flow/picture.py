@@ -17,7 +17,10 @@ def colour(phase: str) -> str:
 
 
 def page(operations: Sequence[Any], summary: str) -> str:
-    """A self-contained page: each lane a row, each operation a bar; pointing at one shows its edges and times."""
+    """A self-contained page:
+
+    each lane a row, each operation a bar; pointing at one shows its edges and times.
+    """
     lanes = list(dict.fromkeys(sorted(o.lane for o in operations)))
     first = min((o.start for o in operations), default=0.0)
     span = max((o.stop for o in operations), default=1.0) - first or 1.0
@@ -44,8 +47,9 @@ def page(operations: Sequence[Any], summary: str) -> str:
     height = 44 + len(lanes) * _ROW
     edges = {o.number: [n for n in o.waited_for if n in boxes] for o in operations}
     return _PAGE.format(
-        width=_WIDTH, height=height, drawing=legend + names + "".join(bars), scale=f"{span * 1e3:.2f} ms",
-        boxes=json.dumps(boxes), edges=json.dumps(edges), summary=html.escape(summary), middle=(_ROW - 14) / 2,
+        width=_WIDTH, height=height, drawing=legend + names + "".join(bars),
+        scale=f"{span * 1e3:.2f} ms", boxes=json.dumps(boxes), edges=json.dumps(edges),
+        summary=html.escape(summary), middle=(_ROW - 14) / 2,
     )  # fmt: skip
 
 
@@ -53,20 +57,26 @@ _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Wha
 body {{ font: 14px system-ui, sans-serif; margin: 20px; color: #222; background: #fff }}
 svg {{ background: #f6f7f8 }} text {{ font-size: 13px; fill: #333 }} rect:hover {{ stroke: #000 }}
 .edge {{ stroke-width: 1.5; fill: none }} pre {{ white-space: pre-wrap }}</style></head><body>
-<svg id="s" width="{width}" height="{height}" role="img">{drawing}<g id="edges" pointer-events="none"></g></svg>
-<p>{scale} from left to right. Point at an operation: what it waited for is blue, what waited for it is red.</p>
+<svg id="s" width="{width}" height="{height}" role="img">{drawing}
+<g id="edges" pointer-events="none"></g></svg>
+<p>{scale} from left to right. Point at an operation: what it waited for is blue, what waited for it red.</p>
 <pre>{summary}</pre><script>
-const boxes = {boxes}, edges = {edges}, after = {{}}, group = document.getElementById("edges");
-for (const [n, all] of Object.entries(edges)) for (const b of all) (after[b] = after[b] || []).push(n);
+const boxes = {boxes}, edges = {edges}, after = {{}};
+const group = document.getElementById("edges");
+for (const [n, all] of Object.entries(edges))
+  for (const b of all) (after[b] = after[b] || []).push(n);
 function line(a, b, colour) {{
-  const p = document.createElementNS("http://www.w3.org/2000/svg", "path"), [x, y, w] = boxes[a], [u, v] = boxes[b];
+  const p = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  const [x, y, w] = boxes[a], [u, v] = boxes[b];
   const m = {middle}, d = (u - x - w) / 2;
-  p.setAttribute("d", `M${{x + w}} ${{y + m}} C${{x + w + d}} ${{y + m}} ${{u - d}} ${{v + m}} ${{u}} ${{v + m}}`);
+  const curve = `C${{x + w + d}} ${{y + m}} ${{u - d}} ${{v + m}}`;
+  p.setAttribute("d", `M${{x + w}} ${{y + m}} ${{curve}} ${{u}} ${{v + m}}`);
   p.setAttribute("class", "edge"); p.setAttribute("stroke", colour); group.append(p);
 }}
 document.getElementById("s").addEventListener("mouseover", event => {{
   const n = event.target.id.slice(1); group.replaceChildren(); if (!(n in edges)) return;
-  edges[n].forEach(b => line(b, n, "#1a5fb4")); (after[n] || []).forEach(a => line(n, a, "#c01c28"));
+  edges[n].forEach(b => line(b, n, "#1a5fb4"));
+  (after[n] || []).forEach(a => line(n, a, "#c01c28"));
 }});
 </script></body></html>
 """
@@ -83,7 +93,9 @@ def trace_dot(operations: Iterable[Any]) -> str:
             label = json.dumps(f"{o.number} {o.name}\n{o.seconds * 1e3:.3f} ms")
             lines.append(f'    o{o.number} [label={label}, fillcolor="{colour(o.phase)}"];')
         lines.append("  }")
-    lines += [f"  o{before} -> o{o.number};" for o in operations for before in o.waited_for if before in known]
+    lines += [
+        f"  o{before} -> o{o.number};" for o in operations for before in o.waited_for if before in known
+    ]
     return "\n".join([*lines, "}", ""])
 
 
@@ -98,7 +110,9 @@ def program_dot(operations: Sequence[Any], variables: Sequence[Any], edges: Iter
         label = json.dumps(f"{o.number} {o.name}\n{o.lane} of {o.device}")
         look = f'shape=box, style=filled, fontcolor=white, fillcolor="{colour(o.phase)}"'
         lines.append(f"  o{o.number} [label={label}, {look}];")
-        lines += [f"  v{n} -> o{o.number};" for n in o.inputs] + [f"  o{o.number} -> v{n};" for n in o.outputs]
+        lines += [f"  v{n} -> o{o.number};" for n in o.inputs] + [
+            f"  o{o.number} -> v{n};" for n in o.outputs
+        ]
         told |= {(variables[n].generated_by, o.number) for n in o.inputs}
     lines += [f"  o{a} -> o{b} [style=dashed];" for a, b in sorted(edges) if (a, b) not in told]
     return "\n".join([*lines, "}", ""])

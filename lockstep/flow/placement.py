@@ -23,20 +23,19 @@ class _Here(threading.local):
 
 _here = _Here()
 _nodes: dict[int, tuple[Device, str]] = {}  # by autograd's number of the forward operation
-_engine: Engine | None = None  # of devices that were given to none
-_default: Device | None = None
+_own: list[Engine] = []  # the one of all devices that were given to none
+_default: list[Device] = []
 _starting = threading.RLock()
 
 
 def current_device() -> Device:
     """Where results lie from here on, in this thread; at first, one CPU device with all cores."""
-    global _default
     if _here.device is not None:
         return _here.device
     with _starting:
-        if _default is None:
-            _default = cpus(1)[0]
-    return _default
+        if not _default:
+            _default.append(cpus(1)[0])
+    return _default[0]
 
 
 def set_device(device: Device) -> None:
@@ -47,15 +46,13 @@ def set_device(device: Device) -> None:
 
 def engine_of(device: Device) -> Engine:
     """The engine that has the device; one of its own for all that were given to none."""
-    global _engine
     engine = getattr(device, "engine", None)
     if engine is None:
         with _starting:
-            if _engine is None or _engine.closed:
-                _engine = Engine([device])
-            else:
-                _engine.add(device)
-            engine = _engine
+            if not _own or _own[0].closed:
+                _own[:] = [Engine([device])]
+            _own[0].add(device)
+            engine = _own[0]
     return engine
 
 
@@ -73,8 +70,8 @@ def leave() -> None:
 def place(arrays: Sequence[Any], written: Any) -> tuple[Device, str, str]:
     """Device, the user's line, and phase for an operation on these arrays, one of which may be written.
 
-    What writes an array runs where that is. Backward runs where its forward ran, which autograd's number of it
-    tells; what it does beside that, where the gradients are. All else runs on the current device.
+    What writes an array runs where that is. Backward runs where its forward ran, which autograd's number of
+    it tells; what it does beside that, where the gradients are. All else runs on the current device.
     """
     node = private.current_node()
     known = None if node is None else _nodes.get(node._sequence_nr())

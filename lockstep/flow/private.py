@@ -20,7 +20,9 @@ __all__ = ["DispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_unfl
 
 without_modes = _disable_current_modes  # a context in which ordinary tensors are just that
 no_torch_function = torch._C._disabled_torch_function_impl
-below_dispatch = torch._C._DisableTorchDispatch  # a context in which tensor subclasses are what they derive from
+below_dispatch = (
+    torch._C._DisableTorchDispatch
+)  # a context in which tensor subclasses are what they derive from
 current_node: Callable[[], Any] = torch._C._current_autograd_node  # None outside of a backward function
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of this thread
 
@@ -33,8 +35,11 @@ DEPENDS_ON_VALUES = (
 )
 
 
-class DispatchMode(TorchDispatchMode):
-    """A mode that costs no more than the call: dynamo, which torch would wrap around it, has no part in this."""
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that costs no more than the call:
+
+    dynamo, which torch would wrap around it, has no part in this.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -42,7 +47,13 @@ class DispatchMode(TorchDispatchMode):
 
 
 def make_wrapper(
-    kind: type, size: Any, stride: Any, offset: int, dtype: torch.dtype, device: torch.device, layout: torch.layout
+    kind: type,
+    size: Any,
+    stride: Any,
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: torch.layout,
 ) -> Any:
     """A tensor of a subclass without memory."""
     make = torch.Tensor._make_wrapper_subclass

@@ -61,7 +61,8 @@ class Memory:
 class Step:
     """How to run an operation. reads, made: numbers of memories. needs, follows: numbers of earlier steps.
 
-    external: memories that are there before. Others may use them too, so their hazards are looked at in every run.
+    external: memories that are there before. Others may use them too, so their hazards are looked at in every
+    run.
     """
 
     instruction: Instruction
@@ -77,8 +78,8 @@ class Step:
 class Program:
     """A step that `flow.capture` has recorded. Calling it runs it on other inputs of the same shapes.
 
-    operations, variables: what it consists of. edges: {(before, after)} between numbers of operations. Arrays that
-    were there before are its state: they keep their memory and are changed in place.
+    operations, variables: what it consists of. edges: {(before, after)} between numbers of operations. Arrays
+    that were there before are its state: they keep their memory and are changed in place.
     """
 
     def __init__(
@@ -96,9 +97,9 @@ class Program:
     def __call__(self, *inputs: torch.Tensor, order: Sequence[int] | None = None) -> Any:
         """What the function returned, as ordinary tensors, for these inputs.
 
-        It returns when these are there; updates of the state may still run. order: numbers of all operations, run
-        one after another in this order, each on its device. Raises UserError for inputs of another shape and for an
-        order that breaks an edge; OperationError where an output could not be made.
+        It returns when these are there; updates of the state may still run. order: numbers of all operations,
+        run one after another in this order, each on its device. Raises UserError for inputs of another shape
+        and for an order that breaks an edge; OperationError where an output could not be made.
         """
         self._check_inputs(inputs)
         if order is not None:
@@ -109,7 +110,10 @@ class Program:
         return private.tree_unflatten(found, structure)
 
     def to_dot(self) -> str:
-        """For Graphviz: operations as boxes, variables with device and version as ellipses, other waits dashed."""
+        """For Graphviz:
+
+        operations as boxes, variables with device and version as ellipses, other waits dashed.
+        """
         return picture.program_dot(self.operations, self.variables, self.edges)
 
     def _check_inputs(self, inputs: Sequence[Any]) -> None:
@@ -131,15 +135,21 @@ class Program:
         for before, after in sorted(self.edges):
             if place[before] > place[after]:
                 names = (f"{number} ({self.operations[number].name})" for number in (after, before))
-                raise UserError("order: operation {} can't come before {}, on which it depends".format(*names))
+                raise UserError(
+                    "order: operation {} can't come before {}, on which it depends".format(*names)
+                )
 
     def _values(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The cell of each memory in this run, and the Storage where others may use it, too."""
         outside: list[Storage | None] = [memory.storage for memory in self._memories]
         for given, (number, layout, device) in zip(inputs, self._inputs, strict=True):
             with placement.on(device):
-                outside[number] = array(given if given.stride() == layout[1] else _strided(given, layout)).memory
-        cells = [Cell(m.layout) if s is None else s.cell for m, s in zip(self._memories, outside, strict=True)]
+                outside[number] = array(
+                    given if given.stride() == layout[1] else _strided(given, layout)
+                ).memory
+        cells = [
+            Cell(m.layout) if s is None else s.cell for m, s in zip(self._memories, outside, strict=True)
+        ]
         return cells, outside
 
     def _submit(self, inputs: Sequence[Any], order: Sequence[int] | None) -> list[Operation]:
@@ -152,7 +162,9 @@ class Program:
             instruction = step.instruction
             engine = placement.engine_of(instruction.device)
             operation = engine.operation(
-                partial(instruction.execute, [cells[n] for n in step.reads], [cells[n] for n in step.made], run),
+                partial(
+                    instruction.execute, [cells[n] for n in step.reads], [cells[n] for n in step.made], run
+                ),
                 engine.lane(instruction.device, instruction.lane),
                 instruction.name,
             )

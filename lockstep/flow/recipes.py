@@ -1,4 +1,7 @@
-"""What is known of torch's operations before they run: what they write, what shapes come out, what is random."""
+"""What is known of torch's operations before they run:
+
+what they write, what shapes come out, what is random.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -37,9 +40,10 @@ _NUMBERS = {"NumberType", "FloatType"}
 class Kind:
     """What an operation's schema says, and what is known beside it.
 
-    writes: positions, or names, of the arguments that are written. same: for each return, the argument that it
-    is, or None. aside: neither takes nor makes tensors. seed_with: what to call with a generator, or None where none can be given. loose: arguments on
-    whose type alone, not value, shapes depend.
+    writes: positions, or names, of the arguments that are written. same: for each return, the argument that
+    it is, or None. aside: neither takes nor makes tensors. check: it makes nothing. seed_with: what to call
+    with a generator, or None where none can be given. loose: arguments on whose type alone, not value, shapes
+    depend.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Kind:
     refused: bool
     sparse: bool
     aside: bool
+    check: bool
     loose: frozenset[int | str]
 
 
@@ -79,6 +84,7 @@ def kind_of(function: Any) -> Kind:
         seed_with=_with_generator(function) if random else None,
         overwriting=schema.name in _OVERWRITING,
         refused=schema.name in _REFUSED,
+        check=not schema.returns and not writes,
         aside="Tensor" not in str(schema),
         sparse="sparse_coo_tensor" in schema.name,
         loose=frozenset(loose) if tensors else frozenset(),
@@ -130,7 +136,11 @@ _recipes: dict[Any, Recipe] = {}
 
 
 def recipe_for(
-    key: tuple[Any, ...], function: Any, template: Sequence[Any], keywords: dict[str, Any], layouts: Sequence[Any]
+    key: tuple[Any, ...],
+    function: Any,
+    template: Sequence[Any],
+    keywords: dict[str, Any],
+    layouts: Sequence[Any],
 ) -> Recipe:
     """What the operation makes of arguments in which each Slot stands for a tensor of a layout.
 
@@ -159,10 +169,9 @@ def fill(template: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
     for part in template:
         kind = type(part)
         if kind is Slot:
-            part = tensors[part.number]
-        elif kind is list:
-            part = fill(part, tensors)
-        filled.append(part)
+            filled.append(tensors[part.number])
+        else:
+            filled.append(fill(part, tensors) if kind is list else part)
     return filled
 
 
@@ -170,7 +179,9 @@ def fill_names(keywords: dict[str, Any], tensors: Sequence[Any]) -> dict[str, An
     return dict(zip(keywords, fill(list(keywords.values()), tensors), strict=True)) if keywords else {}
 
 
-def _predict(function: Any, template: Sequence[Any], keywords: dict[str, Any], layouts: Sequence[Any]) -> Recipe:
+def _predict(
+    function: Any, template: Sequence[Any], keywords: dict[str, Any], layouts: Sequence[Any]
+) -> Recipe:
     with private.predicting():
         fakes = [
             torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -180,8 +191,8 @@ def _predict(function: Any, template: Sequence[Any], keywords: dict[str, Any], l
     for fake, (size, *_) in zip(fakes, layouts, strict=True):
         if fake.size() != size:
             raise UserError(
-                f"{function.__name__} would change an array from {tuple(size)} to {tuple(fake.size())} in place, "
-                "which arrays can't: give it one of that shape"
+                f"{function.__name__} would change an array from {tuple(size)} to {tuple(fake.size())} in "
+                "place, which arrays can't: give it one of that shape"
             )
     if isinstance(returned, torch.Tensor):
         leaves, structure = [returned], None

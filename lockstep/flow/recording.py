@@ -26,7 +26,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class _Mode(private.DispatchMode):
+class _Mode(private.DispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return record(function, args, kwargs or {})
 
@@ -39,7 +39,7 @@ def recording_everything() -> Iterator[None]:
         return
     _here.everything = True
     try:
-        with _Mode(), _Copying():
+        with _Mode(), _Copying():  # type: ignore[no-untyped-call]
             yield
     finally:
         _here.everything = False
@@ -59,7 +59,10 @@ class _Copying(TorchFunctionMode):
 
 @contextmanager
 def device(place: Device) -> Iterator[Device]:
-    """Inside, results lie on this device, and what torch makes are arrays. Raises UserError for what is no device."""
+    """Inside, results lie on this device, and what torch makes are arrays.
+
+    Raises UserError for what is no device.
+    """
     with placement.on(place), recording_everything():
         yield place
 
@@ -119,8 +122,8 @@ class _Operands:
 def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Has an operation run later, and returns arrays that stand for what it will make.
 
-    What depends on values is waited for. Raises what torch raises for shapes that do not fit, CaptureError for
-    what a program can't have, and UserError for a write into an ordinary tensor.
+    What depends on values is waited for. Raises what torch raises for shapes that do not fit, CaptureError
+    for what a program can't have, and UserError for a write into an ordinary tensor.
     """
     function = instead_of(function)
     kind = kind_of(function)
@@ -152,8 +155,8 @@ def _check_writing(kind: Kind, written: list[Any]) -> None:
     for tensor in written:
         if type(tensor) is not Array:
             raise UserError(
-                f"{kind.name} writes an ordinary tensor of shape {tuple(tensor.shape)} among arrays: make it an "
-                "array (flow.array, flow.arrays(module)), or make it inside `with flow.device`"
+                f"{kind.name} writes an ordinary tensor of shape {tuple(tensor.shape)} among arrays: make it "
+                "an array (flow.array, flow.arrays(module)), or make it inside `with flow.device`"
             )
 
 
@@ -193,7 +196,9 @@ def _plan(step: Instruction, kind: Kind, operands: _Operands, written: list[Arra
     if kind.overwriting and step.views[0] is None:
         step.overwrites = 0
     made = [None if layout is None else _new(step, layout, inputs) for layout in recipe.layouts]
-    submit(step, inputs, written, [array for array in made if array is not None])
+    submitted = submit(step, inputs, written, [array for array in made if array is not None])
+    if kind.check and isinstance(submitted, Operation):
+        submitted.wait()  # it is a check: nobody could read what it makes
     leaves = [leaf if array is None else array for leaf, array in zip(recipe.leaves, made, strict=True)]
     return _returned(kind, operands, recipe.structure, leaves)
 
@@ -219,7 +224,9 @@ def _plan_sparse(
     if kind.name == "detach":
         return inputs[0]
     if kind.sparse:
-        size: Any = next(p for p in reversed(step.template) if type(p) is list and all(type(n) is int for n in p))
+        size: Any = next(
+            p for p in reversed(step.template) if type(p) is list and all(type(n) is int for n in p)
+        )
     elif kind.name in ("_coalesce", "clone", "_to_copy"):
         size = inputs[0].size()
     else:
@@ -261,13 +268,18 @@ def _with_value(step: Instruction, value: Any) -> Any:
 
 
 def _program(inputs: Sequence[Array]) -> Any:
-    """The one that is captured: by this thread, or, on autograd's threads, the one that its inputs belong to."""
+    """The one that is captured:
+
+    by this thread, or, on autograd's threads, the one that its inputs belong to.
+    """
     if _here.program is not None:
         return _here.program
     return next((array.memory.program for array in inputs if array.memory.program is not None), None)
 
 
-def submit(step: Instruction, inputs: Sequence[Array], written: Sequence[Array], made: Sequence[Array]) -> Any:
+def submit(
+    step: Instruction, inputs: Sequence[Array], written: Sequence[Array], made: Sequence[Array]
+) -> Any:
     """To the program that is captured, or to the engine."""
     memories = ([a.memory for a in inputs], [a.memory for a in written], [a.memory for a in made])
     program = _program(inputs)
@@ -278,7 +290,10 @@ def submit(step: Instruction, inputs: Sequence[Array], written: Sequence[Array],
 
 
 def bring(tensor: torch.Tensor, device: Device) -> Array:
-    """The array, or a copy of it where the device can use it: one for each version. Ordinary tensors are copied."""
+    """The array, or a copy of it where the device can use it:
+
+    one for each version. Ordinary tensors are copied.
+    """
     if type(tensor) is not Array:
         return from_tensor(tensor, device)
     source = tensor.memory
@@ -312,18 +327,24 @@ def _move(source: Device, target: Device, value: torch.Tensor) -> torch.Tensor:
     return target.put(value if "host" in (source.memory, target.memory) else source.fetch(value))
 
 
-def record_call(function: Callable[..., Any], arguments: Any, writes: Sequence[Array], place: Device) -> Operation:
+def record_call(
+    function: Callable[..., Any], arguments: Any, writes: Sequence[Array], place: Device
+) -> Operation:
     """See flow.call."""
     leaves, structure = private.tree_flatten(arguments)
     among = array_leaves(leaves)
     need_arrays(writes, among)
     inputs = [bring(array, place) for array in among]
-    for array in writes:
-        if array.place.memory != place.memory:
-            raise UserError(f"flow.call: it writes an array on {array.place.name}, so it runs there, not on {place.name}")
+    for target in writes:
+        if target.place.memory != place.memory:
+            raise UserError(
+                f"flow.call: it writes an array on {target.place.name}: it runs there, not on {place.name}"
+            )
 
     numbers = iter(range(len(inputs)))
-    parts = [Slot(next(numbers)) if isinstance(leaf, Array) else leaf for leaf in leaves]  # it keeps no arrays
+    parts = [
+        Slot(next(numbers)) if isinstance(leaf, Array) else leaf for leaf in leaves
+    ]  # it keeps no arrays
 
     def on_values(*values: torch.Tensor) -> Any:
         return function(*private.tree_unflatten(fill(parts, values), structure))

@@ -1,4 +1,7 @@
-"""What a schedule could reach: longest paths and list schedules of given durations (Graham 1969, section 2)."""
+"""What a schedule could reach:
+
+longest paths and list schedules of given durations (Graham 1969, section 2).
+"""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -15,7 +18,10 @@ class Task:
 
 
 def critical_path(tasks: Mapping[int, Task]) -> tuple[float, list[int]]:
-    """Seconds and numbers of the longest chain of tasks that wait for each other. Numbers are a topological order."""
+    """Seconds and numbers of the longest chain of tasks that wait for each other.
+
+    Numbers are a topological order.
+    """
     ends: dict[int, float] = {}
     comes_from: dict[int, int] = {}
     for number in sorted(tasks):

@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import UserError
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TracedOperation:
-    """One operation. start, stop: seconds since the recording began. waited_for: numbers of others.
+    """One operation. start, stop: seconds of time.perf_counter(). waited_for: numbers of others.
 
     phase: forward, backward, update, merge, copy, fetch or call.
     """
@@ -41,7 +40,6 @@ class TracedOperation:
 class Trace:
     """The operations that were pushed while it was recorded."""
 
-    began: float = field(default_factory=perf_counter)
     noted: list[TracedOperation] = field(default_factory=list)
 
     @property
@@ -57,11 +55,13 @@ class Trace:
         path = Path(path)
         writers = {".json": self._chrome, ".html": self._page, ".dot": self._dot}
         if path.suffix not in writers:
-            raise UserError(f"{path}: a trace is saved as {', '.join(writers)}, not {path.suffix or 'without a suffix'}")
+            raise UserError(
+                f"{path}: a trace is saved as {', '.join(writers)}, not {path.suffix or 'without a suffix'}"
+            )
         path.write_text(writers[path.suffix](), encoding="utf-8")
 
     def summary(self) -> str:
-        """Busy share of each lane, the critical path, and what a list schedule of the same durations would reach."""
+        """Busy share of each lane, the critical path, and what a list schedule of these durations reaches."""
         operations = self.operations
         if not operations:
             return "nothing was recorded"
@@ -76,7 +76,10 @@ class Trace:
         shown = names if len(names) <= 8 else [*names[:4], "...", *names[-4:]]
         lines.append(f"critical path: {seconds * 1e3:.2f} ms in {len(path)} operations: {' > '.join(shown)}")
         ideal = schedule.list_schedule(tasks)
-        lines.append(f"a list schedule of these durations: {ideal * 1e3:.2f} ms, {ideal / span if span else 1:.0%} of the time taken")
+        lines.append(
+            f"a list schedule of these durations: {ideal * 1e3:.2f} ms, "
+            f"{ideal / span if span else 1:.0%} of the time taken"
+        )
         return "\n".join(lines)
 
     def tasks(self) -> dict[int, schedule.Task]:
@@ -86,7 +89,8 @@ class Trace:
     def _chrome(self) -> str:
         lanes = list(dict.fromkeys(o.lane for o in self.operations))
         rows: list[dict[str, Any]] = [
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": n, "args": {"name": lane}} for n, lane in enumerate(lanes)
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": n, "args": {"name": lane}}
+            for n, lane in enumerate(lanes)
         ]
         by_number = {o.number: o for o in self.operations}
         for o in self.operations:
@@ -124,31 +128,10 @@ def recording() -> Iterator[Trace]:
 def note(operation: "Operation", before: Sequence["Operation"]) -> None:
     """An operation was pushed behind others."""
     numbers = sorted({other.number for other in before if other is not operation})
-    record = _Clock(
-        [
-            TracedOperation(
-                operation.number, operation.name, operation.lane.device.name, operation.lane.name, operation.phase,
-                operation.line, numbers,
-            )
-            for _ in active
-        ],
-        [trace.began for trace in active],
+    place = operation.lane.device.name, operation.lane.name
+    noted = TracedOperation(
+        operation.number, operation.name, *place, operation.phase, operation.line, numbers
     )  # fmt: skip
-    for trace, noted in zip(active, record.noted, strict=True):
+    for trace in active:
         trace.noted.append(noted)
-    operation.record = record
-
-
-class _Clock:
-    """Takes the times of one operation for all traces that are recorded."""
-
-    def __init__(self, noted: list[TracedOperation], began: list[float]) -> None:
-        self.noted, self._began = noted, began
-
-    def start(self) -> None:
-        for noted, began in zip(self.noted, self._began, strict=True):
-            noted.start = perf_counter() - began
-
-    def stop(self) -> None:
-        for noted, began in zip(self.noted, self._began, strict=True):
-            noted.stop = perf_counter() - began
+    operation.record = noted
