@@ -90,7 +90,7 @@ graphs = st.lists(
 @settings(deadline=None, max_examples=60)
 @given(graphs)
 def test_schedules_keep_their_bounds(graph: list) -> None:
-    """A list schedule is no shorter than the longest path or the busiest lane, nor longer than all in turn."""
+    """A list schedule is no shorter than the longest path or the busiest lane, nor longer than all of it."""
     tasks = {
         number: Task(lane, float(seconds), [before % number for before in after] if number else [])
         for number, (lane, seconds, after) in enumerate(graph)
