@@ -101,7 +101,9 @@ def make_step(model: torch.nn.Module) -> Callable[..., torch.Tensor]:
     return step
 
 
-def measure_captured(model: torch.nn.Module, inputs: Sequence[torch.Tensor], n_steps: int) -> Times:
+def measure_captured(
+    model: torch.nn.Module, inputs: Sequence[torch.Tensor], n_steps: int, rounds: int
+) -> Times:
     """One device with all threads against eager torch with as many."""
     eager = make_step(model)
     with flow.Engine(flow.cpus(1)) as engine:
@@ -113,7 +115,7 @@ def measure_captured(model: torch.nn.Module, inputs: Sequence[torch.Tensor], n_s
         def repeat(step: Callable[..., object]) -> Callable[[], object]:
             return lambda: [step(*inputs) for _ in range(n_steps)]
 
-        times = in_turn({"eager": repeat(eager), "captured": repeat(program)})
+        times = in_turn({"eager": repeat(eager), "captured": repeat(program)}, rounds)
     return {name: (wall / n_steps, used / n_steps) for name, (wall, used) in times.items()}
 
 
@@ -171,7 +173,7 @@ def resident() -> float:
 
 
 def measure_schedule(n_devices: int) -> tuple[float, float]:
-    """Seconds of sleeping operations, with AlexNet's layers' durations, and of the list schedule of what they took."""
+    """Seconds of sleeping operations like AlexNet's layers, and of the list schedule of what they took."""
     # Milliseconds of forward and backward of conv1 to fc8, rounded, at batch 16 on one core
     forward, backward = (20, 30, 20, 16, 12, 14, 6, 2), (36, 60, 42, 32, 24, 30, 14, 4)
     with flow.Engine(flow.cpus(n_devices)) as engine, flow.recording() as trace:
@@ -206,10 +208,10 @@ def run() -> tuple[str, dict[str, Any]]:
     torch.manual_seed(0)
     cases = {
         "smallnet, batch 64, captured on 1 device": measure_captured(
-            smallnet.Model(10), batch(32, 64, 10), 8
+            smallnet.Model(10), batch(32, 64, 10), 8, 7
         ),
         "AlexNet, batch 16, captured on 1 device": measure_captured(
-            alexnet.Model(1000), batch(227, 16, 1000), 1
+            alexnet.Model(1000), batch(227, 16, 1000), 1, 4
         ),
     }
     cases["smallnet 2 x 32, Minerva's loop on 2 devices x 1 thread"], grown = measure_loop()

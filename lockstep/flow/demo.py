@@ -41,7 +41,7 @@ def main() -> None:
             f"Minerva's loop on 2 devices: {EPOCHS} epochs in {seconds:.1f} s, validation error {error:.2%}"
         )
         print(
-            f"  largest difference to NumPy's weights: {off:.1e}; one device's bits: {'yes' if same else 'NO'}"
+            f"  largest difference to NumPy's weights {off:.1e}; one device's bits: {'yes' if same else 'no'}"
         )
         assert off < 1e-3 and same
         show_step(made, *train)
