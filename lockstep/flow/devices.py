@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep import devices as machine
+from lockstep.backends import devices as machine
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
