@@ -226,7 +226,15 @@ def test_run_ahead_bounds_what_is_pending() -> None:
     assert most[0] <= 22 and pending[0] == 0
 
 
-def test_ctrl_c_is_heard_in_every_wait(engine: flow.Engine) -> None:
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """Also where the tests were started in the background of a shell, which has them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_is_heard_in_every_wait(engine: flow.Engine, hears_ctrl_c: None) -> None:
     go = threading.Event()
     x = engine.variable()
     hanging = engine.push(go.wait, writes=[x])
@@ -314,7 +322,8 @@ def test_leaving_with_work_pending() -> None:
 
 def test_ctrl_c_ends_a_program_that_waits() -> None:
     program = (
-        "import time\nfrom lockstep import flow\n"
+        "import signal, time\nfrom lockstep import flow\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "engine = flow.Engine(flow.cpus(2))\n"
         "engine.push(lambda: (print('began', flush=True), time.sleep(1)))\n"
         "for _ in range(1000): engine.push(lambda: time.sleep(1))\n"

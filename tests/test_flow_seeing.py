@@ -190,10 +190,10 @@ def test_minervas_snippets_run_on_cpu_devices() -> None:
 
 
 def test_minervas_snippets_run_on_the_simulated_driver(simulation: Simulation) -> None:
-    program = SIMULATED + SNIPPETS.format(kind="gpu", kind_name="cuda", first=0, second=1)
-    program += (
-        "\nfrom lockstep import flow\ntry:\n    flow.cuda(3)\nexcept ValueError as error:\n    print(error)"
+    refused = (
+        "from lockstep import flow\ntry:\n    flow.cuda(3)\nexcept ValueError as error:\n    print(error)\n"
     )
+    program = SIMULATED + refused + SNIPPETS.format(kind="gpu", kind_name="cuda", first=0, second=1)
     out = run_program(program, simulation.environment()).splitlines()
-    assert out[0] == "owl.set_device: there is no device 7; 2 have been created"
-    assert "cuda:3 is not there: 2 NVIDIA GPUs" in out[1]
+    assert "cuda:3 is not there: 2 NVIDIA GPUs" in out[0]
+    assert out[1] == "owl.set_device: there is no device 7; 2 have been created"

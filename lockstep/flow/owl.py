@@ -62,8 +62,9 @@ def accumulate(gradients: Sequence[Any]) -> Any:
     if isinstance(first, list | tuple):
         return [accumulate(parts) for parts in zip(*gradients, strict=True)]
     total = first
-    for gradient in gradients[1:]:
-        total = total + gradient
+    with placement.phase("merge"):
+        for gradient in gradients[1:]:
+            total = total + gradient
     return total
 
 

@@ -59,7 +59,9 @@ svg {{ background: #f6f7f8 }} text {{ font-size: 13px; fill: #333 }} rect:hover 
 .edge {{ stroke-width: 1.5; fill: none }} pre {{ white-space: pre-wrap }}</style></head><body>
 <svg id="s" width="{width}" height="{height}" role="img">{drawing}
 <g id="edges" pointer-events="none"></g></svg>
-<p>{scale} from left to right. Point at an operation: what it waited for is blue, what waited for it red.</p>
+<p>{scale} from left to right. Point at an operation: what it waited for is blue, what waited for it red.
+Shown first: the one for which most
+on other lanes waited.</p>
 <pre>{summary}</pre><script>
 const boxes = {boxes}, edges = {edges}, after = {{}};
 const group = document.getElementById("edges");
@@ -73,11 +75,14 @@ function line(a, b, colour) {{
   p.setAttribute("d", `M${{x + w}} ${{y + m}} ${{curve}} ${{u}} ${{v + m}}`);
   p.setAttribute("class", "edge"); p.setAttribute("stroke", colour); group.append(p);
 }}
-document.getElementById("s").addEventListener("mouseover", event => {{
-  const n = event.target.id.slice(1); group.replaceChildren(); if (!(n in edges)) return;
-  edges[n].forEach(b => line(b, n, "#1a5fb4"));
+function show(n) {{
+  group.replaceChildren();
+  (edges[n] || []).forEach(b => line(b, n, "#1a5fb4"));
   (after[n] || []).forEach(a => line(n, a, "#c01c28"));
-}});
+}}
+document.getElementById("s").addEventListener("mouseover", event => show(event.target.id.slice(1)));
+const far = n => (after[n] || []).filter(a => boxes[a][1] !== boxes[n][1]).length;
+show(Object.keys(boxes).reduce((a, b) => far(a) >= far(b) ? a : b));
 </script></body></html>
 """
 

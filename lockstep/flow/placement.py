@@ -19,6 +19,7 @@ class _Here(threading.local):
         self.device: Device | None = None
         self.outer: list[Device | None] = []
         self.last_node = -1
+        self.phase: str | None = None
 
 
 _here = _Here()
@@ -87,7 +88,7 @@ def place(arrays: Sequence[Any], written: Any) -> tuple[Device, str, str]:
         device = current_device()
     if not backward:
         _remember(device, line)
-        return device, line, "forward" if written is None else "update"
+        return device, line, _here.phase or ("forward" if written is None else "update")
     return device, line, "backward"
 
 
@@ -121,6 +122,16 @@ def user_line() -> str:
             return f"{code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """What this thread records inside is shown as this phase, but for what autograd does."""
+    outer, _here.phase = _here.phase, name
+    try:
+        yield
+    finally:
+        _here.phase = outer
 
 
 @contextlib.contextmanager
