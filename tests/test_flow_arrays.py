@@ -177,6 +177,9 @@ def test_random_numbers_are_those_of_the_seed(devices: list[Cpu]) -> None:
         for one, other in zip(first, again, strict=True):
             assert torch.equal(one, other)
     assert not torch.equal(first[0], first[5])
+    with flow.device(devices[0]):
+        own = [torch.rand(9, generator=torch.Generator().manual_seed(seed)).tensor() for seed in (1, 1, 2)]
+    assert torch.equal(own[0], own[1]) and not torch.equal(own[0], own[2])
     torch.manual_seed(6)
     assert not torch.equal(flow.randn((9,)).tensor(), first[2])
     assert abs(float(flow.randb((10_000,), 0.3).mean()) - 0.3) < 0.03
@@ -317,6 +320,8 @@ def test_copies_between_memories_are_made_once_a_version(devices: list[Cpu]) -> 
             results.append(x - 1)
         values = [array.tolist() for array in results]
         assert x.place is far and results[3].place is devices[0]
+        with pytest.raises(UserError, match="writes arrays on far and cpu:0"):
+            torch._foreach_add_([x, results[0]], 1)
     assert values[3] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]] and values[1] == [
         [0.0, 6.0],
         [2.0, 8.0],
@@ -363,6 +368,10 @@ def test_arrays_of_a_module(devices: list[Cpu]) -> None:
             own, nn.Parameter
         )
     flow.arrays(network()).load_state_dict(network().state_dict())
+    double = flow.arrays(nn.Linear(3, 2)).double()
+    assert double(torch.ones(4, 3, dtype=torch.float64)).tensor().dtype is torch.float64
+    with pytest.raises(UserError, match="data of an array is an array"):
+        weight.data = torch.zeros(1)
 
 
 def test_wrong_shapes_raise_where_they_are_written(

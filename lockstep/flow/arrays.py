@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.errors import UserError
 from lockstep.flow import placement, private
 from lockstep.flow.devices import Device
-from lockstep.flow.engine import Variable
+from lockstep.flow.engine import Variable, in_dry_run
 from lockstep.flow.instructions import Cell, Instruction
 from lockstep.flow.lanes import Operation
 from lockstep.flow.recipes import Layout, Slot
@@ -64,6 +64,18 @@ class Array(torch.Tensor):
         """The device where it lies."""
         return self.memory.device
 
+    @property
+    def data(self) -> Any:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Makes it another array's, as `module.to(dtype)` does. Raises UserError for an ordinary tensor."""
+        if not isinstance(value, Array):
+            raise UserError("the data of an array is an array: flow.array makes one of a tensor")
+        private.set_data(self, value)
+        self.memory = value.memory
+
     def wait(self) -> "Array":
         """Until its value is there. Raises OperationError where it could not be made."""
         if self.memory.program is not None:
@@ -79,6 +91,7 @@ class Array(torch.Tensor):
         """
         if self.memory.program is not None:
             self.memory.program.refuse("reading a value")
+        need_values("reading an array")
         value: torch.Tensor = run(fetching(self), [self.memory]).wait()
         return value
 
@@ -115,6 +128,12 @@ class Array(torch.Tensor):
         if offset == 0 and size == whole[0] and stride == whole[1] and dtype is whole[2]:
             return None
         return size, stride, offset, dtype
+
+
+def need_values(what: str) -> None:
+    """Raises UserError in a dry run."""
+    if in_dry_run():
+        raise UserError(f"{placement.user_line()}: {what} needs values, and a dry run makes none")
 
 
 def fetching(array: Array) -> Instruction:

@@ -247,6 +247,10 @@ def _nothing() -> None:
     """What an operation of a dry run does."""
 
 
+def in_dry_run() -> bool:
+    return _here.dry
+
+
 @contextlib.contextmanager
 def dry_run() -> Iterator[None]:
     """What this thread pushes or records inside is scheduled, not executed;

@@ -131,7 +131,8 @@ def _share_memory(tensors: Sequence[Any], outputs: Sequence[torch.Tensor]) -> bo
     )
 
 
-def draw_seed() -> int:
-    """From torch's generator, so torch.manual_seed counts, and checkpointing draws the same again."""
+def draw_seed(generator: torch.Generator | None) -> int:
+    """From the one that was given, or torch's, so torch.manual_seed counts, and checkpointing draws again."""
     with _SEEDING:
-        return int(torch.randint(2**62, ()))
+        device = "cpu" if generator is None else generator.device
+        return int(torch.randint(2**62, (), generator=generator, device=device))

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_nodes: dict[int, tuple[Device, str]] = {}  # by autograd's number of the forward operation
+_nodes: OrderedDict[int, tuple[Device, str]] = OrderedDict()  # by autograd's number of the forward operation
 _own: list[Engine] = []  # the one of all devices that were given to none
 _default: list[Device] = []
 _starting = threading.RLock()
@@ -99,8 +100,7 @@ def _remember(device: Device, line: str) -> None:
         return
     _here.last_node = number
     if len(_nodes) >= _MOST_NODES:
-        with contextlib.suppress(StopIteration, RuntimeError, KeyError):  # another thread does the same
-            del _nodes[next(iter(_nodes))]
+        _nodes.popitem(last=False)
     _nodes[number] = device, line
 
 

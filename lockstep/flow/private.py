@@ -62,6 +62,11 @@ def make_wrapper(
     return make(kind, size, strides=stride, storage_offset=offset, dtype=dtype, device=device)
 
 
+def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.data = value`, where a subclass has a `data` of its own."""
+    getattr(torch._C.TensorBase, "data").__set__(tensor, value)  # noqa: B009
+
+
 def in_backward() -> bool:
     """Whether this thread works for autograd's engine."""
     return torch._C._current_graph_task_id() != -1

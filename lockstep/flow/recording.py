@@ -11,11 +11,21 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
 from lockstep.flow import placement, private
-from lockstep.flow.arrays import Array, Storage, array, array_leaves, from_tensor, need_arrays, run
+from lockstep.flow.arrays import (
+    Array,
+    Storage,
+    array,
+    array_leaves,
+    from_tensor,
+    need_arrays,
+    need_values,
+    run,
+)
 from lockstep.flow.devices import Device
 from lockstep.flow.instructions import Instruction, draw_seed
 from lockstep.flow.lanes import Operation
-from lockstep.flow.recipes import Kind, Layout, Slot, fill, fill_names, instead_of, kind_of, recipe_for
+from lockstep.flow.operands import Operands
+from lockstep.flow.recipes import Kind, Layout, Slot, fill, instead_of, kind_of, recipe_for
 
 
 class _Here(threading.local):
@@ -80,45 +90,6 @@ def capturing(program: Any) -> Iterator[None]:
         _here.program = None
 
 
-class _Operands:
-    """The arguments of an operation, taken apart: tensors, and a template with a Slot for each."""
-
-    def __init__(self, kind: Kind, args: Sequence[Any], keywords: dict[str, Any]) -> None:
-        self.tensors: list[Any] = []
-        self.key: list[Any] = []
-        self._loose = kind.loose
-        self.template = [self._take(part, place) for place, part in enumerate(args)]
-        self.keywords = {name: self._take(part, name) for name, part in keywords.items()}
-        self.key += keywords
-        self.arrays = [tensor for tensor in self.tensors if type(tensor) is Array]
-
-    def _take(self, part: Any, place: int | str) -> Any:
-        kind = type(part)
-        if kind is Array or isinstance(part, torch.Tensor):
-            self.tensors.append(part)
-            self.key += (part.size(), part.dtype)
-            if part.layout is torch.strided:
-                self.key.append(part.stride())
-            return Slot(len(self.tensors) - 1)
-        if kind is list or kind is tuple:
-            self.key.append(len(part))
-            return [self._take(each, place) for each in part]
-        self.key.append(kind if kind in (int, float) and place in self._loose else (kind, part))
-        return part
-
-    def at(self, place: int | str) -> list[Any]:
-        """The tensors of one argument."""
-        if isinstance(place, str):
-            part = self.keywords.get(place)
-        else:
-            part = self.template[place] if place < len(self.template) else None
-        parts = part if type(part) is list else [part]
-        return [self.tensors[each.number] for each in parts if type(each) is Slot]
-
-    def run(self, function: Any) -> Any:
-        return function(*fill(self.template, self.tensors), **fill_names(self.keywords, self.tensors))
-
-
 def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Has an operation run later, and returns arrays that stand for what it will make.
 
@@ -127,26 +98,30 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """
     function = instead_of(function)
     kind = kind_of(function)
-    operands = _Operands(kind, args, kwargs)
+    operands = Operands(kind, args, kwargs)
     written = [tensor for place in kind.writes for tensor in operands.at(place)]
     views = kind.view or kind.changes_shape
     if not operands.arrays and (written or views or kind.refused or kind.aside):
-        return _ordinary(kind, operands, function, written)
+        return _ordinary(kind, written, partial(function, *args, **kwargs))
     _check_writing(kind, written)
     if views and operands.arrays[0].memory.cell.layout is not None:
         return _view(function, kind, args, kwargs, operands.arrays[0])
     device, line, phase = placement.place(operands.arrays, written[0] if written else None)
     step = Instruction(kind.name, function, device)
     step.line, step.phase, step.kind = line, phase, kind
+    if kind.random:
+        step.seed = draw_seed(operands.keywords.get("generator"))
+        if "generator" in operands.keywords:
+            operands.keywords["generator"] = None  # it gets one with the seed when it runs
     return _plan(step, kind, operands, written)
 
 
-def _ordinary(kind: Kind, operands: _Operands, function: Any, written: list[Any]) -> Any:
+def _ordinary(kind: Kind, written: list[Any], run_now: Callable[[], Any]) -> Any:
     """Runs at once; a program that is captured would do it now and never again."""
     if written and _here.program is not None:
         what = f"{kind.name} writes an ordinary tensor of shape {tuple(written[0].shape)}"
         _here.program.refuse(what, "make it an array before the capture")
-    return operands.run(function)
+    return run_now()
 
 
 def _check_writing(kind: Kind, written: list[Any]) -> None:
@@ -157,6 +132,11 @@ def _check_writing(kind: Kind, written: list[Any]) -> None:
             raise UserError(
                 f"{kind.name} writes an ordinary tensor of shape {tuple(tensor.shape)} among arrays: make it "
                 "an array (flow.array, flow.arrays(module)), or make it inside `with flow.device`"
+            )
+        if tensor.place.memory != written[0].place.memory:
+            raise UserError(
+                f"{kind.name} writes arrays on {written[0].place.name} and {tensor.place.name}: they have "
+                "memories of their own, so call it for each (an optimizer for each device, or foreach=False)"
             )
 
 
@@ -175,7 +155,7 @@ def _part(source: Array, part: torch.Tensor) -> Array:
     return Array(source.memory, part.size(), part.stride(), part.storage_offset(), part.dtype)
 
 
-def _plan(step: Instruction, kind: Kind, operands: _Operands, written: list[Array]) -> Any:
+def _plan(step: Instruction, kind: Kind, operands: Operands, written: list[Array]) -> Any:
     """Finds out what comes out, and submits it."""
     inputs = [bring(tensor, step.device) for tensor in operands.tensors]
     if "device" in operands.keywords:
@@ -191,8 +171,6 @@ def _plan(step: Instruction, kind: Kind, operands: _Operands, written: list[Arra
     except private.DEPENDS_ON_VALUES:
         return _run_now(step, operands, inputs, written)
     step.recipe = recipe
-    if kind.random:
-        step.seed = draw_seed()
     if kind.overwriting and step.views[0] is None:
         step.overwrites = 0
     made = [None if layout is None else _new(step, layout, inputs) for layout in recipe.layouts]
@@ -203,7 +181,7 @@ def _plan(step: Instruction, kind: Kind, operands: _Operands, written: list[Arra
     return _returned(kind, operands, recipe.structure, leaves)
 
 
-def _returned(kind: Kind, operands: _Operands, structure: Any, leaves: list[Any]) -> Any:
+def _returned(kind: Kind, operands: Operands, structure: Any, leaves: list[Any]) -> Any:
     """What is one of the arguments is returned as that very object."""
     if structure is None:
         return leaves[0] if kind.same[0] is None else operands.at(kind.same[0])[0]
@@ -215,7 +193,7 @@ def _returned(kind: Kind, operands: _Operands, structure: Any, leaves: list[Any]
 
 
 def _plan_sparse(
-    step: Instruction, kind: Kind, operands: _Operands, inputs: list[Array], written: list[Array]
+    step: Instruction, kind: Kind, operands: Operands, inputs: list[Array], written: list[Array]
 ) -> Any:
     """Gradients of embeddings: making, copying and applying them is recorded; whatever else, waited for."""
     if written:
@@ -246,13 +224,14 @@ def _new(
     return Array(storage, layout[0], layout[1], 0, layout[2])
 
 
-def _run_now(step: Instruction, operands: _Operands, inputs: list[Array], written: list[Array]) -> Any:
+def _run_now(step: Instruction, operands: Operands, inputs: list[Array], written: list[Array]) -> Any:
     """What comes out depends on values: it runs, is waited for, and then the program goes on."""
     if not operands.arrays:
         return operands.run(step.function)
     program = _program(inputs)
     if program is not None:
         program.refuse(f"{step.name} depends on values", "control flow, .item() and shapes must not")
+    need_values(step.name)
     step.gives_result = True
     returned = run(step, [a.memory for a in inputs], [a.memory for a in written]).wait()
     return private.tree_map(partial(_with_value, step), returned)
@@ -268,10 +247,7 @@ def _with_value(step: Instruction, value: Any) -> Any:
 
 
 def _program(inputs: Sequence[Array]) -> Any:
-    """The one that is captured:
-
-    by this thread, or, on autograd's threads, the one that its inputs belong to.
-    """
+    """The one that this thread captures, or, on autograd's threads, the one that its inputs belong to."""
     if _here.program is not None:
         return _here.program
     return next((array.memory.program for array in inputs if array.memory.program is not None), None)
@@ -290,10 +266,7 @@ def submit(
 
 
 def bring(tensor: torch.Tensor, device: Device) -> Array:
-    """The array, or a copy of it where the device can use it:
-
-    one for each version. Ordinary tensors are copied.
-    """
+    """The array, or its copy in the device's memory, one for each version. Ordinary tensors are copied."""
     if type(tensor) is not Array:
         return from_tensor(tensor, device)
     source = tensor.memory
