@@ -113,7 +113,7 @@ def measure_captured(
             program = flow.capture(lazy, *inputs)
 
         def repeat(step: Callable[..., object]) -> Callable[[], object]:
-            return lambda: [step(*inputs) for _ in range(n_steps)]
+            return lambda: ([step(*inputs) for _ in range(n_steps)], flow.wait_all())
 
         times = in_turn({"eager": repeat(eager), "captured": repeat(program)}, rounds)
     return {name: (wall / n_steps, used / n_steps) for name, (wall, used) in times.items()}

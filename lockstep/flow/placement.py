@@ -12,7 +12,7 @@ from lockstep.flow import private
 from lockstep.flow.devices import Device, cpus
 from lockstep.flow.engine import Engine
 
-_MOST_NODES = 100_000  # functions of autograd whose place is remembered
+_MOST_NODES = 20_000  # functions of autograd whose place is remembered
 
 
 class _Here(threading.local):
@@ -105,6 +105,7 @@ def _remember(device: Device, line: str) -> None:
 
 
 _ours: dict[Any, bool] = {}  # code: whether it is torch's or this package's
+_lines: dict[Any, str] = {}
 _FOLDERS = (private.torch_folder(), str(Path(__file__).parent))
 _THE_USERS = str(Path(__file__).with_name("demo.py"))
 
@@ -119,7 +120,10 @@ def user_line() -> str:
             name = code.co_filename
             ours = _ours[code] = name.startswith(_FOLDERS) and name != _THE_USERS
         if not ours:
-            return f"{code.co_filename}:{frame.f_lineno}"
+            place = code, frame.f_lineno
+            if place not in _lines:
+                _lines[place] = f"{code.co_filename}:{frame.f_lineno}"
+            return _lines[place]
         frame = frame.f_back
     return ""
 
