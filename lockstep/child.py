@@ -69,6 +69,15 @@ def child_main(start: ChildStart) -> None:
     sys.exit(code)
 
 
+def tie_to_parent(parent: int, number: int = signal.SIGKILL) -> bool:
+    """Has the kernel send this process a signal when the thread that started it ends (prctl(2)).
+
+    False where `parent`, the process number, is gone already.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    return os.getppid() == parent
+
+
 def _failure(error: BaseException) -> Failed:
     text = " ".join(str(error).split())  # one line
     if isinstance(error, UserError):
@@ -89,8 +98,7 @@ def _tie_to_launcher(start: ChildStart, board: StatusBoard) -> None:
 
         threading.Thread(target=watch, daemon=True).start()
     # The speaker may have been suspended: it must wake up to speak and leave.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT if start.speaker else signal.SIGKILL)
-    if os.getppid() != start.launcher:  # it died before the line above
+    if not tie_to_parent(start.launcher, signal.SIGCONT if start.speaker else signal.SIGKILL):
         _launcher_died(start, board)
 
 

@@ -1,5 +1,6 @@
 """A multiprocessing pipe whose every wait has a deadline and names whom it waits for."""
 
+import errno
 import math
 import select
 import socket
@@ -25,7 +26,9 @@ class Pipe:
     def __init__(self, connection: Connection, peer: str, deadline: float) -> None:
         self.peer = peer
         self._connection = connection
-        self._writable = select.poll()
+        # not Connection.poll, which makes a selector each time
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(connection, select.POLLIN)
         self._writable.register(connection, select.POLLOUT)
         self._deadline = deadline
         self._patience = max(START_SECONDS, deadline)  # until the peer has shown that it is there
@@ -71,13 +74,17 @@ class Pipe:
             socket.send_fds(channel, [b"d"], [descriptor])
 
     def receive_descriptor(self, what: str) -> int:
-        """The descriptor that the peer's `send_descriptor` sent; it is the caller's to close."""
+        """The descriptor that the peer's `send_descriptor` sent; it is the caller's to close.
+
+        Raises OSError where this process has no room for one more.
+        """
         self._wait(what)
         with self._socket() as channel:
             data, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
         if not data:
             raise PeerLost(self.peer, f"{self.peer} has left its pipe ({what})")
-        assert len(descriptors) == 1, f"{self.peer} sent no descriptor"
+        if not descriptors:  # the kernel drops what finds no room (MSG_CTRUNC, see recvmsg(2))
+            raise OSError(errno.EMFILE, f"too many open files (ulimit -n) to open {what}")
         return descriptors[0]
 
     def close(self) -> None:
@@ -85,7 +92,7 @@ class Pipe:
         self._connection.close()
 
     def _wait(self, what: str) -> None:
-        if not self._within(self._patience, self._connection.poll):
+        if not self._within(self._patience, lambda seconds: bool(self._readable.poll(seconds * 1000))):
             raise DeadlinePassed(self.peer, f"waited {self._patience:g} s for {self.peer} ({what})")
         self._patience = self._deadline
 

@@ -36,6 +36,12 @@ class HostBlock(Block):
         self._descriptor: int | None = descriptor
         self._map: mmap.mmap | None = mmap.mmap(descriptor, n_bytes)
 
+    @property
+    def descriptor(self) -> int:
+        """The memory file, for a process that is to open it."""
+        assert self._descriptor is not None, "the block is closed"
+        return self._descriptor
+
     def array(self, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
         """A NumPy array on these very bytes, from byte `offset` on."""
         assert self._map is not None, "the block is closed"
@@ -50,9 +56,9 @@ class HostBlock(Block):
         return raw.view(dtype).view(shape)
 
     def send(self, pipe: Pipe) -> None:
-        assert self._descriptor is not None, "the block is closed"
+        descriptor = self.descriptor
         pipe.send(HostHandle(self.n_bytes))
-        pipe.send_descriptor(self._descriptor)
+        pipe.send_descriptor(descriptor)
 
     def close(self) -> None:
         if self._descriptor is not None:
