@@ -100,12 +100,17 @@ class _Part:
 
     def _count_rows(self) -> int:
         """How many rows this rank has; 1 where the program has none to divide. Raises ValueError where they differ."""
-        counts = {shared.name: rows.count(c) for shared, c in zip(self._program.sliceable, self._stored, strict=True)}
+        counts = {
+            shared.name: rows.count(c)
+            for shared, c in zip(self._program.sliceable, self._stored, strict=True)
+        }
         if self._chosen is not None:
             counts["its inputs"] = rows.count(self._chosen)
         if len(set(counts.values())) > 1:
             found = ", ".join(f"{number} of {name}" for name, number in counts.items())
-            raise ValueError(f"{self._program.name}: rank {self._here.rank} has unequal numbers of rows: {found}")
+            raise ValueError(
+                f"{self._program.name}: rank {self._here.rank} has unequal numbers of rows: {found}"
+            )
         return next(iter(counts.values())) if counts else 1
 
     def _excerpt(self, first: int, last: int) -> list[np.ndarray]:
@@ -206,4 +211,3 @@ class Folded:
         if self._mode is None:
             return self._parts
         return np.concatenate(self._parts) if self._mode == "gather" else self._parts[0]
-

@@ -73,7 +73,10 @@ class AllReduce:
         if any(place is not shared.place for place, shared in zip(places, shareds, strict=True)):
             team.offer({number for place in places for number in place.blocks})
             return _Decision(places, ())
-        return _Decision(None, tuple(self._weigh(shared, found) for shared, found in zip(shareds, by_variable, strict=True)))
+        return _Decision(
+            None,
+            tuple(self._weigh(shared, found) for shared, found in zip(shareds, by_variable, strict=True)),
+        )
 
     def _weigh(self, shared: Shared, found: Sequence[tuple[Shape, int]]) -> list[float] | None:
         counts = [n_rows for _, n_rows in found]
@@ -144,7 +147,7 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
     if nd_up not in (0, 1):
         raise ValueError(f"gather: nd_up={nd_up}: it is 0 or 1")
     team, shareds = _begin("gather", shared_vars)
-    results = []
+    results: list[Any] = []
     for shared, parts in zip(shareds, _read(team, "gather", shareds), strict=True):
         if nd_up == 0:
             results.append(_join(shared, parts, "gather"))
@@ -260,11 +263,15 @@ def _arrays(shareds: list[Shared], shared_vars: Any, values: Any) -> list[np.nda
     several = isinstance(shared_vars, list | tuple)
     listed = values if several else [values]
     if not isinstance(listed, list | tuple) or len(listed) != len(shareds):
-        raise TypeError(f"{len(shareds)} variables need a list of as many values, not {type(values).__name__}")
+        raise TypeError(
+            f"{len(shareds)} variables need a list of as many values, not {type(values).__name__}"
+        )
     found = []
     for shared, value in zip(shareds, listed, strict=True):
         if np.ndim(value) != shared.get().ndim:
-            raise TypeError(f"{shared.name!r} has {shared.get().ndim} dimensions, the value has {np.ndim(value)}")
+            raise TypeError(
+                f"{shared.name!r} has {shared.get().ndim} dimensions, the value has {np.ndim(value)}"
+            )
         found.append(condition(value, shared.get().dtype, repr(shared.name)))
     return found
 
@@ -304,7 +311,9 @@ def _read(team: "Team", what: str, shareds: list[Shared], only: int | None = Non
     while True:
         by_rank = team.ask(what, Settle(numbers, places, only))[0]
         shapes = [[by_rank[rank][i] for rank in ranks] for i in range(len(shareds))]
-        places = make_room(team, shareds, [max(map(_bytes_of(s), found)) for s, found in zip(shareds, shapes, strict=True)])
+        places = make_room(
+            team, shareds, [max(map(_bytes_of(s), found)) for s, found in zip(shareds, shapes, strict=True)]
+        )
         if all(place is shared.place for place, shared in zip(places, shareds, strict=True)):
             break
     release_left(team, shareds, left)

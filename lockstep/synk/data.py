@@ -58,7 +58,8 @@ class Data:
     """
 
     def __init__(self, team: "Team", dtype: Any, ndim: int, minibatch: bool = False, name: str = "") -> None:
-        self._team, self._dtype, self._ndim = team, np.dtype(dtype), int(ndim)
+        self._team, self._ndim = team, int(ndim)
+        self._dtype: np.dtype[Any] = np.dtype(dtype)
         if self._dtype.hasobject:
             raise TypeError(f"data {name!r}: dtype {self._dtype} holds Python objects, which can't be shared")
         self.minibatch, self.name = bool(minibatch), name or f"data{next(_unnamed)}"

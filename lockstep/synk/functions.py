@@ -113,7 +113,9 @@ class Function:
         if len(flags) != len(values):
             raise TypeError(f"{self.name}: minibatch has {len(flags)} entries for {len(values)} inputs")
         made = [
-            make_data(self._team, value, None, spec.dtype, spec.ndim, None, flag, force_cast, oversize, spec.name)
+            make_data(
+                self._team, value, None, spec.dtype, spec.ndim, None, flag, force_cast, oversize, spec.name
+            )
             for spec, value, flag in zip(self._program.inputs, values, flags, strict=True)
         ]
         return made[0] if len(made) == 1 else tuple(made)
@@ -217,7 +219,9 @@ class Function:
             raise ValueError(f"{self.name}: the batch has no rows")
         for data in divided:
             if data.minibatch and len(data) < n_rows:
-                raise ValueError(f"{self.name}: minibatch {data.name!r} has {len(data)} rows, the batch {n_rows}")
+                raise ValueError(
+                    f"{self.name}: minibatch {data.name!r} has {len(data)} rows, the batch {n_rows}"
+                )
         return chosen if whole else slice(0, n_rows)
 
     def _choose_stored(self, batch_s: Any) -> list[Any]:

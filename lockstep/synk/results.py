@@ -47,7 +47,9 @@ def check_foldable(mode: str | None, dtype: Any, what: str) -> None:
     """Raises TypeError for what has no meaning: the mean of integers, sums of booleans."""
     kind = np.dtype(dtype).kind
     if mode == "avg" and kind in "iub":
-        raise TypeError(f"{what} is {dtype}, which has no avg: cast it to a float, or give a mode: (variable, mode)")
+        raise TypeError(
+            f"{what} is {dtype}, which has no avg: cast it to a float, or give a mode: (variable, mode)"
+        )
     if mode in ("sum", "prod") and kind == "b":
         raise TypeError(f"{what} is bool, which has no {mode}: cast it, or use max (any) or min (all)")
 
@@ -98,4 +100,6 @@ def check_same_shape(shapes: Sequence[tuple[int, ...]], what: str, mode: str) ->
     """Raises ValueError where parts can't be folded element by element."""
     if any(shape != shapes[0] for shape in shapes):
         found = ", ".join(str(shape) for shape in dict.fromkeys(shapes))
-        raise ValueError(f"{what} has parts of different shapes ({found}): {mode} needs equal ones; use gather")
+        raise ValueError(
+            f"{what} has parts of different shapes ({found}): {mode} needs equal ones; use gather"
+        )

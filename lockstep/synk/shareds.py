@@ -134,7 +134,9 @@ class Known:
 
     def __init__(self, team: "Team") -> None:
         self._team = team
-        self._labels: dict[int, tuple[int, int]] = {}  # by id: of the parts, which a Shared keeps, so ids stay
+        self._labels: dict[
+            int, tuple[int, int]
+        ] = {}  # by id: of the parts, which a Shared keeps, so ids stay
         self.carried: set[int] = set()
 
     def label(self, part: Any) -> tuple[int, int] | None:
@@ -164,7 +166,9 @@ class Known:
         if isinstance(variable, str):
             numbers = [shared.number for shared in shareds.values() if shared.name == variable]
             if len(numbers) > 1:
-                raise ValueError(f"{what}: {len(numbers)} variables are called {variable!r}: give the variable")
+                raise ValueError(
+                    f"{what}: {len(numbers)} variables are called {variable!r}: give the variable"
+                )
         else:
             label = self.label(variable)
             numbers = [] if label is None else [label[0]]

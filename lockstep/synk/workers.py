@@ -19,7 +19,13 @@ from lockstep.status import StatusBoard
 from lockstep.synk.commands import Ready, Start
 
 LEAVE_SECONDS = 5.0  # from Close to the end of a worker's process
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "NUMBA_NUM_THREADS")
+_THREADS = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "NUMBA_NUM_THREADS",
+)
 _PRELOAD = ("pytensor",)  # of what functions need; torch takes too long to be imported on suspicion
 
 

@@ -112,7 +112,10 @@ class GraphProgram(Program):
 
     def _find_updated(self, shareds: Mapping[Any, Shared]) -> tuple[dict[Shared, str | None], set[Shared]]:
         """Variables whose new values are folded: all that are updated but random streams, which go on."""
-        given = {variable: mode for (variable, _), mode in zip(self.graph.updates, self.graph.update_modes, strict=True)}
+        given = {
+            variable: mode
+            for (variable, _), mode in zip(self.graph.updates, self.graph.update_modes, strict=True)
+        }
         updated, default = {}, set()
         for variable in updated_by(self._function):
             mode, is_given = given.get(variable, ("avg", False))

@@ -25,7 +25,10 @@ def build(
     options: dict[str, Any],
 ) -> GraphProgram:
     """Checks what the user gave to lockstep.synk.function, and compiles it here."""
-    divided, whole = _check_inputs(name, "inputs", inputs), _check_inputs(name, "bcast_inputs", bcast_inputs or [])
+    divided, whole = (
+        _check_inputs(name, "inputs", inputs),
+        _check_inputs(name, "bcast_inputs", bcast_inputs or []),
+    )
     for variable in divided:
         _check_divided(name, variable)
     repeated = [v for i, v in enumerate([*divided, *whole]) if v in [*divided, *whole][:i]]
@@ -35,7 +38,17 @@ def build(
     replaced, sliceable = _check_sliceable(name, _pairs(name, "givens", givens), sliceable_shareds)
     expressions, modes, returns = _check_outputs(name, outputs)
     graph = Graph(
-        name, [*divided, *whole], len(divided), expressions, modes, returns, pairs, update_modes, replaced, sliceable, options
+        name,
+        [*divided, *whole],
+        len(divided),
+        expressions,
+        modes,
+        returns,
+        pairs,
+        update_modes,
+        replaced,
+        sliceable,
+        options,
     )
     shareds = {variable: known.add(GraphShared(variable)) for variable in shareds_of(graph)}
     for variable in sliceable:
@@ -54,7 +67,9 @@ def _check_inputs(name: str, what: str, inputs: Any) -> list[Any]:
         variable = given
         if isinstance(given, pytensor.In):
             if given.mutable or given.update is not None or given.value is not None:
-                raise TypeError(f"{name}: input {given.variable} is mutable, or has a value or update of its own")
+                raise TypeError(
+                    f"{name}: input {given.variable} is mutable, or has a value or update of its own"
+                )
             variable = given.variable
         if not isinstance(variable, Variable) or not isinstance(variable.type, TensorType):
             raise TypeError(f"{name}: input {variable!r} is no tensor variable")
