@@ -53,7 +53,13 @@ def build(dtype: str) -> SimpleNamespace:
     random = np.random.default_rng(5)
     values = random.uniform(0.5, 1.5, (N_ROWS, 3)).astype(dtype)
     return SimpleNamespace(
-        f=f, g=g, shareds=shareds, stored=stored, dtype=dtype, x=values, y=random.uniform(-0.2, 0.2, N_ROWS).astype(dtype)
+        f=f,
+        g=g,
+        shareds=shareds,
+        stored=stored,
+        dtype=dtype,
+        x=values,
+        y=random.uniform(-0.2, 0.2, N_ROWS).astype(dtype),
     )
 
 
@@ -141,7 +147,9 @@ def update(mine: np.ndarray, value: np.ndarray, mode: str, n_slices: int) -> np.
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), st.integers(1, 4))
-def test_stored_rows_are_chosen_on_each_rank(functions: dict[str, Any], data: st.DataObject, n_slices: int) -> None:
+def test_stored_rows_are_chosen_on_each_rank(
+    functions: dict[str, Any], data: st.DataObject, n_slices: int
+) -> None:
     size, case = functions["size"], functions["float64"]
     n_rows = data.draw(st.integers(size, N_ROWS))
     synk.scatter(case.stored, case.x, batch=n_rows)

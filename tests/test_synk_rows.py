@@ -60,7 +60,9 @@ def test_shares_and_slices_of_a_batch_are_what_numpy_gives(
     for rank in range(n_ranks):
         mine = rows.part(chosen, *rows.share(rows.count(chosen), rank, n_ranks))
         for number in range(n_slices):
-            found.append(rows.excerpt(whole, rows.part(mine, *rows.share(rows.count(mine), number, n_slices))))
+            found.append(
+                rows.excerpt(whole, rows.part(mine, *rows.share(rows.count(mine), number, n_slices)))
+            )
     assert np.array_equal(np.concatenate(found), expected)
 
 

@@ -28,7 +28,9 @@ class Reference:
     def step(self, rule: str, gradients: list[np.ndarray]) -> None:
         self.t += 1
         for i, g in enumerate(gradients):
-            self.params[i], self.a[i], self.b[i] = getattr(self, rule)(self.params[i], g, self.a[i], self.b[i])
+            self.params[i], self.a[i], self.b[i] = getattr(self, rule)(
+                self.params[i], g, self.a[i], self.b[i]
+            )
 
     def sgd(self, p, g, a, b):
         return p - RATE * g, a, b
@@ -92,7 +94,11 @@ def steps(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
         for name in RULES:
             values, params, x, y, loss = network("float64")
             rule = getattr(updates, name)
-            made[name] = (values, params, train.make_train_function(loss, params, x, y, rule, learning_rate=RATE))
+            made[name] = (
+                values,
+                params,
+                train.make_train_function(loss, params, x, y, rule, learning_rate=RATE),
+            )
         synk.distribute()
         yield made
 
@@ -105,7 +111,9 @@ def test_a_rule_over_25_uneven_steps_is_that_of_one_process(steps: dict[str, Any
     data = synk.data(x), synk.data(y)
     reference = Reference(values)
     for number in range(25):
-        batch = random.integers(0, 60, random.integers(1, 20))  # often not to be divided evenly, or by fewer ranks
+        batch = random.integers(
+            0, 60, random.integers(1, 20)
+        )  # often not to be divided evenly, or by fewer ranks
         loss = step(*data, batch=batch, num_slices=1 + number % 3)
         expected, gradients = gradient(reference.params, x[batch], y[batch])
         assert abs(float(loss) - expected) <= 1e-10 * expected
@@ -145,7 +153,9 @@ def test_one_process_has_the_same_function() -> None:
     rows = random.normal(size=(9, 4)), random.normal(size=(9, 2))
     for batch in (None, [0, 3, 8]):
         step(*rows, batch=batch)
-        reference.step("momentum", gradient(reference.params, *(r if batch is None else r[batch] for r in rows))[1])
+        reference.step(
+            "momentum", gradient(reference.params, *(r if batch is None else r[batch] for r in rows))[1]
+        )
     assert largest_error(params[0].get_value(), reference.params[0]) <= 1e-10
 
 

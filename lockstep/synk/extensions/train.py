@@ -13,7 +13,13 @@ Step = Callable[..., Any]
 
 
 def make_train_function(
-    loss: Any, params: Sequence[Any], x: Any, y: Any, rule: Callable[..., Any], *arguments: Any, **options: Any
+    loss: Any,
+    params: Sequence[Any],
+    x: Any,
+    y: Any,
+    rule: Callable[..., Any],
+    *arguments: Any,
+    **options: Any,
 ) -> Step:
     """A function step(x, y, batch=None, num_slices=1) -> loss that trains on all ranks. Call it after distribute().
 
@@ -32,7 +38,11 @@ def make_train_function(
         with team.lock:
             first = compute.prepare([*_listed(x), *_listed(y)], {}, None, batch, None, num_slices)
             gradients = team.known.find(gradient, "a training step")
-            steps = (first, make_all_reduce(gradients, "avg", by_rows=True), update.prepare([], {}, None, None, None, 1))
+            steps = (
+                first,
+                make_all_reduce(gradients, "avg", by_rows=True),
+                update.prepare([], {}, None, None, None, 1),
+            )
             if compiled:
                 parts, _, _ = team.ask("a training step", *steps)
             else:  # apart, so that the others find compiled what this process has
@@ -44,7 +54,13 @@ def make_train_function(
 
 
 def make_train_function_theano(
-    loss: Any, params: Sequence[Any], x: Any, y: Any, rule: Callable[..., Any], *arguments: Any, **options: Any
+    loss: Any,
+    params: Sequence[Any],
+    x: Any,
+    y: Any,
+    rule: Callable[..., Any],
+    *arguments: Any,
+    **options: Any,
 ) -> Step:
     """The same in one process, by PyTensor alone: step(x, y, batch=None) on arrays."""
     grad_updates, param_updates, _ = rule(loss, params, *arguments, **options)
