@@ -53,9 +53,12 @@ __all__ = [
     "get_lengths",
     "get_shapes",
     "get_value",
+    "grads",
     "reduce",
     "scatter",
     "set_value",
+    "share",
+    "weights",
 ]
 
 
@@ -81,3 +84,28 @@ def data(
     """
     team = current_team("data()")
     return _data.make_data(team, value, var, dtype, ndim, shape, minibatch, force_cast, oversize, name)
+
+
+def share(module_or_tensor: Any) -> Any:
+    """Puts the parameters of a torch module, or a tensor, into this rank's block; returns what it was given.
+
+    After distribute() every rank has its own, with this process's values at first. Raises TypeError for parameters of
+    several dtypes, or that are not on the CPU.
+    """
+    from lockstep.synk.programs import callables
+
+    return callables.share(module_or_tensor)
+
+
+def weights(module: Any) -> Any:
+    """All parameters of a shared module as one vector, for collectives and `updates`."""
+    from lockstep.synk.programs import callables
+
+    return callables.vectors(module, "weights()")[0]
+
+
+def grads(module: Any) -> Any:
+    """All gradients of a shared module's parameters as one vector, for collectives and `updates`."""
+    from lockstep.synk.programs import callables
+
+    return callables.vectors(module, "grads()")[1]

@@ -180,6 +180,8 @@ class Function:
         ndim = value.ndim if isinstance(value, Data) else np.ndim(value)
         if spec.ndim is not None and ndim != spec.ndim:
             raise TypeError(f"{what} has {spec.ndim} dimensions, {ndim} given")
+        if not ndim and not spec.whole:
+            raise TypeError(f"{what} is a scalar, which has no rows to divide: put it into bcast_inputs")
         if isinstance(value, Data):
             self._check_data(what, spec.dtype, value)
             return value

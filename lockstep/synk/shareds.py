@@ -171,6 +171,10 @@ class Known:
                 )
         else:
             label = self.label(variable)
+            if label is not None and label[1]:
+                raise TypeError(
+                    f"{what}: a parameter of a module is no variable of its own: use weights(module)"
+                )
             numbers = [] if label is None else [label[0]]
         if not numbers:
             raise ValueError(f"{what}: no function uses a shared variable {variable!r}")

@@ -72,6 +72,7 @@ class Team:
         self.size, self.rank, self.here = size, caller, Here(caller, size, caller)
         self.known = Known(self)
         self.functions: list[Function] = []
+        self.n_functions = 0  # ever made
         self.row_numbers: RowNumbers | None = None
         self.distributed = False
         self.closed = False
