@@ -4,7 +4,8 @@ import errno
 import math
 import select
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -100,5 +101,11 @@ class Pipe:
     def _within(seconds: float, happens: Callable[[float], bool]) -> bool:
         return any(happens(min(1.0, seconds)) for _ in range(math.ceil(seconds)))
 
-    def _socket(self) -> socket.socket:
-        return socket.socket(fileno=socket.dup(self._connection.fileno()))
+    @contextmanager
+    def _socket(self) -> Iterator[socket.socket]:
+        """The connection as a socket; not a duplicate, for which there may be no descriptor left."""
+        channel = socket.socket(fileno=self._connection.fileno())
+        try:
+            yield channel
+        finally:
+            channel.detach()

@@ -87,7 +87,12 @@ class HostMemory(Memory):
 
     def receive(self, pipe: Pipe, what: str) -> HostBlock:
         handle = pipe.receive(HostHandle, what)
-        return HostBlock(pipe.receive_descriptor(what), handle.n_bytes)
+        descriptor = pipe.receive_descriptor(what)
+        try:
+            return HostBlock(descriptor, handle.n_bytes)
+        except OSError:
+            os.close(descriptor)
+            raise
 
 
 def _available_bytes() -> int:

@@ -80,6 +80,7 @@ class Team:
         self._pid = os.getpid()
         self.lock, self._busy = threading.RLock(), False  # one thread at a time
         self._released: deque[int] = deque()
+        self._names: dict[int, str] = {}  # of blocks
         self._n_blocks = 0
         keep_freed_memory()
         self.threads = Threads(threads)
@@ -114,6 +115,7 @@ class Team:
             raise OSError(error.errno, f"{what}: {error.strerror} (for descriptors: ulimit -n)") from error
         self._n_blocks += 1
         self.here.blocks.add(self._n_blocks, block)
+        self._names[self._n_blocks] = what
         return self._n_blocks
 
     def release(self, *numbers: int) -> None:
@@ -185,7 +187,7 @@ class Team:
 
     def _offer(self, worker: Worker, numbers: set[int]) -> None:
         for number in numbers - worker.known:
-            worker.pipe.send(Open(number, f"block {number}"))
+            worker.pipe.send(Open(number, self._names[number]))
             self.here.blocks[number].send(worker.pipe)
             worker.known.add(number)
 
@@ -241,6 +243,7 @@ class Team:
             while self._released:
                 number = self._released.popleft()
                 self.here.blocks.drop(number)
+                self._names.pop(number, None)
                 for worker in self.workers:
                     if number in worker.known and not self.closed and self._lost is None:
                         worker.known.discard(number)

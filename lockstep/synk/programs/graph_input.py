@@ -27,7 +27,7 @@ def build(
     """Checks what the user gave to lockstep.synk.function, and compiles it here."""
     divided, whole = (
         _check_inputs(name, "inputs", inputs),
-        _check_inputs(name, "bcast_inputs", bcast_inputs or []),
+        _check_inputs(name, "bcast_inputs", [] if bcast_inputs is None else bcast_inputs),
     )
     for variable in divided:
         _check_divided(name, variable)
