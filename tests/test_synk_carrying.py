@@ -108,11 +108,8 @@ def test_one_graph_is_compiled_for_all_ways_to_call(monkeypatch: pytest.MonkeyPa
     assert compiled == ["one"]
 
 
-def test_an_option_that_can_not_go_over_is_named() -> None:
+def test_a_graph_that_can_not_go_over_is_named() -> None:
     x = pt.vector("x")
-
-    class Bad(pt.elemwise.Op):  # type: ignore[name-defined]
-        pass
 
     f = synk.function([x], (x.sum(), "sum"), name="good")
     x.tag.lock = threading.Lock()
