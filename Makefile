@@ -1,14 +1,15 @@
 # make train   set up, make the digits' dataset, train on it        make test    set up, run the tests
 # make bench   measure and print the tables of docs/results         make check   lint, format, types
+# make demos   run the demos of lockstep.synk
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
 DIGITS := data/digits/manifest.json
 .DEFAULT_GOAL := help
 
-.PHONY: help setup data train test check format bench clean
+.PHONY: help setup data train test check format bench demos clean
 help:
-	@sed -n '1,2s/^# //p' Makefile
+	@sed -n '1,3s/^# //p' Makefile
 
 setup: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
@@ -42,6 +43,9 @@ format: .venv/.installed
 
 bench: .venv/.installed $(DIGITS)
 	$(BIN)/python -m benchmarks
+
+demos: .venv/.installed
+	demos/run.sh $(abspath $(BIN)/python)
 
 clean:
 	rm -rf .venv data/digits data/digits_jpeg *.egg-info build

@@ -1,11 +1,11 @@
 """Functions over data (lockstep.synk) on 2 ranks, against one process: calls, collectives, training steps.
 
-CPU time is that of the busiest rank, which on a machine of one's own is the wall time; wall is the fastest round.
+CPU time is that of the busiest rank, which on a machine of one's own is the wall time; wall is the fastest
+round.
 """
 
 import argparse
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -166,7 +166,8 @@ def measure_elementwise(rows: list[tuple[str, ...]], numbers: dict[str, Any]) ->
 
 def measure_start(rows: list[tuple[str, ...]], numbers: dict[str, Any]) -> None:
     """fork() in a program of its own, without and with torch."""
-    script = "import time, lockstep.synk as synk{more}; t = time.perf_counter(); synk.fork(2); {use}; print(time.perf_counter() - t)"
+    script = "import time, lockstep.synk as synk{more}; t = time.perf_counter(); synk.fork(2); {use}; "
+    script += "print(time.perf_counter() - t)"
     torch_use = "f = synk.function(lambda x: x.sum(), 'sum'); synk.distribute(); f([1.0])"
     for name, more, use, goal in (
         ("fork()", "", "0", "1 s"),
@@ -190,7 +191,7 @@ def run() -> tuple[str, dict[str, Any]]:
         measure_elementwise(rows, numbers)
     finally:
         synk.close()
-    title = f"Functions over data: {N_RANKS} ranks, Python {platform.python_version()}, PyTensor {numbers['pytensor']}"
+    title = f"Functions over data: {N_RANKS} ranks, PyTensor {numbers['pytensor']}, numba {numbers['numba']}"
     return table(title, rows), numbers
 
 

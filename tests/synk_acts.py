@@ -15,7 +15,7 @@ import lockstep.synk as synk
 
 
 class Act(Op):
-    """The identity, after doing something on one rank (or all: -1), which the environment says of each process."""
+    """The identity, after doing something on one rank, or on all (-1)."""
 
     __props__ = ("rank", "what", "place")
 

@@ -1,4 +1,4 @@
-"""What goes over to the ranks: deep graphs, loops, random streams, what scripts define, later functions; programs."""
+"""What goes over to the ranks: deep graphs, loops, random streams, later functions; and whole programs."""
 
 import os
 import subprocess
@@ -114,7 +114,7 @@ def test_a_graph_that_can_not_go_over_is_named() -> None:
     f = synk.function([x], (x.sum(), "sum"), name="good")
     x.tag.lock = threading.Lock()
     synk.function([x], (x.max(), "max"), name="locked")
-    with pytest.raises(TypeError, match="function 'good'.* can't go to the ranks: .*lock"):
+    with pytest.raises(TypeError, match=r"function 'good'.* can't go to the ranks: .*lock"):
         synk.distribute()
     del x.tag.lock
     synk.distribute()
@@ -130,8 +130,8 @@ PAPER = """
     def build_mlp():
         x = T.matrix("x")
         random = np.random.default_rng(0)
-        params = [theano.shared(random.normal(0, 0.3, s), name="w%d" % i) for i, s in enumerate([(8, 16), (16, 3)])]
-        return T.tanh(x.dot(params[0])).dot(params[1]), x, params
+        params = [theano.shared(random.normal(0, 0.3, s), name="w%d" % i) for i, s in enumerate([(8, 16), (16,
+        3)])] return T.tanh(x.dot(params[0])).dot(params[1]), x, params
 
     def setup_training(network):
         y = T.matrix("y")
@@ -186,7 +186,7 @@ def test_the_papers_program_is_its_serial_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_compiled_by_numba() -> None:
-    """One of each kind: modes, slices, index lists, stored rows, updates; and the second function reads the cache."""
+    """One of each kind: modes, slices, index lists, stored rows, updates."""
     x, s = pt.matrix("x"), pytensor.shared(np.zeros((9, 3)), name="numbas")
     total = pytensor.shared(np.zeros(3), name="total")
     rows = pt.tanh(x)
@@ -208,6 +208,6 @@ def test_compiled_by_numba() -> None:
     assert np.abs(synk.reduce(total, "sum", in_place=False)).sum() > 0
     synk.scatter(s, values)
     assert largest_error(g(), expected.sum(0)) < 1e-10
-    with pytest.raises(Exception, match="rank|index|dim|shape|incompatible"):
+    with pytest.raises(Exception, match=r"rank|index|dim|shape|incompatible"):
         f(np.ones((5, 2)))
     assert largest_error(g(num_slices=2), expected.sum(0)) < 1e-10

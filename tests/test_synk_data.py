@@ -71,7 +71,7 @@ def test_where_the_dtype_comes_from() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: synk.data(), TypeError, "dtype and ndim"),
+        (synk.data, TypeError, "dtype and ndim"),
         (lambda: synk.data(dtype="f4"), TypeError, "dtype and ndim"),
         (lambda: synk.data(np.ones(3), dtype="f4", name="x"), TypeError, "x is float32.*force_cast"),
         (lambda: synk.data([1.5], dtype=int), TypeError, "force_cast"),

@@ -1,4 +1,4 @@
-"""How things end: ranks killed or hanging, errors, Ctrl-C, the program's own death. Nothing hangs, nothing is left."""
+"""How things end: ranks killed or hanging, errors, Ctrl-C, the program's death. Nothing hangs or is left."""
 
 import os
 import signal
@@ -63,14 +63,14 @@ def test_a_rank_killed_in_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
         shared = pytensor.shared(np.zeros(3), name="s")
         synk.function([], shared.sum())
         synk.distribute()
-        decide = synk.collectives.AllReduce.decide
+        decide = synk.allreduce.AllReduce.decide
 
         def kill_first(step: Any, team: Any, words: Any) -> Any:
             os.kill(team.workers[1].process.pid, signal.SIGKILL)
             return decide(step, team, words)
 
-        monkeypatch.setattr(synk.collectives.AllReduce, "decide", kill_first)
-        with pytest.raises(synk.RankLost, match="rank 2 .*SIGKILL.* at: all_reduce"):
+        monkeypatch.setattr(synk.allreduce.AllReduce, "decide", kill_first)
+        with pytest.raises(synk.RankLost, match=r"rank 2 .*SIGKILL.* at: all_reduce"):
             synk.all_reduce(shared)
 
 

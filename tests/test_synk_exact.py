@@ -1,6 +1,7 @@
-"""Every mode gives what one process gives on all rows: for any number of ranks, slices and rows, and kind of batch."""
+"""Every mode gives what one process gives on all rows, for any ranks, slices, rows and kind of batch."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,7 +124,7 @@ def test_outputs_and_updates_are_those_of_one_process(
 
 
 def check_updates(size: int, case: Any, rows: np.ndarray, before: dict[str, Any], n_slices: int) -> None:
-    """After two calls, in every rank: the fold of its own parts, from the values before; nothing without rows."""
+    """After two calls, in every rank: the fold of its own parts, from the values before."""
     for mode, shared in case.shareds.items():
         after = synk.gather(shared)
         for rank in range(size):
@@ -154,10 +155,10 @@ def test_stored_rows_are_chosen_on_each_rank(
     n_rows = data.draw(st.integers(size, N_ROWS))
     synk.scatter(case.stored, case.x, batch=n_rows)
     bounds = [n_rows * rank // size for rank in range(size + 1)]
-    own = [case.x[first:last] for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+    own = [case.x[first:last] for first, last in pairwise(bounds)]
     shortest = min(map(len, own))
     each = [data.draw(batches(len(part))) for part in own]
-    kinds = [slice(0, shortest), [0] * 3, np.array([shortest - 1], np.int16), [b for b in each]]
+    kinds = [slice(0, shortest), [0] * 3, np.array([shortest - 1], np.int16), list(each)]
     batch_s = data.draw(st.sampled_from(kinds))
     if batch_s is kinds[3]:
         each = [slice(None) if b is None or isinstance(b, int) else b for b in each]

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -58,8 +57,11 @@ def test_training_is_that_of_one_process(ranks: int) -> None:
         found.backward()
         return found
 
+    def update():
+        optimizer.step()
+
     f = synk.function(gradient, "avg", updates=[synk.grads(net)])
-    step = synk.function(lambda: optimizer.step(), None, updates=[synk.weights(net)])
+    step = synk.function(update, None, updates=[synk.weights(net)])
     synk.distribute()
     reference = torch.optim.SGD(lone.parameters(), lr=0.1, momentum=0.9)
     random = np.random.default_rng(2)

@@ -127,7 +127,7 @@ def test_a_rule_over_25_uneven_steps_is_that_of_one_process(steps: dict[str, Any
 def test_constants_have_the_parameters_dtype_whatever_floatx_is() -> None:
     assert pytensor.config.floatX == "float64"
     for name in [*RULES, "sgd_nonflat"]:
-        _, params, x, y, loss = network("float32")
+        _, params, _, _, loss = network("float32")
         grad_updates, param_updates, _ = getattr(updates, name)(loss, params, learning_rate=RATE)
         for variable, value in [*grad_updates, *param_updates]:
             assert variable.dtype == value.dtype == "float32", name

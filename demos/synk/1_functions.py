@@ -13,7 +13,12 @@ scores = pt.tanh(x).dot(weights)
 f = synk.function(
     inputs=[x],  # rows are divided
     bcast_inputs=[weights],  # goes whole to all
-    outputs=[scores.mean(), (scores.max(), "max"), (scores.sum(), "sum"), (scores, "gather")],  # mean: avg, weighted
+    outputs=[
+        scores.mean(),
+        (scores.max(), "max"),
+        (scores.sum(), "sum"),
+        (scores, "gather"),
+    ],  # mean: avg, weighted
     name="scores",
 )
 synk.distribute()  # functions and shared variables go to the ranks
@@ -21,11 +26,13 @@ synk.distribute()  # functions and shared variables go to the ranks
 rows, one_each = np.random.default_rng(0).normal(size=(1001, 4)), np.ones(4)
 mean, largest, total, each = f(rows, one_each)
 expected = np.tanh(rows) @ one_each
-print(f"mean {mean:.6f}, largest {largest:.6f}, total {total:.6f}, {each.shape[0]} scores, modes {f.output_modes}")
+print(
+    f"mean {mean:.6f}, largest {largest:.6f}, total {total:.6f}, {len(each)} scores, modes {f.output_modes}"
+)
 assert np.allclose([mean, largest, total], [expected.mean(), expected.max(), expected.sum()])
 assert np.allclose(each, expected)
 
-# In slices: each rank computes on a part of its rows after the other, for when one would need too much memory.
+# In slices: each rank computes on one part of its rows after another, which needs less memory.
 assert np.allclose(f(rows, one_each, num_slices=4)[0], mean)
 # Some outputs only; inputs by name; in this process only.
 (largest_again,) = f(x=rows, weights=one_each, output_subset=[1])

@@ -1,4 +1,4 @@
-"""batch: which rows of the inputs a call uses. Every rank takes its own share out of the memory that all map."""
+"""batch: which rows of the inputs a call uses. Every rank takes its share out of the memory that all map."""
 
 import numpy as np
 import pytensor.tensor as pt

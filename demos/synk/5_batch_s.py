@@ -23,8 +23,16 @@ numbers = random.integers(0, n, 50)
 for name, batch_s, chosen in (
     ("a slice for all", slice(100, 200), by_rank[:, 100:]),
     ("row numbers for all", numbers, by_rank[:, numbers]),
-    ("a slice for each", [slice(r, 100 + r) for r in range(n_ranks)], [by_rank[r, r : 100 + r] for r in range(n_ranks)]),
-    ("row numbers for each", [numbers[r:] for r in range(n_ranks)], [by_rank[r, numbers[r:]] for r in range(n_ranks)]),
+    (
+        "a slice for each",
+        [slice(r, 100 + r) for r in range(n_ranks)],
+        [by_rank[r, r : 100 + r] for r in range(n_ranks)],
+    ),
+    (
+        "row numbers for each",
+        [numbers[r:] for r in range(n_ranks)],
+        [by_rank[r, numbers[r:]] for r in range(n_ranks)],
+    ),
 ):
     expected = np.tanh(np.concatenate(list(chosen))).dot(values).sum(axis=0)
     assert np.allclose(f(batch_s=batch_s), expected)

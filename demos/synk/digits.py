@@ -1,5 +1,6 @@
 """What the demos of training share: scikit-learn's handwritten digits, and a network for them."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ def load() -> tuple[np.ndarray, ...]:
 def build_mlp(x: Any, sizes: tuple[int, ...] = (64, 64, 10)) -> tuple[Any, list[Any]]:
     """Scores for each class, and the parameters."""
     random, params, hidden = np.random.default_rng(1), [], x
-    for number, (n_in, n_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+    for number, (n_in, n_out) in enumerate(pairwise(sizes)):
         weight = pytensor.shared(random.normal(0, n_in**-0.5, (n_in, n_out)), name=f"w{number}")
         bias = pytensor.shared(np.zeros(n_out), name=f"b{number}")
         hidden = (pt.tanh(hidden) if number else hidden).dot(weight) + bias

@@ -1,4 +1,4 @@
-"""Full-batch L-BFGS by SciPy: loss and gradient of all pictures, by all ranks, in slices so that memory stays small."""
+"""Full-batch L-BFGS by SciPy: loss and gradient of all pictures, by all ranks, in slices to save memory."""
 
 import numpy as np
 import pytensor.tensor as pt
@@ -33,5 +33,7 @@ start = np.concatenate([param.get_value().ravel() for param in params])
 found = minimize(loss_and_gradient, start, jac=True, method="L-BFGS-B", options={"maxiter": 40})
 loss_and_gradient(found.x)
 val_error = validate(x_val, y_val)
-print(f"loss {loss_and_gradient(start)[0]:.4f} -> {found.fun:.4f} in {found.nit} iterations, error {val_error:.2%}")
+print(
+    f"loss {loss_and_gradient(start)[0]:.4f} -> {found.fun:.4f} in {found.nit} iterations, error {val_error:.1%}"
+)
 assert found.fun < 0.05 and val_error < 0.08

@@ -1,4 +1,4 @@
-"""The program of the paper (Stooke and Abbeel 2017, figure 5): from a serial one, the lines with synk are new."""
+"""The paper's program (Stooke and Abbeel 2017, figure 5): a serial one, and the lines with synk are new."""
 
 import numpy as np
 import pytensor.tensor as pt

@@ -1,4 +1,5 @@
-"""Folding arrays of several ranks into one, in rank order: on the host, by NumPy, in chunks that stay in a core's cache.
+"""Folding arrays of several ranks into one, in rank order: on the host, by NumPy, in chunks that stay in a
+core's cache.
 
 Each element is computed from the first part to the last and written to every output, so whoever folds it, and
 into however many shards it is cut, its bits are the same.
@@ -21,8 +22,9 @@ def fold(
 ) -> None:
     """Writes the fold of all `parts` into every one of `outputs`.
 
-    op: avg, sum, max, min or prod. parts and outputs: arrays (n,) of one dtype; an output may be one of the parts,
-    but may not overlap it otherwise. weights: for avg, the parts' shares, which add up to 1; None where they are equal.
+    op: avg, sum, max, min or prod. parts and outputs: arrays (n,) of one dtype; an output may be one of the
+    parts, but may not overlap it otherwise. weights: for avg, the parts' shares, which add up to 1; None
+    where they are equal.
     """
     n_elements, n_chunk = len(parts[0]), max(1, CHUNK_BYTES // parts[0].itemsize)
     total, scaled = np.empty((2, min(n_chunk, n_elements)), parts[0].dtype)

@@ -1,7 +1,8 @@
-"""Functions over data on all cores: the programming interface of Synkhronos (Stooke and Abbeel 2017, arXiv 1710.04162).
+"""Functions over data on all cores: the programming interface of Synkhronos (Stooke and Abbeel 2017, arXiv
+1710.04162).
 
-A program stays serial. It builds functions as with PyTensor; each call runs on all ranks at once, every one on its
-share of the rows, and what they give is folded into one result:
+A program stays serial. It builds functions as with PyTensor; each call runs on all ranks at once, every one
+on its share of the rows, and what they give is folded into one result:
 
     import numpy as np
     import pytensor.tensor as pt
@@ -34,8 +35,8 @@ from lockstep.synk.collectives import (
 from lockstep.synk.data import Data
 from lockstep.synk.distributing import distribute, function
 from lockstep.synk.functions import Function
+from lockstep.synk.interrupts import RankLost
 from lockstep.synk.session import close, current_team, fork
-from lockstep.synk.team import RankLost
 
 __all__ = [
     "Data",
@@ -75,12 +76,12 @@ def data(
 ) -> Data:
     """An array that all ranks can read, for inputs of functions and values of collectives.
 
-    value: an array. var: a variable that gives dtype, ndim and name. dtype, ndim, shape: what is given here is
-    obeyed. minibatch: its rows are those of a batch, not of the whole. force_cast: cast even where something may be
-    lost. oversize: from 1 to 2, room for growing. name: for errors.
+    value: an array. var: a variable that gives dtype, ndim and name. dtype, ndim, shape: what is given here
+    is obeyed. minibatch: its rows are those of a batch, not of the whole. force_cast: cast even where
+    something may be lost. oversize: from 1 to 2, room for growing. name: for errors.
 
-    Raises RuntimeError before fork(), TypeError without dtype or ndim and for unsafe casts, ValueError for shapes
-    that don't fit, MemoryError.
+    Raises RuntimeError before fork(), TypeError without dtype or ndim and for unsafe casts, ValueError for
+    shapes that don't fit, MemoryError.
     """
     team = current_team("data()")
     return _data.make_data(team, value, var, dtype, ndim, shape, minibatch, force_cast, oversize, name)
@@ -89,23 +90,23 @@ def data(
 def share(module_or_tensor: Any) -> Any:
     """Puts the parameters of a torch module, or a tensor, into this rank's block; returns what it was given.
 
-    After distribute() every rank has its own, with this process's values at first. Raises TypeError for parameters of
-    several dtypes, or that are not on the CPU.
+    After distribute() every rank has its own, with this process's values at first. Raises TypeError for
+    parameters of several dtypes, or that are not on the CPU.
     """
-    from lockstep.synk.programs import callables
+    from lockstep.synk.programs import tensors
 
-    return callables.share(module_or_tensor)
+    return tensors.share(module_or_tensor)
 
 
 def weights(module: Any) -> Any:
     """All parameters of a shared module as one vector, for collectives and `updates`."""
-    from lockstep.synk.programs import callables
+    from lockstep.synk.programs import tensors
 
-    return callables.vectors(module, "weights()")[0]
+    return tensors.vectors(module, "weights()")[0]
 
 
 def grads(module: Any) -> Any:
     """All gradients of a shared module's parameters as one vector, for collectives and `updates`."""
-    from lockstep.synk.programs import callables
+    from lockstep.synk.programs import tensors
 
-    return callables.vectors(module, "grads()")[1]
+    return tensors.vectors(module, "grads()")[1]

@@ -1,7 +1,7 @@
 """Host memory by number: blocks that the caller allocates and every rank can open.
 
-The caller numbers its blocks, and sends each to a rank at most once, before the first command that needs it. From
-then on a number and an offset say where an array lies, in every process.
+The caller numbers its blocks, and sends each to a rank at most once, before the first command that needs it.
+From then on a number and an offset say where an array lies, in every process.
 """
 
 from dataclasses import dataclass

@@ -11,7 +11,6 @@ from lockstep.exchange.fold import OPS
 from lockstep.synk import rows
 from lockstep.synk.blocks import Span
 from lockstep.synk.commands import Meeting
-from lockstep.synk.programs import Program
 from lockstep.synk.results import RankPart, check_same_shape
 from lockstep.synk.shareds import Shared
 
@@ -34,7 +33,8 @@ class Call:
     """Step: every rank calls the program on its rows.
 
     rows: of the whole, a slice or where row numbers lie; None where no input is divided. stored: what batch_s
-    chooses, by rank: a slice, or where row numbers or a mask lie; None for all rows. outputs: those asked for.
+    chooses, by rank: a slice, or where row numbers or a mask lie; None for all rows. outputs: those asked
+    for.
     """
 
     program: int
@@ -99,7 +99,7 @@ class _Part:
         return choices
 
     def _count_rows(self) -> int:
-        """How many rows this rank has; 1 where the program has none to divide. Raises ValueError where they differ."""
+        """How many rows this rank has; 1 where none are divided. Raises ValueError where they differ."""
         counts = {
             shared.name: rows.count(c)
             for shared, c in zip(self._program.sliceable, self._stored, strict=True)
@@ -128,7 +128,7 @@ class _Part:
 
     @contextmanager
     def _stored_rows(self, first: int, last: int) -> Iterator[None]:
-        """Gives the program the chosen stored rows as its variables' values, and the old values back afterwards."""
+        """Gives the program the chosen stored rows as its variables' values; the old values come back."""
         stored = [(shared, shared.get()) for shared in self._program.sliceable]
         try:
             for (shared, value), choice in zip(stored, self._stored, strict=True):
@@ -141,7 +141,7 @@ class _Part:
                 shared.put(value)
 
     def _call_in_slices(self, parts: Parts, n_rows: int) -> list[Any]:
-        """Every part starts from the values before the call; the variables get the fold of what the parts gave."""
+        """Every part starts from the values before; the variables get the fold of what the parts gave."""
         program, name = self._program, self._program.name
         before = {shared: shared.get() for shared in program.updated}
         modes = program.output_modes

@@ -1,8 +1,8 @@
 """Graphs and closures on their way to the ranks.
 
-What the user wrote goes over, never a compiled function. Pickling a graph as a whole recurses as deep as the graph
-is, so its nodes go one by one, in topological order, through one pickler, whose memory stays from one to the next.
-Shared variables go as numbers, arrays out of band, and all of it in one block.
+What the user wrote goes over, never a compiled function. Pickling a graph as a whole recurses as deep as the
+graph is, so its nodes go one by one, in topological order, through one pickler, whose memory stays from one
+to the next. Shared variables go as numbers, arrays out of band, and all of it in one block.
 """
 
 import io

@@ -1,124 +1,34 @@
 """Collectives on shared variables: what the user calls, and the one that all ranks work on, all_reduce.
 
-All ranks' values lie in blocks that this process has mapped, so most collectives are a command that moves values to
-their places (Settle), reading and writing them here, and a command that makes what was written the value (Adopt).
+All ranks' values lie in blocks that this process has mapped, so most collectives are a command that moves
+values to their places (Settle), reading and writing them here, and a command that makes what was written the
+value (Adopt).
 """
 
 import operator
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.exchange import shard
-from lockstep.exchange.fold import fold, fractions
+from lockstep.exchange.fold import fold
 from lockstep.synk import rows
-from lockstep.synk.commands import Meeting
+from lockstep.synk.allreduce import Shape, check_equal, make_all_reduce
 from lockstep.synk.data import condition
 from lockstep.synk.results import check_foldable, normalise_op
 from lockstep.synk.session import distributed_team
-from lockstep.synk.shareds import Adopt, Place, Settle, Shared, make_room, release_left
+from lockstep.synk.shareds import Adopt, Place, Settle, Shapes, Shared, make_room, release_left
 
 if TYPE_CHECKING:
-    from lockstep.synk.here import Here
     from lockstep.synk.team import Team
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Decision:
-    """What all ranks do next in AllReduce: move to new places, or fold with these weights."""
-
-    places: tuple[Place, ...] | None
-    weights: tuple[list[float] | None, ...]
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """Step: rank r folds shard r of all ranks' values and writes it to all of them.
-
-    by_rows: ranks count by the rows of the call that last updated the variable.
-    """
-
-    numbers: tuple[int, ...]
-    op: str
-    by_rows: bool
-    writes_to_others: ClassVar[bool] = True
-
-    def blocks(self) -> Iterable[int]:
-        return ()
-
-    def run(self, here: "Here") -> Generator[Meeting, Any, None]:
-        shareds = [here.shareds[number] for number in self.numbers]
-        while True:
-            word = [(shared.settle(here), shared.rows) for shared in shareds]
-            decision = yield self.decide, word
-            if decision.places is None:
-                break
-            for shared, place in zip(shareds, decision.places, strict=True):
-                shared.place = place
-        for shared, weights in zip(shareds, decision.weights, strict=True):
-            self._fold(here, shared, weights)
-
-    def decide(self, team: "Team", words: list[list[tuple[Shape, int]]]) -> _Decision:
-        """In the caller. Raises ValueError where shapes differ."""
-        shareds = [team.here.shareds[number] for number in self.numbers]
-        by_variable = list(zip(*words, strict=True))
-        for shared, found in zip(shareds, by_variable, strict=True):
-            _check_equal(shared, [shape for shape, _ in found], f"all_reduce {self.op}")
-        sizes = [shared.get().nbytes for shared in shareds]
-        places = make_room(team, shareds, sizes)
-        if any(place is not shared.place for place, shared in zip(places, shareds, strict=True)):
-            team.offer({number for place in places for number in place.blocks})
-            return _Decision(places, ())
-        return _Decision(
-            None,
-            tuple(self._weigh(shared, found) for shared, found in zip(shareds, by_variable, strict=True)),
-        )
-
-    def _weigh(self, shared: Shared, found: Sequence[tuple[Shape, int]]) -> list[float] | None:
-        counts = [n_rows for _, n_rows in found]
-        if not self.by_rows:
-            return None
-        if not any(counts):
-            raise ValueError(f"all_reduce: no rank had rows when {shared.name!r} was last updated")
-        return fractions(counts)
-
-    def _fold(self, here: "Here", shared: Shared, weights: list[float] | None) -> None:
-        value = shared.get()
-        first, last = shard(value.size, here.rank, here.size)
-        if first == last:
-            return
-        flat = [shared.view(here, rank, (value.size,))[first:last] for rank in range(here.size)]
-        if weights is None:
-            fold(self.op, flat, flat)
-            return
-        counted = [(part, weight) for part, weight in zip(flat, weights, strict=True) if weight]
-        fold(self.op, [part for part, _ in counted], flat, [weight for _, weight in counted])
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Step: the shapes of the variables' values here."""
-
-    numbers: tuple[int, ...]
-    writes_to_others: ClassVar[bool] = False
-
-    def blocks(self) -> Iterable[int]:
-        return ()
-
-    def run(self, here: "Here") -> Generator[Meeting, Any, list[Shape]]:
-        return [here.shareds[number].get().shape for number in self.numbers]
-        yield  # a step is a generator, also where it meets nobody
 
 
 def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
     """Gives all ranks this process's value, or one that is given here.
 
-    shared_vars: a variable or its name, or a list of them. values: an array or Data for each. nccl: accepted, unused.
-    Raises TypeError for a value of another dtype or number of dimensions, ValueError for an unknown variable.
+    shared_vars: a variable or its name, or a list of them. values: an array or Data for each. nccl: accepted,
+    unused. Raises TypeError for a value of another dtype or number of dimensions, ValueError for an unknown
+    variable.
     """
     team, shareds = _begin("broadcast", shared_vars)
     arrays = [shared.get() for shared in shareds] if values is None else _arrays(shareds, shared_vars, values)
@@ -169,15 +79,15 @@ def all_gather(shared_vars: Any, nccl: bool = True) -> None:
 def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool = True) -> Any:
     """Folds all ranks' values into this process's variable, or, with in_place=False, into what is returned.
 
-    op: avg, sum, max, min or prod. Raises ValueError where shapes differ or for an unknown op; TypeError for the avg
-    of integers.
+    op: avg, sum, max, min or prod. Raises ValueError where shapes differ or for an unknown op; TypeError for
+    the avg of integers.
     """
     team, shareds = _begin("reduce", shared_vars)
     op = normalise_op(op, "reduce")
     results = []
     for shared, parts in zip(shareds, _read(team, "reduce", shareds), strict=True):
         check_foldable(op, parts[0].dtype, f"reduce: {shared.name!r}")
-        _check_equal(shared, [part.shape for part in parts], f"reduce {op}")
+        check_equal(shared, [part.shape for part in parts], f"reduce {op}")
         result = np.empty(parts[0].shape, parts[0].dtype)
         fold(op, [part.reshape(-1) for part in parts], [result.reshape(-1)])
         results.append(result)
@@ -191,21 +101,11 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
 def all_reduce(shared_vars: Any, op: str = "avg", by_rows: bool = False, nccl: bool = True) -> None:
     """Folds all ranks' values; every rank's variable gets the result, the same bits in all of them.
 
-    by_rows: with avg, ranks count by the rows that they had in the call that last updated the variable, so that the
-    mean of ranks' means is the mean over all rows.
+    by_rows: with avg, ranks count by the rows that they had in the call that last updated the variable, so
+    that the mean of ranks' means is the mean over all rows.
     """
     team, shareds = _begin("all_reduce", shared_vars)
     team.ask("all_reduce", make_all_reduce(shareds, op, by_rows))
-
-
-def make_all_reduce(shareds: Sequence[Shared], op: str, by_rows: bool) -> AllReduce:
-    """The step, checked."""
-    op = normalise_op(op, "all_reduce")
-    if by_rows and op != "avg":
-        raise ValueError(f"all_reduce: by_rows is for avg, not for {op}")
-    for shared in shareds:
-        check_foldable(op, shared.get().dtype, f"all_reduce: {shared.name!r}")
-    return AllReduce(tuple(shared.number for shared in shareds), op, by_rows)
 
 
 def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> None:
@@ -214,9 +114,8 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
     rank = _check_rank(team, "set_value", rank)
     parts = []
     for shared, array in zip(shareds, _arrays(shareds, shared_vars, values), strict=True):
-        if batch is not None:
-            array = rows.excerpt(array, _choose(batch, array, f"set_value {shared.name!r}: batch"))
-        parts.append([array] * team.size)
+        chosen = slice(None) if batch is None else _choose(batch, array, f"set_value {shared.name!r}: batch")
+        parts.append([array[chosen] if batch is not None else array] * team.size)
     _write(team, "set_value", shareds, parts, rank)
 
 
@@ -289,12 +188,6 @@ def _check_rank(team: "Team", what: str, rank: Any) -> int:
     return number
 
 
-def _check_equal(shared: Shared, shapes: Sequence[Shape], what: str) -> None:
-    if any(shape != shapes[0] for shape in shapes):
-        found = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
-        raise ValueError(f"{what}: {shared.name!r} has unequal shapes: {found}")
-
-
 def _join(shared: Shared, parts: Sequence[np.ndarray], what: str) -> np.ndarray:
     if parts[0].ndim == 0 or any(part.shape[1:] != parts[0].shape[1:] for part in parts):
         found = ", ".join(str(part.shape) for part in parts)
@@ -331,7 +224,7 @@ def _bytes_of(shared: Shared) -> Callable[[Shape], int]:
 def _write(
     team: "Team", what: str, shareds: list[Shared], parts: list[list[np.ndarray]], only: int | None = None
 ) -> None:
-    """Writes values to the ranks' places and has them adopted. parts: by variable, by rank. only: to this rank."""
+    """Writes values to ranks' places and has them adopted. parts: by variable, by rank. only: this rank."""
     team.check()
     left = [shared.place for shared in shareds]
     places = make_room(team, shareds, [max(part.nbytes for part in by_rank) for by_rank in parts])

@@ -5,17 +5,18 @@ One call, in time (two ranks; the caller is rank 0):
     caller    Open ... Run ---- own part ---- | collects | folds, returns
     worker    ............ Run ---- own part ---- Answer
 
-Open (a block's number, then its descriptor) goes to a worker once, when a command first needs the block. A worker
-whose results find no room in its block sends NeedRoom before its Answer, and gets a larger one by Open.
+Open (a block's number, then its descriptor) goes to a worker once, when a command first needs the block. A
+worker whose results find no room in its block sends NeedRoom before its Answer, and gets a larger one by
+Open.
 
 A command of several steps, or a collective, has meetings in which all ranks wait for each other:
 
     caller    Run -- step -- | collects, decides -- Go | -- step -- | collects
     worker    Run -- step -- Arrived ............... Go | -- step -- Answer
 
-In every round each worker sends just one of Arrived, Answer, Problem (and NeedRoom before). When a rank has a Problem, those
-that have arrived get Abort, and all are ready for the next command. Workers wait without a deadline: the end of the
-pipe, and of their process, is the caller's end. The caller's waits have deadlines.
+In every round each worker sends just one of Arrived, Answer, Problem (and NeedRoom before). When a rank has a
+Problem, those that have arrived get Abort, and all are ready for the next command. Workers wait without a
+deadline: the end of the pipe, and of their process, is the caller's end. The caller's waits have deadlines.
 """
 
 from collections.abc import Callable, Generator, Iterable

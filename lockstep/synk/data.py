@@ -51,8 +51,8 @@ def _open_in_child(descriptor: Any, n_bytes: int, dtype: str, shape: tuple[int, 
 class Data:
     """A NumPy-like array that every rank can read.
 
-    Its memory is allocated by the caller, mapped by a rank when a call first needs it there, and let go by all when
-    the Data is collected. Make it with `lockstep.synk.data` or `Function.build_inputs`.
+    Its memory is allocated by the caller, mapped by a rank when a call first needs it there, and let go by
+    all when the Data is collected. Make it with `lockstep.synk.data` or `Function.build_inputs`.
 
     minibatch: its rows are those of a batch, not of the whole: row i goes with row i of the batch.
     """
@@ -166,7 +166,7 @@ class Data:
     def _resize(self, shape: tuple[int, ...], oversize: float, keep: bool) -> None:
         if not 1 <= oversize <= 2:
             raise ValueError(f"{self.name}: oversize={oversize} is outside [1, 2]")
-        if shape and shape[0] < 1 or any(length < 0 for length in shape):
+        if (shape and shape[0] < 1) or any(length < 0 for length in shape):
             raise ValueError(f"{self.name}: there is no data of shape {shape}: give it one row or more")
         n_items = int(np.prod(shape, dtype=np.int64))
         if self._number is None or n_items > self._capacity:

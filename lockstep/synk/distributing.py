@@ -24,14 +24,14 @@ def function(
 ) -> Function:
     """A function that runs on all ranks at once.
 
-    Of a graph of PyTensor, as pytensor.function makes one: inputs is a list of variables, whose values are divided by
-    rows. outputs: a variable or (variable, mode), or a list of those. bcast_inputs: variables whose values go whole to
-    all. updates: pairs, triples with a mode, or a dict. sliceable_shareds: shared variables whose rows batch_s and
-    num_slices choose. kwargs go to pytensor.function.
+    Of a graph of PyTensor, as pytensor.function makes one: inputs is a list of variables, whose values are
+    divided by rows. outputs: a variable or (variable, mode), or a list of those. bcast_inputs: variables
+    whose values go whole to all. updates: pairs, triples with a mode, or a dict. sliceable_shareds: shared
+    variables whose rows batch_s and num_slices choose. kwargs go to pytensor.function.
 
-    Of a callable that computes with torch: inputs is the callable, and its parameters are the inputs, as tensors.
-    outputs: the mode of what it returns, a list of modes, or None. bcast_inputs: names of parameters. updates: shared
-    tensors that it changes, or (shared, mode). sliceable_shareds: as above.
+    Of a callable that computes with torch: inputs is the callable, and its parameters are the inputs, as
+    tensors. outputs: the mode of what it returns, a list of modes, or None. bcast_inputs: names of
+    parameters. updates: shared tensors that it changes, or (shared, mode). sliceable_shareds: as above.
 
     Raises RuntimeError before fork(), TypeError and ValueError for what docs/synk.md lists.
     """
@@ -50,13 +50,14 @@ def function(
 
 
 def distribute() -> None:
-    """Brings functions, and the shared variables that they use, to all ranks. May be called again for later ones.
+    """Brings functions, and the shared variables that they use, to all ranks. May be called again for later
+    ones.
 
     Variables start with this process's values everywhere; random streams of each rank become its own.
 
-    Raises TypeError for a function that can't be pickled, naming what of it, and what compiling one raises on a rank.
-    Such functions are passed over the next time; make them anew. Objects that several functions hold (an optimizer)
-    stay one object on the ranks when the functions go over together.
+    Raises TypeError for a function that can't be pickled, naming what of it, and what compiling one raises on
+    a rank. Such functions are passed over the next time; make them anew. Objects that several functions hold
+    (an optimizer) stay one object on the ranks when the functions go over together.
     """
     team = current_team("distribute()")
     with team.lock:

@@ -79,9 +79,9 @@ class Function:
     ) -> Any:
         """Runs on all ranks, each on its share of the rows, and returns the outputs, folded by their modes.
 
-        inputs, inputs_by_name: Data, or arrays, which are copied. output_subset: the numbers of the outputs that are
-        wanted. batch: which rows. batch_s: which rows of each rank's own stored variables. num_slices: in how many
-        parts each rank computes. docs/synk.md has them all, and what is raised when.
+        inputs, inputs_by_name: Data, or arrays, which are copied. output_subset: the numbers of the outputs
+        that are wanted. batch: which rows. batch_s: which rows of each rank's own stored variables.
+        num_slices: in how many parts each rank computes. docs/synk.md has them all, and what is raised when.
         """
         team = self._team
         with team.lock:
@@ -227,7 +227,7 @@ class Function:
         return chosen if whole else slice(0, n_rows)
 
     def _choose_stored(self, batch_s: Any) -> list[Any]:
-        """What batch_s chooses, for each rank: slices and arrays as they are; nothing where it is not given."""
+        """What batch_s chooses, for each rank: slices and arrays as they are; nothing without it."""
         if batch_s is None:
             return []
         what, n_ranks = f"{self.name}: batch_s", self._team.size

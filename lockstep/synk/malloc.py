@@ -7,7 +7,7 @@ _MOST = 32 << 20  # the largest that glibc takes for M_MMAP_THRESHOLD on 64 bits
 
 
 def keep_freed_memory() -> None:
-    """Raises the thresholds for this process, for good (mallopt(3)). Other C libraries than glibc have no such thing."""
+    """Raises the thresholds for this process, for good (mallopt(3)); of glibc, others have none."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MOST)

@@ -1,6 +1,7 @@
 """A worker: python -m lockstep.synk.rank DESCRIPTOR, started by lockstep/synk/workers.py.
 
-It does what the caller says until the pipe ends. An error in a command goes to the caller, and the loop goes on.
+It does what the caller says until the pipe ends. An error in a command goes to the caller, and the loop goes
+on.
 """
 
 import cProfile
@@ -175,4 +176,6 @@ def _pickled(error: BaseException) -> bytes:
 if __name__ == "__main__":
     main(int(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(0)  # taking down an interpreter that has torch in it takes seconds, and nothing is left to be done
+    os._exit(
+        0
+    )  # taking down an interpreter that has torch in it takes seconds, and nothing is left to be done

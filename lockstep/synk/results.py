@@ -1,4 +1,4 @@
-"""Outputs on their way to the caller: small ones in the message, large ones through a block per rank; and their fold."""
+"""Outputs on their way to the caller: in the message, or through a block per rank; and their fold."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class RankPart:
 
 
 def normalise_mode(mode: Any, what: str) -> str | None:
-    """A mode without the 'c_' that Synkhronos has for the host. Raises ValueError where there is none of that name."""
+    """A mode without the 'c_' that Synkhronos has for the host. Raises ValueError for an unknown one."""
     if mode is None:
         return None
     bare = mode.removeprefix("c_") if isinstance(mode, str) else mode
@@ -79,7 +79,7 @@ def unpack(part: RankPart, blocks: Blocks) -> RankPart:
 
 
 def combine(parts: Sequence[RankPart], caller: int, number: int, mode: str | None, what: str) -> Any:
-    """Output `number` of a call, from all ranks' parts; no memory is shared with them but the caller's own."""
+    """Output `number` of a call, from all ranks' parts; shares no memory with other ranks."""
     if mode is None:
         return parts[caller].outputs[number]
     taking_part = [part for part in parts if part.rows]

@@ -1,7 +1,7 @@
 """Which rows a call uses, and who has which of them. Pure functions; nothing here knows processes or memory.
 
-A *choice* is what `choose` makes of a batch: a slice with a step of 1 between two known rows, whose excerpt is a
-view, or an int64 array of row numbers, whose excerpt is a copy.
+A *choice* is what `choose` makes of a batch: a slice with a step of 1 between two known rows, whose excerpt
+is a view, or an int64 array of row numbers, whose excerpt is a copy.
 """
 
 import operator
@@ -20,8 +20,8 @@ def share(n_rows: int, rank: int, n_ranks: int) -> tuple[int, int]:
 def choose(batch: Any, length: int, what: str) -> Choice:
     """The rows that `batch` chooses of `length`, in its order.
 
-    batch: None (all rows), an int (the first so many), a slice, a list, tuple or array of integers, or a mask of
-    `length` booleans. Numbers below zero count from the end. what: names the batch in errors.
+    batch: None (all rows), an int (the first so many), a slice, a list, tuple or array of integers, or a mask
+    of `length` booleans. Numbers below zero count from the end. what: names the batch in errors.
 
     Raises TypeError for any other kind, ValueError for rows that are not there.
     """

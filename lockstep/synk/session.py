@@ -9,7 +9,11 @@ from lockstep.devices import count_cores, normalise
 from lockstep.errors import UserError
 from lockstep.synk.team import Team
 
-_current: Team | None = None
+
+class _Session:
+    """What there is one of in a process."""
+
+    team: Team | None = None
 
 
 def fork(
@@ -25,16 +29,15 @@ def fork(
 ) -> int:
     """Starts the other ranks; returns the number of ranks.
 
-    n_parallel: how many, this process among them; else $LOCKSTEP_SYNK_PARALLEL, else one for each device, else one
-    for each core. use_gpu, devices: see docs/synk.md; ranks on GPUs are refused. master_rank: this process's rank.
-    profile_workers: workers leave synk_worker_<rank>.prof. max_n_var, max_dim: limits of Synkhronos, accepted and
-    unused. threads: of BLAS and OpenMP in every rank; else cores divided by ranks. wait_deadline: seconds that this
-    process waits for a rank, from when it has done its own part.
+    n_parallel: how many, this process among them; else $LOCKSTEP_SYNK_PARALLEL, else one for each device,
+    else one for each core. use_gpu, devices: see docs/synk.md; ranks on GPUs are refused. master_rank: this
+    process's rank. profile_workers: workers leave synk_worker_<rank>.prof. max_n_var, max_dim: limits of
+    Synkhronos, accepted and unused. threads: of BLAS and OpenMP in every rank; else cores divided by ranks.
+    wait_deadline: seconds that this process waits for a rank, from when it has done its own part.
 
     Raises RuntimeError where there are ranks already, ValueError for numbers that make no sense.
     """
-    global _current  # noqa: PLW0603: one for the whole process
-    if _current is not None and not _current.closed:
+    if _Session.team is not None and not _Session.team.closed:
         raise RuntimeError("fork(): there is a team already; close() ends it")
     _refuse_gpus(use_gpu, devices)
     size = _choose_size(n_parallel, devices)
@@ -45,22 +48,23 @@ def fork(
     n_threads = max(1, count_cores() // size) if threads is None else operator.index(threads)
     if n_threads < 1:
         raise ValueError(f"fork(): threads={threads}: a rank has one or more")
-    _current = Team(size, master_rank, n_threads, profile_workers, wait_deadline)
+    _Session.team = Team(size, master_rank, n_threads, profile_workers, wait_deadline)
     return size
 
 
 def close() -> None:
     """Ends the other ranks, and gives this process its threads back. Harmless without a team."""
-    if _current is not None:
-        _current.close()
+    if _Session.team is not None:
+        _Session.team.close()
 
 
 def current_team(what: str) -> Team:
     """The team. Raises RuntimeError where there is none, RankLost where one is lost."""
-    if _current is None or _current.closed:
+    team = _Session.team
+    if team is None or team.closed:
         raise RuntimeError(f"{what}: call fork() first")
-    _current.check()
-    return _current
+    team.check()
+    return team
 
 
 def distributed_team(what: str) -> Team:
@@ -91,7 +95,7 @@ def _refuse_gpus(use_gpu: bool | None, devices: Sequence[str] | None) -> None:
     names = normalise(tuple(devices)) if devices else ()
     if use_gpu or any(name != "cpu" for name in names):
         raise UserError(
-            "fork(): ranks on GPUs are not there: PyTensor has no code for GPUs any more, and torch callables "
+            "fork(): there are no ranks on GPUs: PyTensor has no code for GPUs any more, and torch callables "
             "run on CPU ranks; leave use_gpu and devices out, or train on GPUs with train.py"
         )
 

@@ -1,8 +1,8 @@
 """Shared variables on all ranks, by number, and their places in blocks.
 
-A variable that collectives can work on has a *place*: a block for each rank, mapped by all, and an offset. Its value
-lies there as long as updates are in place; an update that makes a new array moves it out, and the next collective
-moves it back in (`settle`).
+A variable that collectives can work on has a *place*: a block for each rank, mapped by all, and an offset.
+Its value lies there as long as updates are in place; an update that makes a new array moves it out, and the
+next collective moves it back in (`settle`).
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Room for n_bytes in a block of every rank, at the same offset. alone: nothing else is in these blocks."""
+    """Room for n_bytes in a block of every rank, at one offset. alone: nothing else is in these blocks."""
 
     blocks: tuple[int, ...]  # by rank
     offset: int
@@ -54,6 +54,7 @@ class Shared(ABC):
 
     def become_own(self, rank: int) -> None:
         """A random stream becomes this rank's own; other variables stay what they are."""
+        return
 
     @property
     def is_array(self) -> bool:
@@ -126,6 +127,21 @@ class Adopt:
             if self.only is None or here.rank == self.only:
                 shared.put(shared.view(here, here.rank, shapes[here.rank]))
         return
+        yield  # a step is a generator, also where it meets nobody
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Step: the shapes of the variables' values here."""
+
+    numbers: tuple[int, ...]
+    writes_to_others: ClassVar[bool] = False
+
+    def blocks(self) -> Iterable[int]:
+        return ()
+
+    def run(self, here: "Here") -> Generator[Meeting, Any, list[tuple[int, ...]]]:
+        return [here.shareds[number].get().shape for number in self.numbers]
         yield  # a step is a generator, also where it meets nobody
 
 

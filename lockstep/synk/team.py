@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import PeerProblem, UserError
@@ -28,6 +27,7 @@ from lockstep.synk.commands import (
     Step,
 )
 from lockstep.synk.here import Here, perform
+from lockstep.synk.interrupts import RankLost, whole
 from lockstep.synk.malloc import keep_freed_memory
 from lockstep.synk.shareds import Known
 from lockstep.synk.threads import Threads
@@ -37,22 +37,6 @@ if TYPE_CHECKING:
     from lockstep.synk.functions import Function, RowNumbers
 
 ROOM_BYTES = 1 << 20  # the least that a worker's block for results has
-
-
-class RankLost(RuntimeError):
-    """A worker has died, or has not answered in time. The team is of no use any more: close(), then fork() again.
-
-    rank, pid: whose. signal: the number of the signal that ended it, None where none did. doing: the last line of
-    its status board.
-    """
-
-    def __init__(self, rank: int, pid: int, how: str, signal_number: int | None, doing: str) -> None:
-        super().__init__(rank, pid, how, signal_number, doing)
-        self.rank, self.pid, self.signal, self.doing = rank, pid, signal_number, doing
-        self.how = how
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (pid {self.pid}) {self.how} at: {self.doing}; close(), then fork() again"
 
 
 @dataclass
@@ -104,7 +88,7 @@ class Team:
             raise RankLost(*self._lost.args)
 
     def allocate(self, n_bytes: int, what: str) -> int:
-        """A new block, zero at first; its number. Raises MemoryError, or OSError without descriptors, naming `what`."""
+        """A new block, zero at first; its number. Raises MemoryError or OSError (descriptors), with `what`."""
         self.check()
         self._flush()
         try:
@@ -130,10 +114,11 @@ class Team:
     def ask(self, what: str, *steps: Step, own_first: bool = False) -> list[list[Any]]:
         """Has all ranks perform the steps; returns the values by step, then by rank.
 
-        own_first: this process begins, and the others are told when it is at a meeting or done. An error in any rank
-        is raised here when all are ready again. Ctrl-C is raised when the command is whole; twice kills the workers.
+        own_first: this process begins, and the others are told when it is at a meeting or done. An error in
+        any rank is raised here when all are ready again. Ctrl-C is raised when the command is whole; twice
+        kills the workers.
         """
-        with self.lock, self._whole():
+        with self.lock, whole(self._give_up):
             self.check()
             self._busy = True
             try:
@@ -200,7 +185,7 @@ class Team:
         """A worker's word in this round."""
         while True:
             with self._watching(worker):
-                message: Message = worker.pipe.receive(object, "its part")  # type: ignore[assignment]
+                message: Message = worker.pipe.receive(object, "its part")
                 if not isinstance(message, NeedRoom):
                     return message
                 if worker.results is not None:
@@ -210,7 +195,7 @@ class Team:
                 self._offer(worker, {worker.results})
 
     def _check_problems(self, turn: _Turn, messages: dict[int, Message]) -> None:
-        """Raises this process's own error, else the first rank's, when all ranks know that the command is over."""
+        """Raises this process's own error, else the first rank's; all ranks know that the command is over."""
         problems = {rank: m for rank, m in messages.items() if isinstance(m, Problem)}
         if turn.error is None and not problems:
             return
@@ -231,11 +216,11 @@ class Team:
         found = {self.rank: own}
         for rank, message in messages.items():
             assert isinstance(message, kind), f"rank {rank} sent {message!r} where {kind} is due"
-            found[rank] = message.values if isinstance(message, Answer) else message.word  # type: ignore[union-attr]
+            found[rank] = message.values if isinstance(message, Answer) else message.word
         return [found[rank] for rank in range(self.size)]
 
     def _flush(self) -> None:
-        """Drops what has been released, unless a command is under way: it may still be in use, and pipes are busy."""
+        """Drops what has been released, unless a command is under way, which may use it, and the pipes."""
         if self._busy:
             return
         self._busy = True
@@ -270,33 +255,6 @@ class Team:
     def _kill(self) -> None:
         for worker in self.workers:
             worker.process.kill()
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Ctrl-C waits until what is done inside is whole. A second one kills the workers, and is raised at once."""
-        previous = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is not threading.main_thread() or not callable(previous):
-            yield
-            return
-        frames: list[FrameType | None] = []
-
-        def note(number: int, frame: FrameType | None) -> None:
-            frames.append(frame)
-            if len(frames) > 1:
-                self._give_up()
-                raise KeyboardInterrupt
-
-        signal.signal(signal.SIGINT, note)
-        try:
-            yield
-        except Exception as error:
-            if frames:
-                raise KeyboardInterrupt from error
-            raise
-        finally:
-            signal.signal(signal.SIGINT, previous)
-        if frames:
-            previous(signal.SIGINT, frames[0])
 
     def _give_up(self) -> None:
         if self.workers and self._lost is None:

@@ -55,12 +55,11 @@ class Worker:
 class _Starter:
     """A thread that lives as long as the program and starts all workers.
 
-    The kernel ends a worker when the thread that started it ends (PR_SET_PDEATHSIG), which must not be one of the
-    user's. What it starts never gets Ctrl-C.
+    The kernel ends a worker when the thread that started it ends (PR_SET_PDEATHSIG), which must not be one of
+    the user's. What it starts never gets Ctrl-C.
     """
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Worker], Future[Worker]]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="lockstep.synk starter", daemon=True).start()
 
@@ -79,15 +78,14 @@ class _Starter:
                 future.set_exception(error)
 
 
-_starter: _Starter | None = None
+_starters: dict[int, _Starter] = {}  # by process: a forked child has no threads but its own
 
 
 def start_worker(rank: int, size: int, caller: int, threads: int, profile: bool, deadline: float) -> Worker:
     """Starts the process of `rank`; `greet` waits until it is ready."""
-    global _starter  # noqa: PLW0603: one for the whole process
-    if _starter is None or _starter.pid != os.getpid():  # a forked child has no threads but its own
-        _starter = _Starter()
-    worker = _starter.start(lambda: _spawn(rank, threads, deadline))
+    if os.getpid() not in _starters:
+        _starters[os.getpid()] = _Starter()
+    worker = _starters[os.getpid()].start(lambda: _spawn(rank, threads, deadline))
     worker.pipe.send(
         Start(
             rank,

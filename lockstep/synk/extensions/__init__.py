@@ -1,1 +1,1 @@
-"""What programs for Synkhronos use beside functions and collectives: update rules, and training functions of them."""
+"""What programs use beside functions and collectives: update rules, and training functions of them."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytensor
 
-from lockstep.synk.collectives import make_all_reduce
+from lockstep.synk.allreduce import make_all_reduce
 from lockstep.synk.distributing import function
 from lockstep.synk.session import distributed_team
 
@@ -21,11 +21,12 @@ def make_train_function(
     *arguments: Any,
     **options: Any,
 ) -> Step:
-    """A function step(x, y, batch=None, num_slices=1) -> loss that trains on all ranks. Call it after distribute().
+    """A function step(x, y, batch=None, num_slices=1) -> loss that trains on all ranks. Call it after
+    distribute().
 
     loss: a scalar, the mean over rows. x, y: its variables, or lists of them. rule: one of
-    lockstep.synk.extensions.updates, called with arguments and options. A step is exact for any number of rows: ranks'
-    gradients count by their rows.
+    lockstep.synk.extensions.updates, called with arguments and options. A step is exact for any number of
+    rows: ranks' gradients count by their rows.
     """
     grad_updates, param_updates, gradient = rule(loss, params, *arguments, **options)
     compute = function([*_listed(x), *_listed(y)], loss, updates=grad_updates, name="gradient")

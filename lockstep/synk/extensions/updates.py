@@ -1,18 +1,18 @@
 """Update rules for training with all ranks: Lasagne's formulas on one flat gradient.
 
-Every rule gives three things: updates that compute the gradient into a shared variable, updates of the parameters
-that read it there, and the variable, which all_reduce averages in between (Synkhronos, section 3.3). The gradient of
-all parameters is one vector, written in place, so that one collective does.
+Every rule gives three things: updates that compute the gradient into a shared variable, updates of the
+parameters that read it there, and the variable, which all_reduce averages in between (Synkhronos, section
+3.3). The gradient of all parameters is one vector, written in place, so that one collective does.
 
     grad_updates, param_updates, gradient = updates.adam(loss, params)
     compute = synk.function([x, y], loss, updates=grad_updates)
     update = synk.function([], updates=param_updates)
 
-loss: a scalar expression. params: a list of shared variables of one floating dtype, which is that of all constants
-here, whatever floatX is. Rates may be numbers or variables.
+loss: a scalar expression. params: a list of shared variables of one floating dtype, which is that of all
+constants here, whatever floatX is. Rates may be numbers or variables.
 
-Sources: Lasagne, lasagne.updates; momentum: Qian 1999; Nesterov's: Sutskever et al. 2013; adagrad: Duchi et al. 2011;
-rmsprop: Tieleman and Hinton 2012; adadelta: Zeiler 2012; adam, adamax: Kingma and Ba 2014.
+Sources: Lasagne, lasagne.updates; momentum: Qian 1999; Nesterov's: Sutskever et al. 2013; adagrad: Duchi et
+al. 2011; rmsprop: Tieleman and Hinton 2012; adadelta: Zeiler 2012; adam, adamax: Kingma and Ba 2014.
 """
 
 from collections.abc import Sequence
@@ -100,7 +100,7 @@ def rmsprop(
 def adadelta(
     loss: Any, params: Sequence[Any], learning_rate: Any = 1.0, rho: Any = 0.95, epsilon: float = 1e-6
 ) -> Rule:
-    """a = rho a + (1 - rho) g^2; u = g sqrt(d + epsilon) / sqrt(a + epsilon); d = rho d + (1 - rho) u^2; p - rate u"""
+    """a, d: running means of g^2 and u^2; u = g sqrt(d + epsilon) / sqrt(a + epsilon); p - rate u"""
     grad_updates, gradient, gradients = _flat_gradient(loss, params)
     found: Updates = []
     for param, grad in zip(params, gradients, strict=True):

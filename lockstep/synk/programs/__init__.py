@@ -1,4 +1,4 @@
-"""What a function runs on a rank: a graph of PyTensor (graph.py), or a callable that computes with torch (callables.py)."""
+"""What a function runs on a rank: a graph of PyTensor (graph.py), or a callable with torch (callables.py)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ class Input:
 class Program(ABC):
     """A function in this process.
 
-    output_modes: by output, as normalised; update_modes: by variable number, of those that calls in slices fold.
-    sliceable: the stored variables whose rows are chosen by batch_s, in order.
+    output_modes: by output, as normalised; update_modes: by variable number, of those that calls in slices
+    fold. sliceable: the stored variables whose rows are chosen by batch_s, in order.
     """
 
     kind: str  # 'graph' or 'callable', as of the shared variables that it can use
@@ -42,11 +42,11 @@ class Program(ABC):
 
     @abstractmethod
     def call_alone(self, inputs: list[Any]) -> list[Any]:
-        """The same on plain values as the user gives them, with the checks that the program's own kind has."""
+        """The same on plain values as the user gives them, with the checks of the program's kind."""
 
     @abstractmethod
     def pieces(self, number: int, new: list[Shared]) -> Iterator[tuple[str, Any]]:
-        """What makes it on a worker, under this number; see carrying.pack. new: variables to be made there first."""
+        """What makes it on a worker, under this number (carrying.pack). new: variables to make first."""
 
     def marks(self) -> Any:
         """Something that changes when a variable does that no update is declared for; see `check_marks`."""
@@ -54,6 +54,7 @@ class Program(ABC):
 
     def check_marks(self, before: Any) -> None:
         """Raises RuntimeError where a variable changed that no update is declared for."""
+        assert before is None, "whoever has marks checks them"
 
     @property
     def divides(self) -> bool:

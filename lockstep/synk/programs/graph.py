@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytensor
 from pytensor.compile.sharedvalue import SharedVariable
-from pytensor.graph.basic import Variable
 from pytensor.graph.traversal import ancestors, toposort
 from pytensor.tensor.type import TensorType
 
 from lockstep.synk.programs import Input, Program
-from lockstep.synk.results import check_foldable, normalise_mode
-from lockstep.synk.shareds import Known, Shared
+from lockstep.synk.shareds import Shared
 
 RECURSION = 20_000  # Python frames while PyTensor walks a deep graph: each is small, the stack has room
 
@@ -241,7 +239,7 @@ def apply_settings(values: Mapping[str, Any]) -> None:
 
 
 def nodes_in_order(ends: Sequence[Any]) -> Iterator[Any]:
-    """All operations that the expressions are made of, each after its inputs; those inside an operation before it."""
+    """All operations in the expressions, each after its inputs; those inside an operation before it."""
     for node in toposort(ends):
         inner = getattr(node.op, "fgraph", None)
         if inner is not None:

@@ -82,7 +82,7 @@ def _check_divided(name: str, variable: Any) -> None:
         raise TypeError(f"{name}: input {variable} is a scalar, which has no rows: put it into bcast_inputs")
     if variable.type.shape[0] is not None:
         raise TypeError(
-            f"{name}: input {variable} has a fixed number of rows ({variable.type.shape[0]}), and can't be divided: "
+            f"{name}: input {variable} has a fixed number of rows ({variable.type.shape[0]}): "
             "put it into bcast_inputs"
         )
 
