@@ -1,22 +1,32 @@
-# make train   set up, make the digits' dataset, train on it        make test    set up, run the tests
-# make bench   measure and print the tables of docs/results         make check   lint, format, types
-# make demos   run the demos of lockstep.synk
+# make train   set up, make the digits' dataset, train on it        make test       set up, run the tests
+# make bench   measure and print the tables of docs/results         make test-all   those too that take long
+# make check   lint, format, types, imports                         make demos      lockstep.synk's demos
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
+# pip compiles modules one after the other, and packages' tests with them: compileall does it on all cores, without.
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing/_internal|sympy|networkx)/' .venv/lib || true
 DIGITS := data/digits/manifest.json
 .DEFAULT_GOAL := help
 
-.PHONY: help setup data train test check format bench demos clean
+.PHONY: help setup setup-test data train test test-all check format bench demos clean
 help:
 	@sed -n '1,3s/^# //p' Makefile
 
+# What training needs; the rest is for tests and checks.
 setup: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(INSTALL) '.[dev]'
+	$(INSTALL) .
+	$(COMPILE)
 	@if command -v nvidia-smi >/dev/null; then tools/install_pycuda.sh $(BIN)/python || \
 		echo "note: PyCUDA could not be built (why: see above), so training will be on the CPU"; fi
+	touch $@
+
+setup-test: .venv/.installed-test
+.venv/.installed-test: .venv/.installed
+	$(INSTALL) '.[dev]'
+	$(COMPILE)
 	touch $@
 
 data: $(DIGITS)
@@ -29,22 +39,27 @@ train: .venv/.installed $(DIGITS)
 	$(BIN)/python train.py report=true $(ARGS)
 
 # Most of a test is starting processes and waiting for them: side by side on up to four cores.
-test: .venv/.installed
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4
+test: .venv/.installed-test
+	$(PYTEST) -m 'not slow' $(ARGS)
 
-check: .venv/.installed
+test-all: .venv/.installed-test
+	$(PYTEST) $(ARGS)
+
+check: .venv/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
-format: .venv/.installed
+format: .venv/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 bench: .venv/.installed $(DIGITS)
 	$(BIN)/python -m benchmarks
 
-demos: .venv/.installed
+demos: .venv/.installed-test
 	demos/run.sh $(abspath $(BIN)/python)
 
 clean:

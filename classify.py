@@ -12,21 +12,20 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import torch
 
-from lockstep import runfolder
-from lockstep.augment import Augmenter
-from lockstep.console import show
-from lockstep.dataset import Dataset, open_dataset
+from lockstep.comm.messages import Order
+from lockstep.data.augment import Augmenter
+from lockstep.data.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
+from lockstep.launch.console import show
 from lockstep.loading import Batch
 from lockstep.memory.host import HostMemory
-from lockstep.messages import Order
-from lockstep.replica import Replica, open_trained
-from preprocessing.pictures import BadPicture, Geometry, Resize, to_image
+from lockstep.network.replica import Replica, open_trained
+from lockstep.runs import folder as runfolder
+from preprocessing.pictures import BadPicture, Geometry, to_image
 from validate import open_checkpoint
 
 N_ANSWERS = 5
@@ -80,20 +79,18 @@ def classify(picture: Path, replica: Replica, dataset: Dataset) -> bool:
 def read_picture(path: Path, dataset: Dataset) -> np.ndarray:
     """uint8 (size, size, 3), as the dataset's pictures. Raises OSError or BadPicture."""
     resize = dataset.manifest.resize if dataset.manifest else "squash"
-    known: tuple[Resize, ...] = get_args(Resize)
-    (way,) = [each for each in known if each == resize]
-    return to_image(path.read_bytes(), Geometry(dataset.image_shape[0], way, "apply"))
+    return to_image(path.read_bytes(), Geometry(dataset.image_shape[0], resize, "apply"))
 
 
 def batch_of_one(image: np.ndarray, replica: Replica, dataset: Dataset) -> Batch:
     """The middle of the picture, less the mean, as the network takes it."""
     size = replica.crop_size
     corner = [(side - size) // 2 for side in dataset.image_shape[:2]]
-    out = torch.empty((1, size, size, 3))
-    crops = torch.tensor([[*corner, 0]])
-    Augmenter(torch.from_numpy(dataset.mean), size).apply(torch.from_numpy(image)[None], crops, out)
+    out = np.empty((1, size, size, 3), np.float32)
+    Augmenter(dataset.mean, size).apply(image[None], np.array([[*corner, 0]]), out)
     nothing = torch.zeros(1, dtype=torch.int64)
-    return Batch(Order("val", 1, 1, 0, 1, 0, 1), out.permute(0, 3, 1, 2), nothing, nothing)
+    images = torch.from_numpy(out).permute(0, 3, 1, 2)
+    return Batch(Order("val", 1, 1, 0, 1, 0, 1), images, nothing, nothing)
 
 
 if __name__ == "__main__":

@@ -2,41 +2,41 @@
 
 A loader is a process of its own beside each trainer (`para_load: True`). It works ahead, as many minibatches
 as the ring has free slots, while its trainer computes. With `para_load: False` the trainer uses the same
-reader and filler itself. What is read is in lockstep/reader.py, how it gets into the slot in
+reader and filler itself. What is read is in lockstep/loading/reader.py, how it gets into the slot in
 lockstep/loading: on a CPU the loader prepares the images; on a GPU it has the bytes copied to the device,
 where a kernel does.
 """
 
+import os
 from multiprocessing.connection import Connection
 
-import torch
-
 from lockstep.backends import backend_of
+from lockstep.comm.group import World
+from lockstep.comm.messages import Fill, Filled, Stop, Subtract
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.dataset import open_dataset, subtracting
-from lockstep.messages import Fill, Filled, Stop, Subtract
-from lockstep.pipes import Pipe
-from lockstep.reader import Reader
-from lockstep.slots import RingShape
-from lockstep.status import StatusBoard
+from lockstep.data.dataset import open_dataset, subtracting
+from lockstep.launch.status import StatusBoard
+from lockstep.loading.reader import Reader
+from lockstep.loading.slots import RingShape
 
 
 def run_loader(
     control: Pipe,
     board: StatusBoard,
     connection: Connection,
-    rank: int,
+    world: World,
     config: Config,
 ) -> None:
-    """The loader process of trainer `rank`: serves its trainer until that says Stop."""
-    torch.set_num_threads(1)  # one loader per trainer is the parallelism
+    """The loader process of trainer `world.rank`: serves its trainer until that says Stop."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # for torch, where it is needed: loaders are the parallelism
     board.say("opening the dataset")
     dataset = open_dataset(config)
-    backend = backend_of(config.devices[rank])
-    trainer = Pipe(connection, f"trainer {rank}", config.wait_deadline)
+    backend = backend_of(config.devices[world.local_rank])
+    trainer = Pipe(connection, f"trainer {world.rank}", config.wait_deadline)
     dataset = subtracting(dataset, trainer.receive(Subtract, "the network's mean").mean)
     shape = trainer.receive(RingShape, "the ring's shape")
-    filler = backend.receive_ring(trainer, shape, Reader(config, dataset, shape.crop_size, board))
+    filler = backend.receive_ring(trainer, shape, Reader(config, dataset, shape.crop_size, board.say))
     while True:
         board.say("waiting for an order")
         message = trainer.receive(object, "its next order")

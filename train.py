@@ -15,41 +15,47 @@ press again to leave at once), 143 SIGTERM, likewise; 1 anything else, and the l
 and at what.
 """
 
+from lockstep.interrupts import Interrupts
+
+if __name__ == "__main__":
+    interrupts = Interrupts()
+    interrupts.install("stopped as asked, before training began")  # now: the imports below take a second
+
 import dataclasses
-import importlib.util
 import multiprocessing
 import os
-import signal
-import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from lockstep import commandline, devices, runfolder, scalars, versions
 from lockstep import config as configuration
-from lockstep.checks import nearest
+from lockstep.backends import devices
+from lockstep.comm.group import World
+from lockstep.comm.messages import Started
 from lockstep.config import Config
-from lockstep.console import Console, show
-from lockstep.dataset import Dataset, check_content, open_dataset
+from lockstep.data.dataset import Dataset, check_content, open_dataset
 from lockstep.errors import UserError
-from lockstep.messages import Started
-from lockstep.plan import Plan
-from lockstep.processes import Interrupts, Processes
+from lockstep.files import write_text
+from lockstep.launch import commandline, scalars
+from lockstep.launch.console import Console, show
+from lockstep.launch.models import check_model
+from lockstep.launch.processes import Processes
+from lockstep.launch.reporting import write_report
+from lockstep.runs import folder as runfolder
+from lockstep.runs import versions
+from lockstep.runs.plan import Plan
 
 HERE = Path(__file__).resolve().parent
-REPORT_SECONDS = 600.0  # it limits itself to much less
 
 
-def main() -> int:
-    interrupts = Interrupts()
-    interrupts.install()
+def main(interrupts: Interrupts) -> int:
     try:
         if not sys.platform.startswith("linux"):
             raise UserError("Lockstep runs on Linux only: it stands on memfd and descriptor passing")
         config, notices = commandline.load_config(__doc__, HERE / "config.yaml")
         for notice in notices:
             show(f"note: {notice}", "stdout")
-        check_model(config)
+        check_model(config, HERE / "models")
         dataset = open_dataset(config)
         if config.check_sums:
             check_content(dataset)
@@ -58,30 +64,11 @@ def main() -> int:
         run = runfolder.open_run(config, len(dataset.train))
         code = train(config, dataset, run, interrupts)
         if code == 0 and config.report:
-            write_report(run.folder)
+            write_report(run.folder, HERE, interrupts)
         return code
     except UserError as error:
         show(f"lockstep: {error}", "stderr")
         return 2
-
-
-def check_model(config: Config) -> None:
-    """Raises UserError where models/<model>.py, or the package named, is not there; nothing is imported."""
-    source, colon, name = config.model.rpartition(":")
-    if colon:
-        words = [*source.split("."), name]
-        if not all(word.isidentifier() for word in words[:-1]) or not name:
-            raise UserError(f"model: {config.model!r} is not of the form package.module:Name")
-        if importlib.util.find_spec(words[0]) is None:
-            raise UserError(
-                f"model: {config.model} needs the Python package {words[0]}, which is not installed"
-            )
-    elif not name.isidentifier() or importlib.util.find_spec(f"models.{name}") is None:
-        there = sorted(path.stem for path in (HERE / "models").glob("[!_]*.py"))
-        raise UserError(
-            f"model: there is no models/{name}.py{nearest(name, there)} (there are: {', '.join(there)}; "
-            "or torchvision:NAME, timm:NAME, package.module:NAME)"
-        )
 
 
 def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Interrupts) -> int:
@@ -92,9 +79,13 @@ def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Inte
     announce(console, dataset, run, config)
     machine = {"cores": devices.count_cores(), **devices.describe(config.devices)}
 
+    saved = run.folder / "config.yaml"
+    if not (config.resume_train and saved.exists()):  # a run killed before its first step can be resumed, too
+        write_text(saved, text)
+
     def on_message(message: object) -> None:
         if isinstance(message, Started):  # not before: a refused start must not replace a good run's file
-            runfolder.write_text(run.folder / "config.yaml", text)
+            write_text(saved, text)
         else:
             console.take(message)
 
@@ -125,37 +116,21 @@ def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Con
         console.log("resumed", {"checkpoint": str(run.start.path)})
 
 
-def write_report(folder: Path) -> None:
-    """Has the report written by a process of its own. The run is good whatever becomes of its report."""
-    command = [sys.executable, "-m", "lockstep.report", str(folder)]
-    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])  # from any folder
-    environment = {**os.environ, "PYTHONPATH": path}
-    try:
-        code = subprocess.run(command, env=environment, timeout=REPORT_SECONDS).returncode
-    except subprocess.TimeoutExpired:
-        code = -signal.SIGKILL
-    if code:
-        show(
-            f"note: the report was not written (exit code {code}); to try again: {' '.join(command)}",
-            "stderr",
-        )
-
-
 def start_processes(processes: Processes, config: Config, run: runfolder.Run) -> None:
     """Starts a trainer and, with para_load, a loader per device, with a pipe between all that talk."""
     devices.number_gpus_by_place()
     plan = Plan(config, run.folder, run.start.path if run.start else None)
-    n_trainers = len(config.devices)
-    peers: list[dict[int, Connection]] = [{} for _ in range(n_trainers)]
-    for rank in range(n_trainers):
+    worlds = World.on_one_host(len(config.devices))
+    peers: list[dict[int, Connection]] = [{} for _ in worlds]
+    for rank in range(len(worlds)):
         for other in range(rank):
             peers[rank][other], peers[other][rank] = multiprocessing.Pipe()
-    for rank in range(n_trainers):
+    for rank, world in enumerate(worlds):
         ours = theirs = None
         if config.para_load:
             ours, theirs = multiprocessing.Pipe()
-            processes.start(f"loader {rank}", "proc_load:run_loader", (theirs, rank, config))
-        arguments = (plan, rank, ours, peers[rank])
+            processes.start(f"loader {rank}", "proc_load:run_loader", (theirs, world, config))
+        arguments = (plan, world, ours, peers[rank])
         processes.start(f"trainer {rank}", "train_funcs:run_trainer", arguments, speaker=rank == 0)
         # Only the children's copies are left, so that a child's death closes its pipes.
         for connection in (ours, theirs, *peers[rank].values()):
@@ -164,4 +139,4 @@ def start_processes(processes: Processes, config: Config, run: runfolder.Run) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(interrupts))

@@ -8,6 +8,12 @@ key=value overrides the run's configuration. The result does not depend on devic
 rounding. Exit codes are those of train.py.
 """
 
+from lockstep.interrupts import Interrupts
+
+if __name__ == "__main__":
+    interrupts = Interrupts()
+    interrupts.install("stopped as asked")  # now: the imports below take a second
+
 import argparse
 import dataclasses
 import sys
@@ -16,24 +22,24 @@ from pathlib import Path
 from tqdm import tqdm
 
 from lockstep import config as configuration
-from lockstep import devices, runfolder
+from lockstep.backends import devices
+from lockstep.comm.group import World
+from lockstep.comm.messages import Judged
 from lockstep.config import Config
-from lockstep.console import show
-from lockstep.dataset import Dataset, open_dataset
+from lockstep.data.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
-from lockstep.messages import Judged
-from lockstep.plan import Plan
-from lockstep.processes import Ending, Interrupts, Processes
-from lockstep.reader import N_VIEWS
-from lockstep.runfolder import Checkpoint
-from lockstep.validation import Verdict
+from lockstep.evaluate.validation import Verdict
+from lockstep.launch.console import show
+from lockstep.launch.processes import Ending, Processes
+from lockstep.loading.reader import N_VIEWS
+from lockstep.runs import folder as runfolder
+from lockstep.runs.folder import Checkpoint
+from lockstep.runs.plan import Plan
 
 N_WORST = 10  # classes that are listed
 
 
-def main() -> int:
-    interrupts = Interrupts()
-    interrupts.install()
+def main(interrupts: Interrupts) -> int:
     try:
         words = read_words()
         config, checkpoint = open_checkpoint(words.run, words.epoch, words.overrides)
@@ -100,9 +106,10 @@ def judge(
                 verdict.take(message)
                 bar.update(len(message.labels))
 
-        for rank in range(len(config.devices)):
-            arguments = (plan, rank, n_views)
-            processes.start(f"trainer {rank}", "lockstep.validation:run_validator", arguments, rank == 0)
+        for world in World.on_one_host(len(config.devices)):
+            arguments = (plan, world, n_views)
+            name, speaks = f"trainer {world.rank}", world.rank == 0
+            processes.start(name, "lockstep.evaluate.validation:run_validator", arguments, speaks)
         ending = processes.watch(on_message)
     return verdict, ending
 
@@ -129,4 +136,4 @@ def report(verdict: Verdict, checkpoint: Checkpoint, config: Config, dataset: Da
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(interrupts))

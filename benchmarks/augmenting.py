@@ -8,15 +8,14 @@ import numpy as np
 import torch
 
 from benchmarks.measure import medians, table
-from lockstep import batches
-from lockstep.augment import Augmenter
+from lockstep.comm.messages import Order
 from lockstep.config import Layer, resolve
-from lockstep.dataset import open_dataset
+from lockstep.data import hkl
+from lockstep.data.augment import Augmenter
+from lockstep.data.dataset import open_dataset
 from lockstep.loading.host import HostFiller, HostRing
-from lockstep.messages import Order
-from lockstep.reader import Reader
-from lockstep.slots import RingShape
-from lockstep.status import StatusBoard
+from lockstep.loading.reader import Reader
+from lockstep.loading.slots import RingShape
 
 BATCH, SIZE, CROP = 256, 256, 227
 
@@ -28,7 +27,7 @@ def make_folder(folder: Path) -> None:
         (folder / f"{split}_hkl").mkdir(parents=True)
         for number in range(2):
             images = random.integers(0, 256, (BATCH, SIZE, SIZE, 3), dtype=np.uint8)
-            batches.write(folder / f"{split}_hkl" / f"{number:04d}.hkl", images)
+            hkl.write(folder / f"{split}_hkl" / f"{number:04d}.hkl", images)
         (folder / "labels").mkdir(exist_ok=True)
         np.save(folder / "labels" / f"{split}_labels.npy", random.integers(0, 1000, 2 * BATCH))
     (folder / "misc").mkdir()
@@ -57,25 +56,24 @@ def measure(folder: Path) -> dict[str, float]:
         [Layer("benchmark", {"data_folder": str(folder), "n_classes": 1000, "batch_size": BATCH})]
     )
     dataset = open_dataset(config)
-    images, mean = batches.read(dataset.train.files[0].path), dataset.mean
+    images, mean = hkl.read(dataset.train.files[0].path), dataset.mean
     random = np.random.default_rng(1)
     crops = random.integers(0, (SIZE - CROP + 1, SIZE - CROP + 1, 2), (BATCH, 3), dtype=np.int32)
-    places = torch.from_numpy(crops)
-    out = torch.empty((BATCH, CROP, CROP, 3))
-    augmenter, source = Augmenter(torch.from_numpy(mean), CROP), torch.from_numpy(images)
-    ring = HostRing(RingShape(1, BATCH, (CROP, CROP), torch.float32, CROP))
-    reader = Reader(config, dataset, CROP, StatusBoard.create())
+    out = np.empty((BATCH, CROP, CROP, 3), np.float32)
+    augmenter = Augmenter(mean, CROP)
+    ring = HostRing(RingShape(1, BATCH, (CROP, CROP), "float32", CROP))
+    reader = Reader(config, dataset, CROP, print)
     filler = HostFiller(reader, ring.block, ring.shape)
 
     def numpy_way() -> None:
         for i, (row, column, mirrored) in enumerate(crops.tolist()):
             crop = (images[i] - mean)[row : row + CROP, column : column + CROP]
-            out[i].numpy()[:] = crop[:, ::-1] if mirrored else crop
+            out[i] = crop[:, ::-1] if mirrored else crop
 
     return medians(
         {
             "NumPy, image by image: subtract, crop, mirror": numpy_way,
-            "Lockstep's augmenter": lambda: augmenter.apply(source, places, out),
+            "Lockstep's augmenter": lambda: augmenter.apply(images, crops, out),
             "Lockstep's loader, from the file (page cache) to the slot": lambda: filler.fill(
                 0, Order("train", 1, 1, 0, BATCH, 0, BATCH)
             ),

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from benchmarks.measure import medians, table
-from lockstep import batches, c01b
+from lockstep.data import c01b, hkl
 from preprocessing.listing import Picture
 from preprocessing.pictures import Geometry, to_image
 from preprocessing.tasks import PictureBatch, Target, Task, make_files
@@ -168,16 +168,16 @@ def measure_layouts() -> tuple[str, dict[str, Any]]:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "0000.hkl"
-        batches.write_hickle2(path, images)
-        file = batches.as_c01b(batches.inspect(path))
+        hkl.write_hickle2(path, images)
+        file = hkl.as_c01b(hkl.inspect(path))
         seconds = medians(
             {
                 "NumPy: out[...] = images.transpose(3, 1, 2, 0)": lambda: np.copyto(
                     out, images.transpose(3, 1, 2, 0)
                 ),
                 "Lockstep, from memory": lambda: c01b.read_images(read, images.shape, 0, out),
-                "Lockstep, from a file in the page cache": lambda: batches.read_rows(file, 0, out),
-                "... 128 of its images": lambda: batches.read_rows(file, 0, out[:128]),
+                "Lockstep, from a file in the page cache": lambda: hkl.read_rows(file, 0, out),
+                "... 128 of its images": lambda: hkl.read_rows(file, 0, out[:128]),
             }
         )
     naive = next(iter(seconds.values()))

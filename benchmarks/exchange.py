@@ -8,11 +8,11 @@ import torch
 import torch.distributed
 
 from benchmarks.measure import medians, table
-from lockstep.exchange.host import HostExchange
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
+from lockstep.exchange.host import HostTransport
+from lockstep.launch.ranks import run_ranks
 from lockstep.memory.host import HostMemory
-from lockstep.peers import Peers
-from lockstep.pipes import Pipe
-from lockstep.ranks import run_ranks
 
 N_ELEMENTS = 2 * 60_965_224
 
@@ -20,27 +20,25 @@ N_ELEMENTS = 2 * 60_965_224
 def measure(rank: int, pipes: dict[int, Pipe], store: str) -> dict[str, float]:
     """Seconds for one average of everything, each rank with one thread."""
     torch.set_num_threads(1)
-    peers = Peers(rank, pipes)
+    group = Group.on_one_host(rank, pipes)
     block = HostMemory().allocate(4 * N_ELEMENTS, "the arena")
     ours = block.tensor(torch.float32, (N_ELEMENTS,))
     ours.fill_(rank + 1.0)
-    exchange = HostExchange.open(block, ours, peers)
+    transport = HostTransport.open(block, "f4", N_ELEMENTS, group)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     copy = torch.empty_like(ours)
 
     def lockstep_exchange() -> None:
-        peers.meet("updated")
-        exchange.average()
-        peers.meet("averaged")
+        transport.all_reduce((0, N_ELEMENTS), "mean")
 
     def gloo_all_reduce() -> None:
         torch.distributed.all_reduce(ours)
         ours.div_(2)
 
     def memcpy() -> None:  # both ranks at once, as in the exchange
-        peers.meet("copy")
+        group.barrier("copy")
         copy.copy_(ours)
-        peers.meet("copied")
+        group.barrier("copied")
 
     functions = {"lockstep": lockstep_exchange, "gloo": gloo_all_reduce, "memcpy": memcpy}
     seconds = medians(functions, rounds=15)
@@ -54,7 +52,7 @@ def run() -> tuple[str, dict[str, Any]]:
         seconds = run_ranks(measure, 2, os.path.join(folder, "store"))[0]
     rows: list[tuple[str, ...]] = [("what", "ms", "against gloo")]
     names = {
-        "lockstep": "Lockstep: average in shards, both meetings",
+        "lockstep": "Lockstep: average in shards, both barriers",
         "gloo": "gloo: all-reduce, then divide",
         "memcpy": "memcpy of one arena in each process",
     }

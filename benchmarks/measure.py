@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.devices import count_cores
+from lockstep.backends.devices import count_cores
 
 
 def medians(functions: dict[str, Callable[[], object]], rounds: int = 9) -> dict[str, float]:
@@ -68,11 +68,13 @@ def table(title: str, rows: list[tuple[str, ...]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in body), ""])
 
 
-def write_results(folder: Path, name: str, sections: list[tuple[str, dict[str, Any]]]) -> None:
-    """One Markdown and one JSON file with everything that was measured."""
+def write_results(
+    folder: Path, name: str, sections: list[tuple[str, dict[str, Any]]], command: str = "make bench"
+) -> None:
+    """One Markdown and one JSON file with everything that was measured. command: what makes them."""
     where = machine()
     facts = ", ".join(f"{key} {value}" for key, value in where.items())
-    text = "\n".join(["# Results of `make bench`", "", facts, "", *(section for section, _ in sections)])
+    text = "\n".join([f"# Results of `{command}`", "", facts, "", *(section for section, _ in sections)])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     numbers = {key: value for _, values in sections for key, value in values.items()}

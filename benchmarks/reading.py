@@ -9,7 +9,7 @@ import hickle
 import numpy as np
 
 from benchmarks.measure import medians, table
-from lockstep import batches
+from lockstep.data import hkl
 
 
 def run() -> tuple[str, dict[str, Any]]:
@@ -18,7 +18,7 @@ def run() -> tuple[str, dict[str, Any]]:
     buffer = np.empty_like(images)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "batch.hkl"
-        batches.write(path, images)
+        hkl.write(path, images)
 
         def h5py_read_direct() -> None:
             with h5py.File(path, "r") as file:
@@ -28,11 +28,11 @@ def run() -> tuple[str, dict[str, Any]]:
             with h5py.File(path, "r") as file:
                 file["data"][...]
 
-        array = batches.inspect(path)
+        array = hkl.inspect(path)
         seconds = medians(
             {
                 "memcpy into a kept buffer: the limit": lambda: np.copyto(buffer, images),
-                "Lockstep's reader into a kept buffer": lambda: batches.read_rows(array, 0, buffer),
+                "Lockstep's reader into a kept buffer": lambda: hkl.read_rows(array, 0, buffer),
                 "h5py read_direct into a kept buffer": h5py_read_direct,
                 "h5py [...]": h5py_slice,
                 "hickle.load": lambda: hickle.load(path),

@@ -5,78 +5,30 @@ One trainer with one thread, so that on a machine with two cores the loader has 
 AlexNet at batch 16, and the digits' net at batch 32.
 """
 
-import itertools
-import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.augmenting import make_folder
+from benchmarks.lone import NEVER, LoneTrainer
 from benchmarks.measure import table
 from lockstep.config import Config, Layer, resolve
-from lockstep.feed import Feed, LoaderFeed
-from lockstep.loading import Batch
-from lockstep.messages import Order, Stop, Subtract
-from lockstep.order import minibatches
-from lockstep.peers import Peers
-from lockstep.pipes import Pipe
-from lockstep.plan import Plan
-from lockstep.ranks import DEADLINE
-from lockstep.status import StatusBoard
-from proc_load import run_loader
-from train_funcs import Trainer
-
-
-class ResidentFeed(Feed):
-    """The same batch again and again: what a step costs when loading costs nothing."""
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-
-    def next(self) -> Order:
-        return self._batch.order
-
-    def batch(self) -> Batch:
-        return self._batch
-
-    def release(self) -> None:
-        """It stays."""
-
-    def close(self) -> None:
-        """Nothing to end."""
+from lockstep.loading.feed import Feed
 
 
 def measure(config: Config, n_steps: int) -> dict[str, float]:
     """Seconds per step with each feed: the median over blocks of steps, the feeds taking turns."""
     torch.set_num_threads(1)
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    context.Process(target=load, args=(theirs, config), daemon=True).start()
-    theirs.close()
-    control, launcher = multiprocessing.Pipe()
-    plan = Plan(config, Path("."), None)
-    trainer = Trainer(plan, Peers(0, {}), None, Pipe(control, "launcher", DEADLINE), StatusBoard.create())
-    trainer.begin_epoch()
-    ring = trainer.backend.make_ring(config, config.n_slots, trainer.replica.crop_size, trainer.dataset.mean)
-    pipe = Pipe(ours, "loader 0", DEADLINE)
-    pipe.send(Subtract(None))
-    loaded = LoaderFeed(pipe, ring, endless(len(trainer.dataset.train), config.batch_size))
-    loaded.next()
-    resident = ResidentFeed(copy_of(loaded.batch()))
-    loaded.release()
-
-    def block(feed: Feed) -> float:
-        while launcher.poll():  # ticks that nobody wants to see
-            launcher.recv()
-        return steps(trainer, feed, n_steps)
-
-    seconds = measure_blocks({"loaded": lambda: block(loaded), "resident": lambda: block(resident)})
-    pipe.send(Stop())
+    lone = LoneTrainer(config)
+    feeds = {"loaded": lone.loaded, "resident": lone.resident}
+    seconds = measure_blocks({name: partial(steps, lone, feed, n_steps) for name, feed in feeds.items()})
+    lone.close()
     return seconds
 
 
@@ -90,32 +42,15 @@ def measure_blocks(feeds: dict[str, Callable[[], float]], rounds: int = 7) -> di
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
-def steps(trainer: Trainer, feed: Feed, n_steps: int) -> float:
+def steps(lone: LoneTrainer, feed: Feed, n_steps: int) -> float:
     """Seconds per step, not counting the first ones, for which the ring was full in advance."""
-    trainer.feed = feed
-    for _ in range(trainer.config.n_slots):
-        trainer.train_step(n_steps)
+    lone.use(feed)
+    for _ in range(lone.config.n_slots):
+        lone.step()
     begin = time.perf_counter()
     for _ in range(n_steps):
-        trainer.train_step(n_steps)
+        lone.step()
     return (time.perf_counter() - begin) / n_steps
-
-
-def endless(n_samples: int, size: int) -> Iterator[Order]:
-    """Training orders of full minibatches, epoch after epoch."""
-    for epoch in itertools.count(1):
-        for step, (start, stop) in enumerate(minibatches(n_samples // size * size, size), 1):
-            yield Order("train", epoch, step, start, stop, start, stop)
-
-
-def load(connection: Any, config: Config) -> None:
-    """The loader process, without a launcher."""
-    control, _keep_open = multiprocessing.Pipe()
-    run_loader(Pipe(control, "launcher", DEADLINE), StatusBoard.create(), connection, 0, config)
-
-
-def copy_of(batch: Batch) -> Batch:
-    return Batch(batch.order, batch.images.clone(), batch.labels.clone(), batch.samples.clone())
 
 
 def run() -> tuple[str, dict[str, Any]]:
@@ -138,7 +73,7 @@ def run() -> tuple[str, dict[str, Any]]:
             ("smallnet", {"data_folder": "data/digits", "batch_size": 32}, 40),
         )
         for model, keys, n_steps in cases:
-            values = {"model": model, "devices": ["cpu"], "print_freq": 10**6, "para_load": False}
+            values = {"model": model, "devices": ["cpu"], "print_freq": NEVER}
             values |= {
                 "learning_rate": 1e-6,
                 **keys,

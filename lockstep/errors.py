@@ -1,5 +1,8 @@
 """The ways in which a run can fail that are not bugs."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(ValueError):
     """Something the user gave (a key, a file, a device) can't be used; the message says what to do."""
@@ -19,3 +22,9 @@ class PeerLost(PeerProblem):
 
 class DeadlinePassed(PeerProblem):
     """The other process did not answer within `wait_deadline` seconds."""
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """' (did you mean ...?)', or '' where nothing known is like `key`."""
+    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return f" (did you mean '{matches[0]}'?)" if matches else ""

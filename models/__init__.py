@@ -11,8 +11,8 @@ and, where it needs them,
                                         aux is added with its weight; otherwise it returns logits alone
 
 Pictures come as RGB from 0 to 255, the mean subtracted and scaled as above, lying channels last. `nn.Dropout`
-is swapped for one whose masks follow the samples (lockstep/dropout.py). A file is chosen by its name: `model:
-alexnet`. Networks from elsewhere: docs/models.md.
+is swapped for one whose masks follow the samples (lockstep/network/dropout.py). A file is chosen by its name:
+`model: alexnet`. Networks from elsewhere: docs/models.md.
 """
 
 # Of ImageNet's pictures, as torchvision and timm have them: the mean, and one over the standard deviation.

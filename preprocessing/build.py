@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.data.manifest import differing
 from lockstep.errors import UserError
-from lockstep.manifest import differing
 from preprocessing.bars import progress_bar
 from preprocessing.finish import Outcome, write_rest
 from preprocessing.journal import Journal

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from lockstep.config import Layer, resolve
-from lockstep.dataset import Dataset, Split, open_dataset
+from lockstep.data.dataset import Dataset, Split, open_dataset
 from lockstep.errors import UserError
 from preprocessing import devkit
 from preprocessing.build import Job, build, unfinished

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 import lockstep
-from lockstep import theano_alexnet
+from lockstep.data import old_folders as theano_alexnet
+from lockstep.data.manifest import MANIFEST_VERSION, NAME, digest_of_labels
 from lockstep.errors import UserError
-from lockstep.manifest import MANIFEST_VERSION, NAME, checksum, digest_of_labels
+from lockstep.files import checksum
 from preprocessing.caffe_lists import Line, write_list
 from preprocessing.journal import Journal
 from preprocessing.tasks import Record, Target, Task

@@ -21,17 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 from tqdm import tqdm
 
-from lockstep import batches
-from lockstep.augment import Augmenter
-from lockstep.batches import HklArray
 from lockstep.config import Layer, resolve
-from lockstep.dataset import Dataset, Split, open_dataset
+from lockstep.data import hkl
+from lockstep.data.augment import Augmenter
+from lockstep.data.dataset import Dataset, Split, open_dataset
+from lockstep.data.hkl import HklArray
+from lockstep.data.manifest import differing
 from lockstep.errors import UserError
-from lockstep.manifest import differing
 from preprocessing.bars import progress_bar
 from preprocessing.caffe_lists import read_list
 from preprocessing.contact_sheet import Sample, draw_histogram, draw_sheet
@@ -120,7 +119,7 @@ def take_samples(
     """Random images of one half: training ones cropped and mirrored at random, others in the middle."""
     random = np.random.default_rng([words.seed, len(split)])
     chosen = np.sort(random.choice(len(split), min(len(split), words.images // 2), replace=False))
-    augmenter = Augmenter(torch.from_numpy(dataset.mean), crop)
+    augmenter = Augmenter(dataset.mean, crop)
     margins = [side - crop for side in dataset.image_shape[:2]]
     sources = source_names(words.folder, key, split)
     samples = []
@@ -128,12 +127,11 @@ def take_samples(
         stored = read_image(split, index)
         corner = [random.integers(margin + 1) if key == "train" else margin // 2 for margin in margins]
         mirror = key == "train" and random.integers(2)
-        seen = torch.empty((1, crop, crop, 3))
-        crops = torch.tensor([[int(number) for number in (*corner, mirror)]])
-        augmenter.apply(torch.from_numpy(stored)[None], crops, seen)
+        seen = np.empty((1, crop, crop, 3), np.float32)
+        augmenter.apply(stored[None], np.array([[*corner, int(mirror)]]), seen)
         label = int(split.labels[index])
         title = f"{key} {label}: {names[label]}"
-        samples.append(Sample(stored, seen[0].numpy(), title, sources[index] if sources else ""))
+        samples.append(Sample(stored, seen[0], title, sources[index] if sources else ""))
     return samples
 
 
@@ -142,7 +140,7 @@ def read_image(split: Split, index: int) -> np.ndarray:
     for file in split.files:
         if index < file.shape[0]:
             out = np.empty((1, *file.row_shape), np.uint8)
-            batches.read_rows(file, index, out)
+            hkl.read_rows(file, index, out)
             image: np.ndarray = out[0]
             return image
         index -= file.shape[0]
@@ -178,7 +176,7 @@ def read_through(file: HklArray, bar: "tqdm[Any]") -> str:
     """What is wrong with a file, or nothing."""
     bar.update()
     try:
-        batches.read_rows(file, 0, np.empty(file.shape, np.uint8))
+        hkl.read_rows(file, 0, np.empty(file.shape, np.uint8))
     except UserError as error:
         return str(error)
     return ""

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.batches import publish
 from lockstep.errors import UserError
+from lockstep.files import publish
 from preprocessing.sums import PixelSums
 from preprocessing.tasks import Record, Task
 

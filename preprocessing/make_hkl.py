@@ -25,11 +25,12 @@ import os
 import sys
 from pathlib import Path
 
+from lockstep.data.manifest import RESIZES
 from lockstep.errors import UserError
 from preprocessing.build import Job, build, unfinished
 from preprocessing.finish import BAD_LIST
 from preprocessing.inputs import Paths, add_path_options, make_listing, read_paths
-from preprocessing.pictures import ORIENTATIONS, RESIZES, Geometry
+from preprocessing.pictures import ORIENTATIONS, Geometry
 from preprocessing.plan import Settings, make_tasks
 from preprocessing.tasks import Target
 

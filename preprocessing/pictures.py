@@ -17,14 +17,14 @@ import simplejpeg
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from lockstep.data.manifest import Resize
+
 MAX_PIXELS = 100_000_000  # a picture that claims more is refused before it is decoded
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # others have decoders that nobody needs here
 _ORIENTATION = 0x0112  # the EXIF tag
 _MAX_ASPECT = 8  # crop: of longer pictures only the middle is resized
 
-Resize = Literal["squash", "crop", "pad"]
 Orientation = Literal["ignore", "apply"]
-RESIZES: tuple[Resize, ...] = get_args(Resize)
 ORIENTATIONS: tuple[Orientation, ...] = get_args(Orientation)
 
 

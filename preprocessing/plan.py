@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from lockstep.batches import Layout
+from lockstep.data.hkl import Layout
+from lockstep.data.randomness import Purpose, generator
 from lockstep.errors import UserError
-from lockstep.randomness import Purpose, generator
 from preprocessing.listing import Listing, Picture
 from preprocessing.pictures import Geometry
 from preprocessing.tasks import OnError, PictureBatch, Task

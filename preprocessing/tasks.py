@@ -6,10 +6,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from lockstep import batches, c01b, theano_alexnet
-from lockstep.batches import HklArray, Layout
+from lockstep.data import c01b, hkl
+from lockstep.data import old_folders as theano_alexnet
+from lockstep.data.hkl import HklArray, Layout
 from lockstep.errors import UserError
-from lockstep.manifest import checksum
+from lockstep.files import checksum
 from preprocessing.listing import Picture
 from preprocessing.pictures import BadPicture, Geometry, to_image
 from preprocessing.sums import PixelSums
@@ -98,7 +99,7 @@ class StoredBatch:
         images = np.empty((len(self.labels), *self.runs[0][0].row_shape), np.uint8)
         done = 0
         for file, first, count in self.runs:
-            batches.read_rows(file, first, images[done : done + count])
+            hkl.read_rows(file, first, images[done : done + count])
             done += count
         return images, []
 
@@ -168,9 +169,9 @@ def make_files(task: Task, target: Target) -> tuple[Record, PixelSums | None]:
         for name, part in zip(target.names(task), np.array_split(images, target.parts), strict=True):
             path = target.folder / name
             if target.layout == "b01c":
-                batches.write(path, part)
+                hkl.write(path, part)
             else:
-                batches.write_hickle2(path, c01b.from_b01c(part))
+                hkl.write_hickle2(path, c01b.from_b01c(part))
             entry = {"file": name, "n_images": len(part), "n_bytes": path.stat().st_size}
             record.files.append({**entry, "sha256": checksum(path)})
     if task.split != "train":

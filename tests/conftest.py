@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import build
+import limits
 import numpy as np
 import pytest
+from limits import limit
 from simulated import Simulation
 
-from lockstep import batches
 from lockstep.config import Config, Layer, resolve
+from lockstep.data import hkl
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = 36  # smallnet's 32 and a margin to crop from
@@ -32,7 +34,7 @@ def make_folder(folder: Path, n_train: int = 90, n_val: int = 33, size: int = SI
         for number, first in enumerate(range(0, n_images, rows)):
             shape = (min(rows, n_images - first), size, size, 3)
             images = random.integers(0, 256, shape, dtype=np.uint8)
-            batches.write(folder / f"{split}_hkl" / f"{number:04d}.hkl", images)
+            hkl.write(folder / f"{split}_hkl" / f"{number:04d}.hkl", images)
         (folder / "labels").mkdir(exist_ok=True)
         np.save(folder / "labels" / f"{split}_labels.npy", random.integers(0, n_classes, n_images))
     (folder / "misc").mkdir()
@@ -65,7 +67,8 @@ class Running:
     output_file: Path
 
     def wait(self, seconds: float = 60) -> int:
-        return self.process.wait(seconds)
+        """The exit code. seconds: as all limits, on an idle machine."""
+        return self.process.wait(limit(seconds))
 
     def output(self) -> str:
         return self.output_file.read_text()
@@ -108,9 +111,11 @@ def processes_of_session(number: int) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    """seconds: on an idle machine."""
+    seconds = limit(seconds)
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, f"waited {seconds} s for {what}"
+        assert time.monotonic() < until, f"waited {seconds:.0f} s for {what}"
         time.sleep(0.02)
 
 
@@ -169,7 +174,7 @@ def program(shared_folder: Path, tmp_path: Path):
     for running in program.started:
         for pid in running.leftovers():
             os.kill(pid, 9)
-        running.process.wait(10)
+        running.wait(10)
 
 
 @pytest.fixture(scope="session")
@@ -207,6 +212,24 @@ def missing_for_gpus(n_gpus: int) -> str:
     if torch.cuda.device_count() < n_gpus:
         return f"needs {n_gpus} NVIDIA GPU(s), here are {torch.cuda.device_count()}"
     return "" if importlib.util.find_spec("pycuda") else "needs PyCUDA"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    limits.measure(len(config.getoption("tx", [])))
+    if importlib.util.find_spec("hypothesis"):  # a machine that only runs the GPUs' tests may have none
+        from hypothesis import HealthCheck, settings
+
+        # How long an example takes, or is looked for, tells of the machine and not of the code.
+        settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("lockstep")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Every test's own limit (pytest-timeout's) grows with the others."""
+    for item in items if config.pluginmanager.hasplugin("timeout") else ():
+        mark = item.get_closest_marker("timeout")
+        seconds = mark.args[0] if mark else float(config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(limit(seconds)), append=False)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lockstep import dropout
-from lockstep.arena import ALIGNMENT, Arena
 from lockstep.errors import UserError
 from lockstep.memory.host import HostMemory
-from lockstep.optimizer import make_optimizer, states_of
-from lockstep.schedule import learning_rate
+from lockstep.network import dropout
+from lockstep.network.arena import ALIGNMENT, Arena
+from lockstep.network.optimizer import make_optimizer
+from lockstep.optim import states_of
+from lockstep.optim.schedules import learning_rate
 
 
 def make_net() -> nn.Module:

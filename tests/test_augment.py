@@ -1,5 +1,7 @@
 """Crop, mirror and mean against straightforward NumPy, and orders turned into slots."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,15 +9,14 @@ from conftest import SIZE, make_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep import batches
-from lockstep.augment import Augmenter
-from lockstep.dataset import Dataset, open_dataset
+from lockstep.comm.messages import Order
+from lockstep.data import hkl
+from lockstep.data.augment import TORCH_FROM, Augmenter
+from lockstep.data.dataset import Dataset, open_dataset
+from lockstep.data.order import EpochOrder
 from lockstep.loading.host import HostFiller, HostRing
-from lockstep.messages import Order
-from lockstep.order import EpochOrder
-from lockstep.reader import Reader
-from lockstep.slots import RingShape, Slot
-from lockstep.status import StatusBoard
+from lockstep.loading.reader import Reader
+from lockstep.loading.slots import RingShape, Slot
 
 
 def straightforward(image: np.ndarray, mean: np.ndarray, row: int, column: int, mirror: bool, size: int):
@@ -25,31 +26,33 @@ def straightforward(image: np.ndarray, mean: np.ndarray, row: int, column: int, 
     return crop[:, ::-1] if mirror else crop
 
 
-@given(st.data())
+@pytest.mark.parametrize("by_torch", [False, True])
+@given(data=st.data())
 @settings(max_examples=60)
-def test_agrees_with_numpy_bit_for_bit(data: st.DataObject) -> None:
-    height, width = data.draw(st.integers(1, 24)), data.draw(st.integers(1, 24))
-    size = data.draw(st.integers(1, min(height, width)))
+def test_agrees_with_numpy_bit_for_bit(data: st.DataObject, by_torch: bool) -> None:
+    least = TORCH_FROM if by_torch else 1
+    height, width = (data.draw(st.integers(least, least + 23)) for _ in "hw")
+    size = data.draw(st.integers(least, min(height, width)))
     n_images = data.draw(st.integers(0, 4))
     random = np.random.default_rng(data.draw(st.integers(0, 1000)))
     images = random.integers(0, 256, (n_images, height, width, 3), dtype=np.uint8)
     mean = random.uniform(0, 255, (height, width, 3)).astype(np.float32)
     most = (height - size + 1, width - size + 1, 2)
     crops = random.integers(0, most, (n_images, 3), dtype=np.int32)
-    out = torch.full((n_images, size, size, 3), torch.nan)
-    Augmenter(torch.from_numpy(mean), size).apply(torch.from_numpy(images), torch.from_numpy(crops), out)
+    out = np.full((n_images, size, size, 3), np.nan, np.float32)
+    Augmenter(mean, size).apply(images, crops, out)
     for i, (row, column, mirror) in enumerate(crops):
         expected = straightforward(images[i], mean, row, column, mirror, size)
-        assert (out[i].numpy() == expected).all()
+        assert (out[i] == expected).all()
 
 
-def fill(dataset: Dataset, orders: list[Order], batch_size: int = 16, **values: object) -> list[Slot]:
+def fill(dataset: Dataset, orders: list[Order], batch_size: int = 16, **values: object) -> list[Slot[Any]]:
     """What the filler makes of each order, in a slot that was full of rubbish before."""
     config = make_config(batch_size=batch_size, **values)
-    ring = HostRing(RingShape(len(orders), batch_size, (32, 32), torch.float32, 32))
-    reader = Reader(config, dataset, 32, StatusBoard.create())
+    ring = HostRing(RingShape(len(orders), batch_size, (32, 32), "float32", 32))
+    reader = Reader(config, dataset, 32, print)
     filler = HostFiller(reader, ring.block, ring.shape)
-    slots = ring.shape.slots(ring.block.tensor(torch.uint8, (ring.shape.n_bytes,)))
+    slots = ring.shape.tensors(ring.block.array(np.uint8, (ring.shape.n_bytes,)))
     for number, (slot, order) in enumerate(zip(slots, orders, strict=True)):
         slot.images.fill_(torch.nan)
         slot.labels.fill_(-1)
@@ -71,7 +74,7 @@ def order(
 
 def images_and_labels(dataset: Dataset, stage: str) -> tuple[np.ndarray, np.ndarray]:
     split = dataset.train if stage == "train" else dataset.val
-    return np.concatenate([batches.read(file.path) for file in split.files]), split.labels
+    return np.concatenate([hkl.read(file.path) for file in split.files]), split.labels
 
 
 def test_slots_hold_what_was_ordered(dataset: Dataset) -> None:

@@ -12,14 +12,15 @@ import pytest
 import torch
 from conftest import SIZE, Program, make_config
 
-from lockstep import batches, checkpoint
-from lockstep.dataset import open_dataset
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
+from lockstep.data import hkl
+from lockstep.data.dataset import open_dataset
 from lockstep.errors import UserError
-from lockstep.peers import Peers
-from lockstep.pipes import Pipe
-from lockstep.plan import Plan
-from lockstep.runfolder import State, find_checkpoint, verify
-from lockstep.status import StatusBoard
+from lockstep.launch.status import StatusBoard
+from lockstep.runs import checkpoint
+from lockstep.runs.folder import State, find_checkpoint, verify
+from lockstep.runs.plan import Plan
 from train_funcs import Trainer
 
 
@@ -30,7 +31,7 @@ def remove(name: str):
 def replace(name: str, array: np.ndarray):
     def change(folder: Path) -> None:
         path = folder / name
-        (batches.write if name.endswith(".hkl") else np.save)(path, array)
+        (hkl.write if name.endswith(".hkl") else np.save)(path, array)
 
     return change
 
@@ -45,6 +46,8 @@ def set_manifest(text: str):
 
 HKL, LABELS, MEAN = "train_hkl/0001.hkl", "labels/train_labels.npy", "misc/img_mean.npy"
 IMAGES = np.zeros((32, SIZE, SIZE, 3), np.uint8)
+ENTRY = {"file": "train_hkl/0000.hkl", "labels": [0]}
+MANIFEST = {"version": 1, "classes": ["a"], "train": [ENTRY], "val": [ENTRY]}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +97,12 @@ IMAGES = np.zeros((32, SIZE, SIZE, 3), np.uint8)
         ),
         (replace(MEAN, np.full((SIZE, SIZE, 3), 1e300)), MEAN, "not pixels'"),
         (set_manifest("{}"), "manifest.json", "is not a manifest"),
+        (
+            set_manifest(json.dumps({**MANIFEST, "resize": "stretch"})),
+            "manifest.json",
+            "resize must be one of squash, crop, pad, not 'stretch'",
+        ),
+        (set_manifest(json.dumps({**MANIFEST, "resize": ["crop"]})), "manifest.json", "not ['crop']"),
     ],
 )
 def test_a_broken_dataset_folder_names_the_file(folder: Path, change, named: str, message: str) -> None:
@@ -171,8 +180,10 @@ def test_a_file_that_breaks_while_training_is_named_by_its_loader(folder: Path, 
 def test_weights_that_are_no_numbers_are_not_saved(shared_folder: Path, tmp_path: Path) -> None:
     control, _keep_open = multiprocessing.Pipe()
     plan = Plan(make_config(data_folder=str(shared_folder), para_load=False), tmp_path, None)
-    trainer = Trainer(plan, Peers(0, {}), None, Pipe(control, "the launcher", 5), StatusBoard.create())
-    trainer.replica.arena.tensors["weights/fc5.bias"][0] = float("nan")
+    trainer = Trainer(
+        plan, Group.on_one_host(0, {}), None, Pipe(control, "the launcher", 5), StatusBoard.create()
+    )
+    trainer.program.arena.tensors["weights/fc5.bias"][0] = float("nan")
     with pytest.raises(UserError, match="lower learning_rate"):
         trainer.save()
     assert list(tmp_path.iterdir()) == []

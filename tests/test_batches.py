@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from lockstep import batches, c01b
+from lockstep.data import c01b, hkl
 from lockstep.errors import UserError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -25,8 +25,8 @@ GOLDEN = Path(__file__).parent / "golden"
 )
 def test_what_is_written_reads_back_here_and_in_hickle(tmp_path_factory, array: np.ndarray) -> None:
     path = tmp_path_factory.mktemp("hkl") / "a.hkl"
-    batches.write(path, array)
-    for read in (batches.read(path), hickle.load(path)):
+    hkl.write(path, array)
+    for read in (hkl.read(path), hickle.load(path)):
         assert read.dtype == array.dtype and read.shape == array.shape
         assert read.tobytes() == array.tobytes()
     assert os.listdir(path.parent) == ["a.hkl"]
@@ -35,10 +35,10 @@ def test_what_is_written_reads_back_here_and_in_hickle(tmp_path_factory, array: 
 @given(first=st.integers(0, 20), count=st.integers(0, 20))
 def test_any_rows_can_be_read(shared_folder: Path, first: int, count: int) -> None:
     path = shared_folder / "train_hkl" / "0000.hkl"
-    array = batches.inspect(path)
+    array = hkl.inspect(path)
     first, count = min(first, array.shape[0]), min(count, array.shape[0] - first)
     out = np.full((max(count, 0), *array.row_shape), 99, np.uint8)
-    batches.read_rows(array, first, out)
+    hkl.read_rows(array, first, out)
     assert (out == hickle.load(path)[first : first + len(out)]).all()
 
 
@@ -46,10 +46,10 @@ def test_any_rows_can_be_read(shared_folder: Path, first: int, count: int) -> No
 def test_files_of_every_hickle_are_read_at_their_offset(path: Path) -> None:
     """Files that hickle 1.4, 2.0, 2.1, 3.4, 4.0 and 5.0 themselves have written."""
     array = np.arange(360).astype(np.uint8).reshape(3, 4, 5, 6)
-    assert batches.inspect(path).offset is not None
-    assert (batches.read(path) == array).all()
+    assert hkl.inspect(path).offset is not None
+    assert (hkl.read(path) == array).all()
     images = np.empty((2, 4, 5, 3), np.uint8)
-    batches.read_rows(batches.as_c01b(batches.inspect(path)), 3, images)
+    hkl.read_rows(hkl.as_c01b(hkl.inspect(path)), 3, images)
     assert (images == array.transpose(3, 1, 2, 0)[3:5]).all()
 
 
@@ -68,9 +68,9 @@ def structure(path: Path) -> dict[str, object]:
 
 
 def test_what_we_write_for_hickle_2_is_laid_out_as_its_own(tmp_path: Path) -> None:
-    batches.write_hickle2(tmp_path / "a.hkl", batches.read(GOLDEN / "hickle2.hkl"))
+    hkl.write_hickle2(tmp_path / "a.hkl", hkl.read(GOLDEN / "hickle2.hkl"))
     assert structure(tmp_path / "a.hkl") == structure(GOLDEN / "hickle2.hkl")
-    assert (batches.read(tmp_path / "a.hkl") == batches.read(GOLDEN / "hickle2.hkl")).all()
+    assert (hkl.read(tmp_path / "a.hkl") == hkl.read(GOLDEN / "hickle2.hkl")).all()
 
 
 @settings(max_examples=60)
@@ -83,7 +83,7 @@ def test_any_images_of_any_c01b_batch(tmp_path_factory, data: st.DataObject) -> 
     write_old(path, stored, **data.draw(st.sampled_from([{}, {"chunks": True}, {"compression": "gzip"}])))
     first = data.draw(st.integers(0, batch))
     out = np.full((data.draw(st.integers(0, batch - first)), height, width, 3), 99, np.uint8)
-    batches.read_rows(batches.as_c01b(batches.inspect(path)), first, out)
+    hkl.read_rows(hkl.as_c01b(hkl.inspect(path)), first, out)
     assert (out == stored.transpose(3, 1, 2, 0)[first : first + len(out)]).all()
     assert (c01b.from_b01c(np.ascontiguousarray(stored.transpose(3, 1, 2, 0))) == stored).all()
 
@@ -99,14 +99,14 @@ def write_old(path: Path, array: np.ndarray, **options: object) -> None:
 def test_chunked_and_compressed_files_are_read_through_hdf5(tmp_path: Path, options: dict) -> None:
     array = np.arange(60, dtype=np.uint8).reshape(5, 2, 2, 3)
     write_old(tmp_path / "a.hkl", array, **options)
-    assert batches.inspect(tmp_path / "a.hkl").offset is None
-    assert (batches.read(tmp_path / "a.hkl") == array).all()
+    assert hkl.inspect(tmp_path / "a.hkl").offset is None
+    assert (hkl.read(tmp_path / "a.hkl") == array).all()
 
 
 def test_foreign_byte_order_is_converted(tmp_path: Path) -> None:
     array = np.arange(12, dtype=">f4").reshape(3, 4)
     write_old(tmp_path / "a.hkl", array)
-    assert (batches.read(tmp_path / "a.hkl") == array).all()
+    assert (hkl.read(tmp_path / "a.hkl") == array).all()
 
 
 @given(data=st.data())
@@ -114,7 +114,7 @@ def test_foreign_byte_order_is_converted(tmp_path: Path) -> None:
 def test_truncated_and_damaged_headers_are_named_errors(tmp_path_factory, data: st.DataObject) -> None:
     """A damaged file gives a UserError with its name, or an array; never a crash or another exception."""
     path = tmp_path_factory.mktemp("hkl") / "bad.hkl"
-    batches.write(path, np.zeros((4, 8, 8, 3), np.uint8))
+    hkl.write(path, np.zeros((4, 8, 8, 3), np.uint8))
     content = bytearray(path.read_bytes())
     if data.draw(st.booleans(), "truncate"):
         del content[data.draw(st.integers(0, len(content) - 1), "length") :]
@@ -123,7 +123,7 @@ def test_truncated_and_damaged_headers_are_named_errors(tmp_path_factory, data: 
         content[place : place + 8] = data.draw(st.binary(min_size=8, max_size=8), "bytes")
     path.write_bytes(content)
     try:
-        batches.read(path)
+        hkl.read(path)
     except UserError as error:
         assert str(path) in str(error)
 
@@ -132,32 +132,32 @@ def test_truncated_and_damaged_headers_are_named_errors(tmp_path_factory, data: 
 def test_other_files_are_named_errors(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.hkl").write_bytes(content)
     with pytest.raises(UserError, match=r"a\.hkl: is not a whole .hkl"):
-        batches.inspect(tmp_path / "a.hkl")
+        hkl.inspect(tmp_path / "a.hkl")
 
 
 def test_a_file_that_changes_after_it_was_inspected_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.hkl"
-    batches.write(path, np.zeros((4, 8, 8, 3), np.uint8))
-    array = batches.inspect(path)
+    hkl.write(path, np.zeros((4, 8, 8, 3), np.uint8))
+    array = hkl.inspect(path)
     os.truncate(path, array.offset + 100)
     with pytest.raises(UserError, match=r"a\.hkl: can't be read: it was changed after"):
-        batches.read_rows(array, 0, np.empty(array.shape, np.uint8))
+        hkl.read_rows(array, 0, np.empty(array.shape, np.uint8))
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     hickle.dump({"a": 1}, tmp_path / "a.hkl")
     with pytest.raises(UserError, match="must hold one array"):
-        batches.inspect(tmp_path / "a.hkl")
+        hkl.inspect(tmp_path / "a.hkl")
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "a.hkl"
-    batches.write(path, np.zeros(3))
+    hkl.write(path, np.zeros(3))
 
     def fail(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr(hickle, "dump", fail)
     with pytest.raises(OSError, match="disk full"):
-        batches.write(path, np.ones(3))
-    assert (batches.read(path) == 0).all() and os.listdir(tmp_path) == ["a.hkl"]
+        hkl.write(path, np.ones(3))
+    assert (hkl.read(path) == 0).all() and os.listdir(tmp_path) == ["a.hkl"]

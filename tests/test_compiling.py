@@ -11,11 +11,12 @@ import pytest
 from conftest import ROOT
 
 from lockstep import kernels
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.errors import UserError
+from lockstep.exchange import OPS
 from lockstep.kernels import nvrtc
-from lockstep.peers import Peers
-from lockstep.pipes import Pipe
-from lockstep.ranks import run_ranks
+from lockstep.launch.ranks import run_ranks
 
 NAMES = sorted(path.stem for path in kernels.HERE.glob("*.cu"))
 
@@ -60,14 +61,14 @@ def test_each_compiler_compiles_each_kernel(compiler: str, name: str, architectu
 def test_a_kernel_is_compiled_once_and_kept(
     compiler: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = kernels.compiled("average", "sm_90")
+    first = kernels.compiled("fold", "sm_90")
     assert list(cache.iterdir()) == [first]
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(nvrtc, "find", lambda: None)
-    assert kernels.compiled("average", "sm_90") == first
-    expected = "neither NVRTC .* nor nvcc is here: one is needed once, to compile average.cu; pip install"
+    assert kernels.compiled("fold", "sm_90") == first
+    expected = "neither NVRTC .* nor nvcc is here: one is needed once, to compile fold.cu; pip install"
     with pytest.raises(UserError, match=expected):
-        kernels.compiled("average", "sm_80")
+        kernels.compiled("fold", "sm_80")
 
 
 def test_a_changed_source_is_compiled_again(
@@ -92,33 +93,31 @@ def test_a_broken_source_is_told_in_the_compilers_words(
 
 
 def test_an_unknown_architecture_is_named(compiler: str) -> None:
-    with pytest.raises(
-        UserError, match=r"(?s)can't compile average.cu with --gpu-architecture=sm_10: .*arch"
-    ):
-        kernels.compiled("average", "sm_10")
+    with pytest.raises(UserError, match=r"(?s)can't compile fold.cu with --gpu-architecture=sm_10: .*arch"):
+        kernels.compiled("fold", "sm_10")
 
 
 def test_a_cache_that_cant_be_written_is_named(compiler: str, cache: Path) -> None:
     cache.parent.write_text("a file, not a folder")
     with pytest.raises(UserError, match=f"{cache}: can't be written to: .* set XDG_CACHE_HOME"):
-        kernels.compiled("average", "sm_90")
+        kernels.compiled("fold", "sm_90")
 
 
 def compile_together(rank: int, pipes: dict[int, Pipe], compiler: str) -> tuple[Path, bytes]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         leave_only(compiler, monkeypatch)
-        Peers(rank, pipes).meet("ready")
-        path = kernels.compiled("average", "sm_90")
+        Group.on_one_host(rank, pipes).barrier("ready")
+        path = kernels.compiled("fold", "sm_90")
         return path, path.read_bytes()
 
 
 def test_several_processes_may_compile_at_once(compiler: str, cache: Path) -> None:
     results = run_ranks(compile_together, 4, compiler)
-    path = kernels.compiled("average", "sm_90")
+    path = kernels.compiled("fold", "sm_90")
     assert list(cache.iterdir()) == [path]
     assert {found for found, _ in results} == {path}
     for _, cubin in results:
-        assert kernels_in(cubin) == {"average"}
+        assert kernels_in(cubin) == {f"fold_{op}" for op in OPS}
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import yaml
 from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import limit
 
 from lockstep.config import Config, Layer, read_command_line, read_yaml, resolve, to_yaml
 from lockstep.errors import UserError
@@ -177,7 +178,7 @@ def test_the_saved_configuration_reads_back(values: dict[str, object]) -> None:
 
 def test_the_program_exits_with_2_and_one_line() -> None:
     command = [sys.executable, "train.py", "lerning_rate=1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert "did you mean 'learning_rate'?" in done.stderr

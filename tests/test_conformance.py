@@ -5,9 +5,11 @@ of the others comes too early or too late. It shows that the calls are right and
 fast a GPU is.
 """
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +20,12 @@ from simulated import Simulation
 
 from lockstep.backends import Backend, backend_of
 from lockstep.backends.host import HostBackend
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.errors import PeerLost, UserError
-from lockstep.exchange import Exchange, proof
+from lockstep.exchange import Span, proof, shard
+from lockstep.launch.ranks import run_ranks
 from lockstep.memory import Block
-from lockstep.peers import Peers
-from lockstep.pipes import Pipe
-from lockstep.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(600)  # PyCUDA is built the first time
 ROUNDS = 10
@@ -141,7 +143,10 @@ def in_use(place: Place, memory: object) -> tuple[int, ...]:
     return descriptors, (total - free) // (32 << 20)
 
 
-@pytest.mark.parametrize("place", [*PLACES[:2], PLACES[3]], indirect=True)
+ONE_DEVICE_SLOWLY = pytest.param(*PLACES[1].values, id=PLACES[1].id, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("place", [PLACES[0], ONE_DEVICE_SLOWLY, PLACES[3]], indirect=True)
 def test_nothing_leaks_in_100_rounds_of_opening_and_closing(place: Place) -> None:
     for before, after in run_ranks(open_and_close, 2, place):
         assert before == after
@@ -212,38 +217,28 @@ def read(backend: Backend, block: Block, values: np.ndarray) -> None:
         backend.memory.driver.memcpy_dtoh_async(values, block.pointer, backend.stream)  # type: ignore[attr-defined]
 
 
-def step(exchange: Exchange, peers: Peers, number: int) -> None:
-    """As in the trainer."""
-    exchange.updated()
-    peers.meet(f"updated {number}")
-    exchange.await_updates()
-    exchange.average()
-    peers.meet(f"averaged {number}")
-    exchange.averaged()
-
-
 def average(
     rank: int, pipes: dict[int, Pipe], place: Place, kinds: list[str], n_elements: int, tied: bool
 ) -> list[list[bytes]]:
-    """For each kind of exchange, in each round: new values into this rank's arena, average, read it back.
+    """For each kind of transport, in each round: new values into this rank's arena, average, read it back.
 
-    The host never waits for the stream before the end (staged: but within the exchange).
-    tied: with the exchange's events, or without.
+    The host never waits for the stream before the end (staged: but within the collective).
+    tied: with the transport's events, or without.
     """
-    backend, peers = place.start(rank), Peers(rank, pipes)
+    backend, group = place.start(rank), Group.on_one_host(rank, pipes)
     block = backend.memory.allocate(4 * n_elements, "a test")
     arena = block.tensor(torch.float32, (n_elements,))
     values = [value_of(rank, number, n_elements) for number in range(ROUNDS)]
     results = [np.empty((ROUNDS, n_elements), np.float32) for _ in kinds]
     for kind, result in zip(kinds, results, strict=True):
-        exchange, _ = backend.open_exchange(kind, block, arena, peers)
+        transport, _ = backend.open_transport(kind, block, arena, group)
         if not tied:
-            exchange._peers_updated = exchange._peers_averaged = []  # type: ignore[attr-defined]
+            transport._peers_offered = transport._peers_worked = []  # type: ignore[attr-defined]
         for number in range(ROUNDS):
             write(backend, block, values[number])
-            step(exchange, peers, number)
+            transport.all_reduce((0, n_elements), "mean")
             read(backend, block, result[number])
-        exchange.close()  # waits for the stream
+        transport.close()  # waits for the stream
     block.close()
     return [[row.tobytes() for row in result] for result in results]
 
@@ -261,7 +256,7 @@ def expected_means(n_ranks: int, n_elements: int) -> list[bytes]:
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("place", [*PLACES, FOUR_GPUS], indirect=True)
-def test_exchanges_equal_swap_then_average_whatever_the_streams_do(place: Place, n_ranks: int) -> None:
+def test_averages_equal_swap_then_average_whatever_the_streams_do(place: Place, n_ranks: int) -> None:
     kinds = ["auto"] if place.kind == "cpu" else ["p2p", "staged", "swap"]
     for results in run_ranks(average, n_ranks, place, kinds, 16 * 301, True):
         assert results == [expected_means(n_ranks, 16 * 301)] * len(kinds)
@@ -282,18 +277,93 @@ def test_without_its_events_the_exchange_would_be_wrong(simulation: Simulation) 
     assert results[0] != [expected_means(2, 16 * 301)]
 
 
+N_ELEMENTS = 16 * 41
+# Kind, span, operation or source: of every kind, on spans that begin anywhere on the alignment, of odd sizes.
+COLLECTIVES: list[tuple[str, Span, Any]] = [
+    ("all_reduce", (0, N_ELEMENTS), "mean"),
+    ("all_reduce", (16, 16 * 30 + 5), "sum"),
+    ("all_reduce", (32, 32 + 3), "max"),
+    ("all_reduce", (16 * 7, 16 * 7 + 199), "min"),
+    ("all_reduce", (48, N_ELEMENTS - 1), "prod"),
+    ("reduce_scatter", (16, 16 * 33 + 1), "sum"),
+    ("reduce_scatter", (0, N_ELEMENTS), "mean"),
+    ("all_gather", (16 * 3, 16 * 39 + 11), None),
+    ("all_gather", (0, 17), None),
+    ("broadcast", (16 * 5, 16 * 21 + 2), -1),  # from the last rank
+    ("broadcast", (0, N_ELEMENTS), 0),
+]
+
+
+def collect(rank: int, pipes: dict[int, Pipe], place: Place, kind: str) -> list[bytes]:
+    """Every collective once, each on what the one before has left; the whole block after each."""
+    backend, group, n_ranks = place.start(rank), Group.on_one_host(rank, pipes), len(pipes) + 1
+    block = backend.memory.allocate(4 * N_ELEMENTS, "a test")
+    arena = block.tensor(torch.float32, (N_ELEMENTS,))
+    transport, _ = backend.open_transport(kind, block, arena, group)
+    values = value_of(rank, 0, N_ELEMENTS)  # kept: it is copied when the stream comes to it
+    write(backend, block, values)
+    results = np.empty((len(COLLECTIVES), N_ELEMENTS), np.float32)
+    for (name, span, argument), result in zip(COLLECTIVES, results, strict=True):
+        if name == "broadcast":
+            transport.broadcast(span, argument % n_ranks)
+        elif name == "all_gather":
+            transport.all_gather(span)
+        else:
+            getattr(transport, name)(span, argument)
+        read(backend, block, result)
+    transport.close()
+    block.close()
+    return [result.tobytes() for result in results]
+
+
+def expected_collectives(n_ranks: int) -> list[list[bytes]]:
+    """What each rank's block holds after each collective, in plain NumPy."""
+    blocks = [value_of(rank, 0, N_ELEMENTS) for rank in range(n_ranks)]
+    results: list[list[bytes]] = [[] for _ in blocks]
+    combine = {"mean": np.add, "sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+    for name, span, argument in COLLECTIVES:
+        before = [block.copy() for block in blocks]
+        if "reduce" in name:
+            total = functools.reduce(combine[argument], before)
+            total = total / np.float32(n_ranks) if argument == "mean" else total
+        for rank, block in enumerate(blocks):
+            for owner in range(n_ranks):
+                part = slice(*shard(span, owner, n_ranks))
+                if name == "all_reduce" or (name == "reduce_scatter" and owner == rank):
+                    block[part] = total[part]
+                elif name == "all_gather":
+                    block[part] = before[owner][part]
+                elif name == "broadcast":
+                    block[part] = before[argument][part]
+            results[rank].append(block.tobytes())
+    return results
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("place", [*PLACES, FOUR_GPUS], indirect=True)
+def test_every_collective_on_any_span_leaves_numpys_bits(place: Place, n_ranks: int) -> None:
+    expected = expected_collectives(n_ranks)
+    for kind in ["auto"] if place.kind == "cpu" else ["p2p", "staged"]:
+        for rank, results in enumerate(run_ranks(collect, n_ranks, place, kind)):
+            for (name, span, argument), result, wanted in zip(
+                COLLECTIVES, results, expected[rank], strict=True
+            ):
+                assert result == wanted, (kind, rank, name, span, argument)
+    assert left_of(place) == []
+
+
 # -- proof ---------------------------------------------------------------------------------------------------
 
 
 def choose(rank: int, pipes: dict[int, Pipe], place: Place, kind: str) -> tuple[str, str]:
-    backend, peers = place.start(rank), Peers(rank, pipes)
+    backend, group = place.start(rank), Group.on_one_host(rank, pipes)
     block = backend.memory.allocate(4096, "a test")
     try:
-        exchange, reason = backend.open_exchange(kind, block, block.tensor(torch.float32, (16,)), peers)
+        transport, reason = backend.open_transport(kind, block, block.tensor(torch.float32, (16,)), group)
     except UserError as error:
         return "refused", str(error)
-    exchange.close()
-    return exchange.name, reason
+    transport.close()
+    return transport.name, reason
 
 
 @pytest.mark.parametrize("place", [*PLACES[1:], TWO_GPUS], indirect=True)

@@ -11,22 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import Program, Running
-from safetensors.numpy import load_file
+from saved import assert_same, tensors
 from simulated import Simulation
 
 pytestmark = pytest.mark.timeout(600)  # PyCUDA is built the first time
 ONE_DEVICE, TWO_DEVICES = "[cuda:0, cuda:0]", "[cuda:0, cuda:1]"
-
-
-def tensors(running: Running, epoch: int = 2) -> dict[str, np.ndarray]:
-    return load_file(running.run_folder / "checkpoints" / f"epoch_{epoch:04d}.safetensors")
-
-
-def assert_same(ours: Running, theirs: Running) -> None:
-    first, second = tensors(ours), tensors(theirs)
-    assert first.keys() == second.keys()
-    for name in first:
-        assert first[name].tobytes() == second[name].tobytes(), name
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +26,9 @@ def on_cpus(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
 @pytest.mark.parametrize(
     ("words", "devices", "fault", "notice"),
     [
-        ((), ONE_DEVICE, "", "exchange: peer to peer: all 2 pairs proven"),
+        pytest.param(
+            (), ONE_DEVICE, "", "exchange: peer to peer: all 2 pairs proven", marks=pytest.mark.slow
+        ),
         (("augment_on=loader",), TWO_DEVICES, "", "exchange: peer to peer: all 2 pairs proven"),
         (
             ("para_load=false",),
@@ -45,7 +36,9 @@ def on_cpus(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
             "lost",
             "exchange: staged through host memory: of 16,777,216 numbers",
         ),
-        (("exchange=swap",), TWO_DEVICES, "", "exchange: swap: all 2 pairs proven"),
+        pytest.param(
+            ("exchange=swap",), TWO_DEVICES, "", "exchange: swap: all 2 pairs proven", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_gpus_train_to_the_bits_of_cpus(
@@ -61,7 +54,7 @@ def test_gpus_train_to_the_bits_of_cpus(
     environment = simulation.set(**settings).environment()
     running = program.run("n_epochs=2", *words, devices=devices, environment=environment)
     assert notice in running.output()
-    assert_same(running, on_cpus)
+    assert_same(tensors(running, 2), tensors(on_cpus, 2))
     running.assert_nothing_left()
     assert list(simulation.folder.glob("memory-*")) == []  # closed and freed, in the right order
 
@@ -69,7 +62,7 @@ def test_gpus_train_to_the_bits_of_cpus(
 @pytest.mark.parametrize(
     "words",
     [
-        ("precision=bf16",),
+        pytest.param(("precision=bf16",), marks=pytest.mark.slow),
         (
             "optimizer=adamw",
             "learning_rate=0.001",
@@ -78,7 +71,10 @@ def test_gpus_train_to_the_bits_of_cpus(
             "scale=0.5",
             "clip_norm=1",
         ),
-        ("model=resnet20", "model_args={n: 1}", "subtract_mean=[9, 8, 7]", "augment_on=loader"),
+        pytest.param(
+            ("model=resnet20", "model_args={n: 1}", "subtract_mean=[9, 8, 7]", "augment_on=loader"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["bf16", "adamw", "resnet20"],
 )
@@ -88,8 +84,8 @@ def test_other_steps_train_to_the_bits_of_cpus(
     words = ("n_epochs=2", *words)
     ours = program.run(*words, devices=ONE_DEVICE, name="gpu", environment=simulation.environment())
     theirs = program.run(*words, name="cpu")
-    assert_same(ours, theirs)
-    assert {array.dtype for array in tensors(ours).values() if array.dtype.kind == "f"} == {np.dtype("f4")}
+    assert_same(tensors(ours, 2), tensors(theirs, 2))
+    assert {array.dtype for array in tensors(ours, 2).values() if array.dtype.kind == "f"} == {np.dtype("f4")}
 
 
 def test_a_run_that_names_no_devices_takes_the_gpus_and_goes_on_there(
@@ -102,10 +98,10 @@ def test_a_run_that_names_no_devices_takes_the_gpus_and_goes_on_there(
     assert "simulated device 1, 0000:02:00.0" in text
     second = program.run("n_epochs=2", "resume_train=true", devices=TWO_DEVICES, environment=environment)
     assert "going on from" in second.output()
-    assert_same(second, on_cpus)
+    assert_same(tensors(second, 2), tensors(on_cpus, 2))
 
 
-@pytest.mark.parametrize("victim", ["trainer 1", "loader 0"])
+@pytest.mark.parametrize("victim", ["trainer 1", pytest.param("loader 0", marks=pytest.mark.slow)])
 def test_a_killed_process_ends_the_run_and_is_named(
     program: Program, simulation: Simulation, victim: str
 ) -> None:

@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from limits import limit
 from simulated import Simulation
 
-from lockstep import devices
+from lockstep.backends import devices
+from lockstep.comm.pipes import Pipe
 from lockstep.doctor import choice, links, storage
 from lockstep.doctor.machine import cgroup_limit
 from lockstep.doctor.report import Report
 from lockstep.errors import UserError
 from lockstep.exchange.proof import Pair
-from lockstep.pipes import Pipe
-from lockstep.ranks import run_ranks, try_ranks
+from lockstep.launch.ranks import run_ranks, try_ranks
 
 DIVIDED = "0, GPU-a, 00000000:01:00.0, NVIDIA H200, 580.95.05, 143771, Enabled"
 LOADING = "Loading: pictures of 256 x 256 x 3 bytes a second"
@@ -42,7 +43,7 @@ class Doctor:
         environment = {**self.environment, "PYTHONPATH": modules}
         command = [sys.executable, "-m", "lockstep.doctor", *words]
         done = subprocess.run(
-            command, cwd=self.place, env=environment, capture_output=True, text=True, timeout=200
+            command, cwd=self.place, env=environment, capture_output=True, text=True, timeout=limit(200)
         )
         assert done.returncode == code, done.stdout + done.stderr
         for line in done.stdout.splitlines():
@@ -228,7 +229,7 @@ def wait_for_ever(rank: int, pipes: dict[int, Pipe]) -> None:
 
 
 def test_how_each_rank_ended_is_told() -> None:
-    outcomes = try_ranks(end_in_some_way, 4, seconds=60)
+    outcomes = try_ranks(end_in_some_way, 4, seconds=limit(60))
     assert [outcome.value for outcome in outcomes] == [0, None, None, None]
     assert [outcome.problem for outcome in outcomes] == [
         "",
@@ -308,6 +309,7 @@ def test_pairs_that_the_driver_denies_are_not_wrong(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.timeout(600)  # PyCUDA is built the first time
+@pytest.mark.slow
 def test_two_gpus(doctor: Doctor, simulation: Simulation) -> None:
     doctor.environment = simulation.environment()
     doctor.run()
@@ -317,7 +319,7 @@ def test_two_gpus(doctor: Doctor, simulation: Simulation) -> None:
     assert doctor.sections["Devices"]["devices"].startswith("cuda:0, cuda:1; all visible GPUs")
     second = doctor.sections["Device cuda:1"]
     assert second["device"].startswith("simulated device 1, 0000:02:00.0, compute capability 9.0, 1.0 of 1.0")
-    assert second["kernels"] == "augment and average compiled for sm_90 and loaded"
+    assert second["kernels"] == "augment and fold compiled for sm_90 and loaded"
     assert second["torch"] == "computes in PyCUDA's memory and stream"
     assert re.fullmatch(
         r"[\d.]+ GB/s from .*\([\d.]+ while .*, [\d.]+ back .*, [\d.]+ on .*", second["copies"]
@@ -346,6 +348,7 @@ def test_writes_that_are_lost_show_in_the_matrix(doctor: Doctor, simulation: Sim
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_one_gpu_is_proven_with_two_processes(doctor: Doctor, simulation: Simulation) -> None:
     doctor.environment = simulation.set(devices=1, lockable=1000).environment()
     doctor.run()
@@ -358,6 +361,7 @@ def test_one_gpu_is_proven_with_two_processes(doctor: Doctor, simulation: Simula
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_crash_on_a_gpu_is_told_and_the_rest_goes_on(
     doctor: Doctor, simulation: Simulation, tmp_path: Path
 ) -> None:

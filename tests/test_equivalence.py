@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from conftest import make_config, make_folder
 from torch import nn
 
+from benchmarks import drift
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.peers import Peers
-from lockstep.pipes import Pipe
-from lockstep.plan import Plan
-from lockstep.ranks import DEADLINE, run_ranks
-from lockstep.status import StatusBoard
+from lockstep.launch.ranks import DEADLINE, run_ranks
+from lockstep.launch.status import StatusBoard
+from lockstep.runs.plan import Plan
 from models import smallnet
 from train_funcs import Trainer
 
@@ -65,9 +66,9 @@ def train_rank(
     launcher, _keep_open = multiprocessing.Pipe()
     plan = Plan(config, place, None)
     control = Pipe(launcher, "the launcher", DEADLINE)
-    trainer = Trainer(plan, Peers(rank, pipes), None, control, StatusBoard.create())
+    trainer = Trainer(plan, Group.on_one_host(rank, pipes), None, control, StatusBoard.create())
     assert not trainer.run()
-    return {name: tensor.numpy().copy() for name, tensor in trainer.replica.arena.tensors.items()}
+    return {name: tensor.numpy().copy() for name, tensor in trainer.program.arena.tensors.items()}
 
 
 def train_n(
@@ -117,6 +118,16 @@ def test_n_trainers_are_one_with_n_times_the_batch(
     for n_trainers in (2, 4):
         several = train_n(n_trainers, data, tmp_path / str(n_trainers), double, **values)
         assert relative_difference(several[0], one) <= bound
+
+
+def test_the_drift_that_is_measured_is_rounding(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/drift.py: in float64 next to nothing is left, and a shaken last bit is seen at once."""
+    monkeypatch.setattr(drift, "DATA", {"data_folder": str(data), "n_classes": 7})
+    one = drift.states(1, "smallnet", torch.float64)
+    two = drift.differences(drift.states(2, "smallnet", torch.float64), one)
+    shaken = drift.differences(drift.states(1, "smallnet", torch.float64, shaken=True), one)
+    assert all(max(two[kind]) <= 1e-10 for kind in drift.KINDS)
+    assert 1e-17 < shaken["weights"][0] < 1e-13 and len(one) == len(drift.STEPS)
 
 
 def test_dropout_crops_and_mirrors_are_the_same_for_any_n(data: Path, tmp_path: Path) -> None:

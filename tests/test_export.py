@@ -16,16 +16,16 @@ from safetensors.torch import load_file
 from tiny import Model, start
 from torch import nn
 
-from lockstep import checkpoint
-from lockstep.arena import Arena
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.export import export, load_trained
+from lockstep.export.__main__ import export, load_trained
 from lockstep.memory.host import HostMemory
-from lockstep.network import build_model
-from lockstep.optimizer import states_of
+from lockstep.network.arena import Arena
+from lockstep.network.build import build_model
+from lockstep.optim import states_of
 from lockstep.pretrained.names import layers_of
-from lockstep.runfolder import State
+from lockstep.runs import checkpoint
+from lockstep.runs.folder import State
 
 RECORD = [{"epoch": n, "loss": 2.0 / n, "error_top1": 0.5 / n, "error_top5": 0.1} for n in (1, 2)]
 
@@ -272,6 +272,7 @@ def test_onnx_without_its_packages_says_what_to_install(
     assert not (tmp_path / "net.onnx").exists()
 
 
+@pytest.mark.slow
 def test_alexnet_in_plain_torch_has_the_same_logits(tmp_path: Path) -> None:
     """The real one, once, in the class that docs/weights.md gives to others."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "weights.md").read_text(), re.DOTALL)

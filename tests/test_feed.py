@@ -9,33 +9,34 @@ import torch
 import torch.nn.functional as F
 from conftest import make_config
 
-from lockstep import batches
+from lockstep.comm.group import Group
+from lockstep.comm.messages import Fill, Filled, Order
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.dataset import open_dataset
-from lockstep.feed import LoaderFeed
+from lockstep.data import hkl
+from lockstep.data.dataset import open_dataset
+from lockstep.errors import PeerLost
+from lockstep.launch.ranks import run_ranks
+from lockstep.launch.status import StatusBoard
+from lockstep.loading.feed import LoaderFeed
 from lockstep.loading.host import HostRing
+from lockstep.loading.slots import RingShape
 from lockstep.memory.host import HostMemory
-from lockstep.messages import Fill, Filled, Order, Stop
-from lockstep.network import build_model
-from lockstep.peers import Peers
-from lockstep.pipes import Pipe
-from lockstep.plan import Plan
-from lockstep.ranks import run_ranks
-from lockstep.slots import RingShape
-from lockstep.status import StatusBoard
+from lockstep.network.build import build_model
+from lockstep.runs.plan import Plan
 from train_funcs import Trainer
 
 
 def test_every_free_slot_is_on_order_and_a_slot_in_use_is_not() -> None:
     ours, theirs = multiprocessing.Pipe()
     orders = [Order("train", 1, step, 0, 4, 0, 4) for step in range(1, 7)]
-    ring = HostRing(RingShape(3, 4, (2, 2), torch.float32, 2))
+    ring = HostRing(RingShape(3, 4, (2, 2), "float32", 2))
     feed = LoaderFeed(Pipe(ours, "loader 0", 5), ring, iter(orders))
     loader = Pipe(theirs, "trainer 0", 5)
     shape = loader.receive(RingShape, "the shape")
     assert shape == ring.shape
     block = HostMemory().receive(loader, "the ring")
-    slots = shape.slots(block.tensor(torch.uint8, (shape.n_bytes,)))
+    slots = shape.tensors(block.array(np.uint8, (shape.n_bytes,)))
 
     def take() -> Fill:
         fill = loader.receive(Fill, "an order")
@@ -53,17 +54,19 @@ def test_every_free_slot_is_on_order_and_a_slot_in_use_is_not() -> None:
         feed.release()
         if step <= 3:
             assert take().slot == (step - 1) % 3
-    theirs.close()
-    with pytest.raises(BrokenPipeError):
-        ours.send(Stop())
+    loader.close()
+    with pytest.raises(PeerLost):
+        feed.close()
 
 
 def validate_rank(rank: int, pipes: dict[int, Pipe], config: Config) -> list[dict[str, float]]:
     launcher, _keep_open = multiprocessing.Pipe()
     plan = Plan(config, Path("nowhere"), None)
-    trainer = Trainer(plan, Peers(rank, pipes), None, Pipe(launcher, "launcher", 60), StatusBoard.create())
+    trainer = Trainer(
+        plan, Group.on_one_host(rank, pipes), None, Pipe(launcher, "launcher", 60), StatusBoard.create()
+    )
     trainer.epoch = config.n_epochs
-    trainer.feed._orders = trainer._orders_of("val", 1, len(trainer.dataset.val), 0)  # type: ignore[attr-defined]
+    trainer.feed._orders = trainer.orders.of("val", 1)  # type: ignore[attr-defined]
     assert not trainer.validate()
     return trainer.val_record
 
@@ -72,7 +75,7 @@ def test_validation_counts_every_picture_once_for_any_number_of_trainers(shared_
     values = {"data_folder": str(shared_folder), "para_load": False, "batch_size": 5, "n_epochs": 1}
     config = make_config(**values)
     model, dataset = build_model(config, 7).eval(), open_dataset(config)
-    images = np.concatenate([batches.read(file.path) for file in dataset.val.files])
+    images = np.concatenate([hkl.read(file.path) for file in dataset.val.files])
     middle = torch.from_numpy((images - dataset.mean)[:, 2:34, 2:34]).permute(0, 3, 1, 2)
     labels = torch.from_numpy(dataset.val.labels)
     with torch.no_grad():

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from imagenet import ILSVRC_IDS, N_TRAIN, N_VAL, WNIDS, WORDS, ImageNet
 
-from lockstep import batches
-from lockstep.dataset import open_dataset
+from lockstep.data import hkl
+from lockstep.data.dataset import open_dataset
 from lockstep.errors import UserError
 from preprocessing import caffe_lists, devkit, make_hkl, tars
 
@@ -50,7 +50,7 @@ def test_labels_are_places_of_sorted_wnids_and_belong_to_their_images(from_folde
     assert (len(dataset.train), len(dataset.val)) == (5 * N_TRAIN, N_VAL)
     assert dataset.manifest.classes == tuple(WNIDS) and dataset.manifest.class_names == tuple(WORDS)
     for split in (dataset.train, dataset.val):
-        images = np.concatenate([batches.read(file.path) for file in split.files])
+        images = np.concatenate([hkl.read(file.path) for file in split.files])
         assert [imagenet.label_of(image) for image in images] == split.labels.tolist()
     assert dataset.val.labels.tolist() == [(7 * n) % 5 for n in range(N_VAL)]
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from conftest import ROOT
 
-from lockstep.augment import Augmenter
-from lockstep.exchange import shard
-from lockstep.exchange.host import HostExchange
+from lockstep.data.augment import Augmenter
+from lockstep.exchange import OPS, Op, Span
+from lockstep.exchange.fold import fold
 
 KERNELS = sorted((ROOT / "lockstep" / "kernels").glob("*.cu"))
 
@@ -51,28 +51,44 @@ def launch(library: ctypes.CDLL, name: str, packed: bytes, blocks: int, rows: in
     )
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4, 7, 16])
-def test_average_gives_the_bits_of_the_hosts_exchange(library: ctypes.CDLL, n_ranks: int) -> None:
-    n_elements = 16 * 37
+def fold_on_device(
+    library: ctypes.CDLL, op: Op, sources: list[np.ndarray], targets: list[np.ndarray], span: Span
+) -> None:
+    """With fewer threads than work: they must go round."""
+    pointers = [array.ctypes.data for array in sources] + [0] * (16 - len(sources))
+    pointers += [array.ctypes.data for array in targets] + [0] * (16 - len(targets))
+    packed = struct.pack("32QiiQQ", *pointers, len(sources), len(targets), *span)
+    launch(library, f"fold_{op}", packed, blocks=3, rows=1, threads=5)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize("span", [(0, 16 * 37), (16, 16 * 30 + 7), (32, 35), (48, 48)], ids=str)
+def test_fold_gives_the_bits_of_the_hosts_fold_and_touches_nothing_else(
+    library: ctypes.CDLL, op: Op, n_ranks: int, span: Span
+) -> None:
+    n_elements, (first, last) = 16 * 37, span
     random = np.random.default_rng(n_ranks)
-    scale = 10.0 ** random.integers(-15, 15, (n_ranks, n_elements))
-    arenas = torch.from_numpy((random.standard_normal((n_ranks, n_elements)) * scale).astype(np.float32))
-    expected = [arena.clone() for arena in arenas]
-    for rank in range(n_ranks):
-        HostExchange(expected, rank).average()
-    pointers = [arena.data_ptr() for arena in arenas] + [0] * (16 - n_ranks)
-    for rank in range(n_ranks):
-        before = arenas.clone()
-        first, last = shard(n_elements, rank, n_ranks)
-        packed = struct.pack("16Qi4xQQ", *pointers, n_ranks, first // 4, last // 4)
-        launch(
-            library, "average", packed, blocks=3, rows=1, threads=5
-        )  # fewer threads than work: they must go round
-        outside = torch.ones(n_elements, dtype=torch.bool)
-        outside[first:last] = False
-        assert torch.equal(arenas[:, outside], before[:, outside])  # other ranks' shards are left alone
-    for arena, other in zip(arenas, expected, strict=True):
-        assert arena.numpy().tobytes() == other.numpy().tobytes()
+    scale = 10.0 ** random.integers(-2, 2, (n_ranks, n_elements))
+    arrays = list((random.standard_normal((n_ranks, n_elements)) * scale).astype(np.float32))
+    before = [array.copy() for array in arrays]
+    expected = [array[first:last].copy() for array in arrays]
+    fold(expected, expected, op)
+    fold_on_device(library, op, arrays, arrays, span)
+    for array, old, wanted in zip(arrays, before, expected, strict=True):
+        assert array[first:last].tobytes() == wanted.tobytes()
+        assert array[:first].tobytes() == old[:first].tobytes()
+        assert array[last:].tobytes() == old[last:].tobytes()
+
+
+def test_what_is_not_a_number_stays_so_on_both_sides(library: ctypes.CDLL) -> None:
+    values = [np.nan, 1.0, -1.0, np.inf]
+    for op in OPS:
+        arrays = [np.array([a] * 16, np.float32) for a in values], [np.zeros(16, np.float32)]
+        fold_on_device(library, op, *arrays, (0, 16))
+        expected = [np.zeros(16, np.float32)]
+        fold(arrays[0], expected, op)
+        assert np.isnan(expected[0]).all() and np.isnan(arrays[1][0]).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -87,14 +103,15 @@ def test_augment_agrees_with_the_host_at_every_crop_mirrored_and_not(
         for mirror in (0, 1)
     ]
     random = np.random.default_rng(0)
-    images = torch.from_numpy(random.integers(0, 256, (len(places), height, width, 3), dtype=np.uint8))
-    mean = torch.from_numpy(random.uniform(0, 255, (height, width, 3)).astype(np.float32))
-    crops = torch.tensor(places, dtype=torch.int32)
-    expected = torch.empty((len(places), size, size, 3))
-    Augmenter(mean, size).apply(images, crops, expected)
+    images = random.integers(0, 256, (len(places), height, width, 3), dtype=np.uint8)
+    mean = random.uniform(0, 255, (height, width, 3)).astype(np.float32)
+    crops = np.array(places, np.int32)
+    made = np.empty((len(places), size, size, 3), np.float32)
+    Augmenter(mean, size).apply(images, crops, made)
+    expected = torch.from_numpy(made)
     guard = 64  # elements behind the output that nobody may touch
     out = torch.full((expected.numel() + guard,), torch.nan, dtype=dtype)
-    pointers = (images.data_ptr(), crops.data_ptr(), mean.data_ptr(), out.data_ptr())
+    pointers = (images.ctypes.data, crops.ctypes.data, mean.ctypes.data, out.data_ptr())
     packed = struct.pack("4Q3i", *pointers, height, width, size)
     threads = 32
     blocks = -(-size * size // threads) + 1

@@ -1,24 +1,30 @@
 """What a replica does in a step: optimizers against torch's own and the paper's, and what goes with them."""
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_config
+from conftest import ROOT, make_config
 from torch import nn
 
-from lockstep.dataset import open_dataset
+from lockstep.comm.messages import Order
+from lockstep.comm.pipes import Pipe
+from lockstep.data.dataset import open_dataset
 from lockstep.errors import UserError
-from lockstep.lars import LARS
+from lockstep.launch.ranks import run_ranks
 from lockstep.loading import Batch
 from lockstep.memory.host import HostMemory
-from lockstep.messages import Order
-from lockstep.optimizer import inexact_parts
-from lockstep.recorder import HostStopwatch, Recorder
-from lockstep.replica import Replica
+from lockstep.network.optimizer import inexact_parts
+from lockstep.network.recorder import HostStopwatch, Recorder
+from lockstep.network.replica import Replica
+from lockstep.optim import OPTIMIZERS, OptimizerName
+from lockstep.optim.lars import LARS
+from lockstep.optim.schedules import SCHEDULES, ScheduleName
 
 
 class TwoHeads(nn.Module):
@@ -63,8 +69,13 @@ def recorder() -> Recorder:
     return Recorder(torch.device("cpu"), HostStopwatch())
 
 
+def take_step(replica: Replica, batch: Batch, mean_share: float, rank: int = 0) -> None:
+    replica.forward_backward(batch, mean_share, rank, recorder())
+    replica.optimizer.step()
+
+
 def update(replica: Replica, number: int) -> None:
-    replica.update(make_batch(number), 6, 0, recorder())
+    take_step(replica, make_batch(number), 6)
 
 
 def loss_of(model: nn.Module, batch: Batch, smoothing: float = 0.0) -> torch.Tensor:
@@ -79,6 +90,16 @@ def assert_close(ours: nn.Module, theirs: nn.Module) -> None:
         assert torch.allclose(value, expected, rtol=1e-4, atol=1e-7), name
 
 
+def take_a_step(rank: int, pipes: dict[int, Pipe], data: Path) -> list[str]:
+    update(make_replica(data), 0)
+    return sorted({"torch._dynamo", "sympy"} & sys.modules.keys())
+
+
+def test_a_step_does_not_load_torchs_compiler(shared_folder: Path) -> None:
+    """Which would take a second at the start of every trainer."""
+    assert run_ranks(take_a_step, 1, shared_folder) == [[]]
+
+
 def test_a_step_is_that_of_a_plain_loop(shared_folder: Path) -> None:
     """Auxiliary loss, label smoothing, scaling, clipping, accumulation of unequal minibatches, averages."""
     keys = {"label_smoothing": 0.1, "clip_norm": 0.5, "ema_decay": 0.75, "weight_decay": 0.0}
@@ -88,8 +109,8 @@ def test_a_step_is_that_of_a_plain_loop(shared_folder: Path) -> None:
     optimizer = torch.optim.SGD(plain.parameters(), 0.5, 0.9)
     for number in range(3):
         first, second = make_batch(2 * number), make_batch(2 * number + 1, 2)
-        replica.learn(first, 8, 0, recorder())
-        replica.update(second, 8, 0, recorder())
+        replica.forward_backward(first, 8, 0, recorder())
+        take_step(replica, second, 8)
         optimizer.zero_grad()
         ((6 * loss_of(plain, first, 0.1) + 2 * loss_of(plain, second, 0.1)) / 8).backward()
         norm = torch.cat([parameter.grad.flatten() for parameter in plain.parameters()]).norm()
@@ -137,7 +158,9 @@ def test_adamw_is_torchs(shared_folder: Path) -> None:
 def test_lars_is_the_papers_formula(momentum: float) -> None:
     torch.manual_seed(0)
     weight, bias = (nn.Parameter(torch.randn(*shape, dtype=torch.float64)) for shape in ((3, 4), (3,)))
-    optimizer = LARS([weight, bias], 0.5, momentum, weight_decay=0.01, trust=0.02)
+    config = make_config(learning_rate=0.5, momentum=momentum)
+    groups = [{"params": [weight, bias], "weight_decay": 0.01}]
+    optimizer = LARS().make(groups, config, {"trust": 0.02})
     w, b, v_w, v_b = weight.detach().clone(), bias.detach().clone(), 0.0, 0.0
     for _ in range(4):
         x = torch.randn(5, 4, dtype=torch.float64)
@@ -152,15 +175,26 @@ def test_lars_is_the_papers_formula(momentum: float) -> None:
         assert torch.allclose(weight, w, rtol=1e-12) and torch.allclose(bias, b, rtol=1e-12)
 
 
+def test_every_name_of_an_optimizer_or_schedule_has_one() -> None:
+    assert get_args(OptimizerName) == tuple(OPTIMIZERS) and get_args(ScheduleName) == tuple(SCHEDULES)
+
+
+def test_declaring_needs_no_torch() -> None:
+    """The launcher checks configurations by what optimizers declare."""
+    code = "import sys, lockstep.optim.schedules; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
 def test_lars_moves_weights_that_are_zero() -> None:
     weight = nn.Parameter(torch.zeros(2, 2))
-    optimizer = LARS([weight], 0.1)
+    groups = [{"params": [weight], "weight_decay": 0.0}]
+    optimizer = LARS().make(groups, make_config(learning_rate=0.1), {"trust": 0.001})
     weight.sum().backward()
     optimizer.step()
     assert torch.allclose(weight, torch.full((2, 2), -0.1))
 
 
-OPTIMIZERS = [
+CASES = [
     {"use_nesterov_momentum": True},
     {"use_momentum": False},
     {"optimizer": "adamw", "learning_rate": 0.001, "ema_decay": 0.9},
@@ -168,7 +202,7 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize("values", OPTIMIZERS, ids=lambda values: "-".join(map(str, values.values())))
+@pytest.mark.parametrize("values", CASES, ids=lambda values: "-".join(map(str, values.values())))
 def test_what_was_saved_goes_on_bit_for_bit_and_learns(shared_folder: Path, values: dict[str, Any]) -> None:
     values = {"learning_rate": 0.05, "model_args": {"norm": True}, **values}
     whole = make_replica(shared_folder, **values)
@@ -194,7 +228,7 @@ def test_small_networks_learn_ten_pictures(shared_folder: Path, model: str, args
     images, labels = 60 * torch.randn(10, 3, 32, 32), torch.arange(10) % 7
     batch = Batch(Order("train", 1, 1, 0, 10, 0, 10), images, labels, torch.arange(10))
     for _ in range(60):
-        replica.update(batch, 10, 0, recorder())
+        take_step(replica, batch, 10)
     replica.begin_validation()
     cost, wrong, _ = replica.count_errors(batch).tolist()
     assert cost < 5 and wrong == 0  # by chance 19.5, and 8 or 9
@@ -206,7 +240,7 @@ def test_a_trainer_without_images_takes_the_step_with_a_gradient_of_zero(shared_
     update(replica, 0)
     weight = replica.model.fc.weight.detach().clone()
     momentum = replica.arena.state_of("momenta", "fc.weight").clone()
-    replica.update(make_batch(1, 0), 0.25, 1, recorder())
+    take_step(replica, make_batch(1, 0), 0.25, 1)
     expected = 0.9 * momentum + 0.0005 * weight
     assert torch.allclose(replica.arena.state_of("momenta", "fc.weight"), expected, rtol=1e-5)
     assert torch.allclose(replica.model.fc.weight, weight - 0.05 * expected, rtol=1e-5)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,17 +14,16 @@ from simulated import Simulation
 
 from lockstep.backends import Backend, backend_of
 from lockstep.backends.host import HostBackend
+from lockstep.comm.messages import Fill, Filled, Order, Stop, Subtract
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.dataset import open_dataset
+from lockstep.data.dataset import open_dataset
+from lockstep.data.order import minibatches
 from lockstep.errors import UserError
-from lockstep.feed import DirectFeed, Feed, LoaderFeed
-from lockstep.messages import Fill, Filled, Order, Stop
-from lockstep.order import minibatches
-from lockstep.pipes import Pipe
-from lockstep.ranks import run_ranks
-from lockstep.reader import Reader
-from lockstep.slots import RingShape
-from lockstep.status import StatusBoard
+from lockstep.launch.ranks import run_ranks
+from lockstep.loading.feed import Feed, open_feed
+from lockstep.loading.reader import Reader
+from lockstep.loading.slots import RingShape
 
 pytestmark = pytest.mark.timeout(600)  # PyCUDA is built the first time
 CROP = 32
@@ -57,8 +57,9 @@ def serve(case: Case, pipe: Pipe) -> None:
     if case.cut == "filled":  # the slower side is the one that is not waited for
         case = replace(case, simulation=case.simulation.set(delay=20_000))  # type: ignore[union-attr]
     backend, config = case.backend(), case.config
+    assert pipe.receive(Subtract, "the network's mean").mean is None
     shape = pipe.receive(RingShape, "the ring's shape")
-    reader = Reader(config, open_dataset(config), shape.crop_size, StatusBoard.create())
+    reader = Reader(config, open_dataset(config), shape.crop_size, print)
     filler = backend.receive_ring(pipe, shape, reader)
     if case.cut == "released":
         filler._released = backend.memory.events(shape.n_slots)  # type: ignore[attr-defined]  # never recorded
@@ -69,15 +70,12 @@ def serve(case: Case, pipe: Pipe) -> None:
     filler.close()
 
 
-def open_feed(case: Case, backend: Backend, pipe: Pipe | None) -> Feed:
-    config, dataset = case.config, open_dataset(case.config)
-    ring = backend.make_ring(config, config.n_slots if pipe else 1, CROP, dataset.mean)
-    if pipe is None:
-        reader = Reader(config, dataset, CROP, StatusBoard.create())
-        return DirectFeed(backend.fill_directly(ring, reader), ring, case.orders())
-    feed = LoaderFeed(pipe, ring, case.orders())
+def feed_of(case: Case, backend: Backend, pipe: Pipe | None) -> Feed:
+    config, network = case.config, SimpleNamespace(crop_size=CROP, mean=None)
+    dataset = open_dataset(case.config)
+    feed = open_feed(backend, config, dataset, network, case.orders(), print, pipe)
     if case.cut == "filled":
-        ring.filled = backend.memory.events(config.n_slots)  # type: ignore[attr-defined]  # never recorded
+        feed._ring.filled = backend.memory.events(config.n_slots)  # type: ignore[attr-defined]  # never recorded
     return feed
 
 
@@ -113,7 +111,7 @@ def load(rank: int, pipes: dict[int, Pipe], case: Case) -> list[tuple[bytes, byt
         return []
     backend = case.backend()
     backend.start_computing(case.config)
-    return consume(case, backend, open_feed(case, backend, pipes.get(1)))
+    return consume(case, backend, feed_of(case, backend, pipes.get(1)))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, make_config
 from torch import nn
 
-from lockstep.network import build_model
+from lockstep.network.build import build_model
 from models import alexnet
 
 

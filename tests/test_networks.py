@@ -16,14 +16,14 @@ from conftest import ROOT, Program, make_config
 from safetensors.numpy import load_file
 from torch import nn
 
-from lockstep import runfolder
-from lockstep.dataset import open_dataset, subtracting
+from lockstep.data.dataset import open_dataset, subtracting
 from lockstep.errors import UserError
+from lockstep.launch.models import check_model
 from lockstep.memory.host import HostMemory
-from lockstep.network import Intake, build_model, crop_size, intake_of
-from lockstep.replica import Replica
-from lockstep.runfolder import Checkpoint, State
-from train import check_model
+from lockstep.network.build import Intake, build_model, crop_size, intake_of
+from lockstep.network.replica import Replica
+from lockstep.runs import folder as runfolder
+from lockstep.runs.folder import Checkpoint, State
 
 OWN = """
 import torch
@@ -165,7 +165,7 @@ def test_a_picture_too_small_for_the_network_is_refused(package: Path) -> None:
 )
 def test_the_launcher_checks_the_name(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_model(make_config(model=name))
+        check_model(make_config(model=name), ROOT / "models")
 
 
 def test_a_runs_folder_has_a_name_that_can_be_given(tmp_path: Path) -> None:
@@ -186,8 +186,9 @@ def test_another_end_of_a_cosine_is_told(tmp_path: Path) -> None:
 
 def test_the_launcher_imports_nothing_for_it() -> None:
     code = (
-        "import sys, train; from lockstep.config import Config; "
-        "train.check_model(Config(model='alexnet')); train.check_model(Config(model='torch.nn:Linear')); "
+        "import sys, train; from lockstep.config import Config; models = train.HERE / 'models'; "
+        "train.check_model(Config(model='alexnet'), models); "
+        "train.check_model(Config(model='torch.nn:Linear'), models); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -11,8 +11,9 @@ from conftest import Program, make_config
 from imagenet import WNIDS
 from test_imagenet import read_all
 
-from lockstep import batches, theano_alexnet
-from lockstep.dataset import open_dataset
+from lockstep.data import hkl
+from lockstep.data import old_folders as theano_alexnet
+from lockstep.data.dataset import open_dataset
 from lockstep.errors import UserError
 from preprocessing import convert, inspect_data, make_hkl
 
@@ -27,7 +28,7 @@ def numbered(split: str) -> tuple[np.ndarray, np.ndarray]:
     return images, random.integers(0, 7, N[split])
 
 
-def write_old(root: Path, parts: int, write=batches.write_hickle2) -> None:
+def write_old(root: Path, parts: int, write=hkl.write_hickle2) -> None:
     """As its make_hkl.py and make_labels.py do for num_sub_batch 1, 2 and 4."""
     (root / "labels").mkdir(parents=True, exist_ok=True)
     (root / "misc").mkdir(exist_ok=True)
@@ -61,7 +62,7 @@ def assert_as_numbered(folder: Path, **keys: object) -> None:
         first = 0
         for file in split.files:
             out = np.empty(file.shape, np.uint8)
-            batches.read_rows(file, 0, out)
+            hkl.read_rows(file, 0, out)
             assert (out == images[first : first + len(out)]).all()
             first += len(out)
         assert first == whole
@@ -69,7 +70,7 @@ def assert_as_numbered(folder: Path, **keys: object) -> None:
     assert np.allclose(dataset.mean, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("write", [batches.write_hickle2, batches.write], ids=["hickle2", "hickle5"])
+@pytest.mark.parametrize("write", [hkl.write_hickle2, hkl.write], ids=["hickle2", "hickle5"])
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_whole_batches_halves_and_quarters_are_read_in_order(tmp_path: Path, parts: int, write) -> None:
     write_old(tmp_path, parts, write)
@@ -122,12 +123,12 @@ def test_labels_of_halves_that_do_not_fit_are_named(tmp_path: Path) -> None:
 def test_an_old_folder_that_is_broken_is_named(tmp_path: Path) -> None:
     write_old(tmp_path, 1)
     path = tmp_path / f"train_hkl_b{BATCH}_b_{BATCH}" / "0002.hkl"
-    file = batches.as_c01b(batches.inspect(path))
+    file = hkl.as_c01b(hkl.inspect(path))
     os.truncate(path, path.stat().st_size - 10)
     with pytest.raises(UserError, match=r"0002\.hkl"):
         open_dataset(make_config(data_folder=str(tmp_path)))
     with pytest.raises(UserError, match=r"0002\.hkl: can't be read: it was changed"):
-        batches.read_rows(file, 0, np.empty(file.shape, np.uint8))
+        hkl.read_rows(file, 0, np.empty(file.shape, np.uint8))
 
 
 def test_it_trains_as_it_is_and_the_same_after_conversion(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_a_folder_for_theano_alexnets_own_code(tmp_path: Path, parts: int) -> No
             labels = np.load(folder / "labels" / f"{split}_labels{suffix}.npy")
             assert len(files) == n_batches and len(labels) == n_batches * n_rows
             for number, path in enumerate(files):
-                images = batches.read(path)
+                images = hkl.read(path)
                 assert images.shape == (3, 16, 16, n_rows)
                 expected = [imagenet.label_of(image) for image in images.transpose(3, 1, 2, 0)]
                 assert labels[number * n_rows : (number + 1) * n_rows].tolist() == expected

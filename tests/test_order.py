@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.order import EpochOrder, minibatches, share
+from lockstep.data.order import EpochOrder, minibatches, share
 
 files = st.lists(st.integers(1, 40), min_size=1, max_size=8).map(tuple)
 shuffles = st.sampled_from(["none", "batches", "blocks"])

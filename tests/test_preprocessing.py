@@ -13,15 +13,16 @@ import hickle
 import numpy as np
 import pytest
 from conftest import ROOT, make_config
+from limits import limit
 from PIL import Image
 
-from lockstep.dataset import open_dataset
+from lockstep.data.dataset import open_dataset
 from preprocessing import make_hkl
 
 
 def script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "preprocessing" / name), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, timeout=limit(100))
 
 
 def run_on_a_terminal(name: str, *words: object) -> str:
@@ -37,7 +38,7 @@ def run_on_a_terminal(name: str, *words: object) -> str:
         except OSError:  # all that could write are gone
             break
     os.close(ours)
-    assert process.wait(60) == 0, output
+    assert process.wait(limit(60)) == 0, output
     text = output.decode()
     assert re.search(r"100%\|.*\| 39/39 \[\d\d:\d\d<00:00, +[\d.]+image/s\]", text), text
     return text

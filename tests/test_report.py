@@ -12,8 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, Program
+from limits import limit
 from PIL import Image
+from safetensors.numpy import load_file, save_file
 
+from lockstep.files import checksum
 from lockstep.report.__main__ import main
 from lockstep.report.diagnosis import explain, split_time
 from lockstep.report.filters import draw_filters
@@ -198,6 +201,76 @@ def test_a_broken_checkpoint_is_named(run: Path, n_broken: int, capsys: pytest.C
     assert ("First-layer filters" in page.words) == (n_broken == 1)
 
 
+def test_an_older_run_without_costs_has_its_errors_shown(run: Path) -> None:
+    dropped = {"cost", "loss", "seconds", "images_per_second", "learning_rate"}
+    write_lines(
+        run, [{key: value for key, value in event.items() if key not in dropped} for event in lines_of(run)]
+    )
+    shutil.rmtree(run / "checkpoints")
+    (run / "config.yaml").write_text("devices: 2\n")
+    page = report(run)
+    assert (run / "report" / "error.png").exists() and not (run / "report" / "cost.png").exists()
+    assert "config.yaml: devices must be a list, not 2" in page.words
+
+
+def test_a_run_whose_log_is_gone_has_its_checkpoint_shown(run: Path) -> None:
+    (run / "log.jsonl").unlink()
+    page = report(run)
+    assert "log.jsonl: is not there; what is shown is the newest checkpoint's" in page.words
+    assert "First-layer filters" in page.words and "3 of 3" in page.words
+
+
+def test_a_record_of_another_version_is_named(run: Path) -> None:
+    record = run / "checkpoints" / "epoch_0003.json"
+    state = json.loads(record.read_text())
+    del state["n_samples"]
+    record.write_text(json.dumps({**state, "flavour": 1}))
+    expected = (
+        "epoch_0003.json: is not a checkpoint record of this version: it lacks n_samples and has flavour"
+    )
+    assert expected in report(run).words
+
+
+def test_weights_that_are_no_numbers_are_said_to_be_none(run: Path) -> None:
+    path = run / "checkpoints" / "epoch_0003.safetensors"
+    broken = {name: np.full_like(tensor, np.nan) for name, tensor in load_file(path).items()}
+    save_file(broken, path)
+    record = path.with_suffix(".json")
+    record.write_text(json.dumps({**json.loads(record.read_text()), "sha256": checksum(path)}))
+    page = report(run, options=("--images", "8"))
+    assert "conv1.weight holds values that are no numbers" in page.words
+    assert "no examples of confused classes" in page.words and "its network gives no numbers" in page.words
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([{"event": "started", "time": 1}], "epoch_0003.safetensors: is damaged or half written"),
+        ([], "log.jsonl: holds no line of a run"),
+        (None, "log.jsonl: is not there"),
+    ],
+)
+def test_where_nothing_can_be_shown_it_ends_with_2(
+    run: Path, lines: list[dict] | None, message: str, capsys: pytest.CaptureFixture
+) -> None:
+    for tensors in (run / "checkpoints").glob("*.safetensors"):
+        tensors.write_bytes(b"oops")
+    write_lines(run, lines or [])
+    if lines is None:
+        (run / "log.jsonl").unlink()
+    assert main([str(run)]) == 2
+    error = capsys.readouterr().err
+    assert "one: nothing of this run can be shown" in error and message in error
+    assert not (run / "report.html").exists()
+
+
+def test_a_log_without_any_line_of_training_is_no_run(run: Path, capsys: pytest.CaptureFixture) -> None:
+    shutil.rmtree(run / "checkpoints")
+    write_lines(run, [{"event": "ended", "time": 1}])
+    assert main([str(run)]) == 2
+    assert "log.jsonl: tells of no start, progress or validation" in capsys.readouterr().err
+
+
 def test_examples_need_the_dataset_and_the_page_does_not(run: Path, tmp_path: Path) -> None:
     for record in (run / "checkpoints").glob("*.json"):
         state = json.loads(record.read_text())
@@ -292,7 +365,7 @@ def test_the_command_and_train_write_it(program: Program, tmp_path: Path) -> Non
     assert running.last_line() == f"report: {page}" and "done: validation error" in running.output()
     Page(page)
     command = [sys.executable, "-m", "lockstep.report", str(tmp_path / "nowhere")]
-    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
     assert refused.returncode == 2 and "there is no such run folder" in refused.stderr
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import imagenet
@@ -13,11 +14,12 @@ import numpy as np
 import pytest
 from conftest import ROOT, make_config, processes_of_session, wait_until
 from imagenet import WNIDS
-from PIL import Image
+from limits import limit
 from test_imagenet import read_all
 
-from lockstep import batches
-from lockstep.dataset import check_content, open_dataset
+from lockstep.data import hkl
+from lockstep.data.dataset import check_content, open_dataset
+from lockstep.data.randomness import Purpose, generator
 from lockstep.errors import UserError
 from preprocessing import build, make_hkl, tasks, workers
 from preprocessing.journal import Journal
@@ -49,38 +51,60 @@ def start(*words: object) -> "subprocess.Popen[str]":
     )
 
 
-def make_slow(pictures: Path, folder: Path) -> Path:
-    """The same pictures, so large that there is time to interrupt their decoding."""
-    shutil.copytree(pictures, folder)
-    for path in folder.glob("train/*/*"):
-        with Image.open(path) as picture:
-            large = picture.convert("RGB").resize((1700, 1300))
-        large.save(path, "PNG", compress_level=1)  # a JPEG would be decoded at a fraction of its size
-    return folder
+class Held:
+    """The same pictures; one of the fourth batch and one of the fifth keep their readers waiting."""
+
+    def __init__(self, pictures: Path, folder: Path) -> None:
+        shutil.copytree(pictures, folder)
+        self.folder = folder
+        paths = sorted(folder.glob("train/*/*"))
+        order = generator(0, 0, Purpose.ORDER).permutation(len(paths))
+        self._contents = {paths[place]: paths[place].read_bytes() for place in order[[12, 16]]}
+        for path in self._contents:
+            path.unlink()
+            os.mkfifo(path)
+
+    def await_workers(self) -> None:
+        self._pipes: dict[Path, int] = {}
+        wait_until(lambda: all(map(self._open, self._contents)), "the workers to read both")
+
+    def let_go(self) -> None:
+        """Gives its picture to each worker that is still there; from now on they are files."""
+        for path, content in self._contents.items():
+            with suppress(BrokenPipeError), open(self._pipes[path], "wb") as pipe:
+                pipe.write(content)
+            path.unlink()
+            path.write_bytes(content)
+
+    def _open(self, path: Path) -> bool:
+        with suppress(OSError):  # ENXIO: nobody reads it
+            self._pipes[path] = self._pipes.get(path) or os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        return path in self._pipes
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_killed_or_stopped_it_goes_on_to_the_same_bytes(pictures: Path, tmp_path: Path, number: int) -> None:
-    slow = make_slow(pictures, tmp_path / "pictures")
-    assert make(slow, tmp_path / "unbroken", n_workers=1) == 0
-    running = start(slow, tmp_path / "set")
-    unfinished = build.unfinished(tmp_path / "set")
-    wait_until(lambda: len(list(unfinished.glob("train_hkl/[0-9]*.hkl"))) >= 3, "some batches", 60)
+def test_killed_or_stopped_it_goes_on_to_the_same_bytes(
+    pictures: Path, unbroken: dict[str, bytes], tmp_path: Path, number: int
+) -> None:
+    held = Held(pictures, tmp_path / "pictures")
+    running = start(held.folder, tmp_path / "set")
+    held.await_workers()
     os.killpg(running.pid, number) if number == signal.SIGINT else os.kill(running.pid, number)
-    _, error = running.communicate(timeout=60)
+    held.let_go()
+    _, error = running.communicate(timeout=limit(60))
     assert running.returncode == (130 if number == signal.SIGINT else -number), error
     wait_until(lambda: processes_of_session(running.pid) == [], "workers to be gone", 10)
     assert not (tmp_path / "set").exists()
-    done = len(list(unfinished.glob("train_hkl/[0-9]*.hkl")))
-    assert 3 <= done < 12
+    unfinished = build.unfinished(tmp_path / "set")
+    assert 3 <= len(list(unfinished.glob("train_hkl/[0-9]*.hkl"))) < 12
     if number == signal.SIGINT:
         assert "the same command goes on" in error
         assert not list(unfinished.glob("*/.*"))  # nothing half-written
     for path in unfinished.glob("train_hkl/[0-9]*.hkl"):
-        batches.read(path)  # whole, every one
+        hkl.read(path)  # whole, every one
     kept = {path.name: path.stat().st_ino for path in unfinished.glob("train_hkl/0*.hkl")}
-    assert make(slow, tmp_path / "set") == 0
-    assert read_all(tmp_path / "set") == read_all(tmp_path / "unbroken")
+    assert make(held.folder, tmp_path / "set") == 0
+    assert read_all(tmp_path / "set") == unbroken
     now = {path.name: path.stat().st_ino for path in (tmp_path / "set").glob("train_hkl/0*.hkl")}
     # Those that the journal had were not made again; it is written now and then, the first time at once.
     assert any(now[name] == inode for name, inode in kept.items())
@@ -88,16 +112,16 @@ def test_killed_or_stopped_it_goes_on_to_the_same_bytes(pictures: Path, tmp_path
 
 
 def test_a_killed_worker_ends_it_with_a_message(pictures: Path, tmp_path: Path) -> None:
-    slow = make_slow(pictures, tmp_path / "pictures")
-    running = start(slow, tmp_path / "set")
-    unfinished = build.unfinished(tmp_path / "set")
-    wait_until(lambda: len(list(unfinished.glob("train_hkl/[0-9]*.hkl"))) >= 1, "a batch", 60)
+    held = Held(pictures, tmp_path / "pictures")
+    running = start(held.folder, tmp_path / "set")
+    held.await_workers()
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
     is_worker = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
     os.kill(int(is_worker[-1]), signal.SIGKILL)
-    _, error = running.communicate(timeout=60)
+    _, error = running.communicate(timeout=limit(60))
     assert running.returncode == 2 and "a worker process was killed" in error.splitlines()[-1]
-    assert make(slow, tmp_path / "set") == 0
+    held.let_go()
+    assert make(held.folder, tmp_path / "set") == 0
 
 
 def stop_after(pictures: Path, folder: Path, n_batches: int, monkeypatch, *words: str) -> None:
@@ -170,7 +194,7 @@ def assert_labels_match(folder: Path, n_train: int, n_val: int) -> None:
     dataset = open_dataset(make_config(data_folder=str(folder), n_classes=None))
     assert (len(dataset.train), len(dataset.val)) == (n_train, n_val)
     for split in (dataset.train, dataset.val):
-        images = np.concatenate([batches.read(file.path) for file in split.files])
+        images = np.concatenate([hkl.read(file.path) for file in split.files])
         assert [imagenet.label_of(image) for image in images] == split.labels.tolist()
     check_content(dataset)
 
@@ -233,7 +257,7 @@ def test_checksums_on_request(pictures: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"val_hkl/0002\.hkl: its checksum is not the manifest's"):
         check_content(open_dataset(config))
     train = [sys.executable, str(ROOT / "train.py"), f"data_folder={tmp_path}/set", "check_sums=true"]
-    done = subprocess.run(train, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(train, capture_output=True, text=True, timeout=limit(60), cwd=tmp_path)
     assert done.returncode == 2 and "val_hkl/0002.hkl: its checksum" in done.stderr
     path.write_bytes(content + b"x")
     with pytest.raises(UserError, match=r"val_hkl/0002\.hkl: has \d+ bytes, the manifest says"):

@@ -2,26 +2,33 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from conftest import ROOT, Program
+from conftest import ROOT, Program, make_config
+from limits import limit
 
-from lockstep import scalars
+from lockstep.comm.messages import Progress, Validated
 from lockstep.errors import UserError
+from lockstep.launch import scalars
 
 
-def test_the_numbers_of_a_run_are_in_its_event_files(program: Program) -> None:
+def reader_of(folder: Path) -> Callable[[str], dict[int, float]]:
+    """What gives a scalar's numbers by step, of the event files of a run's folder."""
     pytest.importorskip("tensorboard", reason="needs the package tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
-    running = program.run("n_epochs=2", "tensorboard=true")
-    read = EventAccumulator(str(running.run_folder / "tensorboard"))
+    read = EventAccumulator(str(folder / "tensorboard"))
     read.Reload()
+    return lambda name: {event.step: float(make_ndarray(event.tensor_proto)) for event in read.Tensors(name)}
 
-    def numbers(name: str) -> dict[int, float]:
-        return {event.step: float(make_ndarray(event.tensor_proto)) for event in read.Tensors(name)}
 
+def test_the_numbers_of_a_run_are_in_its_event_files(program: Program) -> None:
+    pytest.importorskip("tensorboard", reason="needs the package tensorboard")
+    running = program.run("n_epochs=2", "tensorboard=true")
+    numbers = reader_of(running.run_folder)
     # 90 pictures in minibatches of 16: 6 steps, told every 2
     assert list(numbers("cost/training")) == [2, 4, 6, 8, 10, 12]
     assert numbers("learning_rate")[12] == pytest.approx(0.02)
@@ -30,11 +37,26 @@ def test_the_numbers_of_a_run_are_in_its_event_files(program: Program) -> None:
     assert 0 < numbers("share_of_time/compute")[2] <= 1
 
 
+def test_a_step_is_the_optimizers_however_many_minibatches_it_has(tmp_path: Path) -> None:
+    """90 pictures in steps of 3 x 2 x 8: two an epoch, so the third step is the second epoch's first."""
+    pytest.importorskip("tensorboard", reason="needs the package tensorboard")
+    config = make_config(devices=["cpu", "cpu"], batch_size=8, accumulate=3)
+    written = scalars.Scalars(tmp_path, config, 90)
+    for epoch in (1, 2):
+        for step in (1, 2):
+            written.take(Progress(epoch, step, 2, 0.1, 1.0, 0.5, 100.0, 0.1, {}))
+        written.take(Validated(epoch, 1.0, 0.5, 0.1, 33, 1.0))
+    written.close()
+    numbers = reader_of(tmp_path)
+    assert list(numbers("cost/training")) == [1, 2, 3, 4]
+    assert list(numbers("cost/validation")) == [2, 4]
+
+
 def test_the_launcher_does_without_torch() -> None:
     pytest.importorskip("tensorboard", reason="needs the package tensorboard")
     code = "import sys, train; from tensorboard.summary import Writer; "
     code += "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=limit(60)).returncode == 0
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

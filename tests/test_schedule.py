@@ -5,7 +5,7 @@ from conftest import make_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.schedule import learning_rate
+from lockstep.optim.schedules import learning_rate
 
 TABLES = [
     ({"lr_policy": "cosine", "n_epochs": 4}, [1, 0.853553, 0.5, 0.146447]),

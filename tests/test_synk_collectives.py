@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from synk_teams import largest_error, team
 
 import lockstep.synk as synk
-from lockstep.exchange.fold import fold, fractions
+from lockstep.exchange.fold import fold_all
+from lockstep.synk.results import FOLD_OPS, fractions
 
 FOLDS = {"avg": np.mean, "sum": np.sum, "max": np.max, "min": np.min, "prod": np.prod}
 
@@ -35,7 +36,7 @@ def test_fold_is_numpys(op: str, n_parts: int, n_chunks: int, dtype: str, data: 
     weights = fractions(rows) if op == "avg" else None
     expected = np.average(parts, 0, rows) if weights else FOLDS[op](np.stack(parts).astype(float), 0)
     outputs = [parts[0], np.empty(n, dtype)]  # an output may be one of the parts
-    fold(op, parts, outputs, weights)
+    fold_all(parts, outputs, FOLD_OPS[op], weights)
     assert np.array_equal(outputs[0], outputs[1])
     assert largest_error(outputs[0], expected) < 1e-5
 

@@ -18,8 +18,8 @@ from scipy import signal
 from tiny import start
 
 from lockstep.errors import UserError
-from lockstep.network import build_model
-from lockstep.optimizer import make_optimizer
+from lockstep.network.build import build_model
+from lockstep.network.optimizer import make_optimizer
 from lockstep.pretrained import theano_folder
 from lockstep.pretrained.theano_folder import Layer, LibConv, Progress
 
@@ -299,7 +299,7 @@ def assert_same(ours: list[Layer], theirs: list[Layer], relative: float = 0) -> 
             assert a.shape == b.shape and (np.abs(a - b) <= relative * np.abs(b)).all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     layers=networks(), lib_conv=st.sampled_from(["cudnn", "cudaconvnet"]), rate=st.sampled_from([0.01, 2**-7])
 )

@@ -4,29 +4,22 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
-from conftest import ROOT, Program, Running, make_folder
+from conftest import ROOT, Program, Running, make_folder, wait_until
+from limits import limit
 from safetensors.numpy import load_file
+from saved import assert_same, tensors
 
-from lockstep.runfolder import verify
-
-
-def tensors(running: Running, name: str) -> dict[str, np.ndarray]:
-    return load_file(running.run_folder / "checkpoints" / f"{name}.safetensors")
-
-
-def assert_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert ours[name].tobytes() == theirs[name].tobytes(), name
+from lockstep.runs.folder import verify
 
 
 def events(running: Running, kind: str) -> list[dict]:
@@ -34,57 +27,75 @@ def events(running: Running, kind: str) -> list[dict]:
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
-def test_a_run_ends_with_0_its_result_and_no_process(program: Program) -> None:
-    running = program.run("n_epochs=2", "snapshot_freq=1")
+WORDS = ("n_epochs=3", "snapshot_freq=1", "lr_step=[1]")
+
+
+@pytest.fixture(scope="module")
+def whole(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    """An unbroken run of 3 epochs, which others are compared with."""
+    return Program(shared_folder, tmp_path_factory.mktemp("whole")).run(*WORDS)
+
+
+def test_a_run_ends_with_0_its_result_and_no_process(whole: Running) -> None:
+    running = whole
     running.assert_nothing_left()
     assert running.last_line().startswith("done: validation error")
     assert running.last_line().endswith(f"on 33 images; files are in {running.run_folder}")
     saved = yaml.safe_load((running.run_folder / "config.yaml").read_text())
-    assert saved["n_epochs"] == 2 and saved["devices"] == ["cpu", "cpu"]
-    assert [event["n_images"] for event in events(running, "validated")] == [33, 33]
+    assert saved["n_epochs"] == 3 and saved["devices"] == ["cpu", "cpu"]
+    assert [event["n_images"] for event in events(running, "validated")] == [33, 33, 33]
     progress = events(running, "progress")
     # 90 pictures in minibatches of 16: 6 steps, told every 2
-    assert [event["step"] for event in progress] == [2, 4, 6, 2, 4, 6]
+    assert [event["step"] for event in progress] == 3 * [2, 4, 6]
     assert set(progress[0]["seconds"]) == {"load-wait", "compute", "meet", "exchange"}
     assert "time per 20 iterations" in running.output()
     (started,) = events(running, "started")
     assert {"lockstep", "python", "torch", "numpy"} <= started["versions"].keys()
     assert started["machine"]["cpu"] and started["machine"]["cores"] >= 1
     names = sorted(os.listdir(running.run_folder / "checkpoints"))
-    expected = [f"epoch_000{epoch}.{ending}" for epoch in (1, 2) for ending in ("json", "safetensors")]
+    expected = [f"epoch_000{epoch}.{ending}" for epoch in (1, 2, 3) for ending in ("json", "safetensors")]
     assert names == [*expected, "latest"]
 
 
-def test_loading_in_the_trainer_gives_the_same_bits(program: Program) -> None:
-    runs = [
-        program.run("n_epochs=1", f"para_load={value}", *more, name=name)
-        for name, value, more in (
-            ("ahead", "true", ()),
-            ("direct", "false", ()),
-            ("ring", "true", ("n_slots=5",)),
-        )
-    ]
-    for other in runs[1:]:
-        assert_same(tensors(runs[0], "epoch_0001"), tensors(other, "epoch_0001"))
+@pytest.mark.parametrize("words", ["para_load=false", "n_slots=5"])
+def test_loading_in_the_trainer_gives_the_same_bits(program: Program, whole: Running, words: str) -> None:
+    other = program.run("n_epochs=1", "lr_step=[1]", words)
+    assert_same(tensors(other, 1), tensors(whole, 1))
 
 
-@pytest.mark.parametrize("devices", ["[cpu]", "[cpu, cpu, cpu]"])
+def test_a_loader_of_small_pictures_does_not_load_torch(program: Program) -> None:
+    """It takes a second, and nothing of it is needed."""
+    running = program.start("n_epochs=99999", devices="[cpu]")
+    running.wait_for_text("step 2/12")
+    has_torch = {
+        name: "libtorch" in Path(f"/proc/{pid}/maps").read_text() for name, pid in running.pids().items()
+    }
+    assert has_torch == {"loader 0": False, "trainer 0": True}
+
+
+@pytest.mark.parametrize("devices", ["[cpu]", pytest.param("[cpu, cpu, cpu]", marks=pytest.mark.slow)])
 def test_any_number_of_trainers_is_the_same_program(program: Program, devices: str) -> None:
     running = program.run("n_epochs=1", "lr_policy=auto", "print_train_error=false", devices=devices)
     assert "done: validation error" in running.last_line() and " error 0." not in running.output()
 
 
-@pytest.mark.parametrize("devices", ["[cpu]", "[cpu, cpu]"])
-def test_a_resumed_run_ends_as_the_unbroken_one_bit_for_bit(program: Program, devices: str) -> None:
-    words = ["n_epochs=4", "snapshot_freq=2", "lr_step=[1,3]"]
-    whole = program.run(*words, name="whole", devices=devices)
-    half = program.run("n_epochs=2", *words[1:], name="parts", devices=devices)
+def test_a_resumed_run_ends_as_the_unbroken_one_bit_for_bit(program: Program, whole: Running) -> None:
+    half = program.run("n_epochs=2", *WORDS[1:])
     assert half.last_line().startswith("done")
-    resumed = program.run(*words, "resume_train=true", name="parts", devices=devices)
+    resumed = program.run(*WORDS, "resume_train=true")
     assert "going on from" in resumed.output()
-    assert_same(tensors(whole, "epoch_0004"), tensors(resumed, "epoch_0004"))
-    records = [verify(run.run_folder / "checkpoints" / "epoch_0004.json") for run in (whole, resumed)]
+    assert_same(tensors(whole, 3), tensors(resumed, 3))
+    records = [verify(run.run_folder / "checkpoints" / "epoch_0003.json") for run in (whole, resumed)]
     assert records[0].state.val_record == records[1].state.val_record
+
+
+@pytest.mark.slow
+def test_a_lone_trainer_that_is_resumed_ends_as_the_unbroken_one(program: Program) -> None:
+    words = ["snapshot_freq=2", "lr_step=[1,3]"]
+    unbroken = program.run("n_epochs=4", *words, name="unbroken", devices="[cpu]")
+    program.run("n_epochs=2", *words, name="parts", devices="[cpu]")
+    resumed = program.run("n_epochs=4", *words, "resume_train=true", name="parts", devices="[cpu]")
+    assert_same(tensors(unbroken, "epoch_0004"), tensors(resumed, "epoch_0004"))
 
 
 @pytest.mark.parametrize(
@@ -95,19 +106,21 @@ def test_a_resumed_run_ends_as_the_unbroken_one_bit_for_bit(program: Program, de
     ],
     ids=["adamw", "lars"],
 )
+@pytest.mark.slow
 def test_every_state_is_resumed_bit_for_bit(program: Program, words: str) -> None:
     keys = ["n_epochs=3", "snapshot_freq=1", *re.split(r" (?=\w+=)", words)]
     whole = program.run(*keys)
     assert whole.output().count("2 trainers are not exactly one with 2 times the batch") == 1
     program.run("resume_train=true", "load_epoch=1")
     branch = program.place / "runs" / "run-from-epoch_0001" / "checkpoints" / "epoch_0003.safetensors"
-    assert_same(load_file(branch), tensors(whole, "epoch_0003"))
+    assert_same(load_file(branch), tensors(whole, 3))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_signal_finishes_the_step_saves_and_the_rest_is_exact(program: Program, number: int) -> None:
-    whole = program.run("n_epochs=3", "snapshot_freq=9", name="whole")
-    broken = program.start("n_epochs=3", "snapshot_freq=9", name="parts")
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_one_signal_finishes_the_step_saves_and_the_rest_is_exact(
+    program: Program, whole: Running, number: int
+) -> None:
+    broken = program.start(*WORDS)
     broken.wait_for_text("epoch 1 step 2/6")
     if number == signal.SIGINT:
         os.killpg(broken.process.pid, number)  # as a terminal does: to all processes at once
@@ -116,17 +129,16 @@ def test_one_signal_finishes_the_step_saves_and_the_rest_is_exact(program: Progr
     assert broken.wait(20) == 128 + number
     broken.assert_nothing_left()
     assert "stopped as asked; saved" in broken.last_line()
-    resumed = program.run("n_epochs=3", "snapshot_freq=9", "resume_train=true", name="parts")
-    assert_same(tensors(whole, "epoch_0003"), tensors(resumed, "epoch_0003"))
+    resumed = program.run(*WORDS, "resume_train=true")
+    assert_same(tensors(whole, 3), tensors(resumed, 3))
 
 
-def test_load_epoch_goes_back_into_a_folder_of_its_own(program: Program) -> None:
-    whole = program.run("n_epochs=3", "snapshot_freq=1", name="run")
-    before = {path.name: path.read_bytes() for path in (whole.run_folder / "checkpoints").iterdir()}
-    program.run("n_epochs=3", "snapshot_freq=1", "resume_train=true", "load_epoch=1", name="run")
-    branch = whole.run_folder.with_name("run-from-epoch_0001")
-    after = {path.name: path.read_bytes() for path in (whole.run_folder / "checkpoints").iterdir()}
-    assert before == after
+def test_load_epoch_goes_back_into_a_folder_of_its_own(program: Program, whole: Running) -> None:
+    run = Path(shutil.copytree(whole.run_folder, program.place / "runs" / "run"))
+    before = {path.name: path.read_bytes() for path in (run / "checkpoints").iterdir()}
+    program.run(*WORDS, "resume_train=true", "load_epoch=1", name="run")
+    branch = run.with_name("run-from-epoch_0001")
+    assert before == {path.name: path.read_bytes() for path in (run / "checkpoints").iterdir()}
     name = "epoch_0003.safetensors"
     assert (branch / "checkpoints" / name).read_bytes() == before[name]
 
@@ -169,12 +181,35 @@ def test_a_second_run_does_not_write_into_the_first_ones_folder(program: Program
 
 
 def test_a_run_that_never_saved_can_be_started_again_or_resumed(program: Program) -> None:
-    refused = program.run("model_args={depth: 3}", code=2)
-    assert not (refused.run_folder / "config.yaml").exists()
-    resumed = program.run("n_epochs=1", "resume_train=true")
+    program.run("model_args={depth: 3}", code=2)
+    resumed = program.run("n_epochs=1", "model_args={}", "resume_train=true")
     assert "has no checkpoint yet: starting from scratch" in resumed.output()
     program.run("model_args={depth: 3}", name="other", code=2)
     assert program.run("n_epochs=1", name="other").last_line().startswith("done")
+
+
+def test_a_run_killed_before_its_first_step_is_resumed_as_what_it_was(program: Program) -> None:
+    """Or not at all where its configuration is gone; never as the one in the working tree."""
+    killed = program.start("n_epochs=1", "learning_rate=0.003", "momentum=0.5")
+    killed.pids()  # its processes are started; they import
+    killed.process.kill()
+    killed.wait()
+    wait_until(lambda: killed.leftovers() == [], "them to be gone")
+    assert not events(killed, "progress")
+    resumed = program.run("resume_train=true")
+    saved = yaml.safe_load((killed.run_folder / "config.yaml").read_text())
+    assert (saved["n_epochs"], saved["learning_rate"], saved["momentum"]) == (1, 0.003, 0.5)
+    assert "done" in resumed.last_line() and "going on with the configuration in" in resumed.output()
+    (killed.run_folder / "config.yaml").unlink()
+    refused = program.run("resume_train=true", "n_epochs=2", code=2)
+    assert f"{killed.run_folder}: has no config.yaml" in refused.last_line()
+
+
+def test_a_refused_start_replaces_no_good_runs_configuration(program: Program) -> None:
+    good = program.run("n_epochs=1", "devices=[cpu]")
+    before = (good.run_folder / "config.yaml").read_bytes()
+    program.run("n_epochs=2", "resume_train=true", "n_classes=9", "devices=[cpu]", code=2)
+    assert (good.run_folder / "config.yaml").read_bytes() == before
 
 
 @pytest.mark.parametrize("output", ["/dev/full", "a reader that leaves", "closed"])
@@ -186,7 +221,9 @@ def test_a_run_does_not_need_its_terminal(program: Program, output: str) -> None
     }
     words = f"data_folder={program.data} n_classes=7 weights_dir={program.place} run_name=r n_epochs=1"
     command = f"set -o pipefail; {sys.executable} train.py {words} devices=[cpu] {redirection[output]}"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, timeout=limit(60), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert (program.place / "r" / "checkpoints" / "epoch_0001.json").exists()
     assert "Traceback" not in done.stdout + done.stderr
@@ -213,17 +250,26 @@ def test_a_network_that_sees_little_of_a_picture_is_remarked_on(program: Program
 
 
 def test_a_terminal_gets_a_progress_bar(program: Program) -> None:
+    numbers = r"cost \d+\.\d{3}, error \d+\.\d%, [\d,]+ images/s\]"
+    bars = (
+        rf"epoch \d+/99999: +\d+%\|.*\| \d+/12 \[(\d\d:\d\d|\?) left, {numbers}",
+        r"epoch \d+/99999 validation: .* left\]",
+    )
     ours, theirs = pty.openpty()
-    words = [f"data_folder={program.data}", "n_classes=7", f"weights_dir={program.place}", "n_epochs=20"]
+    words = [f"data_folder={program.data}", "n_classes=7", f"weights_dir={program.place}", "n_epochs=99999"]
     command = [sys.executable, "train.py", *words, "devices=[cpu]", "batch_size=8", "print_freq=1000"]
     process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    output = b""
-    with suppress(OSError):  # EIO: nobody has the other end any more
-        while part := os.read(ours, 65536):
-            output += part
-    assert process.wait(10) == 0
-    numbers = r"cost \d+\.\d{3}, error \d+\.\d%, [\d,]+ images/s\]"
-    bar = rf"epoch \d+/20: +\d+%\|.*\| \d+/12 \[(\d\d:\d\d|\?) left, {numbers}"
-    assert re.search(bar, output.decode()), output.decode()[-2000:]
-    assert re.search(r"epoch \d+/20 validation: .* left\]", output.decode()), output.decode()[-2000:]
+    text, until = "", time.monotonic() + limit(60)
+    try:
+        while not all(re.search(bar, text) for bar in bars):  # they are drawn now and then
+            assert time.monotonic() < until, text[-2000:]
+            text += os.read(ours, 65536).decode(errors="replace")
+        process.send_signal(signal.SIGINT)
+        with suppress(OSError):  # EIO: nobody has the other end any more
+            while os.read(ours, 65536):
+                pass
+        assert process.wait(limit(20)) == 130
+    finally:
+        process.kill()
+        process.wait()

@@ -1,6 +1,7 @@
 """validate.py and classify.py: the same numbers for any devices, and what a stranger's picture is."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,12 +13,15 @@ import torch
 from conftest import ROOT, Program, Running, make_config
 from PIL import Image
 
-from lockstep import batches
-from lockstep.dataset import open_dataset
-from lockstep.messages import Judged
-from lockstep.network import build_model
-from lockstep.runfolder import find_checkpoint
-from lockstep.validation import Verdict, orders_of
+from lockstep.comm.messages import Judged
+from lockstep.data import hkl
+from lockstep.data.dataset import open_dataset
+from lockstep.errors import UserError
+from lockstep.evaluate.validation import Verdict, orders_of
+from lockstep.launch.computing import computing
+from lockstep.launch.status import StatusBoard
+from lockstep.network.build import build_model
+from lockstep.runs.folder import find_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,7 @@ def test_ten_crops_are_the_mean_of_ten_views(trained: Running, shared_folder: Pa
     dataset = open_dataset(make_config(data_folder=str(shared_folder)))
     model = build_model(make_config(), 7).eval()
     state = find_checkpoint(trained.run_folder, "latest")[0].path
-    tensors = torch.from_numpy(np.concatenate([batches.read(file.path) for file in dataset.val.files]))
+    tensors = torch.from_numpy(np.concatenate([hkl.read(file.path) for file in dataset.val.files]))
     load_weights(model, state)
     images = tensors.float() - torch.from_numpy(dataset.mean)
     total = torch.zeros(33, 7)
@@ -72,6 +76,52 @@ def test_ten_crops_are_the_mean_of_ten_views(trained: Running, shared_folder: Pa
     top1, _, found = first_line(text)
     assert top1 == pytest.approx(expected, abs=0.006) and found == pytest.approx(cost, abs=2e-4)
     assert "(10 views of each)" in text
+
+
+HUNGRY = """
+import os
+import torch
+from models import smallnet
+
+class Net(smallnet.Model):
+    def forward(self, images):
+        if "HUNGRY" in os.environ and len(images) > 2:  # not when it is tried out
+            torch.empty(1 << 60, dtype=torch.uint8)
+        if "THREADS_TO" in os.environ:
+            print(torch.get_num_threads(), file=open(os.environ["THREADS_TO"], "w"))
+        return super().forward(images)
+"""
+
+
+def test_threads_are_the_runs_and_too_little_memory_is_said(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hungry.py").write_text(HUNGRY)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    running = program.run("n_epochs=1", "model=hungry:Net", "cpu_threads=3", devices="[cpu]")
+    monkeypatch.setenv("THREADS_TO", str(tmp_path / "threads"))
+    call("validate.py", running.run_folder, "devices=[cpu, cpu]")
+    assert (tmp_path / "threads").read_text() == "3\n"
+    monkeypatch.setenv("HUNGRY", "")
+    text = call("validate.py", running.run_folder, code=2)
+    assert re.search(r"trainer 0: cpu is out of memory \(.*validating\): .*; lower batch_size", text)
+    assert "Traceback" not in text
+
+
+def test_what_computing_cant_do_is_the_users_to_change() -> None:
+    board = StatusBoard.create()
+    board.say("step 3")
+    for error, message in (
+        (
+            torch.OutOfMemoryError("8 GB"),
+            r"cpu is out of memory \(step 3\): 8 GB; lower batch_size or n_slots",
+        ),
+        (RuntimeError("see use_deterministic_algorithms"), "deterministic: the network has an operation"),
+    ):
+        with pytest.raises(UserError, match=message), computing(make_config(), 0, board):
+            raise error
+    with pytest.raises(RuntimeError, match=r"^another$"), computing(make_config(), 0, board):
+        raise RuntimeError("another")
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:

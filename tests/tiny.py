@@ -8,9 +8,9 @@ import torch
 from conftest import make_config
 from torch import nn
 
-from lockstep.arena import Arena
 from lockstep.memory.host import HostMemory
-from lockstep.network import build_model
+from lockstep.network.arena import Arena
+from lockstep.network.build import build_model
 from lockstep.pretrained.start import Found, start_with
 
 

@@ -98,11 +98,11 @@ def _make_peers(first: LoneTrainer, setting: Setting, record: Record) -> dict[st
 
 def _ceilings(first: LoneTrainer, setting: Setting) -> dict[str, float]:
     """What this very card reaches: a copy on the device, and a product of random bfloat16 matrices."""
-    memory, driver, stream = first.backend.memory, first.driver, first.stream
+    memory, driver, stream = first.memory, first.driver, first.stream
     source = memory.allocate(setting.copy_bytes, "a copy's source")
     target = memory.allocate(setting.copy_bytes, "a copy's target")
     source.tensor(torch.uint8, (setting.copy_bytes,)).random_(0, 256)
-    size, device = (setting.matrix, setting.matrix), first.replica.device
+    size, device = (setting.matrix, setting.matrix), first.device
     left, right = (torch.randn(size, device=device).to(torch.bfloat16) for _ in range(2))
     product = torch.empty_like(left)
     first.synchronize()

@@ -19,17 +19,18 @@ from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.turns import device_turns
 from lockstep.backends.cuda import CudaBackend
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.exchange import Exchange, shard
-from lockstep.exchange.p2p import PeerExchange, SwapExchange
+from lockstep.exchange import shard
+from lockstep.exchange.p2p import PeerTransport, SwapTransport
 from lockstep.exchange.proof import prove
-from lockstep.exchange.staged import StagedExchange
-from lockstep.peers import Peers
-from lockstep.pipes import Pipe
-from lockstep.ranks import try_ranks
+from lockstep.exchange.staged import StagedTransport
+from lockstep.exchange.transport import Collective, Transport
+from lockstep.launch.ranks import try_ranks
 
-_PEER = (PeerExchange,)
-_ALL = (PeerExchange, SwapExchange, StagedExchange)
+_PEER = (PeerTransport,)
+_ALL = (PeerTransport, SwapTransport, StagedTransport)
 _FLOAT = 4  # bytes
 
 
@@ -80,7 +81,7 @@ def measure_kernel(
     rank: int, pipes: dict[int, Pipe], devices: list[str], setting: Setting, _: str
 ) -> dict[str, Any]:
     """The proof of peer access, the peer-to-peer exchange's bits, and the time of its kernel."""
-    part = _Rank(_PEER, Peers(rank, pipes), devices, setting)
+    part = _Rank(_PEER, Group.on_one_host(rank, pipes), devices, setting)
     figures = {"proof": part.prove(), "equals the mean": part.check_bits(), **part.time_kernel()}
     part.close()
     return figures
@@ -90,9 +91,9 @@ def measure_exchanges(
     rank: int, pipes: dict[int, Pipe], devices: list[str], setting: Setting, store: str
 ) -> dict[str, Any]:
     """All exchanges in turns, their bits first. store: a new file, by which NCCL's ranks find each other."""
-    part = _Rank(_ALL, Peers(rank, pipes), devices, setting)
+    part = _Rank(_ALL, Group.on_one_host(rank, pipes), devices, setting)
     equal = part.check_bits()
-    functions = {exchange.name: partial(part.average, exchange) for exchange in part.exchanges}
+    functions = {transport.name: partial(part.average, transport) for transport in part.transports}
     if len(set(devices)) > 1:
         functions[part.library] = part.start_library(store)
     figures = {"equals the mean": equal, "ms": part.take_turns(functions)}
@@ -103,39 +104,39 @@ def measure_exchanges(
 class _Rank:
     """One of two: an arena for each kind of exchange, so that none has opened what another has."""
 
-    def __init__(self, kinds: Any, peers: Peers, devices: list[str], setting: Setting) -> None:
+    def __init__(self, kinds: Any, group: Group, devices: list[str], setting: Setting) -> None:
         if setting.rehearsal:
             rehearsal.join()
-        self._peers, self._setting = peers, setting
+        self._group, self._setting = group, setting
         self._n_elements = setting.exchange_elements
-        self._backend = CudaBackend(devices[peers.rank])
+        self._backend = CudaBackend(devices[group.world.rank])
         self._backend.start_computing(Config())
         self._memory, self._stream = self._backend.memory, self._backend.stream
         self._driver = self._memory.driver
         self.library = "gloo" if setting.rehearsal else "nccl"
         self._blocks = [self._memory.allocate(_FLOAT * self._n_elements, "an arena") for _ in kinds]
-        self.exchanges = [
-            kind(self._memory, self._stream, block, self._n_elements, peers)
+        self.transports = [
+            kind(self._memory, self._stream, block, self._n_elements, group)
             for kind, block in zip(kinds, self._blocks, strict=True)
         ]
 
     def prove(self) -> list[str]:
-        pairs = prove(self._memory, self._stream, self._peers)
+        pairs = prove(self._memory, self._stream, self._group)
         return [pair.problem or f"{pair.gb_per_second:.0f} GB/s" for pair in pairs]
 
     def check_bits(self) -> dict[str, bool]:
         """Each exchange once, from random values, against the mean that NumPy makes of them."""
-        mine, theirs = (self._values(rank) for rank in (self._peers.rank, 1 - self._peers.rank))
+        mine, theirs = (self._values(rank) for rank in (self._group.world.rank, 1 - self._group.world.rank))
         mean = (mine + theirs) / np.float32(2)
         found = np.empty_like(mean)
         equal = {}
-        for exchange, block in zip(self.exchanges, self._blocks, strict=True):
+        for transport, block in zip(self.transports, self._blocks, strict=True):
             self._memory.upload(block, mine)
-            self.average(exchange)
+            self.average(transport)
             self._stream.synchronize()
             self._driver.memcpy_dtoh(found, block.pointer)
             alike = np.array_equal(found.view(np.uint32), mean.view(np.uint32))
-            equal[exchange.name] = all(self._peers.meet("compared", alike))
+            equal[transport.name] = all(self._group.all_gather("compared", alike))
         return equal
 
     def _values(self, rank: int) -> np.ndarray:
@@ -148,15 +149,15 @@ class _Rank:
 
         GB/s counts what is read and what is written, on whichever device.
         """
-        first, last = shard(self._n_elements, self._peers.rank, 2)
-        exchange, block = self.exchanges[0], self._blocks[0]
+        first, last = shard((0, self._n_elements), self._group.world.rank, 2)
+        transport, block = self.transports[0], self._blocks[0]
         figures = {}
-        self._peers.meet("rank 0 alone from now on")
-        if self._peers.rank == 0:
+        self._group.all_gather("rank 0 alone from now on")
+        if self._group.world.rank == 0:
             copy = self._memory.allocate(block.n_bytes, "a copy's target")
             arguments = (copy.pointer, block.pointer, block.n_bytes, self._stream)
             functions: dict[str, Callable[[], object]] = {
-                "kernel": exchange.average,
+                "kernel": partial(transport.work, Collective("all_reduce", (0, self._n_elements), "mean")),
                 "copy": partial(self._driver.memcpy_dtod_async, *arguments),
             }
             calls, rounds = self._setting.exchange_calls, self._setting.n_rounds
@@ -169,23 +170,18 @@ class _Rank:
                 "copy_gb_per_second": 2 * block.n_bytes / seconds["copy"] / 1e9,
             }
             figures["kernel_share_of_copy"] = figures["kernel_gb_per_second"] / figures["copy_gb_per_second"]
-        self._peers.meet("rank 0 alone until now")
+        self._group.all_gather("rank 0 alone until now")
         return figures
 
-    def average(self, exchange: Exchange) -> None:
+    def average(self, transport: Transport) -> None:
         """As a trainer does it after its update."""
-        exchange.updated()
-        self._peers.meet("updated")
-        exchange.await_updates()
-        exchange.average()
-        self._peers.meet("averaged")
-        exchange.averaged()
+        transport.all_reduce((0, self._n_elements), "mean")
 
     def start_library(self, store: str) -> Callable[[], object]:
         """The function by which NCCL (in a rehearsal gloo, which has no mean) averages the first arena."""
         arena = self._blocks[0].tensor(torch.float32, (self._n_elements,))
         torch.distributed.init_process_group(
-            self.library, init_method=f"file://{store}", rank=self._peers.rank, world_size=2
+            self.library, init_method=f"file://{store}", rank=self._group.world.rank, world_size=2
         )
         kind = torch.distributed.ReduceOp
         return partial(torch.distributed.all_reduce, arena, kind.AVG if self.library == "nccl" else kind.SUM)
@@ -197,7 +193,7 @@ class _Rank:
         for number in range(self._setting.n_rounds + 1):
             for name, function in functions.items():
                 self._driver.Context.synchronize()
-                self._peers.meet(f"{name} comes next")
+                self._group.all_gather(f"{name} comes next")
                 begin = time.perf_counter()
                 for _ in range(calls):
                     function()
@@ -209,7 +205,7 @@ class _Rank:
     def close(self) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        for exchange in self.exchanges:
-            exchange.close()
+        for transport in self.transports:
+            transport.close()
         for block in self._blocks:
             block.close()

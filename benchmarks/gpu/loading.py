@@ -74,16 +74,16 @@ def _loader_alone(trainer: LoneTrainer) -> Turn:
     """Minibatches as fast as they come, with nothing done but what makes them ready: the loader's limit."""
 
     def take() -> None:
-        trainer.feed.next()
-        trainer.feed.batch()
-        trainer.feed.release()
+        trainer.loaded.next()
+        trainer.loaded.batch()
+        trainer.loaded.release()
 
     return Turn(trainer.turn(trainer.loaded).prepare, take)
 
 
 def _copies(first: LoneTrainer, setting: Setting) -> dict[str, float]:
     """From page-locked memory: no loader can bring more."""
-    memory, size = first.backend.memory, setting.copy_bytes // 4
+    memory, size = first.memory, setting.copy_bytes // 4
     pinned, block = memory.pinned(size), memory.allocate(size, "copies from the host")
     pinned[:] = 1
     copy = partial(first.driver.memcpy_htod_async, block.pointer, pinned, first.stream)

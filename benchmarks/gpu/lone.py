@@ -1,7 +1,5 @@
-"""A trainer without a launcher, whose steps are timed, and a step in plain PyTorch to hold it against."""
+"""The lone trainer on a GPU, with times by events, and a step in plain PyTorch to hold it against."""
 
-import multiprocessing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks import lone
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.turns import Turn, stage_milliseconds
-from benchmarks.stepping import ResidentFeed, endless, load
-from lockstep import precision
-from lockstep.config import Config, Layer, resolve
-from lockstep.feed import Feed
-from lockstep.messages import Order
-from lockstep.peers import Peers
-from lockstep.pipes import Pipe
-from lockstep.plan import Plan
-from lockstep.ranks import DEADLINE
-from lockstep.status import StatusBoard
-from train_funcs import Trainer
+from benchmarks.lone import NEVER
+from lockstep.config import Layer, resolve
+from lockstep.loading.feed import Feed
+from lockstep.network import precision
 
-NEVER = 10**6  # steps between lines of progress: printing waits for the device
 _STAGE_STEPS = 20
 
 
-class LoneTrainer(Trainer):
-    """The real trainer on cuda:0, with a loader process where `para_load` is set. Its orders never end."""
+class LoneTrainer(lone.LoneTrainer):
+    """On cuda:0."""
 
     def __init__(self, setting: Setting, data_folder: Path, **keys: Any) -> None:
         values = {
@@ -42,27 +33,12 @@ class LoneTrainer(Trainer):
             "wait_deadline": 600,  # loaders wait for the others' turns
             **keys,
         }
-        config = resolve([Layer("benchmark", values)])[0]
-        control, self._launcher = multiprocessing.Pipe()
-        loader = _start_loader(config) if config.para_load else None
-        launcher = Pipe(control, "the launcher", DEADLINE)
-        super().__init__(Plan(config, Path("."), None), Peers(0, {}), loader, launcher, StatusBoard.create())
-        self.begin_epoch()
-        self.driver, self.stream = self.backend.memory.driver, self.backend.stream
-        self.loaded = self.feed
-        self.feed.next()
-        self.resident = ResidentFeed(self.feed.batch())  # views: of whatever lies in that place
-        self.feed.release()
-
-    def orders(self) -> Iterator[Order]:
-        return endless(len(self.dataset.train), self.config.batch_size)
-
-    def close(self) -> None:
-        self.feed = self.loaded
-        super().close()
+        super().__init__(resolve([Layer("benchmark", values)])[0])
+        self.memory, self.stream = self.trainer.backend.memory, self.trainer.backend.stream
+        self.driver, self.device = self.memory.driver, self.trainer.program.device
 
     def turn(self, feed: Feed) -> Turn:
-        return Turn(lambda: self._prepare(feed), lambda: self.train_step(NEVER))
+        return Turn(lambda: self.use(feed), self.step)
 
     def synchronize(self) -> None:
         """Waits for all streams of the device's context, torch's too."""
@@ -70,43 +46,32 @@ class LoneTrainer(Trainer):
 
     def phases(self, feed: Feed, n_steps: int) -> dict[str, float]:
         """Milliseconds of a step by the recorder's phases, on the device."""
-        self._prepare(feed)
+        self.use(feed)
         for _ in range(2 * self.config.n_slots):
-            self.train_step(NEVER)
+            self.step()
         self.synchronize()
-        self.recorder.reset()
+        self.trainer.recorder.reset()
         for _ in range(n_steps):
-            self.train_step(NEVER)
-        seconds = self.recorder.stopwatch.seconds()
+            self.step()
+        seconds = self.trainer.recorder.stopwatch.seconds()
         return {phase: value * 1e3 / n_steps for phase, value in seconds.items()}
 
     def stages(self) -> dict[str, float]:
         """Milliseconds of a step on resident data by stages, on the device."""
-        optimizer = self.replica._optimizer
-        turn = self.turn(self.resident)
+        program, turn = self.trainer.program, self.turn(self.resident)
         return stage_milliseconds(
-            turn, self.replica.model, optimizer, self.driver.Event, self.stream, _STAGE_STEPS
+            turn, program.model, program.optimizer.inner, self.driver.Event, self.stream, _STAGE_STEPS
         )
 
     def mean_loss(self) -> float:
         """Of all steps so far: a number if what has been timed was training."""
-        loss, _, n_images = self.recorder.sums()
+        loss, _, n_images = self.trainer.recorder.sums()
         return loss / n_images
 
-    def _prepare(self, feed: Feed) -> None:
-        while self._launcher.poll():  # ticks that nobody wants to see
-            self._launcher.recv()
+    def use(self, feed: Feed) -> None:
         precision.configure(self.config)
-        compute_in(self.stream, self.replica.device)
-        self.feed = feed
-
-
-def _start_loader(config: Config) -> Pipe:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    context.Process(target=load, args=(theirs, config), daemon=True).start()
-    theirs.close()
-    return Pipe(ours, "loader 0", DEADLINE)
+        compute_in(self.stream, self.device)
+        super().use(feed)
 
 
 def compute_in(stream: Any, device: torch.device) -> None:

@@ -34,6 +34,6 @@ found = minimize(loss_and_gradient, start, jac=True, method="L-BFGS-B", options=
 loss_and_gradient(found.x)
 val_error = validate(x_val, y_val)
 print(
-    f"loss {loss_and_gradient(start)[0]:.4f} -> {found.fun:.4f} in {found.nit} iterations, error {val_error:.1%}"
+    f"loss {loss_and_gradient(start)[0]:.4f} -> {found.fun:.4f} in {found.nit} steps, error {val_error:.1%}"
 )
 assert found.fun < 0.05 and val_error < 0.08

@@ -4,19 +4,23 @@ A trainer and its loader each have one; the rest of the program does not ask wha
 """
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.exchange import Exchange
 from lockstep.loading import Filler, Ring
+from lockstep.loading.reader import Reader
+from lockstep.loading.slots import RingShape
 from lockstep.memory import Block, Memory
-from lockstep.peers import Peers
-from lockstep.pipes import Pipe
-from lockstep.reader import Reader
-from lockstep.recorder import Stopwatch
-from lockstep.slots import RingShape
+
+if TYPE_CHECKING:  # a loader for CPUs has no need of torch
+    import torch
+
+    from lockstep.exchange.transport import Transport
+    from lockstep.network.recorder import Stopwatch
 
 
 class Backend(ABC):
@@ -29,14 +33,14 @@ class Backend(ABC):
         """Prepares torch in this process, which is a trainer."""
 
     @abstractmethod
-    def stopwatch(self) -> Stopwatch:
+    def stopwatch(self) -> "Stopwatch":
         """Measures the time that the device takes."""
 
     @abstractmethod
-    def open_exchange(
-        self, kind: str, block: Block, arena: torch.Tensor, peers: Peers
-    ) -> tuple[Exchange, str]:
-        """The exchange between all trainers, who call it at once, and why it is this one.
+    def open_transport(
+        self, kind: str, block: Block, arena: "torch.Tensor", group: Group
+    ) -> "tuple[Transport, str]":
+        """The transport between all trainers, who call it at once, and why it is this one.
 
         kind: `exchange` in the configuration. block: where this trainer's arena lies; arena: all of it.
         Raises UserError where that kind can't be had.

@@ -9,31 +9,32 @@ import numpy as np
 import torch
 
 from lockstep.backends import Backend
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.exchange import Exchange
-from lockstep.exchange.p2p import MOST_RANKS, PeerExchange, SwapExchange
+from lockstep.exchange.p2p import MOST_RANKS, PeerTransport, SwapTransport
 from lockstep.exchange.proof import iommu, prove
-from lockstep.exchange.staged import StagedExchange
+from lockstep.exchange.staged import StagedTransport
+from lockstep.exchange.transport import Transport
 from lockstep.loading import Filler, Ring
 from lockstep.loading.cuda import AugmentingFiller, CudaFiller, CudaRing, RawFiller, RawRing, ReadyRing
+from lockstep.loading.reader import Reader
+from lockstep.loading.slots import RingShape
 from lockstep.memory import Block
 from lockstep.memory.cuda import CudaBlock, CudaMemory
-from lockstep.peers import Peers
-from lockstep.pipes import Pipe
-from lockstep.precision import image_dtype
-from lockstep.reader import Reader
-from lockstep.recorder import Stopwatch, StreamStopwatch
-from lockstep.slots import RingShape
+from lockstep.network.precision import image_dtype
+from lockstep.network.recorder import Stopwatch, StreamStopwatch
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: never waits for the default stream
 
 
-def start_torch(device: torch.device, stream: Any) -> None:
+def start_torch(device: str, stream: Any) -> None:
     """Makes torch compute on the device, in PyCUDA's stream. Raises RuntimeError where it can't."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    torch.cuda.set_device(device)
-    torch.cuda.set_stream(torch.cuda.ExternalStream(stream.handle, device))  # type: ignore[no-untyped-call]
+    place = torch.device(device)
+    torch.cuda.set_device(place)
+    torch.cuda.set_stream(torch.cuda.ExternalStream(stream.handle, place))  # type: ignore[no-untyped-call]
 
 
 class CudaBackend(Backend):
@@ -54,27 +55,27 @@ class CudaBackend(Backend):
     def stopwatch(self) -> Stopwatch:
         return StreamStopwatch(self.memory.driver.Event, self.stream)
 
-    def open_exchange(
-        self, kind: str, block: Block, arena: torch.Tensor, peers: Peers
-    ) -> tuple[Exchange, str]:
+    def open_transport(
+        self, kind: str, block: Block, arena: torch.Tensor, group: Group
+    ) -> tuple[Transport, str]:
         if arena.dtype != torch.float32:
             raise UserError(f"on a GPU the model's weights must be float32, not {arena.dtype}")
-        if peers.n_trainers > MOST_RANKS:
+        if group.world.size > MOST_RANKS:
             raise UserError(
-                f"devices: at most {MOST_RANKS} GPU trainers can exchange, not {peers.n_trainers}"
+                f"devices: at most {MOST_RANKS} GPU trainers can exchange, not {group.world.size}"
             )
         assert isinstance(block, CudaBlock)
-        kind, reason = self._choose(kind, peers)
-        makers = {"p2p": PeerExchange, "swap": SwapExchange, "staged": StagedExchange}
-        return makers[kind](self.memory, self.stream, block, len(arena), peers), reason
+        kind, reason = self._choose(kind, group)
+        makers = {"p2p": PeerTransport, "swap": SwapTransport, "staged": StagedTransport}
+        return makers[kind](self.memory, self.stream, block, len(arena), group), reason
 
-    def _choose(self, kind: str, peers: Peers) -> tuple[str, str]:
+    def _choose(self, kind: str, group: Group) -> tuple[str, str]:
         """The kind of exchange that works here, and why."""
-        if not peers.pipes:
+        if not group.pipes:
             return "p2p", ""  # nobody to exchange with
         if kind == "staged":
             return kind, "as asked"
-        pairs = prove(self.memory, self.stream, peers)
+        pairs = prove(self.memory, self.stream, group)
         problems = [pair.problem for pair in pairs if pair.problem]
         if not problems:
             slowest = min(pair.gb_per_second for pair in pairs)
@@ -89,7 +90,7 @@ class CudaBackend(Backend):
 
     def make_ring(self, config: Config, n_slots: int, crop_size: int, mean: np.ndarray) -> CudaRing:
         height, width, _ = mean.shape
-        raw = RingShape(n_slots, config.batch_size, (height, width), torch.uint8, crop_size)
+        raw = RingShape(n_slots, config.batch_size, (height, width), "uint8", crop_size)
         size, dtype = (crop_size, crop_size), image_dtype(config)
         if config.augment_on == "loader" and config.para_load:
             ready = RingShape(n_slots, config.batch_size, size, dtype, crop_size)
@@ -111,7 +112,7 @@ class CudaBackend(Backend):
                 "CUDA_VISIBLE_DEVICES must be the same in all processes"
             )
         released = self.memory.receive_events(trainer, "its events")
-        kind: type[CudaFiller] = RawFiller if shape.dtype == torch.uint8 else AugmentingFiller
+        kind: type[CudaFiller] = RawFiller if shape.dtype == "uint8" else AugmentingFiller
         filler = kind(self.memory, self.stream, reader, shape, block, released)
         self.memory.send_events(trainer, filler.filled)
         return filler

@@ -1,42 +1,57 @@
 """CPUs: memory files that all processes map."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
 
 from lockstep.backends import Backend
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.exchange import Exchange
-from lockstep.exchange.host import HostExchange
 from lockstep.loading import Filler, Ring
 from lockstep.loading.host import HostFiller, HostRing
+from lockstep.loading.reader import Reader
+from lockstep.loading.slots import RingShape
 from lockstep.memory import Block
 from lockstep.memory.host import HostBlock, HostMemory
-from lockstep.peers import Peers
-from lockstep.pipes import Pipe
-from lockstep.reader import Reader
-from lockstep.recorder import HostStopwatch, Stopwatch
-from lockstep.slots import RingShape
+
+if TYPE_CHECKING:
+    import torch
+
+    from lockstep.exchange.transport import Transport
+    from lockstep.network.recorder import Stopwatch
 
 
 class HostBackend(Backend):
+    """What computes loads torch when it is asked for; a loader asks for none of it."""
+
+    memory: HostMemory
+
     def __init__(self) -> None:
         self.memory = HostMemory()
 
     def start_computing(self, config: Config) -> None:
         """torch computes on a CPU without being told."""
 
-    def stopwatch(self) -> Stopwatch:
+    def stopwatch(self) -> "Stopwatch":
+        from lockstep.network.recorder import HostStopwatch
+
         return HostStopwatch()
 
-    def open_exchange(
-        self, kind: str, block: Block, arena: torch.Tensor, peers: Peers
-    ) -> tuple[Exchange, str]:
+    def open_transport(
+        self, kind: str, block: Block, arena: "torch.Tensor", group: Group
+    ) -> "tuple[Transport, str]":
+        import torch
+
+        from lockstep.exchange.host import HostTransport
+
         assert isinstance(block, HostBlock) and kind == "auto"
-        return HostExchange.open(block, arena, peers), ""
+        n_threads = torch.get_num_threads()
+        return HostTransport.open(block, arena.numpy().dtype, len(arena), group, n_threads), ""
 
     def make_ring(self, config: Config, n_slots: int, crop_size: int, mean: np.ndarray) -> HostRing:
         size = (crop_size, crop_size)
-        return HostRing(RingShape(n_slots, config.batch_size, size, torch.float32, crop_size))
+        return HostRing(RingShape(n_slots, config.batch_size, size, "float32", crop_size))
 
     def fill_directly(self, ring: Ring, reader: Reader) -> Filler:
         assert isinstance(ring, HostRing)

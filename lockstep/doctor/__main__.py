@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from lockstep import config as configuration
-from lockstep import devices
+from lockstep.backends import devices
 from lockstep.config import COMMAND_LINE, Config, Layer
 from lockstep.doctor import cards, choice, links, loading, machine, software
 from lockstep.doctor.report import Report

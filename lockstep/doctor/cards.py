@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep import kernels
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.doctor.report import Line, Report, failure
 from lockstep.errors import PeerProblem, UserError
-from lockstep.peers import Peers
-from lockstep.pipes import Pipe
-from lockstep.ranks import try_ranks
+from lockstep.launch.ranks import try_ranks
 
 if TYPE_CHECKING:  # they import torch, and the doctor also speaks where that is broken
     from lockstep.backends.cuda import CudaBackend
@@ -57,7 +57,7 @@ def _examine(rank: int, pipes: dict[int, Pipe], devices: tuple[str, ...]) -> Car
     backend = CudaBackend(devices[rank])
     lines = [_try(name, step, backend) for name, step in _STEPS.items()]
     try:
-        copies, to_device = _measure_copies(backend, Peers(rank, pipes))
+        copies, to_device = _measure_copies(backend, Group.on_one_host(rank, pipes))
     except (UserError, PeerProblem, backend.memory.driver.Error) as error:
         at_fault = not isinstance(error, PeerProblem)
         return Card([*lines, Line("copies", f"not measured: {error}", wrong=at_fault)])
@@ -112,7 +112,7 @@ def _compute(backend: "CudaBackend") -> str:
 _STEPS = {"device": _describe, "kernels": _load_kernels, "torch": _compute}
 
 
-def _measure_copies(backend: "CudaBackend", peers: Peers) -> tuple[Line, tuple[float, float]]:
+def _measure_copies(backend: "CudaBackend", group: Group) -> tuple[Line, tuple[float, float]]:
     memory, stream = backend.memory, backend.stream
     host = memory.pinned(COPY_BYTES)
     block, other = (memory.allocate(COPY_BYTES, "measuring copies") for _ in range(2))
@@ -127,15 +127,15 @@ def _measure_copies(backend: "CudaBackend", peers: Peers) -> tuple[Line, tuple[f
     def within() -> None:
         driver.memcpy_dtod_async(other.pointer, pointer, COPY_BYTES, stream)
 
-    for turn in range(peers.n_trainers):
-        peers.meet(f"turn {turn}")
-        if turn == peers.rank:
+    for turn in range(group.world.size):
+        group.barrier(f"turn {turn}")
+        if turn == group.world.rank:
             alone, back, inside = (_speed(copy, driver, stream) for copy in (to_device, to_host, within))
-    peers.meet("all at once")
+    group.barrier("all at once")
     together = _speed(to_device, driver, stream)
     block.close()
     other.close()
-    beside = f" ({together:.1f} while all devices copy)" if peers.pipes else ""
+    beside = f" ({together:.1f} while all devices copy)" if group.pipes else ""
     text = (
         f"{alone:.1f} GB/s from page-locked memory{beside}, {back:.1f} back to it, {inside:.1f} on the device"
     )

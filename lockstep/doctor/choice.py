@@ -3,10 +3,10 @@
 import os
 import shutil
 
-from lockstep import devices
+from lockstep.backends import devices
+from lockstep.backends.gpus import Gpu, list_gpus, visible
 from lockstep.doctor.report import Line
 from lockstep.errors import UserError
-from lockstep.gpus import Gpu, list_gpus, visible
 
 
 def find_gpus() -> tuple[list[Gpu], list[Line]]:

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.doctor.report import Line, Report, failure
 from lockstep.errors import PeerProblem, UserError
-from lockstep.peers import Peers
-from lockstep.pipes import Pipe
-from lockstep.ranks import try_ranks
+from lockstep.launch.ranks import try_ranks
 
 if TYPE_CHECKING:  # they import torch, and the doctor also speaks where that is broken
     from lockstep.backends.cuda import CudaBackend
-    from lockstep.exchange import Exchange
-    from lockstep.exchange.p2p import PeerExchange
+    from lockstep.exchange.p2p import PeerTransport
     from lockstep.exchange.proof import Pair
-    from lockstep.exchange.staged import StagedExchange
+    from lockstep.exchange.staged import StagedTransport
+    from lockstep.exchange.transport import Transport
 
 N_ELEMENTS = 4 << 20  # of each trainer's arena: 16 MiB
 _ROUNDS = 5
@@ -85,49 +85,44 @@ def _examine(
     rank: int, pipes: dict[int, Pipe], names: tuple[str, ...]
 ) -> "tuple[list[Pair], str, list[Trial]]":
     from lockstep.backends.cuda import CudaBackend
-    from lockstep.exchange.p2p import PeerExchange
+    from lockstep.exchange.p2p import PeerTransport
     from lockstep.exchange.proof import iommu, prove
-    from lockstep.exchange.staged import StagedExchange
+    from lockstep.exchange.staged import StagedTransport
 
-    backend, peers = CudaBackend(names[rank]), Peers(rank, pipes)
-    pairs = prove(backend.memory, backend.stream, peers)
+    backend, group = CudaBackend(names[rank]), Group.on_one_host(rank, pipes)
+    pairs = prove(backend.memory, backend.stream, group)
     trials = []
     if not any(pair.problem for pair in pairs):
-        trials.append(_try(PeerExchange, backend, peers))
+        trials.append(_try(PeerTransport, backend, group))
     if not any(trial.problem for trial in trials):  # else trainers are no longer in step
-        trials.append(_try(StagedExchange, backend, peers))
+        trials.append(_try(StagedTransport, backend, group))
     return pairs, iommu(), trials
 
 
-def _try(kind: "type[PeerExchange | StagedExchange]", backend: "CudaBackend", peers: Peers) -> Trial:
+def _try(kind: "type[PeerTransport | StagedTransport]", backend: "CudaBackend", group: Group) -> Trial:
     memory, stream = backend.memory, backend.stream
     try:
         block = memory.allocate(4 * N_ELEMENTS, "trying the exchange")
-        exchange = kind(memory, stream, block, N_ELEMENTS, peers)
-        memory.upload(block, _values(peers.rank))
-        _step(exchange, backend, peers)
+        transport = kind(memory, stream, block, N_ELEMENTS, group)
+        memory.upload(block, _values(group.world.rank))
+        _step(transport, backend, group)
         found = np.empty(N_ELEMENTS, np.float32)
         memory.driver.memcpy_dtoh(found, block.pointer)
-        n_wrong = sum(peers.meet("compared", int((found != _mean(peers.n_trainers)).sum())))
-        seconds = statistics.median(_step(exchange, backend, peers) for _ in range(_ROUNDS))
-        exchange.close()
+        n_wrong = sum(group.all_gather("compared", int((found != _mean(group.world.size)).sum())))
+        seconds = statistics.median(_step(transport, backend, group) for _ in range(_ROUNDS))
+        transport.close()
         block.close()
     except (UserError, PeerProblem, memory.driver.Error) as error:
-        return Trial(kind.name, 0.0, f"trainer {peers.rank}: {error}")
+        return Trial(kind.name, 0.0, f"trainer {group.world.rank}: {error}")
     problem = f"{n_wrong:,} numbers were averaged wrongly: please report this" if n_wrong else ""
     return Trial(kind.name, seconds * 1e3, problem)
 
 
-def _step(exchange: "Exchange", backend: "CudaBackend", peers: Peers) -> float:
+def _step(transport: "Transport", backend: "CudaBackend", group: Group) -> float:
     """Averages as a step does, and waits for the device. Returns seconds."""
-    peers.meet("ready")
+    group.barrier("ready")
     begin = time.perf_counter()
-    exchange.updated()
-    peers.meet("updated")
-    exchange.await_updates()
-    exchange.average()
-    peers.meet("averaged")
-    exchange.averaged()
+    transport.all_reduce((0, N_ELEMENTS), "mean")
     backend.stream.synchronize()
     return time.perf_counter() - begin
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
 from lockstep.doctor import storage
 from lockstep.doctor.report import Line, Report
 from lockstep.doctor.storage import Sample
-from lockstep.peers import Peers
-from lockstep.pipes import Pipe
-from lockstep.ranks import try_ranks
+from lockstep.launch.ranks import try_ranks
 
 SIZE, CROP, BATCH = 256, 227, 128
 PICTURE_BYTES = SIZE * SIZE * 3
@@ -77,23 +77,21 @@ def _load(rank: int, pipes: dict[int, Pipe], sample: Sample) -> tuple[Work | Non
     import torch  # not at the top: the doctor also speaks where torch is broken
 
     torch.set_num_threads(1)
-    peers, work = Peers(rank, pipes), _make_work(sample)
+    group, work = Group.on_one_host(rank, pipes), _make_work(sample)
     alone = work() if rank == 0 else None
-    peers.meet("the first one has measured")
+    group.barrier("the first one has measured")
     return alone, work()
 
 
 def _make_work(sample: Sample) -> Callable[[], Work]:
-    import torch
+    from lockstep.data.augment import Augmenter
 
-    from lockstep.augment import Augmenter
-
-    images = torch.empty((BATCH, SIZE, SIZE, 3), dtype=torch.uint8)
-    buffer = images.numpy().reshape(-1).data
+    images = np.empty((BATCH, SIZE, SIZE, 3), np.uint8)
+    buffer = images.reshape(-1).data
     random = np.random.default_rng(0)
-    crops = torch.from_numpy(random.integers(0, (SIZE - CROP, SIZE - CROP, 2), (BATCH, 3), dtype=np.int32))
-    out = torch.empty((BATCH, CROP, CROP, 3))
-    augmenter = Augmenter(torch.full((SIZE, SIZE, 3), 120.0), CROP)
+    crops = random.integers(0, (SIZE - CROP, SIZE - CROP, 2), (BATCH, 3), dtype=np.int32)
+    out = np.empty((BATCH, CROP, CROP, 3), np.float32)
+    augmenter = Augmenter(np.full((SIZE, SIZE, 3), 120, np.float32), CROP)
 
     def read() -> None:
         for _ in sample.read(buffer):

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.devices import count_cores
+from lockstep.backends.devices import count_cores
 from lockstep.doctor.report import Line
 
 _NO_LIMIT = 1 << 60  # version 1 of control groups writes a number like this where there is no limit

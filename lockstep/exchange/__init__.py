@@ -1,53 +1,35 @@
-"""Averaging the trainers' arenas after a step.
+"""Collective operations on memory that several processes share, directly from memory to memory.
 
-Rank r owns shard r. It reads shard r of all arenas, averages in fixed rank order, and writes the mean into
-all of them. Nobody needs memory for a second copy, each rank moves 2 S (P - 1) / P bytes for an arena of S
-bytes and P ranks, and since a shard is computed once and copied, replicas are bitwise equal afterwards for
-any P. For SGD with momentum, averaging weights and momenta after every step is averaging gradients before it
-(docs/how-it-works.md has the two lines of algebra).
+Every rank has a *block* of the same size. A collective works on a *span* of it, elements [first, last), the
+same in every block, and rank r owns *shard* r of the span: it alone reads that part of all blocks, folds it
+in rank order, and writes the result. Nobody needs memory for a second copy; an all-reduce moves 2 S (P - 1) /
+P bytes per rank for a span of S bytes and P ranks; and since a shard is computed once and copied, all blocks
+are bitwise equal afterwards, for any P.
 
-A step: compute and update; `updated`; meet; `await_updates`; `average`; meet; `averaged`; compute. A meeting
-orders the processes, not what their devices do: a device works through its stream behind its process's back.
-The other three are where a device's work is tied to that of the others.
+`transport.py` says what a collective is and in which order its parts come, `host.py` does it in host memory
+(`fold.py`), `p2p.py` between GPUs that reach each other's memory, `staged.py` between those that don't, and
+`proof.py` finds out which they are. What is exchanged when, and why, is a rule's business: lockstep/sync.
 """
 
-from abc import ABC, abstractmethod
+from typing import Literal, get_args
 
-SHARD_ALIGNMENT = 16  # elements: 64 bytes of float32, so that no cache line has two writers
+ALIGNMENT = 16  # elements: 64 bytes of float32, so that no cache line has two writers; every span begins so
 
-
-class Exchange(ABC):
-    """One rank's part in averaging."""
-
-    name: str
-
-    @abstractmethod
-    def updated(self) -> None:
-        """Before the first meeting: what has been asked of the device so far is this rank's update."""
-
-    @abstractmethod
-    def await_updates(self) -> None:
-        """After the first meeting: what is asked of the device from now on needs all ranks' updates."""
-
-    @abstractmethod
-    def average(self) -> None:
-        """Replaces this rank's shard, in every arena, by its mean over all arenas."""
-
-    @abstractmethod
-    def averaged(self) -> None:
-        """After the second meeting: what is asked of the device from now on needs every shard's mean."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Lets go of the other ranks' memory, when this rank's device has done all that it was asked."""
+Op = Literal["mean", "sum", "max", "min", "prod"]
+OPS: tuple[Op, ...] = get_args(Op)
+Span = tuple[int, int]
 
 
-def shard(n_elements: int, rank: int, n_ranks: int) -> tuple[int, int]:
-    """The elements [first, last) that `rank` averages. Shards are disjoint and cover everything."""
+def shard(span: Span, rank: int, n_ranks: int) -> Span:
+    """The part of a span that `rank` folds. Shards are disjoint, begin on the alignment, cover the span."""
+    first, last = span
+    assert first % ALIGNMENT == 0, f"a span begins on a multiple of {ALIGNMENT} elements, not at {first}"
 
     def boundary(number: int) -> int:
-        if number == n_ranks:
-            return n_elements
-        return n_elements * number // n_ranks // SHARD_ALIGNMENT * SHARD_ALIGNMENT
+        return last if number == n_ranks else first + _aligned((last - first) * number // n_ranks)
 
     return boundary(rank), boundary(rank + 1)
+
+
+def _aligned(n_elements: int) -> int:
+    return n_elements // ALIGNMENT * ALIGNMENT

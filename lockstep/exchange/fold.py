@@ -1,66 +1,82 @@
-"""Folding arrays of several ranks into one, in rank order: on the host, by NumPy, in chunks that stay in a
-core's cache.
+"""Folds of several arrays into one, chunk by chunk through a core's cache, in the order of the arrays."""
 
-Each element is computed from the first part to the last and written to every output, so whoever folds it, and
-into however many shards it is cut, its bits are the same.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-CHUNK_BYTES = 1 << 17  # of each part; all parts' chunks and the sum are to fit into the second-level cache
+from lockstep.exchange import Op
 
-OPS = {"avg": np.add, "sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+CHUNK = 1 << 16  # elements; a chunk of each array stays in the cache between being read and being written
+
+_COMBINE: dict[Op, Callable[..., Any]] = {
+    "mean": np.add,
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "prod": np.multiply,
+}
 
 
-def fold(
-    op: str,
-    parts: Sequence[np.ndarray],
-    outputs: Sequence[np.ndarray],
+def chunks(arrays: Sequence[np.ndarray]) -> list[tuple[np.ndarray, ...]]:
+    """The arrays, all (n,), cut into chunks: views, of all arrays side by side."""
+    starts = range(0, len(arrays[0]), CHUNK)
+    return [tuple(array[start : start + CHUNK] for array in arrays) for start in starts]
+
+
+def fold(sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: Op) -> None:
+    """Writes the fold of all sources, from the first to the last, into every target.
+
+    All are (n,) of one dtype, n at most CHUNK for speed. A target may be one of the sources: the same array
+    object. 'mean' is the sum, divided by the number of sources.
+    """
+    if not targets:
+        return
+    total = targets[0]
+    if len(sources) == 1:
+        if total is not sources[0]:
+            np.copyto(total, sources[0])
+    else:
+        if any(total is source for source in sources[2:]):  # it is read only after it would be written
+            total = np.empty_like(total)
+        combine = _COMBINE[op]
+        combine(sources[0], sources[1], out=total)
+        for source in sources[2:]:
+            combine(total, source, out=total)
+        if op == "mean":
+            np.divide(total, len(sources), out=total)
+    for target in targets:
+        if target is not total:
+            np.copyto(target, total)
+
+
+def fold_all(
+    sources: Sequence[np.ndarray],
+    targets: Sequence[np.ndarray],
+    op: Op,
     weights: Sequence[float] | None = None,
 ) -> None:
-    """Writes the fold of all `parts` into every one of `outputs`.
+    """The same for arrays (n,) of any length, in chunks.
 
-    op: avg, sum, max, min or prod. parts and outputs: arrays (n,) of one dtype; an output may be one of the
-    parts, but may not overlap it otherwise. weights: for avg, the parts' shares, which add up to 1; None
-    where they are equal.
+    weights: for 'mean', the sources' shares, which add up to 1; None where they are equal.
     """
-    n_elements, n_chunk = len(parts[0]), max(1, CHUNK_BYTES // parts[0].itemsize)
-    total, scaled = np.empty((2, min(n_chunk, n_elements)), parts[0].dtype)
-    for first in range(0, n_elements, n_chunk):
-        chunks = [part[first : first + n_chunk] for part in parts]
-        n = len(chunks[0])
-        if op == "avg" and weights is not None:
-            _fold_weighted(chunks, weights, total[:n], scaled[:n])
+    arrays = list({id(array): array for array in (*sources, *targets)}.values())
+    for pieces in chunks(arrays):
+        by_array = {id(array): piece for array, piece in zip(arrays, pieces, strict=True)}
+        cut_sources = [by_array[id(array)] for array in sources]
+        cut_targets = [by_array[id(array)] for array in targets]
+        if weights is None:
+            fold(cut_sources, cut_targets, op)
         else:
-            _fold_equal(op, chunks, total[:n])
-        for output in outputs:
-            output[first : first + n] = total[:n]
-
-
-def _fold_equal(op: str, chunks: list[np.ndarray], total: np.ndarray) -> None:
-    if len(chunks) == 1:
-        total[:] = chunks[0]
-        return
-    OPS[op](chunks[0], chunks[1], out=total)
-    for chunk in chunks[2:]:
-        OPS[op](total, chunk, out=total)
-    if op == "avg":
-        np.divide(total, len(chunks), out=total)
+            _fold_weighted(cut_sources, cut_targets, weights)
 
 
 def _fold_weighted(
-    chunks: list[np.ndarray], weights: Sequence[float], total: np.ndarray, scaled: np.ndarray
+    sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], weights: Sequence[float]
 ) -> None:
-    np.multiply(chunks[0], weights[0], out=total)
-    for chunk, weight in zip(chunks[1:], weights[1:], strict=True):
-        np.multiply(chunk, weight, out=scaled)
+    total, scaled = np.multiply(sources[0], weights[0]), np.empty_like(sources[0])
+    for source, weight in zip(sources[1:], weights[1:], strict=True):
+        np.multiply(source, weight, out=scaled)
         np.add(total, scaled, out=total)
-
-
-def fractions(rows: Sequence[int]) -> list[float] | None:
-    """The shares of parts that stand for so many rows each; None where they are equal."""
-    if all(number == rows[0] for number in rows):
-        return None
-    return [number / sum(rows) for number in rows]
+    for target in targets:
+        np.copyto(target, total)

@@ -1,9 +1,9 @@
-"""Averaging on GPUs: a kernel reads and writes the peers' arenas through pointers that CUDA IPC has opened.
+"""Collectives on GPUs: a kernel reads and writes the peers' blocks through pointers that CUDA IPC has opened.
 
-No host waits for a device. Each rank has two interprocess events, recorded in its compute stream: *updated*
-after its update, *averaged* after its part of the averaging. Every rank's stream waits for every other's. A
-wait refers to the last record that was issued before it, so the trainers' meetings put the calls in order:
-records before a meeting, waits after it.
+No host waits for a device. Each rank has two interprocess events, recorded in its compute stream: *offered*
+before the first barrier, *worked* behind its part of the work. Every rank's stream waits for every other's. A
+wait refers to the last record that was issued before it, so the barriers put the calls in order: records
+before a barrier, waits after it.
 
 All is done in the compute stream itself. Another stream would gain nothing: the next forward pass needs the
 mean.
@@ -16,128 +16,152 @@ from typing import Any
 import numpy as np
 
 from lockstep import kernels
-from lockstep.exchange import SHARD_ALIGNMENT, Exchange, shard
+from lockstep.comm.group import Group
+from lockstep.exchange import OPS, Op, Span
+from lockstep.exchange.transport import Collective, Transport
 from lockstep.memory.cuda import CudaBlock, CudaMemory
-from lockstep.peers import Peers
 
-MOST_RANKS = 16  # as in kernels/average.cu
+MOST_RANKS = 16  # as in kernels/fold.cu
 _THREADS = 256
 _FLOATS = 4  # that one thread takes
+_FLOAT_BYTES = 4
 
 
-class AverageKernel:
-    """Averages elements of up to 16 float32 arrays in device memory, and writes the mean into all of them."""
+class FoldKernel:
+    """Folds a span of up to 16 float32 arrays in device memory, and writes the result into up to 16."""
 
     def __init__(self, memory: CudaMemory, stream: Any) -> None:
         driver = memory.driver
         self._stream = stream
-        self._kernel = kernels.load(driver, "average").get_function("average")
+        module = kernels.load(driver, "fold")
+        self._kernels = {op: module.get_function(f"fold_{op}") for op in OPS}
         processors = driver.Context.get_device().get_attribute(driver.device_attribute.MULTIPROCESSOR_COUNT)
         self._most_blocks = 8 * processors  # fills the device; each thread goes round until all is done
 
-    def launch(self, addresses: list[int], first: int, last: int) -> None:
-        """addresses: of element 0 of each array, in rank order; [first, last): elements, multiples of 4."""
-        assert len(addresses) <= MOST_RANKS and first % _FLOATS == last % _FLOATS == 0
-        first, last = first // _FLOATS, last // _FLOATS
-        pointers = np.zeros(MOST_RANKS, np.uint64)
-        pointers[: len(addresses)] = addresses
-        self._kernel(
-            pointers,
-            np.int32(len(addresses)),
+    def launch(self, sources: list[int], targets: list[int], span: Span, op: Op) -> None:
+        """sources, targets: addresses of element 0 of each array; span: elements, from a multiple of 4 on."""
+        first, last = span
+        assert first % _FLOATS == 0
+        if first == last or not targets:
+            return
+        self._kernels[op](
+            _packed(sources),  # both arrays first: PyCUDA does not align them
+            _packed(targets),
+            np.int32(len(sources)),
+            np.int32(len(targets)),
             np.uint64(first),
             np.uint64(last),
             block=(_THREADS, 1, 1),
-            grid=(max(1, min(-(-(last - first) // _THREADS), self._most_blocks)), 1),
+            grid=(max(1, min(-(-(last - first) // (_FLOATS * _THREADS)), self._most_blocks)), 1),
             stream=self._stream,
         )
 
 
-class PeerExchange(Exchange):
-    """block: this rank's arena of n_elements float32. stream: in which this rank computes."""
+def _packed(addresses: list[int]) -> np.ndarray:
+    assert len(addresses) <= MOST_RANKS
+    pointers = np.zeros(MOST_RANKS, np.uint64)
+    pointers[: len(addresses)] = addresses
+    return pointers
+
+
+class PeerTransport(Transport):
+    """block: this rank's n_elements float32. stream: in which this rank computes."""
 
     name = "peer to peer"
 
     def __init__(
-        self, memory: CudaMemory, stream: Any, block: CudaBlock, n_elements: int, peers: Peers
+        self, memory: CudaMemory, stream: Any, block: CudaBlock, n_elements: int, group: Group
     ) -> None:
-        assert n_elements % SHARD_ALIGNMENT == 0
-        self._memory, self._stream, self._peers, self._n_elements = memory, stream, peers, n_elements
-        self._kernel = AverageKernel(memory, stream)
+        super().__init__(group, n_elements)
+        self._memory, self._stream = memory, stream
+        self._kernel = FoldKernel(memory, stream)
         self._opened = self._open(block)
-        blocks = {**self._opened, peers.rank: block}
-        self._arenas = [blocks[rank].pointer for rank in sorted(blocks)]
-        self._updated, self._averaged = memory.events(2)
-        self._peers_updated, self._peers_averaged = self._open_events()
+        blocks = {**self._opened, group.world.rank: block}
+        self._addresses = [blocks[rank].pointer for rank in sorted(blocks)]
+        self._offered, self._worked = memory.events(2)
+        self._peers_offered, self._peers_worked = self._open_events()
 
-    def updated(self) -> None:
-        self._updated.record(self._stream)
+    def offer(self, collective: Collective) -> None:
+        self._offered.record(self._stream)
 
-    def await_updates(self) -> None:
-        for event in self._peers_updated:
+    def accept(self) -> None:
+        for event in self._peers_offered:
             self._stream.wait_for_event(event)
 
-    def average(self) -> None:
-        if self._opened:
-            self._kernel.launch(self._arenas, *shard(self._n_elements, self._peers.rank, len(self._arenas)))
-        self._averaged.record(self._stream)
+    def work(self, collective: Collective) -> None:
+        sources, targets, span = self.parts(collective)
+        if not sources == targets == sources[:1]:  # else nothing comes from elsewhere
+            self._kernel.launch(self._of(sources), self._of(targets), span, collective.op)
+        self._worked.record(self._stream)
 
-    def averaged(self) -> None:
-        for event in self._peers_averaged:
+    def settle(self, collective: Collective) -> None:
+        for event in self._peers_worked:
             self._stream.wait_for_event(event)
 
     def close(self) -> None:
         self._stream.synchronize()
-        self._peers.meet("nobody uses the arenas of the others any more")
+        self.group.barrier("nobody uses the blocks of the others any more")
         for block in self._opened.values():
             block.close()
-        self._peers.meet("nobody has the arenas of the others open any more")
+        self.group.barrier("nobody has the blocks of the others open any more")
+
+    def _of(self, ranks: list[int]) -> list[int]:
+        return [self._addresses[rank] for rank in ranks]
 
     def _open(self, block: CudaBlock) -> dict[int, CudaBlock]:
-        for pipe in self._peers.pipes.values():
+        for pipe in self.group.pipes.values():
             block.send(pipe)
-        opened = {rank: self._memory.receive(pipe, "its arena") for rank, pipe in self._peers.pipes.items()}
-        assert all(theirs.n_bytes == block.n_bytes for theirs in opened.values()), "arenas differ in size"
+        opened = {rank: self._memory.receive(pipe, "its block") for rank, pipe in self.group.pipes.items()}
+        assert all(theirs.n_bytes == block.n_bytes for theirs in opened.values()), "blocks differ in size"
         return opened
 
     def _open_events(self) -> tuple[list[Any], list[Any]]:
-        for pipe in self._peers.pipes.values():
-            self._memory.send_events(pipe, [self._updated, self._averaged])
-        theirs = [self._memory.receive_events(pipe, "its events") for pipe in self._peers.pipes.values()]
-        return [updated for updated, _ in theirs], [averaged for _, averaged in theirs]
+        for pipe in self.group.pipes.values():
+            self._memory.send_events(pipe, [self._offered, self._worked])
+        theirs = [self._memory.receive_events(pipe, "its events") for pipe in self.group.pipes.values()]
+        return [offered for offered, _ in theirs], [worked for _, worked in theirs]
 
 
-class SwapExchange(PeerExchange):
-    """The reference: every rank copies every other's whole arena, then averages its own.
+class SwapTransport(PeerTransport):
+    """The reference: every rank copies every other's whole block, then averages its own.
 
-    As theano_alexnet did it. It needs memory for the copies, moves P / 2 times as much, gives the same bits.
+    As theano_alexnet did it; it can do nothing else. It needs memory for the copies, moves P / 2 times as
+    much, gives the same bits.
     """
 
     name = "swap"
 
     def __init__(
-        self, memory: CudaMemory, stream: Any, block: CudaBlock, n_elements: int, peers: Peers
+        self, memory: CudaMemory, stream: Any, block: CudaBlock, n_elements: int, group: Group
     ) -> None:
-        super().__init__(memory, stream, block, n_elements, peers)
+        super().__init__(memory, stream, block, n_elements, group)
         self._copies = {
-            rank: memory.allocate(4 * n_elements, f"a copy of trainer {rank}'s arena") for rank in peers.pipes
+            rank: memory.allocate(_FLOAT_BYTES * n_elements, f"a copy of trainer {rank}'s arena")
+            for rank in group.pipes
         }
-        blocks = {**self._copies, peers.rank: block}
-        self._mine = [blocks[rank].pointer for rank in sorted(blocks)]
+        self._own = block.pointer
+        blocks = {**self._copies, group.world.rank: block}
+        self._sources = [blocks[rank].pointer for rank in sorted(blocks)]
 
-    def average(self) -> None:
+    def offer(self, collective: Collective) -> None:
+        whole = Collective("all_reduce", (0, self.n_elements), "mean")
+        assert collective == whole, f"swap averages whole blocks only, and was asked for {collective}"
+        super().offer(collective)
+
+    def work(self, collective: Collective) -> None:
         # IPC has mapped the other's memory into this context; PyCUDA crashes where none is named.
         contexts = {"dest_context": self._memory.context, "src_context": self._memory.context}
         for rank, copy in self._copies.items():
-            theirs, n_bytes = self._opened[rank].pointer, 4 * self._n_elements
+            theirs, n_bytes = self._opened[rank].pointer, _FLOAT_BYTES * self.n_elements
             self._memory.driver.memcpy_peer_async(
                 copy.pointer, theirs, n_bytes, stream=self._stream, **contexts
             )
-        self._averaged.record(self._stream)  # so far only copied: then the others may overwrite theirs
+        self._worked.record(self._stream)  # so far only copied: then the others may overwrite theirs
 
-    def averaged(self) -> None:
-        super().averaged()
+    def settle(self, collective: Collective) -> None:
+        super().settle(collective)
         if self._copies:
-            self._kernel.launch(self._mine, 0, self._n_elements)
+            self._kernel.launch(self._sources, [self._own], collective.span, "mean")
 
     def close(self) -> None:
         super().close()

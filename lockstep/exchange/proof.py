@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.exchange.p2p import AverageKernel
+from lockstep.comm.group import Group
+from lockstep.exchange.p2p import FoldKernel
 from lockstep.memory.cuda import CudaBlock, CudaMemory
-from lockstep.peers import Peers
 
 PROOF_BYTES = 64 << 20  # each way, for each pair
 IOMMU_GROUPS = Path("/sys/kernel/iommu_groups")
@@ -31,17 +31,19 @@ class Pair:
     problem: str = ""
 
 
-def prove(memory: CudaMemory, stream: Any, peers: Peers) -> list[Pair]:
+def prove(memory: CudaMemory, stream: Any, group: Group) -> list[Pair]:
     """Tries every ordered pair. All ranks get the same list, in order of rank and peer.
 
     Where the driver denies access between two devices, or a handle can't be opened, no data are tried.
     """
-    denied = [pair for pairs in peers.meet("peer access", _denied(memory, peers)) for pair in pairs]
-    if denied or not peers.pipes:
+    denied = [pair for pairs in group.all_gather("peer access", _denied(memory, group)) for pair in pairs]
+    if denied or not group.pipes:
         return denied
-    proof = _Proof(memory, stream, peers, PROOF_BYTES // 4)
+    proof = _Proof(memory, stream, group, PROOF_BYTES // 4)
     try:
-        unopened = [pair for pairs in peers.meet("what could be opened", proof.open()) for pair in pairs]
+        unopened = [
+            pair for pairs in group.all_gather("what could be opened", proof.open()) for pair in pairs
+        ]
         return unopened or proof.run()
     finally:
         proof.close()
@@ -55,10 +57,10 @@ def iommu() -> str:
     return f"{n_groups} IOMMU groups: with an IOMMU, peer access over PCIe does not work on bare metal"
 
 
-def _denied(memory: CudaMemory, peers: Peers) -> list[Pair]:
-    devices = peers.meet("devices", memory.pci_bus_id)
+def _denied(memory: CudaMemory, group: Group) -> list[Pair]:
+    devices = group.all_gather("devices", memory.pci_bus_id)
     found = []
-    for rank in peers.pipes:
+    for rank in group.pipes:
         if devices[rank] == memory.pci_bus_id:
             continue
         try:
@@ -69,7 +71,7 @@ def _denied(memory: CudaMemory, peers: Peers) -> list[Pair]:
             mine = memory.driver.Context.get_device()
             problem = "" if mine.can_access_peer(card) else f"{memory} can't access {devices[rank]}"
         if problem:
-            found.append(Pair(peers.rank, rank, 0.0, problem))
+            found.append(Pair(group.world.rank, rank, 0.0, problem))
     return found
 
 
@@ -79,29 +81,29 @@ class _Proof:
     In round k, rank r averages its source and the target of rank r + k.
     """
 
-    def __init__(self, memory: CudaMemory, stream: Any, peers: Peers, n_elements: int) -> None:
-        self._memory, self._stream, self._peers, self._n_elements = memory, stream, peers, n_elements
-        self._kernel = AverageKernel(memory, stream)
+    def __init__(self, memory: CudaMemory, stream: Any, group: Group, n_elements: int) -> None:
+        self._memory, self._stream, self._group, self._n_elements = memory, stream, group, n_elements
+        self._kernel = FoldKernel(memory, stream)
         self._source = memory.allocate(4 * n_elements, "proving peer access")
         self._target = memory.allocate(4 * n_elements, "proving peer access")
         self._opened: dict[int, CudaBlock] = {}
 
     def open(self) -> list[Pair]:
         """Opens the targets of the others; returns those that CUDA IPC can't open."""
-        for pipe in self._peers.pipes.values():
+        for pipe in self._group.pipes.values():
             self._target.send(pipe)
         found = []
-        for rank, pipe in self._peers.pipes.items():
+        for rank, pipe in self._group.pipes.items():
             try:
                 self._opened[rank] = self._memory.receive(pipe, "memory to prove peer access with")
             except self._memory.driver.Error as error:
                 problem = f"{self._memory} can't open memory of trainer {rank} by CUDA IPC: {error}"
-                found.append(Pair(self._peers.rank, rank, 0.0, problem))
+                found.append(Pair(self._group.world.rank, rank, 0.0, problem))
         return found
 
     def run(self) -> list[Pair]:
         pairs = []
-        for distance in range(1, self._peers.n_trainers):
+        for distance in range(1, self._group.world.size):
             pairs += self._round(distance)
         return sorted(pairs, key=lambda pair: (pair.rank, pair.peer))
 
@@ -109,29 +111,30 @@ class _Proof:
         self._stream.synchronize()
         for block in self._opened.values():
             block.close()
-        self._peers.meet("the proof is over")
+        self._group.all_gather("the proof is over")
         self._source.close()
         self._target.close()
 
     def _round(self, distance: int) -> list[Pair]:
         """All ranks at once. Writing is judged by the one whose memory it is."""
-        rank, n_ranks = self._peers.rank, self._peers.n_trainers
+        rank, n_ranks = self._group.world.rank, self._group.world.size
         peer, writer = (rank + distance) % n_ranks, (rank - distance) % n_ranks
         self._fill(self._source, rank, distance, _SOURCE)
         self._fill(self._target, rank, distance, _TARGET)
-        self._peers.meet(f"filled for round {distance}")
+        self._group.all_gather(f"filled for round {distance}")
         seconds = self._average(peer)
-        self._peers.meet(f"averaged in round {distance}")
+        self._group.all_gather(f"averaged in round {distance}")
         read = self._compare(self._source, rank, peer, distance)
         written = self._compare(self._target, writer, rank, distance)
-        results = self._peers.meet(f"compared in round {distance}", (seconds, read, written))
+        results = self._group.all_gather(f"compared in round {distance}", (seconds, read, written))
         return [self._judge(first, (first + distance) % n_ranks, results) for first in range(n_ranks)]
 
     def _average(self, peer: int) -> float:
         """Seconds that the device takes; 64 MiB come over the link and 64 MiB go back."""
         begin, end = self._memory.driver.Event(), self._memory.driver.Event()
         begin.record(self._stream)
-        self._kernel.launch([self._source.pointer, self._opened[peer].pointer], 0, self._n_elements)
+        both = [self._source.pointer, self._opened[peer].pointer]
+        self._kernel.launch(both, both, (0, self._n_elements), "mean")
         end.record(self._stream)
         end.synchronize()
         return float(end.time_since(begin)) / 1e3

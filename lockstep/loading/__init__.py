@@ -7,12 +7,14 @@ on a GPU, events say when the device has come so far.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from lockstep.comm.messages import Order
+from lockstep.comm.pipes import Pipe
+from lockstep.loading.slots import RingShape, Slot
 
-from lockstep.messages import Order
-from lockstep.pipes import Pipe
-from lockstep.slots import RingShape, Slot
+if TYPE_CHECKING:  # a loader for CPUs has no need of torch
+    import torch
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,9 @@ class Batch:
     numbers int64 (n,), all on the network's device. Views: valid until the feed's `release`."""
 
     order: Order
-    images: torch.Tensor
-    labels: torch.Tensor
-    samples: torch.Tensor
+    images: "torch.Tensor"
+    labels: "torch.Tensor"
+    samples: "torch.Tensor"
 
 
 class Ring(ABC):
@@ -64,7 +66,7 @@ class Filler(ABC):
         """Waits until all is in place, and lets go of the trainer's memory."""
 
 
-def batch_of(order: Order, slot: Slot) -> Batch:
+def batch_of(order: Order, slot: "Slot[torch.Tensor]") -> Batch:
     """The filled part of a slot that holds what the network takes."""
     n_samples = order.last - order.first
     images = slot.images[:n_samples].permute(0, 3, 1, 2)

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from lockstep import kernels
+from lockstep.comm.messages import Order
+from lockstep.comm.pipes import Pipe
 from lockstep.errors import UserError
 from lockstep.loading import Batch, Filler, Ring, batch_of
+from lockstep.loading.reader import Reader
+from lockstep.loading.slots import RingShape
 from lockstep.memory.cuda import CudaBlock, CudaMemory
-from lockstep.messages import Order
-from lockstep.pipes import Pipe
-from lockstep.reader import Reader
-from lockstep.slots import RingShape
 
 _THREADS = 256
 _MOST_IMAGES = 65_535  # rows of a grid
@@ -41,8 +41,7 @@ class AugmentKernel:
                 f"batch_size: a GPU trainer takes {_MOST_IMAGES:,} at most, not {raw.batch_size:,}"
             )
         self._driver, self._stream, self._raw, self._out = memory.driver, stream, raw, out
-        name = {torch.float32: "augment_float32", torch.bfloat16: "augment_bfloat16"}[out.dtype]
-        self._kernel = kernels.load(memory.driver, "augment").get_function(name)
+        self._kernel = kernels.load(memory.driver, "augment").get_function(f"augment_{out.dtype}")
         self._mean = memory.allocate(mean.nbytes, "the mean image")
         memory.upload(self._mean, mean)
 
@@ -102,7 +101,7 @@ class RawRing(CudaRing):
     ) -> None:
         super().__init__(memory, stream, shape)
         self._ready = memory.allocate(ready.n_bytes, "the minibatch in use")
-        self._slot = ready.slots(self._ready.tensor(torch.uint8, (ready.n_bytes,)))[0]
+        self._slot = ready.tensors(self._ready.tensor(torch.uint8, (ready.n_bytes,)))[0]
         self._kernel = AugmentKernel(memory, stream, mean, shape, ready)
 
     def batch(self, number: int, order: Order) -> Batch:
@@ -125,7 +124,7 @@ class ReadyRing(CudaRing):
 
     def __init__(self, memory: CudaMemory, stream: Any, shape: RingShape) -> None:
         super().__init__(memory, stream, shape)
-        self._slots = shape.slots(self.block.tensor(torch.uint8, (shape.n_bytes,)))
+        self._slots = shape.tensors(self.block.tensor(torch.uint8, (shape.n_bytes,)))
 
     def batch(self, number: int, order: Order) -> Batch:
         return batch_of(order, self._slots[number])
@@ -152,7 +151,7 @@ class CudaFiller(Filler):
         self.filled = memory.events(shape.n_slots)
         self._raw = reader.raw_shape(shape.n_slots)
         self._pinned = memory.pinned(self._raw.n_bytes).reshape(shape.n_slots, -1)
-        self._slots = self._raw.slots(torch.from_numpy(self._pinned).view(-1))
+        self._slots = self._raw.slots(self._pinned.reshape(-1))
 
     def fill(self, number: int, order: Order) -> None:
         self.filled[number].synchronize()  # the last copy out of the page-locked memory, a whole ring ago

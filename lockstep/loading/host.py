@@ -1,15 +1,14 @@
 """A ring in host memory: the loader crops, mirrors and subtracts the mean into the trainer's slots."""
 
-import torch
+import numpy as np
 
-from lockstep.augment import Augmenter
+from lockstep.comm.messages import Order
+from lockstep.comm.pipes import Pipe
+from lockstep.data.augment import Augmenter
 from lockstep.loading import Batch, Filler, Ring, batch_of
-from lockstep.memory import Block
-from lockstep.memory.host import HostMemory
-from lockstep.messages import Order
-from lockstep.pipes import Pipe
-from lockstep.reader import Reader
-from lockstep.slots import RingShape
+from lockstep.loading.reader import Reader
+from lockstep.loading.slots import RingShape
+from lockstep.memory.host import HostBlock, HostMemory
 
 
 class HostRing(Ring):
@@ -18,7 +17,7 @@ class HostRing(Ring):
     def __init__(self, shape: RingShape) -> None:
         self.shape = shape
         self.block = HostMemory().allocate(shape.n_bytes, "minibatches")
-        self._slots = shape.slots(self.block.tensor(torch.uint8, (shape.n_bytes,)))
+        self._slots = shape.tensors(self.block.array(np.uint8, (shape.n_bytes,)))
 
     def offer(self, pipe: Pipe) -> None:
         pipe.send(self.shape)
@@ -40,12 +39,12 @@ class HostRing(Ring):
 class HostFiller(Filler):
     """`block`: the ring's memory, opened here. It is in place when `fill` returns."""
 
-    def __init__(self, reader: Reader, block: Block, shape: RingShape) -> None:
+    def __init__(self, reader: Reader, block: HostBlock, shape: RingShape) -> None:
         self._reader, self._block = reader, block
-        self._slots = shape.slots(block.tensor(torch.uint8, (shape.n_bytes,)))
+        self._slots = shape.slots(block.array(np.uint8, (shape.n_bytes,)))
         raw = reader.raw_shape(n_slots=1)
-        self._raw = raw.slots(torch.zeros(raw.n_bytes, dtype=torch.uint8))[0]
-        self._augmenter = Augmenter(torch.from_numpy(reader.dataset.mean), shape.crop_size)
+        self._raw = raw.slots(np.zeros(raw.n_bytes, np.uint8))[0]
+        self._augmenter = Augmenter(reader.dataset.mean, shape.crop_size)
 
     def fill(self, number: int, order: Order) -> None:
         n_samples, raw, slot = order.last - order.first, self._raw, self._slots[number]

@@ -9,7 +9,7 @@ its handle opens the same bytes. Arenas and slot rings are blocks; nothing else 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from lockstep.pipes import Pipe
+from lockstep.comm.pipes import Pipe
 
 if TYPE_CHECKING:  # the launcher opens blocks too and has no need of torch
     import torch

@@ -10,15 +10,18 @@ This file has run on the simulated driver of the tests only, not on a GPU yet.
 """
 
 import atexit
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
+from lockstep.comm.pipes import Pipe
 from lockstep.errors import UserError
 from lockstep.memory import Block, Memory
-from lockstep.pipes import Pipe
+
+if TYPE_CHECKING:
+    import torch
 
 LEAST_BYTES = 2 << 20  # smaller allocations share a page with others, and IPC would export all of it
 
@@ -52,8 +55,10 @@ class _Bytes:
         }
 
 
-def as_bytes(block: "CudaBlock", device: torch.device) -> torch.Tensor:
+def as_bytes(block: "CudaBlock", device: str) -> "torch.Tensor":
     """A block as a uint8 tensor (n_bytes,). No copy."""
+    import torch
+
     return torch.as_tensor(_Bytes(block), device=device)
 
 
@@ -76,9 +81,9 @@ class CudaBlock(Block):
         assert self._allocation is not None, "the block is closed"
         return int(self._allocation)
 
-    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+    def tensor(self, dtype: "torch.dtype", shape: tuple[int, ...], offset: int = 0) -> "torch.Tensor":
         raw = as_bytes(self, self._memory.device)
-        n_bytes = torch.Size(shape).numel() * dtype.itemsize
+        n_bytes = math.prod(shape) * dtype.itemsize
         assert offset + n_bytes <= self.n_bytes, "the view does not fit into the block"
         return raw[offset : offset + n_bytes].view(dtype).view(shape)
 
@@ -104,7 +109,8 @@ class CudaMemory(Memory):
     The device's primary context is current in the thread that made it until the process ends: PyCUDA's
     objects need it whenever they are dropped.
 
-    driver: the module pycuda.driver. pci_bus_id: names the device whatever a process may number it.
+    driver: the module pycuda.driver. device: 'cuda:<n>'. pci_bus_id: names the device whatever a process may
+    number it.
     """
 
     def __init__(self, device: str) -> None:
@@ -114,10 +120,10 @@ class CudaMemory(Memory):
             reason = f"{device} needs PyCUDA, which can't be imported ({error})"
             remedy = "install it, or, if it is there, a driver as new as the CUDA it was built with"
             raise UserError(f"{reason}: {remedy} (docs/install.md)") from error
-        self.driver, self.device = driver, torch.device(device)
+        self.driver, self.device = driver, device
         try:
             driver.init()
-            card = driver.Device(self.device.index)
+            card = driver.Device(int(device.removeprefix("cuda:")))
             self.context = card.retain_primary_context()
         except driver.Error as error:
             raise UserError(f"{device} can't be used: {error}; see python -m lockstep.doctor") from error

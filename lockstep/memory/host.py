@@ -4,21 +4,29 @@
 The handle is the descriptor itself, duplicated into the other process by the pipe.
 """
 
+import ctypes
 import errno
 import mmap
 import os
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from lockstep.comm.pipes import Pipe
 from lockstep.errors import UserError
 from lockstep.memory import Block, Memory
-from lockstep.pipes import Pipe
 
 if TYPE_CHECKING:
     import torch
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 @dataclass(frozen=True)
@@ -28,13 +36,27 @@ class HostHandle:
     n_bytes: int
 
 
+def _mapped(descriptor: int, n_bytes: int) -> "ctypes.Array[ctypes.c_uint8]":
+    """The file's bytes, mapped until nothing refers to them any more.
+
+    Not mmap.mmap: that keeps a descriptor of its own for as long as the mapping lives.
+    """
+    address = _libc.mmap(None, n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address in (None, _MAP_FAILED):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    buffer = (ctypes.c_uint8 * n_bytes).from_address(address)
+    # Not at exit, when threads may still use it.
+    weakref.finalize(buffer, _libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(n_bytes)).atexit = False
+    return buffer
+
+
 class HostBlock(Block):
     """A mapped memory file. Its views keep the mapping alive after `close`."""
 
     def __init__(self, descriptor: int, n_bytes: int) -> None:
         self.n_bytes = n_bytes
         self._descriptor: int | None = descriptor
-        self._map: mmap.mmap | None = mmap.mmap(descriptor, n_bytes)
+        self._map: ctypes.Array[ctypes.c_uint8] | None = _mapped(descriptor, n_bytes)
 
     @property
     def descriptor(self) -> int:
@@ -45,7 +67,7 @@ class HostBlock(Block):
     def array(self, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
         """A NumPy array on these very bytes, from byte `offset` on."""
         assert self._map is not None, "the block is closed"
-        return np.ndarray(shape, dtype, buffer=self._map, offset=offset)
+        return np.ndarray(shape, dtype, buffer=memoryview(self._map), offset=offset)
 
     def tensor(self, dtype: "torch.dtype", shape: tuple[int, ...], offset: int = 0) -> "torch.Tensor":
         import torch

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lockstep import checkpoint
 from lockstep.errors import UserError
+from lockstep.runs import checkpoint
 
 _PICKLED = (".pth", ".pt", ".bin", ".tar", ".ckpt")
 _CODE = re.compile(r"GLOBAL (\S+)")  # in torch's error: what the file would have imported and called

@@ -6,7 +6,7 @@ import torch
 
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.network import build_model
+from lockstep.network.build import build_model
 
 
 def class_tensors(config: Config) -> dict[str, int]:

@@ -6,17 +6,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lockstep import checkpoint
-from lockstep.arena import Arena
 from lockstep.config import Config
 from lockstep.errors import UserError
+from lockstep.network.arena import Arena
+from lockstep.optim.schedules import learning_rate
 from lockstep.pretrained import theano_folder
 from lockstep.pretrained.files import read_state_dict
 from lockstep.pretrained.heads import class_tensors
 from lockstep.pretrained.match import compare
 from lockstep.pretrained.names import layers_of, tensors_of, translate
-from lockstep.runfolder import find_checkpoint, verify
-from lockstep.schedule import learning_rate
+from lockstep.runs import checkpoint
+from lockstep.runs.folder import find_checkpoint, verify
 
 _OF_MODEL = (
     "weights/",

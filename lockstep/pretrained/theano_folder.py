@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 
 from lockstep.config import read_yaml
-from lockstep.dataset import read_array
+from lockstep.data.dataset import read_array
 from lockstep.errors import UserError
 
 LibConv = Literal["cudnn", "cudaconvnet"]

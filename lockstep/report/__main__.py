@@ -5,7 +5,7 @@
     python -m lockstep.report runs/try1 --no-examples
 
 Makes RUN/report.html, one page that needs nothing else (no network, no script), and its charts as PNG files
-in RUN/report. What can't be read is left out and named. Ends with 2 where nothing can be made of what was
+in RUN/report. What can't be read is left out and named. Ends with 2 where nothing can be shown of what was
 given.
 """
 
@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from lockstep.devices import count_cores
+from lockstep.backends.devices import count_cores
 from lockstep.errors import UserError
 from lockstep.report.runlog import read_run
 from lockstep.report.theme import RUNS

@@ -4,6 +4,7 @@ On the CPU, whatever the run is on, and bounded in number and time. Images come 
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,18 +13,16 @@ import numpy as np
 from PIL import Image
 
 from lockstep.backends import backend_of
-from lockstep.batches import read_rows
+from lockstep.comm.messages import Order
 from lockstep.config import Config, Layer, resolve
-from lockstep.dataset import Dataset, open_dataset
+from lockstep.data.dataset import Dataset, open_dataset
+from lockstep.data.hkl import read_rows
+from lockstep.data.randomness import Purpose, generator
 from lockstep.errors import UserError
-from lockstep.feed import DirectFeed
-from lockstep.messages import Order
-from lockstep.randomness import Purpose, generator
-from lockstep.reader import Reader
-from lockstep.replica import Replica, open_trained
+from lockstep.loading.feed import Feed, open_feed
+from lockstep.network.replica import Replica, open_trained
 from lockstep.report.confusion import Confusion, Examples
-from lockstep.runfolder import Checkpoint
-from lockstep.status import StatusBoard
+from lockstep.runs.folder import Checkpoint
 
 _SECONDS = 30.0
 _BATCH = 8  # neighbours in the files; few, for files may be sorted by class
@@ -70,9 +69,7 @@ def _answers(config: Config, dataset: Dataset, checkpoint: Checkpoint, n_images:
     """To images from all over the validation half, until there are enough or the time is over."""
     backend = backend_of("cpu")
     replica, dataset = open_trained(config, dataset, backend.memory, checkpoint.path)
-    ring = backend.make_ring(config, 1, replica.crop_size, dataset.mean)
-    reader = Reader(config, dataset, replica.crop_size, StatusBoard.create())
-    feed = DirectFeed(backend.fill_directly(ring, reader), ring, _orders(len(dataset.val)))
+    feed = open_feed(backend, config, dataset, replica, _orders(len(dataset.val)), _silent)
     answers: list[Answer] = []
     begin = time.monotonic()
     try:
@@ -80,6 +77,8 @@ def _answers(config: Config, dataset: Dataset, checkpoint: Checkpoint, n_images:
             feed.next()
             answers += _ask(replica, feed)
             feed.release()
+            if not all(math.isfinite(answer.probability) for answer in answers[-_BATCH:]):
+                raise UserError(f"{checkpoint.path}: its network gives no numbers")
             if time.monotonic() - begin > _SECONDS:
                 break
     except RuntimeError as error:  # the network can't do on a CPU what it does on its devices
@@ -96,7 +95,7 @@ def _orders(n_there: int) -> Iterator[Order]:
         yield Order("val", 1, start // _BATCH + 1, start, stop, start, stop)
 
 
-def _ask(replica: Replica, feed: DirectFeed) -> list[Answer]:
+def _ask(replica: Replica, feed: Feed) -> list[Answer]:
     batch = feed.batch()
     probability, answer = replica.log_probabilities(batch).exp().max(1)
     columns = (batch.samples, batch.labels, answer, probability)
@@ -126,3 +125,7 @@ def _picture(dataset: Dataset, sample: int) -> Image.Image:
     picture = Image.fromarray(pixels[0])
     picture.thumbnail((_SIDE, _SIDE))
     return picture
+
+
+def _silent(text: str) -> None:
+    """Nobody watches what the report is doing."""

@@ -17,14 +17,17 @@ _GAP = 4
 def read_filters(tensors: Path) -> tuple[str, np.ndarray] | None:
     """The name and the weights, float32 (filter, row, column, 3), of the convolution that takes pictures.
 
-    None where no convolution has three input channels. Raises UserError where the file can't be read.
+    None where no convolution has three input channels. Raises UserError where the file can't be read, or its
+    weights are no numbers.
     """
     try:
         with safe_open(tensors, "numpy") as file:
             for name in sorted(key for key in file.keys() if key.startswith("weights/")):  # noqa: SIM118
                 shape = file.get_slice(name).get_shape()
-                if len(shape) == 4 and shape[1] == 3 and shape[2] > 1:
+                if len(shape) == 4 and shape[1] == 3 and shape[2] > 1 and 0 not in shape:
                     weights = file.get_tensor(name).astype(np.float32)
+                    if not np.isfinite(weights).all():
+                        raise UserError(f"{tensors}: {name} holds values that are no numbers")
                     return name.removeprefix("weights/"), weights.transpose(0, 2, 3, 1)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{tensors}: can't be read: {error}") from error

@@ -1,6 +1,6 @@
 """Reads a run's folder, also while the run goes on, and as older versions wrote it.
 
-What is missing or broken is left out and told in `notes`; only a folder that is no run's is an error.
+What is missing or broken is left out and told in `notes`; only a folder of which nothing is left is an error.
 """
 
 import json
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import config as configuration
-from lockstep import runfolder
 from lockstep.errors import UserError
-from lockstep.runfolder import Checkpoint
+from lockstep.runs import folder as runfolder
+from lockstep.runs.folder import Checkpoint
 
+_YEAR_10000 = 253_402_300_800  # in seconds since 1970; what is later is no time
 PHASES = ("load-wait", "compute", "meet", "exchange")
 
 
@@ -64,19 +65,25 @@ class RunLog:
 
 
 def read_run(folder: Path) -> RunLog:
-    """Raises UserError where `folder` holds no log of a run."""
+    """Raises UserError where `folder` is not a run's, or nothing in it can be shown."""
     path = folder / "log.jsonl"
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such run folder")
-    if not path.exists():
-        raise UserError(f"{folder}: is not a run's folder: it has no log.jsonl")
     run = RunLog(folder, folder.resolve().name)
-    events = _read_events(path, run.notes)
-    if not events:
-        raise UserError(f"{path}: holds no line of a run")
-    _Reading(run).take_all(events)
+    has_checkpoints = any((folder / "checkpoints").glob("*.json"))
+    if path.exists():
+        _Reading(run).take_all(_read_events(path, run.notes))
+    elif has_checkpoints:
+        run.notes.append(f"{path}: is not there; what is shown is the newest checkpoint's")
+    else:
+        raise UserError(f"{folder}: is not a run's folder: it has no log.jsonl")
+    if has_checkpoints:
+        _find_checkpoint(run)
+    is_empty = not (run.points or run.validations or run.checkpoint)
+    if is_empty and (run.notes or not run.n_starts):  # not where it has just begun
+        notes = run.notes or [f"{path}: tells of no start, progress or validation"]
+        raise UserError("; ".join([f"{folder}: nothing of this run can be shown", *notes]))
     _read_config(run)
-    _find_checkpoint(run)
     return run
 
 
@@ -97,7 +104,9 @@ def _read_events(path: Path, notes: list[str]) -> list[dict[str, Any]]:
             events.append(event)
         else:
             n_broken += 1
-    if n_broken:
+    if not events:
+        notes.append(f"{path}: holds no line of a run")
+    elif n_broken:
         notes.append(f"{path}: {n_broken} of {len(lines)} lines are not a run's and were left out")
     return events
 
@@ -128,7 +137,7 @@ class _Reading:
 
     def _clock(self, event: dict[str, Any]) -> None:
         now = _number(event, "time")
-        if now is None or event["event"] == "resumed":  # told before the start
+        if now is None or not 0 <= now < _YEAR_10000 or event["event"] == "resumed":  # told before the start
             return
         if event["event"] == "started":
             self._started = now
@@ -186,12 +195,12 @@ def _read_config(run: RunLog) -> None:
         run.config = dict(configuration.read_yaml(path).values)
     except UserError as error:
         run.notes.append(str(error))
+    if not isinstance(run.config.get("devices", []), list):
+        run.notes.append(f"{path}: devices must be a list, not {run.config.pop('devices')!r}")
 
 
 def _find_checkpoint(run: RunLog) -> None:
     """The newest whole checkpoint. A run that began from another's has its first epochs' validation there."""
-    if not any((run.folder / "checkpoints").glob("*.json")):
-        return
     try:
         run.checkpoint, notices = runfolder.find_checkpoint(run.folder, "latest")
     except UserError as error:

@@ -28,7 +28,7 @@ _PHASES = {
 def learning(runs: list[RunLog], pictures: Path) -> str:
     validated = any(run.validations for run in runs)
     parts = []
-    if validated or _known(runs, "cost"):
+    if _known(runs, "cost") or any(entry.loss is not None for run in runs for entry in run.validations):
         text = "Thin: training, between two lines of progress. Thick: validation."
         parts.append(_chart(runs, pictures, "cost", "Cost", charts.cost, text))
     if validated or _known(runs, "error"):

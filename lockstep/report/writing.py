@@ -4,9 +4,9 @@ import time
 from pathlib import Path
 
 from lockstep.errors import UserError
+from lockstep.files import write_text
 from lockstep.report import page, sections, summary, theme
 from lockstep.report.runlog import RunLog
-from lockstep.runfolder import write_text
 
 
 def write_report(runs: list[RunLog], n_images: int) -> Path:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.exchange import shard
-from lockstep.exchange.fold import fold, fractions
+from lockstep.exchange.fold import fold_all
 from lockstep.synk.commands import Meeting
-from lockstep.synk.results import check_foldable, normalise_op
+from lockstep.synk.results import FOLD_OPS, check_foldable, fractions, normalise_op
 from lockstep.synk.shareds import Place, Shared, make_room
 
 if TYPE_CHECKING:
@@ -78,15 +78,15 @@ class AllReduce:
 
     def _fold(self, here: "Here", shared: Shared, weights: list[float] | None) -> None:
         value = shared.get()
-        first, last = shard(value.size, here.rank, here.size)
+        first, last = shard((0, value.size), here.rank, here.size)
         if first == last:
             return
         flat = [shared.view(here, rank, (value.size,))[first:last] for rank in range(here.size)]
         if weights is None:
-            fold(self.op, flat, flat)
+            fold_all(flat, flat, FOLD_OPS[self.op])
             return
         counted = [(part, weight) for part, weight in zip(flat, weights, strict=True) if weight]
-        fold(self.op, [part for part, _ in counted], flat, [weight for _, weight in counted])
+        fold_all([part for part, _ in counted], flat, "mean", [weight for _, weight in counted])
 
 
 def make_all_reduce(shareds: Sequence[Shared], op: str, by_rows: bool) -> AllReduce:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from lockstep.exchange.fold import OPS
 from lockstep.synk import rows
 from lockstep.synk.blocks import Span
 from lockstep.synk.commands import Meeting
@@ -186,6 +185,15 @@ def _update(shared: Shared, value: np.ndarray) -> None:
         shared.put(value)
 
 
+_UFUNCS: dict[str, Any] = {
+    "avg": np.add,
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "prod": np.multiply,
+}
+
+
 class Folded:
     """The fold of one output's parts, as they come. mode None: all parts in a list."""
 
@@ -205,7 +213,7 @@ class Folded:
             self._parts.append(np.array(value))
             return
         check_same_shape([self._parts[0].shape, value.shape], self._what, str(self._mode))
-        OPS[str(self._mode)](self._parts[0], value, out=self._parts[0])
+        _UFUNCS[str(self._mode)](self._parts[0], value, out=self._parts[0])
 
     def result(self) -> Any:
         if self._mode is None:

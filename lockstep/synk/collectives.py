@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.exchange.fold import fold
+from lockstep.exchange.fold import fold_all
 from lockstep.synk import rows
 from lockstep.synk.allreduce import Shape, check_equal, make_all_reduce
 from lockstep.synk.data import condition
-from lockstep.synk.results import check_foldable, normalise_op
+from lockstep.synk.results import FOLD_OPS, check_foldable, normalise_op
 from lockstep.synk.session import distributed_team
 from lockstep.synk.shareds import Adopt, Place, Settle, Shapes, Shared, make_room, release_left
 
@@ -89,7 +89,7 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
         check_foldable(op, parts[0].dtype, f"reduce: {shared.name!r}")
         check_equal(shared, [part.shape for part in parts], f"reduce {op}")
         result = np.empty(parts[0].shape, parts[0].dtype)
-        fold(op, [part.reshape(-1) for part in parts], [result.reshape(-1)])
+        fold_all([part.reshape(-1) for part in parts], [result.reshape(-1)], FOLD_OPS[op])
         results.append(result)
     if not in_place:
         return _like(shared_vars, results)

@@ -3,7 +3,7 @@
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from lockstep.status import StatusBoard
+from lockstep.launch.status import StatusBoard
 from lockstep.synk.blocks import Blocks
 from lockstep.synk.commands import Meeting, Step
 

@@ -8,7 +8,6 @@ import cProfile
 import importlib
 import os
 import pickle
-import select
 import signal
 import sys
 import traceback
@@ -18,11 +17,11 @@ from typing import Any
 
 import cloudpickle
 
-from lockstep.child import tie_to_parent
+from lockstep.comm.pipes import Pipe
 from lockstep.errors import PeerLost
+from lockstep.interrupts import die_with_parent
+from lockstep.launch.status import StatusBoard
 from lockstep.memory.host import HostMemory
-from lockstep.pipes import Pipe
-from lockstep.status import StatusBoard
 from lockstep.synk.commands import (
     Abort,
     Answer,
@@ -50,7 +49,8 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C means
     pipe = Pipe(Connection(descriptor), "the caller", _FOR_EVER)
     start = pipe.receive(Start, "to be told who it is")
-    if not tie_to_parent(start.pid):
+    die_with_parent()
+    if os.getppid() != start.pid:  # it died before the line above
         return
     _see_as_caller_sees(start)
     keep_freed_memory()
@@ -62,7 +62,7 @@ def main(descriptor: int) -> None:
         importlib.import_module(name)
     profile = cProfile.Profile() if start.profile else None
     with suppress(PeerLost), profile or nullcontext():
-        _Loop(pipe, Here(start.rank, start.size, start.caller, board), descriptor).serve()
+        _Loop(pipe, Here(start.rank, start.size, start.caller, board)).serve()
     if profile:
         profile.dump_stats(f"synk_worker_{start.rank}.prof")
 
@@ -82,10 +82,8 @@ class _Aborted(Exception):
 class _Loop:
     """Serves the caller's commands."""
 
-    def __init__(self, pipe: Pipe, here: Here, descriptor: int) -> None:
+    def __init__(self, pipe: Pipe, here: Here) -> None:
         self._pipe, self._here = pipe, here
-        self._readable = select.poll()
-        self._readable.register(descriptor, select.POLLIN)
         self._room = -1  # the block for results
 
     def serve(self) -> None:
@@ -103,7 +101,6 @@ class _Loop:
     def _next(self) -> Any:
         """The next message that is about a command; blocks are taken and dropped on the way."""
         while True:
-            self._readable.poll()
             message = self._pipe.receive(object, "a command")
             if isinstance(message, Open):
                 self._open(message)

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.exchange.fold import OPS, fold, fractions
+from lockstep.exchange import Op
+from lockstep.exchange.fold import fold_all
 from lockstep.synk.blocks import Blocks, Span, align
 
 INLINE_BYTES = 1 << 13
 
+FOLD_OPS: dict[str, Op] = {"avg": "mean", "sum": "sum", "max": "max", "min": "min", "prod": "prod"}
 MODES = ("avg", "sum", "max", "min", "prod", "gather")
 
 
@@ -38,8 +40,8 @@ def normalise_mode(mode: Any, what: str) -> str | None:
 def normalise_op(op: Any, what: str) -> str:
     """The same for the operation of a collective."""
     bare = op.removeprefix("c_") if isinstance(op, str) else op
-    if bare not in OPS:
-        raise ValueError(f"{what}: unknown op {op!r}; they are {', '.join(OPS)}")
+    if bare not in FOLD_OPS:
+        raise ValueError(f"{what}: unknown op {op!r}; they are {', '.join(FOLD_OPS)}")
     return str(bare)
 
 
@@ -52,6 +54,13 @@ def check_foldable(mode: str | None, dtype: Any, what: str) -> None:
         )
     if mode in ("sum", "prod") and kind == "b":
         raise TypeError(f"{what} is bool, which has no {mode}: cast it, or use max (any) or min (all)")
+
+
+def fractions(rows: Sequence[int]) -> list[float] | None:
+    """The shares of parts that stand for so many rows each; None where they are equal."""
+    if all(number == rows[0] for number in rows):
+        return None
+    return [number / sum(rows) for number in rows]
 
 
 def pack(part: RankPart, get_room: Callable[[int], tuple[int, np.ndarray]]) -> RankPart:
@@ -92,7 +101,7 @@ def combine(parts: Sequence[RankPart], caller: int, number: int, mode: str | Non
     result = np.empty(values[0].shape, values[0].dtype)
     rows = [part.rows for part in taking_part]
     flat = [np.ascontiguousarray(value).reshape(-1) for value in values]
-    fold(mode, flat, [result.reshape(-1)], fractions(rows))
+    fold_all(flat, [result.reshape(-1)], FOLD_OPS[mode], fractions(rows) if mode == "avg" else None)
     return result
 
 

@@ -5,7 +5,7 @@ import operator
 import os
 from collections.abc import Sequence
 
-from lockstep.devices import count_cores, normalise
+from lockstep.backends.devices import count_cores, normalise
 from lockstep.errors import UserError
 from lockstep.synk.team import Team
 

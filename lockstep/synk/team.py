@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.errors import PeerProblem, UserError
 from lockstep.memory.host import HostMemory
@@ -88,7 +88,7 @@ class Team:
             raise RankLost(*self._lost.args)
 
     def allocate(self, n_bytes: int, what: str) -> int:
-        """A new block, zero at first; its number. Raises MemoryError or OSError (descriptors), with `what`."""
+        """A new block's number; it is zero at first. Raises MemoryError, or OSError for descriptors."""
         self.check()
         self._flush()
         try:
@@ -185,7 +185,7 @@ class Team:
         """A worker's word in this round."""
         while True:
             with self._watching(worker):
-                message: Message = worker.pipe.receive(object, "its part")
+                message = cast(Message, worker.pipe.receive(object, "its part"))
                 if not isinstance(message, NeedRoom):
                     return message
                 if worker.results is not None:

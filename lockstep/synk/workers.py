@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from lockstep.pipes import Pipe
-from lockstep.processes import describe_exit
-from lockstep.status import StatusBoard
+from lockstep.comm.pipes import Pipe
+from lockstep.launch.processes import describe_exit
+from lockstep.launch.status import StatusBoard
 from lockstep.synk.commands import Ready, Start
 
 LEAVE_SECONDS = 5.0  # from Close to the end of a worker's process

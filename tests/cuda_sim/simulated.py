@@ -79,8 +79,9 @@ def host_view(block: Any, device: object) -> Any:
 def compute_on_the_host(device: object, stream: Any) -> None:
     """torch's work is not in the stream here: it begins when the stream has done what came before it."""
     import train_funcs
-    from lockstep.arena import Arena
-    from lockstep.replica import Replica
+    from lockstep.network.arena import Arena
+    from lockstep.network.replica import Replica
+    from lockstep.network.updater import Updater
 
     def behind(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -91,8 +92,8 @@ def compute_on_the_host(device: object, stream: Any) -> None:
         return wait_first
 
     for place, name in (
-        (Replica, "learn"),
-        (Replica, "update"),
+        (Replica, "forward_backward"),
+        (Updater, "step"),
         (Replica, "count_errors"),
         (Arena, "digests"),
         (Arena, "state"),

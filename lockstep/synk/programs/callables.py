@@ -80,7 +80,7 @@ class CallableProgram(Program):
         for shared, mark in before.items():
             if shared.marks() != mark:
                 raise RuntimeError(
-                    f"{self.name} changes {shared.name}, which is not among its updates: a sliced call has to "
+                    f"{self.name} changes {shared.name}, which is not among its updates: a sliced call must "
                     "know what to fold"
                 )
 

@@ -1,0 +1,117 @@
+"""The NVIDIA GPUs of this machine, as the driver's own program, `nvidia-smi`, lists them.
+
+The launcher asks a program, not CUDA, so that no CUDA context is made in a process that later starts others.
+"""
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from lockstep.errors import UserError
+from lockstep.interrupts import die_with_parent
+
+QUERY = "index,uuid,pci.bus_id,name,driver_version,memory.total,mig.mode.current"
+ANSWER_SECONDS = 30.0  # it wakes up GPUs that nobody uses, which takes seconds for each
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. `uuid` and `pci_bus_id` are the names that are its own whatever else is there or visible."""
+
+    index: int  # nvidia-smi's number for it: its rank by place on the PCI bus
+    uuid: str
+    pci_bus_id: str  # domain:bus:device.function, as lspci writes it
+    name: str
+    driver: str
+    memory_mib: int | None  # None where it has no memory of its own
+    mig: bool  # divided into instances (Multi-Instance GPU)
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.pci_bus_id}"
+
+
+def list_gpus() -> list[Gpu]:
+    """All GPUs that the driver shows, at least one. Raises UserError where there is none, or no driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        raise UserError("there is no NVIDIA driver here (no program nvidia-smi)")
+    gpus = read_listing(_ask(program))
+    if not gpus:
+        raise UserError("nvidia-smi lists no GPU")
+    return gpus
+
+
+def _ask(program: str) -> str:
+    command = [program, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+    pipe = subprocess.PIPE
+    try:
+        process = subprocess.Popen(
+            command,
+            stdout=pipe,
+            stderr=pipe,
+            encoding="utf-8",
+            errors="replace",
+            preexec_fn=die_with_parent,  # noqa: PLW1509 (nothing that other threads hold is touched)
+        )
+    except OSError as error:
+        raise UserError(f"{program} can't be run: {error.strerror}") from error
+    try:
+        output, complaint = process.communicate(timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        process.kill()  # and no waiting for its end: who hangs inside the driver does not even die
+        raise UserError(
+            f"nvidia-smi has not answered for {ANSWER_SECONDS:g} s: the driver hangs; see dmesg"
+        ) from error
+    if process.returncode:
+        words = " ".join((output + complaint).split())[:300]  # it complains on either
+        raise UserError(f"nvidia-smi failed with exit code {process.returncode}: {words}")
+    return output
+
+
+def read_listing(text: str) -> list[Gpu]:
+    """Reads the answer to QUERY, a line of seven fields per GPU. Raises UserError for anything else.
+
+    What the driver doesn't know or have is written in brackets: [N/A], [Unknown Error].
+    """
+    return [_read_line(line) for line in text.splitlines() if line.strip()]
+
+
+def _read_line(line: str) -> Gpu:
+    fields = [field.strip() for field in line.split(",")]
+    try:
+        index, uuid, bus, name, driver, memory, mig = fields
+        if not uuid.startswith("GPU-") or not name:
+            raise ValueError
+        domain, _, place = bus.partition(":")
+        memory_mib = None if memory.startswith("[") else int(memory)
+        bus = f"{int(domain, 16):04X}:{place}"  # nvidia-smi writes the domain with eight digits
+        return Gpu(int(index), uuid, bus, name, driver, memory_mib, mig == "Enabled")
+    except ValueError:
+        raise UserError(f"nvidia-smi's answer is not a list of working GPUs: {line[:300]!r}") from None
+
+
+def visible(gpus: list[Gpu], setting: str | None) -> list[Gpu]:
+    """The GPUs that CUDA shows to a process, in its order: cuda:<n> is the n-th.
+
+    setting: CUDA_VISIBLE_DEVICES, None where it is not set. Its rules are those of the CUDA programming
+    guide ("CUDA Environment Variables"): indices or beginnings of UUIDs; one that names no GPU, or more than
+    one, ends the list; one named twice leaves none. Raises UserError for a MIG instance.
+    """
+    if setting is None:
+        return gpus
+    shown: list[Gpu] = []
+    for entry in setting.split(","):
+        if entry.strip().startswith("MIG-"):
+            raise UserError(
+                f"CUDA_VISIBLE_DEVICES names {entry.strip()}: CUDA IPC does not work across MIG instances; "
+                "name whole GPUs, with MIG turned off (nvidia-smi -i N -mig 0)"
+            )
+        named = [gpu for gpu in gpus if _is_named(gpu, entry.strip())]
+        if len(named) != 1:
+            break
+        shown += named
+    return shown if len(set(shown)) == len(shown) else []
+
+
+def _is_named(gpu: Gpu, entry: str) -> bool:
+    return entry == str(gpu.index) or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))

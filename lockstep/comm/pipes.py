@@ -1,0 +1,220 @@
+"""A pipe to another process whose every wait has a deadline and names whom it waits for.
+
+Messages go as multiprocessing.connection.Connection sends them (a length, then a pickle), so either end may
+be one. Unlike there, a process that sends takes in what comes meanwhile: two that send each other more than
+the kernel holds (some 200 KB) at once do not wait for each other for ever.
+"""
+
+import array
+import errno
+import math
+import os
+import pickle
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, TypeVar
+
+from lockstep.errors import DeadlinePassed, PeerLost
+
+T = TypeVar("T")
+
+START_SECONDS = 120.0  # patience with a process that is starting: importing torch from a cold disk takes long
+_CHUNK = 1 << 20  # bytes taken from the socket at once
+_ROOM = socket.CMSG_SPACE(array.array("i").itemsize)  # for one descriptor: a read never spans two
+_LENGTH = struct.Struct("!i")
+_LONG = struct.Struct("!iQ")  # for messages of 2 GiB and more: -1, then the length
+
+
+def _ancillary(descriptors: list[int]) -> list[tuple[int, int, bytes]]:
+    packed = array.array("i", descriptors).tobytes()
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)] if descriptors else []
+
+
+class _Descriptor:
+    """The message that a file descriptor travels with."""
+
+
+class Pipe:
+    """One end of a duplex pipe to the process called `peer`, whose first message may take START_SECONDS.
+
+    It takes the connection over. `deadline` is in seconds. They are counted in slices, so that a run that was
+    suspended as a whole (Ctrl-Z) and resumed loses one slice at most, not the whole deadline.
+    """
+
+    def __init__(self, connection: Connection, peer: str, deadline: float) -> None:
+        self.peer = peer
+        self._socket = socket.socket(fileno=socket.dup(connection.fileno()))
+        connection.close()
+        self._deadline = deadline
+        self._patience = max(START_SECONDS, deadline)  # until the peer has shown that it is there
+        self._outgoing: deque[tuple[memoryview, list[int]]] = deque()  # parts, with descriptors to go along
+        self._incoming = bytearray()
+        self._descriptors: deque[int] = deque()
+        self._ended = False  # the peer has closed its end
+
+    def send(self, message: Any) -> None:
+        """Sends a message, and takes in what the peer sends meanwhile.
+
+        Raises PeerLost where nobody is left to read it, DeadlinePassed when the peer lets the pipe fill up.
+        """
+        self._queue(message, [])
+        _flush([self])
+
+    def receive(self, kind: type[T], what: str) -> T:
+        """Waits for a message of type `kind`; `what` says, for the errors, what it is needed for.
+
+        Raises PeerLost when the peer has gone, DeadlinePassed when it does not answer in time.
+        """
+        message = pickle.loads(self._receive_bytes(what))
+        assert isinstance(message, kind), f"{self.peer} sent {message!r} where {kind} is due"
+        return message
+
+    def fileno(self) -> int:
+        """For multiprocessing.connection.wait. Messages may be here already: `poll` first."""
+        return self._socket.fileno()
+
+    def poll(self) -> bool:
+        """Whether a message, or the peer's end, is there to be received at once."""
+        self._take_in()
+        return self._ended or self._whole_message() is not None
+
+    def send_descriptor(self, descriptor: int) -> None:
+        """Gives the peer a duplicate of an open file descriptor (SCM_RIGHTS, see unix(7))."""
+        self._queue(_Descriptor(), [descriptor])
+        _flush([self])
+
+    def receive_descriptor(self, what: str) -> int:
+        """The descriptor that the peer's `send_descriptor` sent; it is the caller's to close.
+
+        Raises OSError where this process had no room for one more.
+        """
+        self.receive(_Descriptor, what)
+        descriptor = self._descriptors.popleft()
+        if descriptor < 0:
+            raise OSError(errno.EMFILE, f"too many open files (ulimit -n) to open {what}")
+        return descriptor
+
+    def close(self) -> None:
+        """Closes this end; the peer's next receive raises PeerLost."""
+        self._socket.close()
+        for descriptor in self._descriptors:
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._descriptors.clear()
+
+    # -- sending ---------------------------------------------------------------------------------------------
+
+    def _queue(self, message: Any, descriptors: list[int]) -> None:
+        body = ForkingPickler.dumps(message)
+        size = len(body)
+        head = _LENGTH.pack(size) if size < 1 << 31 else _LONG.pack(-1, size)
+        if size < _CHUNK:
+            self._outgoing.append((memoryview(head + bytes(body)), descriptors))
+        else:  # not copied
+            self._outgoing.append((memoryview(head), descriptors))
+            self._outgoing.append((memoryview(body), []))
+
+    def _send_some(self) -> bool:
+        """Sends what the kernel takes at once; whether nothing is left."""
+        while self._outgoing:
+            part, descriptors = self._outgoing[0]
+            try:
+                # not socket.send_fds, which takes no flags and would wait
+                n_sent = self._socket.sendmsg([part], _ancillary(descriptors), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise PeerLost(self.peer, f"{self.peer} has left its pipe") from error
+            self._outgoing.popleft()
+            if n_sent < len(part):
+                self._outgoing.appendleft((part[n_sent:], []))
+        return True
+
+    # -- receiving -------------------------------------------------------------------------------------------
+
+    def _receive_bytes(self, what: str) -> memoryview:
+        while (message := self._whole_message()) is None:
+            if self._ended:
+                raise PeerLost(self.peer, f"{self.peer} has left its pipe ({what})")
+            if not self._take_in() and not _within(self._patience, self._wait_to_receive):
+                raise DeadlinePassed(self.peer, f"waited {self._patience:g} s for {self.peer} ({what})")
+        start, stop = message
+        body = bytes(memoryview(self._incoming)[start:stop])
+        del self._incoming[:stop]
+        self._patience = self._deadline
+        return memoryview(body)
+
+    def _whole_message(self) -> tuple[int, int] | None:
+        """Where in what came the first message begins and ends; None as long as some of it is missing."""
+        if len(self._incoming) < _LENGTH.size:
+            return None
+        start, (size,) = _LENGTH.size, _LENGTH.unpack_from(self._incoming)
+        if size == -1:
+            if len(self._incoming) < _LONG.size:
+                return None
+            start, (_, size) = _LONG.size, _LONG.unpack_from(self._incoming)
+        return (start, start + size) if len(self._incoming) >= start + size else None
+
+    def _take_in(self) -> bool:
+        """Takes what has come, without waiting. Returns whether that was anything, the end included."""
+        if self._ended:
+            return False
+        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        try:
+            data, ancillary, found, _ = self._socket.recvmsg(_CHUNK, _ROOM, flags)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            data, ancillary, found = b"", [], 0
+        self._incoming += data
+        for _, _, packed in ancillary:
+            self._descriptors.extend(array.array("i", packed))
+        if found & socket.MSG_CTRUNC and not ancillary:  # the kernel drops what there is no room for
+            self._descriptors.append(-1)
+        self._ended = not data
+        return True
+
+    def _wait_to_receive(self, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
+
+def send_to_all(pipes: Collection[Pipe], message: Any) -> None:
+    """Sends a message over each pipe, and takes in what comes over any of them meanwhile.
+
+    So nobody waits for ever where all send to all at once. Raises as `Pipe.send` does.
+    """
+    for pipe in pipes:
+        pipe._queue(message, [])
+    _flush(pipes)
+
+
+def _flush(pipes: Collection[Pipe]) -> None:
+    """Sends what is queued. What an interrupt leaves there goes before the next message."""
+    while waiting := [pipe for pipe in pipes if not pipe._send_some()]:
+        first = waiting[0]
+        if not _within(first._patience, lambda seconds: _take_in_or_wait(pipes, seconds)):
+            text = f"waited {first._patience:g} s for {first.peer} to read its messages"
+            raise DeadlinePassed(first.peer, text)
+
+
+def _take_in_or_wait(pipes: Collection[Pipe], seconds: float) -> bool:
+    """Takes in what comes, until something can be sent. Returns False where nothing happened in time."""
+    poll, by_number = select.poll(), {pipe.fileno(): pipe for pipe in pipes}
+    for number, pipe in by_number.items():
+        sending = select.POLLOUT if pipe._outgoing else 0
+        poll.register(number, sending if pipe._ended else sending | select.POLLIN)
+    happened = poll.poll(seconds * 1000)
+    for number, _ in happened:
+        by_number[number]._take_in()
+    return bool(happened)
+
+
+def _within(seconds: float, happens: Callable[[float], bool]) -> bool:
+    return any(happens(min(1.0, seconds)) for _ in range(math.ceil(seconds)))

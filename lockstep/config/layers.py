@@ -1,0 +1,115 @@
+"""Configurations in layers: config.yaml, then the spec, then the command line; the later one wins.
+
+A key that is not, a value of the wrong type, a key given twice in one file and an impossible combination are
+each a `UserError` that names the file and the key. `yaml.safe_load` rules apply: nothing in a YAML file is
+ever executed.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.config.checks import check
+from lockstep.config.old_keys import translate
+from lockstep.config.schema import Config
+from lockstep.errors import UserError, nearest
+from lockstep.typed import convert, describe
+
+COMMAND_LINE = "command line"
+# PyYAML lets the errors of int(), float() and date() through for tags like !!int x, and recursion for deep
+# nesting.
+_YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, RecursionError)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Where some keys came from (a file's name or 'command line') and what they are."""
+
+    source: str
+    values: Mapping[str, Any]
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """safe_load, but a key given twice is an error instead of a silent choice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = {str(key) for key in keys if keys.count(key) > 1}
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                problem=f"key given twice: {', '.join(sorted(twice))}", problem_mark=node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str | Path) -> Layer:
+    """Reads one YAML file of keys. Raises UserError where it is missing, not YAML or not a mapping."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: can't be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not a text file in UTF-8") from error
+    try:
+        values = yaml.load(text, _UniqueKeyLoader)
+    except _YAML_ERRORS as error:
+        raise UserError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UserError(f"{path}: must hold 'key: value' lines")
+    return Layer(str(path), values)
+
+
+def read_command_line(words: list[str]) -> Layer:
+    """Turns ['learning_rate=0.02', ...] into a layer; values are read as YAML."""
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise UserError(f"{COMMAND_LINE}: {word!r} is not of the form key=value")
+        if key in values:
+            raise UserError(f"{COMMAND_LINE}: {key} is given twice")
+        try:
+            values[key] = yaml.safe_load(text)
+        except _YAML_ERRORS as error:
+            raise UserError(f"{COMMAND_LINE}: {word!r}: the value can't be read") from error
+    return Layer(COMMAND_LINE, values)
+
+
+def resolve(layers: list[Layer]) -> tuple[Config, list[str]]:
+    """Merges the layers (the last wins) into a checked Config, and notices to print about old keys."""
+    hints = typing.get_type_hints(Config)
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    notices: list[str] = []
+    for layer in layers:
+        for key, value in translate(layer.source, layer.values, notices).items():
+            if key not in hints:
+                raise UserError(f"{layer.source}: unknown key '{key}'{nearest(key, hints)}")
+            values[key] = _checked(layer.source, key, value, hints[key])
+            sources[key] = layer.source
+    config = Config(**values)
+    check(config, sources)
+    return config, notices
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML that `--config` reads back to the same Config."""
+    plain = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in dataclasses.asdict(config).items()
+    }
+    return yaml.safe_dump(plain, sort_keys=False)
+
+
+def _checked(source: str, key: str, value: Any, hint: Any) -> Any:
+    try:
+        return convert(value, hint)
+    except TypeError:
+        raise UserError(f"{source}: {key} must be {describe(hint)}, not {value!r}") from None

@@ -1,0 +1,91 @@
+"""Every key of a configuration, its type and its default."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lockstep.optim import OptimizerName
+from lockstep.optim.schedules import ScheduleName
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Every key that config.yaml, a spec and the command line may hold, with its default."""
+
+    # What to train
+    model: str = "smallnet"  # models/<model>.py, torchvision:<name>, timm:<name> or <package.module>:<Class>
+    model_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of it
+    input_size: int | None = None  # rows and columns; null: the model's
+    seed: int = 0
+
+    # Resuming
+    resume_train: bool = False
+    load_epoch: int | Literal["latest"] = "latest"
+
+    # Starting from weights that were trained elsewhere
+    pretrained: str | None = None
+    pretrained_epoch: int | Literal["latest"] = "latest"
+    pretrained_part: Literal["weights", "whole"] = "weights"
+    pretrained_lib_conv: Literal["cudnn", "cudaconvnet"] | None = (
+        None  # null: as the folder's config.yaml says
+    )
+    pretrained_channels: Literal["rgb", "bgr"] = "rgb"
+    pretrained_allow: tuple[str, ...] = ()
+    finetune: bool = False
+
+    # Learning
+    n_epochs: int = 20
+    learning_rate: float = 0.01
+    label_smoothing: float = 0.0  # share of each label that all classes get, in training
+    accumulate: int = 1  # minibatches a step
+    optimizer: OptimizerName = "sgd"
+    optimizer_args: dict[str, Any] = field(default_factory=dict)  # see lockstep/optim
+    clip_norm: float | None = None  # largest norm of a trainer's gradient; null: any
+    ema_decay: float | None = None  # of weights' moving averages, which validate then; null: none
+    lr_policy: ScheduleName = "step"
+    lr_power: float = 1.0  # polynomial
+    warm_up_epochs: int = 0
+    lr_adapt_threshold: float = 0.01  # auto: least fall of the validation error in two epochs
+    lr_step: tuple[int, ...] = (20, 40)  # step: the rate falls to a tenth after these epochs
+    use_momentum: bool = True
+    use_nesterov_momentum: bool = False
+    momentum: float = 0.9
+    weight_decay: float = 0.0005
+
+    # Data
+    data_folder: str = "./data/digits"
+    train_folder: str | None = None  # null: <data_folder>/train_hkl
+    val_folder: str | None = None  # null: <data_folder>/val_hkl
+    label_folder: str | None = None  # null: <data_folder>/labels
+    mean_file: str | None = None  # null: <data_folder>/misc/img_mean.npy
+    n_classes: int | None = None  # null: as the dataset's manifest says
+    # the mean image, one mean per colour channel, or 3 numbers; null: the model's numbers, else image
+    subtract_mean: Literal["image", "channel", "none"] | tuple[float, ...] | None = None
+    scale: float | tuple[float, ...] | None = None  # pixels' factor after that; null: the model's, else 1
+    check_sums: bool = False  # compare every file with the manifest's checksum before the start
+    rand_crop: bool = True
+    rand_mirror: bool = True
+    batch_crop_mirror: bool = False  # one crop and mirror for a whole minibatch
+    shuffle: Literal["none", "batches", "blocks"] = "blocks"
+    shuffle_block: int = 16  # rows (images) in a block of `shuffle: blocks`
+    para_load: bool = True
+    n_slots: int = 3  # minibatches in a loader's ring
+
+    # Where to train
+    devices: tuple[str, ...] = ()
+    batch_size: int = 32  # per trainer
+    cpu_threads: int | None = None  # null: the cores, divided among the trainers
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of products; weights are float32 always
+    deterministic: bool = False  # GPUs: the same bits in every run
+    cuda_graph: bool = False  # GPUs: a step is captured once and replayed
+    exchange: Literal["auto", "p2p", "staged", "swap"] = "auto"  # GPUs
+    augment_on: Literal["trainer", "loader"] = "trainer"  # GPUs: which process runs the kernel
+    wait_deadline: float = 120.0  # seconds that one process waits for another
+
+    # Output
+    weights_dir: str = "./runs"
+    run_name: str | None = None  # null: <model>-<date>-<time>
+    snapshot_freq: int = 5  # epochs
+    print_train_error: bool = True
+    print_freq: int = 20  # steps
+    tensorboard: bool = False  # event files in the run's folder too
+    report: bool = False  # `python -m lockstep.report` at the end of a complete run

@@ -1,0 +1,188 @@
+"""Reads and writes .hkl files that hold one array.
+
+Reading is our own: h5py finds the dataset, then the bytes are read straight into the caller's buffer at the
+dataset's offset. `hickle.load` unpickles what it finds, even from a file that should hold numbers only, is
+several times slower, and can't open the files of hickle 1 to 3. Writing is hickle's, so that hickle opens it.
+
+Where the array lies in a file (hickle's source, each major version): `data` in versions 1, 4 and 5; `data_0`
+in versions 2 and 3.
+"""
+
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import h5py
+import numpy as np
+
+from lockstep.data import c01b
+from lockstep.errors import UserError
+from lockstep.files import write_with
+
+Layout = Literal[
+    "b01c", "c01b"
+]  # (batch, row, column, channel); (channel, row, column, batch): theano_alexnet's
+
+_NAMES = ("data", "data_0")
+
+
+@dataclass(frozen=True)
+class HklArray:
+    """One array in a .hkl file. `offset` is its first byte, or None where only HDF5 can decode it.
+
+    `shape` begins with the rows (images), whatever the layout in the file is.
+    """
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int | None
+    stamp: tuple[int, int, int]  # of the file: inode, bytes, time of change in ns
+    layout: Layout = "b01c"
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self.shape[1:]
+
+
+def inspect(path: str | Path) -> HklArray:
+    """Finds the array in a .hkl file, reading its header only.
+
+    Raises UserError naming the file where it is missing, truncated, not HDF5, or holds anything but one
+    array.
+    """
+    try:
+        with h5py.File(path, "r") as file:
+            return _find_array(str(path), file)
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: there is no such file") from error
+    except (
+        OSError,
+        RuntimeError,
+        KeyError,
+    ) as error:  # what h5py raises for odd bytes
+        raise UserError(f"{path}: is not a whole .hkl (HDF5) file: {error}") from error
+
+
+def _find_array(path: str, file: h5py.File) -> HklArray:
+    names = [name for name in _NAMES if isinstance(file.get(name), h5py.Dataset)]
+    if len(names) != 1 or not isinstance(file[names[0]].dtype, np.dtype):
+        raise UserError(f"{path}: must hold one array named 'data' (or 'data_0')")
+    dataset = file[names[0]]
+    if dataset.dtype.kind not in "uif" or dataset.ndim == 0:
+        raise UserError(f"{path}: holds {dataset.dtype} of shape {dataset.shape}, not an array of numbers")
+    # None for chunked or compressed storage, and for arrays that were never written
+    offset = dataset.id.get_offset() if dataset.dtype.isnative else None
+    status = os.stat(path)
+    array = HklArray(path, names[0], dataset.shape, dataset.dtype.newbyteorder("="), offset, _stamp(status))
+    end = (offset or 0) + dataset.size * dataset.dtype.itemsize
+    if offset is not None and status.st_size < end:
+        raise UserError(f"{path}: is truncated: {status.st_size} bytes, {end} are needed")
+    return array
+
+
+def as_c01b(array: HklArray) -> HklArray:
+    """The same array, to be read as images that lie (channel, row, column, batch)."""
+    channel, row, column, batch = array.shape
+    return replace(array, shape=(batch, row, column, channel), layout="c01b")
+
+
+def read_rows(array: HklArray, first: int, out: np.ndarray) -> None:
+    """Reads len(out) rows from row `first` on into `out`, a C-contiguous array of (rows, *row_shape).
+
+    Images of either layout arrive as (row, column, channel). Of a c01b file all bytes are read, whatever the
+    number of rows. Raises UserError naming the file when it can't be read or has become shorter than it was.
+    """
+    assert out.flags.c_contiguous and out.dtype == array.dtype and out.shape[1:] == array.row_shape
+    assert first >= 0 and first + len(out) <= array.shape[0]
+    if len(out) == 0:
+        return
+    try:
+        if array.layout == "c01b":
+            _read_c01b(array, first, out)
+        elif array.offset is None:
+            with h5py.File(array.path, "r") as file:
+                file[array.name].read_direct(out, np.s_[first : first + len(out)])
+        else:
+            with _opened(array) as file:
+                _read_bytes(file.fileno(), array.offset + first * out[0].nbytes, out)
+    except (OSError, RuntimeError, KeyError) as error:
+        raise UserError(f"{array.path}: can't be read: {error}") from error
+
+
+def _read_c01b(array: HklArray, first: int, out: np.ndarray) -> None:
+    batch, height, width, channels = array.shape
+    stored = (channels, height, width, batch)
+    if array.offset is None:
+        with h5py.File(array.path, "r") as file:
+            images = file[array.name][...].reshape(channels, -1, batch)
+        c01b.read_images(_copier(images), stored, first, out)
+        return
+    offset = array.offset
+    with _opened(array) as raw:
+
+        def read(channel: int, pixel: int, planes: np.ndarray) -> None:
+            _read_bytes(raw.fileno(), offset + (channel * height * width + pixel) * batch, planes)
+
+        c01b.read_images(read, stored, first, out)
+
+
+def _copier(images: np.ndarray) -> Callable[[int, int, np.ndarray], None]:
+    def read(channel: int, pixel: int, planes: np.ndarray) -> None:
+        planes[...] = images[channel, pixel : pixel + len(planes)]
+
+    return read
+
+
+def _opened(array: HklArray) -> io.BufferedReader:
+    """The file, open; raises OSError when it is not the one that was inspected."""
+    file = open(array.path, "rb")  # noqa: SIM115 (the caller closes it)
+    if _stamp(os.fstat(file.fileno())) != array.stamp:
+        file.close()
+        raise OSError("it was changed after the run had begun")
+    return file
+
+
+def _read_bytes(descriptor: int, offset: int, out: np.ndarray) -> None:
+    view = out.reshape(-1).view(np.uint8).data
+    while view:
+        n_bytes = os.preadv(descriptor, [view], offset)
+        if n_bytes == 0:
+            raise OSError(f"the file ends {len(view)} bytes too early")
+        view, offset = view[n_bytes:], offset + n_bytes
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read(path: str | Path) -> np.ndarray:
+    """The whole array of a .hkl file."""
+    array = inspect(path)
+    out = np.empty(array.shape, array.dtype)
+    read_rows(array, 0, out)
+    return out
+
+
+def write(path: str | Path, array: np.ndarray) -> None:
+    """Writes `array` so that hickle opens it. The file appears whole or not at all."""
+    import hickle  # here: training only reads, and has no need of it
+
+    write_with(Path(path), lambda temporary: hickle.dump(np.ascontiguousarray(array), temporary, mode="w"))
+
+
+def write_hickle2(path: str | Path, array: np.ndarray) -> None:
+    """Writes `array` as hickle 2 laid it down: hickle 2 opens it; 1, and 3 on Python 3, do not."""
+
+    def dump(temporary: str) -> None:
+        text = h5py.string_dtype("ascii")
+        with h5py.File(temporary, "w", libver="earliest") as file:
+            file.attrs["CLASS"], file.attrs["VERSION"] = "hickle", 2
+            file.attrs["type"] = np.array(["hickle"], text)
+            file.create_dataset("data_0", data=array).attrs["type"] = np.array(["ndarray"], text)
+
+    write_with(Path(path), dump)

@@ -1,0 +1,1 @@
+"""Validation on its own, for validate.py."""

@@ -1,0 +1,119 @@
+"""A transport: one way in which ranks reach each other's blocks, and the collectives that it can do.
+
+All ranks call the same collective with the same arguments. It has five parts, whichever it is:
+
+    offer    what has been asked of this rank's device so far is what the others will find
+    barrier  all have offered
+    accept   what is asked of the device from now on needs what all have offered
+    work     fold or copy this rank's part
+    barrier  all have worked
+    settle   what is asked of the device from now on needs what all have worked
+
+A barrier puts the processes in order, not what their devices do: a device works through its stream behind its
+process's back. offer, accept and settle tie the work of a device to that of the others.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.comm.group import Group
+from lockstep.exchange import OPS, Op, Span, shard
+
+Barrier = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective and its arguments. source: the rank that a broadcast comes from."""
+
+    kind: Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+    span: Span
+    op: Op = "sum"
+    source: int = 0
+
+
+class Transport(ABC):
+    """One rank's end. n_elements: of every rank's block.
+
+    clock: told 'meet' and 'exchange' when these phases of a collective begin; a stopwatch's `enter`.
+    """
+
+    name: str
+
+    def __init__(self, group: Group, n_elements: int) -> None:
+        self.group, self.n_elements = group, n_elements
+        self.clock: Callable[[str], None] = lambda phase: None
+
+    def all_reduce(self, span: Span, op: Op = "mean", barrier: Barrier | None = None) -> None:
+        """The span of every block becomes the fold of all blocks', in rank order.
+
+        span: elements [first, last), `first` a multiple of ALIGNMENT. barrier: called at both barriers with
+        words for them, where the group's own will not do. Raises PeerProblem naming who has not come.
+        """
+        self._run(Collective("all_reduce", span, op), barrier)
+
+    def reduce_scatter(self, span: Span, op: Op = "mean", barrier: Barrier | None = None) -> None:
+        """This rank's shard of the span, in its own block, becomes the fold of all blocks'.
+
+        The rest of the block is as before.
+        """
+        self._run(Collective("reduce_scatter", span, op), barrier)
+
+    def all_gather(self, span: Span, barrier: Barrier | None = None) -> None:
+        """Every rank's shard of the span, as it is in its own block, comes into all blocks."""
+        self._run(Collective("all_gather", span), barrier)
+
+    def broadcast(self, span: Span, source: int, barrier: Barrier | None = None) -> None:
+        """The span of rank `source`'s block comes into all blocks."""
+        self._run(Collective("broadcast", span, source=source), barrier)
+
+    def shard(self, span: Span) -> Span:
+        """This rank's part of a span."""
+        return shard(span, self.group.world.rank, self.group.world.size)
+
+    @abstractmethod
+    def offer(self, collective: Collective) -> None:
+        """Before the first barrier."""
+
+    @abstractmethod
+    def accept(self) -> None:
+        """After the first barrier."""
+
+    @abstractmethod
+    def work(self, collective: Collective) -> None:
+        """Between the barriers."""
+
+    @abstractmethod
+    def settle(self, collective: Collective) -> None:
+        """After the second barrier."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of the other ranks' memory, when this rank's device has done all that it was asked."""
+
+    def parts(self, collective: Collective) -> tuple[list[int], list[int], Span]:
+        """Whose memory this rank reads, whose it writes, and where: one fold, whatever the collective."""
+        rank, everyone = self.group.world.rank, list(range(self.group.world.size))
+        if collective.kind == "broadcast":
+            others = [rank] if rank != collective.source else []
+            return [collective.source], others, collective.span
+        part = self.shard(collective.span)
+        if collective.kind == "all_gather":
+            return [rank], [other for other in everyone if other != rank], part
+        return everyone, everyone if collective.kind == "all_reduce" else [rank], part
+
+    def _run(self, collective: Collective, barrier: Barrier | None) -> None:
+        first, last = collective.span
+        assert 0 <= first <= last <= self.n_elements and collective.op in OPS
+        barrier = barrier or self.group.barrier
+        self.offer(collective)
+        self.clock("meet")
+        barrier(f"{collective.kind}: all have offered")
+        self.accept()
+        self.clock("exchange")
+        self.work(collective)
+        self.clock("meet")
+        barrier(f"{collective.kind}: all have worked")
+        self.settle(collective)

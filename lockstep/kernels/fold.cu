@@ -1,0 +1,84 @@
+// Folds a span of several float32 arrays, and writes the result into several (lockstep/exchange/__init__.py).
+//
+// One thread takes four neighbouring floats: reads them from every source in rank order, combines, writes them to every
+// target. The order and the operations are those of the host's fold (lockstep/exchange/fold.py), so both give the same
+// bits. Arrays of other ranks are read and written through pointers that CUDA IPC has opened. A target may be a source.
+
+#define MOST_ARRAYS 16
+
+struct Arrays {
+    float *of[MOST_ARRAYS];
+};
+
+struct Sum {
+    static __device__ inline float of(float a, float b) { return a + b; }
+};
+struct Product {
+    static __device__ inline float of(float a, float b) { return a * b; }
+};
+struct Maximum { // not a number stays so, as in NumPy
+    static __device__ inline float of(float a, float b) { return a >= b || a != a ? a : b; }
+};
+struct Minimum {
+    static __device__ inline float of(float a, float b) { return a <= b || a != a ? a : b; }
+};
+
+// first, last: elements of the span; first is a multiple of four, the up to three floats behind the last four are taken
+// one by one. divisor: of the result.
+template <typename Combine>
+__device__ inline void fold(
+    const Arrays &from, const Arrays &to, int n_from, int n_to, unsigned long long first, unsigned long long last, float divisor)
+{
+    unsigned long long stride = (unsigned long long)gridDim.x * blockDim.x;
+    unsigned long long thread = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x;
+    for (unsigned long long i = first / 4 + thread; i < last / 4; i += stride) {
+        float4 total = ((const float4 *)from.of[0])[i];
+        for (int rank = 1; rank < n_from; rank++) {
+            float4 part = ((const float4 *)from.of[rank])[i];
+            total.x = Combine::of(total.x, part.x);
+            total.y = Combine::of(total.y, part.y);
+            total.z = Combine::of(total.z, part.z);
+            total.w = Combine::of(total.w, part.w);
+        }
+        float4 result = {total.x / divisor, total.y / divisor, total.z / divisor, total.w / divisor};
+        for (int rank = 0; rank < n_to; rank++)
+            ((float4 *)to.of[rank])[i] = result;
+    }
+    for (unsigned long long i = last / 4 * 4 + thread; i < last; i += stride) {
+        float total = from.of[0][i];
+        for (int rank = 1; rank < n_from; rank++)
+            total = Combine::of(total, from.of[rank][i]);
+        for (int rank = 0; rank < n_to; rank++)
+            to.of[rank][i] = total / divisor;
+    }
+}
+
+extern "C" __global__ void fold_mean(
+    Arrays from, Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
+{
+    fold<Sum>(from, to, n_from, n_to, first, last, (float)n_from);
+}
+
+extern "C" __global__ void fold_sum(
+    Arrays from, Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
+{
+    fold<Sum>(from, to, n_from, n_to, first, last, 1.0f);
+}
+
+extern "C" __global__ void fold_max(
+    Arrays from, Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
+{
+    fold<Maximum>(from, to, n_from, n_to, first, last, 1.0f);
+}
+
+extern "C" __global__ void fold_min(
+    Arrays from, Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
+{
+    fold<Minimum>(from, to, n_from, n_to, first, last, 1.0f);
+}
+
+extern "C" __global__ void fold_prod(
+    Arrays from, Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
+{
+    fold<Product>(from, to, n_from, n_to, first, last, 1.0f);
+}

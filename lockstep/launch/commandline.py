@@ -1,0 +1,57 @@
+"""From the words on the command line and the files they name to one checked configuration."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from lockstep import config as configuration
+from lockstep.backends import devices
+from lockstep.config import COMMAND_LINE, Config, Layer
+from lockstep.errors import UserError
+from lockstep.runs import folder as runfolder
+
+
+def load_config(description: str, standard: Path) -> tuple[Config, list[str]]:
+    """The configuration with its devices settled, and notices for the user.
+
+    standard: the configuration file where none is named. Raises UserError for whatever can't be used.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", help="what to train (config.yaml; with resume_train=True the run's own)")
+    parser.add_argument("--spec", help="where to train: a YAML file with devices and batch_size")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key")
+    words = parser.parse_intermixed_args()
+    overrides = configuration.read_command_line(words.overrides)
+    above = [configuration.read_yaml(words.spec)] if words.spec else []
+    above.append(overrides)
+    config, notices = configuration.resolve([configuration.read_yaml(words.config or standard), *above])
+    if overrides.values.get("resume_train") and not words.config:
+        config, notices = _as_it_was(config, notices, above)
+    chosen = devices.normalise(config.devices)
+    if chosen:
+        devices.check(chosen)
+    else:
+        chosen, reason = devices.choose()
+        notices.append(f"devices: {', '.join(chosen)}; {reason}")
+    config = dataclasses.replace(config, devices=chosen)
+    devices.check_keys(config)
+    return config, [*notices, *devices.notices(chosen)]
+
+
+def _as_it_was(config: Config, notices: list[str], above: list[Layer]) -> tuple[Config, list[str]]:
+    """The configuration that the run to resume was started with, under what is given now.
+
+    Raises UserError where there is no such run, or its folder has no configuration.
+    """
+    folder = runfolder.folder_to_resume(config)
+    saved = folder / "config.yaml"
+    if not saved.exists():  # killed before it came so far, or taken away
+        raise UserError(
+            f"{folder}: has no config.yaml, so what it trained with is not known: "
+            "--config FILE resumes it with another, or start it anew under this run_name"
+        )
+    place = Layer(COMMAND_LINE, {"weights_dir": str(folder.parent), "run_name": folder.name})
+    config, notices = configuration.resolve([configuration.read_yaml(saved), *above, place])
+    return config, [*notices, f"going on with the configuration in {saved}"]

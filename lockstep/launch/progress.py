@@ -1,0 +1,97 @@
+"""What trainer 0 tells the launcher while it trains."""
+
+import math
+import time
+from typing import Any
+
+from lockstep.comm.group import World
+from lockstep.comm.messages import Notice, Order, Progress, Tick
+from lockstep.comm.pipes import Pipe
+from lockstep.config import Config
+from lockstep.errors import UserError
+from lockstep.network.program import Program
+from lockstep.network.recorder import Recorder
+from lockstep.sync import Rule
+
+TICK_SECONDS = 0.25
+
+
+class Teller:
+    """Trainer 0's voice; the others' are silent. control: the pipe to the launcher."""
+
+    def __init__(self, control: Pipe, world: World, config: Config, recorder: Recorder) -> None:
+        self._control, self._world, self._config, self._recorder = control, world, config, recorder
+        self._ticked_at = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """The next line of progress is about what comes from now on."""
+        self._recorder.reset()
+        self._begin = time.perf_counter()
+
+    def tell(self, message: Any) -> None:
+        if self._world.rank == 0:
+            self._control.send(message)
+
+    def notice(self, *texts: str) -> None:
+        """Lines that the user should see; empty ones are left out."""
+        for text in filter(None, texts):
+            self.tell(Notice(text))
+
+    def tick(self, order: Order, n_steps: int) -> None:
+        now = time.perf_counter()
+        if now - self._ticked_at >= TICK_SECONDS:
+            self._ticked_at = now
+            self.tell(Tick(order.stage, order.epoch, order.step, n_steps))
+
+    def is_due(self, order: Order, n_steps: int, n_samples: int) -> bool:
+        """Whether a line of progress comes after this step: every print_freq steps, once in a short epoch."""
+        ends_short_epoch = n_steps < self._config.print_freq and order.stop == n_samples
+        return order.step % self._config.print_freq == 0 or ends_short_epoch
+
+    def report(self, order: Order, n_steps: int, learning_rate: float, sums: list[list[float]]) -> None:
+        """A line of progress. sums: every trainer's [loss, wrong answers, images] since the last one.
+
+        Raises UserError where the loss is not a number.
+        """
+        loss, n_wrong, n_images = (sum(column) for column in zip(*sums, strict=True))
+        cost = loss / n_images
+        check_finite(cost, str(order))
+        elapsed = time.perf_counter() - self._begin
+        self.tell(
+            Progress(
+                order.epoch,
+                order.step,
+                n_steps,
+                learning_rate,
+                cost,
+                n_wrong / n_images if self._config.print_train_error else None,
+                n_images / elapsed,
+                20 * elapsed / self._recorder.n_steps,
+                self._recorder.stopwatch.seconds(),
+            )
+        )
+        self.begin()
+
+
+def check_finite(cost: float, where: str) -> None:
+    """Raises UserError with what to do where the cost is not a number."""
+    if not math.isfinite(cost):
+        raise UserError(
+            f"the cost is {cost} at {where}: lower learning_rate, and check that images and labels match"
+        )
+
+
+def notices_of(
+    config: Config, world: World, picture: tuple[int, ...], program: Program, rule: Rule
+) -> list[str]:
+    """What a user should know before the first step. picture: rows and columns of the dataset's images."""
+    notices, size = [], program.crop_size
+    if 2 * size < min(picture[:2]):
+        text = f"the network takes {size} x {size} pixels, less than a quarter of a picture"
+        notices.append(f"{text}: make the dataset with --size {size * 9 // 8}")
+    parts = rule.inexact_parts(config, program.model)
+    if parts and world.size > 1:
+        text = f"{world.size} trainers are not exactly one with {world.size} times the batch"
+        notices.append(f"{text}: {'; '.join(parts)}")
+    return notices

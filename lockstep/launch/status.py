@@ -1,0 +1,48 @@
+"""A status board: one line of text that says what a process is doing, in memory that the launcher maps too.
+
+Writing it costs about a microsecond, so every phase of every step is told. When a process is killed, its last
+line is still there, and the launcher can say what it was doing.
+"""
+
+from lockstep.comm.pipes import Pipe
+from lockstep.memory.host import HostBlock, HostMemory
+
+_SIZE = 512
+
+
+class StatusBoard:
+    """The board of one process: that process writes it, the launcher reads it."""
+
+    def __init__(self, block: HostBlock) -> None:
+        self._block = block
+        self._bytes = block.array("u1", (_SIZE,))
+
+    @classmethod
+    def create(cls) -> "StatusBoard":
+        return cls(HostMemory().allocate(_SIZE, "a status board"))
+
+    @classmethod
+    def receive(cls, pipe: Pipe) -> "StatusBoard":
+        return cls(HostMemory().receive(pipe, "its status board"))
+
+    def send(self, pipe: Pipe) -> None:
+        self._block.send(pipe)
+
+    def say(self, text: str) -> None:
+        """Replaces the line. Text over 500 bytes is cut."""
+        encoded = text.encode()[: _SIZE - 12]
+        memory = self._bytes.data
+        memory[: len(encoded) + 1] = encoded + b"\0"
+        self._count_up(memory)
+
+    def read(self) -> str:
+        """The last line that was said."""
+        return bytes(self._bytes[:-8]).split(b"\0", 1)[0].decode(errors="replace")
+
+    def count(self) -> int:
+        """How often the line was said: a process that works raises it."""
+        return int.from_bytes(bytes(self._bytes[-8:]), "little")
+
+    def _count_up(self, memory: memoryview) -> None:
+        count = int.from_bytes(memory[-8:], "little") + 1
+        memory[-8:] = count.to_bytes(8, "little")

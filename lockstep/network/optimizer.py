@@ -1,0 +1,62 @@
+"""Makes the optimizer of a network, with its state in the arena."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config import Config
+from lockstep.errors import UserError
+from lockstep.network.arena import Arena
+from lockstep.optim import OPTIMIZERS, args_of
+from lockstep.optim.fused import FusedSGD
+
+Stepper = torch.optim.Optimizer | FusedSGD
+
+
+def make_optimizer(model: nn.Module, arena: Arena, config: Config) -> Stepper:
+    """`config.optimizer` with the arena's tensors as its state, at the rate of the configuration.
+
+    Biases do not decay, as in cuda-convnet, Caffe and theano_alexnet. Raises UserError where there is nothing
+    to train.
+    """
+    named = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+    if not named:
+        raise UserError("the model has no parameters that are trained (requires_grad)")
+    args = args_of(config)
+    groups = _groups(named, config.weight_decay, args.pop("bias_rate"))
+    kind = OPTIMIZERS[config.optimizer]
+    optimizer = kind.make(groups, config, args)
+    kind.bind(optimizer, named, arena, config)
+    set_learning_rate(optimizer, config.learning_rate)
+    return optimizer
+
+
+def set_learning_rate(optimizer: Stepper, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["rate_scale"]
+
+
+def inexact_parts(config: Config, model: nn.Module) -> list[str]:
+    """What makes N trainers differ from one with N times the batch, by more than rounding; for people."""
+    parts = []
+    if OPTIMIZERS[config.optimizer].inexact:
+        parts.append(OPTIMIZERS[config.optimizer].inexact)
+    if config.clip_norm is not None:
+        parts.append("clip_norm clips each trainer's own gradient")
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        parts.append("batch normalisation has the statistics of each trainer's own pictures")
+    return parts
+
+
+def _groups(
+    named: list[tuple[str, nn.Parameter]], weight_decay: float, bias_rate: float
+) -> list[dict[str, Any]]:
+    """Weights, and biases, which do not decay and have a rate of their own."""
+    biases = [parameter for name, parameter in named if name.split(".")[-1] == "bias"]
+    weights = [parameter for name, parameter in named if name.split(".")[-1] != "bias"]
+    groups = [
+        {"params": weights, "weight_decay": weight_decay, "rate_scale": 1.0},
+        {"params": biases, "weight_decay": 0.0, "rate_scale": bias_rate},
+    ]
+    return [group for group in groups if group["params"]]

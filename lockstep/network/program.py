@@ -1,0 +1,55 @@
+"""What a trainer runs: state in an arena, and what is done with a batch.
+
+Replica is the one for torch networks.
+"""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lockstep.loading import Batch
+from lockstep.network.arena import Arena
+from lockstep.network.recorder import Recorder
+from lockstep.network.updater import Updater
+
+
+class Program(ABC):
+    """A trainer asks nothing else of what it trains; another engine can stand here.
+
+    model: the network. arena: everything that trainers exchange and checkpoints hold. optimizer: takes steps
+    on it. crop_size: rows and columns of the pictures that it takes. mean: what it wants subtracted from R, G
+    and B, or None: the dataset's mean. device: where batches have to be.
+    """
+
+    model: nn.Module
+    arena: Arena
+    optimizer: Updater
+    crop_size: int
+    mean: tuple[float, ...] | None
+    device: torch.device
+
+    @abstractmethod
+    def load(self, tensors: Path) -> None:
+        """Takes a checkpoint's state. Raises UserError where it is broken or of another network."""
+
+    @abstractmethod
+    def begin_epoch(self, epoch: int, n_samples: int, learning_rate: float) -> None:
+        """Sets what is the epoch's, of n_samples training samples in all."""
+
+    @abstractmethod
+    def begin_validation(self) -> None:
+        """Until the next epoch, answers are those that a user of the trained network would get."""
+
+    @abstractmethod
+    def forward_backward(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
+        """Adds the gradient of a trainer's share of a minibatch, and its loss to the recorder.
+
+        The loss is summed and divided by `mean_share`, the mean number of samples that a trainer has in this
+        step: so the mean over the trainers is that of the whole step, however it was divided.
+        """
+
+    @abstractmethod
+    def count_errors(self, batch: Batch) -> torch.Tensor:
+        """[summed cross-entropy in nats, wrong top-1 answers, wrong top-5 answers], float64 (3,)."""

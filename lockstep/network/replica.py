@@ -1,0 +1,147 @@
+"""One trainer's replica of the network: its tensors in the arena, and what it does with a batch."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from lockstep.config import Config
+from lockstep.data.dataset import Dataset, subtracting
+from lockstep.data.randomness import Purpose, seed_of
+from lockstep.errors import UserError
+from lockstep.loading import Batch
+from lockstep.memory import Memory
+from lockstep.network import dropout, precision
+from lockstep.network.arena import Arena
+from lockstep.network.build import build_model, crop_size, intake_of
+from lockstep.network.program import Program
+from lockstep.network.recorder import Recorder
+from lockstep.network.step_graph import StepGraph
+from lockstep.network.updater import Updater
+from lockstep.optim import states_of
+from lockstep.runs import checkpoint
+
+
+class Replica(Program):
+    """The network, its arena and its optimizer, on the device of `memory`.
+
+    crop_size: rows and columns that the network takes. mean: what it wants subtracted from R, G and B, or
+    None: the dataset's mean.
+    """
+
+    def __init__(self, config: Config, dataset: Dataset, memory: Memory) -> None:
+        precision.configure(config)
+        self._config = config
+        self.model = build_model(config, dataset.n_classes)
+        self.crop_size = crop_size(self.model, config, dataset.image_shape)
+        intake = intake_of(self.model, config)
+        self.mean = intake.mean
+        self._dropouts = dropout.install(self.model)
+        self.arena = Arena(self.model, memory, states_of(config), config.ema_decay is not None)
+        self.device = self.arena.flat.device
+        scale = torch.tensor(intake.scale, dtype=self.arena.flat.dtype).view(3, 1, 1)
+        self._scale = None if scale.eq(1).all() else scale.to(self.device)
+        self.optimizer = Updater(self.model, self.arena, config)
+        self._batch_keys = torch.zeros(config.batch_size, dtype=torch.int32, device=self.device)
+        self._graph = StepGraph(self.model) if config.cuda_graph else None
+
+    def load(self, tensors: Path) -> None:
+        """Raises UserError where the checkpoint is broken or of another network."""
+        self.arena.load(checkpoint.load(tensors), str(tensors))
+
+    def begin_epoch(self, epoch: int, n_samples: int, learning_rate: float) -> None:
+        """Sets what is the epoch's: the samples' dropout keys, the learning rate."""
+        keys = dropout.sample_keys(self._config.seed, epoch, n_samples)
+        self._keys = torch.from_numpy(keys).to(self.device)
+        self.optimizer.set_learning_rate(learning_rate)
+        self.arena.bind(self.model)
+        self.model.train()
+
+    def begin_validation(self) -> None:
+        """Until the next epoch: the network as it answers, with its averaged weights where it has any."""
+        self.arena.check_bound(self.model)
+        if self._config.ema_decay is not None:
+            self.arena.bind(self.model, "ema", "ema")
+        self.model.eval()
+
+    def forward_backward(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
+        if not len(batch.labels):
+            self._count_batch()
+            return
+        self._seed(batch, rank)
+        if self._graph and len(batch.labels) == mean_share == self._config.batch_size:
+            self._graph.run(lambda: self._learn(batch, mean_share, recorder))
+        else:
+            self._learn(batch, mean_share, recorder)
+
+    @torch.no_grad()
+    def log_probabilities(self, batch: Batch) -> torch.Tensor:
+        """(n, class): logarithms of what the network takes for each class's probability, float64."""
+        return self._forward(batch.images)[0].double().log_softmax(1)
+
+    @torch.no_grad()
+    def count_errors(self, batch: Batch) -> torch.Tensor:
+        """[summed cross-entropy, wrong top-1 answers, wrong top-5 answers] of a batch, float64 (3,)."""
+        if not len(batch.labels):
+            return torch.zeros(3, dtype=torch.float64, device=self.device)
+        logits = self._forward(batch.images)[0]
+        loss = F.cross_entropy(logits, batch.labels, reduction="sum")
+        best = logits.topk(min(5, logits.shape[1])).indices == batch.labels[:, None]
+        top1, top5 = (~best[:, 0]).sum(), (~best.any(1)).sum()
+        return torch.stack([loss.double(), top1.double(), top5.double()])
+
+    def _forward(self, images: torch.Tensor) -> list[torch.Tensor]:
+        """The network's logits, then those of its auxiliary heads where it gives any."""
+        dtype = self.arena.flat.dtype
+        if self._config.precision != "bf16":
+            images = images.to(dtype)
+        if self._scale is not None:
+            images = images * self._scale.to(images.dtype)
+        with precision.autocast(self._config, self.device):
+            outputs = self.model(images)
+        return [logits.to(dtype) for logits in (outputs if isinstance(outputs, tuple | list) else [outputs])]
+
+    def _learn(self, batch: Batch, mean_share: float, recorder: Recorder) -> None:
+        dropout.set_keys(self._dropouts, self._batch_keys[: len(batch.labels)])
+        logits, *auxiliary = self._forward(batch.images)
+        loss_sum = total = self._loss_sum(logits, batch.labels)
+        for weight, others in zip(self._aux_weights(len(auxiliary)), auxiliary, strict=True):
+            total = total + weight * self._loss_sum(others, batch.labels)
+        (total / mean_share).backward()  # type: ignore[no-untyped-call]
+        recorder.add(loss_sum, logits, batch.labels)
+
+    def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        smoothing = self._config.label_smoothing
+        return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+
+    def _aux_weights(self, n_auxiliary: int) -> tuple[float, ...]:
+        weights = tuple(getattr(self.model, "aux_weights", ())) if n_auxiliary else ()
+        if len(weights) != n_auxiliary:
+            raise UserError(
+                f"model {self._config.model}: gives {n_auxiliary} auxiliary outputs in training and has "
+                f"{len(weights)} aux_weights for them (torchvision's: model_args: {{aux_logits: false}})"
+            )
+        return weights
+
+    def _count_batch(self) -> None:
+        """Batch normalisation's counts, as in the trainers that have images; all counts stay equal."""
+        for name, buffer in self.arena.local.items():
+            if name.endswith("num_batches_tracked"):
+                buffer.add_(1)
+
+    def _seed(self, batch: Batch, rank: int) -> None:
+        """Dropout masks by sample; torch's generator, for what else a network draws, by place and rank."""
+        self._batch_keys[: len(batch.samples)] = self._keys[batch.samples]
+        order = batch.order
+        torch.manual_seed(seed_of(Purpose.STEP, self._config.seed, order.epoch, order.first, rank))
+
+
+def open_trained(config: Config, dataset: Dataset, memory: Memory, tensors: Path) -> tuple[Replica, Dataset]:
+    """A checkpoint's network as it answers, and the dataset with the mean that it wants subtracted.
+
+    Raises UserError where the checkpoint is broken or of another network.
+    """
+    replica = Replica(config, dataset, memory)
+    replica.load(tensors)
+    replica.begin_validation()
+    return replica, subtracting(dataset, replica.mean)

@@ -1,0 +1,51 @@
+"""AdamW: Loshchilov and Hutter 2019, arXiv 1711.05101. Weights decay by the rate times weight_decay."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lockstep.errors import UserError
+from lockstep.optim.contract import Optimizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from lockstep.config import Config
+    from lockstep.network.arena import Arena
+    from lockstep.optim.contract import TorchOptimizer
+
+_STEPS = "steps"  # how many were taken, once for each parameter: in checkpoints, alike in all trainers
+
+
+class AdamW(Optimizer):
+    defaults: ClassVar[Mapping[str, Any]] = {"bias_rate": 1.0, "betas": (0.9, 0.999), "eps": 1e-8}
+    inexact = "adamw's update is not linear in the gradient"
+
+    def check(self, args: Mapping[str, Any]) -> None:
+        betas = args["betas"]
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise UserError(f"betas are two numbers from 0 to below 1, not {list(betas)}")
+        super().check(args)
+
+    def states(self, config: "Config") -> tuple[str, ...]:
+        return "exp_avg", "exp_avg_sq"
+
+    def make(
+        self, groups: list[dict[str, Any]], config: "Config", args: dict[str, Any]
+    ) -> "torch.optim.Optimizer":
+        import torch
+
+        return torch.optim.AdamW(
+            groups, config.learning_rate, fused=True, capturable=config.cuda_graph, **args
+        )
+
+    def bind(
+        self,
+        optimizer: "TorchOptimizer",
+        named: list[tuple[str, "torch.nn.Parameter"]],
+        arena: "Arena",
+        config: "Config",
+    ) -> None:
+        arena.local[_STEPS] = arena.flat.new_zeros(len(named))
+        for (name, parameter), step in zip(named, arena.local[_STEPS], strict=True):
+            averages = {kind: arena.state_of(kind, name) for kind in self.states(config)}
+            optimizer.state[parameter] = {"step": step, **averages}

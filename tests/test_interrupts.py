@@ -1,0 +1,130 @@
+"""Ctrl-C and SIGTERM in every phase of a launcher: it leaves at once, says so last, and leaves nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, Program, Running, wait_until
+
+from lockstep.data.manifest import digest_of_labels
+
+SECONDS = 10  # for an answer that takes milliseconds; without one, each of these waits would be for ever
+
+
+def stall(path: Path) -> Callable[[], bool]:
+    """Puts a named pipe in a file's place: who reads it waits for ever. Returns whether someone does."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+    def is_read() -> bool:
+        try:
+            os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # left open, or the reader would come to the end
+        except OSError:
+            return False
+        return True
+
+    return is_read
+
+
+def stalling_module(folder: Path, name: str) -> tuple[dict[str, str], Callable[[], bool]]:
+    """An environment in which a module's import takes for ever, and whether someone is at it."""
+    folder.mkdir()
+    reached = folder / "reached"
+    (folder / f"{name}.py").write_text(f"open({str(reached)!r}, 'w')\nimport time\ntime.sleep(600)\n")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}, reached.exists
+
+
+def interrupt(running: Running, is_there: Callable[[], bool], number: int) -> str:
+    """Sends a signal when the phase is reached; returns the last line."""
+    wait_until(lambda: is_there() or running.process.poll() is not None, "the phase to be reached")
+    assert running.process.poll() is None, running.output()
+    if number == signal.SIGINT:
+        os.killpg(running.process.pid, number)  # as a terminal does
+    else:
+        running.process.send_signal(number)
+    assert running.wait(SECONDS) == 128 + number, running.output()
+    running.assert_nothing_left()
+    assert "Traceback" not in running.output() and running.output().count("lockstep: ") == 1
+    return running.last_line()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_it_imports(program: Program, tmp_path: Path, number: int) -> None:
+    environment, is_there = stalling_module(tmp_path / "modules", "tqdm")
+    running = program.start(environment=environment)
+    assert interrupt(running, is_there, number) == "lockstep: stopped as asked, before training began"
+
+
+def write_manifest(folder: Path) -> None:
+    """A manifest of the folder, with a file in it, misc/slow, that is not there."""
+
+    def entries(split: str) -> list[dict[str, object]]:
+        labels = np.load(folder / "labels" / f"{split}_labels.npy")
+        paths = sorted((folder / f"{split}_hkl").iterdir())
+        return [
+            {
+                "file": f"{split}_hkl/{path.name}",
+                "n_images": len(labels[32 * number : 32 * number + 32]),
+                "n_bytes": path.stat().st_size,
+                "sha256": "0" * 64,
+                "labels_sha256": digest_of_labels(labels[32 * number : 32 * number + 32]),
+            }
+            for number, path in enumerate(paths)
+        ]
+
+    halves = {split: entries(split) for split in ("train", "val")}
+    content = {"version": 2, "classes": list("abcdefg"), **halves, "others": {"misc/slow": "0" * 64}}
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("phase", ["opening", "checking sums"])
+def test_while_it_looks_at_the_data(program: Program, folder: Path, number: int, phase: str) -> None:
+    """The sums are taken by threads, which no exception in the main thread ends."""
+    write_manifest(folder)
+    is_there = stall(folder / {"opening": "manifest.json", "checking sums": "misc/slow"}[phase])
+    program.data = folder
+    running = program.start("check_sums=true")
+    assert interrupt(running, is_there, number) == "lockstep: stopped as asked, before training began"
+    assert not running.run_folder.exists()
+
+
+def test_while_validation_or_resuming_opens_its_files(program: Program, folder: Path, tmp_path: Path) -> None:
+    program.data = folder
+    trained = program.run("n_epochs=1", devices="[cpu]")
+    output = tmp_path / "validation.txt"
+    is_there = stall(trained.run_folder / "checkpoints" / "epoch_0001.safetensors")
+    with open(output, "w") as file:
+        command = [sys.executable, "validate.py", str(trained.run_folder)]
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True, cwd=ROOT)
+    validating = Running(process, trained.run_folder, output)
+    program.started.append(validating)
+    assert interrupt(validating, is_there, signal.SIGINT) == "lockstep: stopped as asked"
+    running = program.start("n_epochs=2", "resume_train=true", devices="[cpu]")
+    assert "before training began" in interrupt(running, is_there, signal.SIGINT)
+
+
+def test_while_nvidia_smi_hangs_which_ends_too(program: Program, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / "nvidia-smi"
+    fake.write_text(f"#!/bin/sh\n: > {tmp_path}/reached\nexec sleep 600\n")
+    fake.chmod(0o755)
+    environment = {**os.environ, "PATH": os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])}
+    running = program.start(devices="[cuda:0]", environment=environment)
+    assert "stopped as asked" in interrupt(running, (tmp_path / "reached").exists, signal.SIGTERM)
+
+
+def test_while_the_report_is_written(program: Program, tmp_path: Path) -> None:
+    environment, is_there = stalling_module(tmp_path / "modules", "matplotlib")
+    running = program.start("n_epochs=1", "report=true", devices="[cpu]", environment=environment)
+    last = interrupt(running, is_there, signal.SIGINT)
+    assert last.startswith("lockstep: stopped as asked: the run is complete, its report was not written; to ")
+    assert last.endswith(f"-m lockstep.report {running.run_folder}")
+    assert "done: validation error" in running.output()
+    assert not (running.run_folder / "report.html").exists()
