@@ -129,9 +129,9 @@ PAPER = """
 
     def build_mlp():
         x = T.matrix("x")
-        random = np.random.default_rng(0)
-        params = [theano.shared(random.normal(0, 0.3, s), name="w%d" % i) for i, s in enumerate([(8, 16), (16,
-        3)])] return T.tanh(x.dot(params[0])).dot(params[1]), x, params
+        random, shapes = np.random.default_rng(0), [(8, 16), (16, 3)]
+        params = [theano.shared(random.normal(0, 0.3, shape), name="w") for shape in shapes]
+        return T.tanh(x.dot(params[0])).dot(params[1]), x, params
 
     def setup_training(network):
         y = T.matrix("y")

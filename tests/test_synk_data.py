@@ -157,7 +157,7 @@ def test_a_limit_on_descriptors_names_the_data(tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent(
             """
-            import resource
+            import itertools, os, resource
             import numpy as np, pytensor.tensor as pt
             import lockstep.synk as synk
             synk.fork(2)
@@ -167,8 +167,9 @@ def test_a_limit_on_descriptors_names_the_data(tmp_path: Path) -> None:
             kept = [synk.data(np.ones(3), name=f"data number {i}") for i in range(5)]
             f(kept[0])
             worker = synk.session.current_team("").workers[0].process.pid
-            n = len(__import__("os").listdir(f"/proc/{worker}/fd"))
-            resource.prlimit(worker, resource.RLIMIT_NOFILE, (n, n))
+            used = {int(number) for number in os.listdir(f"/proc/{worker}/fd")}
+            free = next(number for number in itertools.count() if number not in used)
+            resource.prlimit(worker, resource.RLIMIT_NOFILE, (free, free))
             try:
                 f(kept[1])
             except OSError as error:
