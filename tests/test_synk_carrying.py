@@ -184,6 +184,19 @@ def test_the_papers_program_is_its_serial_one(tmp_path: Path) -> None:
     assert largest_error(found[1], found[0]) < 1e-10
 
 
+def test_the_guides_first_example_runs(tmp_path: Path) -> None:
+    """As it stands in docs/synk.md, but with two ranks."""
+    text = (Path(__file__).parent.parent / "docs" / "synk.md").read_text()
+    example = textwrap.dedent(text[text.index("    import numpy") : text.index("A script needs no")])
+    script = tmp_path / "example.py"
+    script.write_text(example + "print(mean.shape, each.shape, np.allclose(each.mean(), mean))")
+    environment = {**os.environ, "PYTENSOR_FLAGS": f"mode={MODE}", "LOCKSTEP_SYNK_PARALLEL": "2"}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=100, env=environment
+    )
+    assert done.stdout == "() (60000,) True\n", done.stderr
+
+
 @pytest.mark.slow
 def test_compiled_by_numba() -> None:
     """One of each kind: modes, slices, index lists, stored rows, updates."""
