@@ -110,6 +110,7 @@ def test_threads_are_the_runs_and_too_little_memory_is_said(
 
 
 def test_what_computing_cant_do_is_the_users_to_change() -> None:
+    (world,) = World.on_one_host(1)
     board = StatusBoard.create()
     board.say("step 3")
     for error, message in (
@@ -121,12 +122,12 @@ def test_what_computing_cant_do_is_the_users_to_change() -> None:
     ):
         with (
             pytest.raises(UserError, match=message),
-            computing(make_config(), World.on_one_host(1)[0], board),
+            computing(make_config(), world, board),
         ):
             raise error
     with (
         pytest.raises(RuntimeError, match=r"^another$"),
-        computing(make_config(), World.on_one_host(1)[0], board),
+        computing(make_config(), world, board),
     ):
         raise RuntimeError("another")
 
