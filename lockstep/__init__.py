@@ -10,10 +10,10 @@ From the lowest up; a room imports those above it in this list, never those belo
     memory/       blocks of host or device memory that other processes open
     kernels/      CUDA kernels and how they are compiled
     data/         files of pictures, datasets, manifests, the order of samples, randomness, augmentation
-    loading/      slots, rings and feeds: how minibatches come into memory
+    loading/      minibatches come into memory: reading, random crops, rings of slots, feeds
     exchange/     collectives from memory to memory, and the proof that devices reach each other
     runs/         a run's folder, its checkpoints, the versions that it was made with
-    network/      a network's tensors in one block, and what is done with a batch
+    network/      building it, its tensors in one block (arena), loss, update, time by phase
     sync/         rules: what trainers exchange after a step, and when
     backends/     what depends on the kind of device: CPUs, NVIDIA GPUs, which ones to use
     launch/       starting, watching and ending processes; what they say; the command line
