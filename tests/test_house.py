@@ -139,3 +139,22 @@ def test_the_commit_hooks_are_the_environments_programs() -> None:
         assert Path(program).parent == Path(".venv/bin") and Path(program).name in checked
         assert (Path(sys.executable).parent / Path(program).name).exists()
     assert {Path(program).name for program, *_ in entries} == {"ruff", "mypy", "lint-imports"}
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    assert len(links) > 30
+    for page, link in links:
+        place, _, anchor = link.partition("#")
+        if ":" in place:
+            continue  # elsewhere
+        target = page.parent / place if place else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors_of(target), f"{page.name}: {link}"
