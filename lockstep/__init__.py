@@ -16,6 +16,7 @@ From the lowest up; a room imports those above it in this list, never those belo
     network/      building it, its tensors in one block (arena), loss, update, time by phase
     sync/         rules: what trainers exchange after a step, and when
     backends/     what depends on the kind of device: CPUs, NVIDIA GPUs, which ones to use
+    flow/         dataflow: operations run when what they read is there, on several devices at once
     launch/       starting, watching and ending processes; what they say; the command line
     synk/         functions over data on several processes: Synkhronos's programming interface
     evaluate/     validation on its own

@@ -5,7 +5,7 @@ import operator
 import os
 from collections.abc import Sequence
 
-from lockstep.backends.devices import count_cores, normalise
+from lockstep.backends.devices import count_cores, normalise, on_gpus
 from lockstep.errors import UserError
 from lockstep.synk.team import Team
 
@@ -93,7 +93,7 @@ def _choose_size(n_parallel: int | None, devices: Sequence[str] | None) -> int:
 
 def _refuse_gpus(use_gpu: bool | None, devices: Sequence[str] | None) -> None:
     names = normalise(tuple(devices)) if devices else ()
-    if use_gpu or any(name != "cpu" for name in names):
+    if use_gpu or on_gpus(names):
         raise UserError(
             "fork(): there are no ranks on GPUs: PyTensor has no code for GPUs any more, and torch callables "
             "run on CPU ranks; leave use_gpu and devices out, or train on GPUs with train.py"
