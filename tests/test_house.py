@@ -82,6 +82,8 @@ def test_the_map_names_every_room() -> None:
     rooms = [path for path in (ROOT / "lockstep").iterdir() if path.name.strip("_") == path.name]
     names = [f"{path.name}/" if path.is_dir() else path.name for path in rooms]
     assert [name for name in names if name not in words] == []
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    assert [path.name for path in rooms if path.is_dir() and f"`{path.name}`" not in page] == []
 
 
 def test_what_a_room_says_of_its_files_is_so() -> None:
