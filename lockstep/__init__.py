@@ -10,13 +10,13 @@ From the lowest up; a room imports those above it in this list, never those belo
     memory/       blocks of host or device memory that other processes open
     kernels/      CUDA kernels and how they are compiled
     data/         files of pictures, datasets, manifests, the order of samples, randomness, augmentation
-    loading/      minibatches come into memory: reading, random crops, rings of slots, feeds
+    loading/      slots, rings and feeds: how minibatches come into memory
     exchange/     collectives from memory to memory, and the proof that devices reach each other
     runs/         a run's folder, its checkpoints, the versions that it was made with
-    network/      building it, its tensors in one block (arena), loss, update, time by phase
+    network/      a network's tensors in one block, and what is done with a batch
     sync/         rules: what trainers exchange after a step, and when
     backends/     what depends on the kind of device: CPUs, NVIDIA GPUs, which ones to use
-    flow/         dataflow: operations run when what they read is there, on several devices at once
+    flow/         dataflow: operations of torch that run when their inputs are ready
     launch/       starting, watching and ending processes; what they say; the command line
     synk/         functions over data on several processes: Synkhronos's programming interface
     evaluate/     validation on its own
