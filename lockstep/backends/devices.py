@@ -42,8 +42,8 @@ def _normalise_one(device: str) -> str:
 
 
 def on_gpus(devices: Iterable[object]) -> bool:
-    """Whether a run on these devices, written as `normalise` writes them, is on GPUs."""
-    return any(str(device) != "cpu" for device in devices)
+    """Whether any of these devices, torch's or names as `normalise` writes them, is a GPU."""
+    return any(str(device).partition(":")[0] != "cpu" for device in devices)
 
 
 def choose() -> tuple[tuple[str, ...], str]:
