@@ -1,6 +1,6 @@
 """The experiments of Stooke and Abbeel 2017 (section 6) with ResNet-20 as a torch callable, on CPU ranks.
 
-Batches of 64 pictures in all, and of 64 a rank; with and without all_reduce and shuffle; and where the time of
+Batches of 64 pictures in all, and of 64 a rank; with and without all_reduce and shuffle; where the time of
 a step goes (table 1). Each figure is against one rank alone on a batch of 64, measured in turn.
 """
 

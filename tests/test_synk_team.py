@@ -36,7 +36,7 @@ def test_blas_has_its_share_of_the_cores_until_close() -> None:
 def test_teams_one_after_the_other_cost_no_descriptors_and_values_stay() -> None:
     x, s = pt.vector("x"), pytensor.shared(np.zeros(3), name="s")
     numbers = []
-    for number in range(4):
+    for number in range(3):
         with team(2):
             f = synk.function([x], (x.sum(), "sum"), updates=[(s, s + 1)])
             synk.distribute()
@@ -105,6 +105,20 @@ def test_nothing_is_written_into_the_package() -> None:
         assert f(np.ones(4)) == 4
         assert files() == before
     assert files() == before
+
+
+def test_a_team_outlives_the_thread_that_made_it() -> None:
+    """The kernel ends a worker with the thread that started it: that is none of the user's."""
+    synk.close()
+    x = pt.vector("x")
+    with pytensor.config.change_flags(mode="FAST_COMPILE"):
+        maker = threading.Thread(target=synk.fork, args=(2,))
+        maker.start()
+        maker.join()
+        f = synk.function([x], (x.sum(), "sum"))
+        synk.distribute()
+        assert f(np.ones(5)) == 5
+    synk.close()
 
 
 def test_threads_of_the_user_take_turns() -> None:
