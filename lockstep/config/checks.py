@@ -27,6 +27,7 @@ _AT_LEAST = {
     "n_slots": 2,  # one being filled, one being used
     "pretrained_epoch": 0,
     "print_freq": 1,
+    "restarts": 1,
     "seed": 0,
     "shuffle_block": 1,
     "snapshot_freq": 1,
@@ -95,6 +96,8 @@ def _bad_lists(config: "Config") -> Iterable[tuple[str, str]]:
 
 
 def _bad_combinations(config: "Config") -> Iterable[tuple[str, str]]:
+    if config.resume_train == "auto" and config.run_name is None:
+        yield "resume_train", "auto needs run_name, the run that begins or goes on"
     if config.use_nesterov_momentum and not (config.use_momentum and config.momentum > 0):
         yield "use_nesterov_momentum", "needs use_momentum: true and a momentum above 0"
     if config.use_nesterov_momentum and config.optimizer != "sgd":

@@ -65,6 +65,8 @@ def problems(config: "Config") -> Iterable[tuple[str, str]]:
     if config.exchange == "swap" and (config.rule not in ("auto", "weights") or config.parts):
         name = "parts" if config.parts else f"rule: {config.rule}"
         yield "exchange", f"swap averages whole arenas: it goes with rule: weights only, not with {name}"
+    if config.on_loss == "shrink" and config.minibatch is None:
+        yield "on_loss", "shrink needs minibatch, so that fewer trainers go on with the same training"
     if config.parts is not None:
         yield from _bad_parts(config)
 

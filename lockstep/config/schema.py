@@ -19,7 +19,7 @@ class Config:
     seed: int = 0
 
     # Resuming
-    resume_train: bool = False
+    resume_train: bool | Literal["auto"] = False  # auto: where the run has a checkpoint
     load_epoch: int | Literal["latest"] = "latest"
 
     # Starting from weights that were trained elsewhere
@@ -86,6 +86,8 @@ class Config:
     cuda_graph: bool = False  # GPUs: a step is captured once and replayed
     exchange: Literal["auto", "p2p", "staged", "swap"] = "auto"  # GPUs
     augment_on: Literal["trainer", "loader"] = "trainer"  # GPUs: which process runs the kernel
+    on_loss: Literal["stop", "restart", "shrink"] = "stop"  # when a process is killed or hangs
+    restarts: int = 3  # at most, of on_loss: restart or shrink
     wait_deadline: float = 120.0  # seconds that one process waits for another
 
     # Output

@@ -32,7 +32,10 @@ def load_config(description: str, standard: Path) -> tuple[Config, list[str]]:
     above = [configuration.read_yaml(words.spec)] if words.spec else []
     above.append(overrides)
     config, notices = configuration.resolve([configuration.read_yaml(words.config or standard), *above])
-    if overrides.values.get("resume_train") and not words.config:
+    if config.resume_train == "auto":
+        config = dataclasses.replace(config, resume_train=runfolder.has_checkpoint(config))
+        above.append(Layer(COMMAND_LINE, {"resume_train": config.resume_train}))
+    if above[-1].values.get("resume_train") and not words.config:
         config, notices = _as_it_was(config, notices, above)
     chosen = devices.normalise(config.devices)
     if chosen:
