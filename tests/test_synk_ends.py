@@ -46,7 +46,10 @@ def test_a_rank_killed_between_calls_is_named_by_the_next_and_by_every_one() -> 
             f(np.ones(6))
 
 
-@pytest.mark.parametrize(("what", "words"), [("die", "SIGKILL"), ("leave", "left with exit code 3")])
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("die", "SIGKILL"), pytest.param("leave", "left with exit code 3", marks=pytest.mark.slow)],
+)
 def test_a_rank_that_dies_while_it_computes(what: str, words: str) -> None:
     with team(2):
         f = act_function(1, what)
@@ -84,7 +87,7 @@ def test_a_rank_that_hangs_is_lost_after_the_deadline(tmp_path: Path) -> None:
         assert 4 <= time.monotonic() - begin < 20
 
 
-@pytest.mark.parametrize("rank", [0, 1, -1])
+@pytest.mark.parametrize("rank", [1, -1, pytest.param(0, marks=pytest.mark.slow)])
 def test_an_error_is_raised_as_its_own_type_and_the_team_goes_on(rank: int) -> None:
     with team(2):
         f, good = act_function(rank, "raise"), act_function(-1, "nothing")

@@ -174,3 +174,16 @@ def test_stored_rows_are_chosen_on_each_rank(
     assert largest_error(total, everything.sum(0)) < 1e-10
     assert largest_error(mean, everything.mean(0)) < 1e-10
     assert np.array_equal(synk.gather(case.stored, nd_up=0), case.x[:n_rows]), "the stored rows stay"
+
+
+@pytest.mark.parametrize("n_slices", [1, 3])
+def test_a_minibatch_goes_row_by_row_with_the_batch(functions: dict[str, Any], n_slices: int) -> None:
+    case = functions["float64"]
+    batch = np.array([5, 1, 22, 7, 7, 0, 11], np.uint8)
+    of_batch = synk.data(np.arange(9.0), minibatch=True)  # longer than the batch: its first rows count
+    rows = np.tanh(case.x[batch]) + np.arange(7.0)[:, None]
+    found = case.f(case.data[0], of_batch, case.data[2], batch=batch, num_slices=n_slices)
+    for mode, value in zip(FOLDS, found, strict=True):
+        assert largest_error(value, FOLDS[mode](rows)) <= BOUNDS["float64"], mode
+    whole = case.f(case.data[0], of_batch, case.data[2], batch=slice(2, 9))
+    assert largest_error(whole[5], np.tanh(case.x[2:9]) + np.arange(7.0)[:, None]) <= 1e-12

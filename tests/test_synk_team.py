@@ -33,6 +33,21 @@ def test_blas_has_its_share_of_the_cores_until_close() -> None:
     assert threads() == before
 
 
+def test_teams_one_after_the_other_cost_no_descriptors_and_values_stay() -> None:
+    x, s = pt.vector("x"), pytensor.shared(np.zeros(3), name="s")
+    numbers = []
+    for number in range(3):
+        with team(2):
+            f = synk.function([x], (x.sum(), "sum"), updates=[(s, s + 1)])
+            synk.distribute()
+            data = synk.data(np.arange(4.0))
+            assert f(data) == 6
+        assert s.get_value().tolist() == [number + 1] * 3
+        assert data[:].tolist() == data.data.tolist() == [0, 1, 2, 3]
+        numbers.append(len(os.listdir("/proc/self/fd")))
+    assert numbers[-1] <= numbers[0] + 1
+
+
 def test_profiles_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with team(3, profile_workers=True, master_rank=1):
@@ -90,6 +105,20 @@ def test_nothing_is_written_into_the_package() -> None:
         assert f(np.ones(4)) == 4
         assert files() == before
     assert files() == before
+
+
+def test_a_team_outlives_the_thread_that_made_it() -> None:
+    """The kernel ends a worker with the thread that started it: that is none of the user's."""
+    synk.close()
+    x = pt.vector("x")
+    with pytensor.config.change_flags(mode="FAST_COMPILE"):
+        maker = threading.Thread(target=synk.fork, args=(2,))
+        maker.start()
+        maker.join()
+        f = synk.function([x], (x.sum(), "sum"))
+        synk.distribute()
+        assert f(np.ones(5)) == 5
+    synk.close()
 
 
 def test_threads_of_the_user_take_turns() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import UserError
 from lockstep.flow import private
 from lockstep.flow.devices import Device, cpus
 from lockstep.flow.engine import Engine
@@ -21,6 +22,7 @@ class _Here(threading.local):
         self.outer: list[Device | None] = []
         self.last_node = -1
         self.phase: str | None = None
+        self.program: Any = None  # that this thread captures
 
 
 _here = _Here()
@@ -126,6 +128,25 @@ def user_line() -> str:
             return _lines[place]
         frame = frame.f_back
     return ""
+
+
+@contextlib.contextmanager
+def capturing(program: Any) -> Iterator[None]:
+    """What this thread records inside is the program's."""
+    if _here.program is not None:
+        raise UserError("a program can't be captured while another one is")
+    _here.program = program
+    try:
+        yield
+    finally:
+        _here.program = None
+
+
+def program_of(inputs: Sequence[Any]) -> Any:
+    """The one that this thread captures, or, on autograd's threads, the one that its inputs belong to."""
+    if _here.program is not None:
+        return _here.program
+    return next((array.memory.program for array in inputs if array.memory.program is not None), None)
 
 
 @contextlib.contextmanager

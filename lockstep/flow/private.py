@@ -1,18 +1,13 @@
 """All of torch that is used here and is not its public interface. Tried with torch 2.11, 2.12 and 2.13."""
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -27,14 +22,6 @@ below_dispatch = (
 )  # a context in which tensor subclasses are what they derive from
 current_node: Callable[[], Any] = torch._C._current_autograd_node  # None outside of a backward function
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of this thread
-
-# What can't be said before the values are there.
-DEPENDS_ON_VALUES = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-    NotImplementedError,
-)
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -85,7 +72,6 @@ class _Quiet(threading.local):
 
 
 _quiet = _Quiet()
-_fake_mode = FakeTensorMode()
 _fake_lock = threading.Lock()
 # It logs a shape that does not fit as an error of its own, before it raises it.
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _quiet.predicting)
@@ -97,10 +83,31 @@ def predicting() -> Iterator[None]:
     with _fake_lock:
         _quiet.predicting = True
         try:
-            with _fake_mode:
+            with _fake_mode():
                 yield
         finally:
             _quiet.predicting = False
+
+
+@functools.cache
+def _fake_mode() -> Any:
+    """Importing it takes longer than importing torch, and the engine by itself has no need of it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def depends_on_values(error: Exception) -> bool:
+    """Whether this is what predicting raises where shapes can't be said before the values are there."""
+    from torch._subclasses import fake_tensor
+
+    return isinstance(
+        error,
+        fake_tensor.DataDependentOutputException
+        | fake_tensor.DynamicOutputShapeException
+        | fake_tensor.UnsupportedOperatorException
+        | NotImplementedError,
+    )
 
 
 def torch_folder() -> str:

@@ -145,7 +145,7 @@ def recipe_for(
     """What the operation makes of arguments in which each Slot stands for a tensor of a layout.
 
     layouts: (size, stride, dtype, device) of each. key: equal for calls with equal recipes. Raises what
-    torch raises where shapes do not fit, and one of private.DEPENDS_ON_VALUES.
+    torch raises where shapes do not fit, and what private.depends_on_values knows.
     """
     recipe = _recipes.get(key)
     if recipe is None:

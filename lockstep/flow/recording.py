@@ -16,7 +16,6 @@ from lockstep.flow.arrays import (
     Storage,
     array,
     array_leaves,
-    from_tensor,
     need_arrays,
     need_values,
     run,
@@ -26,10 +25,10 @@ from lockstep.flow.instructions import Instruction, draw_seed
 from lockstep.flow.lanes import Operation
 from lockstep.flow.operands import Operands
 from lockstep.flow.recipes import Kind, Layout, Slot, fill, instead_of, kind_of, recipe_for
+from lockstep.flow.transfers import bring
 
 
 class _Here(threading.local):
-    program: Any = None  # that this thread captures
     everything = False  # whether Recording is on
 
 
@@ -80,14 +79,8 @@ def device(place: Device) -> Iterator[Device]:
 @contextmanager
 def capturing(program: Any) -> Iterator[None]:
     """Inside, this thread's operations become the program's and do not run."""
-    if _here.program is not None:
-        raise UserError("a program can't be captured while another one is")
-    _here.program = program
-    try:
-        with recording_everything():
-            yield
-    finally:
-        _here.program = None
+    with placement.capturing(program), recording_everything():
+        yield
 
 
 def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -118,9 +111,10 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _ordinary(kind: Kind, written: list[Any], run_now: Callable[[], Any]) -> Any:
     """Runs at once; a program that is captured would do it now and never again."""
-    if written and _here.program is not None:
+    program = placement.program_of(())
+    if written and program is not None:
         what = f"{kind.name} writes an ordinary tensor of shape {tuple(written[0].shape)}"
-        _here.program.refuse(what, "make it an array before the capture")
+        program.refuse(what, "make it an array before the capture")
     return run_now()
 
 
@@ -168,7 +162,9 @@ def _plan(step: Instruction, kind: Kind, operands: Operands, written: list[Array
     key = (step.function, step.device.torch_device, *operands.key)
     try:
         recipe = recipe_for(key, step.function, operands.template, operands.keywords, layouts)
-    except private.DEPENDS_ON_VALUES:
+    except Exception as error:
+        if not private.depends_on_values(error):
+            raise
         return _run_now(step, operands, inputs, written)
     step.recipe = recipe
     if kind.overwriting and step.views[0] is None:
@@ -218,7 +214,7 @@ def _new(
     step: Instruction, layout: Layout | None, inputs: Sequence[Array], size: Any = None, dtype: Any = None
 ) -> Array:
     """An array without a value. layout: None for a sparse tensor, of a size and dtype."""
-    storage = Storage(step.device, layout, program=_program(inputs))
+    storage = Storage(step.device, layout, program=placement.program_of(inputs))
     if layout is None:
         return Array(storage, size, None, 0, dtype)
     return Array(storage, layout[0], layout[1], 0, layout[2])
@@ -228,7 +224,7 @@ def _run_now(step: Instruction, operands: Operands, inputs: list[Array], written
     """What comes out depends on values: it runs, is waited for, and then the program goes on."""
     if not operands.arrays:
         return operands.run(step.function)
-    program = _program(inputs)
+    program = placement.program_of(inputs)
     if program is not None:
         program.refuse(f"{step.name} depends on values", "control flow, .item() and shapes must not")
     need_values(step.name)
@@ -246,58 +242,16 @@ def _with_value(step: Instruction, value: Any) -> Any:
     return made
 
 
-def _program(inputs: Sequence[Array]) -> Any:
-    """The one that this thread captures, or, on autograd's threads, the one that its inputs belong to."""
-    if _here.program is not None:
-        return _here.program
-    return next((array.memory.program for array in inputs if array.memory.program is not None), None)
-
-
 def submit(
     step: Instruction, inputs: Sequence[Array], written: Sequence[Array], made: Sequence[Array]
 ) -> Any:
     """To the program that is captured, or to the engine."""
     memories = ([a.memory for a in inputs], [a.memory for a in written], [a.memory for a in made])
-    program = _program(inputs)
+    program = placement.program_of(inputs)
     if program is None:
         return run(step, *memories)
     program.see(inputs)
     return program.add(step, *memories)
-
-
-def bring(tensor: torch.Tensor, device: Device) -> Array:
-    """The array, or its copy in the device's memory, one for each version. Ordinary tensors are copied."""
-    if type(tensor) is not Array:
-        return from_tensor(tensor, device)
-    source = tensor.memory
-    if source.device.memory == device.memory:
-        return tensor
-    program = _program([tensor])
-    copies, version = (source.copies, source.version) if program is None else program.copies_of(source)
-    known = copies.get(device.memory)
-    if known is None or known[0] != version:
-        known = copies[device.memory] = version, _copy(source, device, program)
-    copy = known[1].memory
-    if source.cell.layout is None:
-        return known[1]
-    return Array(copy, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
-
-
-def _copy(source: Storage, device: Device, program: Any) -> Array:
-    """Of all of a memory."""
-    layout = source.cell.layout
-    target = Storage(device, layout, source.name, program)
-    step = Instruction("copy", partial(_move, source.device, device), device, "communication")
-    step.template, step.views = [Slot(0)], [None]
-    step.line, step.phase = placement.user_line(), "copy"
-    memories: tuple[Any, ...] = ([source], [], [target])
-    _ = run(step, *memories) if program is None else program.add(step, *memories)
-    size, stride, dtype = layout or (torch.Size(()), None, torch.float32)
-    return Array(target, size, stride, 0, dtype)
-
-
-def _move(source: Device, target: Device, value: torch.Tensor) -> torch.Tensor:
-    return target.put(value if "host" in (source.memory, target.memory) else source.fetch(value))
 
 
 def record_call(

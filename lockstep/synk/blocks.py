@@ -57,6 +57,11 @@ class Blocks:
         if block is not None:
             block.close()
 
+    def close(self) -> None:
+        """Lets go of all; arrays on them stay what they are."""
+        for number in list(self._open):
+            self.drop(number)
+
     def array(self, span: Span) -> np.ndarray:
         """The array there, not a copy."""
         return self[span.block].array(span.dtype, span.shape, span.offset)

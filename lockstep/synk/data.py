@@ -117,7 +117,7 @@ class Data:
     @property
     def data(self) -> np.ndarray:
         """The array itself; a multiprocessing child that gets it has the same memory."""
-        if self._number is None:
+        if self._number is None or self._team.closed:
             return self._array
         return _on_block(self._team.here.blocks[self._number], self._dtype.str, self.shape)
 

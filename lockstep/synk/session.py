@@ -5,7 +5,6 @@ import operator
 import os
 from collections.abc import Sequence
 
-from lockstep.backends.devices import count_cores, normalise, on_gpus
 from lockstep.errors import UserError
 from lockstep.synk.team import Team
 
@@ -45,7 +44,7 @@ def fork(
         raise ValueError(f"fork(): master_rank={master_rank} is none of the {size} ranks")
     if wait_deadline <= 0:
         raise ValueError(f"fork(): wait_deadline={wait_deadline} is no time")
-    n_threads = max(1, count_cores() // size) if threads is None else operator.index(threads)
+    n_threads = max(1, _count_cores() // size) if threads is None else operator.index(threads)
     if n_threads < 1:
         raise ValueError(f"fork(): threads={threads}: a rank has one or more")
     _Session.team = Team(size, master_rank, n_threads, profile_workers, wait_deadline)
@@ -82,7 +81,7 @@ def _choose_size(n_parallel: int | None, devices: Sequence[str] | None) -> int:
             raise ValueError(f"LOCKSTEP_SYNK_PARALLEL={given!r}: it is the number of ranks")
         n_parallel = int(given)
     if n_parallel is None:
-        n_parallel = len(devices) if devices else count_cores()
+        n_parallel = len(devices) if devices else _count_cores()
     size = operator.index(n_parallel)
     if size < 1:
         raise ValueError(f"fork(): {size} ranks: there is one or more")
@@ -91,9 +90,18 @@ def _choose_size(n_parallel: int | None, devices: Sequence[str] | None) -> int:
     return size
 
 
+def _count_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
 def _refuse_gpus(use_gpu: bool | None, devices: Sequence[str] | None) -> None:
-    names = normalise(tuple(devices)) if devices else ()
-    if use_gpu or on_gpus(names):
+    on_gpu = False
+    if devices:
+        from lockstep.backends.devices import normalise, on_gpus  # now: it brings much that workers need not
+
+        on_gpu = on_gpus(normalise(tuple(devices)))
+    if use_gpu or on_gpu:
         raise UserError(
             "fork(): there are no ranks on GPUs: PyTensor has no code for GPUs any more, and torch callables "
             "run on CPU ranks; leave use_gpu and devices out, or train on GPUs with train.py"

@@ -138,6 +138,7 @@ class Team:
                 worker.pipe.send(Close())
         for worker in self.workers:
             _end(worker, 0 if self._lost else LEAVE_SECONDS)
+        self.here.blocks.close()
         self.threads.restore()
 
     def _ask(self, command: Run, own_first: bool) -> list[list[Any]]:
@@ -279,6 +280,8 @@ def _advance(own: Any, decision: Any) -> _Turn:
 def _end(worker: Worker, seconds: float) -> None:
     """Waits so long for its process to leave, then kills it."""
     worker.pipe.close()
+    if worker.board is not None:
+        worker.board.close()
     if worker.describe_end(seconds) and worker.process.poll() is None:
         worker.process.kill()
         worker.process.wait()
