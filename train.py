@@ -38,6 +38,7 @@ from lockstep.data.dataset import Dataset, check_content, open_dataset
 from lockstep.errors import UserError
 from lockstep.files import write_text
 from lockstep.launch import commandline, recovery, scalars
+from lockstep.launch.announcing import announce
 from lockstep.launch.console import Console, show
 from lockstep.launch.models import check_model
 from lockstep.launch.processes import Ending, Processes
@@ -117,22 +118,6 @@ def try_once(
         ending = processes.watch(on_message)
     console.log("ended", dataclasses.asdict(ending))
     return ending, console
-
-
-def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Config, orders: Orders) -> None:
-    console.say(
-        f"{len(dataset.train):,} training and {len(dataset.val):,} validation images, "
-        f"{dataset.n_classes} classes; {len(config.devices)} trainer(s) on {', '.join(config.devices)}"
-    )
-    for notice in run.notices:
-        console.say(f"note: {notice}")
-    if run.start:
-        state = run.start.state
-        console.say(f"going on from {run.start.path} (epoch {state.epoch}, {state.position} images in)")
-        before = state.config.get("minibatch") or state.n_trainers * state.config["batch_size"]
-        if before != orders.minibatch_size:
-            console.say("note: minibatches have another size than before; no image is lost or seen twice")
-        console.log("resumed", {"checkpoint": str(run.start.path)})
 
 
 def start_processes(processes: Processes, config: Config, run: runfolder.Run, worlds: list[World]) -> None:

@@ -84,9 +84,8 @@ class Trainer:
         self.transport, reason = self.backend.open_transport(way, arena.block, arena.flat, group)
         self.transport.clock = self.recorder.stopwatch.enter
         self.teller.notice(beginning.notice, f"exchange: {self.transport.name}: {reason}" if reason else "")
-        self.rule = make_rule(
-            self.config, self.program, self.transport, self.backend.memory, beginning.of_rule
-        )
+        exchanging = self.program, self.transport, self.backend.memory
+        self.rule = make_rule(self.config, *exchanging, beginning.of_rule)
         self.orders = Orders(self.config, self.world, len(self.dataset.train), len(self.dataset.val))
         wanted = orders or self.orders.since(self.epoch, self.position)
         loading = self.backend, self.config, self.dataset, self.program
@@ -139,11 +138,13 @@ class Trainer:
         self.rule.update(self.program.optimizer, meeting if due else None)
         self.recorder.stopwatch.leave()
         self.recorder.n_steps += 1
+        self.recorder.n_meetings += due
         self.position = order.stop
         self.teller.tick(order, n_steps)
         stops, sums = zip(*(meeting.all_payloads or [payload]), strict=True)
         if printing:
-            self.teller.report(order, n_steps, self.program.optimizer.learning_rate, list(sums))
+            rate, n_bytes = self.program.optimizer.learning_rate, self.rule.bytes_per_meeting()
+            self.teller.report(order, n_steps, rate, list(sums), n_bytes)
         return due and any(stops)
 
     def _forward_backward(self) -> Order:

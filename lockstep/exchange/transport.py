@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lockstep.comm.group import Group
+from lockstep.errors import UserError
 from lockstep.exchange import ALIGNMENT, OPS, Op, Span, shard
 from lockstep.memory import Block
 
@@ -135,17 +136,23 @@ class Transport(ABC):
         for row in rows[:rank] + rows[rank + 1 :]:
             self.work(row)
 
-    @abstractmethod
     def another(self, block: Block, flat: "torch.Tensor") -> "Transport":
-        """The same way to reach other blocks; all ranks call it at once. flat: all of this rank's, (n,)."""
+        """The same way to reach other blocks; all ranks call it at once. flat: all of this rank's, (n,).
 
-    @abstractmethod
+        This and the next two are for `update`. Raises UserError where a transport can't.
+        """
+        raise self._only_whole_blocks()
+
     def fold(self, span: Span, op: Op) -> None:
         """Between barriers: a span of this rank's shard, in its own block, becomes the fold of all."""
+        raise self._only_whole_blocks()
 
-    @abstractmethod
     def spread(self, span: Span) -> None:
         """Between barriers: a span of this rank's shard goes where the other ranks get it by `settle`."""
+        raise self._only_whole_blocks()
+
+    def _only_whole_blocks(self) -> UserError:
+        return UserError(f"exchange: {self.name} has collectives only: set rule: weights or local")
 
     def worked(self) -> None:  # noqa: B027 (hosts do at once what they are asked)
         """Before the second barrier: this rank's part is done, as far as it was asked of its device."""

@@ -86,8 +86,8 @@ extern "C" __global__ void fold_prod(
 // The sum of neighbours, then of neighbouring sums, and so on: a tree.
 __device__ inline float pairwise(const Arrays &from, int n_from, unsigned long long i)
 {
-    float sums[MOST_ARRAYS];
-    for (int rank = 0; rank < n_from; rank++)
+    float sums[MOST_ARRAYS] = {from.of[0][i]};
+    for (int rank = 1; rank < n_from; rank++)
         sums[rank] = from.of[rank][i];
     for (int width = 1; width < n_from; width *= 2)
         for (int left = 0; left + width < n_from; left += 2 * width)

@@ -96,7 +96,10 @@ class StreamStopwatch(Stopwatch):
 
 
 class Recorder:
-    """Seconds by phase, and sums of loss and errors that stay on the device until they are read."""
+    """Seconds by phase, and sums of loss and errors that stay on the device until they are read.
+
+    n_steps, n_meetings: since the last reset, for who counts them.
+    """
 
     def __init__(self, device: torch.device, stopwatch: Stopwatch) -> None:
         self.stopwatch = stopwatch
@@ -105,7 +108,7 @@ class Recorder:
 
     def reset(self) -> None:
         self.stopwatch.reset()
-        self.n_steps = 0
+        self.n_steps = self.n_meetings = 0
         self._sums.zero_()  # in place: a captured step adds to this very tensor
 
     def add(self, loss_sum: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
