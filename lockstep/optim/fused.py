@@ -19,7 +19,7 @@ class Fused:
         self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = defaultdict(dict)
 
     def step(self) -> None:
-        """One update of all parameters, each of which has a gradient. Never waits for the device."""
+        """One update of all parameters that have gradients. Never waits for the device."""
         raise NotImplementedError
 
     def zero_grad(self) -> None:
@@ -28,8 +28,14 @@ class Fused:
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def _states(self, group: dict[str, Any], kind: str) -> list[torch.Tensor]:
-        return [self.state[parameter][kind] for parameter in group["params"]]
+    def _states(self, parameters: list[torch.Tensor], kind: str) -> list[torch.Tensor]:
+        return [self.state[parameter][kind] for parameter in parameters]
+
+
+def _trained(group: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Parameters that have gradients, and these."""
+    trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+    return trained, [parameter.grad for parameter in trained]
 
 
 class FusedSGD(Fused):
@@ -45,13 +51,11 @@ class FusedSGD(Fused):
 
     @torch.no_grad()
     def _step(self, group: dict[str, Any], weight_decay: float) -> None:
-        momenta: list[torch.Tensor | None] = []
-        if self._momentum:
-            momenta += self._states(group, "momentum_buffer")
+        trained, gradients = _trained(group)
         sgd(
-            group["params"],
-            [parameter.grad for parameter in group["params"]],
-            momenta,
+            trained,
+            list(gradients),
+            list(self._states(trained, "momentum_buffer") if self._momentum else []),
             fused=True,
             weight_decay=weight_decay,
             momentum=self._momentum,
@@ -76,9 +80,9 @@ class FusedLARS(FusedSGD):
     def step(self) -> None:
         for group in self.param_groups:
             given = group.get("norms")
-            for parameter in group["params"]:
+            for parameter, gradient in zip(*_trained(group), strict=True):
                 norms = given.get(parameter) if given is not None else _norms(parameter)
-                _scale(parameter.grad, parameter.detach(), group["weight_decay"], self._trust, norms)
+                _scale(gradient, parameter.detach(), group["weight_decay"], self._trust, norms)
             self._step(group, 0.0)
 
 
@@ -114,13 +118,14 @@ class FusedAdamW(Fused):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            steps = self._states(group, "step")
+            trained, gradients = _trained(group)
+            steps = self._states(trained, "step")
             torch._foreach_add_(steps, 1)
             torch._fused_adamw_(
-                group["params"],
-                [parameter.grad for parameter in group["params"]],
-                self._states(group, "exp_avg"),
-                self._states(group, "exp_avg_sq"),
+                trained,
+                gradients,
+                self._states(trained, "exp_avg"),
+                self._states(trained, "exp_avg_sq"),
                 [],
                 steps,
                 amsgrad=False,
