@@ -77,15 +77,14 @@ class Trainer:
         self.dataset = subtracting(self.dataset, self.program.mean)
         self.recorder = Recorder(self.program.device, self.backend.stopwatch())
         self.teller = Teller(control, self.world, self.config, self.recorder)
-        beginning = begin(plan, self.program, board.say)
-        self.epoch, self.position, self.val_record = beginning.epoch, beginning.position, beginning.val_record
+        begun = begin(plan, self.program, board.say)
+        self.epoch, self.position, self.val_record = begun.epoch, begun.position, begun.val_record
         self.board.say("opening the arenas of the others")
         arena, way = self.program.arena, self.config.exchange
         self.transport, reason = self.backend.open_transport(way, arena.block, arena.flat, group)
         self.transport.clock = self.recorder.stopwatch.enter
-        self.teller.notice(beginning.notice, f"exchange: {self.transport.name}: {reason}" if reason else "")
-        exchanging = self.program, self.transport, self.backend.memory
-        self.rule = make_rule(self.config, *exchanging, beginning.of_rule)
+        self.teller.notice(begun.notice, f"exchange: {self.transport.name}: {reason}" if reason else "")
+        self.rule = make_rule(self.config, self.program, self.transport, self.backend.memory, begun.of_rule)
         self.orders = Orders(self.config, self.world, len(self.dataset.train), len(self.dataset.val))
         wanted = orders or self.orders.since(self.epoch, self.position)
         loading = self.backend, self.config, self.dataset, self.program
@@ -95,8 +94,7 @@ class Trainer:
         """Trains and validates epoch by epoch. Returns True when the launcher's Stop ended it early."""
         check_replicas(self.group, self.program.arena, "the start")
         self.teller.tell(Started())
-        image_shape = self.dataset.image_shape
-        self.teller.notice(*notices_of(self.config, image_shape, self.program, self.rule))
+        self.teller.notice(*notices_of(self.config, self.dataset.image_shape, self.program, self.rule))
         stopped = False
         while self.epoch <= self.config.n_epochs and not stopped:
             stopped = self.train_epoch() or self.validate()
@@ -130,21 +128,19 @@ class Trainer:
     def train_step(self, n_steps: int) -> bool:
         """One step: load, forward and backward, update and exchange. Returns whether all are to stop."""
         order = self._forward_backward()
-        due = self.rule.is_due(order, len(self.dataset.train))
-        printing = self.teller.is_due(order, n_steps, len(self.dataset.train), due)
+        due = self.rule.is_due(order, n_samples := len(self.dataset.train))
+        printing = self.teller.is_due(order, n_steps, n_samples, due)
         payload = self.control.poll(), self.recorder.sums() if printing else None  # control brings Stop only
         self.rule.end_backward()
         meeting = Meeting(self.group, str(order), payload, self.board.say)
         self.rule.update(self.program.optimizer, meeting if due else None)
         self.recorder.stopwatch.leave()
-        self.recorder.n_steps += 1
-        self.recorder.n_meetings += due
+        self.recorder.count_step(self.rule.bytes_per_meeting() if due else 0)
         self.position = order.stop
         self.teller.tick(order, n_steps)
         stops, sums = zip(*(meeting.all_payloads or [payload]), strict=True)
         if printing:
-            rate, n_bytes = self.program.optimizer.learning_rate, self.rule.bytes_per_meeting()
-            self.teller.report(order, n_steps, rate, list(sums), n_bytes)
+            self.teller.report(order, n_steps, self.program.optimizer.learning_rate, list(sums))
         return due and any(stops)
 
     def _forward_backward(self) -> Order:
