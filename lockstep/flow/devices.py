@@ -159,8 +159,8 @@ def cuda(number: int, workers: int = 1) -> Cuda:
 def share_one_heap() -> None:
     """Has threads that begin from now on allocate from the main thread's heap (mallopt(3), M_ARENA_MAX).
 
-    The C library gives threads heaps of their own, from which large pieces go back to the system whenever they
-    are freed: a worker would get new pages, which have to be cleared, for each result.
+    The C library gives threads heaps of their own, from which large pieces go back to the system whenever
+    they are freed: a worker would get new pages, which have to be cleared, for each result.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none, nor such heaps
     if mallopt is not None:
