@@ -112,7 +112,7 @@ class Cuda(Device):
         self._memory.context.push()
         stack.callback(self._memory.context.pop)
         self._here.stream = self._memory.driver.Stream()
-        if self.torch_device.type == "cuda":
+        if machine.on_gpus([self.torch_device]):
             external: Any = torch.cuda.ExternalStream(self._here.stream.handle, self.torch_device)  # type: ignore[no-untyped-call]
             stack.enter_context(torch.cuda.stream(external))
 

@@ -11,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lockstep.backends.devices import on_gpus
+
 __all__ = ["DispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 without_modes = _disable_current_modes  # a context in which ordinary tensors are just that
@@ -60,7 +62,7 @@ def in_backward() -> bool:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
+    if on_gpus([device]):
         return torch.cuda.default_generators[device.index or 0]
     return torch.default_generator
 
