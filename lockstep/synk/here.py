@@ -8,6 +8,8 @@ from lockstep.synk.blocks import Blocks
 from lockstep.synk.commands import Meeting, Step
 
 if TYPE_CHECKING:
+    from lockstep.comm.group import Group
+    from lockstep.synk.gpu import Gpu
     from lockstep.synk.programs import Program
     from lockstep.synk.shareds import Shared
 
@@ -21,6 +23,8 @@ class Here:
         self.shareds: dict[int, Shared] = {}
         self.programs: dict[int, Program] = {}
         self._board = board
+        self.group: Group | None = None  # pipes to all other ranks, where ranks are on GPUs
+        self.gpu: Gpu | None = None
 
     @property
     def is_caller(self) -> bool:

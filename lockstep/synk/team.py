@@ -8,8 +8,10 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
 
+from lockstep.comm.group import Group, World
 from lockstep.errors import PeerProblem, UserError
 from lockstep.memory.host import HostMemory
 from lockstep.synk.commands import (
@@ -17,6 +19,7 @@ from lockstep.synk.commands import (
     Answer,
     Arrived,
     Close,
+    Connect,
     Drop,
     Go,
     Message,
@@ -31,7 +34,7 @@ from lockstep.synk.interrupts import RankLost, whole
 from lockstep.synk.malloc import keep_freed_memory
 from lockstep.synk.shareds import Known
 from lockstep.synk.threads import Threads
-from lockstep.synk.workers import LEAVE_SECONDS, Worker, greet, start_worker
+from lockstep.synk.workers import LEAVE_SECONDS, Worker, connect_all, greet, start_worker
 
 if TYPE_CHECKING:
     from lockstep.synk.functions import Function, RowNumbers
@@ -52,7 +55,15 @@ class _Turn:
 class Team:
     """All ranks. One thread at a time has it perform something."""
 
-    def __init__(self, size: int, caller: int, threads: int, profile: bool, deadline: float) -> None:
+    def __init__(
+        self,
+        size: int,
+        caller: int,
+        threads: int,
+        profile: bool,
+        deadline: float,
+        devices: tuple[str, ...] = (),
+    ) -> None:
         self.size, self.rank, self.here = size, caller, Here(caller, size, caller)
         self.known = Known(self)
         self.functions: list[Function] = []
@@ -76,9 +87,25 @@ class Team:
             for worker in self.workers:
                 with self._watching(worker):
                     greet(worker)
+            if devices:
+                self._take(devices, deadline)
         except BaseException:
             self.close()
             raise
+
+    def _take(self, devices: tuple[str, ...], deadline: float) -> None:
+        """Pipes between all ranks, and each rank's GPU."""
+        from lockstep.synk.gpu import UseGpus  # torch and PyCUDA come with it
+
+        ends = connect_all(self.size)
+        for worker in self.workers:
+            worker.pipe.send(Connect(deadline))
+            for _, end in sorted(ends[worker.rank].items()):
+                with end:
+                    worker.pipe.send_descriptor(end.fileno())
+        own = {rank: Connection(end.detach()) for rank, end in ends[self.rank].items()}
+        self.here.group = Group.connected(World.on_one_host(self.size)[self.rank], own, deadline)
+        self.ask("taking its GPU", UseGpus(devices))
 
     def check(self) -> None:
         """Raises RuntimeError after close(), RankLost when a rank is lost."""
@@ -132,6 +159,8 @@ class Team:
         """Ends the workers; harmless when called twice."""
         if self.closed or self._pid != os.getpid():
             return
+        if self.here.gpu is not None and self._lost is None:
+            self._leave_gpus()
         self.closed = True
         for worker in self.workers:
             with suppress(PeerProblem):
@@ -140,6 +169,12 @@ class Team:
             _end(worker, 0 if self._lost else LEAVE_SECONDS)
         self.here.blocks.close()
         self.threads.restore()
+
+    def _leave_gpus(self) -> None:
+        from lockstep.synk.gpu import LeaveGpus
+
+        with suppress(RankLost):  # then there is nobody to wait for
+            self.ask("leaving its GPU", LeaveGpus())
 
     def _ask(self, command: Run, own_first: bool) -> list[list[Any]]:
         own = perform(self.here, command.steps)

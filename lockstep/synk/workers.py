@@ -107,6 +107,15 @@ def greet(worker: Worker) -> None:
     worker.board = StatusBoard.receive(worker.pipe)
 
 
+def connect_all(size: int) -> list[dict[int, socket.socket]]:
+    """A pair of sockets between any two ranks; by rank, by the other rank."""
+    ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+    for rank in range(size):
+        for other in range(rank):
+            ends[rank][other], ends[other][rank] = socket.socketpair()
+    return ends
+
+
 def _spawn(rank: int, threads: int, deadline: float) -> Worker:
     ours, theirs = socket.socketpair()
     environment = dict(os.environ)
