@@ -1,6 +1,6 @@
 """Ranks on GPUs, for torch callables, on the simulated driver: modes, training, collectives, refusals.
 
-torch computes on the host there; what is tested is all else: memory, copies and their order, collectives, the end.
+torch computes on the host there; what is tested is all else: memory, copies, their order, the end.
 """
 
 import subprocess

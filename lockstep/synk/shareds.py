@@ -97,7 +97,7 @@ class Shared(ABC):
         return
 
     def all_reduce_on_gpu(self, op: Op, weight: float | None) -> None:
-        """Folds all ranks' values where they are. weight: this rank's share of a mean; None for equal ones."""
+        """Folds all ranks' values where they are. weight: this rank's share of a mean; None: equal ones."""
         raise TypeError(f"{self.name} has no fixed place on its GPU: all_reduce takes vectors of modules")
 
     def settle(self, here: "Here") -> tuple[int, ...]:

@@ -127,3 +127,13 @@ def _spawn(rank: int, threads: int, deadline: float) -> Worker:
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
         )
     return Worker(rank, process, Pipe(Connection(ours.detach()), f"rank {rank}", deadline))
+
+
+def end_worker(worker: Worker, seconds: float) -> None:
+    """Waits so long for its process to leave, then kills it."""
+    worker.pipe.close()
+    if worker.board is not None:
+        worker.board.close()
+    if worker.describe_end(seconds) and worker.process.poll() is None:
+        worker.process.kill()
+        worker.process.wait()

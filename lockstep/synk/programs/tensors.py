@@ -230,7 +230,7 @@ def _check_params(name: str, params: list[torch.Tensor], here: Any) -> list[torc
     for param in params:
         if param.device.type != "cpu" or param.layout != torch.strided:
             raise TypeError(
-                f"share(): {name} is on {param.device}: ranks compute on CPUs, with dense tensors"
+                f"share(): {name} is on {param.device}: give dense tensors on the CPU; they are moved"
             )
     dtypes = {param.dtype for param in params}
     if len(dtypes) != 1 or dtypes == {torch.bfloat16}:
