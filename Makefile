@@ -39,7 +39,7 @@ train: .venv/.installed $(DIGITS)
 	$(BIN)/python train.py report=true $(ARGS)
 
 # Most of a test is starting processes and waiting for them: side by side on up to four cores.
-PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 test: .venv/.installed-test
 	$(PYTEST) -m 'not slow' $(ARGS)
 

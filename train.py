@@ -41,6 +41,7 @@ from lockstep.launch.console import Console, show
 from lockstep.launch.models import check_model
 from lockstep.launch.processes import Processes
 from lockstep.launch.reporting import write_report
+from lockstep.loading.orders import Orders
 from lockstep.runs import folder as runfolder
 from lockstep.runs import versions
 from lockstep.runs.plan import Plan
@@ -74,9 +75,11 @@ def main(interrupts: Interrupts) -> int:
 def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Interrupts) -> int:
     """Runs all processes to their end and says how it went. Returns the exit code."""
     text = configuration.to_yaml(config)
-    console = Console(run.folder, config, len(dataset.train))
+    worlds = World.on_one_host(len(config.devices))
+    orders = Orders(config, worlds[0], len(dataset.train), len(dataset.val))
+    console = Console(run.folder, config, orders.n_steps("train"))
     console.say(f"# the resolved configuration, kept in {run.folder}/config.yaml\n{text}")
-    announce(console, dataset, run, config)
+    announce(console, dataset, run, config, orders)
     machine = {"cores": devices.count_cores(), **devices.describe(config.devices)}
 
     saved = run.folder / "config.yaml"
@@ -90,8 +93,8 @@ def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Inte
             console.take(message)
 
     with Processes(config.wait_deadline, interrupts) as processes:
-        start_processes(processes, config, run)
-        made_with = {"versions": versions.of_packages(config.devices), "machine": machine}
+        start_processes(processes, config, run, worlds)
+        made_with = {"versions": versions.of_packages(), "machine": machine}
         console.log("started", {**processes.pids(), **made_with})
         console.say("starting: " + ", ".join(processes.pids()))
         ending = processes.watch(on_message)
@@ -101,7 +104,7 @@ def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Inte
     return ending.code
 
 
-def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Config) -> None:
+def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Config, orders: Orders) -> None:
     console.say(
         f"{len(dataset.train):,} training and {len(dataset.val):,} validation images, "
         f"{dataset.n_classes} classes; {len(config.devices)} trainer(s) on {', '.join(config.devices)}"
@@ -111,16 +114,15 @@ def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Con
     if run.start:
         state = run.start.state
         console.say(f"going on from {run.start.path} (epoch {state.epoch}, {state.position} images in)")
-        if state.n_trainers * state.config["batch_size"] != len(config.devices) * config.batch_size:
+        if state.n_trainers * state.config["batch_size"] != orders.minibatch_size:
             console.say("note: minibatches have another size than before; no image is lost or seen twice")
         console.log("resumed", {"checkpoint": str(run.start.path)})
 
 
-def start_processes(processes: Processes, config: Config, run: runfolder.Run) -> None:
+def start_processes(processes: Processes, config: Config, run: runfolder.Run, worlds: list[World]) -> None:
     """Starts a trainer and, with para_load, a loader per device, with a pipe between all that talk."""
     devices.number_gpus_by_place()
     plan = Plan(config, run.folder, run.start.path if run.start else None)
-    worlds = World.on_one_host(len(config.devices))
     peers: list[dict[int, Connection]] = [{} for _ in worlds]
     for rank in range(len(worlds)):
         for other in range(rank):

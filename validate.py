@@ -1,11 +1,14 @@
-"""Says how good a trained network is: top-1 and top-5 error and cost over all validation images, each once.
+"""Says how good a trained network is: top-1 and top-5 error and loss over all validation images, each once.
 
     python validate.py runs/try1                              its newest checkpoint, on its own dataset
     python validate.py runs/try1 --epoch 12 --ten-crops       the checkpoint of an epoch, ten views an image
     python validate.py runs/try1 data_folder=data/other devices='[cuda:0, cuda:1]' batch_size=256
 
 key=value overrides the run's configuration. The result does not depend on devices or batch size, but for
-rounding. Exit codes are those of train.py.
+rounding.
+
+Exit code: 0 it is measured; 2 something given was wrong; 130 Ctrl-C, 143 SIGTERM; 1 anything else, and the
+last line says who failed, how, and at what.
 """
 
 from lockstep.interrupts import Interrupts
@@ -24,11 +27,11 @@ from tqdm import tqdm
 from lockstep import config as configuration
 from lockstep.backends import devices
 from lockstep.comm.group import World
-from lockstep.comm.messages import Judged
+from lockstep.comm.messages import Predictions
 from lockstep.config import Config
 from lockstep.data.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
-from lockstep.evaluate.validation import Verdict
+from lockstep.evaluate.evaluation import Evaluation
 from lockstep.launch.console import show
 from lockstep.launch.processes import Ending, Processes
 from lockstep.loading.reader import N_VIEWS
@@ -45,11 +48,11 @@ def main(interrupts: Interrupts) -> int:
         config, checkpoint = open_checkpoint(words.run, words.epoch, words.overrides)
         dataset = open_dataset(config)
         n_views = N_VIEWS if words.ten_crops else 1
-        verdict, ending = judge(config, checkpoint, len(dataset.val), n_views, interrupts)
+        evaluation, ending = evaluate(config, checkpoint, len(dataset.val), n_views, interrupts)
         if ending.code:
             show(f"{ending.traceback}lockstep: {ending.message or 'stopped as asked'}", "stderr")
             return ending.code
-        report(verdict, checkpoint, config, dataset, n_views)
+        report(evaluation, checkpoint, config, dataset, n_views)
         return 0
     except UserError as error:
         show(f"lockstep: {error}", "stderr")
@@ -90,11 +93,11 @@ def open_checkpoint(folder: Path, epoch: int | None, overrides: list[str]) -> tu
     return dataclasses.replace(config, devices=chosen), checkpoint
 
 
-def judge(
+def evaluate(
     config: Config, checkpoint: Checkpoint, n_images: int, n_views: int, interrupts: Interrupts
-) -> tuple[Verdict, Ending]:
+) -> tuple[Evaluation, Ending]:
     """Runs a trainer process per device over the validation images."""
-    verdict = Verdict(n_images)
+    evaluation = Evaluation(n_images)
     plan = Plan(config, checkpoint.path.parent.parent, checkpoint.path)
     with (
         tqdm(total=n_images, unit=" images", disable=None, leave=False) as bar,
@@ -102,29 +105,31 @@ def judge(
     ):
 
         def on_message(message: object) -> None:
-            if isinstance(message, Judged):
-                verdict.take(message)
+            if isinstance(message, Predictions):
+                evaluation.take(message)
                 bar.update(len(message.labels))
 
         for world in World.on_one_host(len(config.devices)):
             arguments = (plan, world, n_views)
             name, speaks = f"trainer {world.rank}", world.rank == 0
-            processes.start(name, "lockstep.evaluate.validation:run_validator", arguments, speaks)
+            processes.start(name, "lockstep.evaluate.evaluation:run_validator", arguments, speaks)
         ending = processes.watch(on_message)
-    return verdict, ending
+    return evaluation, ending
 
 
-def report(verdict: Verdict, checkpoint: Checkpoint, config: Config, dataset: Dataset, n_views: int) -> None:
+def report(
+    evaluation: Evaluation, checkpoint: Checkpoint, config: Config, dataset: Dataset, n_views: int
+) -> None:
     """Prints the result, and the classes that are most often taken for others."""
-    found = verdict.summary()
+    found = evaluation.summary()
     views = "the middle of each" if n_views == 1 else f"{n_views} views of each"
     show(
         f"{checkpoint.path}: error {found['error_top1']:.2%} top-1, {found['error_top5']:.2%} top-5, "
-        f"cost {found['loss']:.4f} on {len(dataset.val):,} images of {config.data_folder} ({views})",
+        f"loss {found['loss']:.4f} on {len(dataset.val):,} images of {config.data_folder} ({views})",
         "stdout",
     )
     names = dataset.class_names
-    worst = verdict.worst(N_WORST)
+    worst = evaluation.worst(N_WORST)
     if worst:
         show("classes with the largest error, and what they are most often taken for:", "stdout")
     for each in worst:

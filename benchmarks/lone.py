@@ -10,7 +10,7 @@ from lockstep.comm.messages import Order
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.data.dataset import open_dataset
-from lockstep.data.order import minibatches
+from lockstep.data.sampling import minibatches
 from lockstep.launch.processes import Processes
 from lockstep.launch.ranks import DEADLINE
 from lockstep.launch.status import StatusBoard

@@ -226,10 +226,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Every test's own limit (pytest-timeout's) grows with the others."""
-    for item in items if config.pluginmanager.hasplugin("timeout") else ():
+    if not config.pluginmanager.hasplugin("timeout"):
+        return
+    usual = config.getoption("timeout") or float(config.getini("timeout"))
+    for item in items:
         mark = item.get_closest_marker("timeout")
-        seconds = mark.args[0] if mark else float(config.getini("timeout"))
-        item.add_marker(pytest.mark.timeout(limit(seconds)), append=False)
+        seconds = limit(mark.args[0] if mark else usual)
+        item.add_marker(pytest.mark.timeout(seconds), append=False)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -13,7 +13,7 @@ from lockstep.comm.messages import Order
 from lockstep.data import hkl
 from lockstep.data.augment import TORCH_FROM, Augmenter
 from lockstep.data.dataset import Dataset, open_dataset
-from lockstep.data.order import EpochOrder
+from lockstep.data.sampling import EpochSamples
 from lockstep.loading.host import HostFiller, HostRing
 from lockstep.loading.reader import Reader
 from lockstep.loading.slots import RingShape, Slot
@@ -79,7 +79,7 @@ def images_and_labels(dataset: Dataset, stage: str) -> tuple[np.ndarray, np.ndar
 
 def test_slots_hold_what_was_ordered(dataset: Dataset) -> None:
     slot = fill(dataset, [order(20, 33)], shuffle_block=4)[0]
-    samples = EpochOrder(dataset.train.file_rows, "blocks", 4, 0, 1).samples(20, 33)
+    samples = EpochSamples(dataset.train.file_rows, "blocks", 4, 0, 1).samples(20, 33)
     images, labels = images_and_labels(dataset, "train")
     assert slot.samples[:13].tolist() == samples.tolist()
     assert slot.labels[:13].tolist() == labels[samples].tolist()

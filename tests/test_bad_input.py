@@ -162,7 +162,7 @@ def test_a_manifest_that_disagrees_names_the_file(folder: Path) -> None:
 def test_the_program_refuses_with_code_2_and_no_traceback(
     program: Program, words: list[str], message: str
 ) -> None:
-    running = program.run(*words, code=2)
+    running = program.run(*words, code=2, devices="[cpu]")
     assert message in running.last_line() and "Traceback" not in running.output()
     running.assert_nothing_left()
 
@@ -239,8 +239,8 @@ def test_an_edited_record_is_refused(tmp_path: Path, key: str, value: object) ->
 
 def test_a_checkpoint_of_another_model_is_refused_by_its_tensors(program: Program, folder: Path) -> None:
     """The same configuration, but the dataset has more classes now."""
-    program.run("n_epochs=1")
-    refused = program.run("n_epochs=2", "resume_train=true", "n_classes=9", code=2)
+    program.run("n_epochs=1", devices="[cpu]")
+    refused = program.run("n_epochs=2", "resume_train=true", "n_classes=9", code=2, devices="[cpu]")
     assert "is of another model: its" in refused.last_line()
 
 

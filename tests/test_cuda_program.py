@@ -59,10 +59,11 @@ def test_gpus_train_to_the_bits_of_cpus(
     assert list(simulation.folder.glob("memory-*")) == []  # closed and freed, in the right order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(("precision=bf16",), marks=pytest.mark.slow),
+        ("precision=bf16",),
         (
             "optimizer=adamw",
             "learning_rate=0.001",
@@ -71,10 +72,7 @@ def test_gpus_train_to_the_bits_of_cpus(
             "scale=0.5",
             "clip_norm=1",
         ),
-        pytest.param(
-            ("model=resnet20", "model_args={n: 1}", "subtract_mean=[9, 8, 7]", "augment_on=loader"),
-            marks=pytest.mark.slow,
-        ),
+        ("model=resnet20", "model_args={n: 1}", "subtract_mean=[9, 8, 7]", "augment_on=loader"),
     ],
     ids=["bf16", "adamw", "resnet20"],
 )
@@ -88,6 +86,7 @@ def test_other_steps_train_to_the_bits_of_cpus(
     assert {array.dtype for array in tensors(ours, 2).values() if array.dtype.kind == "f"} == {np.dtype("f4")}
 
 
+@pytest.mark.slow
 def test_a_run_that_names_no_devices_takes_the_gpus_and_goes_on_there(
     program: Program, simulation: Simulation, on_cpus: Running
 ) -> None:

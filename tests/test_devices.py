@@ -317,7 +317,7 @@ def test_the_program_says_why_it_trains_where(driver: Driver, program: Program) 
 
 def test_looking_at_devices_imports_neither_torch_nor_pycuda(driver: Driver) -> None:
     code = (
-        "import sys; from lockstep import devices; devices.choose(); "
+        "import sys; from lockstep.backends import devices; devices.choose(); "
         "print({'torch', 'pycuda'} & sys.modules.keys())"
     )
     done = subprocess.run(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, make_config
+from limits import limit
 from torch import nn
 
 from lockstep.comm.messages import Order
@@ -182,7 +183,7 @@ def test_every_name_of_an_optimizer_or_schedule_has_one() -> None:
 def test_declaring_needs_no_torch() -> None:
     """The launcher checks configurations by what optimizers declare."""
     code = "import sys, lockstep.optim.schedules; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=limit(60)).returncode == 0
 
 
 def test_lars_moves_weights_that_are_zero() -> None:

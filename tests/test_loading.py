@@ -18,7 +18,7 @@ from lockstep.comm.messages import Fill, Filled, Order, Stop, Subtract
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.data.dataset import open_dataset
-from lockstep.data.order import minibatches
+from lockstep.data.sampling import minibatches
 from lockstep.errors import UserError
 from lockstep.launch.ranks import run_ranks
 from lockstep.loading.feed import Feed, open_feed

@@ -20,7 +20,7 @@ from lockstep.data.dataset import open_dataset, subtracting
 from lockstep.errors import UserError
 from lockstep.launch.models import check_model
 from lockstep.memory.host import HostMemory
-from lockstep.network.build import Intake, build_model, crop_size, intake_of
+from lockstep.network.build import InputSpec, build_model, crop_size, input_spec_of
 from lockstep.network.replica import Replica
 from lockstep.runs import folder as runfolder
 from lockstep.runs.folder import Checkpoint, State
@@ -75,20 +75,20 @@ def timm() -> Any:
     return pytest.importorskip("timm", exc_type=Exception)
 
 
-def build(model: str, n_classes: int = 7, **values: object) -> tuple[nn.Module, Intake]:
+def build(model: str, n_classes: int = 7, **values: object) -> tuple[nn.Module, InputSpec]:
     config = make_config(model=model, **values)
     built = build_model(config, n_classes)
-    return built, intake_of(built, config)
+    return built, input_spec_of(built, config)
 
 
 def test_ones_own_network_is_found_by_module_and_name(package: Path) -> None:
-    model, intake = build("mypackage.mymodule:Net", model_args={"width": 5})
+    model, input_spec = build("mypackage.mymodule:Net", model_args={"width": 5})
     assert model[0].weight.shape == (5, 3, 8, 8) and model[2].weight.shape == (
         7,
         80,
     )  # LazyLinear has its size
-    assert intake == Intake(32, (1, 2, 3), (0.5, 0.5, 0.5))
-    assert build("mypackage.mymodule:Sizeless", input_size=24)[1] == Intake(24)
+    assert input_spec == InputSpec(32, (1, 2, 3), (0.5, 0.5, 0.5))
+    assert build("mypackage.mymodule:Sizeless", input_size=24)[1] == InputSpec(24)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,11 @@ def test_a_module_that_does_not_import_is_named(package: Path) -> None:
 
 def test_the_configuration_wins_over_what_a_network_says(package: Path) -> None:
     keys = {"input_size": 40, "subtract_mean": [9, 8, 7], "scale": [1, 2, 3]}
-    _, intake = build("mypackage.mymodule:Sizeless", **keys)
-    assert intake == Intake(40, None, (1.0, 2.0, 3.0))
-    assert build("mypackage.mymodule:Net", subtract_mean="image", scale=2)[1] == Intake(32, None, (2.0,) * 3)
+    _, input_spec = build("mypackage.mymodule:Sizeless", **keys)
+    assert input_spec == InputSpec(40, None, (1.0, 2.0, 3.0))
+    assert build("mypackage.mymodule:Net", subtract_mean="image", scale=2)[1] == InputSpec(
+        32, None, (2.0,) * 3
+    )
 
 
 def test_a_networks_mean_and_scale_come_to_its_pictures(package: Path, shared_folder: Path) -> None:
@@ -195,10 +197,10 @@ def test_the_launcher_imports_nothing_for_it() -> None:
 
 
 def test_torchvisions_networks_by_name(torchvision: Any) -> None:
-    model, intake = build("torchvision:resnet18", model_args={"zero_init_residual": True})
+    model, input_spec = build("torchvision:resnet18", model_args={"zero_init_residual": True})
     assert model.fc.out_features == 7 and model.layer1[0].bn2.weight.eq(0).all()
-    assert intake.size == 224 and intake.mean == pytest.approx((123.675, 116.28, 103.53))
-    assert intake.scale == pytest.approx((1 / 58.395, 1 / 57.12, 1 / 57.375))
+    assert input_spec.size == 224 and input_spec.mean == pytest.approx((123.675, 116.28, 103.53))
+    assert input_spec.scale == pytest.approx((1 / 58.395, 1 / 57.12, 1 / 57.375))
     with pytest.raises(UserError, match=r"torchvision has no resnet19 \(did you mean 'resnet1"):
         build("torchvision:resnet19")
     with pytest.raises(UserError, match=r"can't be made .* unexpected keyword argument 'depth'"):
@@ -206,9 +208,9 @@ def test_torchvisions_networks_by_name(torchvision: Any) -> None:
 
 
 def test_timms_networks_by_name(timm: Any) -> None:
-    model, intake = build("timm:resnet10t", input_size=64)
+    model, input_spec = build("timm:resnet10t", input_size=64)
     assert model.get_classifier().out_features == 7
-    assert intake.size == 64 and intake.mean == pytest.approx((123.675, 116.28, 103.53))
+    assert input_spec.size == 64 and input_spec.mean == pytest.approx((123.675, 116.28, 103.53))
     with pytest.raises(UserError, match=r"timm has no convnext_tinny \(did you mean 'convnext_tiny"):
         build("timm:convnext_tinny")
 

@@ -109,7 +109,7 @@ def test_a_run_gets_a_page_that_needs_nothing_else(run: Path) -> None:
     assert f"{last['error_top1'] * 100:.3g}%" in page.words and "3 of 3" in page.words
     assert "2 x cpu" in page.words and "torch" in page.words and "complete" in page.words
     pictures = {path.name: Image.open(path).size for path in (run / "report").glob("*.png")}
-    names = {"cost", "error", "learning_rate", "images_per_second", "time", "filters"}
+    names = {"loss", "error", "learning_rate", "images_per_second", "time", "filters"}
     assert set(pictures) == {f"{name}.png" for name in names}
     assert all(width > 300 for width, _ in pictures.values())
     assert page.n_svg == 2 * (len(names) - 1) and len(page.images) > 1
@@ -131,7 +131,7 @@ def test_several_runs_lie_over_each_other(runs: list[Path], tmp_path: Path) -> N
     assert not (copies[1] / "report.html").exists()
     assert page.words.count("one") > 5 and page.words.count("two") > 5
     assert re.search(r"learning_rate\s+0.02\s+0.003", page.words)
-    curve = page.text.partition("<h3>Cost</h3>")[2].partition("</svg>")[0]
+    curve = page.text.partition("<h3>Loss</h3>")[2].partition("</svg>")[0]
     assert "var(--run0)" in curve and "var(--run1)" in curve
 
 
@@ -162,11 +162,11 @@ def test_what_a_resumed_run_does_again_replaces_what_was_there(run: Path) -> Non
     again = [event for event in kept if event.get("epoch") == 2 and event["event"] == "progress"]
     later = started["time"] + 1000
     resumed = [{"event": "resumed", "time": later, "checkpoint": "x"}, {**started, "time": later + 1}]
-    resumed += [{**event, "time": later + 3, "cost": 9.0} for event in again]
+    resumed += [{**event, "time": later + 3, "loss": 9.0} for event in again]
     write_lines(run, kept + resumed)
     shutil.rmtree(run / "checkpoints")
     read = read_run(run)
-    assert [point.cost for point in read.points if point.epochs > 1] == [9.0, 9.0, 9.0]
+    assert [point.loss for point in read.points if point.epochs > 1] == [9.0, 9.0, 9.0]
     assert [entry.epoch for entry in read.validations] == [1] and read.n_starts == 2
     first_start = kept[-1]["time"] - started["time"]
     assert read.seconds == pytest.approx(first_start + 2, abs=0.01)
@@ -188,7 +188,7 @@ def test_a_run_of_an_older_version_shows_what_it_has(run: Path) -> None:
     (run / "config.yaml").write_text("model: smallnet\nsome_old_key: 3\n")
     page = report(run)
     assert "some_old_key" in page.words and "Where the time goes" in page.words
-    assert not (run / "report" / "time.png").exists() and (run / "report" / "cost.png").exists()
+    assert not (run / "report" / "time.png").exists() and (run / "report" / "loss.png").exists()
 
 
 @pytest.mark.parametrize("n_broken", [1, 3])
@@ -202,14 +202,14 @@ def test_a_broken_checkpoint_is_named(run: Path, n_broken: int, capsys: pytest.C
 
 
 def test_an_older_run_without_costs_has_its_errors_shown(run: Path) -> None:
-    dropped = {"cost", "loss", "seconds", "images_per_second", "learning_rate"}
+    dropped = {"loss", "seconds", "images_per_second", "learning_rate"}
     write_lines(
         run, [{key: value for key, value in event.items() if key not in dropped} for event in lines_of(run)]
     )
     shutil.rmtree(run / "checkpoints")
     (run / "config.yaml").write_text("devices: 2\n")
     page = report(run)
-    assert (run / "report" / "error.png").exists() and not (run / "report" / "cost.png").exists()
+    assert (run / "report" / "error.png").exists() and not (run / "report" / "loss.png").exists()
     assert "config.yaml: devices must be a list, not 2" in page.words
 
 
@@ -360,7 +360,7 @@ def test_durations_are_for_people(seconds: float, text: str) -> None:
 
 
 def test_the_command_and_train_write_it(program: Program, tmp_path: Path) -> None:
-    running = program.run("n_epochs=1", "report=true")
+    running = program.run("n_epochs=1", "report=true", devices="[cpu]")
     page = running.run_folder / "report.html"
     assert running.last_line() == f"report: {page}" and "done: validation error" in running.output()
     Page(page)
@@ -374,6 +374,6 @@ def test_a_run_is_good_without_its_report(program: Program, tmp_path: Path) -> N
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "matplotlib.py").write_text("raise ImportError('broken')\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "broken"), *sys.path])}
-    running = program.run("n_epochs=1", "report=true", environment=environment)
+    running = program.run("n_epochs=1", "report=true", devices="[cpu]", environment=environment)
     assert "note: the report was not written (exit code 1); to try again:" in running.last_line()
     assert "done: validation error" in running.output()

@@ -9,9 +9,11 @@ import pytest
 from conftest import ROOT, Program, make_config
 from limits import limit
 
+from lockstep.comm.group import World
 from lockstep.comm.messages import Progress, Validated
 from lockstep.errors import UserError
 from lockstep.launch import scalars
+from lockstep.loading.orders import Orders
 
 
 def reader_of(folder: Path) -> Callable[[str], dict[int, float]]:
@@ -30,7 +32,7 @@ def test_the_numbers_of_a_run_are_in_its_event_files(program: Program) -> None:
     running = program.run("n_epochs=2", "tensorboard=true")
     numbers = reader_of(running.run_folder)
     # 90 pictures in minibatches of 16: 6 steps, told every 2
-    assert list(numbers("cost/training")) == [2, 4, 6, 8, 10, 12]
+    assert list(numbers("loss/training")) == [2, 4, 6, 8, 10, 12]
     assert numbers("learning_rate")[12] == pytest.approx(0.02)
     assert list(numbers("error/validation_top1")) == [6, 12]
     assert f"{numbers('error/validation_top1')[12]:.2%} top-1" in running.last_line()
@@ -41,15 +43,16 @@ def test_a_step_is_the_optimizers_however_many_minibatches_it_has(tmp_path: Path
     """90 pictures in steps of 3 x 2 x 8: two an epoch, so the third step is the second epoch's first."""
     pytest.importorskip("tensorboard", reason="needs the package tensorboard")
     config = make_config(devices=["cpu", "cpu"], batch_size=8, accumulate=3)
-    written = scalars.Scalars(tmp_path, config, 90)
+    orders = Orders(config, World.on_one_host(2)[0], 90, 33)
+    written = scalars.Scalars(tmp_path, orders.n_steps("train"))
     for epoch in (1, 2):
         for step in (1, 2):
             written.take(Progress(epoch, step, 2, 0.1, 1.0, 0.5, 100.0, 0.1, {}))
         written.take(Validated(epoch, 1.0, 0.5, 0.1, 33, 1.0))
     written.close()
     numbers = reader_of(tmp_path)
-    assert list(numbers("cost/training")) == [1, 2, 3, 4]
-    assert list(numbers("cost/validation")) == [2, 4]
+    assert list(numbers("loss/training")) == [1, 2, 3, 4]
+    assert list(numbers("loss/validation")) == [2, 4]
 
 
 def test_the_launcher_does_without_torch() -> None:

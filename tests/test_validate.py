@@ -13,11 +13,12 @@ import torch
 from conftest import ROOT, Program, Running, make_config
 from PIL import Image
 
-from lockstep.comm.messages import Judged
+from lockstep.comm.group import World
+from lockstep.comm.messages import Predictions
 from lockstep.data import hkl
 from lockstep.data.dataset import open_dataset
 from lockstep.errors import UserError
-from lockstep.evaluate.validation import Verdict, orders_of
+from lockstep.evaluate.evaluation import Evaluation, orders_of
 from lockstep.launch.computing import computing
 from lockstep.launch.status import StatusBoard
 from lockstep.network.build import build_model
@@ -38,8 +39,8 @@ def call(script: str, *words: object, code: int = 0) -> str:
 
 
 def first_line(text: str) -> tuple[float, float, float]:
-    """Errors top-1 and top-5 in percent, and the cost."""
-    match = re.search(r"error ([\d.]+)% top-1, ([\d.]+)% top-5, cost ([\d.]+) on 33 images", text)
+    """Errors top-1 and top-5 in percent, and the loss."""
+    match = re.search(r"error ([\d.]+)% top-1, ([\d.]+)% top-5, loss ([\d.]+) on 33 images", text)
     assert match, text
     return float(match[1]), float(match[2]), float(match[3])
 
@@ -50,10 +51,10 @@ def test_it_repeats_what_training_said_on_any_devices(trained: Running) -> None:
     for epoch, devices in ((1, "[cpu, cpu, cpu]"), (2, "[cpu]")):
         words = ("--epoch", epoch, f"devices={devices}", "batch_size=5")
         text = call("validate.py", trained.run_folder, *words)
-        top1, top5, cost = first_line(text)
+        top1, top5, loss = first_line(text)
         assert top1 == pytest.approx(100 * told[epoch - 1]["error_top1"], abs=0.006)
         assert top5 == pytest.approx(100 * told[epoch - 1]["error_top5"], abs=0.006)
-        assert cost == pytest.approx(told[epoch - 1]["loss"], abs=2e-4)
+        assert loss == pytest.approx(told[epoch - 1]["loss"], abs=2e-4)
     assert "classes with the largest error" in text
 
 
@@ -72,9 +73,9 @@ def test_ten_crops_are_the_mean_of_ten_views(trained: Running, shared_folder: Pa
             total += model(view).softmax(1).detach()
     labels = torch.from_numpy(dataset.val.labels)
     expected = 100 * (total.argmax(1) != labels).float().mean().item()
-    cost = -(total / 10)[torch.arange(33), labels].log().mean().item()
+    loss = -(total / 10)[torch.arange(33), labels].log().mean().item()
     top1, _, found = first_line(text)
-    assert top1 == pytest.approx(expected, abs=0.006) and found == pytest.approx(cost, abs=2e-4)
+    assert top1 == pytest.approx(expected, abs=0.006) and found == pytest.approx(loss, abs=2e-4)
     assert "(10 views of each)" in text
 
 
@@ -109,6 +110,7 @@ def test_threads_are_the_runs_and_too_little_memory_is_said(
 
 
 def test_what_computing_cant_do_is_the_users_to_change() -> None:
+    (world,) = World.on_one_host(1)
     board = StatusBoard.create()
     board.say("step 3")
     for error, message in (
@@ -118,9 +120,15 @@ def test_what_computing_cant_do_is_the_users_to_change() -> None:
         ),
         (RuntimeError("see use_deterministic_algorithms"), "deterministic: the network has an operation"),
     ):
-        with pytest.raises(UserError, match=message), computing(make_config(), 0, board):
+        with (
+            pytest.raises(UserError, match=message),
+            computing(make_config(), world, board),
+        ):
             raise error
-    with pytest.raises(RuntimeError, match=r"^another$"), computing(make_config(), 0, board):
+    with (
+        pytest.raises(RuntimeError, match=r"^another$"),
+        computing(make_config(), world, board),
+    ):
         raise RuntimeError("another")
 
 
@@ -138,22 +146,22 @@ def test_shares_of_all_ranks_are_every_image_once() -> None:
         seen = [
             image
             for rank in range(n_ranks)
-            for order in orders_of(33, 4, rank, n_ranks, 1)
+            for order in orders_of(33, 4, World.on_one_host(n_ranks)[rank], 1)
             for image in range(order.first, order.last)
         ]
         assert sorted(seen) == list(range(33))
 
 
 def test_the_worst_classes_and_what_they_are_taken_for() -> None:
-    verdict = Verdict(6)
-    verdict.take(Judged(3, [2, 2, 0], [1, 1, 0], [True, False, True], [1.0, 2.0, 0.5]))
-    verdict.take(Judged(0, [0, 0, 2], [0, 1, 2], [True] * 3, [0.5] * 3))
-    assert verdict.summary() == {
+    evaluation = Evaluation(6)
+    evaluation.take(Predictions(3, [2, 2, 0], [1, 1, 0], [True, False, True], [1.0, 2.0, 0.5]))
+    evaluation.take(Predictions(0, [0, 0, 2], [0, 1, 2], [True] * 3, [0.5] * 3))
+    assert evaluation.summary() == {
         "loss": pytest.approx(5 / 6),
         "error_top1": pytest.approx(0.5),
         "error_top5": pytest.approx(1 / 6),
     }
-    worst = [(each.label, each.n_images, each.mistaken_for, each.n_mistaken) for each in verdict.worst(5)]
+    worst = [(each.label, each.n_images, each.mistaken_for, each.n_mistaken) for each in evaluation.worst(5)]
     assert worst == [(2, 3, 1, 2), (0, 3, 1, 1)]
 
 

@@ -1,6 +1,7 @@
-"""The NVIDIA GPUs of this machine, as the driver's own program, `nvidia-smi`, lists them.
+"""Lists the NVIDIA GPUs of this machine by asking `nvidia-smi`, a program that comes with the driver.
 
-The launcher asks a program, not CUDA, so that no CUDA context is made in a process that later starts others.
+Asking CUDA instead would make a CUDA context in the launcher, which takes memory on every GPU, and a call
+into a driver that hangs can't be given up. A program can be.
 """
 
 import shutil
@@ -11,27 +12,27 @@ from lockstep.errors import UserError
 from lockstep.interrupts import die_with_parent
 
 QUERY = "index,uuid,pci.bus_id,name,driver_version,memory.total,mig.mode.current"
-ANSWER_SECONDS = 30.0  # it wakes up GPUs that nobody uses, which takes seconds for each
+ANSWER_SECONDS = 30.0  # a GPU that nobody has used for a while takes seconds to answer
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. `uuid` and `pci_bus_id` are the names that are its own whatever else is there or visible."""
+    """One GPU. Its index may change with other GPUs or settings; `uuid` and `pci_bus_id` never do."""
 
-    index: int  # nvidia-smi's number for it: its rank by place on the PCI bus
+    index: int  # nvidia-smi's number: 0 for the first one on the PCI bus
     uuid: str
     pci_bus_id: str  # domain:bus:device.function, as lspci writes it
     name: str
     driver: str
-    memory_mib: int | None  # None where it has no memory of its own
-    mig: bool  # divided into instances (Multi-Instance GPU)
+    memory_mib: int | None  # None where it shares the processor's memory
+    mig: bool  # whether it is in Multi-Instance GPU mode, divided into smaller devices
 
     def __str__(self) -> str:
         return f"{self.name}, {self.pci_bus_id}"
 
 
 def list_gpus() -> list[Gpu]:
-    """All GPUs that the driver shows, at least one. Raises UserError where there is none, or no driver."""
+    """All GPUs, by place on the PCI bus. Raises UserError where there is none, or no driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         raise UserError("there is no NVIDIA driver here (no program nvidia-smi)")
@@ -51,27 +52,28 @@ def _ask(program: str) -> str:
             stderr=pipe,
             encoding="utf-8",
             errors="replace",
-            preexec_fn=die_with_parent,  # noqa: PLW1509 (nothing that other threads hold is touched)
+            preexec_fn=die_with_parent,  # noqa: PLW1509 (safe: it takes no locks)
         )
     except OSError as error:
         raise UserError(f"{program} can't be run: {error.strerror}") from error
     try:
         output, complaint = process.communicate(timeout=ANSWER_SECONDS)
     except subprocess.TimeoutExpired as error:
-        process.kill()  # and no waiting for its end: who hangs inside the driver does not even die
+        process.kill()  # its end is not waited for: inside a driver that hangs, not even this ends it
         raise UserError(
             f"nvidia-smi has not answered for {ANSWER_SECONDS:g} s: the driver hangs; see dmesg"
         ) from error
     if process.returncode:
-        words = " ".join((output + complaint).split())[:300]  # it complains on either
+        words = " ".join((output + complaint).split())[:300]  # errors may be on either
         raise UserError(f"nvidia-smi failed with exit code {process.returncode}: {words}")
     return output
 
 
 def read_listing(text: str) -> list[Gpu]:
-    """Reads the answer to QUERY, a line of seven fields per GPU. Raises UserError for anything else.
+    """The GPUs in nvidia-smi's answer to QUERY: one line of seven fields for each.
 
-    What the driver doesn't know or have is written in brackets: [N/A], [Unknown Error].
+    A field that the driver can't fill has brackets: [N/A], [Unknown Error]. Raises UserError where the answer
+    is anything else.
     """
     return [_read_line(line) for line in text.splitlines() if line.strip()]
 
@@ -91,11 +93,12 @@ def _read_line(line: str) -> Gpu:
 
 
 def visible(gpus: list[Gpu], setting: str | None) -> list[Gpu]:
-    """The GPUs that CUDA shows to a process, in its order: cuda:<n> is the n-th.
+    """The GPUs that a process may use, in the order in which CUDA numbers them: the first is cuda:0.
 
-    setting: CUDA_VISIBLE_DEVICES, None where it is not set. Its rules are those of the CUDA programming
-    guide ("CUDA Environment Variables"): indices or beginnings of UUIDs; one that names no GPU, or more than
-    one, ends the list; one named twice leaves none. Raises UserError for a MIG instance.
+    setting: the value of CUDA_VISIBLE_DEVICES; None where it is not set, and all GPUs are visible. It is read
+    as the CUDA programming guide says ("CUDA Environment Variables"): a list of indices or of beginnings of
+    UUIDs. It ends before the first entry that names no GPU, or several; where it names a GPU twice, none is
+    visible. Raises UserError for a MIG instance.
     """
     if setting is None:
         return gpus

@@ -5,8 +5,9 @@ Numbers and text only; a tensor never goes through a pipe. One step, with one tr
     loader r                    trainer r                         the other trainers
        |  <---- Fill(slot) ------  |                                     |
        |  ----- Filled(slot) --->  |  wait Filled            load-wait   |
-       |                           |  forward, backward, update  compute |
+       |                           |  forward, backward          compute |
        |  <---- Fill(slot) ------  |  the slot is free: order another    |
+       |                           |  update                     compute |
        |                           |  --- Arrived(offered) -----------> |   meet
        |   (fills the slot         |  <-- Arrived(offered) ------------ |
        |    meanwhile)             |  average my shard of every arena,   |   exchange
@@ -116,7 +117,7 @@ class Progress:
     step: int
     n_steps: int
     learning_rate: float
-    cost: float  # mean cross-entropy in nats
+    loss: float  # mean cross-entropy in nats
     error: float | None  # share of wrong top-1 answers, or None where it isn't wanted
     images_per_second: float
     seconds_per_20: float  # "time per 20 iterations"
@@ -136,7 +137,7 @@ class Validated:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Predictions:
     """A trainer of validate.py to the launcher, after a batch: images from `first` on, in file order."""
 
     first: int

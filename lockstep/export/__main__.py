@@ -32,13 +32,13 @@ from lockstep.config import Config, Layer, resolve
 from lockstep.data.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
 from lockstep.files import publish
-from lockstep.network.build import build_model, intake_of
+from lockstep.network.build import build_model, input_spec_of
 from lockstep.optim.schedules import learning_rate
 from lockstep.pretrained import theano_folder
 from lockstep.pretrained.heads import class_tensors, count_classes
 from lockstep.pretrained.match import compare
 from lockstep.pretrained.names import tensors_of
-from lockstep.pretrained.start import weights_of
+from lockstep.pretrained.weights import weights_of
 from lockstep.runs import checkpoint
 from lockstep.runs.folder import Checkpoint, find_checkpoint
 
@@ -68,12 +68,13 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="a run's folder")
-    parser.add_argument("--to", required=True, choices=ENDINGS)
-    parser.add_argument("--epoch", type=int, help="of the checkpoint (the newest)")
-    parser.add_argument("--out", type=Path, help="the file, or theano_alexnet's folder, to make")
+    parser.add_argument("--to", required=True, choices=ENDINGS, help="what to write: see above")
+    parser.add_argument("--epoch", type=int, help="the checkpoint of this epoch (the newest whole one)")
     parser.add_argument(
-        "--lib-conv", choices=("cudnn", "cudaconvnet"), default="cudnn", help="theano_alexnet's"
+        "--out", type=Path, help="the file or folder to make (in this folder, named after run and epoch)"
     )
+    lib_conv = "for --to theano_alexnet: its key lib_conv, which says whether filters are flipped (cudnn)"
+    parser.add_argument("--lib-conv", choices=("cudnn", "cudaconvnet"), default="cudnn", help=lib_conv)
     words = parser.parse_args()
     try:
         trained = load_trained(words.run, "latest" if words.epoch is None else words.epoch)
@@ -151,7 +152,7 @@ def write_onnx(trained: Trained, path: Path) -> list[str]:
     absent = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if absent:
         raise UserError(f"--to onnx needs the package(s) {', '.join(absent)}: pip install {' '.join(absent)}")
-    size = intake_of(trained.model, trained.config).size
+    size = input_spec_of(trained.model, trained.config).size
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that nothing here needs
     with warnings.catch_warnings(action="ignore"):  # torch's, of its own deprecated functions
         torch.onnx.export(
@@ -229,17 +230,17 @@ def _chain_of(model: nn.Module, name: str) -> dict[str, int]:
 
 def describe(trained: Trained) -> tuple[dict[str, Any], list[str]]:
     """What one must know to use the weights, and notes on what could not be found out."""
-    config, intake = trained.config, intake_of(trained.model, trained.config)
+    config, input_spec = trained.config, input_spec_of(trained.model, trained.config)
     facts: dict[str, Any] = {
         "model": config.model,
         "model_args": config.model_args,
         "n_classes": trained.n_classes,
         "epoch": trained.checkpoint.state.epoch,
-        "input_size": intake.size,
+        "input_size": input_spec.size,
         "input_order": "RGB",
-        "input_scale": list(intake.scale),
+        "input_scale": list(input_spec.scale),
     }
-    mean: Sequence[float] | None = intake.mean
+    mean: Sequence[float] | None = input_spec.mean
     dataset, notes = _dataset_of(config)
     if dataset and dataset.manifest:
         facts["classes"] = list(dataset.manifest.class_names or dataset.manifest.classes)

@@ -1,5 +1,5 @@
 // Crops, mirrors, subtracts the mean image and converts: uint8 (batch, row, column, channel) as it lies in the file, to
-// float32 or bfloat16 (batch, row, column, channel) as the network takes it (lockstep/augment.py is the host's version).
+// float32 or bfloat16 (batch, row, column, channel) as the network takes it (lockstep/data/augment.py is the host's version).
 //
 // One thread makes one pixel of the result, all three channels; blockIdx.y is the image. The mean is taken at the picture's own place, before
 // mirroring. In float32 the result is the host's to the bit; bfloat16 is that, rounded to nearest even.

@@ -31,12 +31,12 @@ _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left{
 class Console:
     """Prints progress (with a bar on a terminal) and appends every line of it to <folder>/log.jsonl.
 
-    n_train: training images of the dataset.
+    steps_per_epoch: of the optimizer.
     """
 
-    def __init__(self, folder: Path, config: Config, n_train: int) -> None:
+    def __init__(self, folder: Path, config: Config, steps_per_epoch: int) -> None:
         self._config = config
-        self._scalars = Scalars(folder, config, n_train) if config.tensorboard else None
+        self._scalars = Scalars(folder, steps_per_epoch) if config.tensorboard else None
         self._path = folder / "log.jsonl"
         try:
             self._log = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (closed in close)
@@ -113,7 +113,7 @@ class Console:
             action()
 
     def _progress_line(self, progress: Progress) -> str:
-        parts = [f"epoch {progress.epoch} step {progress.step}/{progress.n_steps}: cost {progress.cost:.4f}"]
+        parts = [f"epoch {progress.epoch} step {progress.step}/{progress.n_steps}: loss {progress.loss:.4f}"]
         if progress.error is not None:
             parts.append(f"training error {progress.error:.2%}")
         parts.append(f"{progress.images_per_second:,.0f} images/s")
@@ -146,7 +146,7 @@ class Console:
 
     def _show_numbers(self, progress: Progress) -> None:
         error = "" if progress.error is None else f", error {progress.error:.1%}"
-        self._bar_numbers = f"cost {progress.cost:.3f}{error}, {progress.images_per_second:,.0f} images/s"
+        self._bar_numbers = f"loss {progress.loss:.3f}{error}, {progress.images_per_second:,.0f} images/s"
         if self._bar is not None:
             self._bar.set_postfix_str(self._bar_numbers)
 
@@ -173,5 +173,5 @@ def show(text: str, stream: str) -> None:
 def validation_text(validated: Validated) -> str:
     return (
         f"validation error {validated.error_top1:.2%} top-1, {validated.error_top5:.2%} top-5, "
-        f"cost {validated.loss:.4f} on {validated.n_images:,} images"
+        f"loss {validated.loss:.4f} on {validated.n_images:,} images"
     )

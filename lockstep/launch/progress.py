@@ -54,9 +54,9 @@ class Teller:
 
         Raises UserError where the loss is not a number.
         """
-        loss, n_wrong, n_images = (sum(column) for column in zip(*sums, strict=True))
-        cost = loss / n_images
-        check_finite(cost, str(order))
+        loss_sum, n_wrong, n_images = (sum(column) for column in zip(*sums, strict=True))
+        loss = loss_sum / n_images
+        check_finite(loss, str(order))
         elapsed = time.perf_counter() - self._begin
         self.tell(
             Progress(
@@ -64,7 +64,7 @@ class Teller:
                 order.step,
                 n_steps,
                 learning_rate,
-                cost,
+                loss,
                 n_wrong / n_images if self._config.print_train_error else None,
                 n_images / elapsed,
                 20 * elapsed / self._recorder.n_steps,
@@ -74,11 +74,11 @@ class Teller:
         self.begin()
 
 
-def check_finite(cost: float, where: str) -> None:
-    """Raises UserError with what to do where the cost is not a number."""
-    if not math.isfinite(cost):
+def check_finite(loss: float, where: str) -> None:
+    """Raises UserError with what to do where the loss is not a number."""
+    if not math.isfinite(loss):
         raise UserError(
-            f"the cost is {cost} at {where}: lower learning_rate, and check that images and labels match"
+            f"the loss is {loss} at {where}: lower learning_rate, and check that images and labels match"
         )
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.comm.messages import Progress, Validated
-from lockstep.config import Config
 from lockstep.errors import UserError
 
 
@@ -24,15 +23,14 @@ def check_installed() -> None:
 class Scalars:
     """Event files in <folder>/tensorboard; every number is on the disk at once. A step is the optimizer's.
 
-    n_train: training images, which tells at which step an epoch is validated.
+    steps_per_epoch: of the optimizer; tells at which step an epoch is validated.
     """
 
-    def __init__(self, folder: Path, config: Config, n_train: int) -> None:
+    def __init__(self, folder: Path, steps_per_epoch: int) -> None:
         from tensorboard.summary import Writer
 
         self._writer = Writer(str(folder / "tensorboard"))
-        step_size = config.batch_size * len(config.devices) * config.accumulate
-        self._steps_per_epoch = -(-n_train // step_size)
+        self._steps_per_epoch = steps_per_epoch
 
     def take(self, message: object) -> None:
         """Writes the numbers of a message of trainer 0. Raises UserError where they can't be written."""
@@ -55,7 +53,7 @@ class Scalars:
 
 def _of_training(progress: Progress) -> dict[str, float]:
     numbers: dict[str, Any] = {
-        "cost/training": progress.cost,
+        "loss/training": progress.loss,
         "error/training": progress.error,
         "learning_rate": progress.learning_rate,
         "images_per_second": progress.images_per_second,
@@ -67,7 +65,7 @@ def _of_training(progress: Progress) -> dict[str, float]:
 
 def _of_validation(validated: Validated) -> dict[str, float]:
     return {
-        "cost/validation": validated.loss,
+        "loss/validation": validated.loss,
         "error/validation_top1": validated.error_top1,
         "error/validation_top5": validated.error_top5,
     }

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lockstep.comm.group import World
 from lockstep.comm.messages import Order, Stage
 from lockstep.config import Config
-from lockstep.data.order import minibatches, share
+from lockstep.data.sampling import minibatches, share
 
 
 class Orders:

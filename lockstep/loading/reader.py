@@ -8,8 +8,8 @@ from lockstep.comm.messages import Order
 from lockstep.config import Config
 from lockstep.data.dataset import Dataset, Split
 from lockstep.data.hkl import read_rows
-from lockstep.data.order import EpochOrder
 from lockstep.data.randomness import Purpose, draw
+from lockstep.data.sampling import EpochSamples
 from lockstep.loading.slots import RingShape, Slot
 
 N_VIEWS = 10  # the middle and the four corners, then the same mirrored (Krizhevsky et al. 2012, section 4.1)
@@ -63,7 +63,7 @@ class Reader:
             return
         config, training = self._config, stage == "train"
         self._split: Split = self.dataset.train if training else self.dataset.val
-        self._order = EpochOrder(
+        self._order = EpochSamples(
             self._split.file_rows,
             config.shuffle if training else "none",
             config.shuffle_block,

@@ -15,7 +15,7 @@ _USUAL_SIZE = 224  # of torchvision's and timm's networks that don't say
 
 
 @dataclass(frozen=True)
-class Intake:
+class InputSpec:
     """How a network takes pictures: `size` square, 0 to 255, less `mean`, times `scale`, both for R, G, B.
 
     mean: None is the dataset's mean image.
@@ -50,7 +50,7 @@ def build_model(config: Config, n_classes: int) -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
-def intake_of(model: nn.Module, config: Config) -> Intake:
+def input_spec_of(model: nn.Module, config: Config) -> InputSpec:
     """What the configuration says, else what the network does. Raises UserError where neither has a size."""
     source, _, name = config.model.rpartition(":")
     if source == "torchvision":
@@ -60,7 +60,7 @@ def intake_of(model: nn.Module, config: Config) -> Intake:
     else:
         theirs = _own_intake(model, config)
     scale = theirs.scale if config.scale is None else config.scale
-    return Intake(
+    return InputSpec(
         config.input_size or theirs.size,
         theirs.mean if config.subtract_mean is None else None,
         scale if isinstance(scale, tuple) else (scale,) * 3,
@@ -69,7 +69,7 @@ def intake_of(model: nn.Module, config: Config) -> Intake:
 
 def crop_size(model: nn.Module, config: Config, image_shape: tuple[int, ...]) -> int:
     """Rows and columns that the network takes. Raises UserError where the dataset's pictures are smaller."""
-    size = intake_of(model, config).size
+    size = input_spec_of(model, config).size
     if size > min(image_shape[:2]):
         raise UserError(
             f"model {config.model} takes {size} x {size} pictures, those in {config.data_folder} "
@@ -106,7 +106,7 @@ def _timms(source: str, name: str, n_classes: int, args: dict[str, Any]) -> Any:
     return timm.create_model(name, num_classes=n_classes, **args)
 
 
-def _torchvisions_intake(name: str) -> Intake:
+def _torchvisions_intake(name: str) -> InputSpec:
     """That of the pretrained weights."""
     from torchvision import models
 
@@ -114,18 +114,18 @@ def _torchvisions_intake(name: str) -> Intake:
     return _normalised(pictures.crop_size[0], pictures.mean, pictures.std)
 
 
-def _timms_intake(model: nn.Module) -> Intake:
+def _timms_intake(model: nn.Module) -> InputSpec:
     config: Any = getattr(model, "pretrained_cfg", {})
     size = config.get("input_size", (3, _USUAL_SIZE, _USUAL_SIZE))[-1]
     return _normalised(size, config.get("mean", (0.5,) * 3), config.get("std", (0.5,) * 3))
 
 
-def _normalised(size: int, mean: Any, std: Any) -> Intake:
+def _normalised(size: int, mean: Any, std: Any) -> InputSpec:
     """mean and std: of pixels from 0 to 1."""
-    return Intake(size, tuple(255 * value for value in mean), tuple(1 / (255 * value) for value in std))
+    return InputSpec(size, tuple(255 * value for value in mean), tuple(1 / (255 * value) for value in std))
 
 
-def _own_intake(model: nn.Module, config: Config) -> Intake:
+def _own_intake(model: nn.Module, config: Config) -> InputSpec:
     size = getattr(model, "input_size", None)
     if type(size) is not int and config.input_size is None:
         raise UserError(
@@ -137,12 +137,12 @@ def _own_intake(model: nn.Module, config: Config) -> Intake:
     for key, values in (("input_mean", mean or (0.0,) * 3), ("input_scale", scale)):
         if len(values) != 3 or not all(isinstance(value, int | float) for value in values):
             raise UserError(f"model {config.model}: its {key} must be 3 numbers, for R, G and B: {values}")
-    return Intake(size or 0, tuple(mean) if mean else None, tuple(scale))
+    return InputSpec(size or 0, tuple(mean) if mean else None, tuple(scale))
 
 
 def _try_out(model: nn.Module, config: Config, n_classes: int) -> None:
     """Raises UserError where the network does not make logits of two pictures."""
-    size = intake_of(model, config).size
+    size = input_spec_of(model, config).size
     training = model.training
     model.eval()
     try:

@@ -13,7 +13,7 @@ from lockstep.loading import Batch
 from lockstep.memory import Memory
 from lockstep.network import dropout, precision
 from lockstep.network.arena import Arena
-from lockstep.network.build import build_model, crop_size, intake_of
+from lockstep.network.build import build_model, crop_size, input_spec_of
 from lockstep.network.program import Program
 from lockstep.network.recorder import Recorder
 from lockstep.network.step_graph import StepGraph
@@ -34,12 +34,12 @@ class Replica(Program):
         self._config = config
         self.model = build_model(config, dataset.n_classes)
         self.crop_size = crop_size(self.model, config, dataset.image_shape)
-        intake = intake_of(self.model, config)
-        self.mean = intake.mean
+        input_spec = input_spec_of(self.model, config)
+        self.mean = input_spec.mean
         self._dropouts = dropout.install(self.model)
         self.arena = Arena(self.model, memory, states_of(config), config.ema_decay is not None)
         self.device = self.arena.flat.device
-        scale = torch.tensor(intake.scale, dtype=self.arena.flat.dtype).view(3, 1, 1)
+        scale = torch.tensor(input_spec.scale, dtype=self.arena.flat.dtype).view(3, 1, 1)
         self._scale = None if scale.eq(1).all() else scale.to(self.device)
         self.optimizer = Updater(self.model, self.arena, config)
         self._batch_keys = torch.zeros(config.batch_size, dtype=torch.int32, device=self.device)

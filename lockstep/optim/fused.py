@@ -23,12 +23,13 @@ class FusedSGD:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of all parameters, each of which has a gradient. Never waits for the device."""
+        """One update of all parameters that have gradients. Never waits for the device."""
         for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             sgd(
-                group["params"],
-                [parameter.grad for parameter in group["params"]],
-                [self.state[parameter]["momentum_buffer"] for parameter in group["params"] if self._momentum],
+                trained,
+                [parameter.grad for parameter in trained],
+                [self.state[parameter]["momentum_buffer"] for parameter in trained if self._momentum],
                 fused=True,
                 weight_decay=group["weight_decay"],
                 momentum=self._momentum,

@@ -12,13 +12,13 @@ from lockstep.report.runlog import Point, RunLog
 from lockstep.report.theme import RUNS, colour
 
 
-def cost(runs: list[RunLog], width: int) -> Figure:
-    """Training and validation cost by epoch."""
+def loss(runs: list[RunLog], width: int) -> Figure:
+    """Training and validation loss by epoch."""
     lines = []
     for run, name in zip(runs, RUNS, strict=False):
         validation = [(entry.epoch, entry.loss) for entry in run.validations if entry.loss is not None]
-        lines += _pair(runs, run, name, _of(run, lambda point: point.cost), validation, number)
-    return draw(lines, width, "cost: cross-entropy in nats", number)
+        lines += _pair(runs, run, name, _of(run, lambda point: point.loss), validation, number)
+    return draw(lines, width, "loss: cross-entropy in nats", number)
 
 
 def error(runs: list[RunLog], width: int) -> Figure:

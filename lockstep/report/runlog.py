@@ -24,7 +24,7 @@ class Point:
 
     epochs: float
     learning_rate: float | None
-    cost: float | None
+    loss: float | None
     error: float | None
     images_per_second: float | None
     seconds_per_step: float | None
@@ -167,7 +167,7 @@ class _Reading:
             Point(
                 place,
                 _number(event, "learning_rate"),
-                _number(event, "cost"),
+                _number(event, "loss" if "loss" in event else "cost"),  # as older versions called it
                 _number(event, "error"),
                 _number(event, "images_per_second"),
                 per_20 / 20 if per_20 else None,

@@ -28,9 +28,9 @@ _PHASES = {
 def learning(runs: list[RunLog], pictures: Path) -> str:
     validated = any(run.validations for run in runs)
     parts = []
-    if _known(runs, "cost") or any(entry.loss is not None for run in runs for entry in run.validations):
+    if _known(runs, "loss") or any(entry.loss is not None for run in runs for entry in run.validations):
         text = "Thin: training, between two lines of progress. Thick: validation."
-        parts.append(_chart(runs, pictures, "cost", "Cost", charts.cost, text))
+        parts.append(_chart(runs, pictures, "loss", "Loss", charts.loss, text))
     if validated or _known(runs, "error"):
         text = "Thin: training. Thick: validation. Top-1 unless said otherwise."
         parts.append(_chart(runs, pictures, "error", "Error", charts.error, text))

@@ -99,20 +99,16 @@ def _choose_devices(use_gpu: bool | None, devices: Sequence[str] | None) -> tupl
     """The GPUs that ranks are to be on; none for CPUs."""
     if devices is None and not use_gpu:
         return ()
-    from lockstep.backends.devices import (  # now, since it brings much that workers need not
-        check,
-        choose,
-        normalise,
-    )
+    from lockstep.backends import devices as known  # now: it brings much that workers need not
 
     if devices is None:
-        names, reason = choose()
-        if "cpu" in names:
+        names, reason = known.choose()
+        if not known.on_gpus(names):
             raise UserError(f"fork(): use_gpu, but {reason}")
     else:
-        names = normalise(tuple(devices))
-    check(names)
-    return () if "cpu" in names else names
+        names = known.normalise(tuple(devices))
+    known.check(names)
+    return names if known.on_gpus(names) else ()
 
 
 atexit.register(close)

@@ -228,7 +228,7 @@ def _check_params(name: str, params: list[torch.Tensor], here: Any) -> list[torc
     if not params:
         raise ValueError(f"share(): {name} has no parameters")
     for param in params:
-        if param.device.type != "cpu" or param.layout != torch.strided:
+        if not param.is_cpu or param.layout != torch.strided:
             raise TypeError(
                 f"share(): {name} is on {param.device}: give dense tensors on the CPU; they are moved"
             )

@@ -9,10 +9,10 @@ import torch
 
 from lockstep.backends import backend_of
 from lockstep.comm.group import World
-from lockstep.comm.messages import Judged, Order
+from lockstep.comm.messages import Order, Predictions
 from lockstep.comm.pipes import Pipe
 from lockstep.data.dataset import open_dataset
-from lockstep.data.order import minibatches, share
+from lockstep.data.sampling import minibatches, share
 from lockstep.errors import UserError
 from lockstep.launch.computing import computing
 from lockstep.launch.status import StatusBoard
@@ -22,15 +22,15 @@ from lockstep.runs.plan import Plan
 
 
 def run_validator(control: Pipe, board: StatusBoard, plan: Plan, world: World, n_views: int) -> bool:
-    """The process of trainer `world.rank`: judges its share of every minibatch, and tells the launcher.
+    """The process of trainer `world.rank`: predicts its share of every minibatch, and tells the launcher.
 
     Returns whether it stopped early because the launcher asked.
     """
     with computing(plan.config, world, board):
-        return _judge_share(control, board, plan, world, n_views)
+        return _predict_share(control, board, plan, world, n_views)
 
 
-def _judge_share(control: Pipe, board: StatusBoard, plan: Plan, world: World, n_views: int) -> bool:
+def _predict_share(control: Pipe, board: StatusBoard, plan: Plan, world: World, n_views: int) -> bool:
     config = plan.config
     board.say("opening the dataset and the checkpoint")
     dataset = open_dataset(config)
@@ -42,7 +42,7 @@ def _judge_share(control: Pipe, board: StatusBoard, plan: Plan, world: World, n_
     feed = open_feed(backend, config, dataset, replica, iter(orders), board.say)
     stopped = False
     for _ in range(0, len(orders), n_views):
-        control.send(judge(feed, replica, n_views, board))
+        control.send(predict(feed, replica, n_views, board))
         stopped = control.poll()  # the launcher sends nothing but Stop
         if stopped:
             break
@@ -61,7 +61,7 @@ def orders_of(n_images: int, batch_size: int, world: World, n_views: int) -> Ite
                 yield Order("val", 1, start // size + 1, start, stop, first, last, view)
 
 
-def judge(feed: Feed, replica: Replica, n_views: int, board: StatusBoard) -> Judged:
+def predict(feed: Feed, replica: Replica, n_views: int, board: StatusBoard) -> Predictions:
     """One batch. Of several views the probabilities are averaged."""
     seen = []
     for _ in range(n_views):
@@ -75,7 +75,7 @@ def judge(feed: Feed, replica: Replica, n_views: int, board: StatusBoard) -> Jud
     best = mean.topk(min(5, mean.shape[1])).indices
     losses = -mean.gather(1, labels[:, None])[:, 0]
     hits = (best == labels[:, None]).any(1)
-    return Judged(order.first, labels.tolist(), best[:, 0].tolist(), hits.tolist(), losses.tolist())
+    return Predictions(order.first, labels.tolist(), best[:, 0].tolist(), hits.tolist(), losses.tolist())
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Confusion:
     n_mistaken: int
 
 
-class Verdict:
-    """All answers, in the order of the images, whoever judged them."""
+class Evaluation:
+    """All predictions, in the order of the images, whoever made them."""
 
     def __init__(self, n_images: int) -> None:
         self.labels = np.full(n_images, -1)
@@ -98,21 +98,21 @@ class Verdict:
         self._in_top5 = np.zeros(n_images, bool)
         self._losses = np.zeros(n_images)
 
-    def take(self, judged: Judged) -> None:
-        place = slice(judged.first, judged.first + len(judged.labels))
-        assert (self.answers[place] == -1).all(), "an image was judged twice"
-        self.labels[place], self.answers[place] = judged.labels, judged.answers
-        self._in_top5[place], self._losses[place] = judged.in_top5, judged.losses
+    def take(self, predictions: Predictions) -> None:
+        place = slice(predictions.first, predictions.first + len(predictions.labels))
+        assert (self.answers[place] == -1).all(), "an image was predicted twice"
+        self.labels[place], self.answers[place] = predictions.labels, predictions.answers
+        self._in_top5[place], self._losses[place] = predictions.in_top5, predictions.losses
 
     def summary(self) -> dict[str, float]:
         """Mean cross-entropy and the shares of wrong top-1 and top-5 answers, every image counted once.
 
         Raises UserError where the network gives no numbers.
         """
-        assert (self.answers >= 0).all(), "an image was not judged"
+        assert (self.answers >= 0).all(), "an image was not predicted"
         loss = float(self._losses.mean())
         if not math.isfinite(loss):
-            raise UserError(f"the cost is {loss}: this network's weights are broken, or the wrong ones")
+            raise UserError(f"the loss is {loss}: this network's weights are broken, or the wrong ones")
         top1, top5 = (self.answers != self.labels).mean(), 1 - self._in_top5.mean()
         return {"loss": loss, "error_top1": float(top1), "error_top5": float(top5)}
 

@@ -27,7 +27,7 @@ class Rows:
     count: int
 
 
-class EpochOrder:
+class EpochSamples:
     """The order of one epoch's samples.
 
     shuffle 'none': file by file. 'batches': the files in random order, each read through (as theano_alexnet).

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.order import EpochOrder, minibatches, share
+from lockstep.data.sampling import EpochSamples, minibatches, share
 
 files = st.lists(st.integers(1, 40), min_size=1, max_size=8).map(tuple)
 shuffles = st.sampled_from(["none", "batches", "blocks"])
@@ -14,14 +14,14 @@ seeds = st.integers(0, 2**32)
 
 @given(files, shuffles, blocks, seeds, st.integers(1, 100))
 def test_an_epoch_holds_every_sample_once(file_rows, shuffle, block, seed, epoch) -> None:
-    order = EpochOrder(file_rows, shuffle, block, seed, epoch)
+    order = EpochSamples(file_rows, shuffle, block, seed, epoch)
     assert len(order) == sum(file_rows)
     assert sorted(order.samples(0, len(order))) == list(range(len(order)))
 
 
 @given(files, shuffles, blocks, seeds, st.data())
 def test_any_part_is_that_part_of_the_whole(file_rows, shuffle, block, seed, data) -> None:
-    order = EpochOrder(file_rows, shuffle, block, seed, 1)
+    order = EpochSamples(file_rows, shuffle, block, seed, 1)
     start = data.draw(st.integers(0, len(order)))
     stop = data.draw(st.integers(start, len(order)))
     assert list(order.samples(start, stop)) == list(order.samples(0, len(order))[start:stop])
@@ -30,7 +30,7 @@ def test_any_part_is_that_part_of_the_whole(file_rows, shuffle, block, seed, dat
 
 @given(files, shuffles, blocks, seeds)
 def test_rows_and_samples_agree(file_rows, shuffle, block, seed) -> None:
-    order = EpochOrder(file_rows, shuffle, block, seed, 1)
+    order = EpochSamples(file_rows, shuffle, block, seed, 1)
     starts = np.cumsum([0, *file_rows])
     expected = []
     for rows in order.rows(0, len(order)):
@@ -53,18 +53,18 @@ def test_shares_cut_every_minibatch_without_gap_or_overlap(n_samples, batch_size
 
 
 def test_no_shuffling_keeps_the_order_of_the_files() -> None:
-    assert list(EpochOrder((3, 2), "none", 1, 0, 1).samples(0, 5)) == [0, 1, 2, 3, 4]
+    assert list(EpochSamples((3, 2), "none", 1, 0, 1).samples(0, 5)) == [0, 1, 2, 3, 4]
 
 
 def test_batches_keeps_each_file_together() -> None:
-    order = EpochOrder((4,) * 50, "batches", 1, 0, 1)
+    order = EpochSamples((4,) * 50, "batches", 1, 0, 1)
     rows = order.rows(0, len(order))
     assert all((run.first, run.count) == (0, 4) for run in rows)
     assert [run.file for run in rows] != sorted(run.file for run in rows)
 
 
 def test_a_minibatch_of_blocks_comes_from_several_files() -> None:
-    order = EpochOrder((256,) * 20, "blocks", 16, 0, 1)
+    order = EpochSamples((256,) * 20, "blocks", 16, 0, 1)
     rows = order.rows(0, 128)
     assert all(run.first % 16 == 0 and run.count == 16 for run in rows)
     assert len({run.file for run in rows}) > 3
@@ -72,7 +72,7 @@ def test_a_minibatch_of_blocks_comes_from_several_files() -> None:
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        return list(EpochOrder((64,) * 4, "blocks", 4, seed, epoch).samples(0, 256))
+        return list(EpochSamples((64,) * 4, "blocks", 4, seed, epoch).samples(0, 256))
 
     assert order(0, 1) == order(0, 1)
     assert order(0, 1) != order(0, 2) != order(1, 1)
