@@ -98,5 +98,6 @@ def compute_on_the_host(device: object, stream: Any) -> None:
         (Arena, "digests"),
         (Arena, "state"),
         (train_funcs.Trainer, "save"),
+        *([(sys.modules["lockstep.synk.gpu"].Gpu, "compute")] if "lockstep.synk.gpu" in sys.modules else []),
     ):
         setattr(place, name, behind(getattr(place, name)))
