@@ -6,6 +6,7 @@
 //
 //   CUDA_SIM_FOLDER   where memory and events lie (needed)       CUDA_SIM_DEVICES   how many devices (2)
 //   CUDA_SIM_MEMORY   bytes per device and process (1 GiB)       CUDA_SIM_DELAY     longest pause before an operation, us (0)
+//   CUDA_SIM_HANGS    1: whoever begins to use it waits for ever
 //   CUDA_SIM_LOCKABLE bytes of host memory that can be page-locked at once (all)
 //
 // Faults between devices, as lists of pairs like 0-1,1-0 (who reaches - whose memory; 0-0 for two processes on one device):
@@ -613,6 +614,8 @@ CUresult cuInit(unsigned flags)
     (void)flags;
     for (int device = 0; device < MOST_DEVICES; device++)
         contexts[device].device = device;
+    while (setting("CUDA_SIM_HANGS", 0))
+        pause();
     return getenv("CUDA_SIM_FOLDER") ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
 }
 
@@ -648,6 +651,13 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
 CUresult cuDeviceGetPCIBusId(char *text, int length, CUdevice device)
 {
     snprintf(text, length, "0000:%02X:00.0", device + 1);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device)
+{
+    memset(uuid, 0, sizeof *uuid);
+    uuid->bytes[0] = (char)(device + 1);
     return CUDA_SUCCESS;
 }
 

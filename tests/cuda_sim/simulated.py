@@ -40,7 +40,7 @@ class Simulation:
         lines = [
             f"{n}, GPU-{n}, 00000000:{n + 1:02X}:00.0, simulated device {n}, 580, 1024, " for n in devices
         ]
-        program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}Disabled'\n" for line in lines))
+        program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}Disabled, Default'\n" for line in lines))
         program.chmod(0o755)
         return {
             **os.environ,
