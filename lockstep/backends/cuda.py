@@ -100,9 +100,9 @@ class CudaBackend(Backend):
 
     def fill_directly(self, ring: Ring, reader: Reader) -> Filler:
         assert isinstance(ring, CudaRing)
-        filler = RawFiller(self.memory, self.stream, reader, ring.shape, ring.block, ring.released)
-        ring.filled = filler.filled
-        return filler
+        ring.filled = self.memory.events(ring.shape.n_slots)
+        parts = reader, ring.shape, ring.block, ring.released, ring.filled
+        return RawFiller(self.memory, self.stream, *parts)
 
     def receive_ring(self, trainer: Pipe, shape: RingShape, reader: Reader) -> Filler:
         block = self.memory.receive(trainer, "the ring's memory")
@@ -113,6 +113,8 @@ class CudaBackend(Backend):
             )
         released = self.memory.receive_events(trainer, "its events")
         kind: type[CudaFiller] = RawFiller if shape.dtype == "uint8" else AugmentingFiller
-        filler = kind(self.memory, self.stream, reader, shape, block, released)
+        filled = self.memory.shared_events(shape.n_slots)
+        filler = kind(self.memory, self.stream, reader, shape, block, released, filled)
+        filler.prove()
         self.memory.send_events(trainer, filler.filled)
         return filler
