@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from lockstep.backends import Backend
 from lockstep.comm.group import Group
@@ -23,6 +24,7 @@ from lockstep.loading.reader import Reader
 from lockstep.loading.slots import RingShape
 from lockstep.memory import Block
 from lockstep.memory.cuda import CudaBlock, CudaMemory
+from lockstep.network import kernels
 from lockstep.network.precision import image_dtype
 from lockstep.network.recorder import Stopwatch, StreamStopwatch
 
@@ -51,6 +53,9 @@ class CudaBackend(Backend):
             start_torch(self.memory.device, self.stream)
         except (RuntimeError, AssertionError) as error:  # AssertionError: a build without CUDA
             raise UserError(f"torch {torch.__version__} can't use {self.memory}: {error}") from error
+
+    def speed_up(self, model: nn.Module, config: Config) -> str:
+        return kernels.install(model, config, self.memory, self.stream)
 
     def stopwatch(self) -> Stopwatch:
         return StreamStopwatch(self.memory.driver.Event, self.stream)

@@ -79,6 +79,7 @@ class Config:
     cuda_graph: bool = False  # GPUs: a step is captured once and replayed
     exchange: Literal["auto", "p2p", "staged", "swap"] = "auto"  # GPUs
     augment_on: Literal["trainer", "loader"] = "trainer"  # GPUs: which process runs the kernel
+    kernels: Literal["all", "none", "lrn", "dropout"] = "all"  # GPUs: which layers use kernels of ours
     wait_deadline: float = 120.0  # seconds that one process waits for another
 
     # Output

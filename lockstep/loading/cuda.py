@@ -66,7 +66,7 @@ class AugmentKernel:
             np.uint64(out + self._out.head_bytes),
             *(np.int32(number) for number in (height, width, self._out.crop_size)),
             block=(_THREADS, 1, 1),
-            grid=(-(-(self._out.crop_size**2) // _THREADS), n_images),
+            grid=(self._out.crop_size, n_images),
             stream=self._stream,
         )
 
