@@ -1,6 +1,6 @@
 # make train   set up, make the digits' dataset, train on it        make test       set up, run the tests
 # make bench   measure and print the tables of docs/results         make test-all   those too that take long
-# make check   lint, format, types, imports
+# make check   lint, format, types, imports                         make demos      lockstep.synk's demos
 PYTHON ?= python3
 BIN := .venv/bin
 # pip compiles modules one after the other, and packages' tests with them: compileall does it on all cores, without.
@@ -9,7 +9,7 @@ COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing/_internal|sym
 DIGITS := data/digits/manifest.json
 .DEFAULT_GOAL := help
 
-.PHONY: help setup setup-test data train test test-all check format bench clean
+.PHONY: help setup setup-test data train test test-all check format bench demos clean
 help:
 	@sed -n '1,3s/^# //p' Makefile
 
@@ -58,6 +58,9 @@ format: .venv/.installed-test
 
 bench: .venv/.installed-test $(DIGITS)
 	$(BIN)/python -m benchmarks
+
+demos: .venv/.installed-test
+	demos/run.sh $(abspath $(BIN)/python)
 
 clean:
 	rm -rf .venv data/digits data/digits_jpeg *.egg-info build

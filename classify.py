@@ -50,13 +50,15 @@ def main() -> int:
 def read_words() -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("pictures", nargs="+", metavar="PICTURE")
+    parser.add_argument("pictures", nargs="+", metavar="PICTURE", help="a file: JPEG, PNG, WebP ...")
     parser.add_argument("--run", type=Path, help="a run's folder (default: the newest in --runs)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="the folder of runs (runs)")
     parser.add_argument(
         "--epoch", type=int, help="the checkpoint of this epoch (default: the newest whole one)"
     )
-    parser.add_argument("--override", nargs="*", default=[], metavar="key=value", help="of the configuration")
+    parser.add_argument(
+        "--override", nargs="*", default=[], metavar="key=value", help="override the run's configuration"
+    )
     return parser.parse_args()
 
 

@@ -94,7 +94,7 @@ def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Inte
 
     with Processes(config.wait_deadline, interrupts) as processes:
         start_processes(processes, config, run, worlds)
-        made_with = {"versions": versions.of_packages(config.devices), "machine": machine}
+        made_with = {"versions": versions.of_packages(), "machine": machine}
         console.log("started", {**processes.pids(), **made_with})
         console.say("starting: " + ", ".join(processes.pids()))
         ending = processes.watch(on_message)

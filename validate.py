@@ -5,7 +5,10 @@
     python validate.py runs/try1 data_folder=data/other devices='[cuda:0, cuda:1]' batch_size=256
 
 key=value overrides the run's configuration. The result does not depend on devices or batch size, but for
-rounding. Exit codes are those of train.py.
+rounding.
+
+Exit code: 0 it is measured; 2 something given was wrong; 130 Ctrl-C, 143 SIGTERM; 1 anything else, and the
+last line says who failed, how, and at what.
 """
 
 from lockstep.interrupts import Interrupts

@@ -16,7 +16,9 @@ From the lowest up; a room imports those above it in this list, never those belo
     network/      a network's tensors in one block, and what is done with a batch
     sync/         rules: what trainers exchange after a step, and when
     backends/     what depends on the kind of device: CPUs, NVIDIA GPUs, which ones to use
+    flow/         dataflow: operations of torch that run when their inputs are ready
     launch/       starting, watching and ending processes; what they say; the command line
+    synk/         functions over data on several processes: Synkhronos's programming interface
     evaluate/     validation on its own
     pretrained/   starting from weights that were trained elsewhere
     export/       a trained network for other programs

@@ -7,6 +7,8 @@ Such a folder trains as it is, too (docs/data.md); converted, rows are read with
 there are checksums and names, and `shuffle: blocks` is fast. Sub-batches (_0, _1) are joined. Labels, the
 mean image and the names in misc/ come along. Like make_hkl.py it is parallel and goes on where it was
 stopped.
+
+Exit code: 0 the new folder is whole; 2 something given can't be used; 130 Ctrl-C.
 """
 
 import argparse
@@ -47,7 +49,9 @@ def read_command_line(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("old", type=Path, help="the folder that holds train_hkl_b256_b_256, labels, misc ...")
     parser.add_argument("new", type=Path, help="the dataset folder to make; must not be there yet")
     parser.add_argument("--batch", type=int, default=256, help="images in a file (256)")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes")
+    parser.add_argument(
+        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (one a core)"
+    )
     parser.add_argument(
         "--meta_clsloc_mat", type=Path, help="meta_clsloc.mat or meta.mat, for the classes' names"
     )

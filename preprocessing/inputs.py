@@ -4,7 +4,7 @@ The keys of paths.yaml are theano_alexnet's; each can be given on the command li
 """
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,27 @@ _KITS = ("ILSVRC2012_devkit_t12.tar.gz", "*devkit*/data/meta*.mat", "*devkit*/*/
 _TRUTHS = ("*devkit*/data/*validation_ground_truth.txt", "*validation_ground_truth.txt")
 
 
+def _path(explained: str) -> Any:
+    return field(default=None, metadata={"help": explained})
+
+
 @dataclass(frozen=True)
 class Paths:
     """The keys of paths.yaml."""
 
-    train_img_dir: str | None = None  # folder of class folders or of classes' tars, or the training tar
-    val_img_dir: str | None = None  # folder of class folders or of pictures, or the validation tar
-    meta_clsloc_mat: str | None = None  # meta_clsloc.mat, meta.mat, or the devkit's .tar.gz
-    val_label_file: str | None = None  # validation ground truth, or the devkit's .tar.gz
-    traintxt_filename: str | None = None  # Caffe-style lists: read if both are there
-    valtxt_filename: str | None = None
-    tar_root_dir: str | None = None  # the dataset folder to make
-    tar_train_dir: str | None = None  # these three can only be inside tar_root_dir
-    tar_val_dir: str | None = None
-    misc_dir: str | None = None
+    train_img_dir: str | None = _path("folder of class folders or of classes' tars, or the training tar")
+    val_img_dir: str | None = _path("folder of class folders or of pictures, or the validation tar")
+    meta_clsloc_mat: str | None = _path("meta_clsloc.mat, meta.mat, or the devkit's .tar.gz")
+    val_label_file: str | None = _path("validation ground truth, or the devkit's .tar.gz")
+    traintxt_filename: str | None = _path("Caffe-style list of training pictures, used if both are there")
+    valtxt_filename: str | None = _path("Caffe-style list of validation pictures")
+    tar_root_dir: str | None = _path("the dataset folder to make")
+    tar_train_dir: str | None = _path("theano_alexnet's; can only be TAR_ROOT_DIR/train_hkl")
+    tar_val_dir: str | None = _path("theano_alexnet's; can only be TAR_ROOT_DIR/val_hkl")
+    misc_dir: str | None = _path("theano_alexnet's; can only be TAR_ROOT_DIR/misc")
 
 
-KEYS = tuple(field.name for field in fields(Paths))
+KEYS = tuple(key.name for key in fields(Paths))
 
 
 def add_path_options(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +48,8 @@ def add_path_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--paths", type=Path, help="a paths.yaml; default, without SOURCE: preprocessing/paths.yaml"
     )
-    for key in KEYS:
-        group.add_argument(f"--{key}", metavar="PATH")
+    for key in fields(Paths):
+        group.add_argument(f"--{key.name}", metavar="PATH", help=key.metadata["help"])
 
 
 def read_paths(words: argparse.Namespace, source: Path | None, target: Path | None) -> Paths:

@@ -7,12 +7,13 @@ Reads every file, compares it with its checksum in manifest.json, and names each
 FOLDER/inspect (or --out)
 
     contact_sheet.png   random images as stored, and as the network sees them after crop, mirror and mean
-    (mid-grey
-                        is zero), with the class and the source picture's name
+                        (mid-grey is zero), with the class and the source picture's name
     labels.png          how many images each class has
     mean.png            the mean image
 
-Folders of theano_alexnet can be inspected too. Ends with 1 when a file is not as it should be.
+Folders of theano_alexnet can be inspected too.
+
+Exit code: 0 every file is as it should be; 1 one is not; 2 something given can't be used.
 """
 
 import argparse

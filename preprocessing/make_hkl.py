@@ -17,6 +17,8 @@ SOURCE is a folder with
 TARGET becomes the dataset folder (docs/data.md describes it). It is made beside TARGET and renamed at the
 end, so it is whole or not there. Stopped or killed at any moment, the same command goes on, and the result is
 the same. Classes are numbered in the order of their sorted names, as theano_alexnet and Caffe do.
+
+Exit code: 0 the dataset is whole; 2 something given, or a picture, can't be used; 130 Ctrl-C.
 """
 
 import argparse
@@ -59,16 +61,18 @@ def read_command_line(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("words", nargs="*", metavar="[toy|full] [SOURCE TARGET]", help="what to make it of; none: paths.yaml")
+    words = "toy: 10 batches of each half; the pictures; the folder to make (what paths.yaml says)"
+    add("words", nargs="*", metavar="[toy|full] [SOURCE TARGET]", help=words)
     add("--size", type=int, default=256, help="rows and columns of the images (256)")
     resize = (
         "squash: all of the picture, as theano_alexnet (the default); crop: short side to --size, then the "
         "middle, as Caffe; pad: long side to --size, then black"
     )
     add("--resize", choices=RESIZES, default="squash", help=resize)
-    add("--orientation", choices=ORIENTATIONS, default="ignore", help="of EXIF; theano_alexnet ignored it")
+    orientation = "apply: turn pictures as the camera noted (EXIF); ignore, as theano_alexnet (the default)"
+    add("--orientation", choices=ORIENTATIONS, default="ignore", help=orientation)
     add("--batch", type=int, default=256, help="images in a file (256)")
-    add("--seed", type=int, default=0, help="of the training pictures' order (0)")
+    add("--seed", type=int, default=0, help="seed of the training pictures' order (0)")
     layout = "c01b: files, folders and labels for theano_alexnet's own code, as hickle 2 wrote them"
     add("--layout", choices=["b01c", "c01b"], default="b01c", help=layout)
     add("--split", type=int, default=1, help="c01b: files that a batch is divided into: 1, 2 or 4 (1)")

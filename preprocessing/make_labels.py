@@ -6,6 +6,8 @@
 make_hkl.py does this by itself. Alone it is for a folder whose labels were lost, or one of theano_alexnet's:
 the order is in misc/train_order.txt, or its shuffled_train_filenames.npy, and in val.txt. With --split the
 labels of halves (_0, _1) or quarters are written too.
+
+Exit code: 0 the labels are written; 2 something given can't be used.
 """
 
 import argparse
@@ -26,8 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path, help="the dataset folder")
     parser.add_argument("--lists", type=Path, help="where train.txt and val.txt are (<folder>/misc)")
-    parser.add_argument("--split", type=int, choices=[1, 2, 4], default=1, help="files of a batch (1)")
-    parser.add_argument("--batch", type=int, default=256, help="images in a batch, for --split (256)")
+    parser.add_argument(
+        "--split", type=int, choices=[1, 2, 4], default=1, help="files that a batch is divided into (1)"
+    )
+    parser.add_argument("--batch", type=int, default=256, help="images in a file, for --split (256)")
     words = parser.parse_args(arguments)
     try:
         for split in ("train", "val"):

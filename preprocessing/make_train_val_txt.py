@@ -1,11 +1,12 @@
 """Writes Caffe-style lists of pictures, train.txt and val.txt: "path label" a line, sorted.
 
     python preprocessing/make_train_val_txt.py /data/imagenet lists
-    python preprocessing/make_train_val_txt.py                         as preprocessing/paths.yaml says, into
-    its misc/
+    python preprocessing/make_train_val_txt.py                   as preprocessing/paths.yaml says, into misc/
 
 make_hkl.py takes the same sources, and writes these lists into the dataset folder's misc/ itself; this is for
 other programs. Labels are places among the sorted classes.
+
+Exit code: 0 the lists are written; 2 something given can't be used.
 """
 
 import argparse

@@ -98,7 +98,8 @@ def test_without_a_gpu_all_else_is_measured(doctor: Doctor) -> None:
     table = rates(doctor.sections[LOADING])
     assert min(map(min, table.values())) > 0
     assert table["read, crop, mirror, mean"][0] < table["page cache"][0]
-    assert 0.1 < table["page cache"][0] / (speed * 1e9 / 256 / 256 / 3) < 10  # measured by two processes
+    # measured by two processes, one after the other
+    assert 1 / limit(10) < table["page cache"][0] / (speed * 1e9 / 256 / 256 / 3) < limit(10)
     check_expectation(doctor.sections[LOADING], "from the disk, then", table)
     del table["disk"]
     check_expectation(doctor.sections[LOADING], "from the page cache, then", table)

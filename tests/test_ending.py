@@ -2,11 +2,14 @@
 
 import atexit
 import os
+import pty
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
-from conftest import Program, Running
+from conftest import ROOT, Program, Running, wait_until
 from limits import limit
 
 from lockstep.interrupts import Interrupts
@@ -63,6 +66,30 @@ def test_a_killed_launcher_takes_all_with_it(program: Program, moment: str) -> N
     running.process.kill()
     message = assert_ended(running, since, -signal.SIGKILL)
     assert f"the launcher (pid {running.process.pid}) died" in message
+
+
+def test_nobody_outlives_a_launcher_whose_terminal_is_gone(program: Program) -> None:
+    """Where the last word can't be said, it is left out."""
+    ours, theirs = pty.openpty()
+    words = [
+        f"data_folder={program.data}",
+        "n_classes=7",
+        f"weights_dir={program.place}/runs",
+        "run_name=run",
+    ]
+    command = [sys.executable, "train.py", *words, "devices=[cpu]", *FOREVER]
+    output = program.place / "nothing.txt"
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    running = Running(process, program.place / "runs" / "run", output)
+    program.started.append(running)
+    running.pids()
+    os.close(ours)  # from now on writing to it fails (EIO)
+    process.kill()
+    process.wait()
+    wait_until(lambda: running.leftovers() == [], "all processes of the run to be gone")
 
 
 @pytest.mark.parametrize("victim", ["trainer 1", pytest.param("loader 0", marks=pytest.mark.slow)])

@@ -241,6 +241,7 @@ def test_a_truncated_pth_and_a_folder_of_something_else(tmp_path: Path, trained)
 ALONE = ("devices=[cpu]", "para_load=false")  # as few processes as there can be
 
 
+@pytest.mark.slow
 def test_a_whole_training_goes_on_in_another_folder_bit_for_bit(program: Program) -> None:
     words = ["n_epochs=4", "snapshot_freq=2", "lr_step=[1,3]", *ALONE]
     unbroken = program.run(*words, name="unbroken")

@@ -64,9 +64,10 @@ class Held:
             path.unlink()
             os.mkfifo(path)
 
-    def await_workers(self) -> None:
+    def await_workers(self, running: "subprocess.Popen[str]") -> None:
         self._pipes: dict[Path, int] = {}
-        wait_until(lambda: all(map(self._open, self._contents)), "the workers to read both")
+        wait_until(lambda: self._are_read() or running.poll() is not None, "the workers to read both")
+        assert running.poll() is None, running.communicate()
 
     def let_go(self) -> None:
         """Gives its picture to each worker that is still there; from now on they are files."""
@@ -75,6 +76,9 @@ class Held:
                 pipe.write(content)
             path.unlink()
             path.write_bytes(content)
+
+    def _are_read(self) -> bool:
+        return all(map(self._open, self._contents))
 
     def _open(self, path: Path) -> bool:
         with suppress(OSError):  # ENXIO: nobody reads it
@@ -88,7 +92,7 @@ def test_killed_or_stopped_it_goes_on_to_the_same_bytes(
 ) -> None:
     held = Held(pictures, tmp_path / "pictures")
     running = start(held.folder, tmp_path / "set")
-    held.await_workers()
+    held.await_workers(running)
     os.killpg(running.pid, number) if number == signal.SIGINT else os.kill(running.pid, number)
     held.let_go()
     _, error = running.communicate(timeout=limit(60))
@@ -114,7 +118,7 @@ def test_killed_or_stopped_it_goes_on_to_the_same_bytes(
 def test_a_killed_worker_ends_it_with_a_message(pictures: Path, tmp_path: Path) -> None:
     held = Held(pictures, tmp_path / "pictures")
     running = start(held.folder, tmp_path / "set")
-    held.await_workers()
+    held.await_workers(running)
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
     is_worker = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
     os.kill(int(is_worker[-1]), signal.SIGKILL)

@@ -154,7 +154,7 @@ def test_another_number_of_trainers_goes_on_without_losing_a_picture(program: Pr
 
 
 def test_going_on_from_another_seed_or_model_is_refused(program: Program) -> None:
-    program.run("n_epochs=1")
+    program.run("n_epochs=1", devices="[cpu]")
     for words, message in (
         (["seed=5"], "was made with seed: 0, the configuration says 5"),
         (["model_args={dropout: 0.1}"], "was made with model_args"),
@@ -162,9 +162,9 @@ def test_going_on_from_another_seed_or_model_is_refused(program: Program) -> Non
         (["n_epochs=1"], "all 1 epochs are done; raise n_epochs"),
     ):
         epochs = [] if words == ["n_epochs=1"] else ["n_epochs=2"]
-        refused = program.run(*epochs, "resume_train=true", *words, code=2)
+        refused = program.run(*epochs, "resume_train=true", *words, code=2, devices="[cpu]")
         assert message in refused.last_line()
-    resumed = program.run("n_epochs=2", "resume_train=true", "learning_rate=0.003")
+    resumed = program.run("n_epochs=2", "resume_train=true", "learning_rate=0.003", devices="[cpu]")
     assert "note: learning_rate is 0.003 now, was 0.02 before" in resumed.output()
 
 
@@ -181,11 +181,11 @@ def test_a_second_run_does_not_write_into_the_first_ones_folder(program: Program
 
 
 def test_a_run_that_never_saved_can_be_started_again_or_resumed(program: Program) -> None:
-    program.run("model_args={depth: 3}", code=2)
-    resumed = program.run("n_epochs=1", "model_args={}", "resume_train=true")
+    program.run("model_args={depth: 3}", devices="[cpu]", code=2)
+    resumed = program.run("n_epochs=1", "model_args={}", "resume_train=true", devices="[cpu]")
     assert "has no checkpoint yet: starting from scratch" in resumed.output()
-    program.run("model_args={depth: 3}", name="other", code=2)
-    assert program.run("n_epochs=1", name="other").last_line().startswith("done")
+    program.run("model_args={depth: 3}", name="other", devices="[cpu]", code=2)
+    assert program.run("n_epochs=1", name="other", devices="[cpu]").last_line().startswith("done")
 
 
 def test_a_run_killed_before_its_first_step_is_resumed_as_what_it_was(program: Program) -> None:
@@ -231,8 +231,9 @@ def test_a_run_does_not_need_its_terminal(program: Program, output: str) -> None
 
 def test_a_resumed_run_keeps_its_own_configuration(program: Program) -> None:
     """Only what is given with resume_train changes; config.yaml is not looked at again."""
-    first = program.run("n_epochs=1", "learning_rate=0.003", "lr_policy=auto", "momentum=0.5")
-    resumed = program.run("n_epochs=2", "resume_train=true", "momentum=0.6")
+    keys = ("learning_rate=0.003", "lr_policy=auto", "momentum=0.5")
+    first = program.run("n_epochs=1", *keys, devices="[cpu]")
+    resumed = program.run("n_epochs=2", "resume_train=true", "momentum=0.6", devices="[cpu]")
     saved = yaml.safe_load((first.run_folder / "config.yaml").read_text())
     assert (saved["learning_rate"], saved["lr_policy"], saved["momentum"]) == (0.003, "auto", 0.6)
     assert "going on with the configuration in" in resumed.output()

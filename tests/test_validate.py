@@ -13,6 +13,7 @@ import torch
 from conftest import ROOT, Program, Running, make_config
 from PIL import Image
 
+from lockstep.comm.group import World
 from lockstep.comm.messages import Predictions
 from lockstep.data import hkl
 from lockstep.data.dataset import open_dataset
@@ -109,6 +110,7 @@ def test_threads_are_the_runs_and_too_little_memory_is_said(
 
 
 def test_what_computing_cant_do_is_the_users_to_change() -> None:
+    (world,) = World.on_one_host(1)
     board = StatusBoard.create()
     board.say("step 3")
     for error, message in (
@@ -118,9 +120,15 @@ def test_what_computing_cant_do_is_the_users_to_change() -> None:
         ),
         (RuntimeError("see use_deterministic_algorithms"), "deterministic: the network has an operation"),
     ):
-        with pytest.raises(UserError, match=message), computing(make_config(), 0, board):
+        with (
+            pytest.raises(UserError, match=message),
+            computing(make_config(), world, board),
+        ):
             raise error
-    with pytest.raises(RuntimeError, match=r"^another$"), computing(make_config(), 0, board):
+    with (
+        pytest.raises(RuntimeError, match=r"^another$"),
+        computing(make_config(), world, board),
+    ):
         raise RuntimeError("another")
 
 
@@ -138,7 +146,7 @@ def test_shares_of_all_ranks_are_every_image_once() -> None:
         seen = [
             image
             for rank in range(n_ranks)
-            for order in orders_of(33, 4, rank, n_ranks, 1)
+            for order in orders_of(33, 4, World.on_one_host(n_ranks)[rank], 1)
             for image in range(order.first, order.last)
         ]
         assert sorted(seen) == list(range(33))

@@ -1,6 +1,7 @@
 """What depends on the kind of device, in one place: `HostBackend` for CPUs, `CudaBackend` for NVIDIA GPUs.
 
-A trainer and its loader each have one; the rest of the program does not ask what it runs on.
+A trainer and its loader each have one (host.py, cuda.py); the rest of the program does not ask what it runs
+on. devices.py says which devices there are and which a run takes; gpus.py lists NVIDIA's for it.
 """
 
 from abc import ABC, abstractmethod

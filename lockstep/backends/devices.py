@@ -8,6 +8,7 @@ import os
 import platform
 import re
 from collections import Counter
+from collections.abc import Iterable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +40,11 @@ def _normalise_one(device: str) -> str:
     if not match:
         raise UserError(f"devices: {device!r} is not a device; write cpu, cuda:0 or gpu0")
     return f"cuda:{int(match.group(1))}"
+
+
+def on_gpus(devices: Iterable[object]) -> bool:
+    """Whether any of these devices, torch's or names as `normalise` writes them, is a GPU."""
+    return any(str(device).partition(":")[0] != "cpu" for device in devices)
 
 
 def choose() -> tuple[tuple[str, ...], str]:
@@ -76,7 +82,7 @@ def check(devices: tuple[str, ...]) -> None:
 
 def notices(devices: tuple[str, ...]) -> list[str]:
     """What a user of these devices should know, and need not change."""
-    if "cpu" in devices:
+    if not on_gpus(devices):
         return []
     found = []
     for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
@@ -93,7 +99,7 @@ def notices(devices: tuple[str, ...]) -> list[str]:
 
 def describe(devices: tuple[str, ...]) -> dict[str, str]:
     """The model of each device by its name, and the driver of GPUs, for the record."""
-    if "cpu" in devices:
+    if not on_gpus(devices):
         return {"cpu": _processor()}
     _, shown = _look()
     numbers = (int(device.removeprefix("cuda:")) for device in devices)
@@ -198,7 +204,7 @@ def _count(gpus: list[Gpu]) -> str:
 
 def check_keys(config: Config) -> None:
     """Raises UserError for keys that ask for what only GPUs have, where `devices` are CPUs."""
-    if "cpu" not in config.devices:
+    if on_gpus(config.devices):
         return
     asked = {"precision": config.precision == "tf32", "cuda_graph": config.cuda_graph}
     asked["exchange"] = config.exchange != "auto"

@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs of this machine, as the driver's own program, `nvidia-smi`, lists them.
+"""Lists the NVIDIA GPUs of this machine by asking `nvidia-smi`, a program that comes with the driver.
 
 The launcher asks a program, not CUDA, so that CUDA is not begun in a process that later starts others. Where
 there is no nvidia-smi, as in some containers, ask_driver.py asks the driver's library and answers alike.
@@ -23,9 +23,9 @@ ANSWER_SECONDS = 30.0  # it wakes up GPUs that nobody uses, which takes seconds 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. `uuid` and `pci_bus_id` are the names that are its own whatever else is there or visible."""
+    """One GPU. Its index may change with other GPUs or settings; `uuid` and `pci_bus_id` never do."""
 
-    index: int  # nvidia-smi's number for it: its rank by place on the PCI bus
+    index: int  # nvidia-smi's number: 0 for the first one on the PCI bus
     uuid: str
     pci_bus_id: str  # domain:bus:device.function, as lspci writes it
     name: str
@@ -39,7 +39,7 @@ class Gpu:
 
 
 def list_gpus() -> list[Gpu]:
-    """All GPUs that the driver shows, at least one. Raises UserError where there is none, or no driver."""
+    """All GPUs, by place on the PCI bus. Raises UserError where there is none, or no driver."""
     program = shutil.which("nvidia-smi")
     if program is not None:
         name = "nvidia-smi"
@@ -73,7 +73,7 @@ def _ask(name: str, command: list[str], environment: dict[str, str] | None = Non
     try:
         output, complaint = process.communicate(timeout=ANSWER_SECONDS)
     except subprocess.TimeoutExpired as error:
-        process.kill()  # and no waiting for its end: who hangs inside the driver does not even die
+        process.kill()  # its end is not waited for: inside a driver that hangs, not even this ends it
         raise UserError(
             f"{name} has not answered for {ANSWER_SECONDS:g} s: the driver hangs; see dmesg"
         ) from error
@@ -106,11 +106,12 @@ def _read_line(line: str, name_of_asked: str) -> Gpu:
 
 
 def visible(gpus: list[Gpu], setting: str | None) -> list[Gpu]:
-    """The GPUs that CUDA shows to a process, in its order: cuda:<n> is the n-th.
+    """The GPUs that a process may use, in the order in which CUDA numbers them: the first is cuda:0.
 
-    setting: CUDA_VISIBLE_DEVICES, None where it is not set. Its rules are those of the CUDA programming
-    guide ("CUDA Environment Variables"): indices or beginnings of UUIDs; one that names no GPU, or more than
-    one, ends the list; one named twice leaves none. Raises UserError for a MIG instance.
+    setting: the value of CUDA_VISIBLE_DEVICES; None where it is not set, and all GPUs are visible. It is read
+    as the CUDA programming guide says ("CUDA Environment Variables"): a list of indices or of beginnings of
+    UUIDs. It ends before the first entry that names no GPU, or several; where it names a GPU twice, none is
+    visible. Raises UserError for a MIG instance.
     """
     if setting is None:
         return gpus

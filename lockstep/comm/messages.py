@@ -5,8 +5,9 @@ Numbers and text only; a tensor never goes through a pipe. One step, with one tr
     loader r                    trainer r                         the other trainers
        |  <---- Fill(slot) ------  |                                     |
        |  ----- Filled(slot) --->  |  wait Filled            load-wait   |
-       |                           |  forward, backward, update  compute |
+       |                           |  forward, backward          compute |
        |  <---- Fill(slot) ------  |  the slot is free: order another    |
+       |                           |  update                     compute |
        |                           |  --- Arrived(offered) -----------> |   meet
        |   (fills the slot         |  <-- Arrived(offered) ------------ |
        |    meanwhile)             |  average my shard of every arena,   |   exchange

@@ -6,6 +6,7 @@ the kernel holds (some 200 KB) at once do not wait for each other for ever.
 """
 
 import array
+import errno
 import math
 import os
 import pickle
@@ -88,15 +89,23 @@ class Pipe:
         _flush([self])
 
     def receive_descriptor(self, what: str) -> int:
-        """The descriptor that the peer's `send_descriptor` sent; it is the caller's to close."""
+        """The descriptor that the peer's `send_descriptor` sent; it is the caller's to close.
+
+        Raises OSError where this process had no room for one more.
+        """
         self.receive(_Descriptor, what)
-        return self._descriptors.popleft()
+        descriptor = self._descriptors.popleft()
+        if descriptor < 0:
+            raise OSError(errno.EMFILE, f"too many open files (ulimit -n) to open {what}")
+        return descriptor
 
     def close(self) -> None:
         """Closes this end; the peer's next receive raises PeerLost."""
         self._socket.close()
-        while self._descriptors:
-            os.close(self._descriptors.popleft())
+        for descriptor in self._descriptors:
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._descriptors.clear()
 
     # -- sending ---------------------------------------------------------------------------------------------
 
@@ -157,14 +166,16 @@ class Pipe:
             return False
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
-            data, ancillary, _, _ = self._socket.recvmsg(_CHUNK, _ROOM, flags)
+            data, ancillary, found, _ = self._socket.recvmsg(_CHUNK, _ROOM, flags)
         except BlockingIOError:
             return False
         except ConnectionResetError:
-            data, ancillary = b"", []
+            data, ancillary, found = b"", [], 0
         self._incoming += data
         for _, _, packed in ancillary:
             self._descriptors.extend(array.array("i", packed))
+        if found & socket.MSG_CTRUNC and not ancillary:  # the kernel drops what there is no room for
+            self._descriptors.append(-1)
         self._ended = not data
         return True
 

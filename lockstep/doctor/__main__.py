@@ -36,7 +36,7 @@ def main() -> int:
     report.show_all("machine", lambda: machine.describe(runs))
     chosen = _choose(report, config)
     copies = None
-    if "cpu" not in chosen:
+    if devices.on_gpus(chosen):
         copies = cards.examine(report, chosen)
         links.examine(report, chosen)
     report.title("Files")
@@ -52,8 +52,10 @@ def _read_command_line() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("data_folder", nargs="?", help="a dataset folder, as preprocessing/make_hkl.py makes")
-    parser.add_argument("--config", help="the configuration of a run")
+    parser.add_argument("data_folder", nargs="?", help="the dataset folder to read from (a temporary file)")
+    parser.add_argument(
+        "--config", help="a YAML file as train.py takes it; without, no configuration is read"
+    )
     return parser.parse_args()
 
 

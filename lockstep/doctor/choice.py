@@ -32,7 +32,8 @@ def choose(asked: tuple[str, ...], gpus: list[Gpu]) -> tuple[tuple[str, ...], li
         line = Line("devices", f"{', '.join(chosen)}, as the configuration says")
     else:
         chosen, reason = devices.choose()
-        line = Line("devices", f"{', '.join(chosen)}; {reason}", wrong="cpu" in chosen and _offers(gpus))
+        unused = not devices.on_gpus(chosen) and _offers(gpus)
+        line = Line("devices", f"{', '.join(chosen)}; {reason}", wrong=unused)
     return chosen, [line, *(Line("note", text) for text in devices.notices(chosen))]
 
 

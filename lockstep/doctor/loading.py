@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lockstep.backends.devices import on_gpus
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.doctor import storage
@@ -43,7 +44,7 @@ def examine(
     (read, prepare), _ = outcomes[0].value
     all_read, all_prepare = (sum(outcome.value[1][i] for outcome in outcomes) for i in (0, 1))
     rates = {"page cache": (read, all_read)}
-    if "cpu" in devices:  # GPUs prepare pictures themselves
+    if not on_gpus(devices):  # GPUs prepare pictures themselves
         rates["read, crop, mirror, mean"] = prepare, all_prepare
     if copies:
         rates["copy to the GPU"] = _pictures(copies[0]), _pictures(copies[1])

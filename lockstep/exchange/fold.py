@@ -48,3 +48,35 @@ def fold(sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: Op) -
     for target in targets:
         if target is not total:
             np.copyto(target, total)
+
+
+def fold_all(
+    sources: Sequence[np.ndarray],
+    targets: Sequence[np.ndarray],
+    op: Op,
+    weights: Sequence[float] | None = None,
+) -> None:
+    """The same for arrays (n,) of any length, in chunks.
+
+    weights: for 'mean', the sources' shares, which add up to 1; None where they are equal.
+    """
+    arrays = list({id(array): array for array in (*sources, *targets)}.values())
+    for pieces in chunks(arrays):
+        by_array = {id(array): piece for array, piece in zip(arrays, pieces, strict=True)}
+        cut_sources = [by_array[id(array)] for array in sources]
+        cut_targets = [by_array[id(array)] for array in targets]
+        if weights is None:
+            fold(cut_sources, cut_targets, op)
+        else:
+            _fold_weighted(cut_sources, cut_targets, weights)
+
+
+def _fold_weighted(
+    sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], weights: Sequence[float]
+) -> None:
+    total, scaled = np.multiply(sources[0], weights[0]), np.empty_like(sources[0])
+    for source, weight in zip(sources[1:], weights[1:], strict=True):
+        np.multiply(source, weight, out=scaled)
+        np.add(total, scaled, out=total)
+    for target in targets:
+        np.copyto(target, total)

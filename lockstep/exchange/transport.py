@@ -1,6 +1,6 @@
 """A transport: one way in which ranks reach each other's blocks, and the collectives that it can do.
 
-All ranks call the same collective with the same arguments. It has five parts, whichever it is:
+All ranks call the same collective with the same arguments. Each has four parts, and two barriers:
 
     offer    what has been asked of this rank's device so far is what the others will find
     barrier  all have offered

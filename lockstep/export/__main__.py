@@ -38,7 +38,7 @@ from lockstep.pretrained import theano_folder
 from lockstep.pretrained.heads import class_tensors, count_classes
 from lockstep.pretrained.match import compare
 from lockstep.pretrained.names import tensors_of
-from lockstep.pretrained.start import weights_of
+from lockstep.pretrained.weights import weights_of
 from lockstep.runs import checkpoint
 from lockstep.runs.folder import Checkpoint, find_checkpoint
 
@@ -68,12 +68,13 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="a run's folder")
-    parser.add_argument("--to", required=True, choices=ENDINGS)
-    parser.add_argument("--epoch", type=int, help="of the checkpoint (the newest)")
-    parser.add_argument("--out", type=Path, help="the file, or theano_alexnet's folder, to make")
+    parser.add_argument("--to", required=True, choices=ENDINGS, help="what to write: see above")
+    parser.add_argument("--epoch", type=int, help="the checkpoint of this epoch (the newest whole one)")
     parser.add_argument(
-        "--lib-conv", choices=("cudnn", "cudaconvnet"), default="cudnn", help="theano_alexnet's"
+        "--out", type=Path, help="the file or folder to make (in this folder, named after run and epoch)"
     )
+    lib_conv = "for --to theano_alexnet: its key lib_conv, which says whether filters are flipped (cudnn)"
+    parser.add_argument("--lib-conv", choices=("cudnn", "cudaconvnet"), default="cudnn", help=lib_conv)
     words = parser.parse_args()
     try:
         trained = load_trained(words.run, "latest" if words.epoch is None else words.epoch)

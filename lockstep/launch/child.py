@@ -114,5 +114,6 @@ def _launcher_died(start: ChildStart, board: StatusBoard) -> None:
             f"{board.read()}. The run has ended; resume_train=True goes on from its last checkpoint.\n"
         )
         _last_word.acquire()  # never released: the thread that comes second must not speak, nor leave first
-        os.write(2, text.encode())  # one call: it can't be mixed with another process's output
+        with suppress(OSError):  # the terminal may have died, too
+            os.write(2, text.encode())  # one call: it can't be mixed with another process's output
     os._exit(1)

@@ -19,9 +19,13 @@ def load_config(description: str, standard: Path) -> tuple[Config, list[str]]:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", help="what to train (config.yaml; with resume_train=True the run's own)")
-    parser.add_argument("--spec", help="where to train: a YAML file with devices and batch_size")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key")
+    parser.add_argument(
+        "--config", help="YAML file: what to train (config.yaml; with resume_train=True the run's)"
+    )
+    parser.add_argument(
+        "--spec", help="YAML file: where to train: devices, batch_size (all usable GPUs, else CPUs)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key of the files")
     words = parser.parse_intermixed_args()
     overrides = configuration.read_command_line(words.overrides)
     above = [configuration.read_yaml(words.spec)] if words.spec else []

@@ -259,8 +259,12 @@ class Processes:
         if code is None:
             seconds = time.monotonic() - child.moved
             return f"{child.text} has stood still for {seconds:.0f} s at: {child.doing}"
-        if code < 0:
-            known = {number.value: number.name for number in signal.Signals}
-            name, hint = known.get(-code, f"signal {-code}"), _HINTS.get(-code, "")
-            return f"{child.text} was killed by {name}{hint} at: {child.doing}"
-        return f"{child.text} left with exit code {code} at: {child.doing}"
+        return f"{child.text} {describe_exit(code)} at: {child.doing}"
+
+
+def describe_exit(code: int) -> str:
+    """What an exit code says of a process that should not have left."""
+    if code < 0:
+        known = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {known.get(-code, f'signal {-code}')}{_HINTS.get(-code, '')}"
+    return f"left with exit code {code}"

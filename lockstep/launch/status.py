@@ -28,6 +28,10 @@ class StatusBoard:
     def send(self, pipe: Pipe) -> None:
         self._block.send(pipe)
 
+    def close(self) -> None:
+        """Lets go of it; what was said last can still be read here."""
+        self._block.close()
+
     def say(self, text: str) -> None:
         """Replaces the line. Text over 500 bytes is cut."""
         encoded = text.encode()[: _SIZE - 12]

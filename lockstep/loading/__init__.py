@@ -3,6 +3,9 @@
 The *ring* is the trainer's end and owns the memory. The *filler* is the other one: in a loader process, or,
 with `para_load: false`, in the trainer itself. Who may touch a slot is told by messages (`Fill`, `Filled`);
 on a GPU, events say when the device has come so far.
+
+orders.py says which minibatches are wanted, reader.py reads them and draws crops and mirrors, slots.py is
+where they lie, host.py and cuda.py are rings and fillers, feed.py is what the trainer's loop asks.
 """
 
 from abc import ABC, abstractmethod

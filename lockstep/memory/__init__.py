@@ -3,7 +3,8 @@
 A *block* is one piece of memory on one device. The process that allocates it owns it; a process that receives
 its handle opens the same bytes. Arenas and slot rings are blocks; nothing else is shared.
 
-`host.py` is for CPUs, `cuda.py` for NVIDIA GPUs; lockstep/backends chooses.
+`host.py` is for CPUs, `cuda.py` for NVIDIA GPUs, `pagelock.py` for memory between them; lockstep/backends
+chooses.
 """
 
 from abc import ABC, abstractmethod

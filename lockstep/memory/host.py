@@ -58,6 +58,12 @@ class HostBlock(Block):
         self._descriptor: int | None = descriptor
         self._map: ctypes.Array[ctypes.c_uint8] | None = _mapped(descriptor, n_bytes)
 
+    @property
+    def descriptor(self) -> int:
+        """The memory file, for a process that is to open it."""
+        assert self._descriptor is not None, "the block is closed"
+        return self._descriptor
+
     def array(self, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
         """A NumPy array on these very bytes, from byte `offset` on."""
         assert self._map is not None, "the block is closed"
@@ -72,9 +78,9 @@ class HostBlock(Block):
         return raw.view(dtype).view(shape)
 
     def send(self, pipe: Pipe) -> None:
-        assert self._descriptor is not None, "the block is closed"
+        descriptor = self.descriptor
         pipe.send(HostHandle(self.n_bytes))
-        pipe.send_descriptor(self._descriptor)
+        pipe.send_descriptor(descriptor)
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -103,7 +109,12 @@ class HostMemory(Memory):
 
     def receive(self, pipe: Pipe, what: str) -> HostBlock:
         handle = pipe.receive(HostHandle, what)
-        return HostBlock(pipe.receive_descriptor(what), handle.n_bytes)
+        descriptor = pipe.receive_descriptor(what)
+        try:
+            return HostBlock(descriptor, handle.n_bytes)
+        except OSError:
+            os.close(descriptor)
+            raise
 
 
 def _available_bytes() -> int:

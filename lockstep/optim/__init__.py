@@ -1,7 +1,8 @@
 """Optimizers and learning rates. Each optimizer is one file, which declares all that is known of it.
 
-contract.py says what that is, schedules.py has the learning rates, build.py makes an optimizer of a network.
-All but build.py do without torch, for the launcher checks configurations by them.
+contract.py says what that is, schedules.py has the learning rates, fused.py takes SGD's steps and is the only
+one that needs torch at once: the launcher checks configurations by the others. An optimizer of a network is
+made in lockstep/network/optimizer.py.
 """
 
 from typing import TYPE_CHECKING, Any, Literal

@@ -1,7 +1,6 @@
 """The learning rate of an epoch: a function of the configuration and the past, not a state.
 
-So a resumed run can't have it wrong. It changes between epochs only, so that a captured step (cuda_graph) is
-captured once an epoch at most. Each policy is one function.
+So a resumed run can't have it wrong. It changes between epochs only. Each policy is one function.
 """
 
 import math

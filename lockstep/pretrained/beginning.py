@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.network.program import Program
-from lockstep.pretrained.start import start_with
+from lockstep.pretrained.weights import start_with
 from lockstep.runs.folder import read_state
 from lockstep.runs.plan import Plan
 

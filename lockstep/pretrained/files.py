@@ -62,4 +62,4 @@ def _tensors_of(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    return tensor.layout == torch.strided and tensor.is_cpu and not tensor.is_quantized

@@ -5,8 +5,9 @@
     python -m lockstep.report runs/try1 --no-examples
 
 Makes RUN/report.html, one page that needs nothing else (no network, no script), and its charts as PNG files
-in RUN/report. What can't be read is left out and named. Ends with 2 where nothing can be shown of what was
-given.
+in RUN/report. What can't be read is left out and named.
+
+Exit code: 0 the report is written; 2 nothing can be shown of what was given.
 """
 
 import argparse

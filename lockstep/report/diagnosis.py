@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.backends.devices import on_gpus
 from lockstep.report.runlog import PHASES, RunLog
 
 _MUCH = 0.10  # the share of the time above which waiting or averaging is worth a change
@@ -35,7 +36,7 @@ def split_time(run: RunLog) -> TimeSplit | None:
 def explain(split: TimeSplit, config: dict[str, Any]) -> tuple[str, str]:
     """What limits the run, and what to do about it: two sentences."""
     share = f"{split.shares[split.limit]:.0%} of the time"
-    on_gpus = any(str(device) != "cpu" for device in config.get("devices") or [])
+    gpus = on_gpus(config.get("devices") or [])
     if split.limit == "load-wait":
         return f"Loading: {share} is lost waiting for minibatches.", _loading(config)
     if split.limit == "meet":
@@ -45,8 +46,8 @@ def explain(split: TimeSplit, config: dict[str, Any]) -> tuple[str, str]:
             advice + "and leave some to the loaders.",
         )
     if split.limit == "exchange":
-        return f"Averaging: {share} goes into the exchange.", _exchange(config, on_gpus)
-    return f"Computing, as it should be: {share} is forward, backward, update.", _computing(config, on_gpus)
+        return f"Averaging: {share} goes into the exchange.", _exchange(config, gpus)
+    return f"Computing, as it should be: {share} is forward, backward, update.", _computing(config, gpus)
 
 
 def _loading(config: dict[str, Any]) -> str:
@@ -59,18 +60,18 @@ def _loading(config: dict[str, Any]) -> str:
     )
 
 
-def _exchange(config: dict[str, Any], on_gpus: bool) -> str:
+def _exchange(config: dict[str, Any], gpus: bool) -> str:
     size = f" ({config['batch_size']} now)" if "batch_size" in config else ""
     advice = f"A larger batch_size{size} means fewer exchanges a picture"
-    if on_gpus and config.get("exchange") != "p2p":
+    if gpus and config.get("exchange") != "p2p":
         return (
             f"{advice}; exchange: p2p is the fastest where GPUs reach each other (python -m lockstep.doctor)."
         )
     return f"{advice}; so do fewer trainers with more cores each."
 
 
-def _computing(config: dict[str, Any], on_gpus: bool) -> str:
-    if not on_gpus:
+def _computing(config: dict[str, Any], gpus: bool) -> str:
+    if not gpus:
         return "Faster: more cores, a GPU, or a smaller network."
     knobs = []
     if config.get("precision") == "fp32":

@@ -3,6 +3,7 @@
 import statistics
 import time
 
+from lockstep.backends.devices import on_gpus
 from lockstep.report.charts import percent
 from lockstep.report.runlog import RunLog
 
@@ -59,10 +60,10 @@ def speed(run: RunLog) -> str:
 def devices(run: RunLog) -> tuple[str, str]:
     """('2 x cpu', 'AMD EPYC, 16 cores'); either may be empty."""
     names = [str(name) for name in run.config.get("devices") or []]
-    kinds = list(dict.fromkeys("cpu" if name == "cpu" else "cuda" for name in names))
+    kind = "cuda" if on_gpus(names[:1]) else "cpu"
     models = dict.fromkeys(str(run.machine[name]) for name in names if name in run.machine)
     cores = [f"{run.machine['cores']} cores"] if "cores" in run.machine else []
-    return f"{len(names)} x {kinds[0]}" if names else "-", ", ".join([*models, *cores])
+    return f"{len(names)} x {kind}" if names else "-", ", ".join([*models, *cores])
 
 
 def tiles(run: RunLog) -> list[tuple[str, str, str]]:

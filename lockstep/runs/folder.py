@@ -64,7 +64,7 @@ class State:
         config: Config,
     ) -> "State":
         """The state of a run of this program, with the versions of what it is made of."""
-        made_with = versions.of_packages(config.devices)
+        made_with = versions.of_packages()
         return cls(
             epoch, position, n_samples, learning_rate, val_record, n_trainers, asdict(config), made_with
         )

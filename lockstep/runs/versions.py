@@ -7,10 +7,10 @@ from importlib.metadata import PackageNotFoundError, version
 import lockstep
 
 
-def of_packages(devices: tuple[str, ...]) -> dict[str, str]:
-    """Versions by name, of Python and of what computes; PyCUDA's where `devices` are GPUs."""
+def of_packages() -> dict[str, str]:
+    """Versions by name, of Python and of what computes as far as it is installed: a CPU needs no PyCUDA."""
     found = {"lockstep": lockstep.__version__, "python": platform.python_version()}
-    for package in ("torch", "numpy") if "cpu" in devices else ("torch", "numpy", "pycuda"):
-        with suppress(PackageNotFoundError):  # there, but put there without an installer
+    for package in ("torch", "numpy", "pycuda"):
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found

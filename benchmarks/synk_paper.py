@@ -1,0 +1,153 @@
+"""The experiments of Stooke and Abbeel 2017 (section 6) with ResNet-20 as a torch callable, on CPU ranks.
+
+Batches of 64 pictures in all, and of 64 a rank; with and without all_reduce and shuffle; where the time of
+a step goes (table 1). Each figure is against one rank alone on a batch of 64, measured in turn.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.measure import table
+from benchmarks.synk import N_RANKS, in_turns
+from lockstep import synk
+from lockstep.synk import calling, team
+from lockstep.synk.programs import callables
+from models.resnet20 import Model
+
+BATCH = 64
+N_PICTURES = 2048
+ROUNDS = 5
+
+
+class Training:
+    """A network, its data, and a step of SGD, on all ranks or on one."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = synk.share(Model(10))
+        optimizer, net = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9), self.net
+
+        def compute(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(net(x), y)
+            loss.backward()
+            return loss
+
+        def update() -> None:
+            optimizer.step()
+
+        self.compute = synk.function(compute, "avg", updates=[synk.grads(self.net)], name="gradient")
+        self.update = synk.function(update, None, updates=[synk.weights(self.net)], name="update")
+        synk.distribute()
+        random = np.random.default_rng(0)
+        self.x = random.normal(size=(N_PICTURES, 3, 32, 32)).astype(np.float32)
+        self.y = random.integers(0, 10, N_PICTURES)
+        self.data = synk.data(self.x), synk.data(self.y)
+
+    def step(self, n_rows: int, shuffle: bool, all_reduce: bool) -> None:
+        self.compute(*self.data, batch=choose(n_rows, shuffle))
+        if all_reduce:
+            synk.all_reduce(synk.grads(self.net))
+        self.update()
+
+    def step_alone(self, shuffle: bool) -> None:
+        batch = choose(BATCH, shuffle)
+        self.compute.alone(self.x[batch], self.y[batch])
+        self.update.alone()
+
+
+def choose(n_rows: int, shuffle: bool) -> Any:
+    """Rows of a batch."""
+    return np.random.default_rng(1).permutation(N_PICTURES)[:n_rows] if shuffle else slice(0, n_rows)
+
+
+def ablations(training: Training) -> tuple[list[tuple[str, ...]], dict[str, Any]]:
+    """Speed by pictures a second, against one rank with a batch of 64."""
+    rows: list[tuple[str, ...]] = [("batch", "shuffle", "all_reduce", "x CPU time", "x wall")]
+    numbers = {}
+    for shuffle in (True, False):
+        functions: dict[str, Callable[[], object]] = {"one": lambda s=shuffle: training.step_alone(s)}
+        for n_rows in (BATCH, BATCH * N_RANKS):
+            for reduces in (True, False):
+                functions[f"{n_rows} {reduces}"] = lambda n=n_rows, s=shuffle, r=reduces: training.step(
+                    n, s, r
+                )
+        found = in_turns(functions, ROUNDS)
+        for n_rows in (BATCH, BATCH * N_RANKS):
+            for reduces in (True, False):
+                cpu, wall = (
+                    found["one"][i] / found[f"{n_rows} {reduces}"][i] * n_rows / BATCH for i in (0, 1)
+                )
+                words = "yes" if shuffle else "no", "yes" if reduces else "no"
+                rows.append((f"{n_rows}", *words, f"{cpu:.2f}", f"{wall:.2f}"))
+                numbers[f"{n_rows} shuffle {words[0]} all_reduce {words[1]}"] = [cpu, wall]
+    return rows, numbers
+
+
+def split(training: Training, n_steps: int = 10) -> tuple[list[tuple[str, ...]], dict[str, float]]:
+    """Where this rank's time of a step with 64 pictures a rank goes."""
+    seconds: dict[str, float] = defaultdict(float)
+
+    def timed(place: Any, name: str, item: str) -> Callable[[], None]:
+        original = getattr(place, name)
+
+        def wrapper(*arguments: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return original(*arguments)
+            finally:
+                seconds[item] += time.perf_counter() - begin
+
+        setattr(place, name, wrapper)
+        return lambda: setattr(place, name, original)
+
+    undo = [
+        timed(callables.CallableProgram, "call", "functions"),
+        timed(calling._Part, "_excerpt", "shuffle"),
+        timed(team.Team, "_collect", "waiting for the slowest, and messages"),
+    ]
+    reducing = 0.0
+    begin = time.perf_counter()
+    for _ in range(n_steps):
+        training.compute(*training.data, batch=choose(BATCH * N_RANKS, True))
+        waited, start = seconds["waiting for the slowest, and messages"], time.perf_counter()
+        synk.all_reduce(synk.grads(training.net))
+        reducing += time.perf_counter() - start
+        seconds["waiting for the slowest, and messages"] = waited
+        training.update()
+    total = time.perf_counter() - begin
+    for function in undo:
+        function()
+    seconds["all_reduce"] = reducing
+    seconds["all else"] = total - sum(seconds.values())
+    shown = {item: value / n_steps for item, value in seconds.items()}
+    rows: list[tuple[str, ...]] = [("item", "ms a step", "share")]
+    rows += [(item, f"{value * 1e3:.2f}", f"{value * n_steps / total:.1%}") for item, value in shown.items()]
+    return rows, shown
+
+
+def run() -> tuple[str, dict[str, Any]]:
+    """The tables and the numbers."""
+    torch.set_num_threads(1)
+    synk.fork(N_RANKS)
+    try:
+        training = Training()
+        training.step(BATCH, True, True)
+        speeds, numbers = ablations(training)
+        parts, seconds = split(training)
+    finally:
+        synk.close()
+    title = f"ResNet-20 on {N_RANKS} CPU ranks, against one rank with a batch of {BATCH}"
+    text = (
+        table(title, speeds) + "\n" + table("Where a step's time goes, 64 pictures a rank, shuffled", parts)
+    )
+    return text, {"ablations": numbers, "split_seconds": seconds}
+
+
+if __name__ == "__main__":
+    print(run()[0])

@@ -1,0 +1,178 @@
+"""Devices: what has memory and lanes. A CPU can be split into several; a GPU is one.
+
+Another kind of device is a class with the contract of `Device` (docs/extending.md has one).
+"""
+
+import contextlib
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.backends import devices as machine
+from lockstep.errors import UserError
+
+if TYPE_CHECKING:
+    from lockstep.flow.engine import Engine
+
+_THREADS = threading.Lock()
+
+
+class Device(ABC):
+    """The contract of a device: memory, lanes, how a value gets in and out, how an operation is run.
+
+    name: for people. memory: devices with an equal one share their values without a copy. torch_device: what
+    tensors there say. workers: how many each of its lanes has; more than one makes the order in which its
+    operations run depend on timing, never their results.
+    """
+
+    name: str
+    memory: Hashable
+    torch_device: torch.device
+    workers: Mapping[str, int]
+    engine: "Engine | None" = None
+
+    def lane_for(self, kind: str) -> str:
+        """The lane that does a kind of work: compute, communication, fetch or call."""
+        return kind
+
+    def enter(self, kind: str, stack: contextlib.ExitStack) -> None:
+        """Called in each worker of a lane before its first operation; what it puts on the stack ends it."""
+        return
+
+    def settle(self) -> None:
+        """Called in the worker behind each operation: returns when any lane can use its results."""
+        return
+
+    def call(self, function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        """Runs one torch operation on values of this device."""
+        return function(*arguments, **keywords)
+
+    @abstractmethod
+    def put(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy in this device's memory of a value in ordinary memory or in another device's."""
+
+    @abstractmethod
+    def fetch(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy in ordinary memory of a value in this device's."""
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Cpu(Device):
+    """Some of the cores. A worker computes, with its own intra-op threads; one copies; one is for calls.
+
+    cores: numbers of the processors that its workers may run on. threads: of torch in each operation.
+    """
+
+    memory = "host"
+    torch_device = torch.device("cpu")
+
+    def __init__(self, name: str, cores: frozenset[int], threads: int, workers: int = 1) -> None:
+        self.name, self.cores, self.threads = name, cores, threads
+        self.workers = {"compute": workers, "communication": 1, "call": 1}
+
+    def lane_for(self, kind: str) -> str:
+        return "communication" if kind == "fetch" else kind
+
+    def enter(self, kind: str, stack: contextlib.ExitStack) -> None:
+        os.sched_setaffinity(0, self.cores)  # of this thread, and of those that torch starts from it
+        set_own_threads(self.threads)
+
+    def put(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to("cpu", copy=True)
+
+    def fetch(self, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+
+class Cuda(Device):
+    """A GPU.
+
+    Each lane has a stream, in which torch computes; here the worker waits for it behind each operation.
+    """
+
+    def __init__(self, number: int, workers: int = 1) -> None:
+        from lockstep.memory.cuda import CudaMemory  # PyCUDA is there on machines with a GPU only
+
+        self.name, self.memory = f"cuda:{number}", f"cuda:{number}"
+        self.workers = {"compute": workers, "communication": 1, "fetch": 1, "call": 1}
+        self._memory = CudaMemory(self.name)
+        self.torch_device = torch_device(self.name)
+        self._here = threading.local()
+
+    def enter(self, kind: str, stack: contextlib.ExitStack) -> None:
+        self._memory.context.push()
+        stack.callback(self._memory.context.pop)
+        self._here.stream = self._memory.driver.Stream()
+        if machine.on_gpus([self.torch_device]):
+            external: Any = torch.cuda.ExternalStream(self._here.stream.handle, self.torch_device)  # type: ignore[no-untyped-call]
+            stack.enter_context(torch.cuda.stream(external))
+
+    def settle(self) -> None:
+        self._here.stream.synchronize()
+
+    def put(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to(self.torch_device, copy=True)
+
+    def fetch(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to("cpu", copy=True)
+
+
+def torch_device(name: str) -> torch.device:
+    """What torch calls it. The tests' simulated devices are the processor to torch."""
+    return torch.device(name)
+
+
+def cpus(n: int, threads: int | None = None, workers: int = 1) -> list[Cpu]:
+    """The cores that this process may use, split into n devices; with fewer cores than n, they share them.
+
+    threads: of each device's operations (default: one a core). workers: that compute, on each device; see
+    docs/decisions.md for why it is one. Raises UserError for less than one of any.
+    """
+    for value, what in ((n, "n, the number of devices,"), (threads, "threads"), (workers, "workers")):
+        if value is not None and value < 1:
+            raise UserError(f"flow.cpus: {what} is 1 or more, not {value}")
+    cores = sorted(os.sched_getaffinity(0))[: machine.count_cores()]
+    made = []
+    for number in range(n):
+        first, stop = number * len(cores) // n, (number + 1) * len(cores) // n
+        own = cores[first : max(stop, first + 1)]
+        made.append(Cpu(f"cpu:{number}" if n > 1 else "cpu", frozenset(own), threads or len(own), workers))
+    return made
+
+
+def cuda(number: int, workers: int = 1) -> Cuda:
+    """GPU `number`. Raises UserError, which says why, where it is not there or can't be used."""
+    machine.check((f"cuda:{number}",))
+    return Cuda(number, workers)
+
+
+def set_own_threads(number: int) -> None:
+    """Sets torch's intra-op threads for the calling thread and leaves everybody else's as they are.
+
+    torch.set_num_threads also sets what threads get that have not computed yet, so that is put back; and in a
+    new thread it is undone by the first operation unless get_num_threads came before.
+    """
+    with _THREADS:
+        others = _in_new_thread(torch.get_num_threads)
+        _set_threads(number)
+        _in_new_thread(partial(_set_threads, others))
+
+
+def _set_threads(number: int) -> None:
+    torch.get_num_threads()
+    torch.set_num_threads(number)
+
+
+def _in_new_thread(function: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]

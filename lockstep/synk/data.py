@@ -1,0 +1,240 @@
+"""Data: arrays in memory that all ranks map, as inputs of functions and as values of collectives."""
+
+import itertools
+import operator
+import weakref
+from collections.abc import Sequence
+from multiprocessing import context, reduction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.memory.host import HostBlock
+from lockstep.synk.blocks import Span
+
+if TYPE_CHECKING:
+    from lockstep.synk.team import Team
+
+_unnamed = itertools.count()
+
+
+class SharedArray(np.ndarray):
+    """A NumPy array on a block. Passed to a multiprocessing child, it is the same memory there.
+
+    A part of it, or what is computed from it, is pickled by value like any array.
+    """
+
+    _block: HostBlock | None = None
+
+    def __reduce__(self) -> Any:
+        if self._block is None or context.get_spawning_popen() is None:
+            return np.asarray(self).__reduce__()
+        descriptor = reduction.DupFd(self._block.descriptor)
+        return _open_in_child, (descriptor, self._block.n_bytes, self.dtype.str, self.shape)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._block is None or context.get_spawning_popen() is None:
+            return np.asarray(self).__reduce_ex__(protocol)
+        return self.__reduce__()
+
+
+def _on_block(block: HostBlock, dtype: str, shape: tuple[int, ...]) -> SharedArray:
+    array = block.array(dtype, shape).view(SharedArray)
+    array._block = block
+    return array
+
+
+def _open_in_child(descriptor: Any, n_bytes: int, dtype: str, shape: tuple[int, ...]) -> SharedArray:
+    return _on_block(HostBlock(descriptor.detach(), n_bytes), dtype, shape)
+
+
+class Data:
+    """A NumPy-like array that every rank can read.
+
+    Its memory is allocated by the caller, mapped by a rank when a call first needs it there, and let go by
+    all when the Data is collected. Make it with `lockstep.synk.data` or `Function.build_inputs`.
+
+    minibatch: its rows are those of a batch, not of the whole: row i goes with row i of the batch.
+    """
+
+    def __init__(self, team: "Team", dtype: Any, ndim: int, minibatch: bool = False, name: str = "") -> None:
+        self._team, self._ndim = team, int(ndim)
+        self._dtype: np.dtype[Any] = np.dtype(dtype)
+        if self._dtype.hasobject:
+            raise TypeError(f"data {name!r}: dtype {self._dtype} holds Python objects, which can't be shared")
+        self.minibatch, self.name = bool(minibatch), name or f"data{next(_unnamed)}"
+        self._number: int | None = None
+        self._release: Any = None
+        self._capacity = 0
+        self._array: np.ndarray = np.empty((0,) * self._ndim, self._dtype)
+
+    def __repr__(self) -> str:
+        return f"<Data {self.name!r} {self._dtype} {self.shape}>"
+
+    def __getitem__(self, rows: Any) -> Any:
+        return self._array[rows]
+
+    def __setitem__(self, rows: Any, values: Any) -> None:
+        self._array[rows] = values
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._array, dtype=dtype, copy=copy)
+
+    @property
+    def team(self) -> "Team":
+        """Whose ranks can read it."""
+        return self._team
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no memory."""
+        return self._number is None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._dtype
+
+    @property
+    def ndim(self) -> int:
+        return self._ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._array.shape
+
+    @property
+    def size(self) -> int:
+        return self._array.size
+
+    @property
+    def alloc_size(self) -> int:
+        """Items that there is memory for."""
+        return self._capacity
+
+    @property
+    def data(self) -> np.ndarray:
+        """The array itself; a multiprocessing child that gets it has the same memory."""
+        if self._number is None or self._team.closed:
+            return self._array
+        return _on_block(self._team.here.blocks[self._number], self._dtype.str, self.shape)
+
+    def set_value(self, value: Any, force_cast: bool = False, oversize: float = 1) -> None:
+        """Takes over the value and its shape. See `condition_data` and `set_shape` for what is raised."""
+        array = self.condition_data(value, force_cast)
+        self._resize(array.shape, oversize, keep=False)
+        self._array[...] = array
+
+    def set_length(self, length: int, oversize: float = 1) -> None:
+        """Changes the number of rows; those that there are stay. Raises ValueError for a length below 1."""
+        if self._ndim == 0:
+            raise ValueError(f"{self.name}: a scalar has no length")
+        self._resize((operator.index(length), *self.shape[1:]), oversize, keep=True)
+
+    def set_shape(self, shape: Sequence[int], oversize: float = 1) -> None:
+        """Changes the shape; rows stay where the others dimensions do.
+
+        oversize: from 1 to 2, room to be allocated for growing later. What fits keeps its memory. Raises
+        ValueError for another number of dimensions, no rows, or an oversize outside [1, 2]; MemoryError.
+        """
+        if len(shape) != self._ndim:
+            raise ValueError(f"{self.name} has {self._ndim} dimensions, which {tuple(shape)} would change")
+        self._resize(tuple(operator.index(length) for length in shape), oversize, keep=True)
+
+    def condition_data(self, value: Any, force_cast: bool = False) -> np.ndarray:
+        """The array that `set_value` would take over.
+
+        Raises ValueError for another number of dimensions, TypeError where casting would lose something and
+        `force_cast` is not given. Python's own numbers and lists are cast as NumPy does (floats to float32).
+        """
+        if np.ndim(value) != self._ndim:
+            raise ValueError(f"{self.name} has {self._ndim} dimensions, the value has {np.ndim(value)}")
+        return condition(value, self._dtype, self.name, force_cast)
+
+    def free_memory(self) -> None:
+        """Gives the memory back, in all ranks: the only way to shrink alloc_size. The Data is empty then."""
+        self._let_go()
+        self._array = np.empty((0,) * self._ndim, self._dtype)
+
+    def span(self) -> Span:
+        """Where it lies, for the ranks."""
+        assert self._number is not None, f"{self.name} is empty"
+        return Span(self._number, self._dtype.str, self.shape)
+
+    def _resize(self, shape: tuple[int, ...], oversize: float, keep: bool) -> None:
+        if not 1 <= oversize <= 2:
+            raise ValueError(f"{self.name}: oversize={oversize} is outside [1, 2]")
+        if (shape and shape[0] < 1) or any(length < 0 for length in shape):
+            raise ValueError(f"{self.name}: there is no data of shape {shape}: give it one row or more")
+        n_items = int(np.prod(shape, dtype=np.int64))
+        if self._number is None or n_items > self._capacity:
+            self._move(shape, int(n_items * oversize), keep)
+        else:
+            self._array = self._view(shape)
+
+    def _move(self, shape: tuple[int, ...], capacity: int, keep: bool) -> None:
+        before = self._array
+        number = self._team.allocate(max(1, capacity) * self._dtype.itemsize, f"data {self.name!r}")
+        self._let_go()
+        self._number, self._capacity = number, capacity
+        self._release = weakref.finalize(self, self._team.release, number)
+        self._release.atexit = False
+        self._array = self._view(shape)
+        if keep and shape[1:] == before.shape[1:] and shape:
+            n_rows = min(len(before), len(self._array))
+            self._array[:n_rows] = before[:n_rows]
+
+    def _view(self, shape: tuple[int, ...]) -> np.ndarray:
+        assert self._number is not None
+        return self._team.here.blocks.array(Span(self._number, self._dtype.str, shape))
+
+    def _let_go(self) -> None:
+        if self._release is not None:
+            self._release()
+        self._number, self._release, self._capacity = None, None, 0
+
+
+def condition(value: Any, dtype: np.dtype[Any], what: str, force_cast: bool = False) -> np.ndarray:
+    """The value as an array of this dtype; see Data.condition_data."""
+    rule: Any = "unsafe" if force_cast else "safe" if hasattr(value, "dtype") else "same_kind"
+    array = np.asarray(value)
+    if array.size and not np.can_cast(array.dtype, dtype, rule):
+        raise TypeError(
+            f"{what} is {dtype}, and casting {array.dtype} to it may lose something: cast it, or pass "
+            "force_cast=True where that is taken"
+        )
+    return array.astype(dtype, copy=False)
+
+
+def make_data(
+    team: "Team",
+    value: Any = None,
+    var: Any = None,
+    dtype: Any = None,
+    ndim: int | None = None,
+    shape: Sequence[int] | None = None,
+    minibatch: bool = False,
+    force_cast: bool = False,
+    oversize: float = 1,
+    name: str | None = None,
+) -> Data:
+    """See lockstep.synk.data."""
+    if value is not None and not hasattr(value, "__array__") and hasattr(value, "owner"):
+        value, var = None, value  # a symbolic variable in the first place
+    label = name or getattr(var, "name", None) or ""
+    model = var if var is not None or value is None else np.asarray(value)
+    dtype = dtype if dtype is not None else getattr(model, "dtype", None)
+    if ndim is None:
+        ndim = len(shape) if shape is not None else getattr(model, "ndim", None)
+    if dtype is None or ndim is None:
+        raise TypeError(f"data {label!r}: give a value, or a variable, or dtype and ndim (or shape)")
+    if shape is not None and len(shape) != ndim:
+        raise ValueError(f"data {label!r}: shape {tuple(shape)} has not {ndim} dimensions")
+    made = Data(team, dtype, ndim, minibatch, label)
+    if shape is not None:
+        made.set_shape(shape, oversize)
+    if value is not None:
+        made.set_value(value, force_cast, oversize)
+    return made

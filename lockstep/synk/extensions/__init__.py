@@ -1,0 +1,1 @@
+"""What programs use beside functions and collectives: update rules, and training functions of them."""

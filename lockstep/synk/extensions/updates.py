@@ -1,0 +1,212 @@
+"""Update rules for training with all ranks: Lasagne's formulas on one flat gradient.
+
+Every rule gives three things: updates that compute the gradient into a shared variable, updates of the
+parameters that read it there, and the variable, which all_reduce averages in between (Synkhronos, section
+3.3). The gradient of all parameters is one vector, written in place, so that one collective does.
+
+    grad_updates, param_updates, gradient = updates.adam(loss, params)
+    compute = synk.function([x, y], loss, updates=grad_updates)
+    update = synk.function([], updates=param_updates)
+
+loss: a scalar expression. params: a list of shared variables of one floating dtype, which is that of all
+constants here, whatever floatX is. Rates may be numbers or variables.
+
+Sources: Lasagne, lasagne.updates; momentum: Qian 1999; Nesterov's: Sutskever et al. 2013; adagrad: Duchi et
+al. 2011; rmsprop: Tieleman and Hinton 2012; adadelta: Zeiler 2012; adam, adamax: Kingma and Ba 2014.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytensor
+import pytensor.tensor as pt
+
+Updates = list[tuple[Any, Any]]
+Rule = tuple[Updates, Updates, Any]
+
+
+def sgd(loss: Any, params: Sequence[Any], learning_rate: Any) -> Rule:
+    """p - rate g"""
+    grad_updates, gradient, gradients = _flat_gradient(loss, params)
+    return grad_updates, _descend(params, gradients, learning_rate), gradient
+
+
+def sgd_nonflat(loss: Any, params: Sequence[Any], learning_rate: Any) -> Rule:
+    """sgd with a gradient for each parameter, to compare with: the third result is a list."""
+    gradients = [_like(param) for param in params]
+    grad_updates = list(zip(gradients, pt.grad(loss, list(params)), strict=True))
+    return grad_updates, _descend(params, gradients, learning_rate), gradients
+
+
+def momentum(loss: Any, params: Sequence[Any], learning_rate: Any, momentum: Any = 0.9) -> Rule:
+    """v = momentum v - rate g; p + v"""
+    grad_updates, param_updates, gradient = sgd(loss, params, learning_rate)
+    return grad_updates, apply_momentum(param_updates, momentum), gradient
+
+
+def nesterov_momentum(loss: Any, params: Sequence[Any], learning_rate: Any, momentum: Any = 0.9) -> Rule:
+    """v = momentum v - rate g; p + momentum v - rate g"""
+    grad_updates, param_updates, gradient = sgd(loss, params, learning_rate)
+    return grad_updates, apply_nesterov_momentum(param_updates, momentum), gradient
+
+
+def apply_momentum(param_updates: Updates, momentum: Any = 0.9) -> Updates:
+    """Momentum for any updates of parameters."""
+    found: Updates = []
+    for param, value in param_updates:
+        velocity = _like(param)
+        new = _number(momentum, param) * velocity + value
+        found += [(velocity, new - param), (param, new)]
+    return found
+
+
+def apply_nesterov_momentum(param_updates: Updates, momentum: Any = 0.9) -> Updates:
+    """Nesterov's momentum for any updates of parameters."""
+    found: Updates = []
+    for param, value in param_updates:
+        velocity, rate = _like(param), _number(momentum, param)
+        new = rate * velocity + value - param
+        found += [(velocity, new), (param, rate * new + value)]
+    return found
+
+
+def adagrad(loss: Any, params: Sequence[Any], learning_rate: Any = 1.0, epsilon: float = 1e-6) -> Rule:
+    """a = a + g^2; p - rate g / sqrt(a + epsilon)"""
+    grad_updates, gradient, gradients = _flat_gradient(loss, params)
+    found: Updates = []
+    for param, grad in zip(params, gradients, strict=True):
+        total = _like(param)
+        new = total + grad**2
+        step = _number(learning_rate, param) * grad / pt.sqrt(new + _number(epsilon, param))
+        found += [(total, new), (param, param - step)]
+    return grad_updates, found, gradient
+
+
+def rmsprop(
+    loss: Any, params: Sequence[Any], learning_rate: Any = 1.0, rho: Any = 0.9, epsilon: float = 1e-6
+) -> Rule:
+    """a = rho a + (1 - rho) g^2; p - rate g / sqrt(a + epsilon)"""
+    grad_updates, gradient, gradients = _flat_gradient(loss, params)
+    found: Updates = []
+    for param, grad in zip(params, gradients, strict=True):
+        mean = _like(param)
+        new = _mean(mean, grad**2, _number(rho, param))
+        step = _number(learning_rate, param) * grad / pt.sqrt(new + _number(epsilon, param))
+        found += [(mean, new), (param, param - step)]
+    return grad_updates, found, gradient
+
+
+def adadelta(
+    loss: Any, params: Sequence[Any], learning_rate: Any = 1.0, rho: Any = 0.95, epsilon: float = 1e-6
+) -> Rule:
+    """a, d: running means of g^2 and u^2; u = g sqrt(d + epsilon) / sqrt(a + epsilon); p - rate u"""
+    grad_updates, gradient, gradients = _flat_gradient(loss, params)
+    found: Updates = []
+    for param, grad in zip(params, gradients, strict=True):
+        mean, steps, decay, small = _like(param), _like(param), _number(rho, param), _number(epsilon, param)
+        new = _mean(mean, grad**2, decay)
+        step = grad * pt.sqrt(steps + small) / pt.sqrt(new + small)
+        found += [
+            (mean, new),
+            (param, param - _number(learning_rate, param) * step),
+            (steps, _mean(steps, step**2, decay)),
+        ]
+    return grad_updates, found, gradient
+
+
+def adam(
+    loss: Any,
+    params: Sequence[Any],
+    learning_rate: Any = 0.001,
+    beta1: Any = 0.9,
+    beta2: Any = 0.999,
+    epsilon: float = 1e-8,
+) -> Rule:
+    """m, v: running means of g, g^2; p - rate sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + epsilon)"""
+    grad_updates, gradient, gradients = _flat_gradient(loss, params)
+    first, second = _number(beta1, gradient), _number(beta2, gradient)
+    counter, t, one = _counter(gradient)
+    rate = _number(learning_rate, gradient) * pt.sqrt(one - second**t) / (one - first**t)
+    found: Updates = [(counter, t)]
+    for param, grad in zip(params, gradients, strict=True):
+        mean, square = _like(param), _like(param)
+        new_mean, new_square = _mean(mean, grad, first), _mean(square, grad**2, second)
+        step = rate * new_mean / (pt.sqrt(new_square) + _number(epsilon, param))
+        found += [(mean, new_mean), (square, new_square), (param, param - step)]
+    return grad_updates, found, gradient
+
+
+def adamax(
+    loss: Any,
+    params: Sequence[Any],
+    learning_rate: Any = 0.002,
+    beta1: Any = 0.9,
+    beta2: Any = 0.999,
+    epsilon: float = 1e-8,
+) -> Rule:
+    """m: running mean of g; u = max(beta2 u, |g|); p - rate / (1 - beta1^t) m / (u + epsilon)"""
+    grad_updates, gradient, gradients = _flat_gradient(loss, params)
+    first, second = _number(beta1, gradient), _number(beta2, gradient)
+    counter, t, one = _counter(gradient)
+    rate = _number(learning_rate, gradient) / (one - first**t)
+    found: Updates = [(counter, t)]
+    for param, grad in zip(params, gradients, strict=True):
+        mean, largest = _like(param), _like(param)
+        new_mean = _mean(mean, grad, first)
+        new_largest = pt.maximum(second * largest, abs(grad))
+        step = rate * new_mean / (new_largest + _number(epsilon, param))
+        found += [(mean, new_mean), (largest, new_largest), (param, param - step)]
+    return grad_updates, found, gradient
+
+
+def _flat_gradient(loss: Any, params: Sequence[Any]) -> tuple[Updates, Any, list[Any]]:
+    """Updates that compute the gradient, the vector it lies in, and its parts in the parameters' shapes.
+
+    Written by set_subtensor, which happens in place: joining parts would make a new vector in every step.
+    """
+    dtypes = {param.dtype for param in params}
+    if len(dtypes) != 1 or np.dtype(next(iter(dtypes))).kind != "f":
+        found = ", ".join(f"{param.name}: {param.dtype}" for param in params)
+        raise TypeError(f"one flat gradient needs parameters of one floating dtype, not {found or 'none'}")
+    shapes = [param.get_value(borrow=True).shape for param in params]
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
+    flat = pytensor.shared(np.zeros(ends[-1], dtypes.pop()), name="flat_gradient")
+    bounds = list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True))
+    filled = flat
+    for (first, last), grad in zip(bounds, pt.grad(loss, list(params)), strict=True):
+        filled = pt.set_subtensor(filled[first:last], grad.flatten())
+    parts = [
+        pt.specify_shape(flat[first:last].reshape(shape), param.type.shape)
+        for (first, last), shape, param in zip(bounds, shapes, params, strict=True)
+    ]
+    return [(flat, filled)], flat, parts
+
+
+def _descend(params: Sequence[Any], gradients: Sequence[Any], learning_rate: Any) -> Updates:
+    pairs = zip(params, gradients, strict=True)
+    return [(param, param - _number(learning_rate, param) * grad) for param, grad in pairs]
+
+
+def _like(param: Any) -> Any:
+    """A shared variable of the parameter's type, zero."""
+    value = param.get_value(borrow=True)
+    return pytensor.shared(np.zeros(value.shape, value.dtype), shape=param.type.shape)
+
+
+def _mean(old: Any, value: Any, decay: Any) -> Any:
+    return decay * old + (_number(1, old) - decay) * value
+
+
+def _counter(model: Any) -> tuple[Any, Any, Any]:
+    """A counter of steps, its next value, and one."""
+    counter = pytensor.shared(np.asarray(0, model.dtype), name="steps")
+    one = _number(1, model)
+    return counter, counter + one, one
+
+
+def _number(value: Any, model: Any) -> Any:
+    """A number or variable in the dtype of another variable."""
+    if isinstance(value, int | float | np.ndarray | np.generic):
+        return pt.constant(np.asarray(value, model.dtype))
+    return pt.cast(value, model.dtype)

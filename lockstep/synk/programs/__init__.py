@@ -1,0 +1,62 @@
+"""What a function runs on a rank: a graph of PyTensor (graph.py), or a callable with torch (callables.py)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.synk.shareds import Shared
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of a function. dtype and ndim: None where any will do. whole: not divided among the ranks."""
+
+    name: str | None
+    dtype: str | None
+    ndim: int | None
+    whole: bool
+
+
+class Program(ABC):
+    """A function in this process.
+
+    output_modes: by output, as normalised; update_modes: by variable number, of those that calls in slices
+    fold. sliceable: the stored variables whose rows are chosen by batch_s, in order.
+    """
+
+    kind: str  # 'graph' or 'callable', as of the shared variables that it can use
+    name: str
+    inputs: Sequence[Input]
+    output_modes: Sequence[str | None]
+    returns: str  # 'list', 'one' or 'none'
+    updated: dict[Shared, str | None]
+    default_modes: set[Shared]  # those of `updated` whose mode the user has not given
+    sliceable: Sequence[Shared]
+
+    @abstractmethod
+    def call(self, inputs: list[np.ndarray]) -> list[Any]:
+        """Computes all outputs, and updates variables of this process."""
+
+    @abstractmethod
+    def call_alone(self, inputs: list[Any]) -> list[Any]:
+        """The same on plain values as the user gives them, with the checks of the program's kind."""
+
+    @abstractmethod
+    def pieces(self, number: int, new: list[Shared]) -> Iterator[tuple[str, Any]]:
+        """What makes it on a worker, under this number (carrying.pack). new: variables to make first."""
+
+    def marks(self) -> Any:
+        """Something that changes when a variable does that no update is declared for; see `check_marks`."""
+        return None
+
+    def check_marks(self, before: Any) -> None:
+        """Raises RuntimeError where a variable changed that no update is declared for."""
+        assert before is None, "whoever has marks checks them"
+
+    @property
+    def divides(self) -> bool:
+        """Whether a call has rows to divide."""
+        return bool(self.sliceable) or any(not given.whole for given in self.inputs)

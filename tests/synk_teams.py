@@ -1,0 +1,33 @@
+"""What the tests of lockstep.synk share: teams of every size, and graphs without a compiler."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytensor
+
+import lockstep.synk as synk
+
+MODE = "FAST_COMPILE"
+
+
+@contextmanager
+def team(size: int = 2, **options: Any) -> Iterator[int]:
+    """A team whose graphs are computed by Python and NumPy: nothing is compiled, which takes long."""
+    synk.close()
+    with pytensor.config.change_flags(mode=MODE):
+        n_ranks = synk.fork(size, **options)
+        try:
+            yield n_ranks
+        finally:
+            synk.close()
+
+
+def largest_error(found: Any, expected: Any) -> float:
+    """The largest difference, relative to the largest element expected."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    if not expected.size:
+        return 0.0
+    return float(np.abs(found - expected).max() / max(np.abs(expected).max(), 1e-300))
