@@ -78,12 +78,14 @@ class Trainer:
         self.dataset = subtracting(self.dataset, self.program.mean)
         self.recorder = Recorder(self.program.device, self.backend.stopwatch())
         self.teller = Teller(control, self.world, self.config, self.recorder)
+        self.program.tell = self.teller.notice
         beginning = begin(plan, self.program, board.say)
         self.epoch, self.position, self.val_record = beginning.epoch, beginning.position, beginning.val_record
         self.board.say("opening the arenas of the others")
         arena, way = self.program.arena, self.config.exchange
         self.transport, reason = self.backend.open_transport(way, arena.block, arena.flat, group)
-        self.transport.clock = self.recorder.stopwatch.enter
+        if group.pipes:  # else nobody is met, and an event for each phase would cost time for nothing
+            self.transport.clock = self.recorder.stopwatch.enter
         self.teller.notice(
             beginning.notice, lacking, f"exchange: {self.transport.name}: {reason}" if reason else ""
         )

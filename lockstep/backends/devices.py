@@ -206,7 +206,7 @@ def check_keys(config: Config) -> None:
     """Raises UserError for keys that ask for what only GPUs have, where `devices` are CPUs."""
     if on_gpus(config.devices):
         return
-    asked = {"precision": config.precision == "tf32", "cuda_graph": config.cuda_graph}
+    asked = {"precision": config.precision == "tf32", "cuda_graph": config.cuda_graph is True}
     asked["exchange"] = config.exchange != "auto"
     for key in (key for key, wanted in asked.items() if wanted):
         raise UserError(
