@@ -12,8 +12,8 @@ _WARM_UP = 3  # runs before one is captured: libraries choose algorithms and all
 
 
 def may_capture(config: Config, device: torch.device) -> bool:
-    """Whether steps are to be captured: as asked, or, with `auto`, on GPUs, of networks whose code is the same
-    in every step. Of a network from elsewhere nobody knows what its Python does from one step to the next.
+    """Whether steps are to be captured: as asked, or, with `auto`, on GPUs, where the code is the same
+    in every step. What the Python of a network from elsewhere does from one step to the next, nobody knows.
     """
     if config.cuda_graph != "auto":
         return bool(config.cuda_graph)
