@@ -41,6 +41,7 @@ def load_config(description: str, standard: Path) -> tuple[Config, list[str]]:
         notices.append(f"devices: {', '.join(chosen)}; {reason}")
     config = dataclasses.replace(config, devices=chosen)
     devices.check_keys(config)
+    devices.check_sharing(config)
     return config, [*notices, *devices.notices(chosen)]
 
 

@@ -35,7 +35,7 @@ class AdamW(Optimizer):
         import torch
 
         return torch.optim.AdamW(
-            groups, config.learning_rate, fused=True, capturable=config.cuda_graph, **args
+            groups, config.learning_rate, fused=True, capturable=config.cuda_graph is True, **args
         )
 
     def bind(
