@@ -29,9 +29,9 @@ from lockstep.pretrained.beginning import begin
 from lockstep.runs import checkpoint
 from lockstep.runs.folder import State
 from lockstep.runs.plan import Plan
-from lockstep.sync import Meeting, Rule
+from lockstep.sync import Meeting
 from lockstep.sync.agreement import check_replicas
-from lockstep.sync.weights import Weights
+from lockstep.sync.making import make_rule
 
 
 def run_trainer(
@@ -86,10 +86,10 @@ class Trainer:
         self.transport, reason = self.backend.open_transport(way, arena.block, arena.flat, group)
         if group.pipes:  # else nobody is met, and an event for each phase would cost time for nothing
             self.transport.clock = self.recorder.stopwatch.enter
-        self.teller.notice(
-            beginning.notice, lacking, f"exchange: {self.transport.name}: {reason}" if reason else ""
-        )
-        self.rule: Rule = Weights(self.transport)
+        proven = f"exchange: {self.transport.name}: {reason}" if reason else ""
+        self.teller.notice(beginning.notice, lacking, proven)
+        exchanging = self.program, self.transport, self.backend.memory
+        self.rule = make_rule(self.config, *exchanging, beginning.of_rule)
         self.orders = Orders(self.config, self.world, len(self.dataset.train), len(self.dataset.val))
         wanted = orders or self.orders.since(self.epoch, self.position)
         loading = self.backend, self.config, self.dataset, self.program
@@ -100,7 +100,7 @@ class Trainer:
         check_replicas(self.group, self.program.arena, "the start")
         self.teller.tell(Started())
         image_shape = self.dataset.image_shape
-        self.teller.notice(*notices_of(self.config, self.world, image_shape, self.program, self.rule))
+        self.teller.notice(*notices_of(self.config, image_shape, self.program, self.rule))
         stopped = False
         while self.epoch <= self.config.n_epochs and not stopped:
             stopped = self.train_epoch() or self.validate()
@@ -112,6 +112,7 @@ class Trainer:
 
     def close(self) -> None:
         """Lets go of the memory of the others, then frees what they have let go of."""
+        self.rule.close()
         self.transport.close()
         self.feed.close()
         self.program.arena.block.close()
@@ -133,18 +134,22 @@ class Trainer:
     def train_step(self, n_steps: int) -> bool:
         """One step: load, forward and backward, update and exchange. Returns whether all are to stop."""
         order = self._forward_backward()
-        printing = self.teller.is_due(order, n_steps, len(self.dataset.train))
+        due = self.rule.is_due(order, len(self.dataset.train))
+        printing = self.teller.is_due(order, n_steps, len(self.dataset.train), due)
         payload = self.control.poll(), self.recorder.sums() if printing else None  # control brings Stop only
+        self.rule.end_backward()
         meeting = Meeting(self.group, str(order), payload, self.board.say)
-        self.rule.update(self.program.optimizer, meeting)
+        self.rule.update(self.program.optimizer, meeting if due else None)
         self.recorder.stopwatch.leave()
         self.recorder.n_steps += 1
+        self.recorder.n_meetings += due
         self.position = order.stop
         self.teller.tick(order, n_steps)
         stops, sums = zip(*(meeting.all_payloads or [payload]), strict=True)
         if printing:
-            self.teller.report(order, n_steps, self.program.optimizer.learning_rate, list(sums))
-        return any(stops)
+            rate, n_bytes = self.program.optimizer.learning_rate, self.rule.bytes_per_meeting()
+            self.teller.report(order, n_steps, rate, list(sums), n_bytes)
+        return due and any(stops)
 
     def _forward_backward(self) -> Order:
         """Of all minibatches of a step: `accumulate`, or what is left of the epoch. Returns the last."""
@@ -196,8 +201,8 @@ class Trainer:
         when, arena = f"the checkpoint of epoch {self.epoch}", self.program.arena
         check_finite(0.0 if arena.flat.isfinite().all() else math.nan, when)
         check_replicas(self.group, arena, when)
+        tensors = {**self.rule.state(), **arena.state()}
         if self.world.rank == 0:
             place = self.epoch, self.position, len(self.dataset.train), self.program.optimizer.learning_rate
             state = State.now(*place, self.val_record, self.world.size, self.config)
-            tensors = {**arena.state(), **self.rule.state()}
             self.teller.tell(Saved(str(checkpoint.save(self.plan.folder, tensors, state))))

@@ -143,7 +143,7 @@ def look_ahead(rank: int, pipes: dict[int, Pipe], data: Path, written: Path) -> 
         for replica in (ours, plain)
     ]
     rule = load(written, "lockstep.sync.lookahead").Lookahead(transports[0], ours.arena, every=2)
-    ahead = take_two_steps(plain, Weights(transports[1]), group)
+    ahead = take_two_steps(plain, Weights(transports[1], plain.arena), group)
     found = take_two_steps(ours, rule, group)
     assert not torch.equal(ahead, start)
     assert torch.equal(found, start.lerp(ahead, 0.5))
