@@ -17,6 +17,7 @@ from lockstep.comm.messages import Order, Saved, Started, Validated
 from lockstep.comm.pipes import Pipe
 from lockstep.data.dataset import open_dataset, subtracting
 from lockstep.launch.computing import computing
+from lockstep.launch.exchanging import open_exchange
 from lockstep.launch.progress import Teller, check_finite, notices_of
 from lockstep.launch.status import StatusBoard
 from lockstep.loading.feed import open_feed
@@ -31,7 +32,6 @@ from lockstep.runs.folder import State
 from lockstep.runs.plan import Plan
 from lockstep.sync import Meeting
 from lockstep.sync.agreement import check_replicas
-from lockstep.sync.making import make_rule
 
 
 def run_trainer(
@@ -82,14 +82,9 @@ class Trainer:
         beginning = begin(plan, self.program, board.say)
         self.epoch, self.position, self.val_record = beginning.epoch, beginning.position, beginning.val_record
         self.board.say("opening the arenas of the others")
-        arena, way = self.program.arena, self.config.exchange
-        self.transport, reason = self.backend.open_transport(way, arena.block, arena.flat, group)
-        if group.pipes:  # else nobody is met, and an event for each phase would cost time for nothing
-            self.transport.clock = self.recorder.stopwatch.enter
-        proven = f"exchange: {self.transport.name}: {reason}" if reason else ""
+        clock, parts = self.recorder.stopwatch.enter, (self.config, self.backend, self.program, group)
+        self.transport, self.rule, proven = open_exchange(*parts, clock, beginning.of_rule)
         self.teller.notice(beginning.notice, lacking, proven)
-        exchanging = self.program, self.transport, self.backend.memory
-        self.rule = make_rule(self.config, *exchanging, beginning.of_rule)
         self.orders = Orders(self.config, self.world, len(self.dataset.train), len(self.dataset.val))
         wanted = orders or self.orders.since(self.epoch, self.position)
         loading = self.backend, self.config, self.dataset, self.program
@@ -141,8 +136,7 @@ class Trainer:
         meeting = Meeting(self.group, str(order), payload, self.board.say)
         self.rule.update(self.program.optimizer, meeting if due else None)
         self.recorder.stopwatch.leave()
-        self.recorder.n_steps += 1
-        self.recorder.n_meetings += due
+        self.recorder.count_step(due)
         self.position = order.stop
         self.teller.tick(order, n_steps)
         stops, sums = zip(*(meeting.all_payloads or [payload]), strict=True)

@@ -117,6 +117,11 @@ class Recorder:
         n_images = torch.full_like(n_wrong, len(labels))
         self._sums += torch.stack([rounded(loss_sum.detach()), n_wrong.double(), n_images.double()])
 
+    def count_step(self, has_met: bool) -> None:
+        """A step is done; has_met: and trainers have met at its end."""
+        self.n_steps += 1
+        self.n_meetings += has_met
+
     def sums(self) -> list[float]:
         """[loss, wrong answers, images] since the last reset; waits for the device."""
         values: list[float] = self._sums.tolist()
