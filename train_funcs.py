@@ -54,10 +54,7 @@ def run_trainer(
 
 
 class Trainer:
-    """One trainer: its replica of the network, its feed of minibatches, its part in the exchange.
-
-    orders: what is loaded, where it is not the run's; for benchmarks.
-    """
+    """Its network, its minibatches, its part in the exchange. orders: what is loaded, if not the run's."""
 
     def __init__(
         self,
@@ -94,8 +91,7 @@ class Trainer:
         """Trains and validates epoch by epoch. Returns True when the launcher's Stop ended it early."""
         check_replicas(self.group, self.program.arena, "the start")
         self.teller.tell(Started())
-        image_shape = self.dataset.image_shape
-        self.teller.notice(*notices_of(self.config, image_shape, self.program, self.rule))
+        self.teller.notice(*notices_of(self.config, self.dataset.image_shape, self.program, self.rule))
         stopped = False
         while self.epoch <= self.config.n_epochs and not stopped:
             stopped = self.train_epoch() or self.validate()
@@ -141,8 +137,8 @@ class Trainer:
         self.teller.tick(order, n_steps)
         stops, sums = zip(*(meeting.all_payloads or [payload]), strict=True)
         if printing:
-            rate, n_bytes = self.program.optimizer.learning_rate, self.rule.bytes_per_meeting()
-            self.teller.report(order, n_steps, rate, list(sums), n_bytes)
+            told = self.program.optimizer.learning_rate, list(sums), self.rule.bytes_per_meeting()
+            self.teller.report(order, n_steps, *told)
         return due and any(stops)
 
     def _forward_backward(self) -> Order:

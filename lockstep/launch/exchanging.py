@@ -1,4 +1,4 @@
-"""Opens what a trainer exchanges with: the transport over all arenas, and the rule that says what and when."""
+"""Opens what a trainer exchanges with: the transport over all arenas, and the rule: what, and when."""
 
 from collections.abc import Callable
 

@@ -50,9 +50,9 @@ class Replica(Program):
         self._scale = None if scale.eq(1).all() else scale.to(self.device)
         self.optimizer: Updater | ShardedUpdater = Updater(self.model, self.arena, config)
         self._batch_keys = torch.zeros(config.batch_size, dtype=torch.int32, device=self.device)
-        self._generators = _generators(self.device)
+        self._generators = _generators(self.arena.flat)
         must = config.cuda_graph is True
-        self._graph = StepGraph(self.model, must) if may_capture(config, self.device) else None
+        self._graph = StepGraph(self.model, must) if may_capture(config, self.arena.flat.is_cuda) else None
         self._parts: PartSums | None = None
 
     def load(self, tensors: Path) -> dict[str, torch.Tensor]:
@@ -184,15 +184,15 @@ class Replica(Program):
             generator.manual_seed(seed)
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
-    """torch's own for the host and for a device.
+def _generators(arena: torch.Tensor) -> list[torch.Generator]:
+    """torch's own for the host and for the device of the arena.
 
     torch.manual_seed does the same, and asks every back end that torch might have whether it is there: 160 us
     a call, against 1.
     """
     generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index])
+    if arena.is_cuda:
+        generators.append(torch.cuda.default_generators[arena.get_device()])
     return generators
 
 

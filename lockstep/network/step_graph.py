@@ -12,15 +12,15 @@ from lockstep.network.gradients import Gradients
 _WARM_UP = 3  # runs before one is captured: libraries choose algorithms and allocate in the first ones
 
 
-def may_capture(config: Config, device: torch.device) -> bool:
+def may_capture(config: Config, on_gpu: bool) -> bool:
     """Whether steps are to be captured: as asked, or, with `auto`, on GPUs, where the code is the same
     in every step. What the Python of a network from elsewhere does from one step to the next, nobody knows.
     """
     if config.cuda_graph != "auto":
         return bool(config.cuda_graph)
     known = config.model.rpartition(":")[0] in ("", "torchvision", "timm")
-    in_place = config.augment_on == "trainer" and config.accumulate == 1
-    return device.type == "cuda" and known and in_place
+    in_place = config.augment_on == "trainer" and config.accumulate == 1 and config.parts is None
+    return on_gpu and known and in_place
 
 
 class StepGraph:
