@@ -17,6 +17,7 @@ from lockstep.comm.messages import Order, Saved, Started, Validated
 from lockstep.comm.pipes import Pipe
 from lockstep.data.dataset import open_dataset, subtracting
 from lockstep.launch.computing import computing
+from lockstep.launch.exchanging import open_exchange
 from lockstep.launch.progress import Teller, check_finite, notices_of
 from lockstep.launch.status import StatusBoard
 from lockstep.loading.feed import open_feed
@@ -31,7 +32,6 @@ from lockstep.runs.folder import State
 from lockstep.runs.plan import Plan
 from lockstep.sync import Meeting
 from lockstep.sync.agreement import check_replicas
-from lockstep.sync.making import make_rule
 
 
 def run_trainer(
@@ -54,10 +54,7 @@ def run_trainer(
 
 
 class Trainer:
-    """One trainer: its replica of the network, its feed of minibatches, its part in the exchange.
-
-    orders: what is loaded, where it is not the run's; for benchmarks.
-    """
+    """Its network, its minibatches, its part in the exchange. orders: what is loaded, if not the run's."""
 
     def __init__(
         self,
@@ -74,17 +71,17 @@ class Trainer:
         self.backend = backend_of(self.config.devices[self.world.local_rank])
         self.backend.start_computing(self.config)
         self.program: Program = Replica(self.config, self.dataset, self.backend.memory)
+        lacking = self.backend.speed_up(self.program.model, self.config)
         self.dataset = subtracting(self.dataset, self.program.mean)
         self.recorder = Recorder(self.program.device, self.backend.stopwatch())
         self.teller = Teller(control, self.world, self.config, self.recorder)
-        begun = begin(plan, self.program, board.say)
-        self.epoch, self.position, self.val_record = begun.epoch, begun.position, begun.val_record
+        self.program.tell = self.teller.notice
+        beginning = begin(plan, self.program, board.say)
+        self.epoch, self.position, self.val_record = beginning.epoch, beginning.position, beginning.val_record
         self.board.say("opening the arenas of the others")
-        arena, way = self.program.arena, self.config.exchange
-        self.transport, reason = self.backend.open_transport(way, arena.block, arena.flat, group)
-        self.transport.clock = self.recorder.stopwatch.enter
-        self.teller.notice(begun.notice, f"exchange: {self.transport.name}: {reason}" if reason else "")
-        self.rule = make_rule(self.config, self.program, self.transport, self.backend.memory, begun.of_rule)
+        clock, parts = self.recorder.stopwatch.enter, (self.config, self.backend, self.program, group)
+        self.transport, self.rule, proven = open_exchange(*parts, clock, beginning.of_rule)
+        self.teller.notice(beginning.notice, lacking, proven)
         self.orders = Orders(self.config, self.world, len(self.dataset.train), len(self.dataset.val))
         wanted = orders or self.orders.since(self.epoch, self.position)
         loading = self.backend, self.config, self.dataset, self.program
@@ -92,7 +89,8 @@ class Trainer:
 
     def run(self) -> bool:
         """Trains and validates epoch by epoch. Returns True when the launcher's Stop ended it early."""
-        check_replicas(self.group, self.program.arena, "the start")
+        with self.rule.as_one():
+            check_replicas(self.group, self.program.arena, "the start")
         self.teller.tell(Started())
         self.teller.notice(*notices_of(self.config, self.dataset.image_shape, self.program, self.rule))
         stopped = False
@@ -128,8 +126,8 @@ class Trainer:
     def train_step(self, n_steps: int) -> bool:
         """One step: load, forward and backward, update and exchange. Returns whether all are to stop."""
         order = self._forward_backward()
-        due = self.rule.is_due(order, n_samples := len(self.dataset.train))
-        printing = self.teller.is_due(order, n_steps, n_samples, due)
+        due = self.rule.is_due(order, len(self.dataset.train))
+        printing = self.teller.is_due(order, n_steps, len(self.dataset.train), due)
         payload = self.control.poll(), self.recorder.sums() if printing else None  # control brings Stop only
         self.rule.end_backward()
         meeting = Meeting(self.group, str(order), payload, self.board.say)

@@ -113,9 +113,9 @@ def _bad_combinations(config: "Config") -> Iterable[tuple[str, str]]:
         )
     if config.warm_up_epochs >= config.n_epochs:
         yield "warm_up_epochs", f"must be below n_epochs, {config.n_epochs}: {config.warm_up_epochs}"
-    if config.cuda_graph and config.augment_on == "loader":
+    if config.cuda_graph is True and config.augment_on == "loader":
         yield "cuda_graph", "needs augment_on: trainer, which puts every minibatch into the same place"
-    if config.cuda_graph and config.accumulate > 1:
+    if config.cuda_graph is True and config.accumulate > 1:
         yield "cuda_graph", "captures steps of one minibatch: set accumulate: 1 and a larger batch_size"
     if config.run_name is not None and not _RUN_NAME.fullmatch(config.run_name):
         words = "is a folder's name inside weights_dir, up to 100 letters, digits and -_.+"

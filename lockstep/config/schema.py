@@ -83,9 +83,10 @@ class Config:
     cpu_threads: int | None = None  # null: the cores, divided among the trainers
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of products; weights are float32 always
     deterministic: bool = False  # GPUs: the same bits in every run
-    cuda_graph: bool = False  # GPUs: a step is captured once and replayed
+    cuda_graph: bool | Literal["auto"] = "auto"  # GPUs: a step is captured once and replayed
     exchange: Literal["auto", "p2p", "staged", "swap"] = "auto"  # GPUs
     augment_on: Literal["trainer", "loader"] = "trainer"  # GPUs: which process runs the kernel
+    kernels: Literal["all", "none", "lrn", "dropout"] = "all"  # GPUs: which layers use kernels of ours
     on_loss: Literal["stop", "restart", "shrink"] = "stop"  # when a process is killed or hangs
     restarts: int = 3  # at most, of on_loss: restart or shrink
     wait_deadline: float = 120.0  # seconds that one process waits for another

@@ -83,7 +83,7 @@ class PeerTransport(DirectTransport):
         self._opened = self._open(block)
         blocks = {**self._opened, group.world.rank: block}
         self._addresses = [blocks[rank].pointer for rank in sorted(blocks)]
-        self._offered, self._worked = memory.events(2)
+        self._offered, self._worked = memory.shared_events(2) if group.pipes else memory.events(2)
         self._peers_offered, self._peers_worked = self._open_events()
 
     def another(self, block: Block, flat: "torch.Tensor") -> "PeerTransport":
@@ -121,6 +121,7 @@ class PeerTransport(DirectTransport):
     def close(self) -> None:
         self._stream.synchronize()
         self.group.barrier("nobody uses the blocks of the others any more")
+        self._peers_offered = self._peers_worked = []  # before their owners destroy them
         for block in self._opened.values():
             block.close()
         self.group.barrier("nobody has the blocks of the others open any more")

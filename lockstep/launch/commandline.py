@@ -47,6 +47,7 @@ def load_config(description: str, standard: Path) -> tuple[Config, list[str]]:
     config, said = settle(config)
     notices += said
     devices.check_keys(config)
+    devices.check_sharing(config)
     return config, [*notices, *devices.notices(chosen)]
 
 

@@ -23,6 +23,7 @@ from lockstep.errors import PeerProblem
 from lockstep.interrupts import STOP_SIGNAL, Interrupts
 from lockstep.launch.child import ChildStart, child_main
 from lockstep.launch.status import StatusBoard
+from lockstep.memory.leftovers import remove_leftovers
 
 LEAVE_SECONDS = 10.0  # from a child's last message to its end
 LISTEN_SECONDS = 0.5  # between two looks at signals and status boards
@@ -166,6 +167,8 @@ class Processes:
         for child in self._children:
             child.process.join(LEAVE_SECONDS)
             child.control.close()
+        gone = [child.process for child in self._children if child.process.exitcode is not None]
+        remove_leftovers(process.pid for process in gone if process.pid is not None)
 
     def _ask_to_stop(self) -> None:
         self._asked_to_stop = True

@@ -4,6 +4,7 @@ Replica is the one for torch networks.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,7 +25,8 @@ class Program(ABC):
 
     model: the network. arena: everything that trainers exchange and checkpoints hold. optimizer: takes steps
     on it. crop_size: rows and columns of the pictures that it takes. mean: what it wants subtracted from R, G
-    and B, or None: the dataset's mean. device: where batches have to be.
+    and B, or None: the dataset's mean. device: where batches have to be. tell: called with what a user should
+    know of how it trains.
     """
 
     model: nn.Module
@@ -33,6 +35,7 @@ class Program(ABC):
     crop_size: int
     mean: tuple[float, ...] | None
     device: torch.device
+    tell: Callable[[str], object] = staticmethod(lambda text: None)
 
     @abstractmethod
     def load(self, tensors: Path) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from lockstep.network.parts import PartSums, parts_of, parts_within
 from lockstep.network.program import Program
 from lockstep.network.recorder import Recorder, rounded
 from lockstep.network.sharded import ShardedUpdater
-from lockstep.network.step_graph import StepGraph
+from lockstep.network.step_graph import StepGraph, may_capture
 from lockstep.network.updater import Updater
 from lockstep.optim import states_of
 from lockstep.runs import checkpoint
@@ -50,7 +50,9 @@ class Replica(Program):
         self._scale = None if scale.eq(1).all() else scale.to(self.device)
         self.optimizer: Updater | ShardedUpdater = Updater(self.model, self.arena, config)
         self._batch_keys = torch.zeros(config.batch_size, dtype=torch.int32, device=self.device)
-        self._graph = StepGraph(self.model) if config.cuda_graph else None
+        self._generators = _generators(self.arena.flat)
+        must = config.cuda_graph is True
+        self._graph = StepGraph(self.model, must) if may_capture(config, self.arena.flat.is_cuda) else None
         self._parts: PartSums | None = None
 
     def load(self, tensors: Path) -> dict[str, torch.Tensor]:
@@ -65,7 +67,7 @@ class Replica(Program):
         updater = ShardedUpdater(self.arena, gradients, self._config, spans)
         self.optimizer = updater
         if self._graph:
-            self._graph = StepGraph(self.model, gradients)
+            self._graph = StepGraph(self.model, self._config.cuda_graph is True, gradients)
         if self._config.parts:
             self._parts = PartSums(self.arena, gradients)
         return gradients, updater
@@ -98,7 +100,7 @@ class Replica(Program):
             return
         self._seed(batch, rank)
         if self._graph and len(batch.labels) == mean_share == self._config.batch_size:
-            self._graph.run(lambda: self._learn(batch, mean_share, recorder))
+            self._graph.run(lambda: self._learn(batch, mean_share, recorder), self.tell)
         else:
             self._learn(batch, mean_share, recorder)
 
@@ -177,7 +179,21 @@ class Replica(Program):
         """Dropout masks by sample; torch's generator, for what else a network draws, by place and rank."""
         self._batch_keys[: len(batch.samples)] = self._keys[batch.samples]
         order = batch.order
-        torch.manual_seed(seed_of(Purpose.STEP, self._config.seed, order.epoch, order.first, rank))
+        seed = seed_of(Purpose.STEP, self._config.seed, order.epoch, order.first, rank)
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+
+def _generators(arena: torch.Tensor) -> list[torch.Generator]:
+    """torch's own for the host and for the device of the arena.
+
+    torch.manual_seed does the same, and asks every back end that torch might have whether it is there: 160 us
+    a call, against 1.
+    """
+    generators = [torch.default_generator]
+    if arena.is_cuda:
+        generators.append(torch.cuda.default_generators[arena.get_device()])
+    return generators
 
 
 def open_trained(config: Config, dataset: Dataset, memory: Memory, tensors: Path) -> tuple[Replica, Dataset]:
