@@ -89,15 +89,15 @@ class Trainer:
 
     def run(self) -> bool:
         """Trains and validates epoch by epoch. Returns True when the launcher's Stop ended it early."""
-        with self.rule.as_one():
-            check_replicas(self.group, self.program.arena, "the start")
         self.teller.tell(Started())
         self.teller.notice(*notices_of(self.config, self.dataset.image_shape, self.program, self.rule))
-        stopped = False
-        while self.epoch <= self.config.n_epochs and not stopped:
-            stopped = self.train_epoch() or self.validate()
-            if stopped or self.epoch % self.config.snapshot_freq == 0 or self.epoch == self.config.n_epochs:
-                self.save()
+        stopped, n_epochs = False, self.config.n_epochs
+        while self.epoch <= n_epochs and not stopped:
+            stopped = self.train_epoch()
+            with self.rule.as_one():
+                stopped = stopped or self.validate()
+                if stopped or self.epoch % self.config.snapshot_freq == 0 or self.epoch == n_epochs:
+                    self.save()
             if not stopped:
                 self.epoch, self.position = self.epoch + 1, 0
         return stopped

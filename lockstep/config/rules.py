@@ -19,7 +19,7 @@ ARGS: Mapping[str, Mapping[str, Any]] = {
     "elastic": {"every": 8, "alpha": 0.1},
     "gossip": {"every": 1},
 }
-KINDS_OF_RULES = ("outer/", "replica")  # what tensors are called in checkpoints that are a rule's, not the network's
+KINDS_OF_RULES = ("outer/", "replica")  # how names of tensors in checkpoints begin that are a rule's
 
 
 def rule_of(config: "Config") -> RuleName:

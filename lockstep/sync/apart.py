@@ -57,7 +57,7 @@ class Apart(Local):
 
     def state(self) -> dict[str, torch.Tensor]:
         assert self._own is not None, "checkpoints are written as one"
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         span: Span = 0, len(self._own)
         for rank in range(self._world.size):
             self._place[slice(*span)].copy_(self._own)
@@ -72,7 +72,7 @@ class Apart(Local):
             for name, tensor in self._arena.tensors.items():
                 tensor.copy_(state[f"replica{self._world.rank}/{name}"])
         elif replicas:
-            self._notice = f"; the {len(replicas)} replicas of the checkpoint go on as {self._world.size} alike"
+            self._notice = f"; {len(replicas)} replicas were saved: all {self._world.size} begin alike"
 
     def promise(self, config: Config, model: nn.Module) -> str:
         return super().promise(config, model) + ", and replicas are never equal" + self._notice
