@@ -13,7 +13,7 @@ DIGITS := data/digits/manifest.json
 help:
 	@sed -n '1,3s/^# //p' Makefile
 
-# What training needs; the rest is for tests and checks.
+# What training needs; the rest is for tests, checks and benchmarks.
 setup: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -56,7 +56,7 @@ format: .venv/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/.installed $(DIGITS)
+bench: .venv/.installed-test $(DIGITS)
 	$(BIN)/python -m benchmarks
 
 demos: .venv/.installed-test

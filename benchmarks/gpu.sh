@@ -21,9 +21,7 @@ command -v "$PYTHON" >/dev/null || fail "there is no $PYTHON: set PYTHON to one 
 for module in torch numpy h5py yaml safetensors tqdm pytest; do
     has $module || fail "$PYTHON has no module $module"
 done
-for module in hickle xdist; do
-    has $module || echo "note: $PYTHON has no module $module: some tests will fail, or (xdist) take longer"
-done
+has xdist || echo "note: $PYTHON has no module xdist: the tests will take longer"
 
 # The kernels' binaries are kept in a cache folder, which must be one that can be written to.
 cache=${XDG_CACHE_HOME:-${HOME:-/nowhere}/.cache}

@@ -13,8 +13,8 @@ from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
 
 _ROOT = Path(__file__).resolve().parents[2]
-_SECONDS = 60  # for one test, where pytest-timeout is there and the test asks for nothing else
-_WORKERS = 6  # side by side, where pytest-xdist is there
+_SECONDS = 120  # for one test, where pytest-timeout is there and the test asks for nothing else
+_WORKERS = 4  # side by side, where pytest-xdist is there
 # Those that look at how much of the device's memory is in use; nobody else may use it then.
 _ALONE = "memory_comes_back"
 # What a rehearsal runs, for want of a GPU.
