@@ -74,7 +74,6 @@ class Trainer:
         self.backend = backend_of(self.config.devices[self.world.local_rank])
         self.backend.start_computing(self.config)
         self.program: Program = Replica(self.config, self.dataset, self.backend.memory)
-        lacking = self.backend.speed_up(self.program.model, self.config)
         self.dataset = subtracting(self.dataset, self.program.mean)
         self.recorder = Recorder(self.program.device, self.backend.stopwatch())
         self.teller = Teller(control, self.world, self.config, self.recorder)
@@ -84,11 +83,9 @@ class Trainer:
         self.board.say("opening the arenas of the others")
         arena, way = self.program.arena, self.config.exchange
         self.transport, reason = self.backend.open_transport(way, arena.block, arena.flat, group)
-        if group.pipes:  # else nobody is met, and an event for each phase would cost time for nothing
-            self.transport.clock = self.recorder.stopwatch.enter
-        self.teller.notice(
-            beginning.notice, lacking, f"exchange: {self.transport.name}: {reason}" if reason else ""
-        )
+        self.transport.clock = self.recorder.stopwatch.enter
+        chosen = f"exchange: {self.transport.name}: {reason}" if reason else ""
+        self.teller.notice(self.backend.speed_up(self.program.model, self.config), beginning.notice, chosen)
         self.rule: Rule = Weights(self.transport)
         self.orders = Orders(self.config, self.world, len(self.dataset.train), len(self.dataset.val))
         wanted = orders or self.orders.since(self.epoch, self.position)

@@ -146,10 +146,8 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     torch.manual_seed does the same, and asks every back end that torch might have whether it is there: 160 us
     a call, against 1.
     """
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index])
-    return generators
+    devices = getattr(torch.get_device_module(device), "default_generators", None)  # CPUs have none
+    return [torch.default_generator, *([devices[device.index]] if devices else [])]
 
 
 def open_trained(config: Config, dataset: Dataset, memory: Memory, tensors: Path) -> tuple[Replica, Dataset]:

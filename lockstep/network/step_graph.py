@@ -19,7 +19,7 @@ def may_capture(config: Config, device: torch.device) -> bool:
         return bool(config.cuda_graph)
     known = config.model.rpartition(":")[0] in ("", "torchvision", "timm")
     in_place = config.augment_on == "trainer" and config.accumulate == 1
-    return device.type == "cuda" and known and in_place
+    return known and in_place and hasattr(torch.get_device_module(device), "CUDAGraph")
 
 
 class StepGraph:
