@@ -179,7 +179,11 @@ def _copy(setting: Setting, backend: CudaBackend) -> Callable[[], object]:
     size = setting.copy_bytes // 4
     pinned, block = backend.memory.pinned(size), backend.memory.allocate(size, "a probe")
     pinned[:] = 1
-    return partial(backend.memory.driver.memcpy_htod_async, block.pointer, pinned, backend.stream)
+
+    def copy() -> None:  # with a hold on the block, whose memory would go with it
+        backend.memory.driver.memcpy_htod_async(block.pointer, pinned, backend.stream)
+
+    return copy
 
 
 def _rate(step: Callable[[], object], backend: CudaBackend, seconds: float) -> float:
