@@ -206,4 +206,4 @@ if __name__ == "__main__":
         sections.append(part())
         print(sections[-1][0], flush=True)
     if arguments.write:
-        write_results(Path("docs/results"), "synk", sections)
+        write_results(Path("docs/results"), "synk", sections, "python -m benchmarks.synk")

@@ -15,7 +15,8 @@ from typing import Literal, get_args
 
 ALIGNMENT = 16  # elements: 64 bytes of float32, so that no cache line has two writers; every span begins so
 
-Op = Literal["mean", "sum", "max", "min", "prod"]
+# pairwise: the sum of neighbours, then of neighbouring sums, and so on: a tree
+Op = Literal["mean", "sum", "max", "min", "prod", "pairwise"]
 OPS: tuple[Op, ...] = get_args(Op)
 Span = tuple[int, int]
 

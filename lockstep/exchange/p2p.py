@@ -11,7 +11,7 @@ mean.
 This file has run on the simulated driver of the tests only, not on a GPU yet.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,11 @@ from lockstep import kernels
 from lockstep.comm.group import Group
 from lockstep.exchange import OPS, Op, Span
 from lockstep.exchange.transport import Collective, Transport
+from lockstep.memory import Block
 from lockstep.memory.cuda import CudaBlock, CudaMemory
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_RANKS = 16  # as in kernels/fold.cu
 _THREADS = 256
@@ -81,6 +85,10 @@ class PeerTransport(Transport):
         self._offered, self._worked = memory.shared_events(2) if group.pipes else memory.events(2)
         self._peers_offered, self._peers_worked = self._open_events()
 
+    def another(self, block: Block, flat: "torch.Tensor") -> "PeerTransport":
+        assert isinstance(block, CudaBlock)
+        return type(self)(self._memory, self._stream, block, len(flat), self.group)
+
     def offer(self, collective: Collective) -> None:
         self._offered.record(self._stream)
 
@@ -92,6 +100,17 @@ class PeerTransport(Transport):
         sources, targets, span = self.parts(collective)
         if not sources == targets == sources[:1]:  # else nothing comes from elsewhere
             self._kernel.launch(self._of(sources), self._of(targets), span, collective.op)
+        self.worked()
+
+    def fold(self, span: Span, op: Op) -> None:
+        if self.group.pipes:
+            rank = self.group.world.rank
+            self._kernel.launch(self._addresses, [self._addresses[rank]], span, op)
+
+    def spread(self, span: Span) -> None:
+        self._kernel.launch(self._of([self.group.world.rank]), self._of(list(self.group.pipes)), span, "sum")
+
+    def worked(self) -> None:
         self._worked.record(self._stream)
 
     def settle(self, collective: Collective) -> None:

@@ -16,10 +16,15 @@ process's back. offer, accept and settle tie the work of a device to that of the
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lockstep.comm.group import Group
-from lockstep.exchange import OPS, Op, Span, shard
+from lockstep.errors import UserError
+from lockstep.exchange import ALIGNMENT, OPS, Op, Span, shard
+from lockstep.memory import Block
+
+if TYPE_CHECKING:
+    import torch
 
 Barrier = Callable[[str], None]
 
@@ -38,9 +43,11 @@ class Transport(ABC):
     """One rank's end. n_elements: of every rank's block.
 
     clock: told 'meet' and 'exchange' when these phases of a collective begin; a stopwatch's `enter`.
+    chunk: how many elements are best folded, used and spread at a time; None: all at once.
     """
 
     name: str
+    chunk: int | None = None
 
     def __init__(self, group: Group, n_elements: int) -> None:
         self.group, self.n_elements = group, n_elements
@@ -68,6 +75,87 @@ class Transport(ABC):
     def broadcast(self, span: Span, source: int, barrier: Barrier | None = None) -> None:
         """The span of rank `source`'s block comes into all blocks."""
         self._run(Collective("broadcast", span, source=source), barrier)
+
+    def update(
+        self,
+        others: "Transport",
+        span: Span,
+        op: Op,
+        step: Callable[[Span], None],
+        barrier: Barrier | None = None,
+    ) -> None:
+        """An all-reduce from the blocks of `others` into these, with a step of the caller's in its middle.
+
+        This rank's shard of the span, in the block of `others`, becomes the fold of all ranks'. `step` is
+        called with consecutive pieces of that shard, once they are there, and changes this transport's block.
+        What it has left there comes into all blocks. With pieces as large as `chunk` all that happens while a
+        core's cache holds them. Raises PeerProblem naming who has not come.
+        """
+        self.reduce(others, span, barrier)
+        for piece in self.pieces(span):
+            others.fold(piece, op)
+            step(piece)
+            self.spread(piece)
+        self.publish(span, barrier)
+
+    def reduce(self, others: "Transport", span: Span, barrier: Barrier | None = None) -> None:
+        """The first third of `update`: from here on this rank may fold its shard of `others`."""
+        others.offer(Collective("reduce_scatter", span, "mean"))
+        self.clock("meet")
+        (barrier or self.group.barrier)("update: all have offered")
+        others.accept()
+        self.clock("exchange")
+
+    def publish(self, span: Span, barrier: Barrier | None = None) -> None:
+        """Its last third: what every rank has spread is in all blocks."""
+        self.worked()
+        self.clock("meet")
+        (barrier or self.group.barrier)("update: all have worked")
+        self.settle(Collective("all_reduce", span, "mean"))
+
+    def pieces(self, span: Span) -> list[Span]:
+        """This rank's shard of a span, cut into pieces of `chunk` elements."""
+        first, last = self.shard(span)
+        step = self.chunk or max(1, last - first)
+        return [(start, min(start + step, last)) for start in range(first, last, step)]
+
+    def exchange_rows(self, barrier: Barrier | None = None) -> None:
+        """The block is a table of one row a rank; row r of rank r's comes into all blocks.
+
+        A rank may write its row again when all have come to another collective after this one.
+        """
+        rank, size = self.group.world.rank, self.group.world.size
+        length = self.n_elements // size
+        assert length % ALIGNMENT == 0 and length * size == self.n_elements
+        rows = [Collective("broadcast", (r * length, (r + 1) * length), source=r) for r in range(size)]
+        self.offer(rows[rank])
+        self.clock("meet")
+        (barrier or self.group.barrier)("rows: all have offered")
+        self.accept()
+        self.clock("exchange")
+        for row in rows[:rank] + rows[rank + 1 :]:
+            self.work(row)
+
+    def another(self, block: Block, flat: "torch.Tensor") -> "Transport":
+        """The same way to reach other blocks; all ranks call it at once. flat: all of this rank's, (n,).
+
+        This and the next two are for `update`. Raises UserError where a transport can't.
+        """
+        raise self._only_whole_blocks()
+
+    def fold(self, span: Span, op: Op) -> None:
+        """Between barriers: a span of this rank's shard, in its own block, becomes the fold of all."""
+        raise self._only_whole_blocks()
+
+    def spread(self, span: Span) -> None:
+        """Between barriers: a span of this rank's shard goes where the other ranks get it by `settle`."""
+        raise self._only_whole_blocks()
+
+    def _only_whole_blocks(self) -> UserError:
+        return UserError(f"exchange: {self.name} has collectives only: set rule: weights or local")
+
+    def worked(self) -> None:  # noqa: B027 (hosts do at once what they are asked)
+        """Before the second barrier: this rank's part is done, as far as it was asked of its device."""
 
     def shard(self, span: Span) -> Span:
         """This rank's part of a span."""

@@ -222,6 +222,11 @@ def _lock(folder: Path) -> IO[str]:
     return file
 
 
+def has_checkpoint(config: Config) -> bool:
+    """Whether the run called run_name has one, whole or not."""
+    return bool(_records(Path(config.weights_dir) / str(config.run_name)))
+
+
 def folder_to_resume(config: Config) -> Path:
     """The run called run_name, or the newest in weights_dir. Raises UserError where there is none."""
     parent, name = Path(config.weights_dir), config.run_name

@@ -80,9 +80,13 @@ def compute_on_the_host(device: object, stream: Any) -> None:
     """torch's work is not in the stream here: it begins when the stream has done what came before it."""
     import train_funcs
     from lockstep.network.arena import Arena
+    from lockstep.network.gradients import Gradients
     from lockstep.network.kernels import DropoutKernel, LrnKernel
     from lockstep.network.replica import Replica
+    from lockstep.network.sharded import ShardedUpdater
     from lockstep.network.updater import Updater
+    from lockstep.sync import assembling
+    from lockstep.sync.outer import Outer
 
     def behind(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -108,9 +112,18 @@ def compute_on_the_host(device: object, stream: Any) -> None:
     for place, name in (
         (Replica, "forward_backward"),
         (Updater, "step"),
+        (Gradients, "complete"),
+        (ShardedUpdater, "average"),
+        (ShardedUpdater, "step"),
+        (ShardedUpdater, "norms"),
+        (ShardedUpdater, "use_norms"),
+        (ShardedUpdater, "finish"),
+        (Outer, "_step"),
+        (assembling, "in_host_memory"),
         (Replica, "count_errors"),
         (Arena, "digests"),
         (Arena, "state"),
         (train_funcs.Trainer, "save"),
+        *([(sys.modules["lockstep.synk.gpu"].Gpu, "compute")] if "lockstep.synk.gpu" in sys.modules else []),
     ):
         setattr(place, name, behind(getattr(place, name)))
