@@ -71,7 +71,6 @@ class Trainer:
         self.backend = backend_of(self.config.devices[self.world.local_rank])
         self.backend.start_computing(self.config)
         self.program: Program = Replica(self.config, self.dataset, self.backend.memory)
-        lacking = self.backend.speed_up(self.program.model, self.config)
         self.dataset = subtracting(self.dataset, self.program.mean)
         self.recorder = Recorder(self.program.device, self.backend.stopwatch())
         self.teller = Teller(control, self.world, self.config, self.recorder)
@@ -81,7 +80,7 @@ class Trainer:
         self.board.say("opening the arenas of the others")
         clock, parts = self.recorder.stopwatch.enter, (self.config, self.backend, self.program, group)
         self.transport, self.rule, proven = open_exchange(*parts, clock, beginning.of_rule)
-        self.teller.notice(beginning.notice, lacking, proven)
+        self.teller.notice(beginning.notice, self.backend.speed_up(self.program.model, self.config), proven)
         self.orders = Orders(self.config, self.world, len(self.dataset.train), len(self.dataset.val))
         wanted = orders or self.orders.since(self.epoch, self.position)
         loading = self.backend, self.config, self.dataset, self.program
