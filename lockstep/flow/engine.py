@@ -95,7 +95,7 @@ class Engine:
             with self._starting:
                 self._check(device)
                 if place not in self._lanes:
-                    self._lanes[place] = Lane(device, place[1], device.workers[place[1]])
+                    self._lanes[place] = Lane(device, place[1], device.workers.get(place[1], 1))
                 lane = self._lanes[place]
         return lane
 
