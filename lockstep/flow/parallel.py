@@ -26,6 +26,7 @@ from lockstep.flow.shares import Feed, batch_names, merged, split
 from lockstep.network import dropout
 
 Strategy = Literal["all_reduce", "reduce"]
+Recorder = Callable[[list[steps.Share]], Any]
 _MOST_PROGRAMS = 64  # that are kept, for as many sets of shapes
 
 
@@ -91,7 +92,7 @@ class ParallelExecutor:
         shares, fractions = self._shares(batches)
         record = partial(self._step.record, fetch=fetch)
         try:
-            found = self._run(("run", *fetch), shares, record)
+            found = self._run(("run", *fetch), shares, record, self._step.prepare)
             self._wait()
         except OperationError as error:
             self._failure = str(error)
@@ -114,7 +115,7 @@ class ParallelExecutor:
         fetch = _names(fetch)
         shares, fractions = self._shares(batches, together=False)
         record = partial(steps.record_evaluation, self._replicas, function, fetch=fetch)
-        return self._returned(self._run((function, *fetch), shares, record), fractions, merge)
+        return self._returned(self._run((function, *fetch), shares, record, record), fractions, merge)
 
     def set_hyperparameters(self, **values: Any) -> None:
         """Of all optimizers, from the next run on: set_hyperparameters(lr=0.01).
@@ -183,22 +184,28 @@ class ParallelExecutor:
             return n / total
         return 1.0 if self._scale == "sum" else float(self._scale[number])
 
-    def _run(self, what: Any, shares: list[Any], record: Callable[[list[Any]], Any]) -> dict[str, list[Any]]:
+    def _run(self, what: Any, shares: list[Any], record: Recorder, prepare: Recorder) -> dict[str, list[Any]]:
         """Runs the program for these shapes, which is captured when they come for the first time."""
         inputs = [array for s in shares for array in (*s.batch, s.factor, s.fraction, s.keys)]
         key = (what, *((s.device, len(s.batch)) for s in shares), *((a.shape, a.dtype) for a in inputs))
         program = self._programs.get(key)
         if program is None:
-            with torch.random.fork_rng(devices=[]):  # of random operations that are no nn.Dropout
-                torch.manual_seed(self._seed + self._n_captured)
-                program = capture(partial(_record, record, shares), *inputs)
-            self._n_captured += 1
+            program = self._capture(shares, record, prepare, inputs)
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
             self._programs[key] = program
         self.program = program
         found: dict[str, list[Any]] = program(*inputs)
         return found
+
+    def _capture(
+        self, shares: list[Any], record: Recorder, prepare: Recorder, inputs: list[Array]
+    ) -> Program:
+        self._n_captured += 1
+        with torch.random.fork_rng(devices=[]):  # of random operations that are no nn.Dropout
+            torch.manual_seed(self._seed + self._n_captured)
+            prepare(shares)
+            return capture(partial(_record, record, shares), *inputs)
 
     def _wait(self) -> None:
         for replica in self._replicas:
@@ -218,7 +225,7 @@ class ParallelExecutor:
         }
 
 
-def _record(record: Callable[[list[Any]], Any], shares: list[Any], *inputs: Array) -> Any:
+def _record(record: Recorder, shares: list[Any], *inputs: Array) -> Any:
     """The program's own inputs in the places of the examples."""
     left = iter(inputs)
     own = []

@@ -87,6 +87,17 @@ class Step:
             for layer in replica.dropouts:
                 layer.keys = None
 
+    def prepare(self, shares: Sequence[Share]) -> None:
+        """Runs the loss alone: its first call may make what a network keeps, as a table. Buffers stay."""
+        for share in shares:
+            replica = self._replicas[share.device]
+            with on_device(replica.device), torch.no_grad():
+                before = {name: copied(buffer) for name, buffer in replica.buffers.items()}
+                dropout.set_keys(replica.dropouts, share.keys)
+                self._loss(replica.model, *share.batch)
+                for name, value in before.items():
+                    replica.buffers[name].copy_(value)
+
     def _own(self, gradients: dict[str, Any]) -> dict[str, Array]:
         """Contiguous, each in a memory of its own: they are added up in place."""
         seen: set[int] = set()
