@@ -25,6 +25,7 @@ from lockstep.flow.replicas import Buckets, MakeOptimizer, start_up
 from lockstep.flow.shares import Feed, batch_names, merged, split
 from lockstep.network import dropout
 
+Loss = torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]
 Strategy = Literal["all_reduce", "reduce"]
 Recorder = Callable[[list[steps.Share]], Any]
 _MOST_PROGRAMS = 64  # that are kept, for as many sets of shapes
@@ -47,7 +48,7 @@ class ParallelExecutor:
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[..., Any],
+        loss: Callable[..., Loss],
         optimizer: MakeOptimizer,
         devices: Sequence[Device],
         *,
