@@ -46,7 +46,7 @@ def capture(function: Callable[..., Any], *examples: torch.Tensor) -> Program:
 class _Number:
     """An operation as hazards see it: its number. While a program is captured, none has run."""
 
-    done = False
+    settled = False
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -9,7 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from lockstep.flow.engine import Engine
 
 _THREADS = threading.Lock()
+
+
+class Event(Protocol):
+    """A point in what one lane of an asynchronous device does."""
+
+    def synchronize(self) -> None:
+        """Returns when the lane has come to it."""
+
+    def query(self) -> bool:
+        """Whether the lane has come to it."""
 
 
 class Device(ABC):
@@ -35,6 +45,7 @@ class Device(ABC):
     torch_device: torch.device
     workers: Mapping[str, int]
     engine: "Engine | None" = None
+    asynchronous = False  # whether operations are launched, and run later
 
     def lane_for(self, kind: str) -> str:
         """The lane that does a kind of work: compute, communication, fetch or call."""
@@ -47,6 +58,19 @@ class Device(ABC):
     def settle(self) -> None:
         """Called in the worker behind each operation: returns when any lane can use its results."""
         return
+
+    def launch(self, function: Callable[[], Any]) -> Any:
+        """Runs an operation in the worker; where the device is asynchronous, this returns before it has."""
+        return function()
+
+    def mark(self) -> "Event | None":
+        """Called in the worker behind each operation: what tells when it has run; None if it has."""
+        self.settle()
+        return None
+
+    def follow(self, event: "Event") -> None:
+        """Called in the worker: what is launched next runs behind another lane's event."""
+        event.synchronize()
 
     def call(self, function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
         """Runs one torch operation on values of this device."""
@@ -92,10 +116,9 @@ class Cpu(Device):
 
 
 class Cuda(Device):
-    """A GPU.
+    """A GPU. Each lane has a stream, in which torch computes; operations are done when they are launched."""
 
-    Each lane has a stream, in which torch computes; here the worker waits for it behind each operation.
-    """
+    asynchronous = True
 
     def __init__(self, number: int, workers: int = 1) -> None:
         from lockstep.memory.cuda import CudaMemory  # PyCUDA is there on machines with a GPU only
@@ -114,14 +137,50 @@ class Cuda(Device):
             external: Any = torch.cuda.ExternalStream(self._here.stream.handle, self.torch_device)  # type: ignore[no-untyped-call]
             stack.enter_context(torch.cuda.stream(external))
 
-    def settle(self) -> None:
-        self._here.stream.synchronize()
+    def mark(self) -> "CudaEvent":
+        return CudaEvent(self._memory, self._here.stream)
+
+    def follow(self, event: Event) -> None:
+        if isinstance(event, CudaEvent):
+            self._here.stream.wait_for_event(event.event)
+        else:
+            event.synchronize()
+
+    def call(self, function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        if machine.on_gpus([self.torch_device]):
+            for value in arguments:  # its memory must not be used again before this stream has read it
+                if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                    value.record_stream(torch.cuda.current_stream(self.torch_device))
+        return function(*arguments, **keywords)
 
     def put(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.torch_device, copy=True)
 
     def fetch(self, value: torch.Tensor) -> torch.Tensor:
         return value.to("cpu", copy=True)
+
+
+class CudaEvent:
+    """An event behind what is in a stream now. Any thread can wait for it."""
+
+    def __init__(self, memory: Any, stream: Any) -> None:
+        self._context = memory.context
+        self.event = memory.driver.Event(memory.driver.event_flags.DISABLE_TIMING)
+        self.event.record(stream)
+
+    def synchronize(self) -> None:
+        self._context.push()
+        try:
+            self.event.synchronize()
+        finally:
+            self._context.pop()
+
+    def query(self) -> bool:
+        self._context.push()
+        try:
+            return bool(self.event.query())
+        finally:
+            self._context.pop()
 
 
 def torch_device(name: str) -> torch.device:

@@ -178,6 +178,8 @@ class Engine:
             self._wait_until(lambda: not self._pending)
             unseen = sorted((f for f in self._failures if not f.seen), key=lambda failure: failure.number)
             self._failures = []
+        for lane in list(self._lanes.values()):
+            lane.synchronize()
         if unseen:
             error = unseen[0].error()
             for failure in unseen[1:]:
