@@ -23,9 +23,9 @@ def train(devices, strategy):
                                      strategy=strategy, bucket_mb=1e-3)
         for rows in (9, 1, 9, 5):
             found = made.run({"x": x[:rows], "labels": labels[:rows]}, ("loss", "scores"))
+        lanes = {o.lane for o in made.program.operations}
         found |= made.evaluate(loss, {"x": x, "labels": labels}, ["scores"])
         replicas = [made.replica(d) for d in range(len(devices))]
-        lanes = {o.lane for o in made.program.operations}
     for other in replicas[1:]:
         assert all(torch.equal(value, other[name]) for name, value in replicas[0].items())
     return {**found, **replicas[0]}, lanes
@@ -34,14 +34,12 @@ def train(devices, strategy):
 SIMULATED_RUN = """
 torch.set_num_threads(1)
 wanted, _ = train(flow.cpus(2, threads=1), "all_reduce")
-for how in ("events", "host"):
+for how, strategy in (("events", "all_reduce"), ("host", "reduce")):
     flow.waiting(how)
-    for strategy in ("all_reduce", "reduce"):
-        made = [flow.cuda(0), flow.cuda(1)]
-        found, lanes = train(made, strategy)
-        assert lanes == {"compute", "communication", "fetch"}, lanes
-        assert all(torch.equal(value, found[name]) for name, value in wanted.items()), (how, strategy)
-        print(how, strategy, "same bits")
+    found, lanes = train([flow.cuda(0), flow.cuda(1)], strategy)
+    assert lanes == {"compute", "communication", "fetch"}, lanes
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items()), (how, strategy)
+    print(how, strategy, "same bits")
 """
 
 GPU_RUN = """
@@ -59,7 +57,7 @@ for how in ("events", "host"):
 def test_simulated_gpus_have_the_bits_of_cpus(simulation: Simulation) -> None:
     environment = simulation.set(delay=300).environment()
     out = run_program(SIMULATED + TRAIN + SIMULATED_RUN, environment)
-    assert out.count("same bits") == 4
+    assert out.count("same bits") == 2
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -133,16 +134,25 @@ class Cuda(Device):
         self._memory.context.push()
         stack.callback(self._memory.context.pop)
         self._here.stream = self._memory.driver.Stream()
+        self._here.events = _Events(self._memory, self._here.stream)
+        stack.callback(self._leave)
         if machine.on_gpus([self.torch_device]):
             external: Any = torch.cuda.ExternalStream(self._here.stream.handle, self.torch_device)  # type: ignore[no-untyped-call]
             stack.enter_context(torch.cuda.stream(external))
 
+    def _leave(self) -> None:
+        self._here.events.close()
+        del self._here.events, self._here.stream
+
     def mark(self) -> "CudaEvent":
-        return CudaEvent(self._memory, self._here.stream)
+        mark: CudaEvent = self._here.events.mark()
+        return mark
 
     def follow(self, event: Event) -> None:
         if isinstance(event, CudaEvent):
-            self._here.stream.wait_for_event(event.event)
+            raw = event.raw()
+            if raw is not None:
+                self._here.stream.wait_for_event(raw)
         else:
             event.synchronize()
 
@@ -160,27 +170,56 @@ class Cuda(Device):
         return value.to("cpu", copy=True)
 
 
+class _Events:
+    """Those of one worker's stream. They are used again, and end in its thread, as PyCUDA asks for."""
+
+    def __init__(self, memory: Any, stream: Any) -> None:
+        self.context, self._driver, self._stream = memory.context, memory.driver, stream
+        self.made: list[Any] = []
+        self.free: deque[int] = deque()
+
+    def mark(self) -> "CudaEvent":
+        if not self.free:
+            self.free.append(len(self.made))
+            self.made.append(self._driver.Event(self._driver.event_flags.DISABLE_TIMING))
+        number = self.free.pop()
+        self.made[number].record(self._stream)
+        return CudaEvent(self, number)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self.made.clear()
+
+
 class CudaEvent:
     """An event behind what is in a stream now. Any thread can wait for it."""
 
-    def __init__(self, memory: Any, stream: Any) -> None:
-        self._context = memory.context
-        self.event = memory.driver.Event(memory.driver.event_flags.DISABLE_TIMING)
-        self.event.record(stream)
+    def __init__(self, events: _Events, number: int) -> None:
+        self._events, self._number = events, number
+
+    def __del__(self) -> None:
+        self._events.free.append(self._number)
+
+    def raw(self) -> Any:
+        """PyCUDA's; None when its worker has ended, and so all that it had to do."""
+        made = self._events.made
+        return made[self._number] if made else None
 
     def synchronize(self) -> None:
-        self._context.push()
-        try:
-            self.event.synchronize()
-        finally:
-            self._context.pop()
+        self._ask("synchronize")
 
     def query(self) -> bool:
-        self._context.push()
+        return bool(self._ask("query"))
+
+    def _ask(self, question: str) -> Any:
+        event = self.raw()
+        if event is None:
+            return True
+        self._events.context.push()
         try:
-            return bool(self.event.query())
+            return getattr(event, question)()
         finally:
-            self._context.pop()
+            self._events.context.pop()
 
 
 def torch_device(name: str) -> torch.device:

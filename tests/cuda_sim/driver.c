@@ -308,7 +308,7 @@ CUresult cuEventCreate(CUevent *event, unsigned flags)
 
 CUresult cuEventDestroy(CUevent event)
 {
-    munmap(event->shared, sizeof *event->shared);
+    // what is in a stream may still need it: it stays mapped
     if (event->owned)
         remove_file(event->name);
     free(event);
