@@ -10,7 +10,7 @@ COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing/_internal|sym
 DIGITS := data/digits/manifest.json
 .DEFAULT_GOAL := help
 
-.PHONY: help setup setup-test data train test test-all check format bench bench-peers demos clean
+.PHONY: help setup setup-test data train test test-all check format bench bench-peers rules demos clean
 help:
 	@sed -n '1,4s/^# //p' Makefile
 
@@ -56,6 +56,10 @@ check: .venv/.installed-test
 format: .venv/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Four trainers on the digits by each rule, with five seeds: half an hour.
+rules: .venv/.installed $(DIGITS)
+	$(BIN)/python -m benchmarks.rules
 
 bench: .venv/.installed-test $(DIGITS)
 	$(BIN)/python -m benchmarks

@@ -25,7 +25,6 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
-import shutil
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,7 +43,7 @@ from lockstep.launch.console import Console, show
 from lockstep.launch.models import check_model
 from lockstep.launch.processes import Ending, Processes
 from lockstep.launch.reporting import write_report
-from lockstep.launch.status import TRACE
+from lockstep.launch.status import begin_trace
 from lockstep.loading.orders import Orders
 from lockstep.runs import folder as runfolder
 from lockstep.runs import versions
@@ -121,15 +120,6 @@ def try_once(
         ending = processes.watch(on_message)
     console.log("ended", dataclasses.asdict(ending))
     return ending, console
-
-
-def begin_trace(config: Config, folder: Path) -> None:
-    """With `trace`, has the processes that are started from now on write down what they do."""
-    os.environ.pop(TRACE, None)
-    if config.trace:
-        shutil.rmtree(folder / "trace", ignore_errors=True)  # of an earlier start: its clock may be another
-        (folder / "trace").mkdir()
-        os.environ[TRACE] = str(folder.resolve() / "trace")
 
 
 def start_processes(processes: Processes, config: Config, run: runfolder.Run, worlds: list[World]) -> None:

@@ -88,14 +88,15 @@ class Trainer:
 
     def run(self) -> bool:
         """Trains and validates epoch by epoch. Returns True when the launcher's Stop ended it early."""
-        check_replicas(self.group, self.program.arena, "the start")
         self.teller.tell(Started())
         self.teller.notice(*notices_of(self.config, self.dataset.image_shape, self.program, self.rule))
-        stopped = False
-        while self.epoch <= self.config.n_epochs and not stopped:
-            stopped = self.train_epoch() or self.validate()
-            if stopped or self.epoch % self.config.snapshot_freq == 0 or self.epoch == self.config.n_epochs:
-                self.save()
+        stopped, n_epochs = False, self.config.n_epochs
+        while self.epoch <= n_epochs and not stopped:
+            stopped = self.train_epoch()
+            with self.rule.as_one():
+                stopped = stopped or self.validate()
+                if stopped or self.epoch % self.config.snapshot_freq == 0 or self.epoch == n_epochs:
+                    self.save()
             if not stopped:
                 self.epoch, self.position = self.epoch + 1, 0
         return stopped
@@ -131,13 +132,12 @@ class Trainer:
         meeting = Meeting(self.group, str(order), payload, self.board.say)
         self.rule.update(self.program.optimizer, meeting if due else None)
         self.recorder.stopwatch.leave()
-        self.recorder.count_step(due)
+        self.recorder.count_step(self.rule.bytes_per_meeting() if due else 0)
         self.position = order.stop
         self.teller.tick(order, n_steps)
         stops, sums = zip(*(meeting.all_payloads or [payload]), strict=True)
         if printing:
-            told = self.program.optimizer.learning_rate, list(sums), self.rule.bytes_per_meeting()
-            self.teller.report(order, n_steps, *told)
+            self.teller.report(order, n_steps, self.program.optimizer.learning_rate, list(sums))
         return due and any(stops)
 
     def _forward_backward(self) -> Order:

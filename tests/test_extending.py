@@ -112,7 +112,7 @@ def test_network_optimizer_transport_back_end_and_data_train(written: Path) -> N
     more = "batch_size=16 print_freq=8 run_name=squares lr_policy=cosine rule=weights"
     output = run(written, "train.py", *keys.split(), *more.split(), "devices=[cpu, cpu]")
     assert "exchange: through pipes: trainers share no memory" in output
-    assert "lion's update is the sign of a mean of gradients" in output
+    assert "lion's update is the sign of a mean of gradients" not in output  # rule: gradients is exact
     found = re.search(r"done: validation error ([\d.]+)% top-1", output)
     assert found and float(found[1]) < 25, output  # 75 by chance
     saved = checkpoint.load(next((written / "runs/squares/checkpoints").glob("epoch_0004.safetensors")))

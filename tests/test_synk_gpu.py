@@ -116,7 +116,7 @@ SCRIPT = """
     ("devices", "master", "fault", "transport"),
     [
         (["cuda:0", "cuda:1"], 0, "", "PeerTransport"),
-        (["cuda:0", "cuda:1"], 1, "lost", "StagedTransport"),
+        pytest.param(["cuda:0", "cuda:1"], 1, "lost", "StagedTransport", marks=pytest.mark.slow),
         pytest.param(["cuda:0", "cuda:0", "cuda:1"], 1, "", "PeerTransport", marks=pytest.mark.slow),
     ],
 )

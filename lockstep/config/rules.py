@@ -12,12 +12,14 @@ from lockstep.typed import convert, describe
 if TYPE_CHECKING:
     from lockstep.config import Config
 
-RuleName = Literal["auto", "weights", "gradients", "local", "outer"]
+RuleName = Literal["auto", "weights", "gradients", "local", "outer", "elastic", "gossip"]
 ARGS: Mapping[str, Mapping[str, Any]] = {
     "local": {"every": 8, "from_epoch": 0},
     "outer": {"every": 32, "from_epoch": 0, "learning_rate": 1.0, "momentum": 0.3},
+    "elastic": {"every": 8, "alpha": 0.1},
+    "gossip": {"every": 1},
 }
-KINDS_OF_RULES = ("outer/",)  # what tensors are called in checkpoints that are a rule's, not the network's
+KINDS_OF_RULES = ("outer/", "replica")  # how names of tensors in checkpoints begin that are a rule's
 
 
 def rule_of(config: "Config") -> RuleName:
@@ -51,6 +53,8 @@ def rule_args_of(config: "Config") -> dict[str, Any]:
             raise UserError(f"{name} must be at least {least}, not {args[name]}")
     if not 0 < args.get("learning_rate", 1.0) < math.inf:
         raise UserError(f"learning_rate must be a finite number above 0, not {args['learning_rate']}")
+    if not 0 < args.get("alpha", 0.1) < 1:
+        raise UserError(f"alpha must be above 0 and below 1, not {args['alpha']}")
     if not 0 <= args.get("momentum", 0.0) < 1:
         raise UserError(f"momentum must be from 0 to below 1, not {args['momentum']}")
     return args

@@ -8,8 +8,9 @@ from numpy.typing import DTypeLike
 
 from lockstep.comm.group import Group
 from lockstep.exchange import Op, Span
+from lockstep.exchange.direct import DirectTransport
 from lockstep.exchange.fold import CHUNK, chunks, fold
-from lockstep.exchange.transport import Collective, Transport
+from lockstep.exchange.transport import Collective
 from lockstep.memory import Block
 from lockstep.memory.host import HostBlock, HostMemory
 
@@ -21,7 +22,7 @@ _Move = tuple[tuple[int, ...], tuple[int, ...], Span]  # ranks from and to which
 UPDATE_CHUNK = 4 * CHUNK  # elements a thread; measured with an optimizer's step between fold and spread
 
 
-class HostTransport(Transport):
+class HostTransport(DirectTransport):
     """blocks: every rank's as one array (n,), in rank order, all of one dtype. n_threads: that fold."""
 
     name = "shared host memory"

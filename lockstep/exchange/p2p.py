@@ -18,7 +18,8 @@ import numpy as np
 from lockstep import kernels
 from lockstep.comm.group import Group
 from lockstep.exchange import OPS, Op, Span
-from lockstep.exchange.transport import Collective, Transport
+from lockstep.exchange.direct import DirectTransport
+from lockstep.exchange.transport import Collective
 from lockstep.memory import Block
 from lockstep.memory.cuda import CudaBlock, CudaMemory
 
@@ -68,7 +69,7 @@ def _packed(addresses: list[int]) -> np.ndarray:
     return pointers
 
 
-class PeerTransport(Transport):
+class PeerTransport(DirectTransport):
     """block: this rank's n_elements float32. stream: in which this rank computes."""
 
     name = "peer to peer"

@@ -17,8 +17,9 @@ import numpy as np
 
 from lockstep.comm.group import Group
 from lockstep.exchange import ALIGNMENT, Op, Span, shard
+from lockstep.exchange.direct import DirectTransport
 from lockstep.exchange.p2p import FoldKernel
-from lockstep.exchange.transport import Collective, Transport
+from lockstep.exchange.transport import Collective
 from lockstep.memory import Block
 from lockstep.memory.cuda import CudaBlock, CudaMemory
 from lockstep.memory.host import HostBlock, HostMemory
@@ -31,7 +32,7 @@ _FLOAT = 4  # bytes
 _REDUCING = ("all_reduce", "reduce_scatter")
 
 
-class StagedTransport(Transport):
+class StagedTransport(DirectTransport):
     """block: this rank's n_elements float32. stream: in which this rank computes."""
 
     name = "staged through host memory"

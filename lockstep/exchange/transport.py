@@ -91,27 +91,34 @@ class Transport(ABC):
         What it has left there comes into all blocks. With pieces as large as `chunk` all that happens while a
         core's cache holds them. Raises PeerProblem naming who has not come.
         """
-        self.reduce(others, span, barrier)
+        self.reduce(others, span, op, barrier)
         for piece in self.pieces(span):
             others.fold(piece, op)
             step(piece)
             self.spread(piece)
         self.publish(span, barrier)
 
-    def reduce(self, others: "Transport", span: Span, barrier: Barrier | None = None) -> None:
-        """The first third of `update`: from here on this rank may fold its shard of `others`."""
-        others.offer(Collective("reduce_scatter", span, "mean"))
-        self.clock("meet")
-        (barrier or self.group.barrier)("update: all have offered")
-        others.accept()
-        self.clock("exchange")
+    def reduce(self, others: "Transport", span: Span, op: Op, barrier: Barrier | None = None) -> None:
+        """The first part of `update`: from here on `fold` may be called for pieces of this rank's shard."""
+        others.reduce_scatter(span, op, barrier)
+
+    def fold(self, span: Span, op: Op) -> None:  # noqa: B027 (`reduce` has done it)
+        """A piece of this rank's shard, in its own block, is the fold of all blocks' from here on."""
+
+    def spread(self, span: Span) -> None:  # noqa: B027 (`publish` will do it)
+        """A piece of this rank's shard is on its way into all blocks from here on."""
 
     def publish(self, span: Span, barrier: Barrier | None = None) -> None:
-        """Its last third: what every rank has spread is in all blocks."""
-        self.worked()
-        self.clock("meet")
-        (barrier or self.group.barrier)("update: all have worked")
-        self.settle(Collective("all_reduce", span, "mean"))
+        """The last part of `update`: what every rank has spread is in all blocks."""
+        self.all_gather(span, barrier)
+
+    def exchange_rows(self, barrier: Barrier | None = None) -> None:
+        """The block is a table of one row a rank; row r of rank r's comes into all blocks.
+
+        A rank may write its row again when all have come to another collective after this one.
+        """
+        assert self.n_elements % (ALIGNMENT * self.group.world.size) == 0
+        self.all_gather((0, self.n_elements), barrier)
 
     def pieces(self, span: Span) -> list[Span]:
         """This rank's shard of a span, cut into pieces of `chunk` elements."""
@@ -119,43 +126,12 @@ class Transport(ABC):
         step = self.chunk or max(1, last - first)
         return [(start, min(start + step, last)) for start in range(first, last, step)]
 
-    def exchange_rows(self, barrier: Barrier | None = None) -> None:
-        """The block is a table of one row a rank; row r of rank r's comes into all blocks.
-
-        A rank may write its row again when all have come to another collective after this one.
-        """
-        rank, size = self.group.world.rank, self.group.world.size
-        length = self.n_elements // size
-        assert length % ALIGNMENT == 0 and length * size == self.n_elements
-        rows = [Collective("broadcast", (r * length, (r + 1) * length), source=r) for r in range(size)]
-        self.offer(rows[rank])
-        self.clock("meet")
-        (barrier or self.group.barrier)("rows: all have offered")
-        self.accept()
-        self.clock("exchange")
-        for row in rows[:rank] + rows[rank + 1 :]:
-            self.work(row)
-
     def another(self, block: Block, flat: "torch.Tensor") -> "Transport":
         """The same way to reach other blocks; all ranks call it at once. flat: all of this rank's, (n,).
 
-        This and the next two are for `update`. Raises UserError where a transport can't.
+        For rules with blocks of their own. Raises UserError where a transport can't.
         """
-        raise self._only_whole_blocks()
-
-    def fold(self, span: Span, op: Op) -> None:
-        """Between barriers: a span of this rank's shard, in its own block, becomes the fold of all."""
-        raise self._only_whole_blocks()
-
-    def spread(self, span: Span) -> None:
-        """Between barriers: a span of this rank's shard goes where the other ranks get it by `settle`."""
-        raise self._only_whole_blocks()
-
-    def _only_whole_blocks(self) -> UserError:
-        return UserError(f"exchange: {self.name} has collectives only: set rule: weights or local")
-
-    def worked(self) -> None:  # noqa: B027 (hosts do at once what they are asked)
-        """Before the second barrier: this rank's part is done, as far as it was asked of its device."""
+        raise UserError(f"exchange: {self.name} reaches arenas only: set rule: weights or local")
 
     def shard(self, span: Span) -> Span:
         """This rank's part of a span."""

@@ -10,6 +10,7 @@ from lockstep.config import Config
 from lockstep.exchange.transport import Transport
 from lockstep.network.program import Program
 from lockstep.sync import Rule
+from lockstep.sync.agreement import check_replicas
 from lockstep.sync.making import make_rule
 
 
@@ -30,5 +31,6 @@ def open_exchange(
     transport, reason = backend.open_transport(config.exchange, arena.block, arena.flat, group)
     if group.pipes:  # else nobody is met, and an event for each phase would cost time for nothing
         transport.clock = clock
+    check_replicas(group, arena, "the start")
     rule = make_rule(config, program, transport, backend.memory, kept)
     return transport, rule, f"exchange: {transport.name}: {reason}" if reason else ""

@@ -54,12 +54,8 @@ class Teller:
         self._wanted |= order.step % self._config.print_freq == 0 or ends_short_epoch
         return self._wanted and meeting
 
-    def report(
-        self, order: Order, n_steps: int, learning_rate: float, sums: list[list[float]], n_bytes: int
-    ) -> None:
+    def report(self, order: Order, n_steps: int, learning_rate: float, sums: list[list[float]]) -> None:
         """A line of progress. sums: every trainer's [loss, wrong answers, images] since the last one.
-
-        n_bytes: that a meeting takes.
 
         Raises UserError where the loss is not a number.
         """
@@ -78,7 +74,7 @@ class Teller:
                 n_images / elapsed,
                 20 * elapsed / self._recorder.n_steps,
                 self._recorder.stopwatch.seconds(),
-                n_bytes * self._recorder.n_meetings / self._recorder.n_steps,
+                self._recorder.n_bytes / self._recorder.n_steps,
             )
         )
         self.begin()

@@ -5,10 +5,12 @@ line is still there, and the launcher can say what it was doing.
 """
 
 import os
+import shutil
 import time
 from pathlib import Path
 
 from lockstep.comm.pipes import Pipe
+from lockstep.config import Config
 from lockstep.memory.host import HostBlock, HostMemory
 
 TRACE = "LOCKSTEP_TRACE"  # the variable that names the folder for traces to the launcher's children
@@ -62,3 +64,12 @@ class StatusBoard:
     def _count_up(self, memory: memoryview) -> None:
         count = int.from_bytes(memory[-8:], "little") + 1
         memory[-8:] = count.to_bytes(8, "little")
+
+
+def begin_trace(config: Config, folder: Path) -> None:
+    """With `trace`, has the processes that are started from now on write down what they do."""
+    os.environ.pop(TRACE, None)
+    if config.trace:
+        shutil.rmtree(folder / "trace", ignore_errors=True)  # of an earlier start: its clock may be another
+        (folder / "trace").mkdir()
+        os.environ[TRACE] = str(folder.resolve() / "trace")

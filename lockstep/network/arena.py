@@ -94,6 +94,12 @@ class Arena:
             found[f"{kind}/{name}"] = _view(flat[start:stop], self.tensors[f"weights/{name}"])
         return found
 
+    def views_of_all(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors of `flat`, which is laid out as the whole arena, by name."""
+        return {
+            name: _view(flat[start:stop], self.tensors[name]) for name, (start, stop) in self._spans.items()
+        }
+
     @property
     def buffers_span(self) -> tuple[int, int]:
         """The elements [first, last) in which the float buffers and the padding behind them lie."""

@@ -98,7 +98,7 @@ class StreamStopwatch(Stopwatch):
 class Recorder:
     """Seconds by phase, and sums of loss and errors that stay on the device until they are read.
 
-    n_steps, n_meetings: since the last reset, for who counts them.
+    n_steps, n_bytes: steps since the last reset, and what went between trainers in them.
     """
 
     def __init__(self, device: torch.device, stopwatch: Stopwatch) -> None:
@@ -108,19 +108,19 @@ class Recorder:
 
     def reset(self) -> None:
         self.stopwatch.reset()
-        self.n_steps = self.n_meetings = 0
+        self.n_steps = self.n_bytes = 0
         self._sums.zero_()  # in place: a captured step adds to this very tensor
+
+    def count_step(self, n_bytes: int) -> None:
+        """Counts a step of the optimizer, in which n_bytes went into or out of this trainer's memory."""
+        self.n_steps += 1
+        self.n_bytes += n_bytes
 
     def add(self, loss_sum: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Adds a batch: its summed cross-entropy, and how many of its top-1 answers were wrong."""
         n_wrong = (logits.detach().argmax(1) != labels).sum()
         n_images = torch.full_like(n_wrong, len(labels))
         self._sums += torch.stack([rounded(loss_sum.detach()), n_wrong.double(), n_images.double()])
-
-    def count_step(self, has_met: bool) -> None:
-        """A step is done; has_met: and trainers have met at its end."""
-        self.n_steps += 1
-        self.n_meetings += has_met
 
     def sums(self) -> list[float]:
         """[loss, wrong answers, images] since the last reset; waits for the device."""

@@ -6,7 +6,8 @@ Each says what it promises. making.py makes the one that the configuration names
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,10 +42,8 @@ class Meeting:
 class Rule(ABC):
     """How trainers stay one. All ranks call the same methods at the same time.
 
-    replicas_differ: between meetings and after them; else all replicas are bitwise equal after each meeting.
+    All replicas are bitwise equal after each meeting, or at least inside of `as_one`.
     """
-
-    replicas_differ: ClassVar[bool] = False
 
     def is_due(self, order: Order, n_samples: int) -> bool:
         """Whether trainers meet at the end of this step, whose last minibatch is `order`.
@@ -64,6 +63,10 @@ class Rule(ABC):
         optimizer: the program's (network/updater.py), with `step()`; of a rule by shards, the sharded one
         (network/sharded.py). meeting: None where none is due. Raises PeerProblem naming who has not come.
         """
+
+    def as_one(self) -> AbstractContextManager[None]:
+        """Inside, which is for validation and checkpoints, all arenas hold what the run answers with."""
+        return nullcontext()
 
     def state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint holds of the rule besides the arena, by name. All ranks call it; it may meet.

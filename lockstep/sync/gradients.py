@@ -45,7 +45,7 @@ class Gradients(Rule):
             self._weights.update(self._transport, self._span, self._op, self._step, meeting.barrier)
         else:
             pieces = self._weights.pieces(self._span)
-            self._weights.reduce(self._transport, self._span, meeting.barrier)
+            self._weights.reduce(self._transport, self._span, self._op, meeting.barrier)
             for piece in pieces:
                 self._transport.fold(piece, self._op)
                 optimizer.average(piece)

@@ -8,6 +8,8 @@ from lockstep.exchange.transport import Transport
 from lockstep.memory import Memory
 from lockstep.network.program import Program
 from lockstep.sync import Rule
+from lockstep.sync.elastic import Elastic
+from lockstep.sync.gossip import Gossip
 from lockstep.sync.gradients import Gradients
 from lockstep.sync.local import Local
 from lockstep.sync.outer import Outer
@@ -35,4 +37,8 @@ def _make(config: Config, program: Program, transport: Transport, memory: Memory
         return Local(transport, arena, rule_args_of(config))
     if name == "outer":
         return Outer(transport, arena, rule_args_of(config))
+    if name == "elastic":
+        return Elastic(transport, arena, rule_args_of(config), memory)
+    if name == "gossip":
+        return Gossip(transport, arena, rule_args_of(config), memory, config.seed)
     return Weights(transport, arena)

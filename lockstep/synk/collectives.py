@@ -105,7 +105,9 @@ def all_reduce(shared_vars: Any, op: str = "avg", by_rows: bool = False, nccl: b
     that the mean of ranks' means is the mean over all rows.
     """
     team, shareds = _begin("all_reduce", shared_vars)
+    left = [shared.place for shared in shareds]
     team.ask("all_reduce", make_all_reduce(shareds, op, by_rows))
+    release_left(team, shareds, left)
 
 
 def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> None:

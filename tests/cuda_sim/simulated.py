@@ -86,6 +86,9 @@ def compute_on_the_host(device: object, stream: Any) -> None:
     from lockstep.network.sharded import ShardedUpdater
     from lockstep.network.updater import Updater
     from lockstep.sync import assembling
+    from lockstep.sync.apart import Apart
+    from lockstep.sync.elastic import Elastic
+    from lockstep.sync.gossip import Gossip
     from lockstep.sync.outer import Outer
 
     def behind(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,6 +122,9 @@ def compute_on_the_host(device: object, stream: Any) -> None:
         (ShardedUpdater, "use_norms"),
         (ShardedUpdater, "finish"),
         (Outer, "_step"),
+        (Apart, "mean"),
+        (Elastic, "_move"),
+        (Gossip, "_blend"),
         (assembling, "in_host_memory"),
         (Replica, "count_errors"),
         (Arena, "digests"),

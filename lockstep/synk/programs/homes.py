@@ -85,7 +85,9 @@ class GpuHome(Home):
         assert self._block is not None
         if self._transport is None:
             self._transport = self._gpu.open(self._block, tensor.numel())
-        if weight is not None:
+        if weight == 0:
+            self._gpu.compute(tensor.zero_)  # whatever there is: nan times zero would be nan
+        elif weight is not None:
             self._gpu.compute(tensor.mul_, weight)
         self._transport.all_reduce((0, tensor.numel()), op if weight is None else "sum")
 
