@@ -1,5 +1,6 @@
 # make train   set up, make the digits' dataset, train on it        make test       set up, run the tests
 # make bench   measure and print the tables of docs/results         make test-all   those too that take long
+# make bench-peers  the same beside what people write without Lockstep
 # make check   lint, format, types, imports                         make demos      lockstep.synk's demos
 PYTHON ?= python3
 BIN := .venv/bin
@@ -9,9 +10,9 @@ COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing/_internal|sym
 DIGITS := data/digits/manifest.json
 .DEFAULT_GOAL := help
 
-.PHONY: help setup setup-test data train test test-all check format bench rules demos clean
+.PHONY: help setup setup-test data train test test-all check format bench bench-peers rules demos clean
 help:
-	@sed -n '1,3s/^# //p' Makefile
+	@sed -n '1,4s/^# //p' Makefile
 
 # What training needs; the rest is for tests, checks and benchmarks.
 setup: .venv/.installed
@@ -62,6 +63,9 @@ rules: .venv/.installed $(DIGITS)
 
 bench: .venv/.installed-test $(DIGITS)
 	$(BIN)/python -m benchmarks
+
+bench-peers: .venv/.installed-test $(DIGITS)
+	$(BIN)/python -m benchmarks.peers
 
 demos: .venv/.installed-test
 	demos/run.sh $(abspath $(BIN)/python)

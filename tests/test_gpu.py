@@ -94,6 +94,7 @@ def on_cpus(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
         (("precision=tf32",), TWO_RANKS, 0.1),
         (("precision=bf16",), TWO_RANKS, 0.4),
         (("cuda_graph=true",), TWO_RANKS, 0.01),
+        (("cuda_graph=false", "kernels=none"), TWO_RANKS, 0.01),
         (("cuda_graph=true", "precision=bf16"), TWO_RANKS, 0.4),
     ],
     ids=str,
@@ -114,6 +115,7 @@ def test_deterministic_runs_repeat_bit_for_bit_captured_resumed_or_not(program: 
         ("again", ()),
         ("staged", ("exchange=staged",)),
         ("captured", ("cuda_graph=true",)),
+        ("launched", ("cuda_graph=false",)),
         ("resumed", ("resume_train=true",)),
     ):
         assert_same(tensors(program.run(*words, *more, devices=TWO_RANKS, name=name), 2), first)
@@ -136,6 +138,7 @@ def test_a_killed_process_ends_the_run_and_all_device_memory_comes_back(
     assert running.wait(15) == 1
     assert f"lockstep: {victim} (pid " in running.last_line()
     running.assert_nothing_left()
+    assert running.shared_files() == []
     wait_until(lambda: used_mib() <= before + 16, "the device's memory to come back", 20)
 
 

@@ -1,0 +1,39 @@
+"""make bench-peers: contenders take turns, and a target that is missed is called short."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import __main__ as peers
+from benchmarks.peers.contender import CONTENDERS
+
+# Takes twice as long as it says, under the name "slow"; writes down whose turn it was.
+FAKE = """
+import os, sys
+name = sys.argv[1]
+if name == "broken":
+    sys.exit("no such network")
+print("ready", flush=True)
+for line in sys.stdin:
+    with open(os.environ["PEERS_FOLDER"] + "/turns", "a") as file:
+        file.write(name + " ")
+    seconds = int(line) * (0.5 if name == "slow" else 0.25)
+    print(seconds, seconds, flush=True)
+"""
+
+
+def test_contenders_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "PROGRAM", [sys.executable, "-c", FAKE])
+    found = peers.duel("ours", "slow", 4, 3, str(tmp_path))
+    assert found["ratio"] == found["ratio of processor time"] == 2
+    assert found["slow"] == {"ms": 500, "least": 500, "most": 500}
+    assert (tmp_path / "turns").read_text().split() == ["ours", "slow"] * 3
+    with pytest.raises(RuntimeError, match="broken can't begin"):
+        peers.duel("ours", "broken", 1, 1, str(tmp_path))
+
+
+def test_targets_are_passed_or_short() -> None:
+    assert peers._verdict(1.5, 1.5) == "target 1.5 x: pass" and peers._verdict(1.4, 1.5).endswith("short")
+    assert peers._verdict(0.1, None) == ""
+    assert {name for duel in peers._DUELS for name in duel[:2]} <= CONTENDERS.keys()
