@@ -43,6 +43,7 @@ from lockstep.launch.console import Console, show
 from lockstep.launch.models import check_model
 from lockstep.launch.processes import Ending, Processes
 from lockstep.launch.reporting import write_report
+from lockstep.launch.status import begin_trace
 from lockstep.loading.orders import Orders
 from lockstep.runs import folder as runfolder
 from lockstep.runs import versions
@@ -110,6 +111,7 @@ def try_once(
         else:
             console.take(message)
 
+    begin_trace(config, run.folder)
     with Processes(config.wait_deadline, interrupts) as processes:
         start_processes(processes, config, run, worlds)
         made_with = {"versions": versions.of_packages(), "machine": machine}

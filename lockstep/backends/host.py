@@ -14,6 +14,7 @@ from lockstep.loading.reader import Reader
 from lockstep.loading.slots import RingShape
 from lockstep.memory import Block
 from lockstep.memory.host import HostBlock, HostMemory
+from lockstep.memory.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,8 @@ class HostBackend(Backend):
         self.memory = HostMemory()
 
     def start_computing(self, config: Config) -> None:
-        """torch computes on a CPU without being told."""
+        """torch computes on a CPU without being told; what it has freed stays with the process."""
+        keep_freed_memory()
 
     def speed_up(self, model: "nn.Module", config: Config) -> str:
         """torch's own way is the one."""

@@ -97,5 +97,6 @@ class Config:
     snapshot_freq: int = 5  # epochs
     print_train_error: bool = True
     print_freq: int = 20  # steps
+    trace: bool = False  # every process writes down what it does and when, for lockstep.trace
     tensorboard: bool = False  # event files in the run's folder too
     report: bool = False  # `python -m lockstep.report` at the end of a complete run

@@ -7,14 +7,17 @@ from lockstep.flow.arrays import Array, array, arrays, call, ones, randb, randn,
 from lockstep.flow.capture import CaptureError, capture
 from lockstep.flow.devices import Device, cpus, cuda
 from lockstep.flow.engine import Engine, dry_run, wait_all
-from lockstep.flow.lanes import Operation, OperationError
+from lockstep.flow.groups import receive, send
+from lockstep.flow.lanes import Operation, OperationError, waiting
+from lockstep.flow.parallel import Loss, ParallelExecutor, Strategy
 from lockstep.flow.placement import current_device, set_device
 from lockstep.flow.program import Program
 from lockstep.flow.recording import device
 from lockstep.flow.trace import recording
 
 __all__ = [
-    "Array", "CaptureError", "Device", "Engine", "Operation", "OperationError", "Program", "array", "arrays",
-    "call", "capture", "cpus", "cuda", "current_device", "device", "dry_run", "ones", "randb", "randn",
-    "recording", "set_device", "wait_all", "zeros",
+    "Array", "CaptureError", "Device", "Engine", "Loss", "Operation", "OperationError", "ParallelExecutor",
+    "Program", "Strategy", "array", "arrays", "call", "capture", "cpus", "cuda", "current_device", "device",
+    "dry_run", "ones", "randb", "randn", "receive", "recording", "send", "set_device", "wait_all",
+    "waiting", "zeros",
 ]  # fmt: skip

@@ -22,8 +22,9 @@ class CaptureError(UserError):
 def capture(function: Callable[..., Any], *examples: torch.Tensor) -> Program:
     """Records function(*examples) without running it. The program takes inputs of the examples' shapes.
 
-    Arrays that were there before are its state. Raises CaptureError with the user's line for what depends on
-    values, for an ordinary tensor that it writes, and for arrays that it makes and something else keeps.
+    Inputs are put where an example is, or on the current device if it is no array. Arrays that were there
+    before are its state. Raises CaptureError with the user's line for what depends on values, for an ordinary
+    tensor that it writes, and for arrays that it makes and something else keeps.
     """
     made = Capture()
     inputs = [made.input(number, example) for number, example in enumerate(examples)]
@@ -45,7 +46,7 @@ def capture(function: Callable[..., Any], *examples: torch.Tensor) -> Program:
 class _Number:
     """An operation as hazards see it: its number. While a program is captured, none has run."""
 
-    done = False
+    settled = False
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -90,7 +91,8 @@ class Capture:
         if not isinstance(example, torch.Tensor):
             raise UserError(f"flow.capture: example {number} is a tensor, not {type(example).__name__}")
         layout = (example.size(), example.stride(), example.dtype)
-        storage = Storage(placement.current_device(), layout, f"input {number}", self)
+        place = example.place if isinstance(example, Array) else placement.current_device()
+        storage = Storage(place, layout, f"input {number}", self)
         self.inputs.append((self._number(storage), layout, storage.device))
         return Array(storage, layout[0], layout[1], 0, layout[2])
 

@@ -8,9 +8,10 @@ import ctypes
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
 
 _THREADS = threading.Lock()
 _ARENA_MAX = -8
+
+
+class Event(Protocol):
+    """A point in what one lane of an asynchronous device does."""
+
+    def synchronize(self) -> None:
+        """Returns when the lane has come to it."""
+
+    def query(self) -> bool:
+        """Whether the lane has come to it."""
 
 
 class Device(ABC):
@@ -37,6 +48,7 @@ class Device(ABC):
     torch_device: torch.device
     workers: Mapping[str, int]
     engine: "Engine | None" = None
+    asynchronous = False  # whether operations are launched, and run later
 
     def lane_for(self, kind: str) -> str:
         """The lane that does a kind of work: compute, communication, fetch or call."""
@@ -49,6 +61,19 @@ class Device(ABC):
     def settle(self) -> None:
         """Called in the worker behind each operation: returns when any lane can use its results."""
         return
+
+    def launch(self, function: Callable[[], Any]) -> Any:
+        """Runs an operation in the worker; where the device is asynchronous, this returns before it has."""
+        return function()
+
+    def mark(self) -> "Event | None":
+        """Called in the worker behind each operation: what tells when it has run; None if it has."""
+        self.settle()
+        return None
+
+    def follow(self, event: "Event") -> None:
+        """Called in the worker: what is launched next runs behind another lane's event."""
+        event.synchronize()
 
     def call(self, function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
         """Runs one torch operation on values of this device."""
@@ -94,10 +119,9 @@ class Cpu(Device):
 
 
 class Cuda(Device):
-    """A GPU.
+    """A GPU. Each lane has a stream, in which torch computes; operations are done when they are launched."""
 
-    Each lane has a stream, in which torch computes; here the worker waits for it behind each operation.
-    """
+    asynchronous = True
 
     def __init__(self, number: int, workers: int = 1) -> None:
         from lockstep.memory.cuda import CudaMemory  # PyCUDA is there on machines with a GPU only
@@ -112,18 +136,92 @@ class Cuda(Device):
         self._memory.context.push()
         stack.callback(self._memory.context.pop)
         self._here.stream = self._memory.driver.Stream()
+        self._here.events = _Events(self._memory, self._here.stream)
+        stack.callback(self._leave)
         if machine.on_gpus([self.torch_device]):
             external: Any = torch.cuda.ExternalStream(self._here.stream.handle, self.torch_device)  # type: ignore[no-untyped-call]
             stack.enter_context(torch.cuda.stream(external))
 
-    def settle(self) -> None:
-        self._here.stream.synchronize()
+    def _leave(self) -> None:
+        self._here.events.close()
+        del self._here.events, self._here.stream
+
+    def mark(self) -> "CudaEvent":
+        mark: CudaEvent = self._here.events.mark()
+        return mark
+
+    def follow(self, event: Event) -> None:
+        if isinstance(event, CudaEvent):
+            raw = event.raw()
+            if raw is not None:
+                self._here.stream.wait_for_event(raw)
+        else:
+            event.synchronize()
+
+    def call(self, function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        if machine.on_gpus([self.torch_device]):
+            for value in arguments:  # its memory must not be used again before this stream has read it
+                if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                    value.record_stream(torch.cuda.current_stream(self.torch_device))
+        return function(*arguments, **keywords)
 
     def put(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.torch_device, copy=True)
 
     def fetch(self, value: torch.Tensor) -> torch.Tensor:
         return value.to("cpu", copy=True)
+
+
+class _Events:
+    """Those of one worker's stream. They are used again, and end in its thread, as PyCUDA asks for."""
+
+    def __init__(self, memory: Any, stream: Any) -> None:
+        self.context, self._driver, self._stream = memory.context, memory.driver, stream
+        self.made: list[Any] = []
+        self.free: deque[int] = deque()
+
+    def mark(self) -> "CudaEvent":
+        if not self.free:
+            self.free.append(len(self.made))
+            self.made.append(self._driver.Event(self._driver.event_flags.DISABLE_TIMING))
+        number = self.free.pop()
+        self.made[number].record(self._stream)
+        return CudaEvent(self, number)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self.made.clear()
+
+
+class CudaEvent:
+    """An event behind what is in a stream now. Any thread can wait for it."""
+
+    def __init__(self, events: _Events, number: int) -> None:
+        self._events, self._number = events, number
+
+    def __del__(self) -> None:
+        self._events.free.append(self._number)
+
+    def raw(self) -> Any:
+        """PyCUDA's; None when its worker has ended, and so all that it had to do."""
+        made = self._events.made
+        return made[self._number] if made else None
+
+    def synchronize(self) -> None:
+        self._ask("synchronize")
+
+    def query(self) -> bool:
+        return bool(self._ask("query"))
+
+    def _ask(self, question: str) -> Any:
+        event = self.raw()
+        if event is None:
+            return True
+        self._events.context.push()
+        try:
+            return getattr(event, question)()
+        finally:
+            self._events.context.pop()
 
 
 def torch_device(name: str) -> torch.device:

@@ -96,7 +96,7 @@ class Engine:
             with self._starting:
                 self._check(device)
                 if place not in self._lanes:
-                    self._lanes[place] = Lane(device, place[1], device.workers[place[1]])
+                    self._lanes[place] = Lane(device, place[1], device.workers.get(place[1], 1))
                 lane = self._lanes[place]
         return lane
 
@@ -179,6 +179,8 @@ class Engine:
             self._wait_until(lambda: not self._pending)
             unseen = sorted((f for f in self._failures if not f.seen), key=lambda failure: failure.number)
             self._failures = []
+        for lane in list(self._lanes.values()):
+            lane.synchronize()
         if unseen:
             error = unseen[0].error()
             for failure in unseen[1:]:

@@ -11,7 +11,7 @@ _FEW = 16  # readers that are kept without looking whether they have finished
 
 
 class Uses:
-    """Who makes the present value of a variable, and who reads that value. Operations have `.done`."""
+    """Who makes the present value of a variable, and who reads that value. Operations have `.settled`."""
 
     __slots__ = ("_look_at", "readers", "writer")
 
@@ -23,7 +23,7 @@ class Uses:
     def add_reader(self, operation: Any) -> None:
         """Readers that have finished are forgotten: a constant's would be ever more."""
         if len(self.readers) >= self._look_at:
-            self.readers = [reader for reader in self.readers if not reader.done]
+            self.readers = [reader for reader in self.readers if not reader.settled]
             self._look_at = max(_FEW, 2 * len(self.readers))
         self.readers.append(operation)
 

@@ -10,12 +10,12 @@ import threading
 import traceback
 from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
-    from lockstep.flow.devices import Device
+    from lockstep.flow.devices import Device, Event
 
 GRAPH = threading.Lock()
 
@@ -58,8 +58,9 @@ class Operation:
     """A function that runs once, on a lane, when all it waits for has finished."""
 
     __slots__ = (
-        "__weakref__", "_followed_by", "_missing", "_needed_by", "_waiters", "done", "engine", "failure",
-        "function", "lane", "line", "name", "number", "phase", "record", "result_value", "started",
+        "__weakref__", "_awaits", "_followed_by", "_missing", "_needed_by", "_waiters", "done", "engine",
+        "event", "failure", "function", "lane", "line", "name", "number", "phase", "record",
+        "result_value", "started",
     )  # fmt: skip
 
     def __init__(self, function: Callable[[], Any], lane: "Lane", name: str, number: int) -> None:
@@ -74,6 +75,8 @@ class Operation:
         self._missing = 1  # its own submission
         self._needed_by: list[Operation] = []
         self._followed_by: list[Operation] = []
+        self._awaits: list[Operation] = []  # those whose events it follows
+        self.event: Event | None = None  # when it was launched and may not have run
         self._waiters: list[threading.Lock] | None = None
 
     def __repr__(self) -> str:
@@ -86,6 +89,8 @@ class Operation:
         """
         if not self.done:
             self._wait()
+        if self.event is not None:
+            self.event.synchronize()
         if self.failure is not None:
             raise self.failure.error()
         return self.result_value
@@ -108,6 +113,7 @@ class Operation:
 
     def link(self, needs: list["Operation"], follows: list["Operation"]) -> None:
         """Makes it wait for those that have not finished. Holds GRAPH."""
+        self._awaits = [before for before in (*needs, *follows) if awaits(self, before)]
         seen: set[int] = set()
         for before in needs:
             if before.done:
@@ -165,14 +171,56 @@ class Operation:
         record = self.record
         if record is not None:
             record.start = perf_counter()
+        device = self.lane.device
         try:
-            self.result_value = function()
-            self.lane.device.settle()
+            self._follow_events()
+            self.result_value = device.launch(function)
+            self.event = self.lane.last_events[threading.get_ident()] = device.mark()
         except BaseException as error:
             self.failure = Failure(self, error)
         function = None  # a frame that an error refers to would keep it
         if record is not None:
             record.stop = perf_counter()
+
+    def _follow_events(self) -> None:
+        before, self._awaits = self._awaits, []
+        for event in (operation.event for operation in before):
+            if event is None:
+                continue
+            if _Chosen.waiting == "host":
+                event.synchronize()
+            else:
+                self.lane.device.follow(event)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has run, not only been launched."""
+        return self.done and (self.event is None or self.event.query())
+
+
+Waiting = Literal["events", "host"]
+
+
+class _Chosen:
+    waiting: Waiting = "events"
+
+
+def waiting(how: Waiting) -> None:
+    """How lanes of asynchronous devices wait for each other from now on.
+
+    'events': the device waits, the host goes on. 'host': the worker waits before it launches, which is slower
+    and easier to follow in a debugger. Raises UserError for anything else.
+    """
+    if how not in get_args(Waiting):
+        raise UserError(f"flow.waiting takes {' or '.join(get_args(Waiting))}, not {how!r}")
+    _Chosen.waiting = how
+
+
+def awaits(operation: Operation, before: Operation) -> bool:
+    """Whether an event must come between them: the first is asynchronous, and no stream has both."""
+    if not before.lane.device.asynchronous or before is operation:
+        return False
+    return before.lane is not operation.lane or before.lane.n_workers > 1
 
 
 class Lane:
@@ -184,6 +232,8 @@ class Lane:
         self._ready = threading.Condition(GRAPH)
         self._n_idle = 0
         self._closing = False
+        self.n_workers = n_workers
+        self.last_events: dict[int, Event | None] = {}  # by worker
         self._workers = [
             threading.Thread(target=self._work, name=f"flow {self.name}", daemon=True)
             for _ in range(n_workers)
@@ -196,6 +246,12 @@ class Lane:
         heapq.heappush(self._heap, (operation.number, operation))
         if self._n_idle:
             self._ready.notify()
+
+    def synchronize(self) -> None:
+        """Returns when what was launched has run."""
+        for event in list(self.last_events.values()):
+            if event is not None:
+                event.synchronize()
 
     def close(self) -> None:
         """Ends the workers, once what runs has run."""
@@ -220,6 +276,7 @@ class Lane:
                     for after in operation.finish():
                         after.release()
                     del operation
+            self.synchronize()
 
     def _next(self) -> Operation | None:
         while True:

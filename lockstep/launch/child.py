@@ -14,13 +14,14 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from lockstep.comm.messages import Failed, Finished, Ready
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import PeerLost, PeerProblem, UserError
 from lockstep.interrupts import die_with_parent
-from lockstep.launch.status import StatusBoard
+from lockstep.launch.status import TRACE, StatusBoard
 
 _last_word = threading.Lock()
 
@@ -54,6 +55,8 @@ def child_main(start: ChildStart) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # it was held back while this process began
     control = Pipe(start.control, "the launcher", start.deadline)
     board = StatusBoard.create()
+    if TRACE in os.environ:
+        board.trace(Path(os.environ[TRACE], f"{start.name}.{os.getpid()}.txt"))
     board.say("starting")
     _tie_to_launcher(start, board)
     try:

@@ -363,10 +363,7 @@ CUresult cuEventCreate(CUevent *event, unsigned flags)
 
 CUresult cuEventDestroy(CUevent event)
 {
-    if (event->name[0] || !event->owned)
-        munmap(event->shared, sizeof *event->shared);
-    else
-        free(event->shared);
+    // what is in a stream may still need it: it stays mapped
     if (event->owned && event->name[0])
         remove_file(event->name);
     free(event);

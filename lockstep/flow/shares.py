@@ -1,0 +1,81 @@
+"""What each device is given of a feed, and what is made of the devices' results."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.errors import UserError, nearest
+
+Feed = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Batch = list[torch.Tensor]
+
+
+def batch_names(function: Callable[..., Any], what: str) -> list[str] | None:
+    """The names of a function's arguments behind the model; None where it takes any."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    taken = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(taken) < 2:
+        raise UserError(f"{what} takes the model and a batch: {what}(model, images, labels)")
+    return taken[1:]
+
+
+def split(feed: Feed, names: list[str] | None, n_devices: int) -> list[Batch]:
+    """The batch of each device, in the order of the names; empty where it gets no samples.
+
+    A dictionary is split as evenly as possible, the first devices having one sample more. Raises UserError
+    for names that differ, unequal numbers of samples, none at all, and a list of another length.
+    """
+    if isinstance(feed, Mapping):
+        whole = _batch(feed, names)
+        n_samples = len(whole[0])
+        if not n_samples:
+            raise UserError("the feed has no samples: give at least one")
+        sizes = [n_samples // n_devices + (d < n_samples % n_devices) for d in range(n_devices)]
+        parts = [torch.split(tensor, sizes) for tensor in whole]
+        return [[part[d] for part in parts] if sizes[d] else [] for d in range(n_devices)]
+    if len(feed) != n_devices:
+        raise UserError(f"the feed is a list for {len(feed)} devices: there are {n_devices}, give one each")
+    batches = [_batch(each, names) if each else [] for each in feed]
+    batches = [batch if batch and len(batch[0]) else [] for batch in batches]
+    if not any(batches):
+        raise UserError("the feed has no samples: give at least one device at least one")
+    return batches
+
+
+def _batch(feed: Mapping[str, Any], names: list[str] | None) -> Batch:
+    names = list(feed) if names is None else names
+    for name in feed:
+        if name not in names:
+            raise UserError(f"the feed has '{name}'{nearest(name, names)}: it takes {', '.join(names)}")
+    missing = [name for name in names if name not in feed]
+    if missing or not names:
+        raise UserError(f"the feed lacks {', '.join(missing) or 'tensors'}: it takes {', '.join(names)}")
+    batch = [torch.as_tensor(feed[name]) for name in names]
+    for name, tensor in zip(names, batch, strict=True):
+        if not tensor.dim():
+            raise UserError(f"the feed's '{name}' is one number: its first dimension must be the samples'")
+        if len(tensor) != len(batch[0]):
+            raise UserError(
+                f"the feed has {len(batch[0])} samples of {names[0]} and {len(tensor)} of {name}: "
+                "give as many of each"
+            )
+    return batch
+
+
+def merged(name: str, values: Sequence[Any], fractions: Sequence[float]) -> torch.Tensor:
+    """One tensor of those of the devices that had samples.
+
+    The loss is the mean over samples, other scalars are stacked, tensors concatenated along the first
+    dimension. fractions: the part of all samples that each of them had.
+    """
+    tensors = [torch.as_tensor(value) for value in values]
+    if name == "loss":
+        total = tensors[0] * fractions[0]
+        for tensor, fraction in zip(tensors[1:], fractions[1:], strict=True):
+            total = total + tensor * fraction
+        return total
+    return torch.stack(tensors) if not tensors[0].dim() else torch.cat(tensors)

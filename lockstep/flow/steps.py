@@ -1,0 +1,251 @@
+"""What ParallelExecutor captures: a step of all devices, and an evaluation."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lockstep.errors import UserError, nearest
+from lockstep.flow import merge
+from lockstep.flow.arrays import Array
+from lockstep.flow.merger import Merger
+from lockstep.flow.operations import copied, operation
+from lockstep.flow.recording import device as on_device
+from lockstep.flow.replicas import Bucket, Buckets, Replica
+from lockstep.network import dropout
+
+GRAD = "@GRAD"
+Losses = Callable[..., Any]
+Gradients = dict[int, dict[str, Array]]  # by the device's number, then by the parameter's name
+
+
+@dataclass
+class Share:
+    """The arrays that a device with samples is given.
+
+    factor: what its loss's gradient is. fraction: its part of all samples. keys: of its samples' dropout.
+    """
+
+    device: int
+    batch: list[Array]
+    factor: Array
+    fraction: Array
+    keys: Array
+
+
+class Step:
+    """Records forward and backward on each device, merges, and updates."""
+
+    def __init__(self, replicas: Sequence[Replica], buckets: Buckets, loss: Losses, merger: Merger) -> None:
+        self._replicas, self._buckets, self._loss, self._merger = replicas, buckets, loss, merger
+        self._order: list[str] = []
+        self._warned: set[str] = set()
+        for replica in replicas:
+            for name, parameter in replica.parameters.items():
+                if parameter.requires_grad:
+                    parameter.register_hook(partial(self._note, name))
+
+    def _note(self, name: str, _gradient: torch.Tensor) -> None:
+        """A parameter's gradient is complete."""
+        self._order.append(name)
+
+    def record(self, shares: Sequence[Share], fetch: Sequence[str]) -> dict[str, list[Any]]:
+        """Returns what is to be fetched, of each device with samples; of a gradient, the merged one."""
+        results: dict[str, list[Any]] = {}
+        gradients: Gradients = {}
+        for share in shares:
+            found, gradients[share.device] = self._forward_and_backward(share)
+            for name, value in found.items():
+                results.setdefault(name, []).append(value)
+        self._check_reached(gradients)
+        check_fetch(fetch, [*results, *(name + GRAD for name in gradients[shares[0].device])])
+        self._buckets.extend(gradients[shares[0].device])
+        merged = {name: array for b in self._buckets.all for name, array in self._merge(b, gradients, fetch)}
+        self._merge_buffers(shares)
+        return {name: [merged[name]] if name in merged else results[name] for name in fetch}
+
+    def _forward_and_backward(self, share: Share) -> tuple[dict[str, Any], dict[str, Array]]:
+        replica = self._replicas[share.device]
+        self._order = []
+        try:
+            with on_device(replica.device):
+                dropout.set_keys(replica.dropouts, share.keys)
+                found = named(self._loss(replica.model, *share.batch))
+                loss = found["loss"]
+                check_loss(loss)
+                trained = {name: p for name, p in replica.parameters.items() if p.requires_grad}
+                factor = share.factor.to(loss.dtype)
+                made = torch.autograd.grad(loss, list(trained.values()), factor, allow_unused=True)
+                gradients = dict(zip(trained, made, strict=True))
+                found["loss"] = loss.detach()
+                return found, self._own({name: gradients[name] for name in dict.fromkeys(self._order)})
+        finally:
+            for layer in replica.dropouts:
+                layer.keys = None
+
+    def prepare(self, shares: Sequence[Share]) -> None:
+        """Runs the loss alone: its first call may make what a network keeps, as a table. Buffers stay."""
+        for share in shares:
+            replica = self._replicas[share.device]
+            with on_device(replica.device), torch.no_grad():
+                before = {name: copied(buffer) for name, buffer in replica.buffers.items()}
+                dropout.set_keys(replica.dropouts, share.keys)
+                self._loss(replica.model, *share.batch)
+                for name, value in before.items():
+                    replica.buffers[name].copy_(value)
+
+    def _own(self, gradients: dict[str, Any]) -> dict[str, Array]:
+        """Contiguous, each in a memory of its own: they are added up in place."""
+        seen: set[int] = set()
+        made: dict[str, Array] = {}
+        for name, gradient in gradients.items():
+            made[name] = gradient
+            if gradient.layout is torch.strided:
+                whole = (
+                    gradient.is_contiguous() and gradient.numel() == gradient.memory.cell.layout[0].numel()
+                )
+                if not whole or id(gradient.memory) in seen:
+                    made[name] = gradient.clone(memory_format=torch.contiguous_format)
+                seen.add(id(gradient.memory))
+        return made
+
+    def _check_reached(self, gradients: Gradients) -> None:
+        reached = {name for each in gradients.values() for name in each}
+        trained = [name for name, p in self._replicas[0].parameters.items() if p.requires_grad]
+        missing = [name for name in trained if name not in reached and name not in self._warned]
+        if missing:
+            self._warned.update(missing)
+            warnings.warn(
+                f"no gradient reaches {', '.join(missing)}, so nothing updates it: if that is meant, "
+                "requires_grad_(False) says so",
+                stacklevel=2,
+            )
+
+    def _merge(
+        self, bucket: Bucket, gradients: Gradients, fetch: Sequence[str]
+    ) -> Iterator[tuple[str, Array]]:
+        """Merges a bucket's gradients and updates its parameters. Gives those that are to be fetched."""
+        parts = {d: [own[name] for name in bucket.names if name in own] for d, own in gradients.items()}
+        names = [name for name in bucket.names if name in gradients[min(gradients)]]
+        if not names:
+            return
+        owner = self._replicas[bucket.owner].device
+        merged = self._merger.merge(bucket, parts)
+        with on_device(owner):
+            for name, array in zip(names, merged[bucket.owner], strict=True):
+                if name + GRAD in fetch:
+                    yield name + GRAD, copied(array)
+        self._update(bucket, names, merged)
+
+    def _update(self, bucket: Bucket, names: list[str], merged: dict[int, list[Array]]) -> None:
+        for number, updates in bucket.updates.items():
+            replica = self._replicas[number]
+            parameters = [replica.parameters[name] for name in bucket.names]
+            given = dict(zip(names, merged[number], strict=True))
+            own = [array for array in given.values() if array.layout is torch.strided]
+            places = [bucket.names.index(name) for name in names]
+            operation(
+                "update", _Update(updates.step, places, len(bucket.names)), replica.device,
+                [*given.values(), *parameters], written=[*parameters, *own], lane="compute", phase="update",
+            )  # fmt: skip
+        self._broadcast(bucket)
+
+    def _broadcast(self, bucket: Bucket) -> None:
+        """Of what the owner alone has updated, to memories of their own."""
+        source = self._replicas[bucket.owner]
+        done = {id(source.parameters[bucket.names[0]].memory)}
+        for number, replica in enumerate(self._replicas):
+            first = replica.parameters[bucket.names[0]].memory
+            if number in bucket.updates or id(first) in done:
+                continue
+            done.add(id(first))
+            targets = [replica.parameters[name] for name in bucket.names]
+            merge.broadcast([source.parameters[name] for name in bucket.names], targets, replica.device)
+
+    def _merge_buffers(self, shares: Sequence[Share]) -> None:
+        """Float buffers become their means over samples, others those of the first device with samples."""
+        if self._merger.alone:
+            return
+        floats = [name for name, b in self._replicas[0].buffers.items() if b.is_floating_point()]
+        others = [name for name in self._replicas[0].buffers if name not in floats]
+        first = self._replicas[shares[0].device]
+        if floats:
+            parts = [[self._replicas[s.device].buffers[name] for name in floats] for s in shares]
+            means = self._merger.mean(parts, [s.fraction for s in shares], first.device)
+            for replica in self._replicas:
+                merge.broadcast(means, [replica.buffers[name] for name in floats], replica.device)
+        for replica in self._replicas if others else ():
+            if replica is not first:
+                own = [replica.buffers[name] for name in others]
+                merge.broadcast([first.buffers[name] for name in others], own, replica.device)
+
+
+class _Update:
+    """Hands each gradient to its parameter; those without one are left as they are."""
+
+    def __init__(self, step: Callable[..., None], places: list[int], n_parameters: int) -> None:
+        self._step, self._places, self._n = step, places, n_parameters
+
+    def __call__(self, *values: torch.Tensor) -> None:
+        gradients: list[Any] = [None] * self._n
+        for place, value in zip(self._places, values, strict=False):
+            gradients[place] = value
+        self._step(gradients)
+
+
+def record_evaluation(
+    replicas: Sequence[Replica], function: Losses, shares: Sequence[Share], fetch: Sequence[str]
+) -> dict[str, list[Any]]:
+    """Forward only, in evaluation mode."""
+    results: dict[str, list[Any]] = {}
+    for share in shares:
+        replica = replicas[share.device]
+        with on_device(replica.device), evaluating(replica.model), torch.no_grad():
+            for name, value in named(function(replica.model, *share.batch)).items():
+                results.setdefault(name, []).append(value)
+    check_fetch(fetch, list(results))
+    return {name: results[name] for name in fetch}
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """All its modules are in evaluation mode inside."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def named(returned: Any) -> dict[str, Any]:
+    """What a loss function returned: a loss, results by name, or both."""
+    if isinstance(returned, dict):
+        return dict(returned)
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict):
+        if "loss" in returned[1]:
+            raise UserError("the loss's results have 'loss', which is the name of the loss itself: rename it")
+        return {"loss": returned[0], **returned[1]}
+    return {"loss": returned}
+
+
+def check_loss(loss: Any) -> None:
+    if not isinstance(loss, Array) or loss.dim():
+        what = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise UserError(f"the loss must be a scalar, the mean over its samples, not {what}: loss.mean()?")
+    if not loss.requires_grad:
+        raise UserError("the loss depends on no parameter: is the model frozen, or its output detached?")
+
+
+def check_fetch(fetch: Sequence[str], known: Sequence[str]) -> None:
+    for name in fetch:
+        if name not in known:
+            there = ", ".join(each for each in known if not each.endswith(GRAD))
+            raise UserError(
+                f"fetch: there is no '{name}'{nearest(name, known)}: there are {there} and <parameter>{GRAD}"
+            )
