@@ -65,6 +65,9 @@ def test_gpus_train_to_the_bits_of_cpus(
     "words",
     [
         ("precision=bf16",),
+        ("minibatch=16", "parts=4", "optimizer=lars"),
+        ("rule=outer", "rule_args={every: 2}"),
+        ("rule=elastic", "rule_args={every: 2}"),
         (
             "optimizer=adamw",
             "learning_rate=0.001",
@@ -75,7 +78,7 @@ def test_gpus_train_to_the_bits_of_cpus(
         ),
         ("model=resnet20", "model_args={n: 1}", "subtract_mean=[9, 8, 7]", "augment_on=loader"),
     ],
-    ids=["bf16", "adamw", "resnet20"],
+    ids=["bf16", "parts", "outer", "elastic", "adamw", "resnet20"],
 )
 def test_other_steps_train_to_the_bits_of_cpus(
     program: Program, simulation: Simulation, words: tuple[str, ...]

@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from lockstep.files import checksum
+from lockstep.report import sections
 from lockstep.report.__main__ import main
 from lockstep.report.diagnosis import explain, split_time
 from lockstep.report.filters import draw_filters
@@ -377,3 +378,11 @@ def test_a_run_is_good_without_its_report(program: Program, tmp_path: Path) -> N
     running = program.run("n_epochs=1", "report=true", devices="[cpu]", environment=environment)
     assert "note: the report was not written (exit code 1); to try again:" in running.last_line()
     assert "done: validation error" in running.output()
+
+
+def test_bytes_are_shown_beside_the_time_that_they_take() -> None:
+    met = Point(1.0, 0.1, 1.0, 0.5, 100.0, 0.05, {"exchange": 1.0}, 3.5e6)
+    run = RunLog(Path("x"), "x", points=[met])
+    split = split_time(run)
+    assert split and split.bytes_per_step == 3.5e6
+    assert "a step for 3.5 MB" in sections._verdict(run, split, False)

@@ -12,6 +12,7 @@ from conftest import make_config, make_folder
 from safetensors.numpy import load_file
 from test_equivalence import EXACT, relative_difference
 
+from lockstep.comm.messages import Stop
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.config.rules import settle
@@ -28,23 +29,37 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_rank(
-    rank: int, pipes: dict[int, Pipe], config: Config, place: Path, double: bool, start: Path | None
+    rank: int,
+    pipes: dict[int, Pipe],
+    config: Config,
+    place: Path,
+    double: bool,
+    start: Path | None,
+    stopped: bool,
 ) -> Tensors:
-    """Trains to the end, or until rank 1 wants to stop; returns the arena's tensors."""
-    trainer, _keep_open = test_equivalence.make_trainer(rank, pipes, config, place, double, start)
-    trainer.run()
+    """Trains to the end; `stopped`: rank 1 is asked to stop in the first step. The arena's tensors."""
+    trainer, launcher = test_equivalence.make_trainer(rank, pipes, config, place, double, start)
+    if stopped and rank == 1:
+        launcher.send(Stop())
+    assert trainer.run() == stopped
     arena = trainer.program.arena.tensors
     return {name: tensor.numpy().copy() for name, tensor in arena.items()}
 
 
 def train(
-    n_trainers: int, data: Path, place: Path, double: bool = True, start: Path | None = None, **values: Any
+    n_trainers: int,
+    data: Path,
+    place: Path,
+    double: bool = True,
+    start: Path | None = None,
+    stopped: bool = False,
+    **values: Any,
 ) -> Tensors:
     """The last checkpoint, when it is certain that the replicas are bitwise equal. 8 pictures a step."""
     (place / "checkpoints").mkdir(parents=True, exist_ok=True)
     fixed = {"data_folder": str(data), "para_load": False, "minibatch": 8, "shuffle_block": 3}
     config, _ = settle(make_config(devices=["cpu"] * n_trainers, **{**fixed, **values}))
-    first, *others = run_ranks(train_rank, n_trainers, config, place, double, start)
+    first, *others = run_ranks(train_rank, n_trainers, config, place, double, start, stopped)
     if values.get("rule") in ("elastic", "gossip"):
         same = np.array_equal(first["weights/fc.bias"], others[0]["weights/fc.bias"])
         assert same == (values["rule"] == "gossip" and n_trainers == 2)  # two have nobody else to meet
@@ -154,3 +169,17 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(data: Path, tmp_path: Pa
         ours = train(n_trainers, data, tmp_path / other, start=start, **others)
         if other == rule:
             assert_same(ours, whole)
+
+
+@pytest.mark.parametrize(
+    "rule", ["gradients", "outer", *SLOW, pytest.param("elastic", marks=pytest.mark.slow)]
+)
+def test_a_run_that_was_stopped_in_a_round_ends_it_and_goes_on(data: Path, tmp_path: Path, rule: str) -> None:
+    """In the first of 5 steps; with rules that meet every third, it stops after that."""
+    every = {} if rule in ("weights", "gradients") else {"every": 3}
+    keys = {**SMOOTH, "optimizer": "adamw", "rule": rule, "rule_args": every}
+    whole = train(2, data, tmp_path / "whole", **keys)
+    train(2, data, tmp_path / "broken", stopped=True, **keys)
+    start = newest(tmp_path / "broken")
+    assert start.stem == f"epoch_0001_at_{8 * every.get('every', 1)}"
+    assert_same(train(2, data, tmp_path / "broken", start=start, **keys), whole)

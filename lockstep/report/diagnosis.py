@@ -11,11 +11,14 @@ _MUCH = 0.10  # the share of the time above which waiting or averaging is worth 
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """shares: of each phase, together 1. seconds_per_step: None where the run does not tell."""
+    """shares: of each phase, together 1. seconds_per_step, bytes_per_step: between trainer 0's memory and the
+    others', None where the run does not tell.
+    """
 
     shares: dict[str, float]
     seconds_per_step: float | None
     limit: str  # the phase to do something about
+    bytes_per_step: float | None = None
 
 
 def split_time(run: RunLog) -> TimeSplit | None:
@@ -30,7 +33,12 @@ def split_time(run: RunLog) -> TimeSplit | None:
     steps = [point.seconds_per_step for point in known if point.seconds_per_step is not None]
     lost = max(("load-wait", "meet", "exchange"), key=lambda phase: shares[phase])
     limit = lost if shares[lost] > _MUCH else "compute"
-    return TimeSplit(shares, sum(steps) / len(steps) if steps else None, limit)
+    sizes = [point.bytes_per_step for point in known if point.bytes_per_step is not None]
+    return TimeSplit(shares, _mean(steps), limit, _mean(sizes))
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def explain(split: TimeSplit, config: dict[str, Any]) -> tuple[str, str]:

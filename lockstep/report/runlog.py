@@ -29,6 +29,7 @@ class Point:
     images_per_second: float | None
     seconds_per_step: float | None
     seconds: dict[str, float]
+    bytes_per_step: float | None = None
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ class _Reading:
                 _number(event, "images_per_second"),
                 per_20 / 20 if per_20 else None,
                 {phase: _number(seconds, phase) or 0.0 for phase in PHASES if phase in seconds},
+                _number(event, "bytes_per_step"),
             )
         )
 
