@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from benchmarks import augmenting, decoding, exchange, flow, reading, starting, stepping
+from benchmarks import augmenting, decoding, exchange, executor, flow, reading, starting, stepping
 from benchmarks.measure import write_results
 
 
 def main() -> None:
     sections = []
-    for benchmark in (exchange, reading, augmenting, decoding, starting, stepping, flow):
+    for benchmark in (exchange, reading, augmenting, decoding, starting, stepping, flow, executor):
         sections.append(benchmark.run())
         print(sections[-1][0], flush=True)
     write_results(Path("docs/results"), "cpu", sections)
