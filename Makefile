@@ -9,11 +9,11 @@ COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing/_internal|sym
 DIGITS := data/digits/manifest.json
 .DEFAULT_GOAL := help
 
-.PHONY: help setup setup-test data train test test-all check format bench demos clean
+.PHONY: help setup setup-test data train test test-all check format bench rules demos clean
 help:
 	@sed -n '1,3s/^# //p' Makefile
 
-# What training needs; the rest is for tests and checks.
+# What training needs; the rest is for tests, checks and benchmarks.
 setup: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -56,7 +56,11 @@ format: .venv/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/.installed $(DIGITS)
+# Four trainers on the digits by each rule, with five seeds: half an hour.
+rules: .venv/.installed $(DIGITS)
+	$(BIN)/python -m benchmarks.rules
+
+bench: .venv/.installed-test $(DIGITS)
 	$(BIN)/python -m benchmarks
 
 demos: .venv/.installed-test

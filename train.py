@@ -22,6 +22,7 @@ if __name__ == "__main__":
     interrupts.install("stopped as asked, before training began")  # now: the imports below take a second
 
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import sys
@@ -36,11 +37,13 @@ from lockstep.config import Config
 from lockstep.data.dataset import Dataset, check_content, open_dataset
 from lockstep.errors import UserError
 from lockstep.files import write_text
-from lockstep.launch import commandline, scalars
+from lockstep.launch import commandline, recovery, scalars
+from lockstep.launch.announcing import announce
 from lockstep.launch.console import Console, show
 from lockstep.launch.models import check_model
-from lockstep.launch.processes import Processes
+from lockstep.launch.processes import Ending, Processes
 from lockstep.launch.reporting import write_report
+from lockstep.launch.status import begin_trace
 from lockstep.loading.orders import Orders
 from lockstep.runs import folder as runfolder
 from lockstep.runs import versions
@@ -73,7 +76,23 @@ def main(interrupts: Interrupts) -> int:
 
 
 def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Interrupts) -> int:
-    """Runs all processes to their end and says how it went. Returns the exit code."""
+    """Trains to the end, over losses of processes where `on_loss` says so. Returns the exit code."""
+    for n_restarts in itertools.count():
+        ending, console = try_once(config, dataset, run, interrupts)
+        going_on = None if interrupts.code else recovery.next_try(config, run, ending, n_restarts)
+        if going_on is None:
+            break
+        console.close(f"lockstep: {ending.message}", "stderr")
+        config, run = going_on
+    if not console.close(console.last_words(ending), "stderr" if ending.code else "stdout"):
+        os._exit(ending.code)  # the terminal takes no more; Python's own flush at its end would wait for it
+    return ending.code
+
+
+def try_once(
+    config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Interrupts
+) -> tuple[Ending, Console]:
+    """Runs all processes to their end."""
     text = configuration.to_yaml(config)
     worlds = World.on_one_host(len(config.devices))
     orders = Orders(config, worlds[0], len(dataset.train), len(dataset.val))
@@ -92,6 +111,7 @@ def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Inte
         else:
             console.take(message)
 
+    begin_trace(config, run.folder)
     with Processes(config.wait_deadline, interrupts) as processes:
         start_processes(processes, config, run, worlds)
         made_with = {"versions": versions.of_packages(), "machine": machine}
@@ -99,24 +119,7 @@ def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Inte
         console.say("starting: " + ", ".join(processes.pids()))
         ending = processes.watch(on_message)
     console.log("ended", dataclasses.asdict(ending))
-    if not console.close(console.last_words(ending), "stderr" if ending.code else "stdout"):
-        os._exit(ending.code)  # the terminal takes no more; Python's own flush at its end would wait for it
-    return ending.code
-
-
-def announce(console: Console, dataset: Dataset, run: runfolder.Run, config: Config, orders: Orders) -> None:
-    console.say(
-        f"{len(dataset.train):,} training and {len(dataset.val):,} validation images, "
-        f"{dataset.n_classes} classes; {len(config.devices)} trainer(s) on {', '.join(config.devices)}"
-    )
-    for notice in run.notices:
-        console.say(f"note: {notice}")
-    if run.start:
-        state = run.start.state
-        console.say(f"going on from {run.start.path} (epoch {state.epoch}, {state.position} images in)")
-        if state.n_trainers * state.config["batch_size"] != orders.minibatch_size:
-            console.say("note: minibatches have another size than before; no image is lost or seen twice")
-        console.log("resumed", {"checkpoint": str(run.start.path)})
+    return ending, console
 
 
 def start_processes(processes: Processes, config: Config, run: runfolder.Run, worlds: list[World]) -> None:

@@ -17,6 +17,7 @@ from lockstep.comm.messages import Order, Saved, Started, Validated
 from lockstep.comm.pipes import Pipe
 from lockstep.data.dataset import open_dataset, subtracting
 from lockstep.launch.computing import computing
+from lockstep.launch.exchanging import open_exchange
 from lockstep.launch.progress import Teller, check_finite, notices_of
 from lockstep.launch.status import StatusBoard
 from lockstep.loading.feed import open_feed
@@ -29,9 +30,8 @@ from lockstep.pretrained.beginning import begin
 from lockstep.runs import checkpoint
 from lockstep.runs.folder import State
 from lockstep.runs.plan import Plan
-from lockstep.sync import Meeting, Rule
+from lockstep.sync import Meeting
 from lockstep.sync.agreement import check_replicas
-from lockstep.sync.weights import Weights
 
 
 def run_trainer(
@@ -54,10 +54,7 @@ def run_trainer(
 
 
 class Trainer:
-    """One trainer: its replica of the network, its feed of minibatches, its part in the exchange.
-
-    orders: what is loaded, where it is not the run's; for benchmarks.
-    """
+    """Its network, its minibatches, its part in the exchange. orders: what is loaded, if not the run's."""
 
     def __init__(
         self,
@@ -77,14 +74,13 @@ class Trainer:
         self.dataset = subtracting(self.dataset, self.program.mean)
         self.recorder = Recorder(self.program.device, self.backend.stopwatch())
         self.teller = Teller(control, self.world, self.config, self.recorder)
+        self.program.tell = self.teller.notice
         beginning = begin(plan, self.program, board.say)
         self.epoch, self.position, self.val_record = beginning.epoch, beginning.position, beginning.val_record
         self.board.say("opening the arenas of the others")
-        arena, way = self.program.arena, self.config.exchange
-        self.transport, reason = self.backend.open_transport(way, arena.block, arena.flat, group)
-        self.transport.clock = self.recorder.stopwatch.enter
-        self.teller.notice(beginning.notice, f"exchange: {self.transport.name}: {reason}" if reason else "")
-        self.rule: Rule = Weights(self.transport)
+        clock, parts = self.recorder.stopwatch.enter, (self.config, self.backend, self.program, group)
+        self.transport, self.rule, proven = open_exchange(*parts, clock, beginning.of_rule)
+        self.teller.notice(beginning.notice, self.backend.speed_up(self.program.model, self.config), proven)
         self.orders = Orders(self.config, self.world, len(self.dataset.train), len(self.dataset.val))
         wanted = orders or self.orders.since(self.epoch, self.position)
         loading = self.backend, self.config, self.dataset, self.program
@@ -92,21 +88,22 @@ class Trainer:
 
     def run(self) -> bool:
         """Trains and validates epoch by epoch. Returns True when the launcher's Stop ended it early."""
-        check_replicas(self.group, self.program.arena, "the start")
         self.teller.tell(Started())
-        image_shape = self.dataset.image_shape
-        self.teller.notice(*notices_of(self.config, self.world, image_shape, self.program, self.rule))
-        stopped = False
-        while self.epoch <= self.config.n_epochs and not stopped:
-            stopped = self.train_epoch() or self.validate()
-            if stopped or self.epoch % self.config.snapshot_freq == 0 or self.epoch == self.config.n_epochs:
-                self.save()
+        self.teller.notice(*notices_of(self.config, self.dataset.image_shape, self.program, self.rule))
+        stopped, n_epochs = False, self.config.n_epochs
+        while self.epoch <= n_epochs and not stopped:
+            stopped = self.train_epoch()
+            with self.rule.as_one():
+                stopped = stopped or self.validate()
+                if stopped or self.epoch % self.config.snapshot_freq == 0 or self.epoch == n_epochs:
+                    self.save()
             if not stopped:
                 self.epoch, self.position = self.epoch + 1, 0
         return stopped
 
     def close(self) -> None:
         """Lets go of the memory of the others, then frees what they have let go of."""
+        self.rule.close()
         self.transport.close()
         self.feed.close()
         self.program.arena.block.close()
@@ -128,18 +125,20 @@ class Trainer:
     def train_step(self, n_steps: int) -> bool:
         """One step: load, forward and backward, update and exchange. Returns whether all are to stop."""
         order = self._forward_backward()
-        printing = self.teller.is_due(order, n_steps, len(self.dataset.train))
+        due = self.rule.is_due(order, len(self.dataset.train))
+        printing = self.teller.is_due(order, n_steps, len(self.dataset.train), due)
         payload = self.control.poll(), self.recorder.sums() if printing else None  # control brings Stop only
+        self.rule.end_backward()
         meeting = Meeting(self.group, str(order), payload, self.board.say)
-        self.rule.update(self.program.optimizer, meeting)
+        self.rule.update(self.program.optimizer, meeting if due else None)
         self.recorder.stopwatch.leave()
-        self.recorder.n_steps += 1
+        self.recorder.count_step(self.rule.bytes_per_meeting() if due else 0)
         self.position = order.stop
         self.teller.tick(order, n_steps)
         stops, sums = zip(*(meeting.all_payloads or [payload]), strict=True)
         if printing:
             self.teller.report(order, n_steps, self.program.optimizer.learning_rate, list(sums))
-        return any(stops)
+        return due and any(stops)
 
     def _forward_backward(self) -> Order:
         """Of all minibatches of a step: `accumulate`, or what is left of the epoch. Returns the last."""
@@ -191,8 +190,8 @@ class Trainer:
         when, arena = f"the checkpoint of epoch {self.epoch}", self.program.arena
         check_finite(0.0 if arena.flat.isfinite().all() else math.nan, when)
         check_replicas(self.group, arena, when)
+        tensors = {**self.rule.state(), **arena.state()}
         if self.world.rank == 0:
             place = self.epoch, self.position, len(self.dataset.train), self.program.optimizer.learning_rate
             state = State.now(*place, self.val_record, self.world.size, self.config)
-            tensors = {**arena.state(), **self.rule.state()}
             self.teller.tell(Saved(str(checkpoint.save(self.plan.folder, tensors, state))))

@@ -131,11 +131,11 @@ def measure_loop(n_steps: int = 10) -> tuple[Times, float]:
     with flow.Engine(flow.cpus(2, threads=1)) as engine:
         loop = minervas_loop(copy.deepcopy(model), images, labels, n_steps)
         times = in_turn({"eager": lambda: [eager(images, labels) for _ in range(n_steps)], "loop": loop}, 9)
-        small = minervas_loop(copy.deepcopy(model), images[:4], labels[:4], 100)
-        for _ in range(3):
+        small = minervas_loop(copy.deepcopy(model), images[:4], labels[:4], 10)
+        for _ in range(20):
             small()
         before = resident()
-        for _ in range(20):
+        for _ in range(200):
             small()
         grown = resident() - before
         assert len(engine.devices) == 2

@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Every GPU test and benchmark in one command, in less than nine minutes:  benchmarks/gpu.sh [folder] [options]
 #   folder       for the results, gpu-<date>.json, .md and .log; else $OUT, else docs/results
-#   --only a,b   these sections only: tests, alexnet, loading, exchange, table1
+#   --part n     1: what is worth most (preflight, AlexNet in bf16, layers, torch.compile, loading, the first tests);
+#                2: what one call has no time for (the other tests, exchange, fp32 and tf32, table1, ResNet-50)
+#   --only a,b   these sections only, of those named above: preflight, alexnet, layers, compiled, loading, tests, tests2,
+#                exchange, precisions, table1, resnet50
 #   --seconds n  for everything (500)
 #   --rehearse   small sizes on the simulated driver, without a GPU: shows that it works, and measures nothing
 # PYTHON names the Python (python3). PyCUDA may lie in a folder on PYTHONPATH. LOCKSTEP_COMMIT names the code where git can't.
@@ -21,9 +24,7 @@ command -v "$PYTHON" >/dev/null || fail "there is no $PYTHON: set PYTHON to one 
 for module in torch numpy h5py yaml safetensors tqdm pytest; do
     has $module || fail "$PYTHON has no module $module"
 done
-for module in hickle xdist; do
-    has $module || echo "note: $PYTHON has no module $module: some tests will fail, or (xdist) take longer"
-done
+has xdist || echo "note: $PYTHON has no module xdist: the tests will take longer"
 
 # The kernels' binaries are kept in a cache folder, which must be one that can be written to.
 cache=${XDG_CACHE_HOME:-${HOME:-/nowhere}/.cache}

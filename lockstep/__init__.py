@@ -23,6 +23,7 @@ From the lowest up; a room imports those above it in this list, never those belo
     pretrained/   starting from weights that were trained elsewhere
     export/       a trained network for other programs
     report/       a page about a run
+    trace/        what a run's processes did and when, for Perfetto and Chrome
     doctor/       what a machine has, and what is wrong with it
 """
 

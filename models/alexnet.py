@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from lockstep.network.lrn import LocalResponseNorm
 
 
 @dataclass(frozen=True)
@@ -107,32 +108,3 @@ class Model(nn.Module):
         result: torch.Tensor
         result = self.pool(self.norm(x)) if self.form.order == "norm-pool" else self.norm(self.pool(x))
         return result
-
-
-class LocalResponseNorm(nn.Module):
-    """Section 3.3: b_i = a_i / (k + alpha * sum of a_j^2 over n neighbouring channels j)^beta.
-
-    The sums are a 1 x 1 convolution with a band matrix: one pass that lies channels last and that GPUs have
-    matrix units for. Not nn.LocalResponseNorm: that one divides alpha by n, and is several times slower.
-    """
-
-    def __init__(self, n: int = 5, k: float = 2.0, alpha: float = 1e-4, beta: float = 0.75) -> None:
-        super().__init__()
-        if n < 1 or n % 2 == 0:
-            raise ValueError(f"n, the channels of a normalisation, is odd: not {n}")
-        self.n, self.k, self.alpha, self.beta = n, k, alpha, beta
-        self._bands: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (batch, channel, row, column)."""
-        total = F.conv2d(x * x, self._band(x))
-        return x * (self.k + self.alpha * total).pow(-self.beta).to(x.dtype)
-
-    def _band(self, x: torch.Tensor) -> torch.Tensor:
-        """(channel, channel, 1, 1): one where channels are neighbours; a constant, so no buffer."""
-        place = (x.shape[1], x.dtype, x.device)
-        if place not in self._bands:
-            channels = torch.arange(x.shape[1], device=x.device)
-            near = (channels[:, None] - channels).abs() <= self.n // 2
-            self._bands[place] = near[:, :, None, None].to(x.dtype)
-        return self._bands[place]

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import nn
 
-from models.alexnet import LocalResponseNorm
+from lockstep.network.lrn import LocalResponseNorm
 
 
 def conv(n_in: int, n_out: int, size: int, stride: int = 1) -> nn.Sequential:

@@ -20,7 +20,7 @@ from preprocessing.tasks import Record, Target, Task
 
 BAD_LIST = "misc/bad_pictures.txt"
 IMAGE_LISTS = {"train": "misc/train_order.txt", "val": "misc/val.txt"}  # names in the order of the files
-_PACKAGES = ("h5py", "hickle", "numpy", "pillow", "simplejpeg", "torch")
+_PACKAGES = ("h5py", "numpy", "pillow", "simplejpeg", "torch")
 
 
 @dataclass(frozen=True)

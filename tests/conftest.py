@@ -96,6 +96,11 @@ class Running:
         """Processes of its session that are still there."""
         return processes_of_session(self.process.pid)
 
+    def shared_files(self) -> list[str]:
+        """Events that CUDA keeps for its trainers and loaders, which have their process in their name."""
+        pids = {f"{pid:x}" for pid in self.pids().values()}
+        return [path.name for path in Path("/dev/shm").glob("cuda.shm.*") if path.name.split(".")[3] in pids]
+
 
 def processes_of_session(number: int) -> list[int]:
     """Those that are still there (not counting zombies that init will reap)."""

@@ -73,6 +73,18 @@ def test_what_we_write_for_hickle_2_is_laid_out_as_its_own(tmp_path: Path) -> No
     assert (hkl.read(tmp_path / "a.hkl") == hkl.read(GOLDEN / "hickle2.hkl")).all()
 
 
+def test_what_we_write_is_laid_out_as_hickle_5s_own(tmp_path: Path) -> None:
+    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    hkl.write(tmp_path / "a.hkl", array)
+    hickle.dump(array, tmp_path / "b.hkl", mode="w")
+    assert structure(tmp_path / "a.hkl") == structure(tmp_path / "b.hkl")
+    pickles = []
+    for name in ("a.hkl", "b.hkl"):
+        with h5py.File(tmp_path / name) as file:
+            pickles.append(file["hickle_types_table/0"][()].tobytes())
+    assert pickles[0] == pickles[1]
+
+
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_images_of_any_c01b_batch(tmp_path_factory, data: st.DataObject) -> None:
@@ -157,7 +169,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeyp
     def fail(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(hickle, "dump", fail)
+    monkeypatch.setattr(h5py.Group, "create_dataset", fail)
     with pytest.raises(OSError, match="disk full"):
         hkl.write(path, np.ones(3))
     assert (hkl.read(path) == 0).all() and os.listdir(tmp_path) == ["a.hkl"]

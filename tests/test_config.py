@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from limits import limit
 
 from lockstep.config import Config, Layer, read_command_line, read_yaml, resolve, to_yaml
+from lockstep.config.rules import settle
 from lockstep.errors import UserError
 
 THEANO_ALEXNET = """
@@ -53,7 +54,7 @@ def test_later_layers_win() -> None:
     assert notices == []
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(ROOT.glob("[!.]*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_file_is_valid(path: Path) -> None:
     assert isinstance(resolve([read_yaml(path)])[0], Config)
 
@@ -94,6 +95,26 @@ def test_files_of_theano_alexnet_are_understood(tmp_path: Path) -> None:
         ("scale=[1, 2, .inf]", "scale must be a finite number"),
         ("subtract_mean=[1, 2, 256]", "subtract_mean as a list has 3 numbers from 0 to 255"),
         ("subtract_mean=median", "subtract_mean must be 'image' or 'channel' or 'none' or a list"),
+        ("rule=gradient", "rule must be 'auto' or 'weights' or 'gradients'"),
+        ("rule=local rule_args={evry: 2}", "local has no evry (did you mean 'every'?)"),
+        ("rule_args={every: 2}", "rule_args can't be used: auto has no every (it has none)"),
+        ("rule=local rule_args={every: 0}", "every must be at least 1, not 0"),
+        ("rule=local rule_args={every: 1.5}", "every must be a whole number, not 1.5"),
+        ("rule=outer rule_args={momentum: 1}", "momentum must be from 0 to below 1, not 1.0"),
+        ("rule=outer rule_args={learning_rate: 0}", "learning_rate must be a finite number above 0"),
+        ("rule=elastic rule_args={alpha: 1}", "alpha must be above 0 and below 1, not 1.0"),
+        ("minibatch=0", "minibatch must be at least 1"),
+        ("parts=3 minibatch=12", "parts must be a power of two, not 3"),
+        ("parts=0 minibatch=12", "parts must be a power of two, not 0"),
+        ("parts=4", "parts needs minibatch"),
+        ("parts=4 minibatch=12 rule=local", "it goes with rule: gradients only, not local"),
+        ("parts=4 minibatch=12 accumulate=2", "set accumulate: 1 and a larger minibatch"),
+        ("parts=4 minibatch=12 cuda_graph=true", "can't be captured: set cuda_graph: false"),
+        ("exchange=swap rule=gradients", "with rule: weights only, not with rule: gradients"),
+        ("exchange=swap parts=2 minibatch=8", "with rule: weights only, not with parts"),
+        ("on_loss=shrink", "on_loss shrink needs minibatch"),
+        ("restarts=0", "restarts must be at least 1"),
+        ("resume_train=auto", "resume_train auto needs run_name"),
         ("optimizer=adam", "optimizer must be 'sgd' or 'adamw' or 'lars'"),
         ("optimizer_args={betas: [0.9, 0.99]}", "sgd has no betas (it has: bias_rate)"),
         ("optimizer=adamw optimizer_args={beta: 1}", "adamw has no beta (did you mean 'betas'?)"),
@@ -132,6 +153,25 @@ def test_errors_name_source_key_and_remedy(words: str, message: str) -> None:
         resolve([read_command_line(re.split(r" (?=\w+=)", words))])
     assert message in str(caught.value)
     assert str(caught.value).startswith("command line")
+
+
+@pytest.mark.parametrize(
+    ("words", "n_trainers", "message"),
+    [
+        ("minibatch=3", 4, "minibatch: 3 pictures are too few for 4 trainers"),
+        ("minibatch=12 parts=4", 3, "parts: 3 trainers can't share 4 parts"),
+        ("minibatch=12 parts=2", 4, "parts: 4 trainers can't share 2 parts"),
+    ],
+)
+def test_devices_that_cant_share_the_work_are_named(words: str, n_trainers: int, message: str) -> None:
+    config, _ = resolve([read_command_line([*words.split(), f"devices=[{', '.join(['cpu'] * n_trainers)}]"])])
+    with pytest.raises(UserError, match=message):
+        settle(config)
+
+
+def test_a_minibatch_overrides_batch_size_and_says_so() -> None:
+    config, notices = settle(resolve([read_command_line(["minibatch=10", "devices=[cpu, cpu, cpu]"])])[0])
+    assert config.batch_size == 4 and "10 pictures a step, at most 4 a trainer" in notices[0]
 
 
 @pytest.mark.parametrize(

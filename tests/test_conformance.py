@@ -352,6 +352,91 @@ def test_every_collective_on_any_span_leaves_numpys_bits(place: Place, n_ranks: 
     assert left_of(place) == []
 
 
+def update(
+    rank: int, pipes: dict[int, Pipe], place: Place, kind: str, op: Any, tied: bool
+) -> tuple[list[bytes], list[bytes]]:
+    """ROUNDS updates, with a step that adds what was folded; then rows are exchanged. Blocks after each."""
+    backend, group = place.start(rank), Group.on_one_host(rank, pipes)
+    blocks = [backend.memory.allocate(4 * N_ELEMENTS, "a test") for _ in range(2)]
+    ours, theirs = (block.tensor(torch.float32, (N_ELEMENTS,)) for block in blocks)
+    transport, _ = backend.open_transport(kind, blocks[0], ours, group)
+    others = transport.another(blocks[1], theirs)
+    if not tied:
+        others._peers_offered = transport._peers_worked = []  # type: ignore[attr-defined]
+    values = [value_of(rank, number, N_ELEMENTS) for number in range(ROUNDS)]
+    results = np.empty((ROUNDS, N_ELEMENTS), np.float32)
+
+    def step(span: Span) -> None:
+        wait_for(backend)
+        ours[slice(*span)] += theirs[slice(*span)]
+
+    for number in range(ROUNDS):
+        write(backend, blocks[1], values[number])
+        transport.update(others, (0, N_ELEMENTS), op, step)
+        read(backend, blocks[0], results[number])
+    rows = rows_of(backend, transport)
+    transport.close()
+    others.close()
+    return [row.tobytes() for row in results], rows
+
+
+def wait_for(backend: Backend) -> None:
+    """torch does not compute in the simulated stream."""
+    if not isinstance(backend, HostBackend):
+        backend.stream.synchronize()  # type: ignore[attr-defined]
+
+
+def rows_of(backend: Backend, transport: Any) -> list[bytes]:
+    """A table of 16 numbers a rank, three times, after its rows were exchanged."""
+    world = transport.group.world
+    block = backend.memory.allocate(4 * 16 * world.size, "a table")
+    table = transport.another(block, block.tensor(torch.float32, (16 * world.size,)))
+    results = np.empty((3, 16 * world.size), np.float32)
+    for number, result in enumerate(results):
+        mine = np.zeros(16 * world.size, np.float32)
+        mine[16 * world.rank : 16 * world.rank + 16] = 100 * number + world.rank
+        write(backend, block, mine)
+        wait_for(backend)
+        table.exchange_rows()
+        read(backend, block, result)
+        table.all_reduce((0, 16))  # all have come to another collective
+    table.close()
+    return [result[16:].tobytes() for result in results]
+
+
+def expected_updates(n_ranks: int, op: str) -> list[bytes]:
+    total, found = np.zeros(N_ELEMENTS, np.float32), []
+    for number in range(ROUNDS):
+        parts = [value_of(rank, number, N_ELEMENTS) for rank in range(n_ranks)]
+        if op == "mean":
+            total = total + functools.reduce(np.add, parts) / np.float32(n_ranks)
+        else:
+            while len(parts) > 1:
+                parts = [
+                    functools.reduce(np.add, parts[first : first + 2]) for first in range(0, len(parts), 2)
+                ]
+            total = total + parts[0]
+        found.append(total.tobytes())
+    return found
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("place", PLACES[:3], indirect=True)
+def test_updates_by_shard_leave_numpys_bits(place: Place, n_ranks: int) -> None:
+    op = "mean" if n_ranks % 2 else "pairwise"
+    rows = [np.repeat(100 * n + np.arange(1, n_ranks), 16).astype(np.float32).tobytes() for n in range(3)]
+    for kind in ["auto"] if place.kind == "cpu" else ["p2p", "staged"]:
+        for results in run_ranks(update, n_ranks, place, kind, op, True):
+            assert results == (expected_updates(n_ranks, op), rows)
+    assert left_of(place) == []
+
+
+def test_without_its_events_an_update_would_be_wrong(simulation: Simulation) -> None:
+    place = Place("cuda", False, simulation.set(delay=1500))
+    results = run_ranks(update, 2, place, "p2p", "mean", False)
+    assert results[0][0] != expected_updates(2, "mean")
+
+
 # -- proof ---------------------------------------------------------------------------------------------------
 
 

@@ -57,6 +57,7 @@ def test_gpus_train_to_the_bits_of_cpus(
     assert_same(tensors(running, 2), tensors(on_cpus, 2))
     running.assert_nothing_left()
     assert list(simulation.folder.glob("memory-*")) == []  # closed and freed, in the right order
+    assert running.shared_files() == []
 
 
 @pytest.mark.slow
@@ -106,11 +107,32 @@ def test_a_killed_process_ends_the_run_and_is_named(
 ) -> None:
     running = program.start("n_epochs=500", devices=ONE_DEVICE, environment=simulation.environment())
     running.wait_for_text("epoch 3 ")
+    assert running.shared_files()  # else what follows shows nothing
     os.kill(running.pids()[victim], signal.SIGKILL)
     assert running.wait(10) == 1
     assert running.last_line().startswith(f"lockstep: {victim} (pid ")
     assert "was killed by SIGKILL" in running.last_line()
     running.assert_nothing_left()
+    assert running.shared_files() == []
+
+
+def test_where_nothing_can_be_shared_a_lone_trainer_runs_and_a_loader_is_refused(
+    program: Program, simulation: Simulation, on_cpus: Running, tmp_path: Path
+) -> None:
+    environment = simulation.set(no_ipc=1).environment()
+    alone = program.run("n_epochs=1", "para_load=false", devices="[cuda:0]", environment=environment)
+    assert alone.last_line().startswith("done")
+    staged = program.run(
+        "n_epochs=2", "para_load=false", devices=TWO_DEVICES, name="two", environment=environment
+    )
+    assert "exchange: staged through host memory" in staged.output()
+    assert_same(tensors(staged, 2), tensors(on_cpus, 2))
+    for fault in ({"no_ipc": 1}, {"shm": tmp_path / "missing"}):
+        environment = simulation.set(**fault).environment()
+        words = program.run("n_epochs=1", devices="[cuda:0]", name="loader", code=2, environment=environment)
+        line = words.last_line()
+        assert "can't be shared between processes" in line and "/dev/shm" in line
+        assert "--ipc=host" in line and "para_load: false" in line
 
 
 def test_a_full_gpu_is_named_with_what_to_lower(program: Program, simulation: Simulation) -> None:

@@ -6,20 +6,21 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Program, wait_until
+from conftest import ROOT, Program, make_config, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import limit
+from simulated import Simulation
 
 from lockstep.backends import devices, gpus
 from lockstep.backends.gpus import read_listing, visible
 from lockstep.errors import UserError
 from lockstep.launch import commandline
 
-H200 = "0, GPU-ab120000-1111, 00000000:18:00.0, NVIDIA H200, 570.86.15, 143771, Disabled"
-SECOND = "1, GPU-ab340000-2222, 00000000:2A:00.0, NVIDIA H200, 570.86.15, 143771, Disabled"
-RTX = "2, GPU-cd560000-3333, 00000001:41:00.0, NVIDIA GeForce RTX 4090, 570.86.15, 24564, [N/A]"
-MIG = "1, GPU-ab340000-2222, 00000000:2A:00.0, NVIDIA H200, 570.86.15, 143771, Enabled"
+H200 = "0, GPU-ab120000-1111, 00000000:18:00.0, NVIDIA H200, 570.86.15, 143771, Disabled, Default"
+SECOND = "1, GPU-ab340000-2222, 00000000:2A:00.0, NVIDIA H200, 570.86.15, 143771, Disabled, Default"
+RTX = "2, GPU-cd560000-3333, 00000001:41:00.0, NVIDIA GeForce RTX 4090, 570.86.15, 24564, [N/A], Default"
+MIG = "1, GPU-ab340000-2222, 00000000:2A:00.0, NVIDIA H200, 570.86.15, 143771, Enabled, Default"
 THREE = f"{H200}\n{SECOND}\n{RTX}\n"
 
 
@@ -95,12 +96,12 @@ def test_all_visible_gpus_are_chosen_and_named(driver: Driver, monkeypatch: pyte
     devices.check(chosen)
     devices.check(("cpu", "cpu"))
     asked = (driver.folder / "asked").read_text().split()
-    fields = "index,uuid,pci.bus_id,name,driver_version,memory.total,mig.mode.current"
+    fields = "index,uuid,pci.bus_id,name,driver_version,memory.total,mig.mode.current,compute_mode"
     assert asked == [f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
 
 
 def test_the_listing_is_read_with_what_the_driver_does_not_know() -> None:
-    unified = "0, GPU-1, 0000000F:01:00.0, NVIDIA GB10, 580.1, [N/A], [N/A]"
+    unified = "0, GPU-1, 0000000F:01:00.0, NVIDIA GB10, 580.1, [N/A], [N/A], Default"
     (gpu,) = read_listing(f"\n{unified}\n")
     assert (gpu.uuid, gpu.pci_bus_id, gpu.name) == ("GPU-1", "000F:01:00.0", "NVIDIA GB10")
     assert (gpu.driver, gpu.memory_mib, gpu.mig) == ("580.1", None, False)
@@ -150,8 +151,56 @@ def test_what_is_visible_is_there_and_there_once(entries: list[str]) -> None:
 def test_no_driver(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     (driver.folder / "nvidia-smi").unlink()
     monkeypatch.setenv("PATH", str(driver.folder))  # without the machine's own
-    assert "cuda:0 can't be used: there is no NVIDIA driver here (no program nvidia-smi)" in refusal("cuda:0")
+    words = "there is no NVIDIA driver here (no program nvidia-smi, no library libcuda.so.1)"
+    assert f"cuda:0 can't be used: {words}" in refusal("cuda:0")
     assert reason_for_the_cpu().startswith("there is no NVIDIA driver here")
+
+
+def test_without_nvidia_smi_the_drivers_library_is_asked(
+    driver: Driver, simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (driver.folder / "nvidia-smi").unlink()
+    for name, value in {
+        "PATH": driver.folder,
+        "LD_LIBRARY_PATH": simulation.driver.parent,
+        "CUDA_SIM_FOLDER": simulation.folder,
+        "CUDA_VISIBLE_DEVICES": "1",
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    first, second = gpus.list_gpus()
+    assert (first.name, first.pci_bus_id, first.memory_mib) == ("simulated device 0", "0000:01:00.0", 1024)
+    assert first.uuid != second.uuid and second.mode == "Default" and not second.mig
+    devices.check(("cuda:0",))
+    assert "cuda:1 is not there" in refusal("cuda:1")  # CUDA_VISIBLE_DEVICES counts as ever
+    monkeypatch.setenv("CUDA_SIM_HANGS", "1")
+    monkeypatch.setattr(gpus, "ANSWER_SECONDS", 2)
+    assert "the driver's library has not answered for 2 s: the driver hangs" in refusal("cuda:0")
+
+
+def test_a_gpu_for_one_process_is_named_before_several_need_it(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "mps"))
+    driver.answer(f"{H200}\n{SECOND}\n".replace("Default", "Exclusive_Process"))
+
+    def problem(*names: str, para_load: bool) -> str:
+        try:
+            devices.check_sharing(make_config(devices=list(names), para_load=para_load))
+        except UserError as error:
+            return str(error)
+        return ""
+
+    found = problem("cuda:1", para_load=True)
+    assert "cuda:1 (NVIDIA H200, 0000:2A:00.0) is in compute mode Exclusive_Process, and 2 processes" in found
+    assert found.endswith("nvidia-smi -i 1 -c DEFAULT, or start NVIDIA's MPS, or para_load: false")
+    assert problem("cuda:0", "cuda:1", para_load=False) == ""
+    assert problem("cuda:0", "cuda:0", para_load=False).endswith("or start NVIDIA's MPS")
+    assert problem("cpu", "cpu", para_load=True) == ""
+    (tmp_path / "mps").mkdir()
+    (tmp_path / "mps" / "control").touch()
+    assert problem("cuda:1", para_load=True) == ""
+    driver.answer(H200.replace("Default", "Prohibited"))
+    assert "is in compute mode Prohibited: nvidia-smi -i 0 -c DEFAULT lets" in refusal("cuda:0")
 
 
 def test_a_driver_that_fails_is_quoted(driver: Driver) -> None:
@@ -175,7 +224,7 @@ def test_a_driver_that_fails_is_quoted(driver: Driver) -> None:
             f"{H200}\nUnable to determine the device handle for GPU1: Unknown Error",
             "list of working GPUs: 'Una",
         ),
-        (f"{H200}\n" + ", ".join(["1"] + ["[GPU is lost]"] * 6), "list of working GPUs: '1, [GPU is lost], "),
+        (f"{H200}\n" + ", ".join(["1"] + ["[GPU is lost]"] * 7), "list of working GPUs: '1, [GPU is lost], "),
         (H200.replace("143771", "much"), "not a list of working GPUs: '0, GPU-ab12"),
         (H200 + ", 7", "not a list of working GPUs"),
     ],

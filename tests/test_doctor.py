@@ -24,7 +24,7 @@ from lockstep.errors import UserError
 from lockstep.exchange.proof import Pair
 from lockstep.launch.ranks import run_ranks, try_ranks
 
-DIVIDED = "0, GPU-a, 00000000:01:00.0, NVIDIA H200, 580.95.05, 143771, Enabled"
+DIVIDED = "0, GPU-a, 00000000:01:00.0, NVIDIA H200, 580.95.05, 143771, Enabled, Default"
 LOADING = "Loading: pictures of 256 x 256 x 3 bytes a second"
 PEERS = "Peer to peer, GB/s: who (row) reads and writes whose memory (column), proven bit for bit"
 
@@ -292,7 +292,7 @@ def test_a_driver_that_shows_no_gpu_is_wrong_and_none_at_all_is_not(
     (tmp_path / "nvidia-smi").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert [(line.text, line.wrong) for line in choice.find_gpus()[1]] == [
-        ("none: there is no NVIDIA driver here (no program nvidia-smi)", False)
+        ("none: there is no NVIDIA driver here (no program nvidia-smi, no library libcuda.so.1)", False)
     ]
 
 

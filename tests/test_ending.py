@@ -186,6 +186,24 @@ def test_whatever_is_killed_while_saving_the_run_can_go_on(program: Program) -> 
     assert left == []
 
 
+def fail_and_linger(control: object, board: object) -> None:
+    """A child's work that fails, with a library that would wait for ever at its end, as CUDA may."""
+    atexit.register(time.sleep, 100)
+    raise ValueError("broken")
+
+
+def test_a_process_that_fails_leaves_as_soon_as_it_has_said_so() -> None:
+    with processes.Processes(60, Interrupts()) as children:
+        children.start("trainer 0", "test_ending:fail_and_linger", ())
+        begin = time.monotonic()
+        ending = children.watch(lambda message: None)
+        assert ending.code == 1 and "ValueError: broken" in ending.message
+        while children.exit_codes()["trainer 0"] is None:
+            assert time.monotonic() - begin < limit(40)
+            time.sleep(0.02)
+    assert children.exit_codes()["trainer 0"] == 1  # by itself, not killed
+
+
 def linger(control: object, board: object) -> None:
     """A child's work, done at once; but a library of its own does not come to an end."""
     atexit.register(time.sleep, 100)

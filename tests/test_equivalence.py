@@ -56,17 +56,32 @@ class SmoothNet(smallnet.Model):
         return self.fc5(self.dropout(torch.tanh(self.fc4(x.flatten(1)))))
 
 
+def make_trainer(
+    rank: int,
+    pipes: dict[int, Pipe],
+    config: Config,
+    place: Path,
+    double: bool,
+    start: Path | None = None,
+) -> tuple[Trainer, Any]:
+    """A trainer in this process, and the launcher's end of its pipe.
+
+    start: the tensors of a checkpoint to go on from.
+    """
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64 if double else torch.float32)
+    sys.modules["models.smoothnet"] = types.SimpleNamespace(Model=SmoothNet)  # type: ignore[assignment]
+    ours, launcher = multiprocessing.Pipe()
+    control = Pipe(ours, "the launcher", DEADLINE)
+    plan = Plan(config, place, start)
+    return Trainer(plan, Group.on_one_host(rank, pipes), None, control, StatusBoard.create()), launcher
+
+
 def train_rank(
     rank: int, pipes: dict[int, Pipe], config: Config, place: Path, double: bool
 ) -> dict[str, np.ndarray]:
     """Trains to the end in this process; returns the arena's tensors."""
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64 if double else torch.float32)
-    sys.modules["models.smoothnet"] = types.SimpleNamespace(Model=SmoothNet)  # type: ignore[assignment]
-    launcher, _keep_open = multiprocessing.Pipe()
-    plan = Plan(config, place, None)
-    control = Pipe(launcher, "the launcher", DEADLINE)
-    trainer = Trainer(plan, Group.on_one_host(rank, pipes), None, control, StatusBoard.create())
+    trainer, _keep_open = make_trainer(rank, pipes, config, place, double)
     assert not trainer.run()
     return {name: tensor.numpy().copy() for name, tensor in trainer.program.arena.tensors.items()}
 
@@ -186,7 +201,7 @@ def test_statistics_of_batch_normalisation_are_the_mean_of_the_trainers(tmp_path
     "values", [{"optimizer": "adamw"}, {"optimizer": "lars"}, {"clip_norm": 0.1}], ids=str
 )
 def test_what_is_not_exact_keeps_replicas_equal(data: Path, tmp_path: Path, values: dict[str, Any]) -> None:
-    keys = {**EXACT, "learning_rate": 0.001, "n_epochs": 1, **values}
+    keys = {**EXACT, "learning_rate": 0.001, "n_epochs": 1, "rule": "weights", **values}
     one = train_n(1, data, tmp_path / "1", True, **keys)[0]
     first, second = train_n(2, data, tmp_path / "2", True, **keys)
     assert all(first[name].tobytes() == second[name].tobytes() for name in first)

@@ -17,7 +17,7 @@ from limits import limit
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import report, roofline, table1, tests
+from benchmarks.gpu import harness, report, roofline, table1, tests
 from benchmarks.gpu.harness import Outcome, Section
 from benchmarks.gpu.section import NAMES
 from models.alexnet import Model
@@ -28,6 +28,11 @@ SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 def run_script(*words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     environment = {**os.environ, "PYTHON": sys.executable, **variables}
     return subprocess.run([SCRIPT, *words], capture_output=True, text=True, env=environment)
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "LOOK_SECONDS", 0.2)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +65,17 @@ def test_a_rehearsal_runs_all_sections(rehearsal: Path) -> None:
         "failed": 0,
         "skipped": 1,
     }
-    steps = {"Lockstep fp32", "Lockstep tf32", "Lockstep bf16", "plain PyTorch, same network"}
+    steps = {"Lockstep bf16", "plain PyTorch, same network"}
     assert steps <= figures["alexnet"]["steps"].keys() == figures["alexnet"]["stages"].keys()
+    assert figures["alexnet"]["profiles"].keys() == figures["alexnet"]["steps"].keys()
+    assert figures["precisions"]["steps"].keys() == {"Lockstep fp32", "Lockstep tf32"}
+    assert figures["tests2"]["counts"]["passed"] == 1
+    assert figures["preflight"]["IPC events"]["records"] == 1000
+    left = figures["preflight"]["/dev/shm after a kill"]
+    assert left["while"] == left["after"] == left["removed"] and len(left["after"]) == 3
+    assert {"conv2, dense", "LRN 96 x 27 x 27: our kernel"} <= figures["layers"]["layers"].keys()
+    assert len(figures["compiled"]["steps"]) == 3
+    assert figures["loading"]["reader"].keys() == {f"{n} threads, images/s" for n in (1, 2, 4)}
     assert figures["loading"]["faster"] in figures["loading"]["cases"]
     assert len(figures["table1"]["runs"]) == 2
     for place in ("one GPU", "two GPUs"):
@@ -152,6 +166,23 @@ def test_a_section_that_hangs_is_ended_with_all_that_it_started(
     assert hung["figures"] == {"measured": 1} and hung["last_lines"] == ["what it said last"]
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not Path(f"/proc/{pid}/cmdline").exists(), "its child to be gone", 5)
+
+
+def test_figures_are_on_disk_while_their_section_runs(tmp_path: Path) -> None:
+    """The whole call may be killed, by a limit of its own: what was measured till then is kept."""
+    seen = []
+    section = make_section("slow", "time.sleep(1.5)\nrecord.complete()")
+    outcome = harness.run(
+        section, 30, tmp_path, tmp_path / "log", {**os.environ, "PYTHONPATH": str(ROOT)}, seen.append
+    )
+    assert outcome.status == "ran"
+    assert seen[-1].figures == {"measured": 1} and seen[-1].reason == "still running"
+
+
+def test_parts_hold_every_section_once_in_the_order_of_worth() -> None:
+    assert program._read_words([]).only.split(",") == list(NAMES) == list(program._LIMITS)
+    first, second = (program._read_words(["--part", part]).only.split(",") for part in ("1", "2"))
+    assert (*first, *second) == NAMES and first[:2] == ["preflight", "alexnet"] and second[-1] == "resnet50"
 
 
 def test_a_section_for_which_there_is_no_time_is_recorded(
@@ -260,7 +291,9 @@ def test_what_is_missing_is_named(programs: Path) -> None:
 
 def test_an_unknown_section_is_named() -> None:
     done = run_script("--rehearse", "--only", "alexnet,everything")
-    assert done.returncode == 2 and "there is no section everything; there are tests, alexnet" in done.stderr
+    assert (
+        done.returncode == 2 and "there is no section everything; there are preflight, alexnet" in done.stderr
+    )
 
 
 def test_an_outcome_without_figures_is_reported() -> None:

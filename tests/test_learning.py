@@ -160,8 +160,9 @@ def test_lars_is_the_papers_formula(momentum: float) -> None:
     torch.manual_seed(0)
     weight, bias = (nn.Parameter(torch.randn(*shape, dtype=torch.float64)) for shape in ((3, 4), (3,)))
     config = make_config(learning_rate=0.5, momentum=momentum)
-    groups = [{"params": [weight, bias], "weight_decay": 0.01}]
+    groups = [{"params": [weight, bias], "weight_decay": 0.01, "lr": 0.5}]
     optimizer = LARS().make(groups, config, {"trust": 0.02})
+    optimizer.state = {value: {"momentum_buffer": torch.zeros_like(value)} for value in (weight, bias)}
     w, b, v_w, v_b = weight.detach().clone(), bias.detach().clone(), 0.0, 0.0
     for _ in range(4):
         x = torch.randn(5, 4, dtype=torch.float64)
@@ -188,8 +189,8 @@ def test_declaring_needs_no_torch() -> None:
 
 def test_lars_moves_weights_that_are_zero() -> None:
     weight = nn.Parameter(torch.zeros(2, 2))
-    groups = [{"params": [weight], "weight_decay": 0.0}]
-    optimizer = LARS().make(groups, make_config(learning_rate=0.1), {"trust": 0.001})
+    groups = [{"params": [weight], "weight_decay": 0.0, "lr": 0.1}]
+    optimizer = LARS().make(groups, make_config(momentum=0.0), {"trust": 0.001})
     weight.sum().backward()
     optimizer.step()
     assert torch.allclose(weight, torch.full((2, 2), -0.1))

@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.memory.host import HostMemory
 from lockstep.network.arena import Arena
 from lockstep.network.build import build_model
-from lockstep.pretrained.start import Found, start_with
+from lockstep.pretrained.weights import Found, start_with
 
 
 class Model(nn.Module):

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,21 +16,31 @@ from benchmarks.gpu.machine import query
 from benchmarks.gpu.pictures import dataset_folder
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.turns import device_turns, take_turns, try_out
+from benchmarks.gpu.turns import Turn, device_turns, take_turns, try_out
 
-PRECISIONS = ("fp32", "tf32", "bf16")
 PLAIN, TORCHVISION = "plain PyTorch, same network", "plain PyTorch, torchvision's AlexNet"
 _TORCHVISION_SIZE = 224  # what that network is made for
 
 
+_PROFILED_STEPS = 5
+_MOST_KERNELS = 40  # of a profile's table
+
+
 def run(setting: Setting, work: Path, record: Record) -> None:
-    trainers = make_trainers(setting, dataset_folder(setting, work), record, PRECISIONS)
+    """In bf16, the precision that counts: launched, captured, and plain PyTorch beside them."""
+    measure(setting, work, record, ("bf16",))
+
+
+def measure(setting: Setting, work: Path, record: Record, precisions: tuple[str, ...]) -> None:
+    """The step in these precisions on resident data; with bf16 also what it is held against."""
+    trainers = make_trainers(setting, dataset_folder(setting, work), record, precisions)
     if not trainers:
         return
-    first = next(iter(trainers.values()))
-    with record.attempt("ceilings"):
-        record.keep("ceilings", _ceilings(first, setting))
-    peers = _make_peers(first, setting, record)
+    first, peers = next(iter(trainers.values())), {}
+    if "bf16" in precisions:
+        with record.attempt("ceilings"):
+            record.keep("ceilings", _ceilings(first, setting))
+        peers = _make_peers(first, setting, record)
     turns = {name: trainer.turn(trainer.resident) for name, trainer in trainers.items()}
     turns.update({name: peer.turn() for name, peer in peers.items()})
     timed = take_turns(turns, first.synchronize, setting)
@@ -49,9 +60,32 @@ def run(setting: Setting, work: Path, record: Record) -> None:
         with record.attempt(f"stages of {name}"):
             stages[name] = _stages(name, trainers, peers, first)
             record.keep("stages", stages)
+    profiles = {}
+    for name, turn in turns.items():
+        with record.attempt(f"profile of {name}"):
+            profiles[name] = profile(turn, first.synchronize)
+            record.keep("profiles", profiles)
     with record.attempt("closing"):
         for trainer in trainers.values():
             trainer.close()
+
+
+def profile(turn: Turn, synchronize: Callable[[], object]) -> list[tuple[str, float, float]]:
+    """Where a step's time goes on the device: a kernel's name, its ms a step, its launches a step."""
+    kinds = torch.profiler.ProfilerActivity
+    kind = kinds.CUDA if torch.cuda.is_available() else kinds.CPU
+    turn.prepare()
+    turn.step()
+    synchronize()
+    with torch.profiler.profile(activities=[kind]) as found:
+        for _ in range(_PROFILED_STEPS):
+            turn.step()
+        synchronize()
+    rows = []
+    for event in found.key_averages():
+        microseconds = event.self_device_time_total if kind == kinds.CUDA else event.self_cpu_time_total
+        rows.append((event.key[:120], microseconds / 1e3 / _PROFILED_STEPS, event.count / _PROFILED_STEPS))
+    return sorted(rows, key=lambda row: -row[1])[:_MOST_KERNELS]
 
 
 def make_trainers(

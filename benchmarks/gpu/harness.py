@@ -10,12 +10,14 @@ import signal
 import subprocess
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 LAST_LINES = 15
+LOOK_SECONDS = 3.0
 KILL_SECONDS = 10.0  # who is stuck inside the driver may outlast a kill
 
 
@@ -52,8 +54,18 @@ def _apart(environment: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith("PYTEST_XDIST")}
 
 
-def run(section: Section, seconds: float, folder: Path, log: Path, environment: dict[str, str]) -> Outcome:
-    """Runs a section for `seconds` at most. Its output goes to the end of `log`, its record into `folder`."""
+def run(
+    section: Section,
+    seconds: float,
+    folder: Path,
+    log: Path,
+    environment: dict[str, str],
+    watch: Callable[[Outcome], object] = lambda outcome: None,
+) -> Outcome:
+    """Runs a section for `seconds` at most. Its output goes to the end of `log`, its record into `folder`.
+
+    watch: told every few seconds how far it has come.
+    """
     record = folder / f"{section.name}.json"
     mark = f"{section.name}-{uuid.uuid4().hex}"
     begin = time.monotonic()
@@ -67,7 +79,7 @@ def run(section: Section, seconds: float, folder: Path, log: Path, environment: 
             env={**_apart(environment), "LOCKSTEP_SECTION": mark},
         )
         try:
-            reason = _reason_of(process.wait(seconds))
+            reason = _reason_of(_wait(process, seconds, lambda: watch(_so_far(record, begin))))
         except subprocess.TimeoutExpired:
             reason = f"still running after {seconds:.0f} s"
         finally:
@@ -78,6 +90,24 @@ def run(section: Section, seconds: float, folder: Path, log: Path, environment: 
         if outcome.status == "failed":
             output.seek(begins_at)
             outcome.last_lines = output.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+    outcome.seconds = round(time.monotonic() - begin, 1)
+    return outcome
+
+
+def _wait(process: "subprocess.Popen[bytes]", seconds: float, look: Callable[[], object]) -> int:
+    """Its exit code. Raises TimeoutExpired."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return process.wait(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            if time.monotonic() >= until:
+                raise
+            look()
+
+
+def _so_far(record: Path, begin: float) -> Outcome:
+    outcome = _read(record, "still running")
     outcome.seconds = round(time.monotonic() - begin, 1)
     return outcome
 

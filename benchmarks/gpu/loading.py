@@ -1,15 +1,22 @@
 """Is loading hidden? The step on pictures that a loader process reads, against the step on a resident batch;
 and where the kernel that crops and mirrors should run: in the trainer or in the loader."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+import numpy as np
 
 from benchmarks.gpu.lone import LoneTrainer
 from benchmarks.gpu.pictures import dataset_folder
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.turns import Turn, device_turns, take_turns, try_out
+from lockstep.data import hkl
 
 PRECISION = "bf16"  # the fastest step is the hardest to feed
 _CASES: dict[str, dict[str, Any]] = {
@@ -31,6 +38,8 @@ def run(setting: Setting, work: Path, record: Record) -> None:
             trainer = LoneTrainer(setting, folder, precision=PRECISION, shuffle_block=32, **keys)
             try_out(trainer.turn(trainer.loaded), trainer.synchronize)
             trainers[name] = trainer
+    with record.attempt("reader"):
+        record.keep("reader", _read_in_threads(setting, folder))
     if not trainers:
         return
     first = next(iter(trainers.values()))
@@ -79,6 +88,25 @@ def _loader_alone(trainer: LoneTrainer) -> Turn:
         trainer.loaded.release()
 
     return Turn(trainer.turn(trainer.loaded).prepare, take)
+
+
+def _read_in_threads(setting: Setting, folder: Path) -> dict[str, float]:
+    """Pictures a second from the page cache by 1, 2 and 4 threads, each with its part of every minibatch."""
+    files = [hkl.inspect(path) for path in sorted((folder / "train_hkl").glob("*.hkl"))][: setting.n_files]
+    out = np.zeros((setting.batch_size, *files[0].row_shape), np.uint8)
+    found = {}
+    for n_threads in (1, 2, 4):
+        bounds = [setting.batch_size * part // n_threads for part in range(n_threads + 1)]
+        spans = list(pairwise(bounds))
+        rates = []
+        with ThreadPoolExecutor(n_threads) as pool:
+            for _ in range(setting.n_rounds):
+                begin = time.perf_counter()
+                for file in files:
+                    list(pool.map(lambda span: hkl.read_rows(file, span[0], out[slice(*span)]), spans))  # noqa: B023
+                rates.append(len(files) * setting.batch_size / (time.perf_counter() - begin))
+        found[f"{n_threads} threads, images/s"] = median(rates)
+    return found
 
 
 def _copies(first: LoneTrainer, setting: Setting) -> dict[str, float]:

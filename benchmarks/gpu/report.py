@@ -110,6 +110,46 @@ def _alexnet(figures: Figures) -> Iterator[str]:
         )
     yield from _milliseconds("Stages of a step on the device, ms", "stages_ms", figures)
     yield from _milliseconds("Phases of Lockstep's recorder, ms", "phases_ms", figures)
+    yield from _profiles(figures)
+
+
+def _preflight(figures: Figures) -> Iterator[str]:
+    rows: Rows = [("probe", "what it found")]
+    for name, found in figures.items():
+        parts = found.items() if isinstance(found, dict) else [("", found)]
+        words = (
+            f"{key} {value:,.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in parts
+        )
+        rows.append((name, ", ".join(words).strip()))
+    if len(rows) > 1:
+        yield table("Preflight", rows)
+
+
+def _short(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def _layers(figures: Figures) -> Iterator[str]:
+    if "layers" in figures:
+        rows: Rows = [("layer, bf16, forward and backward", "ms")]
+        rows += [(name, f"{found['ms']:.4f}") for name, found in figures["layers"].items()]
+        yield table("AlexNet's layers by themselves", rows)
+
+
+def _compiled(figures: Figures) -> Iterator[str]:
+    if "steps" in figures:
+        rows: Rows = [("step, bf16", "images/s", "ms", "host, ms")]
+        for name, step in figures["steps"].items():
+            rate = f"{step['images_per_second']:,.0f}"
+            rows.append((name, rate, f"{step['ms']:.3f}", f"{step['host_ms']:.3f}"))
+        yield table("Beside torch.compile", rows)
+
+
+def _profiles(figures: Figures) -> Iterator[str]:
+    for name, kernels in figures.get("profiles", {}).items():
+        rows: Rows = [("kernel", "ms a step", "launches a step")]
+        rows += [(key.replace("|", "/"), f"{ms:.4f}", f"{n:.1f}") for key, ms, n in kernels]
+        yield table(f"{name}: its kernels, by torch.profiler", rows)
 
 
 def _milliseconds(title: str, key: str, figures: Figures) -> Iterator[str]:
@@ -131,6 +171,9 @@ def _loading(figures: Figures) -> Iterator[str]:
             shares = f"{case['share_of_resident']:.1%}", f"{case['load_wait_share']:.2%}"
             rows.append((name, resident, loaded, *shares, loader))
         yield table("Images/s from files by a loader process, beside a resident batch", rows)
+    if "reader" in figures:
+        found = ", ".join(f"{name} {rate:,.0f}" for name, rate in figures["reader"].items())
+        yield f"Reading from the page cache: {found}.\n"
     if "faster" in figures:
         yield f"Faster: {figures['faster']}.\n"
     if "copies" in figures:
@@ -181,10 +224,15 @@ def _resnet50(figures: Figures) -> Iterator[str]:
 
 
 _TABLES: dict[str, Callable[[Figures], Iterator[str]]] = {
-    "tests": _tests,
+    "preflight": _preflight,
     "alexnet": _alexnet,
+    "layers": _layers,
+    "compiled": _compiled,
     "loading": _loading,
+    "tests": _tests,
+    "tests2": _tests,
     "exchange": _exchange,
+    "precisions": _alexnet,
     "table1": _table1,
     "resnet50": _resnet50,
 }

@@ -3,9 +3,9 @@
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
 
 _ROOT = Path(__file__).resolve().parents[2]
-_SECONDS = 60  # for one test, where pytest-timeout is there and the test asks for nothing else
-_WORKERS = 6  # side by side, where pytest-xdist is there
+_SECONDS = 120  # for one test, where pytest-timeout is there and the test asks for nothing else
+_WORKERS = 4  # side by side, where pytest-xdist is there
 # Those that look at how much of the device's memory is in use; nobody else may use it then.
 _ALONE = "memory_comes_back"
 # What a rehearsal runs, for want of a GPU.
@@ -27,12 +27,36 @@ def test_that_is_skipped(): pytest.skip("needs 2 NVIDIA GPUs")
 """
 
 
+# First what most depends on, then one whole training run; the rest is for another call.
+_FIRST = (
+    ("test_network_kernels.py", "test_conformance.py", "test_loading.py"),
+    ("test_gpu.py", "-k", "augments or (trains_as_cpus and 16)"),
+)
+
+
 def run(setting: Setting, work: Path, record: Record) -> None:
-    folder = _rehearsed(work) if setting.rehearsal else _ROOT / "tests"
-    reports = work / "tests.jsonl"
-    workers = ["-n", str(_WORKERS)] if importlib.util.find_spec("xdist") else []
-    for words in ([*workers, "-k", f"not {_ALONE}"], ["-k", _ALONE]):
-        code = _pytest(words, folder, reports, record)
+    """Kernels, memory and exchange, loading, and one training run."""
+    if setting.rehearsal:
+        _run_all([("test_rehearsed.py",)], _rehearsed(work), work, record)
+    else:
+        _run_all(list(_FIRST), _ROOT / "tests", work, record)
+
+
+def run_rest(setting: Setting, work: Path, record: Record) -> None:
+    """All the other tests that need a GPU; those last that nobody else may be there for."""
+    if setting.rehearsal:
+        _run_all([("test_rehearsed.py", "-k", "passes")], _rehearsed(work), work, record)
+        return
+    others = (*_FIRST[1][:1], "-k", f"not {_ALONE} and not ({_FIRST[1][2]})")
+    _run_all([others, ("test_gpu.py", "-k", _ALONE)], _ROOT / "tests", work, record)
+
+
+def _run_all(calls: list[tuple[str, ...]], folder: Path, work: Path, record: Record) -> None:
+    reports = work / f"tests-{time.time_ns()}.jsonl"
+    counts = count(reports)
+    for words in calls:
+        parallel = _ALONE not in words and importlib.util.find_spec("xdist")
+        code = _pytest([*(["-n", str(_WORKERS)] if parallel else []), *words], folder, reports, record)
         counts = count(reports)
         record.keep("counts", counts)
         if code not in (0, 1):
@@ -45,9 +69,10 @@ def run(setting: Setting, work: Path, record: Record) -> None:
 
 def _pytest(words: list[str], folder: Path, reports: Path, record: Record) -> int | str:
     """Its exit code, or why it has none. A test file that can't be imported must not stop the others."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu or multigpu", "-v", "-ra", *words]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu or multigpu", "-v", "-ra"]
+    command += [str(folder / word) if word.endswith(".py") else word for word in words]
     command += ["-p", "no:cacheprovider", "-p", "benchmarks.gpu.reports", "-o", f"timeout={_SECONDS}"]
-    command += ["--continue-on-collection-errors", *map(str, _files(folder))]
+    command += ["--continue-on-collection-errors"]
     environment = {**os.environ, "TEST_REPORTS": str(reports)}
     try:
         return subprocess.run(
@@ -55,12 +80,6 @@ def _pytest(words: list[str], folder: Path, reports: Path, record: Record) -> in
         ).returncode
     except subprocess.TimeoutExpired:
         return "nothing: the section's time was over"
-
-
-def _files(folder: Path) -> list[Path]:
-    """Those with tests for GPUs. The others may import what a machine that only trains has not."""
-    files = sorted(folder.glob("test_*.py"))
-    return [file for file in files if re.search(r"mark\.(multi)?gpu", file.read_text(encoding="utf-8"))]
 
 
 def count(reports: Path) -> dict[str, Any]:
@@ -81,7 +100,7 @@ def count(reports: Path) -> dict[str, Any]:
 
 def _rehearsed(work: Path) -> Path:
     folder = work / "rehearsed_tests"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: one GPU\n    multigpu: several\n")
     (folder / "test_rehearsed.py").write_text(_REHEARSED)
     return folder

@@ -126,20 +126,26 @@ def stage_milliseconds(
         event.record(stream)
         steps[-1].append(event)
 
-    handles = [
-        model.register_forward_pre_hook(mark),
-        model.register_forward_hook(mark),
-        optimizer.register_step_pre_hook(mark),
-        optimizer.register_step_post_hook(mark),
-    ]
-    turn.prepare()
-    for _ in range(n_steps):
-        steps.append([])
+    update = optimizer.step
+
+    def marked_update() -> None:
         mark()
-        turn.step()
+        update()
         mark()
-    for handle in handles:
-        handle.remove()
+
+    handles = [model.register_forward_pre_hook(mark), model.register_forward_hook(mark)]
+    optimizer.step = marked_update  # not every optimizer has hooks
+    try:
+        turn.prepare()
+        for _ in range(n_steps):
+            steps.append([])
+            mark()
+            turn.step()
+            mark()
+    finally:
+        optimizer.step = update
+        for handle in handles:
+            handle.remove()
     steps[-1][-1].synchronize()
     names = ("before", "forward", "backward", "update", "after")
     return {

@@ -19,6 +19,7 @@ from lockstep.memory import Block, Memory
 
 if TYPE_CHECKING:  # a loader for CPUs has no need of torch
     import torch
+    from torch import nn
 
     from lockstep.exchange.transport import Transport
     from lockstep.network.recorder import Stopwatch
@@ -32,6 +33,10 @@ class Backend(ABC):
     @abstractmethod
     def start_computing(self, config: Config) -> None:
         """Prepares torch in this process, which is a trainer."""
+
+    @abstractmethod
+    def speed_up(self, model: "nn.Module", config: Config) -> str:
+        """Makes a network's layers use what this device has for them. Returns what a user should know."""
 
     @abstractmethod
     def stopwatch(self) -> "Stopwatch":

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from lockstep.backends import Backend
 from lockstep.comm.group import Group
@@ -23,6 +24,7 @@ from lockstep.loading.reader import Reader
 from lockstep.loading.slots import RingShape
 from lockstep.memory import Block
 from lockstep.memory.cuda import CudaBlock, CudaMemory
+from lockstep.network import kernels
 from lockstep.network.precision import image_dtype
 from lockstep.network.recorder import Stopwatch, StreamStopwatch
 
@@ -51,6 +53,9 @@ class CudaBackend(Backend):
             start_torch(self.memory.device, self.stream)
         except (RuntimeError, AssertionError) as error:  # AssertionError: a build without CUDA
             raise UserError(f"torch {torch.__version__} can't use {self.memory}: {error}") from error
+
+    def speed_up(self, model: nn.Module, config: Config) -> str:
+        return kernels.install(model, config, self.memory, self.stream)
 
     def stopwatch(self) -> Stopwatch:
         return StreamStopwatch(self.memory.driver.Event, self.stream)
@@ -100,9 +105,9 @@ class CudaBackend(Backend):
 
     def fill_directly(self, ring: Ring, reader: Reader) -> Filler:
         assert isinstance(ring, CudaRing)
-        filler = RawFiller(self.memory, self.stream, reader, ring.shape, ring.block, ring.released)
-        ring.filled = filler.filled
-        return filler
+        ring.filled = self.memory.events(ring.shape.n_slots)
+        parts = reader, ring.shape, ring.block, ring.released, ring.filled
+        return RawFiller(self.memory, self.stream, *parts)
 
     def receive_ring(self, trainer: Pipe, shape: RingShape, reader: Reader) -> Filler:
         block = self.memory.receive(trainer, "the ring's memory")
@@ -113,6 +118,8 @@ class CudaBackend(Backend):
             )
         released = self.memory.receive_events(trainer, "its events")
         kind: type[CudaFiller] = RawFiller if shape.dtype == "uint8" else AugmentingFiller
-        filler = kind(self.memory, self.stream, reader, shape, block, released)
+        filled = self.memory.shared_events(shape.n_slots)
+        filler = kind(self.memory, self.stream, reader, shape, block, released, filled)
+        filler.prove()
         self.memory.send_events(trainer, filler.filled)
         return filler

@@ -7,6 +7,7 @@ installed, and asks the driver by `lockstep/backends/gpus.py`.
 import os
 import platform
 import re
+from collections import Counter
 from collections.abc import Iterable
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -146,6 +147,11 @@ def _find_obstacle(shown: list[Gpu]) -> str:
                 f"cuda:{number} ({gpu}) is in MIG mode, and CUDA IPC does not work across MIG instances: "
                 f"turn it off (nvidia-smi -i {gpu.index} -mig 0), or hide this GPU by CUDA_VISIBLE_DEVICES"
             )
+        if gpu.mode == "Prohibited":
+            return (
+                f"cuda:{number} ({gpu}) is in compute mode Prohibited: "
+                f"nvidia-smi -i {gpu.index} -c DEFAULT lets processes use it"
+            )
     if find_spec("pycuda") is None:
         return "PyCUDA is not installed: tools/install_pycuda.sh builds it (see docs/install.md)"
     torch_version = version("torch")
@@ -154,6 +160,32 @@ def _find_obstacle(shown: list[Gpu]) -> str:
         install = "pip install --force-reinstall -c constraints.txt torch"
         return f"torch {torch_version} is a build without CUDA: {install} (see docs/install.md)"
     return ""
+
+
+def check_sharing(config: Config) -> None:
+    """Raises UserError where several processes of a run need a GPU that lets in one only.
+
+    A loader beside its trainer is a second process; so is a second trainer on the same GPU. With NVIDIA's
+    multi-process service (MPS) all are clients of one.
+    """
+    users = Counter(config.devices * (2 if config.para_load else 1))
+    shared = [device for device, number in users.items() if number > 1 and device != "cpu"]
+    if not shared or _has_mps():
+        return
+    _, shown = _look()
+    for device in shared:
+        gpu = shown[int(device.removeprefix("cuda:"))]
+        if gpu.mode == "Exclusive_Process":
+            loader = ", or para_load: false" if config.devices.count(device) == 1 else ""
+            raise UserError(
+                f"{device} ({gpu}) is in compute mode Exclusive_Process, and {users[device]} processes "
+                f"of this run need it: nvidia-smi -i {gpu.index} -c DEFAULT, or start NVIDIA's MPS{loader}"
+            )
+
+
+def _has_mps() -> bool:
+    """Whether the multi-process service listens where CUDA looks for it."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
 
 
 def _is_wsl() -> bool:
@@ -174,7 +206,7 @@ def check_keys(config: Config) -> None:
     """Raises UserError for keys that ask for what only GPUs have, where `devices` are CPUs."""
     if on_gpus(config.devices):
         return
-    asked = {"precision": config.precision == "tf32", "cuda_graph": config.cuda_graph}
+    asked = {"precision": config.precision == "tf32", "cuda_graph": config.cuda_graph is True}
     asked["exchange"] = config.exchange != "auto"
     for key in (key for key, wanted in asked.items() if wanted):
         raise UserError(

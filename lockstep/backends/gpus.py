@@ -1,18 +1,24 @@
 """Lists the NVIDIA GPUs of this machine by asking `nvidia-smi`, a program that comes with the driver.
 
-Asking CUDA instead would make a CUDA context in the launcher, which takes memory on every GPU, and a call
-into a driver that hangs can't be given up. A program can be.
+The launcher asks a program, not CUDA, so that CUDA is not begun in a process that later starts others. Where
+there is no nvidia-smi, as in some containers, ask_driver.py asks the driver's library and answers alike.
 """
 
+import os
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+from lockstep.backends.ask_driver import NO_LIBRARY
 from lockstep.errors import UserError
 from lockstep.interrupts import die_with_parent
 
-QUERY = "index,uuid,pci.bus_id,name,driver_version,memory.total,mig.mode.current"
-ANSWER_SECONDS = 30.0  # a GPU that nobody has used for a while takes seconds to answer
+QUERY = "index,uuid,pci.bus_id,name,driver_version,memory.total,mig.mode.current,compute_mode"
+NO_DRIVER = "there is no NVIDIA driver here"
+ASKER = Path(__file__).resolve().parent / "ask_driver.py"
+ANSWER_SECONDS = 30.0  # it wakes up GPUs that nobody uses, which takes seconds for each
 
 
 @dataclass(frozen=True)
@@ -24,8 +30,9 @@ class Gpu:
     pci_bus_id: str  # domain:bus:device.function, as lspci writes it
     name: str
     driver: str
-    memory_mib: int | None  # None where it shares the processor's memory
-    mig: bool  # whether it is in Multi-Instance GPU mode, divided into smaller devices
+    memory_mib: int | None  # None where it has no memory of its own
+    mig: bool  # divided into instances (Multi-Instance GPU)
+    mode: str  # which processes may use it: Default (any), Exclusive_Process (one), Prohibited (none)
 
     def __str__(self) -> str:
         return f"{self.name}, {self.pci_bus_id}"
@@ -34,16 +41,22 @@ class Gpu:
 def list_gpus() -> list[Gpu]:
     """All GPUs, by place on the PCI bus. Raises UserError where there is none, or no driver."""
     program = shutil.which("nvidia-smi")
-    if program is None:
-        raise UserError("there is no NVIDIA driver here (no program nvidia-smi)")
-    gpus = read_listing(_ask(program))
+    if program is not None:
+        name = "nvidia-smi"
+        answer = _ask(name, [program, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"])
+    else:
+        name, everything = "the driver's library", {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        everything.pop("CUDA_VISIBLE_DEVICES", None)
+        answer = _ask(name, [sys.executable, "-I", str(ASKER)], everything)
+        if answer.strip() == NO_LIBRARY:
+            raise UserError(f"{NO_DRIVER} (no program nvidia-smi, no library libcuda.so.1)")
+    gpus = read_listing(answer, name)
     if not gpus:
-        raise UserError("nvidia-smi lists no GPU")
+        raise UserError(f"{name} lists no GPU")
     return gpus
 
 
-def _ask(program: str) -> str:
-    command = [program, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+def _ask(name: str, command: list[str], environment: dict[str, str] | None = None) -> str:
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
@@ -52,44 +65,44 @@ def _ask(program: str) -> str:
             stderr=pipe,
             encoding="utf-8",
             errors="replace",
-            preexec_fn=die_with_parent,  # noqa: PLW1509 (safe: it takes no locks)
+            env=environment,
+            preexec_fn=die_with_parent,  # noqa: PLW1509 (nothing that other threads hold is touched)
         )
     except OSError as error:
-        raise UserError(f"{program} can't be run: {error.strerror}") from error
+        raise UserError(f"{command[0]} can't be run: {error.strerror}") from error
     try:
         output, complaint = process.communicate(timeout=ANSWER_SECONDS)
     except subprocess.TimeoutExpired as error:
         process.kill()  # its end is not waited for: inside a driver that hangs, not even this ends it
         raise UserError(
-            f"nvidia-smi has not answered for {ANSWER_SECONDS:g} s: the driver hangs; see dmesg"
+            f"{name} has not answered for {ANSWER_SECONDS:g} s: the driver hangs; see dmesg"
         ) from error
     if process.returncode:
-        words = " ".join((output + complaint).split())[:300]  # errors may be on either
-        raise UserError(f"nvidia-smi failed with exit code {process.returncode}: {words}")
+        words = " ".join((output + complaint).split())[:300]  # it complains on either
+        raise UserError(f"{name} failed with exit code {process.returncode}: {words}")
     return output
 
 
-def read_listing(text: str) -> list[Gpu]:
-    """The GPUs in nvidia-smi's answer to QUERY: one line of seven fields for each.
+def read_listing(text: str, name: str = "nvidia-smi") -> list[Gpu]:
+    """Reads the answer to QUERY, a line of eight fields per GPU. Raises UserError for anything else.
 
-    A field that the driver can't fill has brackets: [N/A], [Unknown Error]. Raises UserError where the answer
-    is anything else.
+    What the driver doesn't know or have is written in brackets: [N/A], [Unknown Error]. name: who answered.
     """
-    return [_read_line(line) for line in text.splitlines() if line.strip()]
+    return [_read_line(line, name) for line in text.splitlines() if line.strip()]
 
 
-def _read_line(line: str) -> Gpu:
+def _read_line(line: str, name_of_asked: str) -> Gpu:
     fields = [field.strip() for field in line.split(",")]
     try:
-        index, uuid, bus, name, driver, memory, mig = fields
+        index, uuid, bus, name, driver, memory, mig, mode = fields
         if not uuid.startswith("GPU-") or not name:
             raise ValueError
         domain, _, place = bus.partition(":")
         memory_mib = None if memory.startswith("[") else int(memory)
         bus = f"{int(domain, 16):04X}:{place}"  # nvidia-smi writes the domain with eight digits
-        return Gpu(int(index), uuid, bus, name, driver, memory_mib, mig == "Enabled")
+        return Gpu(int(index), uuid, bus, name, driver, memory_mib, mig == "Enabled", mode)
     except ValueError:
-        raise UserError(f"nvidia-smi's answer is not a list of working GPUs: {line[:300]!r}") from None
+        raise UserError(f"{name_of_asked}'s answer is not a list of working GPUs: {line[:300]!r}") from None
 
 
 def visible(gpus: list[Gpu], setting: str | None) -> list[Gpu]:

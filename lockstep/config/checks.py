@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config import rules
 from lockstep.errors import UserError
 from lockstep.optim import args_of
 
@@ -19,12 +20,14 @@ _AT_LEAST = {
     "input_size": 1,
     "label_smoothing": 0,
     "load_epoch": 0,
+    "minibatch": 1,
     "momentum": 0,
     "n_classes": 1,
     "n_epochs": 1,
     "n_slots": 2,  # one being filled, one being used
     "pretrained_epoch": 0,
     "print_freq": 1,
+    "restarts": 1,
     "seed": 0,
     "shuffle_block": 1,
     "snapshot_freq": 1,
@@ -48,6 +51,7 @@ def _problems(config: "Config") -> Iterable[tuple[str, str]]:
     yield from _bad_numbers(config)
     yield from _bad_lists(config)
     yield from _bad_combinations(config)
+    yield from rules.problems(config)
 
 
 def _bad_numbers(config: "Config") -> Iterable[tuple[str, str]]:
@@ -82,7 +86,7 @@ def _bad_lists(config: "Config") -> Iterable[tuple[str, str]]:
         yield "subtract_mean", f"as a list has 3 numbers from 0 to 255, for R, G and B: {list(mean)}"
     if isinstance(config.scale, tuple) and len(config.scale) != 3:
         yield "scale", f"as a list has 3 numbers, for R, G and B: {list(config.scale)}"
-    for key in ("model_args", "optimizer_args"):
+    for key in ("model_args", "optimizer_args", "rule_args"):
         if not _survives_json(getattr(config, key)):
             yield key, f"may hold what JSON can keep, with texts as keys: {getattr(config, key)}"
     try:
@@ -92,6 +96,8 @@ def _bad_lists(config: "Config") -> Iterable[tuple[str, str]]:
 
 
 def _bad_combinations(config: "Config") -> Iterable[tuple[str, str]]:
+    if config.resume_train == "auto" and config.run_name is None:
+        yield "resume_train", "auto needs run_name, the run that begins or goes on"
     if config.use_nesterov_momentum and not (config.use_momentum and config.momentum > 0):
         yield "use_nesterov_momentum", "needs use_momentum: true and a momentum above 0"
     if config.use_nesterov_momentum and config.optimizer != "sgd":
@@ -107,9 +113,9 @@ def _bad_combinations(config: "Config") -> Iterable[tuple[str, str]]:
         )
     if config.warm_up_epochs >= config.n_epochs:
         yield "warm_up_epochs", f"must be below n_epochs, {config.n_epochs}: {config.warm_up_epochs}"
-    if config.cuda_graph and config.augment_on == "loader":
+    if config.cuda_graph is True and config.augment_on == "loader":
         yield "cuda_graph", "needs augment_on: trainer, which puts every minibatch into the same place"
-    if config.cuda_graph and config.accumulate > 1:
+    if config.cuda_graph is True and config.accumulate > 1:
         yield "cuda_graph", "captures steps of one minibatch: set accumulate: 1 and a larger batch_size"
     if config.run_name is not None and not _RUN_NAME.fullmatch(config.run_name):
         words = "is a folder's name inside weights_dir, up to 100 letters, digits and -_.+"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.config.rules import RuleName
 from lockstep.optim import OptimizerName
 from lockstep.optim.schedules import ScheduleName
 
@@ -18,7 +19,7 @@ class Config:
     seed: int = 0
 
     # Resuming
-    resume_train: bool = False
+    resume_train: bool | Literal["auto"] = False  # auto: where the run has a checkpoint
     load_epoch: int | Literal["latest"] = "latest"
 
     # Starting from weights that were trained elsewhere
@@ -51,6 +52,12 @@ class Config:
     momentum: float = 0.9
     weight_decay: float = 0.0005
 
+    # How trainers stay one
+    rule: RuleName = "auto"
+    rule_args: dict[str, Any] = field(default_factory=dict)  # see lockstep/config/rules.py
+    minibatch: int | None = None  # pictures a step of all trainers; null: batch_size times their number
+    parts: int | None = None  # of a minibatch, with gradients added in a fixed order; null: one a trainer
+
     # Data
     data_folder: str = "./data/digits"
     train_folder: str | None = None  # null: <data_folder>/train_hkl
@@ -76,9 +83,12 @@ class Config:
     cpu_threads: int | None = None  # null: the cores, divided among the trainers
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of products; weights are float32 always
     deterministic: bool = False  # GPUs: the same bits in every run
-    cuda_graph: bool = False  # GPUs: a step is captured once and replayed
+    cuda_graph: bool | Literal["auto"] = "auto"  # GPUs: a step is captured once and replayed
     exchange: Literal["auto", "p2p", "staged", "swap"] = "auto"  # GPUs
     augment_on: Literal["trainer", "loader"] = "trainer"  # GPUs: which process runs the kernel
+    kernels: Literal["all", "none", "lrn", "dropout"] = "all"  # GPUs: which layers use kernels of ours
+    on_loss: Literal["stop", "restart", "shrink"] = "stop"  # when a process is killed or hangs
+    restarts: int = 3  # at most, of on_loss: restart or shrink
     wait_deadline: float = 120.0  # seconds that one process waits for another
 
     # Output
@@ -87,5 +97,6 @@ class Config:
     snapshot_freq: int = 5  # epochs
     print_train_error: bool = True
     print_freq: int = 20  # steps
+    trace: bool = False  # every process writes down what it does and when, for lockstep.trace
     tensorboard: bool = False  # event files in the run's folder too
     report: bool = False  # `python -m lockstep.report` at the end of a complete run

@@ -2,7 +2,8 @@
 
 Reading is our own: h5py finds the dataset, then the bytes are read straight into the caller's buffer at the
 dataset's offset. `hickle.load` unpickles what it finds, even from a file that should hold numbers only, is
-several times slower, and can't open the files of hickle 1 to 3. Writing is hickle's, so that hickle opens it.
+several times slower, and can't open the files of hickle 1 to 3. Writing lays down what hickle 5 does, so that
+it opens the file; hickle itself is not needed.
 
 Where the array lies in a file (hickle's source, each major version): `data` in versions 1, 4 and 5; `data_0`
 in versions 2 and 3.
@@ -10,6 +11,8 @@ in versions 2 and 3.
 
 import io
 import os
+import pickle
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +30,8 @@ Layout = Literal[
 ]  # (batch, row, column, channel); (channel, row, column, batch): theano_alexnet's
 
 _NAMES = ("data", "data_0")
+_HICKLE = "5.0.3"  # whose layout `write` follows
+_NDARRAY = pickle.dumps(np.ndarray, protocol=4)
 
 
 @dataclass(frozen=True)
@@ -169,10 +174,24 @@ def read(path: str | Path) -> np.ndarray:
 
 
 def write(path: str | Path, array: np.ndarray) -> None:
-    """Writes `array` so that hickle opens it. The file appears whole or not at all."""
-    import hickle  # here: training only reads, and has no need of it
+    """Writes `array` as hickle 5 lays it down, so that hickle 4.1 and newer open it.
 
-    write_with(Path(path), lambda temporary: hickle.dump(np.ascontiguousarray(array), temporary, mode="w"))
+    The file appears whole or not at all.
+    """
+
+    def dump(temporary: str) -> None:
+        with h5py.File(temporary, "w", libver="earliest") as file:
+            file.attrs["HICKLE_VERSION"] = _HICKLE
+            file.attrs["HICKLE_PYTHON_VERSION"] = platform.python_version()
+            dataset = file.create_dataset("data", data=np.ascontiguousarray(array))
+            types = file.create_group("hickle_types_table", track_order=True)
+            # NumPy's type, pickled: what hickle makes of the dataset. It is read by hickle, never here.
+            kind = types.create_dataset("0", data=np.frombuffer(_NDARRAY, "S1").reshape(1, -1))
+            kind.attrs["base_type"] = types.create_dataset("ndarray", data=h5py.Empty("S1")).ref
+            dataset.attrs["np_dtype"] = array.dtype.str
+            dataset.attrs["type"] = kind.ref
+
+    write_with(Path(path), dump)
 
 
 def write_hickle2(path: str | Path, array: np.ndarray) -> None:

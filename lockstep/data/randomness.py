@@ -19,6 +19,7 @@ class Purpose(IntEnum):
     DROPOUT = 5
     INITIALISATION = 6
     STEP = 7
+    PAIRS = 8
 
 
 def generator(seed: int, epoch: int, purpose: Purpose) -> np.random.Generator:

@@ -1,10 +1,9 @@
 """Which GPUs are here, and which devices a run would take."""
 
 import os
-import shutil
 
 from lockstep.backends import devices
-from lockstep.backends.gpus import Gpu, list_gpus, visible
+from lockstep.backends.gpus import NO_DRIVER, Gpu, list_gpus, visible
 from lockstep.doctor.report import Line
 from lockstep.errors import UserError
 
@@ -14,7 +13,7 @@ def find_gpus() -> tuple[list[Gpu], list[Line]]:
     try:
         gpus = list_gpus()
     except UserError as error:
-        return [], [Line("GPUs", f"none: {error}", wrong=shutil.which("nvidia-smi") is not None)]
+        return [], [Line("GPUs", f"none: {error}", wrong=not str(error).startswith(NO_DRIVER))]
     return gpus, [Line(f"GPU {gpu.index}", _describe(gpu)) for gpu in gpus]
 
 
@@ -48,4 +47,5 @@ def _offers(gpus: list[Gpu]) -> bool:
 
 def _describe(gpu: Gpu) -> str:
     memory = "shared memory" if gpu.memory_mib is None else f"{gpu.memory_mib / 1024:,.1f} GiB"
-    return f"{gpu}, {gpu.uuid}, {memory}, MIG {'on' if gpu.mig else 'off'}, driver {gpu.driver}"
+    mode = "" if gpu.mode == "Default" else f"compute mode {gpu.mode}, "
+    return f"{gpu}, {gpu.uuid}, {memory}, MIG {'on' if gpu.mig else 'off'}, {mode}driver {gpu.driver}"

@@ -22,7 +22,7 @@ def describe() -> Iterator[Line]:
     """A line for each thing that Lockstep stands on."""
     yield Line("Python", f"{platform.python_version()}, {sys.executable}")
     yield Line("Lockstep", f"{lockstep.__version__}, {Path(lockstep.__file__).parent}")
-    for name in ("torch", "numpy", "h5py", "hickle"):
+    for name in ("torch", "numpy", "h5py"):
         yield _describe_package(name)
     yield Line("PyCUDA", _pycuda())
     yield Line("compiler for kernels", _compiler())

@@ -6,16 +6,18 @@ in rank order, and writes the result. Nobody needs memory for a second copy; an 
 P bytes per rank for a span of S bytes and P ranks; and since a shard is computed once and copied, all blocks
 are bitwise equal afterwards, for any P.
 
-`transport.py` says what a collective is and in which order its parts come, `host.py` does it in host memory
-(`fold.py`), `p2p.py` between GPUs that reach each other's memory, `staged.py` between those that don't, and
-`proof.py` finds out which they are. What is exchanged when, and why, is a rule's business: lockstep/sync.
+`transport.py` says what a collective is and in which order its parts come. `host.py` does it in host memory
+(`fold.py`), `p2p.py` between GPUs that reach each other's memory, `staged.py` between those that don't;
+`direct.py` is what these three have in common. `proof.py` finds out what GPUs reach. What is exchanged when,
+and why, is a rule's business: lockstep/sync.
 """
 
 from typing import Literal, get_args
 
 ALIGNMENT = 16  # elements: 64 bytes of float32, so that no cache line has two writers; every span begins so
 
-Op = Literal["mean", "sum", "max", "min", "prod"]
+# pairwise: the sum of neighbours, then of neighbouring sums, and so on: a tree
+Op = Literal["mean", "sum", "max", "min", "prod", "pairwise"]
 OPS: tuple[Op, ...] = get_args(Op)
 Span = tuple[int, int]
 

@@ -18,6 +18,19 @@ _COMBINE: dict[Op, Callable[..., Any]] = {
 }
 
 
+def _pairwise(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    while len(arrays) > 1:
+        pairs = [arrays[place : place + 2] for place in range(0, len(arrays), 2)]
+        arrays = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
+    return arrays[0]
+
+
+def _in_turn(arrays: Sequence[np.ndarray], combine: Callable[..., Any], total: np.ndarray) -> None:
+    combine(arrays[0], arrays[1], out=total)
+    for array in arrays[2:]:
+        combine(total, array, out=total)
+
+
 def chunks(arrays: Sequence[np.ndarray]) -> list[tuple[np.ndarray, ...]]:
     """The arrays, all (n,), cut into chunks: views, of all arrays side by side."""
     starts = range(0, len(arrays[0]), CHUNK)
@@ -39,10 +52,10 @@ def fold(sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], op: Op) -
     else:
         if any(total is source for source in sources[2:]):  # it is read only after it would be written
             total = np.empty_like(total)
-        combine = _COMBINE[op]
-        combine(sources[0], sources[1], out=total)
-        for source in sources[2:]:
-            combine(total, source, out=total)
+        if op == "pairwise":
+            np.copyto(total, _pairwise(sources))
+        else:
+            _in_turn(sources, _COMBINE[op], total)
         if op == "mean":
             np.divide(total, len(sources), out=total)
     for target in targets:

@@ -11,15 +11,20 @@ mean.
 This file has run on the simulated driver of the tests only, not on a GPU yet.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lockstep import kernels
 from lockstep.comm.group import Group
 from lockstep.exchange import OPS, Op, Span
-from lockstep.exchange.transport import Collective, Transport
+from lockstep.exchange.direct import DirectTransport
+from lockstep.exchange.transport import Collective
+from lockstep.memory import Block
 from lockstep.memory.cuda import CudaBlock, CudaMemory
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_RANKS = 16  # as in kernels/fold.cu
 _THREADS = 256
@@ -64,7 +69,7 @@ def _packed(addresses: list[int]) -> np.ndarray:
     return pointers
 
 
-class PeerTransport(Transport):
+class PeerTransport(DirectTransport):
     """block: this rank's n_elements float32. stream: in which this rank computes."""
 
     name = "peer to peer"
@@ -78,8 +83,12 @@ class PeerTransport(Transport):
         self._opened = self._open(block)
         blocks = {**self._opened, group.world.rank: block}
         self._addresses = [blocks[rank].pointer for rank in sorted(blocks)]
-        self._offered, self._worked = memory.events(2)
+        self._offered, self._worked = memory.shared_events(2) if group.pipes else memory.events(2)
         self._peers_offered, self._peers_worked = self._open_events()
+
+    def another(self, block: Block, flat: "torch.Tensor") -> "PeerTransport":
+        assert isinstance(block, CudaBlock)
+        return type(self)(self._memory, self._stream, block, len(flat), self.group)
 
     def offer(self, collective: Collective) -> None:
         self._offered.record(self._stream)
@@ -92,6 +101,17 @@ class PeerTransport(Transport):
         sources, targets, span = self.parts(collective)
         if not sources == targets == sources[:1]:  # else nothing comes from elsewhere
             self._kernel.launch(self._of(sources), self._of(targets), span, collective.op)
+        self.worked()
+
+    def fold(self, span: Span, op: Op) -> None:
+        if self.group.pipes:
+            rank = self.group.world.rank
+            self._kernel.launch(self._addresses, [self._addresses[rank]], span, op)
+
+    def spread(self, span: Span) -> None:
+        self._kernel.launch(self._of([self.group.world.rank]), self._of(list(self.group.pipes)), span, "sum")
+
+    def worked(self) -> None:
         self._worked.record(self._stream)
 
     def settle(self, collective: Collective) -> None:
@@ -101,6 +121,7 @@ class PeerTransport(Transport):
     def close(self) -> None:
         self._stream.synchronize()
         self.group.barrier("nobody uses the blocks of the others any more")
+        self._peers_offered = self._peers_worked = []  # before their owners destroy them
         for block in self._opened.values():
             block.close()
         self.group.barrier("nobody has the blocks of the others open any more")

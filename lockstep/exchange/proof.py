@@ -2,8 +2,9 @@
 
 `cuDeviceCanAccessPeer` says yes on machines where transfers are lost or garbled (an IOMMU that is on, PCIe
 access control, broken drivers), and then networks learn nonsense without any error. So every ordered pair of
-ranks averages random data through the very path that training uses: memory opened by CUDA IPC, read and
-written by the averaging kernel. Each side compares its own memory with what must be there, bit for bit.
+ranks averages random data through the very path that training uses: memory and events opened by CUDA IPC,
+read and written by the averaging kernel when the other's event says so. Each side compares its own memory
+with what must be there, bit for bit.
 """
 
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from lockstep.comm.group import Group
+from lockstep.errors import UserError
 from lockstep.exchange.p2p import FoldKernel
-from lockstep.memory.cuda import CudaBlock, CudaMemory
+from lockstep.memory.cuda import CudaBlock, CudaHandle, CudaMemory, EventHandles
 
 PROOF_BYTES = 64 << 20  # each way, for each pair
 IOMMU_GROUPS = Path("/sys/kernel/iommu_groups")
@@ -87,19 +89,32 @@ class _Proof:
         self._source = memory.allocate(4 * n_elements, "proving peer access")
         self._target = memory.allocate(4 * n_elements, "proving peer access")
         self._opened: dict[int, CudaBlock] = {}
+        self._filled: Any = None
+        self._peers_filled: dict[int, Any] = {}
 
     def open(self) -> list[Pair]:
-        """Opens the targets of the others; returns those that CUDA IPC can't open."""
-        for pipe in self._group.pipes.values():
-            self._target.send(pipe)
-        found = []
-        for rank, pipe in self._group.pipes.items():
+        """Opens targets and events of the others; returns the pairs for which CUDA IPC can't."""
+        everyone = self._group.all_gather("what to open", self._offer())
+        me, found = self._group.world.rank, []
+        for rank in self._group.pipes:
+            handle, events, problem = everyone[rank]
             try:
-                self._opened[rank] = self._memory.receive(pipe, "memory to prove peer access with")
-            except self._memory.driver.Error as error:
+                if handle is not None and events is not None:
+                    self._opened[rank] = self._memory.open(handle)
+                    (self._peers_filled[rank],) = self._memory.open_events(events)
+            except UserError as error:
                 problem = f"{self._memory} can't open memory of trainer {rank} by CUDA IPC: {error}"
-                found.append(Pair(self._group.world.rank, rank, 0.0, problem))
+            if problem:
+                found.append(Pair(me, rank, 0.0, problem))
         return found
+
+    def _offer(self) -> tuple[CudaHandle | None, EventHandles | None, str]:
+        """What the others open: the target, and an event behind its filling; or why there is nothing."""
+        try:
+            (self._filled,) = self._memory.shared_events(1)
+            return self._target.handle(), self._memory.event_handles([self._filled]), ""
+        except UserError as error:
+            return None, None, str(error)
 
     def run(self) -> list[Pair]:
         pairs = []
@@ -111,6 +126,7 @@ class _Proof:
         self._stream.synchronize()
         for block in self._opened.values():
             block.close()
+        self._peers_filled.clear()  # before their owners destroy them
         self._group.all_gather("the proof is over")
         self._source.close()
         self._target.close()
@@ -121,6 +137,7 @@ class _Proof:
         peer, writer = (rank + distance) % n_ranks, (rank - distance) % n_ranks
         self._fill(self._source, rank, distance, _SOURCE)
         self._fill(self._target, rank, distance, _TARGET)
+        self._filled.record(self._stream)
         self._group.all_gather(f"filled for round {distance}")
         seconds = self._average(peer)
         self._group.all_gather(f"averaged in round {distance}")
@@ -132,6 +149,7 @@ class _Proof:
     def _average(self, peer: int) -> float:
         """Seconds that the device takes; 64 MiB come over the link and 64 MiB go back."""
         begin, end = self._memory.driver.Event(), self._memory.driver.Event()
+        self._stream.wait_for_event(self._peers_filled[peer])
         begin.record(self._stream)
         both = [self._source.pointer, self._opened[peer].pointer]
         self._kernel.launch(both, both, (0, self._n_elements), "mean")

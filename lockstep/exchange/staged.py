@@ -11,23 +11,28 @@ written after it.
 This file has run on the simulated driver of the tests only, not on a GPU yet.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lockstep.comm.group import Group
 from lockstep.exchange import ALIGNMENT, Op, Span, shard
+from lockstep.exchange.direct import DirectTransport
 from lockstep.exchange.p2p import FoldKernel
-from lockstep.exchange.transport import Collective, Transport
+from lockstep.exchange.transport import Collective
+from lockstep.memory import Block
 from lockstep.memory.cuda import CudaBlock, CudaMemory
 from lockstep.memory.host import HostBlock, HostMemory
 from lockstep.memory.pagelock import pagelock, unlock
+
+if TYPE_CHECKING:
+    import torch
 
 _FLOAT = 4  # bytes
 _REDUCING = ("all_reduce", "reduce_scatter")
 
 
-class StagedTransport(Transport):
+class StagedTransport(DirectTransport):
     """block: this rank's n_elements float32. stream: in which this rank computes."""
 
     name = "staged through host memory"
@@ -36,7 +41,7 @@ class StagedTransport(Transport):
         self, memory: CudaMemory, stream: Any, block: CudaBlock, n_elements: int, group: Group
     ) -> None:
         super().__init__(group, n_elements)
-        self._driver, self._stream, self._block = memory.driver, stream, block
+        self._memory, self._driver, self._stream, self._block = memory, memory.driver, stream, block
         most = n_elements // group.world.size + 2 * ALIGNMENT  # elements in the shard of any span
         self._stages = self._open_stages(n_elements + most)
         self._offered = {rank: stage.array(np.float32, (n_elements,)) for rank, stage in self._stages.items()}
@@ -46,6 +51,20 @@ class StagedTransport(Transport):
         }
         self._fetched = {rank: memory.allocate(_FLOAT * most, "others' shards") for rank in group.pipes}
         self._kernel = FoldKernel(memory, stream)
+
+    def another(self, block: Block, flat: "torch.Tensor") -> "StagedTransport":
+        assert isinstance(block, CudaBlock)
+        return StagedTransport(self._memory, self._stream, block, len(flat), self.group)
+
+    def fold(self, span: Span, op: Op) -> None:
+        self._reduce(span, op)
+
+    def spread(self, span: Span) -> None:
+        assert self.chunk is None, "the shard comes as a whole: its place in the stage is that of its start"
+        self._copy_out(self._results[self.group.world.rank][: span[1] - span[0]], span[0])
+
+    def worked(self) -> None:
+        self._stream.synchronize()
 
     def offer(self, collective: Collective) -> None:
         for first, last in self._wanted_by_others(collective):

@@ -16,10 +16,15 @@ process's back. offer, accept and settle tie the work of a device to that of the
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lockstep.comm.group import Group
-from lockstep.exchange import OPS, Op, Span, shard
+from lockstep.errors import UserError
+from lockstep.exchange import ALIGNMENT, OPS, Op, Span, shard
+from lockstep.memory import Block
+
+if TYPE_CHECKING:
+    import torch
 
 Barrier = Callable[[str], None]
 
@@ -38,9 +43,11 @@ class Transport(ABC):
     """One rank's end. n_elements: of every rank's block.
 
     clock: told 'meet' and 'exchange' when these phases of a collective begin; a stopwatch's `enter`.
+    chunk: how many elements are best folded, used and spread at a time; None: all at once.
     """
 
     name: str
+    chunk: int | None = None
 
     def __init__(self, group: Group, n_elements: int) -> None:
         self.group, self.n_elements = group, n_elements
@@ -68,6 +75,63 @@ class Transport(ABC):
     def broadcast(self, span: Span, source: int, barrier: Barrier | None = None) -> None:
         """The span of rank `source`'s block comes into all blocks."""
         self._run(Collective("broadcast", span, source=source), barrier)
+
+    def update(
+        self,
+        others: "Transport",
+        span: Span,
+        op: Op,
+        step: Callable[[Span], None],
+        barrier: Barrier | None = None,
+    ) -> None:
+        """An all-reduce from the blocks of `others` into these, with a step of the caller's in its middle.
+
+        This rank's shard of the span, in the block of `others`, becomes the fold of all ranks'. `step` is
+        called with consecutive pieces of that shard, once they are there, and changes this transport's block.
+        What it has left there comes into all blocks. With pieces as large as `chunk` all that happens while a
+        core's cache holds them. Raises PeerProblem naming who has not come.
+        """
+        self.reduce(others, span, op, barrier)
+        for piece in self.pieces(span):
+            others.fold(piece, op)
+            step(piece)
+            self.spread(piece)
+        self.publish(span, barrier)
+
+    def reduce(self, others: "Transport", span: Span, op: Op, barrier: Barrier | None = None) -> None:
+        """The first part of `update`: from here on `fold` may be called for pieces of this rank's shard."""
+        others.reduce_scatter(span, op, barrier)
+
+    def fold(self, span: Span, op: Op) -> None:  # noqa: B027 (`reduce` has done it)
+        """A piece of this rank's shard, in its own block, is the fold of all blocks' from here on."""
+
+    def spread(self, span: Span) -> None:  # noqa: B027 (`publish` will do it)
+        """A piece of this rank's shard is on its way into all blocks from here on."""
+
+    def publish(self, span: Span, barrier: Barrier | None = None) -> None:
+        """The last part of `update`: what every rank has spread is in all blocks."""
+        self.all_gather(span, barrier)
+
+    def exchange_rows(self, barrier: Barrier | None = None) -> None:
+        """The block is a table of one row a rank; row r of rank r's comes into all blocks.
+
+        A rank may write its row again when all have come to another collective after this one.
+        """
+        assert self.n_elements % (ALIGNMENT * self.group.world.size) == 0
+        self.all_gather((0, self.n_elements), barrier)
+
+    def pieces(self, span: Span) -> list[Span]:
+        """This rank's shard of a span, cut into pieces of `chunk` elements."""
+        first, last = self.shard(span)
+        step = self.chunk or max(1, last - first)
+        return [(start, min(start + step, last)) for start in range(first, last, step)]
+
+    def another(self, block: Block, flat: "torch.Tensor") -> "Transport":
+        """The same way to reach other blocks; all ranks call it at once. flat: all of this rank's, (n,).
+
+        For rules with blocks of their own. Raises UserError where a transport can't.
+        """
+        raise UserError(f"exchange: {self.name} reaches arenas only: set rule: weights or local")
 
     def shard(self, span: Span) -> Span:
         """This rank's part of a span."""
@@ -108,12 +172,18 @@ class Transport(ABC):
         first, last = collective.span
         assert 0 <= first <= last <= self.n_elements and collective.op in OPS
         barrier = barrier or self.group.barrier
+        if not self.group.pipes:  # nobody to meet: phases of no length, each of which costs a device an event
+            self._do(collective, barrier, lambda phase: None)
+        else:
+            self._do(collective, barrier, self.clock)
+
+    def _do(self, collective: Collective, barrier: Barrier, clock: Callable[[str], None]) -> None:
         self.offer(collective)
-        self.clock("meet")
+        clock("meet")
         barrier(f"{collective.kind}: all have offered")
         self.accept()
-        self.clock("exchange")
+        clock("exchange")
         self.work(collective)
-        self.clock("meet")
+        clock("meet")
         barrier(f"{collective.kind}: all have worked")
         self.settle(collective)

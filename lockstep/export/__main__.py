@@ -38,7 +38,7 @@ from lockstep.pretrained import theano_folder
 from lockstep.pretrained.heads import class_tensors, count_classes
 from lockstep.pretrained.match import compare
 from lockstep.pretrained.names import tensors_of
-from lockstep.pretrained.start import weights_of
+from lockstep.pretrained.weights import weights_of
 from lockstep.runs import checkpoint
 from lockstep.runs.folder import Checkpoint, find_checkpoint
 

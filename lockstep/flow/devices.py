@@ -4,6 +4,7 @@ Another kind of device is a class with the contract of `Device` (docs/extending.
 """
 
 import contextlib
+import ctypes
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from lockstep.flow.engine import Engine
 
 _THREADS = threading.Lock()
+_ARENA_MAX = -8
 
 
 class Event(Protocol):
@@ -236,6 +238,7 @@ def cpus(n: int, threads: int | None = None, workers: int = 1) -> list[Cpu]:
     for value, what in ((n, "n, the number of devices,"), (threads, "threads"), (workers, "workers")):
         if value is not None and value < 1:
             raise UserError(f"flow.cpus: {what} is 1 or more, not {value}")
+    share_one_heap()
     cores = sorted(os.sched_getaffinity(0))[: machine.count_cores()]
     made = []
     for number in range(n):
@@ -249,6 +252,17 @@ def cuda(number: int, workers: int = 1) -> Cuda:
     """GPU `number`. Raises UserError, which says why, where it is not there or can't be used."""
     machine.check((f"cuda:{number}",))
     return Cuda(number, workers)
+
+
+def share_one_heap() -> None:
+    """Has threads that begin from now on allocate from the main thread's heap (mallopt(3), M_ARENA_MAX).
+
+    The C library gives threads heaps of their own, from which large pieces go back to the system whenever
+    they are freed: a worker would get new pages, which have to be cleared, for each result.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none, nor such heaps
+    if mallopt is not None:
+        mallopt(_ARENA_MAX, 1)
 
 
 def set_own_threads(number: int) -> None:

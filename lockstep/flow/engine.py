@@ -54,6 +54,7 @@ class Engine:
     def __init__(self, devices: Iterable[Device], run_ahead: int = 10_000) -> None:
         self.devices: list[Device] = []
         self.run_ahead = run_ahead
+        self._resume_at = run_ahead * 3 // 4  # waking up for each operation would cost more than it
         self.closed = False
         self._lanes: dict[tuple[Device, str], Lane] = {}
         self._starting = threading.Lock()
@@ -145,7 +146,7 @@ class Engine:
         operation.engine = self
         with GRAPH:
             if len(self._pending) >= self.run_ahead and HERE.lane is None:
-                self._wait_until(lambda: len(self._pending) < self.run_ahead)
+                self._wait_until(lambda: len(self._pending) <= self._resume_at)
             if self.closed:
                 raise UserError(f"the engine is closed: {operation.name} can't be pushed any more")
             self._pending.add(operation)
@@ -216,7 +217,7 @@ class Engine:
         if failure is not None and failure.number == operation.number and not failure.seen:
             self._failures = [*(known for known in self._failures if not known.seen), failure]
         n_pending = len(self._pending)
-        if self._n_waiting and (n_pending == 0 or n_pending == self.run_ahead - 1):
+        if self._n_waiting and n_pending in (0, self._resume_at):
             self._changed.notify_all()
 
     def __enter__(self) -> "Engine":

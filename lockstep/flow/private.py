@@ -1,4 +1,4 @@
-"""All of torch that is used here and is not its public interface. Tried with torch 2.11, 2.12 and 2.13."""
+"""All of torch that is used here and is not its public interface. Tried with torch 2.13.0."""
 
 import contextlib
 import functools

@@ -1,8 +1,9 @@
 // Crops, mirrors, subtracts the mean image and converts: uint8 (batch, row, column, channel) as it lies in the file, to
 // float32 or bfloat16 (batch, row, column, channel) as the network takes it (lockstep/data/augment.py is the host's version).
 //
-// One thread makes one pixel of the result, all three channels; blockIdx.y is the image. The mean is taken at the picture's own place, before
-// mirroring. In float32 the result is the host's to the bit; bfloat16 is that, rounded to nearest even.
+// One block makes one row of one image, blockIdx.x and blockIdx.y; its threads write neighbouring numbers, so that what a warp
+// writes lies together. The mean is taken at the picture's own place, before mirroring. In float32 the result is the host's to
+// the bit; bfloat16 is that, rounded to nearest even.
 
 typedef unsigned char uint8;
 typedef unsigned short bfloat16;
@@ -23,18 +24,17 @@ template <typename T>
 __device__ inline void augment(
     const uint8 *images, const Crop *crops, const float *mean, T *out, int height, int width, int size)
 {
-    int pixel = (int)(blockIdx.x * blockDim.x + threadIdx.x); // of the result; 32 bits, for its division is slow
-    if (pixel >= size * size)
-        return;
-    unsigned long long image = blockIdx.y;
-    int row = pixel / size, column = pixel % size;
+    unsigned long long image = blockIdx.y, row = blockIdx.x;
     Crop crop = crops[image];
-    int from_column = crop.column + (crop.mirror ? size - 1 - column : column);
-    int place = ((crop.row + row) * width + from_column) * 3;
+    unsigned long long place = ((crop.row + row) * width + crop.column) * 3; // of the row's first number
     const uint8 *source = images + image * height * width * 3 + place;
-    T *target = out + (image * size * size + pixel) * 3;
-    for (int channel = 0; channel < 3; channel++)
-        store(target + channel, (float)source[channel] - mean[place + channel]);
+    T *target = out + (image * size + row) * size * 3;
+    mean += place;
+    for (int number = (int)threadIdx.x; number < size * 3; number += (int)blockDim.x) {
+        int column = number / 3; // by a constant: the compiler multiplies
+        int from = crop.mirror ? number + (size - 1 - 2 * column) * 3 : number;
+        store(target + number, (float)source[from] - mean[from]);
+    }
 }
 
 extern "C" __global__ void augment_float32(

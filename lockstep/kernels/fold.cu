@@ -2,7 +2,8 @@
 //
 // One thread takes four neighbouring floats: reads them from every source in rank order, combines, writes them to every
 // target. The order and the operations are those of the host's fold (lockstep/exchange/fold.py), so both give the same
-// bits. Arrays of other ranks are read and written through pointers that CUDA IPC has opened. A target may be a source.
+// bits. The addresses stay in the kernel's parameters (__grid_constant__), which all threads read from one cache, instead
+// of in a copy of each thread's own. Arrays of other ranks are read and written through pointers that CUDA IPC has opened. A target may be a source.
 
 #define MOST_ARRAYS 16
 
@@ -54,31 +55,55 @@ __device__ inline void fold(
 }
 
 extern "C" __global__ void fold_mean(
-    Arrays from, Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
+    const __grid_constant__ Arrays from, const __grid_constant__ Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
 {
     fold<Sum>(from, to, n_from, n_to, first, last, (float)n_from);
 }
 
 extern "C" __global__ void fold_sum(
-    Arrays from, Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
+    const __grid_constant__ Arrays from, const __grid_constant__ Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
 {
     fold<Sum>(from, to, n_from, n_to, first, last, 1.0f);
 }
 
 extern "C" __global__ void fold_max(
-    Arrays from, Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
+    const __grid_constant__ Arrays from, const __grid_constant__ Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
 {
     fold<Maximum>(from, to, n_from, n_to, first, last, 1.0f);
 }
 
 extern "C" __global__ void fold_min(
-    Arrays from, Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
+    const __grid_constant__ Arrays from, const __grid_constant__ Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
 {
     fold<Minimum>(from, to, n_from, n_to, first, last, 1.0f);
 }
 
 extern "C" __global__ void fold_prod(
-    Arrays from, Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
+    const __grid_constant__ Arrays from, const __grid_constant__ Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
 {
     fold<Product>(from, to, n_from, n_to, first, last, 1.0f);
+}
+
+// The sum of neighbours, then of neighbouring sums, and so on: a tree.
+__device__ inline float pairwise(const Arrays &from, int n_from, unsigned long long i)
+{
+    float sums[MOST_ARRAYS] = {from.of[0][i]};
+    for (int rank = 1; rank < n_from; rank++)
+        sums[rank] = from.of[rank][i];
+    for (int width = 1; width < n_from; width *= 2)
+        for (int left = 0; left + width < n_from; left += 2 * width)
+            sums[left] += sums[left + width];
+    return sums[0];
+}
+
+extern "C" __global__ void fold_pairwise(
+    Arrays from, Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
+{
+    unsigned long long stride = (unsigned long long)gridDim.x * blockDim.x;
+    unsigned long long thread = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x;
+    for (unsigned long long i = first + thread; i < last; i += stride) {
+        float total = pairwise(from, n_from, i);
+        for (int rank = 0; rank < n_to; rank++)
+            to.of[rank][i] = total;
+    }
 }

@@ -14,13 +14,14 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from lockstep.comm.messages import Failed, Finished, Ready
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import PeerLost, PeerProblem, UserError
 from lockstep.interrupts import die_with_parent
-from lockstep.launch.status import StatusBoard
+from lockstep.launch.status import TRACE, StatusBoard
 
 _last_word = threading.Lock()
 
@@ -54,9 +55,10 @@ def child_main(start: ChildStart) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # it was held back while this process began
     control = Pipe(start.control, "the launcher", start.deadline)
     board = StatusBoard.create()
+    if TRACE in os.environ:
+        board.trace(Path(os.environ[TRACE], f"{start.name}.{os.getpid()}.txt"))
     board.say("starting")
     _tie_to_launcher(start, board)
-    code = 1
     try:
         control.send(Ready(os.getpid()))
         board.send(control)
@@ -64,13 +66,22 @@ def child_main(start: ChildStart) -> None:
         stopped = getattr(importlib.import_module(module), function)(control, board, *start.arguments)
         board.say("leaving")
         control.send(Finished(bool(stopped)))
-        code = 0
     except BaseException as error:  # SystemExit in a user's model too
-        try:
-            control.send(_failure(error))
-        except PeerLost:  # the launcher has died: that is the news, not this
-            _launcher_died(start, board)
-    sys.exit(code)
+        _fail(error, control, start, board)
+    sys.exit(0)
+
+
+def _fail(error: BaseException, control: Pipe, start: ChildStart, board: StatusBoard) -> None:
+    """Reports the error and leaves at once: to free a GPU's memory is to wait for all that it was asked, and
+    that may be waiting for ever for an event of a process that has died."""
+    try:
+        control.send(_failure(error))
+    except PeerLost:  # the launcher has died: that is the news, not this
+        _launcher_died(start, board)
+    with suppress(OSError):  # nobody reads them any more
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)
 
 
 def _failure(error: BaseException) -> Failed:

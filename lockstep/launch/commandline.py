@@ -7,6 +7,7 @@ from pathlib import Path
 from lockstep import config as configuration
 from lockstep.backends import devices
 from lockstep.config import COMMAND_LINE, Config, Layer
+from lockstep.config.rules import settle
 from lockstep.errors import UserError
 from lockstep.runs import folder as runfolder
 
@@ -31,7 +32,10 @@ def load_config(description: str, standard: Path) -> tuple[Config, list[str]]:
     above = [configuration.read_yaml(words.spec)] if words.spec else []
     above.append(overrides)
     config, notices = configuration.resolve([configuration.read_yaml(words.config or standard), *above])
-    if overrides.values.get("resume_train") and not words.config:
+    if config.resume_train == "auto":
+        config = dataclasses.replace(config, resume_train=runfolder.has_checkpoint(config))
+        above.append(Layer(COMMAND_LINE, {"resume_train": config.resume_train}))
+    if above[-1].values.get("resume_train") and not words.config:
         config, notices = _as_it_was(config, notices, above)
     chosen = devices.normalise(config.devices)
     if chosen:
@@ -40,7 +44,10 @@ def load_config(description: str, standard: Path) -> tuple[Config, list[str]]:
         chosen, reason = devices.choose()
         notices.append(f"devices: {', '.join(chosen)}; {reason}")
     config = dataclasses.replace(config, devices=chosen)
+    config, said = settle(config)
+    notices += said
     devices.check_keys(config)
+    devices.check_sharing(config)
     return config, [*notices, *devices.notices(chosen)]
 
 

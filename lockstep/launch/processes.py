@@ -23,6 +23,7 @@ from lockstep.errors import PeerProblem
 from lockstep.interrupts import STOP_SIGNAL, Interrupts
 from lockstep.launch.child import ChildStart, child_main
 from lockstep.launch.status import StatusBoard
+from lockstep.memory.leftovers import remove_leftovers
 
 LEAVE_SECONDS = 10.0  # from a child's last message to its end
 LISTEN_SECONDS = 0.5  # between two looks at signals and status boards
@@ -70,11 +71,15 @@ class Child:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended: exit code, the one message that says why, and the traceback of a bug."""
+    """How a run ended: exit code, the one message that says why, and the traceback of a bug.
+
+    lost: the name of the process that was killed or hangs, where that is why.
+    """
 
     code: int
     message: str = ""
     traceback: str = ""
+    lost: str = ""
 
 
 class Processes:
@@ -162,6 +167,8 @@ class Processes:
         for child in self._children:
             child.process.join(LEAVE_SECONDS)
             child.control.close()
+        gone = [child.process for child in self._children if child.process.exitcode is not None]
+        remove_leftovers(process.pid for process in gone if process.pid is not None)
 
     def _ask_to_stop(self) -> None:
         self._asked_to_stop = True
@@ -225,9 +232,10 @@ class Processes:
         self.listen(on_message, 0)  # the last words of those who left since
         culprit, waiter = self._follow(min(self._children, key=self._innocence))
         if waiter and waiter.failure:
-            return Ending(1, f"{self._describe_silent(culprit)}; {waiter.name} {waiter.failure.text}")
+            text = f"{self._describe_silent(culprit)}; {waiter.name} {waiter.failure.text}"
+            return Ending(1, text, lost=culprit.name)
         if culprit.failure is None:
-            return Ending(1, self._describe_silent(culprit))
+            return Ending(1, self._describe_silent(culprit), lost=culprit.name)
         if culprit.failure.kind == "user":
             return Ending(2, f"{culprit.name}: {culprit.failure.text}")
         text = f"{culprit.text} failed at {culprit.doing}: {culprit.failure.text}"

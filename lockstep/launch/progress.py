@@ -26,6 +26,7 @@ class Teller:
 
     def begin(self) -> None:
         """The next line of progress is about what comes from now on."""
+        self._wanted = False
         self._recorder.reset()
         self._begin = time.perf_counter()
 
@@ -44,10 +45,14 @@ class Teller:
             self._ticked_at = now
             self.tell(Tick(order.stage, order.epoch, order.step, n_steps))
 
-    def is_due(self, order: Order, n_steps: int, n_samples: int) -> bool:
-        """Whether a line of progress comes after this step: every print_freq steps, once in a short epoch."""
+    def is_due(self, order: Order, n_steps: int, n_samples: int, meeting: bool) -> bool:
+        """Whether a line of progress comes after this step: every print_freq steps, once in a short epoch.
+
+        meeting: whether trainers meet after it; else the line comes when they do.
+        """
         ends_short_epoch = n_steps < self._config.print_freq and order.stop == n_samples
-        return order.step % self._config.print_freq == 0 or ends_short_epoch
+        self._wanted |= order.step % self._config.print_freq == 0 or ends_short_epoch
+        return self._wanted and meeting
 
     def report(self, order: Order, n_steps: int, learning_rate: float, sums: list[list[float]]) -> None:
         """A line of progress. sums: every trainer's [loss, wrong answers, images] since the last one.
@@ -69,6 +74,7 @@ class Teller:
                 n_images / elapsed,
                 20 * elapsed / self._recorder.n_steps,
                 self._recorder.stopwatch.seconds(),
+                self._recorder.n_bytes / self._recorder.n_steps,
             )
         )
         self.begin()
@@ -82,16 +88,11 @@ def check_finite(loss: float, where: str) -> None:
         )
 
 
-def notices_of(
-    config: Config, world: World, picture: tuple[int, ...], program: Program, rule: Rule
-) -> list[str]:
+def notices_of(config: Config, picture: tuple[int, ...], program: Program, rule: Rule) -> list[str]:
     """What a user should know before the first step. picture: rows and columns of the dataset's images."""
     notices, size = [], program.crop_size
     if 2 * size < min(picture[:2]):
         text = f"the network takes {size} x {size} pixels, less than a quarter of a picture"
         notices.append(f"{text}: make the dataset with --size {size * 9 // 8}")
-    parts = rule.inexact_parts(config, program.model)
-    if parts and world.size > 1:
-        text = f"{world.size} trainers are not exactly one with {world.size} times the batch"
-        notices.append(f"{text}: {'; '.join(parts)}")
-    return notices
+    promise = rule.promise(config, program.model)
+    return [*notices, promise] if promise else notices

@@ -4,9 +4,16 @@ Writing it costs about a microsecond, so every phase of every step is told. When
 line is still there, and the launcher can say what it was doing.
 """
 
+import os
+import shutil
+import time
+from pathlib import Path
+
 from lockstep.comm.pipes import Pipe
+from lockstep.config import Config
 from lockstep.memory.host import HostBlock, HostMemory
 
+TRACE = "LOCKSTEP_TRACE"  # the variable that names the folder for traces to the launcher's children
 _SIZE = 512
 
 
@@ -16,6 +23,7 @@ class StatusBoard:
     def __init__(self, block: HostBlock) -> None:
         self._block = block
         self._bytes = block.array("u1", (_SIZE,))
+        self._trace: int | None = None
 
     @classmethod
     def create(cls) -> "StatusBoard":
@@ -38,6 +46,12 @@ class StatusBoard:
         memory = self._bytes.data
         memory[: len(encoded) + 1] = encoded + b"\0"
         self._count_up(memory)
+        if self._trace is not None:
+            os.write(self._trace, b"%d %b\n" % (time.monotonic_ns(), encoded.replace(b"\n", b" ")))
+
+    def trace(self, path: Path) -> None:
+        """From now on every line is also appended to a file, with its time in ns (lockstep/trace)."""
+        self._trace = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def read(self) -> str:
         """The last line that was said."""
@@ -50,3 +64,12 @@ class StatusBoard:
     def _count_up(self, memory: memoryview) -> None:
         count = int.from_bytes(memory[-8:], "little") + 1
         memory[-8:] = count.to_bytes(8, "little")
+
+
+def begin_trace(config: Config, folder: Path) -> None:
+    """With `trace`, has the processes that are started from now on write down what they do."""
+    os.environ.pop(TRACE, None)
+    if config.trace:
+        shutil.rmtree(folder / "trace", ignore_errors=True)  # of an earlier start: its clock may be another
+        (folder / "trace").mkdir()
+        os.environ[TRACE] = str(folder.resolve() / "trace")

@@ -52,6 +52,9 @@ class Ring(ABC):
     def release(self, number: int) -> None:
         """What has been asked of the device so far is all that needs the slot."""
 
+    def let_go(self) -> None:  # noqa: B027 (most rings have nothing to let go of)
+        """Before whoever fills it leaves: lets go of what is theirs. Nothing is taken out any more."""
+
     @abstractmethod
     def close(self) -> None:
         """Frees the memory; whoever filled it has let go of it before."""

@@ -3,7 +3,8 @@
 No host waits for a device, but a loader for page-locked memory to be free again. Two interprocess events a
 slot say what the device has done: *filled*, recorded by the loader behind its copy, and *released*, recorded
 by the trainer behind its last use. A wait refers to the last record that was issued before it; the messages
-`Filled` and `Fill` see to the order of the calls.
+`Filled` and `Fill` see to the order of the calls. Before the first minibatch the loader writes known bytes,
+and the trainer looks whether they have come: where sharing does not work, that is said at once.
 
 Crop, mirror, mean and conversion are one kernel. It runs in the trainer (RawRing, RawFiller), between two
 steps, or in the loader (ReadyRing, AugmentingFiller), beside them, if the device can run both at once.
@@ -27,7 +28,14 @@ from lockstep.loading.slots import RingShape
 from lockstep.memory.cuda import CudaBlock, CudaMemory
 
 _THREADS = 256
+_PROOF_BYTES = 4096  # a slot has as many, of either shape
 _MOST_IMAGES = 65_535  # rows of a grid
+
+
+def proof_bytes(shape: RingShape) -> np.ndarray:
+    """What a loader writes first, uint8 (n,)."""
+    n_bytes = min(_PROOF_BYTES, shape.slot_bytes)
+    return np.random.default_rng(n_bytes).integers(0, 256, n_bytes, np.uint8)
 
 
 class AugmentKernel:
@@ -58,7 +66,7 @@ class AugmentKernel:
             np.uint64(out + self._out.head_bytes),
             *(np.int32(number) for number in (height, width, self._out.crop_size)),
             block=(_THREADS, 1, 1),
-            grid=(-(-(self._out.crop_size**2) // _THREADS), n_images),
+            grid=(self._out.crop_size, n_images),
             stream=self._stream,
         )
 
@@ -77,16 +85,36 @@ class CudaRing(Ring):
         self.filled: list[Any] = []  # the filler's
 
     def offer(self, pipe: Pipe) -> None:
+        self.released = self._memory.shared_events(self.shape.n_slots)
         pipe.send(self.shape)
         self.block.send(pipe)
         self._memory.send_events(pipe, self.released)
         self.filled = self._memory.receive_events(pipe, "its events")
+        self._check_proof()
+
+    def _check_proof(self) -> None:
+        """Raises UserError where what the loader has written is not there when its event says so."""
+        expected = proof_bytes(self.shape)
+        found = np.empty_like(expected)
+        self._stream.wait_for_event(self.filled[0])
+        self._memory.driver.memcpy_dtoh_async(found, self.block.pointer, self._stream)
+        self._stream.synchronize()
+        n_wrong = int((found != expected).sum())
+        if n_wrong:
+            raise UserError(
+                f"{self._memory}: of {len(expected):,} bytes that the loader has copied there, {n_wrong:,} "
+                "are wrong in the trainer: CUDA IPC does not work here; para_load: false does without it"
+            )
 
     def await_filled(self, number: int) -> None:
         self._stream.wait_for_event(self.filled[number])
 
     def release(self, number: int) -> None:
         self.released[number].record(self._stream)
+
+    def let_go(self) -> None:
+        self._stream.synchronize()
+        self.filled = []
 
     def close(self) -> None:
         self._stream.synchronize()
@@ -133,8 +161,8 @@ class ReadyRing(CudaRing):
 class CudaFiller(Filler):
     """What both kinds of fillers share.
 
-    stream: for the copies. block, released: the ring's memory and events. filled: events of this filler, to
-    be known to the ring.
+    stream: for the copies. block, released: the ring's memory and events. filled: this filler's events, one a
+    slot.
     """
 
     def __init__(
@@ -145,10 +173,11 @@ class CudaFiller(Filler):
         shape: RingShape,
         block: CudaBlock,
         released: list[Any],
+        filled: list[Any],
     ) -> None:
         self._driver, self._stream, self._reader = memory.driver, stream, reader
         self._shape, self._block, self._released = shape, block, released
-        self.filled = memory.events(shape.n_slots)
+        self.filled = filled
         self._raw = reader.raw_shape(shape.n_slots)
         self._pinned = memory.pinned(self._raw.n_bytes).reshape(shape.n_slots, -1)
         self._slots = self._raw.slots(self._pinned.reshape(-1))
@@ -160,8 +189,17 @@ class CudaFiller(Filler):
         self._bring(number, address, order.last - order.first)
         self.filled[number].record(self._stream)
 
+    def prove(self) -> None:
+        """Writes bytes that the trainer knows into the first slot."""
+        expected = proof_bytes(self._shape)
+        self._pinned.reshape(-1)[: len(expected)] = expected
+        used = self._pinned.reshape(-1)[: len(expected)]
+        self._driver.memcpy_htod_async(self._block.pointer, used, self._stream)
+        self.filled[0].record(self._stream)
+
     def close(self) -> None:
         self._stream.synchronize()
+        self._released = []  # before the trainer destroys them
         self._block.close()
 
     @abstractmethod

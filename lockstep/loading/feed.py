@@ -59,6 +59,7 @@ class LoaderFeed(Feed):
         self._order(self._filled.slot)
 
     def close(self) -> None:
+        self._ring.let_go()
         self._pipe.send(Stop())
         with suppress(PeerLost):  # it answers what was ordered, lets go of the ring, and leaves
             while True:

@@ -14,7 +14,7 @@ class Orders:
     def __init__(self, config: Config, world: World, n_train: int, n_val: int) -> None:
         self._config, self._world = config, world
         self._n_images: dict[Stage, int] = {"train": n_train, "val": n_val}
-        self.minibatch_size = config.batch_size * world.size
+        self.minibatch_size = config.minibatch or config.batch_size * world.size
 
     def step_size(self, stage: Stage) -> int:
         """Images that all trainers take in one step: `accumulate` minibatches in training."""

@@ -4,6 +4,9 @@ Rules that shape this file (CUDA driver API, cuIpcGetMemHandle and cuIpcOpenMemH
 - A handle is that of a whole allocation, so every block is one `cuMemAlloc` of its own, never a piece of
   torch's cache.
 - A process can't open its own handles, and an importer closes before the owner frees.
+- An allocation is a multiple of 2 MiB, CUDA's own unit: what else lay in its last one would be exported too.
+- Memory is shared through the driver alone; an interprocess event is a file in /dev/shm (leftovers.py). So
+  there are interprocess events only where something is shared.
 - All is done in the device's primary context, the one that torch uses; a context of our own could not share.
 
 This file has run on the simulated driver of the tests only, not on a GPU yet.
@@ -11,6 +14,8 @@ This file has run on the simulated driver of the tests only, not on a GPU yet.
 
 import atexit
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +28,12 @@ from lockstep.memory import Block, Memory
 if TYPE_CHECKING:
     import torch
 
-LEAST_BYTES = 2 << 20  # smaller allocations share a page with others, and IPC would export all of it
+GRANULE = 2 << 20  # bytes
+_REMEDY = (
+    "CUDA IPC needs one /dev/shm that all processes of a run can write to, on a system that has it (gVisor "
+    "has not): run them in one container with --shm-size, or with --ipc=host; para_load: false with one "
+    "trainer, or with exchange: staged, does without it (docs/install.md)"
+)
 
 
 @dataclass(frozen=True)
@@ -89,8 +99,13 @@ class CudaBlock(Block):
 
     def send(self, pipe: Pipe) -> None:
         assert self._owned, "only its owner can share a block"
-        handle = bytes(self._memory.driver.mem_get_ipc_handle(self._allocation))
-        pipe.send(CudaHandle(handle, self.n_bytes, self.pci_bus_id))
+        pipe.send(self.handle())
+
+    def handle(self) -> CudaHandle:
+        """What another process opens this block with. Raises UserError where nothing can be shared."""
+        with self._memory.sharing("memory"):
+            ipc = bytes(self._memory.driver.mem_get_ipc_handle(self._allocation))
+        return CudaHandle(ipc, self.n_bytes, self.pci_bus_id)
 
     def close(self) -> None:
         """Frees or closes. The caller has made sure that no stream and no importer uses it any more."""
@@ -137,7 +152,7 @@ class CudaMemory(Memory):
     def allocate(self, n_bytes: int, what: str) -> CudaBlock:
         assert n_bytes > 0
         try:
-            allocation = self.driver.mem_alloc(max(n_bytes, LEAST_BYTES))
+            allocation = self.driver.mem_alloc(-(-n_bytes // GRANULE) * GRANULE)
         except self.driver.MemoryError as error:
             free, total = self.driver.mem_get_info()
             raise UserError(
@@ -154,9 +169,13 @@ class CudaMemory(Memory):
         self.context.synchronize()  # the copy out of pageable memory may still be on its way
 
     def receive(self, pipe: Pipe, what: str) -> CudaBlock:
-        handle = pipe.receive(CudaHandle, what)
-        # PyCUDA takes nothing but a bytearray here
-        allocation = self.driver.IPCMemoryHandle(bytearray(handle.ipc))
+        return self.open(pipe.receive(CudaHandle, what))
+
+    def open(self, handle: CudaHandle) -> CudaBlock:
+        """Another process's block. Raises UserError where it can't be opened."""
+        with self.sharing("memory"):
+            # PyCUDA takes nothing but a bytearray here
+            allocation = self.driver.IPCMemoryHandle(bytearray(handle.ipc))
         return CudaBlock(self, allocation, handle.n_bytes, handle.pci_bus_id, owned=False)
 
     def pinned(self, n_bytes: int) -> np.ndarray:
@@ -171,16 +190,41 @@ class CudaMemory(Memory):
         return memory
 
     def events(self, number: int) -> list[Any]:
-        """New events that other processes can open; waiting for one does not keep a core busy."""
+        """New events of this process; waiting for one does not keep a core busy."""
+        flags = self.driver.event_flags
+        return [self.driver.Event(flags.DISABLE_TIMING | flags.BLOCKING_SYNC) for _ in range(number)]
+
+    def shared_events(self, number: int) -> list[Any]:
+        """The same, to be opened by other processes. Raises UserError where nothing can be shared."""
         flags = self.driver.event_flags
         kind = flags.INTERPROCESS | flags.DISABLE_TIMING | flags.BLOCKING_SYNC
-        return [self.driver.Event(kind) for _ in range(number)]
+        with self.sharing("events"):
+            return [self.driver.Event(kind) for _ in range(number)]
 
     def send_events(self, pipe: Pipe, events: list[Any]) -> None:
-        """Sends the handles of events of this process."""
-        pipe.send(EventHandles(tuple(bytes(event.ipc_handle()) for event in events)))
+        """Sends the handles of shared events of this process."""
+        pipe.send(self.event_handles(events))
 
     def receive_events(self, pipe: Pipe, what: str) -> list[Any]:
         """Opens the events whose handles the other end sends."""
-        handles = pipe.receive(EventHandles, what)
-        return [self.driver.Event.from_ipc_handle(bytearray(handle)) for handle in handles.ipc]
+        return self.open_events(pipe.receive(EventHandles, what))
+
+    def event_handles(self, events: list[Any]) -> EventHandles:
+        """Of shared events of this process."""
+        with self.sharing("events"):
+            return EventHandles(tuple(bytes(event.ipc_handle()) for event in events))
+
+    def open_events(self, handles: EventHandles) -> list[Any]:
+        """Other processes' events. Raises UserError where they can't be opened."""
+        with self.sharing("events"):
+            return [self.driver.Event.from_ipc_handle(bytearray(handle)) for handle in handles.ipc]
+
+    @contextmanager
+    def sharing(self, what: str) -> Iterator[None]:
+        """Around what may fail where processes can't share: says so, and what to do."""
+        try:
+            yield
+        except self.driver.Error as error:
+            raise UserError(
+                f"{self}: {what} can't be shared between processes ({error}): {_REMEDY}"
+            ) from error

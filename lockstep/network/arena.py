@@ -28,14 +28,25 @@ class Arena:
     flat: the whole arena as one tensor (n,), padding between tensors zero.
     tensors: the views by name, in the order in which they lie there.
     local: what is kept with them in checkpoints but not averaged: integer buffers, an optimizer's counts.
+    apart: with states_apart, the optimizer's state: in host memory until a rule takes it over, each kind as
+    one tensor (weights,) laid out as the weights are.
+    n_weights: elements of all weights and the padding behind them, the block's first.
+    n_exchanged: elements from the first on that trainers can't compute for themselves without states: weights
+    and buffers. With states_apart these come before all others.
 
     Raises UserError where a tensor of the model can't be averaged.
     """
 
     def __init__(
-        self, model: nn.Module, memory: Memory, states: tuple[str, ...] = (), with_ema: bool = False
+        self,
+        model: nn.Module,
+        memory: Memory,
+        states: tuple[str, ...] = (),
+        with_ema: bool = False,
+        states_apart: bool = False,
     ) -> None:
-        sources = dict(_named_sources(model, states))
+        sources = dict(_named_sources(model, () if states_apart else states))
+        self.n_exchanged = sum(_padded(source.numel()) for source in sources.values())
         if with_ema:
             ours = ("weights/", "buffers/")
             averaged = {name: source for name, source in sources.items() if name.startswith(ours)}
@@ -50,6 +61,9 @@ class Arena:
         }
         for name, tensor in self.tensors.items():
             tensor.copy_(sources[name])
+        self._trained = [name for name, value in model.named_parameters() if value.requires_grad]
+        self.n_weights = len(self._span("weights"))
+        self.apart = {kind: torch.zeros(self.n_weights, dtype=dtype) for kind in states if states_apart}
         self._buffer_places = _buffer_places(model)
         self.local = self._move_integers(model)
         self.bind(model)
@@ -72,8 +86,34 @@ class Arena:
                     "change it in place (copy_, add_)"
                 )
 
+    def views(self, kind: str, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """'kind/name' of each parameter that is trained: views of `flat`, laid out as the weights."""
+        found = {}
+        for name in self._trained:
+            start, stop = self.span_of(name)
+            found[f"{kind}/{name}"] = _view(flat[start:stop], self.tensors[f"weights/{name}"])
+        return found
+
+    def views_of_all(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors of `flat`, which is laid out as the whole arena, by name."""
+        return {
+            name: _view(flat[start:stop], self.tensors[name]) for name, (start, stop) in self._spans.items()
+        }
+
+    @property
+    def buffers_span(self) -> tuple[int, int]:
+        """The elements [first, last) in which the float buffers and the padding behind them lie."""
+        spans = [span for name, span in self._spans.items() if name.startswith("buffers/")]
+        return (spans[0][0], spans[-1][0] + _padded(spans[-1][1] - spans[-1][0])) if spans else (0, 0)
+
+    def span_of(self, parameter_name: str) -> tuple[int, int]:
+        """The elements [start, stop) of the arena in which a parameter lies."""
+        return self._spans[f"weights/{parameter_name}"]
+
     def state_of(self, kind: str, parameter_name: str) -> torch.Tensor:
         """The view that holds what the optimizer keeps of a parameter, of the parameter's shape."""
+        if kind in self.apart:
+            return self.views(kind, self.apart[kind])[f"{kind}/{parameter_name}"]
         return self.tensors[f"{kind}/{parameter_name}"]
 
     def move_averages(self, decay: float) -> None:
@@ -92,7 +132,8 @@ class Arena:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything that a checkpoint holds, by name; views, not copies. Some lie channels last."""
-        return {**self.tensors, **self.local}
+        apart = [self.views(kind, flat) for kind, flat in self.apart.items()]
+        return {**self.tensors, **{name: view for each in apart for name, view in each.items()}, **self.local}
 
     def load(self, state: dict[str, torch.Tensor], source: str) -> None:
         """Copies a checkpoint's tensors in.

@@ -4,6 +4,8 @@ Models use plain `nn.Dropout`; `install` swaps it. Trainers see different sample
 sample's mask is the same whoever trains on it, on a CPU or a GPU, in a run that was resumed or not.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import nn
@@ -15,7 +17,8 @@ from lockstep.errors import UserError
 class SampleDropout(nn.Module):
     """Inverted dropout (Srivastava et al. 2014) with counter-based masks.
 
-    keys: int32 (batch,), one a sample.
+    keys: int32 (batch,), one a sample. kernel: makes and applies a mask in one launch on a GPU, where a
+    trainer has set it.
     """
 
     def __init__(self, p: float, layer: int) -> None:
@@ -23,6 +26,7 @@ class SampleDropout(nn.Module):
         self.p = p
         self.layer = layer
         self.keys: torch.Tensor | None = None
+        self.kernel: Any = None
         self.n_calls = 0  # in this step: a network may use one layer in several places
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,10 +40,36 @@ class SampleDropout(nn.Module):
                 f"the model's dropout layer {self.layer} gets {len(x)} rows for a batch of {len(self.keys)}: "
                 "the first dimension must be the batch's, or each sample's parts one after another"
             )
-        n_features = x.numel() // len(self.keys)
-        keep = keep_mask(self.keys, (self.layer, self.n_calls), n_features, self.p).view(x.shape)
+        place = self.layer, self.n_calls
         self.n_calls += 1
+        if self.kernel is not None and self.kernel.takes(x, self.keys):
+            made: torch.Tensor = _InOneLaunch.apply(x, self, place)  # type: ignore[no-untyped-call]
+            return made
+        n_features = x.numel() // len(self.keys)
+        keep = keep_mask(self.keys, place, n_features, self.p).view(x.shape)
         return x * keep.to(x.dtype).div_(1 - self.p)
+
+
+class _InOneLaunch(torch.autograd.Function):
+    """By the kernel; the gradient's mask is made again instead of being kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: SampleDropout, place: tuple[int, int]) -> torch.Tensor:
+        keys = layer.keys
+        # What is kept is divided in the numbers' own precision, as in torch's way.
+        factor = torch.ones((), dtype=x.dtype).div_(1 - layer.p).item()
+        ctx.how = layer.kernel, keys, place, _least_kept(layer.p), factor
+        return _apply(x, *ctx.how)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _apply(gradient.contiguous(), *ctx.how), None, None
+
+
+def _apply(x: torch.Tensor, kernel: Any, *how: Any) -> torch.Tensor:
+    made: torch.Tensor = kernel.apply(x, *how)
+    return made
 
 
 def install(model: nn.Module) -> list[SampleDropout]:
@@ -75,7 +105,12 @@ def keep_mask(keys: torch.Tensor, place: tuple[int, int], n_features: int, p: fl
     layer, call = place
     placed = _mix(_mix(keys ^ layer) ^ call)
     bits = _mix(placed[:, None] ^ _mix(features)[None, :])
-    return bits >= round(p * 2**32) - 2**31
+    return bits >= _least_kept(p)
+
+
+def _least_kept(p: float) -> int:
+    """The smallest hash of what stays."""
+    return round(p * 2**32) - 2**31
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Makes the optimizer of a network, with its state in the arena."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.network.arena import Arena
 from lockstep.optim import OPTIMIZERS, args_of
-from lockstep.optim.fused import FusedSGD
+from lockstep.optim.contract import Places
+from lockstep.optim.fused import Fused
 
-Stepper = torch.optim.Optimizer | FusedSGD
+Stepper = torch.optim.Optimizer | Fused
 
 
 def make_optimizer(model: nn.Module, arena: Arena, config: Config) -> Stepper:
@@ -23,11 +25,16 @@ def make_optimizer(model: nn.Module, arena: Arena, config: Config) -> Stepper:
     named = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
     if not named:
         raise UserError("the model has no parameters that are trained (requires_grad)")
+    return make_optimizer_of(named, arena, config)
+
+
+def make_optimizer_of(named: Sequence[tuple[str, torch.Tensor]], places: Places, config: Config) -> Stepper:
+    """The same for tensors and the names by which `places` knows their state."""
     args = args_of(config)
     groups = _groups(named, config.weight_decay, args.pop("bias_rate"))
     kind = OPTIMIZERS[config.optimizer]
     optimizer = kind.make(groups, config, args)
-    kind.bind(optimizer, named, arena, config)
+    kind.bind(optimizer, named, places, config)
     set_learning_rate(optimizer, config.learning_rate)
     return optimizer
 
@@ -44,13 +51,18 @@ def inexact_parts(config: Config, model: nn.Module) -> list[str]:
         parts.append(OPTIMIZERS[config.optimizer].inexact)
     if config.clip_norm is not None:
         parts.append("clip_norm clips each trainer's own gradient")
+    return parts + inexact_norms(model)
+
+
+def inexact_norms(model: nn.Module) -> list[str]:
+    """The same, as far as it is the network's."""
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        parts.append("batch normalisation has the statistics of each trainer's own pictures")
-    return parts
+        return ["batch normalisation has the statistics of each trainer's own pictures"]
+    return []
 
 
 def _groups(
-    named: list[tuple[str, nn.Parameter]], weight_decay: float, bias_rate: float
+    named: Sequence[tuple[str, torch.Tensor]], weight_decay: float, bias_rate: float
 ) -> list[dict[str, Any]]:
     """Weights, and biases, which do not decay and have a rate of their own."""
     biases = [parameter for name, parameter in named if name.split(".")[-1] == "bias"]

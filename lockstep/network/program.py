@@ -4,14 +4,19 @@ Replica is the one for torch networks.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from lockstep.exchange import Span
 from lockstep.loading import Batch
+from lockstep.memory import Memory
 from lockstep.network.arena import Arena
+from lockstep.network.gradients import Gradients
 from lockstep.network.recorder import Recorder
+from lockstep.network.sharded import ShardedUpdater
 from lockstep.network.updater import Updater
 
 
@@ -20,19 +25,32 @@ class Program(ABC):
 
     model: the network. arena: everything that trainers exchange and checkpoints hold. optimizer: takes steps
     on it. crop_size: rows and columns of the pictures that it takes. mean: what it wants subtracted from R, G
-    and B, or None: the dataset's mean. device: where batches have to be.
+    and B, or None: the dataset's mean. device: where batches have to be. tell: called with what a user should
+    know of how it trains.
     """
 
     model: nn.Module
     arena: Arena
-    optimizer: Updater
+    optimizer: Updater | ShardedUpdater
     crop_size: int
     mean: tuple[float, ...] | None
     device: torch.device
+    tell: Callable[[str], object] = staticmethod(lambda text: None)
 
     @abstractmethod
-    def load(self, tensors: Path) -> None:
-        """Takes a checkpoint's state. Raises UserError where it is broken or of another network."""
+    def load(self, tensors: Path) -> dict[str, torch.Tensor]:
+        """Takes a checkpoint's state. Returns what in it is a rule's (lockstep/sync).
+
+        Raises UserError where it is broken or of another network.
+        """
+
+    @abstractmethod
+    def shard_updates(self, memory: Memory, spans: list[Span]) -> tuple[Gradients, ShardedUpdater]:
+        """From now on backward leaves gradients in a block, and `optimizer` steps on this rank's shard.
+
+        spans: of that shard, as the optimizer will be asked to step on. To be called once, before training,
+        where the arena was made with states_apart.
+        """
 
     @abstractmethod
     def begin_epoch(self, epoch: int, n_samples: int, learning_rate: float) -> None:

@@ -96,7 +96,10 @@ class StreamStopwatch(Stopwatch):
 
 
 class Recorder:
-    """Seconds by phase, and sums of loss and errors that stay on the device until they are read."""
+    """Seconds by phase, and sums of loss and errors that stay on the device until they are read.
+
+    n_steps, n_bytes: steps since the last reset, and what went between trainers in them.
+    """
 
     def __init__(self, device: torch.device, stopwatch: Stopwatch) -> None:
         self.stopwatch = stopwatch
@@ -105,16 +108,26 @@ class Recorder:
 
     def reset(self) -> None:
         self.stopwatch.reset()
-        self.n_steps = 0
+        self.n_steps = self.n_bytes = 0
         self._sums.zero_()  # in place: a captured step adds to this very tensor
+
+    def count_step(self, n_bytes: int) -> None:
+        """Counts a step of the optimizer, in which n_bytes went into or out of this trainer's memory."""
+        self.n_steps += 1
+        self.n_bytes += n_bytes
 
     def add(self, loss_sum: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Adds a batch: its summed cross-entropy, and how many of its top-1 answers were wrong."""
         n_wrong = (logits.detach().argmax(1) != labels).sum()
         n_images = torch.full_like(n_wrong, len(labels))
-        self._sums += torch.stack([loss_sum.detach().double(), n_wrong.double(), n_images.double()])
+        self._sums += torch.stack([rounded(loss_sum.detach()), n_wrong.double(), n_images.double()])
 
     def sums(self) -> list[float]:
         """[loss, wrong answers, images] since the last reset; waits for the device."""
         values: list[float] = self._sums.tolist()
         return values
+
+
+def rounded(loss: torch.Tensor) -> torch.Tensor:
+    """float64, to 2^-32 nats: sums of such numbers, up to two million nats, are exact in any order."""
+    return loss.double().mul(2.0**32).round().div(2.0**32)

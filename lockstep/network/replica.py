@@ -6,17 +6,22 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.config import Config
+from lockstep.config.rules import KINDS_OF_RULES, rule_of
 from lockstep.data.dataset import Dataset, subtracting
 from lockstep.data.randomness import Purpose, seed_of
 from lockstep.errors import UserError
+from lockstep.exchange import Span
 from lockstep.loading import Batch
 from lockstep.memory import Memory
 from lockstep.network import dropout, precision
 from lockstep.network.arena import Arena
 from lockstep.network.build import build_model, crop_size, input_spec_of
+from lockstep.network.gradients import Gradients
+from lockstep.network.parts import PartSums, parts_of, parts_within
 from lockstep.network.program import Program
-from lockstep.network.recorder import Recorder
-from lockstep.network.step_graph import StepGraph
+from lockstep.network.recorder import Recorder, rounded
+from lockstep.network.sharded import ShardedUpdater
+from lockstep.network.step_graph import StepGraph, may_capture
 from lockstep.network.updater import Updater
 from lockstep.optim import states_of
 from lockstep.runs import checkpoint
@@ -37,17 +42,35 @@ class Replica(Program):
         input_spec = input_spec_of(self.model, config)
         self.mean = input_spec.mean
         self._dropouts = dropout.install(self.model)
-        self.arena = Arena(self.model, memory, states_of(config), config.ema_decay is not None)
+        averaged = config.ema_decay is not None
+        apart = rule_of(config) == "gradients"
+        self.arena = Arena(self.model, memory, states_of(config), averaged, states_apart=apart)
         self.device = self.arena.flat.device
         scale = torch.tensor(input_spec.scale, dtype=self.arena.flat.dtype).view(3, 1, 1)
         self._scale = None if scale.eq(1).all() else scale.to(self.device)
-        self.optimizer = Updater(self.model, self.arena, config)
+        self.optimizer: Updater | ShardedUpdater = Updater(self.model, self.arena, config)
         self._batch_keys = torch.zeros(config.batch_size, dtype=torch.int32, device=self.device)
-        self._graph = StepGraph(self.model) if config.cuda_graph else None
+        self._generators = _generators(self.arena.flat)
+        must = config.cuda_graph is True
+        self._graph = StepGraph(self.model, must) if may_capture(config, self.arena.flat.is_cuda) else None
+        self._parts: PartSums | None = None
 
-    def load(self, tensors: Path) -> None:
+    def load(self, tensors: Path) -> dict[str, torch.Tensor]:
         """Raises UserError where the checkpoint is broken or of another network."""
-        self.arena.load(checkpoint.load(tensors), str(tensors))
+        state = checkpoint.load(tensors)
+        of_rule = {name: state.pop(name) for name in list(state) if name.startswith(KINDS_OF_RULES)}
+        self.arena.load(state, str(tensors))
+        return of_rule
+
+    def shard_updates(self, memory: Memory, spans: list[Span]) -> tuple[Gradients, ShardedUpdater]:
+        gradients = Gradients(self.model, self.arena, memory)
+        updater = ShardedUpdater(self.arena, gradients, self._config, spans)
+        self.optimizer = updater
+        if self._graph:
+            self._graph = StepGraph(self.model, self._config.cuda_graph is True, gradients)
+        if self._config.parts:
+            self._parts = PartSums(self.arena, gradients)
+        return gradients, updater
 
     def begin_epoch(self, epoch: int, n_samples: int, learning_rate: float) -> None:
         """Sets what is the epoch's: the samples' dropout keys, the learning rate."""
@@ -65,12 +88,19 @@ class Replica(Program):
         self.model.eval()
 
     def forward_backward(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
+        if self._parts:
+            self._learn_parts(batch, mean_share, rank, recorder)
+        else:
+            self._learn_batch(batch, mean_share, rank, recorder)
+
+    def _learn_batch(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
+        """rank: for what a network draws from torch's generator."""
         if not len(batch.labels):
             self._count_batch()
             return
         self._seed(batch, rank)
         if self._graph and len(batch.labels) == mean_share == self._config.batch_size:
-            self._graph.run(lambda: self._learn(batch, mean_share, recorder))
+            self._graph.run(lambda: self._learn(batch, mean_share, recorder), self.tell)
         else:
             self._learn(batch, mean_share, recorder)
 
@@ -79,16 +109,23 @@ class Replica(Program):
         """(n, class): logarithms of what the network takes for each class's probability, float64."""
         return self._forward(batch.images)[0].double().log_softmax(1)
 
-    @torch.no_grad()
     def count_errors(self, batch: Batch) -> torch.Tensor:
         """[summed cross-entropy, wrong top-1 answers, wrong top-5 answers] of a batch, float64 (3,)."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        batches = parts_within(batch, self._config.parts) if self._config.parts else [batch]
+        for each in batches:
+            sums += self._count_errors(each)
+        return sums
+
+    @torch.no_grad()
+    def _count_errors(self, batch: Batch) -> torch.Tensor:
         if not len(batch.labels):
             return torch.zeros(3, dtype=torch.float64, device=self.device)
         logits = self._forward(batch.images)[0]
         loss = F.cross_entropy(logits, batch.labels, reduction="sum")
         best = logits.topk(min(5, logits.shape[1])).indices == batch.labels[:, None]
         top1, top5 = (~best[:, 0]).sum(), (~best.any(1)).sum()
-        return torch.stack([loss.double(), top1.double(), top5.double()])
+        return torch.stack([rounded(loss), top1.double(), top5.double()])
 
     def _forward(self, images: torch.Tensor) -> list[torch.Tensor]:
         """The network's logits, then those of its auxiliary heads where it gives any."""
@@ -129,11 +166,34 @@ class Replica(Program):
             if name.endswith("num_batches_tracked"):
                 buffer.add_(1)
 
+    def _learn_parts(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
+        n_parts, size = self._config.parts or 1, len(self._config.devices)
+        assert self._parts
+        self._parts.begin()
+        for number, part in parts_of(batch, rank, size, n_parts):
+            self._parts.begin_part()
+            self._learn_batch(part, mean_share * size / n_parts, number, recorder)
+            self._parts.end_part()
+
     def _seed(self, batch: Batch, rank: int) -> None:
         """Dropout masks by sample; torch's generator, for what else a network draws, by place and rank."""
         self._batch_keys[: len(batch.samples)] = self._keys[batch.samples]
         order = batch.order
-        torch.manual_seed(seed_of(Purpose.STEP, self._config.seed, order.epoch, order.first, rank))
+        seed = seed_of(Purpose.STEP, self._config.seed, order.epoch, order.first, rank)
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+
+def _generators(arena: torch.Tensor) -> list[torch.Generator]:
+    """torch's own for the host and for the device of the arena.
+
+    torch.manual_seed does the same, and asks every back end that torch might have whether it is there: 160 us
+    a call, against 1.
+    """
+    generators = [torch.default_generator]
+    if arena.is_cuda:
+        generators.append(torch.cuda.default_generators[arena.get_device()])
+    return generators
 
 
 def open_trained(config: Config, dataset: Dataset, memory: Memory, tensors: Path) -> tuple[Replica, Dataset]:

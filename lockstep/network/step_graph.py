@@ -5,44 +5,77 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from lockstep.config import Config
 from lockstep.errors import UserError
+from lockstep.network.gradients import Gradients
 
 _WARM_UP = 3  # runs before one is captured: libraries choose algorithms and allocate in the first ones
+
+
+def may_capture(config: Config, on_gpu: bool) -> bool:
+    """Whether steps are to be captured: as asked, or, with `auto`, on GPUs, where the code is the same
+    in every step. What the Python of a network from elsewhere does from one step to the next, nobody knows.
+    """
+    if config.cuda_graph != "auto":
+        return bool(config.cuda_graph)
+    known = config.model.rpartition(":")[0] in ("", "torchvision", "timm")
+    in_place = config.augment_on == "trainer" and config.accumulate == 1 and config.parts is None
+    return on_gpu and known and in_place
 
 
 class StepGraph:
     """Whatever the captured function reads must lie in the same place each time.
 
     The gradients that it leaves lie in memory of the graph, and each replay writes them anew: so they are the
-    parameters' again after every replay, whoever has let go of them meanwhile.
+    parameters' again after every replay, whoever has let go of them meanwhile. shared: where gradients are
+    left, if not with autograd; those of a captured step replace what was there.
+
+    must: raise UserError where capturing fails; else `tell` a line, and run the function from then on.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, must: bool, shared: Gradients | None = None) -> None:
+        self._model, self._must, self._shared = model, must, shared
+        self._filled: set[nn.Parameter] = set()
         self._n_runs = 0
+        self._has_failed = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._gradients: dict[nn.Parameter, torch.Tensor | None] = {}
 
-    def run(self, function: Callable[[], None]) -> None:
-        """Does what `function` does. Raises UserError where it can't be captured."""
+    def run(self, function: Callable[[], None], tell: Callable[[str], object]) -> None:
+        """Does what `function` does, which leaves gradients where there were none."""
         self._n_runs += 1
-        if self._n_runs <= _WARM_UP:
+        if self._n_runs > _WARM_UP and self._graph is None and not self._has_failed:
+            self._try(function, tell)
+        if self._graph is None:
             function()
             return
-        if self._graph is None:
-            self._graph = self._capture(function)
-            self._gradients = {parameter: parameter.grad for parameter in self._model.parameters()}
         self._graph.replay()
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
+        if self._shared:
+            self._shared.filled.update(self._filled)
 
-    def _capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    def _try(self, function: Callable[[], None], tell: Callable[[str], object]) -> None:
+        """Captures, which runs nothing on the device."""
         try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                function()
+            self._graph = _capture(function)
         except RuntimeError as error:
-            raise UserError(
-                f"cuda_graph: this network can't be captured: {error}; set cuda_graph: false"
-            ) from error
-        return graph
+            text = f"cuda_graph: this network can't be captured: {' '.join(str(error).split())}"
+            if self._must:
+                raise UserError(f"{text}; set cuda_graph: false") from error
+            self._has_failed = True
+            self._model.zero_grad(set_to_none=True)  # what the attempt has left lies nowhere
+            if self._shared:
+                self._shared.filled.clear()
+            tell(f"{text}; its kernels are launched one by one")
+            return
+        self._gradients = {parameter: parameter.grad for parameter in self._model.parameters()}
+        self._filled = set(self._shared.filled) if self._shared else set()
+        tell("cuda_graph: forward and backward are captured, and replayed in each whole step")
+
+
+def _capture(function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        function()
+    return graph

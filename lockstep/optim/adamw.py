@@ -7,11 +7,13 @@ from lockstep.errors import UserError
 from lockstep.optim.contract import Optimizer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from lockstep.config import Config
-    from lockstep.network.arena import Arena
-    from lockstep.optim.contract import TorchOptimizer
+    from lockstep.optim.contract import Places, TorchOptimizer
+    from lockstep.optim.fused import FusedAdamW
 
 _STEPS = "steps"  # how many were taken, once for each parameter: in checkpoints, alike in all trainers
 
@@ -29,20 +31,16 @@ class AdamW(Optimizer):
     def states(self, config: "Config") -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
 
-    def make(
-        self, groups: list[dict[str, Any]], config: "Config", args: dict[str, Any]
-    ) -> "torch.optim.Optimizer":
-        import torch
+    def make(self, groups: list[dict[str, Any]], config: "Config", args: dict[str, Any]) -> "FusedAdamW":
+        from lockstep.optim.fused import FusedAdamW
 
-        return torch.optim.AdamW(
-            groups, config.learning_rate, fused=True, capturable=config.cuda_graph, **args
-        )
+        return FusedAdamW(groups, **args)
 
     def bind(
         self,
         optimizer: "TorchOptimizer",
-        named: list[tuple[str, "torch.nn.Parameter"]],
-        arena: "Arena",
+        named: "Sequence[tuple[str, torch.Tensor]]",
+        arena: "Places",
         config: "Config",
     ) -> None:
         arena.local[_STEPS] = arena.flat.new_zeros(len(named))

@@ -1,4 +1,8 @@
-"""Stochastic gradient descent with momentum (Sutskever et al. 2013), as torch's SGD does it."""
+"""torch's own steps, in one pass over all tensors, without the class around them.
+
+torch.optim.Optimizer loads torch's compiler when the first one is made, which is more than a third of the
+time that a trainer takes to start (docs/decisions.md).
+"""
 
 from collections import defaultdict
 from typing import Any
@@ -7,40 +11,128 @@ import torch
 from torch.optim.sgd import sgd
 
 
-class FusedSGD:
-    """torch's own step, in one pass over all tensors, without the class around it.
+class Fused:
+    """groups: with 'params', 'lr' and 'weight_decay', as torch's; state: of a parameter, by name."""
 
-    torch.optim.Optimizer loads torch's compiler when the first one is made, which is more than a third of the
-    time that a trainer takes to start (docs/decisions.md).
-
-    groups: with 'params', 'lr' and 'weight_decay'. The state of a parameter is its 'momentum_buffer'.
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], momentum: float, nesterov: bool) -> None:
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
         self.param_groups = groups
         self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = defaultdict(dict)
-        self._momentum, self._nesterov = momentum, nesterov
 
-    @torch.no_grad()
     def step(self) -> None:
         """One update of all parameters that have gradients. Never waits for the device."""
-        for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            sgd(
-                trained,
-                [parameter.grad for parameter in trained],
-                [self.state[parameter]["momentum_buffer"] for parameter in trained if self._momentum],
-                fused=True,
-                weight_decay=group["weight_decay"],
-                momentum=self._momentum,
-                lr=group["lr"],
-                dampening=0.0,
-                nesterov=self._nesterov,
-                maximize=False,
-            )
+        raise NotImplementedError
 
     def zero_grad(self) -> None:
         """Forgets the gradients, so that the next ones need not be added to zeros."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+
+    def _states(self, parameters: list[torch.Tensor], kind: str) -> list[torch.Tensor]:
+        return [self.state[parameter][kind] for parameter in parameters]
+
+
+def _trained(group: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Parameters that have gradients, and these."""
+    trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+    return trained, [parameter.grad for parameter in trained]
+
+
+class FusedSGD(Fused):
+    """SGD with momentum (Sutskever et al. 2013). The state of a parameter is its 'momentum_buffer'."""
+
+    def __init__(self, groups: list[dict[str, Any]], momentum: float, nesterov: bool) -> None:
+        super().__init__(groups)
+        self._momentum, self._nesterov = momentum, nesterov
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            self._step(group, group["weight_decay"])
+
+    @torch.no_grad()
+    def _step(self, group: dict[str, Any], weight_decay: float) -> None:
+        trained, gradients = _trained(group)
+        sgd(
+            trained,
+            list(gradients),
+            list(self._states(trained, "momentum_buffer") if self._momentum else []),
+            fused=True,
+            weight_decay=weight_decay,
+            momentum=self._momentum,
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=self._nesterov,
+            maximize=False,
+        )
+
+
+class FusedLARS(FusedSGD):
+    """SGD with momentum behind the scaling of each tensor's gradient (lars.py).
+
+    Groups may have 'norms': see Optimizer.needs_norms. trust: the paper's eta.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], momentum: float, trust: float) -> None:
+        super().__init__(groups, momentum, nesterov=False)
+        self._trust = trust
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            given = group.get("norms")
+            for parameter, gradient in zip(*_trained(group), strict=True):
+                norms = given.get(parameter) if given is not None else _norms(parameter)
+                _scale(gradient, parameter.detach(), group["weight_decay"], self._trust, norms)
+            self._step(group, 0.0)
+
+
+def _norms(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Of gradient and weight, None where they are not scaled."""
+    if parameter.dim() < 2 or parameter.grad is None:
+        return None
+    return parameter.grad.norm(), parameter.detach().norm()
+
+
+def _scale(
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    decay: float,
+    trust: float,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Makes a gradient r (g + d w), with which SGD then steps. Never waits for the device."""
+    gradient.add_(weight, alpha=decay)
+    if norms:
+        size, length = norms
+        ratio = trust * length / (size + decay * length)
+        gradient.mul_(ratio.where((length > 0) & (size > 0), ratio.new_ones(())))
+
+
+class FusedAdamW(Fused):
+    """AdamW (Loshchilov and Hutter 2019). State: 'step', a scalar, 'exp_avg' and 'exp_avg_sq'."""
+
+    def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups)
+        self._betas, self._eps = betas, eps
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            trained, gradients = _trained(group)
+            steps = self._states(trained, "step")
+            torch._foreach_add_(steps, 1)
+            torch._fused_adamw_(
+                trained,
+                gradients,
+                self._states(trained, "exp_avg"),
+                self._states(trained, "exp_avg_sq"),
+                [],
+                steps,
+                amsgrad=False,
+                lr=group["lr"],
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                weight_decay=group["weight_decay"],
+                eps=self._eps,
+                maximize=False,
+            )

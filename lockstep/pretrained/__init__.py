@@ -2,6 +2,6 @@
 
 files.py reads state dicts, theano_folder.py reads and writes theano_alexnet's folders of .npy files, names.py
 knows what others call their tensors, match.py compares with the network, heads.py finds the last layer,
-start.py puts it all into a trainer. beginning.py says where a run begins: there, at a checkpoint of its own,
-or from scratch.
+weights.py puts it all into a trainer. beginning.py says where a run begins: there, at a checkpoint of its
+own, or from scratch.
 """

@@ -1,32 +1,37 @@
 """Where a run begins: from scratch, from a checkpoint of its own, or from weights trained elsewhere."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import torch
 
 from lockstep.errors import UserError
 from lockstep.network.program import Program
-from lockstep.pretrained.start import start_with
+from lockstep.pretrained.weights import start_with
 from lockstep.runs.folder import read_state
 from lockstep.runs.plan import Plan
 
 
 @dataclass
 class Beginning:
-    """epoch, position: of the first sample. val_record: of the epochs before. notice: for people."""
+    """epoch, position: of the first sample. val_record: of the epochs before. notice: for people.
+    of_rule: what a checkpoint holds of the rule that it was made with.
+    """
 
     epoch: int = 1
     position: int = 0
     val_record: list[dict[str, float]] = field(default_factory=list)
     notice: str = ""
+    of_rule: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def begin(plan: Plan, program: Program, say: Callable[[str], object]) -> Beginning:
     """Loads what the plan says into the program. Raises UserError where that can't be."""
     if plan.start:
         say(f"loading {plan.start}")
-        program.load(plan.start)
-        return _going_on(plan.start)
+        of_rule = program.load(plan.start)
+        return replace(_going_on(plan.start), of_rule=of_rule)
     if plan.config.pretrained:
         say(f"loading {plan.config.pretrained}")
         return _with_pretrained(plan, program)

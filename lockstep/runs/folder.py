@@ -7,6 +7,7 @@
     runs/<name>/checkpoints/<at>.json           everything else, and the checksum of the file above
     runs/<name>/checkpoints/latest              the name of the newest, <at>
     runs/<name>/tensorboard/                    event files, with tensorboard: true
+    runs/<name>/trace/, trace.json              with trace: true, and by `python -m lockstep.trace`
     runs/<name>/report.html, report/*.png       written by `python -m lockstep.report`
 
 The JSON file is written after the tensors and is what makes a checkpoint exist; `latest` follows, for people.
@@ -31,7 +32,7 @@ from lockstep.runs import versions
 _RECORD = re.compile(r"epoch_(\d+)(?:_at_(\d+))?\.json")
 # Keys that may differ between a run and its resumption without being worth a word.
 _UNREMARKABLE = {"resume_train", "load_epoch", "run_name", "weights_dir", "n_epochs", "devices", "batch_size"}
-_UNREMARKABLE |= {"tensorboard", "report"}
+_UNREMARKABLE |= {"tensorboard", "report", "trace"}
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,11 @@ def _lock(folder: Path) -> IO[str]:
     except OSError as error:
         raise UserError(f"{folder}: can't be written to: {error.strerror}") from error
     return file
+
+
+def has_checkpoint(config: Config) -> bool:
+    """Whether the run called run_name has one, whole or not."""
+    return bool(_records(Path(config.weights_dir) / str(config.run_name)))
 
 
 def folder_to_resume(config: Config) -> Path:

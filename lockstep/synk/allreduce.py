@@ -43,14 +43,19 @@ class AllReduce:
     def run(self, here: "Here") -> Generator[Meeting, Any, None]:
         shareds = [here.shareds[number] for number in self.numbers]
         while True:
-            word = [(shared.settle(here), shared.rows) for shared in shareds]
+            on_gpu = here.gpu is not None  # values fold where they are
+            word = [(shared.shape if on_gpu else shared.settle(here), shared.rows) for shared in shareds]
             decision = yield self.decide, word
             if decision.places is None:
                 break
             for shared, place in zip(shareds, decision.places, strict=True):
                 shared.place = place
         for shared, weights in zip(shareds, decision.weights, strict=True):
-            self._fold(here, shared, weights)
+            if on_gpu:
+                weight = None if weights is None else weights[here.rank]
+                shared.all_reduce_on_gpu(FOLD_OPS[self.op], weight)
+            else:
+                self._fold(here, shared, weights)
 
     def decide(self, team: "Team", words: list[list[tuple[Shape, int]]]) -> _Decision:
         """In the caller. Raises ValueError where shapes differ."""
@@ -58,7 +63,7 @@ class AllReduce:
         by_variable = list(zip(*words, strict=True))
         for shared, found in zip(shareds, by_variable, strict=True):
             check_equal(shared, [shape for shape, _ in found], f"all_reduce {self.op}")
-        sizes = [shared.get().nbytes for shared in shareds]
+        sizes = [shared.n_bytes for shared in shareds]
         places = make_room(team, shareds, sizes)
         if any(place is not shared.place for place, shared in zip(places, shareds, strict=True)):
             team.offer({number for place in places for number in place.blocks})
@@ -95,7 +100,7 @@ def make_all_reduce(shareds: Sequence[Shared], op: str, by_rows: bool) -> AllRed
     if by_rows and op != "avg":
         raise ValueError(f"all_reduce: by_rows is for avg, not for {op}")
     for shared in shareds:
-        check_foldable(op, shared.get().dtype, f"all_reduce: {shared.name!r}")
+        check_foldable(op, shared.dtype, f"all_reduce: {shared.name!r}")
     return AllReduce(tuple(shared.number for shared in shareds), op, by_rows)
 
 

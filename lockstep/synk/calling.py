@@ -11,7 +11,6 @@ from lockstep.synk import rows
 from lockstep.synk.blocks import Span
 from lockstep.synk.commands import Meeting
 from lockstep.synk.results import RankPart, check_same_shape
-from lockstep.synk.shareds import Shared
 
 if TYPE_CHECKING:
     from lockstep.synk.here import Here
@@ -94,7 +93,7 @@ class _Part:
         choices = []
         for shared in self._program.sliceable:
             what = f"{self._program.name}, rank {self._here.rank}: batch_s in {shared.name!r}"
-            choices.append(rows.choose(batch, len(shared.get()), what))
+            choices.append(rows.choose(batch, shared.shape[0], what))
         return choices
 
     def _count_rows(self) -> int:
@@ -163,7 +162,7 @@ class _Part:
                 shared.put(value)
         for shared, mode in program.updated.items():
             folded_value = updates[shared].result()
-            _update(shared, folded_value[-1] if mode is None else folded_value)
+            shared.assign(folded_value[-1] if mode is None else folded_value)
         return [folded.result() for folded in outputs]
 
     def _for_caller(self, outputs: list[Any]) -> list[Any]:
@@ -174,15 +173,6 @@ class _Part:
             value if modes[i] is not None else None
             for i, value in zip(self._call.outputs, outputs, strict=True)
         ]
-
-
-def _update(shared: Shared, value: np.ndarray) -> None:
-    """In place where it can be, so that the variable stays in its block."""
-    old = shared.get()
-    if old.shape == value.shape and old.dtype == value.dtype:
-        old[...] = value
-    else:
-        shared.put(value)
 
 
 _UFUNCS: dict[str, Any] = {

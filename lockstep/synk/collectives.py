@@ -94,7 +94,7 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
     if not in_place:
         return _like(shared_vars, results)
     for shared, result in zip(shareds, results, strict=True):
-        shared.get()[...] = result
+        shared.assign(result)
     return None
 
 
@@ -105,7 +105,9 @@ def all_reduce(shared_vars: Any, op: str = "avg", by_rows: bool = False, nccl: b
     that the mean of ranks' means is the mean over all rows.
     """
     team, shareds = _begin("all_reduce", shared_vars)
+    left = [shared.place for shared in shareds]
     team.ask("all_reduce", make_all_reduce(shareds, op, by_rows))
+    release_left(team, shareds, left)
 
 
 def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> None:
@@ -137,7 +139,7 @@ def get_lengths(shared_vars: Any) -> Any:
     """The numbers of rows of a variable's values, by rank. Raises ValueError for a scalar."""
     _, shareds = _begin("get_lengths", shared_vars)
     for shared in shareds:
-        if shared.get().ndim == 0:
+        if len(shared.shape) == 0:
             raise ValueError(f"get_lengths: {shared.name!r} is a scalar")
     found = get_shapes(list(_listed(shared_vars)))
     return _like(shared_vars, [[shape[0] for shape in shapes] for shapes in found])
@@ -167,11 +169,11 @@ def _arrays(shareds: list[Shared], shared_vars: Any, values: Any) -> list[np.nda
         )
     found = []
     for shared, value in zip(shareds, listed, strict=True):
-        if np.ndim(value) != shared.get().ndim:
+        if np.ndim(value) != len(shared.shape):
             raise TypeError(
-                f"{shared.name!r} has {shared.get().ndim} dimensions, the value has {np.ndim(value)}"
+                f"{shared.name!r} has {len(shared.shape)} dimensions, the value has {np.ndim(value)}"
             )
-        found.append(condition(value, shared.get().dtype, repr(shared.name)))
+        found.append(condition(value, shared.dtype, repr(shared.name)))
     return found
 
 
@@ -217,7 +219,7 @@ def _read(team: "Team", what: str, shareds: list[Shared], only: int | None = Non
 
 
 def _bytes_of(shared: Shared) -> Callable[[Shape], int]:
-    itemsize = shared.get().dtype.itemsize
+    itemsize = shared.dtype.itemsize
     return lambda shape: int(np.prod(shape, dtype=np.int64)) * itemsize
 
 
@@ -231,7 +233,7 @@ def _write(
     for shared, place, by_rank in zip(shareds, places, parts, strict=True):
         for rank, part in enumerate(by_rank):
             if only is None or rank == only:
-                view = team.here.blocks.array(place.span(rank, shared.get().dtype, part.shape))
+                view = team.here.blocks.array(place.span(rank, shared.dtype, part.shape))
                 if view.ctypes.data != part.ctypes.data:
                     view[...] = part
     numbers = tuple(shared.number for shared in shareds)

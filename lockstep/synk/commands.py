@@ -73,6 +73,13 @@ class Open:
 
 
 @dataclass(frozen=True)
+class Connect:
+    """Pipes to all other ranks: descriptors follow, in rank order. deadline: seconds of a wait there."""
+
+    deadline: float
+
+
+@dataclass(frozen=True)
 class Drop:
     """These blocks are not needed any more."""
 

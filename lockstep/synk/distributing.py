@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import UserError
 from lockstep.synk import carrying
 from lockstep.synk.functions import Function, RowNumbers
 from lockstep.synk.session import current_team
@@ -84,6 +85,10 @@ def distribute() -> None:
 
 
 def _build_graph(team: "Team", name: str, inputs: Any, *rest: Any) -> "Program":
+    if team.here.gpu is not None:
+        raise UserError(
+            f"{name}: PyTensor has no code for GPUs, and the ranks are on them: use a torch callable"
+        )
     from lockstep.synk.programs import graph_input  # PyTensor is imported when it is needed first
 
     return graph_input.build(team.known, name, inputs, *rest)
@@ -106,7 +111,7 @@ def _build_callable(
     from lockstep.synk.programs import callables  # so is torch
 
     return callables.build(
-        team.known, team.here.shareds, name, inputs, outputs, bcast_inputs, updates, sliceable_shareds
+        team.known, team.here, name, inputs, outputs, bcast_inputs, updates, sliceable_shareds
     )
 
 

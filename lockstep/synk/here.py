@@ -1,6 +1,7 @@
 """What a rank has, in the caller and in workers alike, and how it performs the steps of a command."""
 
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.launch.status import StatusBoard
@@ -8,6 +9,8 @@ from lockstep.synk.blocks import Blocks
 from lockstep.synk.commands import Meeting, Step
 
 if TYPE_CHECKING:
+    from lockstep.comm.group import Group
+    from lockstep.synk.gpu import Gpu
     from lockstep.synk.programs import Program
     from lockstep.synk.shareds import Shared
 
@@ -21,6 +24,8 @@ class Here:
         self.shareds: dict[int, Shared] = {}
         self.programs: dict[int, Program] = {}
         self._board = board
+        self.group: Group | None = None  # pipes to all other ranks, where ranks are on GPUs
+        self.gpu: Gpu | None = None
 
     @property
     def is_caller(self) -> bool:
@@ -47,3 +52,26 @@ def perform(here: Here, steps: tuple[Step, ...]) -> Generator[Meeting, Any, list
 
 def _nothing_to_decide(team: Any, words: list[Any]) -> None:
     """All have arrived, which is all that this meeting is for."""
+
+
+@dataclass
+class Turn:
+    """Where this process's own part of a command is: at a meeting, at its end, or at an error."""
+
+    decide: Any = None
+    word: Any = None
+    values: list[Any] | None = None
+    error: BaseException | None = None
+
+
+def advance(own: Any, decision: Any) -> Turn:
+    """Goes on with what `perform` gave, after a meeting that decided this; None begins."""
+    try:
+        decide, word = own.send(decision)
+    except StopIteration as stop:
+        return Turn(values=stop.value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return Turn(error=error)
+    return Turn(decide, word)

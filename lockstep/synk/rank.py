@@ -17,6 +17,7 @@ from typing import Any
 
 import cloudpickle
 
+from lockstep.comm.group import Group, World
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import PeerLost
 from lockstep.interrupts import die_with_parent
@@ -27,6 +28,7 @@ from lockstep.synk.commands import (
     Answer,
     Arrived,
     Close,
+    Connect,
     Drop,
     Go,
     NeedRoom,
@@ -104,11 +106,21 @@ class _Loop:
             message = self._pipe.receive(object, "a command")
             if isinstance(message, Open):
                 self._open(message)
+            elif isinstance(message, Connect):
+                self._connect(message)
             elif isinstance(message, Drop):
                 for number in message.numbers:
                     self._here.blocks.drop(number)
             else:
                 return message
+
+    def _connect(self, message: Connect) -> None:
+        others = [rank for rank in range(self._here.size) if rank != self._here.rank]
+        ends = {
+            other: Connection(self._pipe.receive_descriptor(f"a pipe to rank {other}")) for other in others
+        }
+        world = World.on_one_host(self._here.size)[self._here.rank]
+        self._here.group = Group.connected(world, ends, message.deadline)
 
     def _open(self, message: Open) -> None:
         try:

@@ -38,8 +38,8 @@ def fork(
     """
     if _Session.team is not None and not _Session.team.closed:
         raise RuntimeError("fork(): there is a team already; close() ends it")
-    _refuse_gpus(use_gpu, devices)
-    size = _choose_size(n_parallel, devices)
+    gpus = _choose_devices(use_gpu, devices)
+    size = _choose_size(n_parallel, devices or gpus)
     if not 0 <= operator.index(master_rank) < size:
         raise ValueError(f"fork(): master_rank={master_rank} is none of the {size} ranks")
     if wait_deadline <= 0:
@@ -47,7 +47,7 @@ def fork(
     n_threads = max(1, _count_cores() // size) if threads is None else operator.index(threads)
     if n_threads < 1:
         raise ValueError(f"fork(): threads={threads}: a rank has one or more")
-    _Session.team = Team(size, master_rank, n_threads, profile_workers, wait_deadline)
+    _Session.team = Team(size, master_rank, n_threads, profile_workers, wait_deadline, gpus)
     return size
 
 
@@ -95,17 +95,20 @@ def _count_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _refuse_gpus(use_gpu: bool | None, devices: Sequence[str] | None) -> None:
-    on_gpu = False
-    if devices:
-        from lockstep.backends.devices import normalise, on_gpus  # now: it brings much that workers need not
+def _choose_devices(use_gpu: bool | None, devices: Sequence[str] | None) -> tuple[str, ...]:
+    """The GPUs that ranks are to be on; none for CPUs."""
+    if devices is None and not use_gpu:
+        return ()
+    from lockstep.backends import devices as known  # now: it brings much that workers need not
 
-        on_gpu = on_gpus(normalise(tuple(devices)))
-    if use_gpu or on_gpu:
-        raise UserError(
-            "fork(): there are no ranks on GPUs: PyTensor has no code for GPUs any more, and torch callables "
-            "run on CPU ranks; leave use_gpu and devices out, or train on GPUs with train.py"
-        )
+    if devices is None:
+        names, reason = known.choose()
+        if not known.on_gpus(names):
+            raise UserError(f"fork(): use_gpu, but {reason}")
+    else:
+        names = known.normalise(tuple(devices))
+    known.check(names)
+    return names if known.on_gpus(names) else ()
 
 
 atexit.register(close)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from lockstep.exchange import Op
 from lockstep.synk.blocks import Span, align
 from lockstep.synk.commands import Meeting
 
@@ -57,6 +58,22 @@ class Shared(ABC):
         return
 
     @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of its value, which is an array."""
+        found: np.dtype[Any] = self.get().dtype
+        return found
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its value, which is an array."""
+        found: tuple[int, ...] = self.get().shape
+        return found
+
+    @property
+    def n_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
     def is_array(self) -> bool:
         """Whether its value can lie in a block."""
         value = self.get()
@@ -65,7 +82,23 @@ class Shared(ABC):
     def view(self, here: "Here", rank: int, shape: tuple[int, ...]) -> np.ndarray:
         """The array at its place in a rank's block."""
         assert self.place is not None, f"{self.name} has no place"
-        return here.blocks.array(self.place.span(rank, self.get().dtype, shape))
+        return here.blocks.array(self.place.span(rank, self.dtype, shape))
+
+    def assign(self, value: np.ndarray) -> None:
+        """Gives it a value: in place where it can be, so that it stays where it lies."""
+        old = self.get()
+        if old.shape == value.shape and old.dtype == value.dtype:
+            old[...] = value
+        else:
+            self.put(value)
+
+    def leave_gpu(self) -> None:
+        """Gives up what it has of GPUs; all ranks do it together."""
+        return
+
+    def all_reduce_on_gpu(self, op: Op, weight: float | None) -> None:
+        """Folds all ranks' values where they are. weight: this rank's share of a mean; None: equal ones."""
+        raise TypeError(f"{self.name} has no fixed place on its GPU: all_reduce takes vectors of modules")
 
     def settle(self, here: "Here") -> tuple[int, ...]:
         """Moves the value to its place, if there is room. Returns its shape."""
@@ -141,7 +174,7 @@ class Shapes:
         return ()
 
     def run(self, here: "Here") -> Generator[Meeting, Any, list[tuple[int, ...]]]:
-        return [here.shareds[number].get().shape for number in self.numbers]
+        return [here.shareds[number].shape for number in self.numbers]
         yield  # a step is a generator, also where it meets nobody
 
 

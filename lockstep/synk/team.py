@@ -7,9 +7,10 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
 
+from lockstep.comm.group import Group, World
 from lockstep.errors import PeerProblem, UserError
 from lockstep.memory.host import HostMemory
 from lockstep.synk.commands import (
@@ -17,6 +18,7 @@ from lockstep.synk.commands import (
     Answer,
     Arrived,
     Close,
+    Connect,
     Drop,
     Go,
     Message,
@@ -26,12 +28,12 @@ from lockstep.synk.commands import (
     Run,
     Step,
 )
-from lockstep.synk.here import Here, perform
+from lockstep.synk.here import Here, Turn, advance, perform
 from lockstep.synk.interrupts import RankLost, whole
 from lockstep.synk.malloc import keep_freed_memory
 from lockstep.synk.shareds import Known
 from lockstep.synk.threads import Threads
-from lockstep.synk.workers import LEAVE_SECONDS, Worker, greet, start_worker
+from lockstep.synk.workers import LEAVE_SECONDS, Worker, connect_all, end_worker, greet, start_worker
 
 if TYPE_CHECKING:
     from lockstep.synk.functions import Function, RowNumbers
@@ -39,20 +41,18 @@ if TYPE_CHECKING:
 ROOM_BYTES = 1 << 20  # the least that a worker's block for results has
 
 
-@dataclass
-class _Turn:
-    """Where this process's own part of a command is: at a meeting, at its end, or at an error."""
-
-    decide: Any = None
-    word: Any = None
-    values: list[Any] | None = None
-    error: BaseException | None = None
-
-
 class Team:
     """All ranks. One thread at a time has it perform something."""
 
-    def __init__(self, size: int, caller: int, threads: int, profile: bool, deadline: float) -> None:
+    def __init__(
+        self,
+        size: int,
+        caller: int,
+        threads: int,
+        profile: bool,
+        deadline: float,
+        devices: tuple[str, ...] = (),
+    ) -> None:
         self.size, self.rank, self.here = size, caller, Here(caller, size, caller)
         self.known = Known(self)
         self.functions: list[Function] = []
@@ -76,9 +76,25 @@ class Team:
             for worker in self.workers:
                 with self._watching(worker):
                     greet(worker)
+            if devices:
+                self._take(devices, deadline)
         except BaseException:
             self.close()
             raise
+
+    def _take(self, devices: tuple[str, ...], deadline: float) -> None:
+        """Pipes between all ranks, and each rank's GPU."""
+        from lockstep.synk.gpu import UseGpus  # torch and PyCUDA come with it
+
+        ends = connect_all(self.size)
+        for worker in self.workers:
+            worker.pipe.send(Connect(deadline))
+            for _, end in sorted(ends[worker.rank].items()):
+                with end:
+                    worker.pipe.send_descriptor(end.fileno())
+        own = {rank: Connection(end.detach()) for rank, end in ends[self.rank].items()}
+        self.here.group = Group.connected(World.on_one_host(self.size)[self.rank], own, deadline)
+        self.ask("taking its GPU", UseGpus(devices))
 
     def check(self) -> None:
         """Raises RuntimeError after close(), RankLost when a rank is lost."""
@@ -132,18 +148,26 @@ class Team:
         """Ends the workers; harmless when called twice."""
         if self.closed or self._pid != os.getpid():
             return
+        if self.here.gpu is not None and self._lost is None:
+            self._leave_gpus()
         self.closed = True
         for worker in self.workers:
             with suppress(PeerProblem):
                 worker.pipe.send(Close())
         for worker in self.workers:
-            _end(worker, 0 if self._lost else LEAVE_SECONDS)
+            end_worker(worker, 0 if self._lost else LEAVE_SECONDS)
         self.here.blocks.close()
         self.threads.restore()
 
+    def _leave_gpus(self) -> None:
+        from lockstep.synk.gpu import LeaveGpus
+
+        with suppress(RankLost):  # then there is nobody to wait for
+            self.ask("leaving its GPU", LeaveGpus())
+
     def _ask(self, command: Run, own_first: bool) -> list[list[Any]]:
         own = perform(self.here, command.steps)
-        turn = _advance(own, None) if own_first else None
+        turn = advance(own, None) if own_first else None
         if turn is not None and turn.error is not None:
             raise turn.error
         numbers = {number for step in command.steps for number in step.blocks()}
@@ -151,7 +175,7 @@ class Team:
             with self._watching(worker):
                 self._offer(worker, numbers)
                 worker.pipe.send(command)
-        turn = turn or _advance(own, None)
+        turn = turn or advance(own, None)
         while True:
             messages = {worker.rank: self._collect(worker) for worker in self.workers}
             self._check_problems(turn, messages)
@@ -163,7 +187,7 @@ class Team:
                 self._send(Abort())
                 raise
             self._send(Go(decision))
-            turn = _advance(own, decision)
+            turn = advance(own, decision)
 
     def offer(self, numbers: set[int]) -> None:
         """Sends blocks to the workers that do not have them: in a meeting, before what is decided there."""
@@ -195,7 +219,7 @@ class Team:
                 worker.results = self.allocate(n_bytes, f"results of rank {worker.rank}")
                 self._offer(worker, {worker.results})
 
-    def _check_problems(self, turn: _Turn, messages: dict[int, Message]) -> None:
+    def _check_problems(self, turn: Turn, messages: dict[int, Message]) -> None:
         """Raises this process's own error, else the first rank's; all ranks know that the command is over."""
         problems = {rank: m for rank, m in messages.items() if isinstance(m, Problem)}
         if turn.error is None and not problems:
@@ -263,25 +287,3 @@ class Team:
             how = "was killed because of a second Ctrl-C"
             self._lost = RankLost(worker.rank, worker.process.pid, how, signal.SIGKILL, worker.doing)
         self._kill()
-
-
-def _advance(own: Any, decision: Any) -> _Turn:
-    try:
-        decide, word = own.send(decision)
-    except StopIteration as stop:
-        return _Turn(values=stop.value)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        return _Turn(error=error)
-    return _Turn(decide, word)
-
-
-def _end(worker: Worker, seconds: float) -> None:
-    """Waits so long for its process to leave, then kills it."""
-    worker.pipe.close()
-    if worker.board is not None:
-        worker.board.close()
-    if worker.describe_end(seconds) and worker.process.poll() is None:
-        worker.process.kill()
-        worker.process.wait()

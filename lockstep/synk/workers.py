@@ -107,6 +107,15 @@ def greet(worker: Worker) -> None:
     worker.board = StatusBoard.receive(worker.pipe)
 
 
+def connect_all(size: int) -> list[dict[int, socket.socket]]:
+    """A pair of sockets between any two ranks; by rank, by the other rank."""
+    ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+    for rank in range(size):
+        for other in range(rank):
+            ends[rank][other], ends[other][rank] = socket.socketpair()
+    return ends
+
+
 def _spawn(rank: int, threads: int, deadline: float) -> Worker:
     ours, theirs = socket.socketpair()
     environment = dict(os.environ)
@@ -118,3 +127,13 @@ def _spawn(rank: int, threads: int, deadline: float) -> Worker:
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
         )
     return Worker(rank, process, Pipe(Connection(ours.detach()), f"rank {rank}", deadline))
+
+
+def end_worker(worker: Worker, seconds: float) -> None:
+    """Waits so long for its process to leave, then kills it."""
+    worker.pipe.close()
+    if worker.board is not None:
+        worker.board.close()
+    if worker.describe_end(seconds) and worker.process.poll() is None:
+        worker.process.kill()
+        worker.process.wait()

@@ -6,6 +6,7 @@
 //
 //   CUDA_SIM_FOLDER   where memory and events lie (needed)       CUDA_SIM_DEVICES   how many devices (2)
 //   CUDA_SIM_MEMORY   bytes per device and process (1 GiB)       CUDA_SIM_DELAY     longest pause before an operation, us (0)
+//   CUDA_SIM_HANGS    1: whoever begins to use it waits for ever
 //   CUDA_SIM_LOCKABLE bytes of host memory that can be page-locked at once (all)
 //
 // Faults between devices, as lists of pairs like 0-1,1-0 (who reaches - whose memory; 0-0 for two processes on one device):
@@ -13,8 +14,13 @@
 //   CUDA_SIM_NO_OPEN  IPC handles can't be opened
 //   CUDA_SIM_GARBLED  a kernel's writes arrive with one bit turned over
 //
-// Two rules of the real driver that are easily broken without notice are made to hurt here: freed memory is overwritten before it
-// goes, whoever still has it open; and a process can't open its own handle.
+//   CUDA_SIM_NO_IPC   1: nothing can be shared, as where the kernel is gVisor
+//   CUDA_SIM_SHM      where the files of interprocess events lie (/dev/shm)
+//
+// Rules of the real driver that are easily broken without notice are made to hurt here: freed memory is overwritten before it
+// goes, whoever still has it open; a process can't open its own handle; freeing waits for all streams of the device; a queue that
+// is full blocks; elapsed times need events that are timed and done; memory of another device must have been opened here; memory
+// is page-locked once; an interprocess event is a file in /dev/shm that outlives a killed process.
 
 #define _GNU_SOURCE
 #include <cuda.h>
@@ -30,6 +36,7 @@
 
 #define MOST_DEVICES 16
 #define POISON 0xEE
+#define MOST_QUEUED 1024 // launches, before the host waits for the device
 
 struct CUctx_st {
     int device;
@@ -49,8 +56,14 @@ struct shared_event {
 
 struct CUevent_st {
     struct shared_event *shared;
-    int owned;
-    char name[48];
+    int owned, timed;
+    char name[48]; // of its file, where it is an interprocess event
+};
+
+struct locked {
+    struct locked *next;
+    char *first;
+    size_t bytes;
 };
 
 struct CUmod_st {
@@ -80,13 +93,16 @@ struct CUstream_st {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     struct operation *first, *last;
-    int busy, closing;
+    int busy, closing, queued, device;
     unsigned random;
+    struct CUstream_st *next;
 };
 
 static struct CUctx_st contexts[MOST_DEVICES];
 static struct CUstream_st *default_streams[MOST_DEVICES];
+static struct CUstream_st *streams;
 static struct allocation *allocations;
+static struct locked *locked;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic unsigned counter;
 static _Thread_local CUcontext stack[64];
@@ -118,10 +134,16 @@ static CUcontext current(void) { return depth ? stack[depth - 1] : NULL; }
 
 static void new_name(char *name, const char *kind) { snprintf(name, 48, "%s-%d-%u", kind, getpid(), ++counter); }
 
+static const char *folder_of(const char *name)
+{
+    const char *shm = getenv("CUDA_SIM_SHM");
+    return strncmp(name, "cuda.shm.", 9) ? getenv("CUDA_SIM_FOLDER") : shm ? shm : "/dev/shm";
+}
+
 static void *map_file(const char *name, size_t bytes, int create, int flags)
 {
     char path[4096];
-    snprintf(path, sizeof path, "%s/%s", getenv("CUDA_SIM_FOLDER"), name);
+    snprintf(path, sizeof path, "%s/%s", folder_of(name), name);
     int file = open(path, O_RDWR | O_CLOEXEC | (create ? O_CREAT | O_EXCL : 0), 0600);
     if (file < 0)
         return NULL;
@@ -133,7 +155,7 @@ static void *map_file(const char *name, size_t bytes, int create, int flags)
 static void remove_file(const char *name)
 {
     char path[4096];
-    snprintf(path, sizeof path, "%s/%s", getenv("CUDA_SIM_FOLDER"), name);
+    snprintf(path, sizeof path, "%s/%s", folder_of(name), name);
     unlink(path);
 }
 
@@ -201,6 +223,7 @@ static void *work(void *argument)
         free(op);
         pthread_mutex_lock(&stream->lock);
         stream->busy = 0;
+        stream->queued--;
         pthread_cond_broadcast(&stream->changed);
     }
     pthread_mutex_unlock(&stream->lock);
@@ -213,6 +236,9 @@ static struct CUstream_st *new_stream(void)
     pthread_mutex_init(&stream->lock, NULL);
     pthread_cond_init(&stream->changed, NULL);
     stream->random = getpid() * 31 + ++counter;
+    stream->device = current()->device;
+    stream->next = streams; // under `lock`
+    streams = stream;
     pthread_create(&stream->thread, NULL, work, stream);
     return stream;
 }
@@ -238,6 +264,9 @@ static CUresult enqueue(CUstream given, struct operation op)
     *copy = op;
     copy->next = NULL;
     pthread_mutex_lock(&stream->lock);
+    while (stream->queued >= MOST_QUEUED)
+        pthread_cond_wait(&stream->changed, &stream->lock);
+    stream->queued++;
     if (stream->first)
         stream->last->next = copy;
     else
@@ -260,8 +289,23 @@ static CUresult drain(struct CUstream_st *stream)
 CUresult cuStreamCreate(CUstream *stream, unsigned flags)
 {
     (void)flags;
+    if (!current())
+        return CUDA_ERROR_INVALID_CONTEXT;
+    pthread_mutex_lock(&lock);
     *stream = new_stream();
+    pthread_mutex_unlock(&lock);
     return CUDA_SUCCESS;
+}
+
+// As freeing memory does: whatever the device was asked for is done first, in all of its streams.
+static void drain_all(int device)
+{
+    pthread_mutex_lock(&lock);
+    struct CUstream_st *stream = streams;
+    pthread_mutex_unlock(&lock);
+    for (; stream; stream = stream->next)
+        if (stream->device == device)
+            drain(stream);
 }
 
 CUresult cuStreamDestroy(CUstream stream)
@@ -271,6 +315,12 @@ CUresult cuStreamDestroy(CUstream stream)
     pthread_cond_broadcast(&stream->changed);
     pthread_mutex_unlock(&stream->lock);
     pthread_join(stream->thread, NULL);
+    pthread_mutex_lock(&lock);
+    struct CUstream_st **at = &streams;
+    while (*at != stream)
+        at = &(*at)->next;
+    *at = stream->next;
+    pthread_mutex_unlock(&lock);
     free(stream);
     return CUDA_SUCCESS;
 }
@@ -300,16 +350,21 @@ CUresult cuEventCreate(CUevent *event, unsigned flags)
         return CUDA_ERROR_INVALID_VALUE;
     struct CUevent_st *made = calloc(1, sizeof *made);
     made->owned = 1;
-    new_name(made->name, "event");
-    made->shared = map_file(made->name, sizeof *made->shared, 1, MAP_SHARED);
+    made->timed = !(flags & CU_EVENT_DISABLE_TIMING);
     *event = made;
-    return made->shared ? CUDA_SUCCESS : CUDA_ERROR_OPERATING_SYSTEM;
+    if (!(flags & CU_EVENT_INTERPROCESS))
+        return made->shared = calloc(1, sizeof *made->shared), CUDA_SUCCESS;
+    if (setting("CUDA_SIM_NO_IPC", 0))
+        return free(made), CUDA_ERROR_NOT_SUPPORTED;
+    snprintf(made->name, sizeof made->name, "cuda.shm.%x.%x.%x", getuid(), getpid(), ++counter);
+    made->shared = map_file(made->name, sizeof *made->shared, 1, MAP_SHARED);
+    return made->shared ? CUDA_SUCCESS : (free(made), CUDA_ERROR_OPERATING_SYSTEM);
 }
 
 CUresult cuEventDestroy(CUevent event)
 {
     // what is in a stream may still need it: it stays mapped
-    if (event->owned)
+    if (event->owned && event->name[0])
         remove_file(event->name);
     free(event);
     return CUDA_SUCCESS;
@@ -335,12 +390,18 @@ CUresult cuEventSynchronize(CUevent event)
 
 CUresult cuEventElapsedTime(float *milliseconds, CUevent start, CUevent end)
 {
+    if (!start->timed || !end->timed || !start->shared->issued || !end->shared->issued)
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (cuEventQuery(start) || cuEventQuery(end))
+        return CUDA_ERROR_NOT_READY;
     *milliseconds = (end->shared->nanoseconds - start->shared->nanoseconds) / 1e6f;
     return CUDA_SUCCESS;
 }
 
 CUresult cuIpcGetEventHandle(CUipcEventHandle *handle, CUevent event)
 {
+    if (!event->name[0])
+        return CUDA_ERROR_INVALID_VALUE;
     memset(handle, 0, sizeof *handle);
     memcpy(handle, event->name, sizeof event->name);
     return CUDA_SUCCESS;
@@ -371,6 +432,18 @@ static CUresult add(CUdeviceptr *pointer, const char *name, size_t bytes, int ow
     allocations = made;
     *pointer = (CUdeviceptr)made->pointer;
     return CUDA_SUCCESS;
+}
+
+// Whether an address lies in this process's memory of another device, or in none where it must lie in some.
+static int is_foreign(const void *address, int device, int must)
+{
+    int known = 0, here = 0;
+    pthread_mutex_lock(&lock);
+    for (struct allocation *at = allocations; at; at = at->next)
+        if ((char *)address >= (char *)at->pointer && (char *)address < (char *)at->pointer + at->bytes)
+            known = 1, here |= at->device == device;
+    pthread_mutex_unlock(&lock);
+    return known ? !here : must;
 }
 
 static struct allocation **find(CUdeviceptr pointer)
@@ -428,7 +501,13 @@ static CUresult release(CUdeviceptr pointer, int owned)
     return CUDA_SUCCESS;
 }
 
-CUresult cuMemFree(CUdeviceptr pointer) { return release(pointer, 1); }
+CUresult cuMemFree(CUdeviceptr pointer)
+{
+    if (current())
+        drain_all(current()->device);
+    return release(pointer, 1);
+}
+
 CUresult cuIpcCloseMemHandle(CUdeviceptr pointer) { return release(pointer, 0); }
 
 CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr pointer)
@@ -436,6 +515,8 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr pointer)
     struct allocation *found = *find(pointer);
     if (!found || !found->owned)
         return CUDA_ERROR_INVALID_VALUE;
+    if (setting("CUDA_SIM_NO_IPC", 0) || found->bytes % (2 << 20))
+        return CUDA_ERROR_NOT_SUPPORTED;
     memset(handle, 0, sizeof *handle);
     memcpy(handle->reserved, found->name, sizeof found->name);
     memcpy(handle->reserved + 48, &found->bytes, sizeof found->bytes);
@@ -494,15 +575,39 @@ CUresult cuMemHostRegister(void *pointer, size_t bytes, unsigned flags)
     (void)flags;
     if (setting("CUDA_SIM_LOCKABLE", 1l << 40) < (long)bytes)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    return (size_t)pointer % 4096 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+    if ((size_t)pointer % 4096)
+        return CUDA_ERROR_INVALID_VALUE;
+    for (struct locked *at = locked; at; at = at->next)
+        if ((char *)pointer < at->first + at->bytes && at->first < (char *)pointer + bytes)
+            return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
+    struct locked *made = malloc(sizeof *made);
+    *made = (struct locked){locked, pointer, bytes};
+    locked = made;
+    return CUDA_SUCCESS;
 }
 
-CUresult cuMemHostUnregister(void *pointer) { return (void)pointer, CUDA_SUCCESS; }
+CUresult cuMemHostUnregister(void *pointer)
+{
+    for (struct locked **at = &locked; *at; at = &(*at)->next)
+        if ((*at)->first == pointer) {
+            struct locked *found = *at;
+            *at = found->next;
+            return free(found), CUDA_SUCCESS;
+        }
+    return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+}
 
 // ---- copies -------------------------------------------------------------------------------------------------------
 
-static CUresult copy(void *to, const void *from, size_t bytes, CUstream stream, int wait)
+enum side { HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE };
+
+static CUresult copy(enum side side, void *to, const void *from, size_t bytes, CUstream stream, int wait)
 {
+    if (!current())
+        return CUDA_ERROR_INVALID_CONTEXT;
+    int device = current()->device;
+    if ((side != DEVICE_TO_HOST && is_foreign(to, device, 1)) || (side != HOST_TO_DEVICE && is_foreign(from, device, 1)))
+        return CUDA_ERROR_INVALID_VALUE;
     CUresult result = enqueue(stream, (struct operation){.kind = COPY, .to = to, .from = from, .bytes = bytes});
     return result || !wait ? result : drain(stream_of(stream));
 }
@@ -512,33 +617,37 @@ static CUresult copy(void *to, const void *from, size_t bytes, CUstream stream, 
 // As the real one with pageable memory: it returns when the bytes are in the driver's own memory, before they are on the device.
 CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t n)
 {
+    if (!current() || is_foreign(DEVICE(to), current()->device, 1))
+        return CUDA_ERROR_INVALID_VALUE;
     void *kept = malloc(n);
     memcpy(kept, from, n);
     return enqueue(0, (struct operation){.kind = COPY_AND_FREE, .to = DEVICE(to), .from = kept, .bytes = n});
 }
 
-CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t n) { return copy(to, DEVICE(from), n, 0, 1); }
-CUresult cuMemcpyDtoD(CUdeviceptr to, CUdeviceptr from, size_t n) { return copy(DEVICE(to), DEVICE(from), n, 0, 1); }
-CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t n, CUstream s) { return copy(DEVICE(to), from, n, s, 0); }
-CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t n, CUstream s) { return copy(to, DEVICE(from), n, s, 0); }
+CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t n) { return copy(DEVICE_TO_HOST, to, DEVICE(from), n, 0, 1); }
+CUresult cuMemcpyDtoD(CUdeviceptr to, CUdeviceptr from, size_t n) { return copy(DEVICE_TO_DEVICE, DEVICE(to), DEVICE(from), n, 0, 1); }
+CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t n, CUstream s) { return copy(HOST_TO_DEVICE, DEVICE(to), from, n, s, 0); }
+CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t n, CUstream s) { return copy(DEVICE_TO_HOST, to, DEVICE(from), n, s, 0); }
 CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t n, CUstream s)
 {
-    return copy(DEVICE(to), DEVICE(from), n, s, 0);
+    return copy(DEVICE_TO_DEVICE, DEVICE(to), DEVICE(from), n, s, 0);
 }
 CUresult cuMemcpyPeer(CUdeviceptr to, CUcontext a, CUdeviceptr from, CUcontext b, size_t n)
 {
     (void)a, (void)b;
-    return copy(DEVICE(to), DEVICE(from), n, 0, 1);
+    return copy(DEVICE_TO_DEVICE, DEVICE(to), DEVICE(from), n, 0, 1);
 }
 CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext a, CUdeviceptr from, CUcontext b, size_t n, CUstream s)
 {
     (void)a, (void)b;
-    return copy(DEVICE(to), DEVICE(from), n, s, 0);
+    return copy(DEVICE_TO_DEVICE, DEVICE(to), DEVICE(from), n, s, 0);
 }
 
 // Like the real one, it does not wait for the device.
 CUresult cuMemsetD8(CUdeviceptr to, unsigned char value, size_t n)
 {
+    if (!current() || is_foreign(DEVICE(to), current()->device, 1))
+        return CUDA_ERROR_INVALID_VALUE;
     return enqueue(0, (struct operation){.kind = FILL, .to = DEVICE(to), .value = value, .bytes = n});
 }
 
@@ -587,6 +696,9 @@ CUresult cuLaunchKernel(
             packed = extra[1];
         else
             bytes = *(size_t *)extra[1];
+    for (size_t at = 0; current() && at + 8 <= bytes; at += 8)
+        if (is_foreign(*(void **)((char *)packed + at), current()->device, 0))
+            return CUDA_ERROR_ILLEGAL_ADDRESS;
     char *kept = malloc(bytes + 16);
     memcpy(kept, packed, bytes);
     return enqueue(stream, (struct operation){.kind = KERNEL, .function = function, .from = kept, .blocks = gx, .rows = gy, .threads = bx});
@@ -613,6 +725,8 @@ CUresult cuInit(unsigned flags)
     (void)flags;
     for (int device = 0; device < MOST_DEVICES; device++)
         contexts[device].device = device;
+    while (setting("CUDA_SIM_HANGS", 0))
+        pause();
     return getenv("CUDA_SIM_FOLDER") ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
 }
 
@@ -648,6 +762,13 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
 CUresult cuDeviceGetPCIBusId(char *text, int length, CUdevice device)
 {
     snprintf(text, length, "0000:%02X:00.0", device + 1);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device)
+{
+    memset(uuid, 0, sizeof *uuid);
+    uuid->bytes[0] = (char)(device + 1);
     return CUDA_SUCCESS;
 }
 

@@ -2,12 +2,14 @@
 // where there is no GPU. Threads run one after the other: it is for kernels that neither share memory nor synchronise.
 
 #pragma once
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <tuple>
 
 #define __global__
 #define __device__
+#define __grid_constant__
 
 struct alignas(16) float4 {
     float x, y, z, w;
@@ -22,6 +24,13 @@ inline unsigned int __float_as_uint(float value)
     unsigned int bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
+}
+
+inline float __uint_as_float(unsigned int bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
 // The next argument from a packed buffer, aligned as the driver's cuLaunchKernel packs them.

@@ -40,7 +40,7 @@ class Simulation:
         lines = [
             f"{n}, GPU-{n}, 00000000:{n + 1:02X}:00.0, simulated device {n}, 580, 1024, " for n in devices
         ]
-        program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}Disabled'\n" for line in lines))
+        program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}Disabled, Default'\n" for line in lines))
         program.chmod(0o755)
         return {
             **os.environ,
@@ -80,8 +80,16 @@ def compute_on_the_host(device: object, stream: Any) -> None:
     """torch's work is not in the stream here: it begins when the stream has done what came before it."""
     import train_funcs
     from lockstep.network.arena import Arena
+    from lockstep.network.gradients import Gradients
+    from lockstep.network.kernels import DropoutKernel, LrnKernel
     from lockstep.network.replica import Replica
+    from lockstep.network.sharded import ShardedUpdater
     from lockstep.network.updater import Updater
+    from lockstep.sync import assembling
+    from lockstep.sync.apart import Apart
+    from lockstep.sync.elastic import Elastic
+    from lockstep.sync.gossip import Gossip
+    from lockstep.sync.outer import Outer
 
     def behind(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -91,12 +99,37 @@ def compute_on_the_host(device: object, stream: Any) -> None:
 
         return wait_first
 
+    def between(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wait_twice(*arguments: Any) -> Any:
+            stream.synchronize()
+            result = function(*arguments)
+            stream.synchronize()
+            return result
+
+        return wait_twice
+
+    kernels = (LrnKernel, "forward"), (LrnKernel, "backward"), (DropoutKernel, "apply")
+    for place, name in kernels:
+        setattr(place, name, between(getattr(place, name)))
     for place, name in (
         (Replica, "forward_backward"),
         (Updater, "step"),
+        (Gradients, "complete"),
+        (ShardedUpdater, "average"),
+        (ShardedUpdater, "step"),
+        (ShardedUpdater, "norms"),
+        (ShardedUpdater, "use_norms"),
+        (ShardedUpdater, "finish"),
+        (Outer, "_step"),
+        (Apart, "mean"),
+        (Elastic, "_move"),
+        (Gossip, "_blend"),
+        (assembling, "in_host_memory"),
         (Replica, "count_errors"),
         (Arena, "digests"),
         (Arena, "state"),
         (train_funcs.Trainer, "save"),
+        *([(sys.modules["lockstep.synk.gpu"].Gpu, "compute")] if "lockstep.synk.gpu" in sys.modules else []),
     ):
         setattr(place, name, behind(getattr(place, name)))

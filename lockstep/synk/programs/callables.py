@@ -38,8 +38,9 @@ class CallableProgram(Program):
 
     kind = "callable"
 
-    def __init__(self, spec: Spec, shareds: dict[int, Shared]) -> None:
-        self.spec, self._shareds = spec, shareds
+    def __init__(self, spec: Spec, here: Any) -> None:
+        self.spec, self._shareds, self._gpu = spec, here.shareds, here.gpu
+        shareds = here.shareds
         self.name, self.inputs, self.returns = spec.name, spec.inputs, spec.returns
         self.output_modes = spec.output_modes
         self.updated = {shareds[number]: mode for number, mode, _ in spec.updates}
@@ -47,11 +48,10 @@ class CallableProgram(Program):
         self.sliceable = [shareds[number] for number in spec.sliceable]
 
     def call(self, inputs: list[np.ndarray]) -> list[Any]:
-        return self.call_alone([torch.from_numpy(array) for array in inputs])
-
-    def call_alone(self, inputs: list[Any]) -> list[Any]:
-        tensors = [value if torch.is_tensor(value) else torch.from_numpy(np.array(value)) for value in inputs]
-        result = self.spec.function(*tensors)
+        if self._gpu is None:
+            result = self.spec.function(*(torch.from_numpy(array) for array in inputs))
+        else:
+            result = self._gpu.compute(self.spec.function, *self._gpu.upload(inputs))
         if self.returns == "none":
             return []
         listed = list(result) if self.returns == "list" and isinstance(result, list | tuple) else [result]
@@ -60,6 +60,9 @@ class CallableProgram(Program):
                 f"{self.name} returned {len(listed)} outputs, {len(self.output_modes)} have modes"
             )
         return [self._as_array(i, value) for i, value in enumerate(listed)]
+
+    def call_alone(self, inputs: list[Any]) -> list[Any]:
+        return self.call([np.array(value) for value in inputs])
 
     def pieces(self, number: int, new: list[Shared]) -> Iterator[tuple[str, Any]]:
         what = f"function {self.name!r}"
@@ -86,7 +89,7 @@ class CallableProgram(Program):
 
     def _as_array(self, number: int, value: Any) -> np.ndarray:
         """A copy: a callable may return what lies in a block."""
-        array = np.array(value.detach().numpy() if torch.is_tensor(value) else value)
+        array = np.array(value.detach().cpu().numpy() if torch.is_tensor(value) else value)
         mode, what = self.output_modes[number], f"{self.name}: output {number}"
         if mode is not None:
             check_foldable(mode, array.dtype, what)
@@ -105,12 +108,12 @@ def receive(here: Any, objects: Iterator[Any]) -> None:
         shared.number = shared_number
         here.shareds[shared_number] = shared
     spec = next(piece for piece in objects if isinstance(piece, Spec))
-    here.programs[number] = CallableProgram(spec, here.shareds)
+    here.programs[number] = CallableProgram(spec, here)
 
 
 def build(
     known: Known,
-    shareds: dict[int, Shared],
+    here: Any,
     name: str,
     function: Callable[..., Any],
     outputs: Any,
@@ -124,14 +127,13 @@ def build(
     numbers = [number for number, _, _ in pairs]
     if len(set(numbers)) != len(numbers):
         raise ValueError(f"{name}: a variable is updated twice")
+    shareds = here.shareds
     sliceable = [_find(known, name, "sliceable", given) for given in _listed(name, sliceable_shareds)]
     for number in sliceable:
         if number in numbers:
             raise ValueError(f"{name}: sliceable {shareds[number].name!r} is updated by the function")
     inputs = _check_parameters(name, function, bcast_inputs)
-    return CallableProgram(
-        Spec(name, function, inputs, modes, returns, tuple(pairs), tuple(sliceable)), shareds
-    )
+    return CallableProgram(Spec(name, function, inputs, modes, returns, tuple(pairs), tuple(sliceable)), here)
 
 
 def _check_parameters(name: str, function: Callable[..., Any], whole: Any) -> tuple[Input, ...]:

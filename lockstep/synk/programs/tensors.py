@@ -8,14 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.exchange import Op
+from lockstep.synk.programs.homes import GpuHome, Home, make_home
 from lockstep.synk.session import current_team
 from lockstep.synk.shareds import Shared, make_places
 
 
 class TensorShared(Shared):
-    """A variable that is a tensor, or made of tensors."""
+    """A variable that is a tensor, or made of tensors. Its memory is this rank's: `home` knows which kind."""
 
     kind = "callable"
+    is_array = True
+
+    def __init__(self, name: str, parts: list[Any], home: Home) -> None:
+        self.name, self.parts, self.home = name, parts, home
 
     @abstractmethod
     def marks(self) -> Any:
@@ -25,19 +31,45 @@ class TensorShared(Shared):
     def describe(self) -> Any:
         """From what a worker makes it: a class, a number, a name, and what `make` needs."""
 
+    def settle(self, here: Any) -> tuple[int, ...]:
+        return super().settle(here) if here.gpu is None else self._mirror(here)
+
+    def assign(self, value: np.ndarray) -> None:
+        if isinstance(self.home, GpuHome):
+            self.put(value)
+        else:
+            super().assign(value)
+
+    def leave_gpu(self) -> None:
+        self.home.leave()
+
+    def _mirror(self, here: Any) -> tuple[int, ...]:
+        """On a GPU the place in host memory gets a copy; the value stays where it is."""
+        if self.place is not None and self.n_bytes <= self.place.n_bytes:
+            self.view(here, here.rank, self.shape)[...] = self.get()
+        return self.shape
+
 
 class SharedTensor(TensorShared):
     """One tensor. Its memory changes (`Tensor.data`), the tensor object stays."""
 
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        self.name, self.parts = name, [tensor]
+    def __init__(self, name: str, tensor: torch.Tensor, home: Home) -> None:
+        super().__init__(name, [tensor], home)
+        self.put(np.array(tensor.detach().numpy()))
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(str(self.parts[0].dtype).removeprefix("torch."))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.parts[0].shape)
 
     def get(self) -> np.ndarray:
-        value: np.ndarray = self.parts[0].detach().numpy()
-        return value
+        return self.home.read(self.parts[0].detach())
 
     def put(self, value: np.ndarray) -> None:
-        self.parts[0].data = torch.from_numpy(value)
+        self.parts[0].data = self.home.hold(value)
 
     def marks(self) -> Any:
         return self.parts[0]._version
@@ -47,7 +79,7 @@ class SharedTensor(TensorShared):
 
     @classmethod
     def make(cls, here: Any, name: str, described: Any) -> Shared:
-        return cls(name, _make_tensor(*described))
+        return cls(name, _make_tensor(*described), make_home(here))
 
 
 class Vector:
@@ -60,25 +92,49 @@ class Vector:
         return f"<{self.name}>"
 
 
-class Weights(TensorShared):
-    """The parameters of a module, one vector."""
+class _Flat(TensorShared):
+    """A vector that has tensors of a module's parameters as its parts."""
 
-    def __init__(self, name: str, params: Sequence[torch.Tensor]) -> None:
-        self.name, self.parts = name, [Vector(name), *params]
-        self.params = list(params)
-        self._flat = np.concatenate([param.detach().numpy().reshape(-1) for param in params])
+    params: list[torch.Tensor]
+    _flat: torch.Tensor
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(str(self._flat.dtype).removeprefix("torch."))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._flat.shape)
 
     def get(self) -> np.ndarray:
-        for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
-            if param.data_ptr() != part.data_ptr():  # module.to() and the like have moved it out
-                part.copy_(param.data)
-                param.data = part
-        return self._flat
+        self.home.run(self._collect)
+        return self.home.read(self._flat)
 
     def put(self, value: np.ndarray) -> None:
-        self._flat = value
-        for param, part in zip(self.params, _cut(value, self.params), strict=True):
-            param.data = part
+        self._flat = self.home.hold(value)
+        for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
+            self._point(param, part)
+
+    def all_reduce_on_gpu(self, op: Op, weight: float | None) -> None:
+        self.home.run(self._collect)
+        self.home.all_reduce(self._flat, op, weight)
+
+    @abstractmethod
+    def _point(self, param: torch.Tensor, part: torch.Tensor) -> None:
+        """Makes a part of the vector what belongs to this parameter."""
+
+    @abstractmethod
+    def _collect(self) -> None:
+        """Moves back into the vector what has been moved out."""
+
+
+class Weights(_Flat):
+    """The parameters of a module, one vector."""
+
+    def __init__(self, name: str, params: Sequence[torch.Tensor], home: Home) -> None:
+        super().__init__(name, [Vector(name), *params], home)
+        self.params = list(params)
+        self.put(np.concatenate([param.detach().numpy().reshape(-1) for param in params]))
 
     def marks(self) -> Any:
         return [param._version for param in self.params]
@@ -88,40 +144,47 @@ class Weights(TensorShared):
 
     @classmethod
     def make(cls, here: Any, name: str, described: Any) -> Shared:
-        return cls(name, [_make_tensor(*one) for one in described])
+        return cls(name, [_make_tensor(*one) for one in described], make_home(here))
+
+    def _point(self, param: torch.Tensor, part: torch.Tensor) -> None:
+        param.data = part
+
+    def _collect(self) -> None:
+        for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
+            if param.data_ptr() != part.data_ptr():  # module.to() and the like have moved it out
+                part.copy_(param.data)
+                param.data = part
 
 
-class Gradients(TensorShared):
+class Gradients(_Flat):
     """The gradients of a module's parameters, one vector. A parameter without one has zero."""
 
-    def __init__(self, name: str, weights: Weights) -> None:
-        self.name, self.parts, self.weights = name, [Vector(name)], weights
-        self._flat = np.zeros_like(weights.get())
-
-    def get(self) -> np.ndarray:
-        for param, part in zip(self.weights.params, _cut(self._flat, self.weights.params), strict=True):
-            if param.grad is None:
-                part.zero_()
-                param.grad = part
-            elif param.grad.data_ptr() != part.data_ptr():  # zero_grad() has dropped the old one
-                part.copy_(param.grad)
-                param.grad = part
-        return self._flat
-
-    def put(self, value: np.ndarray) -> None:
-        self._flat = value
-        for param, part in zip(self.weights.params, _cut(value, self.weights.params), strict=True):
-            param.grad = part
+    def __init__(self, name: str, weights: Weights, home: Home) -> None:
+        super().__init__(name, [Vector(name)], home)
+        self.weights, self.params = weights, weights.params
+        self.put(np.zeros(weights.shape, weights.dtype))
 
     def marks(self) -> Any:
-        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self.weights.params]
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self.params]
 
     def describe(self) -> Any:
         return Gradients, self.number, self.name, self.weights.number
 
     @classmethod
     def make(cls, here: Any, name: str, described: Any) -> Shared:
-        return cls(name, here.shareds[described])
+        return cls(name, here.shareds[described], make_home(here))
+
+    def _point(self, param: torch.Tensor, part: torch.Tensor) -> None:
+        param.grad = part
+
+    def _collect(self) -> None:
+        for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
+            if param.grad is None:
+                part.zero_()
+                param.grad = part
+            elif param.grad.data_ptr() != part.data_ptr():  # zero_grad() has dropped the old one
+                part.copy_(param.grad)
+                param.grad = part
 
 
 _modules: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Weights, Gradients]] = (
@@ -135,16 +198,18 @@ def share(thing: Any) -> Any:
     if isinstance(thing, torch.nn.Module):
         if thing not in _modules or _modules[thing][0] is not team:
             name = type(thing).__name__
-            params = _check_params(name, list(thing.parameters()))
-            weights = Weights(f"weights of {name}", params)
+            params = _check_params(name, list(thing.parameters()), team.here)
+            if team.here.gpu is not None and list(thing.buffers()):
+                raise TypeError(f"share(): {name} has buffers, which ranks on GPUs can't take along yet")
+            weights = Weights(f"weights of {name}", params, make_home(team.here))
             _add(team, weights)
-            gradients = Gradients(f"gradients of {name}", weights)
+            gradients = Gradients(f"gradients of {name}", weights, make_home(team.here))
             _add(team, gradients)
             _modules[thing] = team, weights, gradients
     elif isinstance(thing, torch.Tensor):
         if team.known.label(thing) is None:
-            _check_params("a tensor", [thing])
-            _add(team, SharedTensor(f"tensor {len(team.here.shareds)}", thing))
+            _check_params("a tensor", [thing], team.here)
+            _add(team, SharedTensor(f"tensor {len(team.here.shareds)}", thing, make_home(team.here)))
     else:
         raise TypeError(f"share() takes a module or a tensor of torch, not {type(thing).__name__}")
     return thing
@@ -159,18 +224,20 @@ def vectors(module: torch.nn.Module, what: str) -> tuple[Vector, Vector]:
     return weights.parts[0], gradients.parts[0]
 
 
-def _check_params(name: str, params: list[torch.Tensor]) -> list[torch.Tensor]:
+def _check_params(name: str, params: list[torch.Tensor], here: Any) -> list[torch.Tensor]:
     if not params:
         raise ValueError(f"share(): {name} has no parameters")
     for param in params:
         if not param.is_cpu or param.layout != torch.strided:
             raise TypeError(
-                f"share(): {name} is on {param.device}: ranks compute on CPUs, with dense tensors"
+                f"share(): {name} is on {param.device}: give dense tensors on the CPU; they are moved"
             )
     dtypes = {param.dtype for param in params}
     if len(dtypes) != 1 or dtypes == {torch.bfloat16}:
         found = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise TypeError(f"share(): {name} has parameters of {found}: one dtype that NumPy has is needed")
+    if here.gpu is not None and dtypes != {torch.float32}:
+        raise TypeError(f"share(): {name} is {dtypes.pop()}: on GPUs shared tensors are float32")
     return params
 
 
@@ -184,9 +251,9 @@ def _add(team: Any, shared: Any) -> None:
     known.put(mine)
 
 
-def _cut(flat: np.ndarray, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _cut(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The parts of a vector, in the shapes of the parameters. No copies."""
-    parts = torch.from_numpy(flat).split_with_sizes([param.numel() for param in params])
+    parts = flat.split_with_sizes([param.numel() for param in params])
     return [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
 
 

@@ -1,5 +1,7 @@
 """Puts trainers and loaders, which a launcher spawns, onto the simulated driver (../simulated.py).
 
+With CUDA_SIM_ALL every program, since the ranks of lockstep.synk are the user's process and what it starts.
+
 Python imports this file by itself where its folder is on PYTHONPATH.
 """
 
@@ -8,7 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-if "--multiprocessing-fork" in sys.orig_argv and "CUDA_SIM_PARTS" in os.environ:
+chosen = "--multiprocessing-fork" in sys.orig_argv or "CUDA_SIM_ALL" in os.environ
+if chosen and "CUDA_SIM_PARTS" in os.environ:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     import simulated
 

@@ -1,0 +1,95 @@
+"""From gradients to new weights: AlexNet's 61 M parameters, SGD, by rule, and by gloo with torch's SGD."""
+
+import os
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed
+
+from benchmarks.measure import medians, table
+from lockstep.comm.group import Group
+from lockstep.comm.pipes import Pipe
+from lockstep.config import Layer, resolve
+from lockstep.exchange.host import HostTransport
+from lockstep.launch.ranks import run_ranks
+from lockstep.memory.host import HostMemory
+from lockstep.network.replica import Replica
+from lockstep.optim.fused import FusedSGD
+from lockstep.sync import Meeting, Rule
+from lockstep.sync.making import make_rule
+
+RULES = ("weights", "gradients")
+
+
+def set_up(rule: str, group: Group) -> tuple[Replica, Rule]:
+    """A replica of AlexNet with gradients of ones, and its rule."""
+    keys = {"model": "alexnet", "devices": ["cpu"] * group.world.size, "rule": rule}
+    config, memory = resolve([Layer("benchmark", keys)])[0], HostMemory()
+    replica = Replica(config, SimpleNamespace(n_classes=1000, image_shape=(256, 256, 3)), memory)  # type: ignore[arg-type]
+    arena = replica.arena
+    transport = HostTransport.open(arena.block, "f4", len(arena.flat), group)
+    made = make_rule(config, replica, transport, memory, {})
+    replica.begin_epoch(1, 100, 1e-6)
+    return replica, made
+
+
+def measure(rank: int, pipes: dict[int, Pipe], store: str) -> dict[str, float]:
+    """Seconds of each way, and bytes of state; each rank with one thread."""
+    torch.set_num_threads(1)
+    group = Group.on_one_host(rank, pipes)
+    (weights_replica, weights), (gradients_replica, gradients) = (set_up(rule, group) for rule in RULES)
+    given = {value: torch.ones_like(value) for value in weights_replica.model.parameters()}
+
+    def by_weights() -> None:
+        for parameter, gradient in given.items():
+            parameter.grad = gradient
+        weights.update(weights_replica.optimizer, Meeting(group, "step", None, str))
+
+    def by_gradients() -> None:
+        gradients.update(gradients_replica.optimizer, Meeting(group, "step", None, str))
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=group.world.size
+    )
+    n_elements = weights_replica.arena.n_weights
+    flat, momentum = torch.zeros(n_elements), torch.zeros(n_elements)
+    flat.grad = torch.ones(n_elements)
+    plain = FusedSGD([{"params": [flat], "lr": 1e-6, "weight_decay": 5e-4}], 0.9, False)
+    plain.state[flat]["momentum_buffer"] = momentum
+
+    def by_gloo() -> None:
+        torch.distributed.all_reduce(flat.grad)
+        flat.grad.div_(group.world.size)
+        plain.step()
+
+    seconds = medians({"weights": by_weights, "gradients": by_gradients, "gloo": by_gloo}, rounds=7)
+    torch.distributed.destroy_process_group()
+    state = {kind: values.numel() for kind, values in gradients_replica.optimizer.state.items()}  # type: ignore[union-attr]
+    return {**seconds, "state": sum(state.values()) / n_elements}
+
+
+def run() -> tuple[str, dict[str, Any]]:
+    """The table and the numbers."""
+    names = {
+        "weights": "rule: weights",
+        "gradients": "rule: gradients",
+        "gloo": "gloo's all-reduce, torch's fused SGD",
+    }
+    rows: list[tuple[str, ...]] = [("what", "trainers", "ms", "against gloo", "momenta of a trainer")]
+    numbers = {}
+    for n_trainers in (2, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            found = run_ranks(measure, n_trainers, os.path.join(folder, "store"))[0]
+        numbers[f"updating_{n_trainers}"] = found
+        for key, name in names.items():
+            ratio, share = found["gloo"] / found[key], found["state"] if key == "gradients" else 1.0
+            row = name, str(n_trainers), f"{found[key] * 1e3:.0f}", f"{ratio:.1f} x", f"{share:.2f}"
+            rows.append(row)
+    title = "Optimizer and exchange: AlexNet's 61 M parameters, SGD with momentum, one thread a trainer"
+    return table(title, rows), numbers
+
+
+if __name__ == "__main__":
+    print(run()[0])

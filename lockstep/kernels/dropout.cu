@@ -1,0 +1,48 @@
+// Dropout by sample, and its gradient, which is the same function of the output's gradient: numbers that lie (sample, feature) in
+// float32 or bfloat16, each kept and scaled, or made zero. Which stay is the hash of lockstep/network/dropout.py, to the bit.
+//
+// blockIdx.y is the sample; neighbouring threads take neighbouring features.
+
+typedef unsigned short bfloat16;
+
+__device__ inline unsigned int mix(unsigned int x)
+{
+    x = (x ^ x >> 16) * 0x7feb352du;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    return x ^ x >> 16;
+}
+
+__device__ inline void scale(const float *from, float *to, float factor) { *to = *from * factor; }
+
+__device__ inline void scale(const bfloat16 *from, bfloat16 *to, float factor)
+{
+    float value = __uint_as_float((unsigned int)*from << 16) * factor;
+    unsigned int bits = __float_as_uint(value);
+    *to = value != value ? 0x7fff : (bfloat16)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+// keys: one a sample. layer, call: the place in the network. least: of the hash, as a signed number, that stays.
+template <typename T>
+__device__ inline void drop(
+    const T *from, T *to, const int *keys, int layer, int call, int least, float factor, int n_features)
+{
+    unsigned long long sample = blockIdx.y;
+    unsigned int placed = mix(mix((unsigned int)keys[sample] ^ (unsigned int)layer) ^ (unsigned int)call);
+    for (int i = (int)(blockIdx.x * blockDim.x + threadIdx.x); i < n_features; i += (int)(gridDim.x * blockDim.x)) {
+        bool stays = (int)mix(placed ^ mix((unsigned int)i)) >= least;
+        unsigned long long at = sample * n_features + i;
+        scale(from + at, to + at, stays ? factor : 0.0f);
+    }
+}
+
+extern "C" __global__ void dropout_float32(
+    const float *from, float *to, const int *keys, int layer, int call, int least, float factor, int n_features)
+{
+    drop(from, to, keys, layer, call, least, factor, n_features);
+}
+
+extern "C" __global__ void dropout_bfloat16(
+    const bfloat16 *from, bfloat16 *to, const int *keys, int layer, int call, int least, float factor, int n_features)
+{
+    drop(from, to, keys, layer, call, least, factor, n_features);
+}

@@ -1,0 +1,130 @@
+// Local response normalisation across channels and its gradient, in float32 or bfloat16, on numbers that lie (pixel, channel):
+// lockstep/network/lrn.py has the formulas, and the same in torch.
+//
+// One thread makes CHUNK neighbouring channels of one pixel, 16 bytes: it reads them and the chunks beside them, as much as
+// the sums of its own and of its neighbours' sums need, and computes in float32. n channels are summed, n at most 5; the number
+// of channels is a multiple of CHUNK. Nothing but x is needed from the forward pass.
+
+typedef unsigned short bfloat16;
+
+struct alignas(16) Floats {
+    enum { CHUNK = 4 };
+    float of[CHUNK];
+};
+struct alignas(16) Bfloats {
+    enum { CHUNK = 8 };
+    bfloat16 of[CHUNK];
+};
+
+__device__ inline float widen(float value) { return value; }
+__device__ inline float widen(bfloat16 value) { return __uint_as_float((unsigned int)value << 16); }
+__device__ inline void narrow(float *to, float value) { *to = value; }
+__device__ inline void narrow(bfloat16 *to, float value)
+{
+    unsigned int bits = __float_as_uint(value);
+    *to = value != value ? 0x7fff : (bfloat16)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+struct Form {
+    int n;
+    float k, alpha, beta;
+};
+
+// base^-beta; the published beta by two roots, which is several times cheaper than a power.
+__device__ inline float power(float base, float beta)
+{
+    if (beta != 0.75f)
+        return powf(base, -beta);
+    float root = 1.0f / sqrtf(base);
+    return root * sqrtf(root);
+}
+
+// The chunk and its neighbours' 4 channels on either side; zero where there are none.
+template <typename Chunk>
+__device__ inline void load(const Chunk *from, int place, int n_chunks, float *values)
+{
+    enum { CHUNK = Chunk::CHUNK };
+    for (int side = -1; side <= 1; side++) {
+        int first = side < 0 ? CHUNK - 4 : 0, last = side > 0 ? 4 : CHUNK;
+        bool is_there = place + side >= 0 && place + side < n_chunks;
+        Chunk chunk = is_there ? from[side] : Chunk{};
+        for (int i = first; i < last; i++)
+            values[4 + side * CHUNK + i] = widen(chunk.of[i]);
+    }
+}
+
+// k + alpha * the sum of squares of the n channels around `at`, in the order of the channels.
+__device__ inline float base(const float *x, int at, Form form)
+{
+    float sum = 0.0f;
+    for (int i = at - 2; i <= at + 2; i++)
+        if (i >= at - form.n / 2 && i <= at + form.n / 2)
+            sum += x[i] * x[i];
+    return form.k + form.alpha * sum;
+}
+
+template <typename Chunk>
+__device__ inline void forward(const Chunk *x, Chunk *y, unsigned long long n, int n_chunks, Form form)
+{
+    enum { CHUNK = Chunk::CHUNK };
+    unsigned long long stride = (unsigned long long)gridDim.x * blockDim.x;
+    for (unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x; i < n; i += stride) {
+        float values[CHUNK + 8];
+        Chunk made;
+        load(x + i, (int)(i % n_chunks), n_chunks, values);
+        for (int c = 0; c < CHUNK; c++)
+            narrow(&made.of[c], values[4 + c] * power(base(values, 4 + c, form), form.beta));
+        y[i] = made;
+    }
+}
+
+template <typename Chunk>
+__device__ inline void backward(
+    const Chunk *x, const Chunk *gradient, Chunk *out, unsigned long long n, int n_chunks, Form form)
+{
+    enum { CHUNK = Chunk::CHUNK };
+    unsigned long long stride = (unsigned long long)gridDim.x * blockDim.x;
+    for (unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x; i < n; i += stride) {
+        float values[CHUNK + 8], given[CHUNK + 8], scale[CHUNK + 8], part[CHUNK + 8];
+        int place = (int)(i % n_chunks);
+        load(x + i, place, n_chunks, values);
+        load(gradient + i, place, n_chunks, given);
+        for (int c = 2; c < CHUNK + 6; c++) {
+            float sum = base(values, c, form);
+            scale[c] = power(sum, form.beta);
+            part[c] = given[c] * values[c] * scale[c] / sum;
+        }
+        Chunk made;
+        for (int c = 4; c < CHUNK + 4; c++) {
+            float total = 0.0f;
+            for (int j = c - 2; j <= c + 2; j++)
+                if (j >= c - form.n / 2 && j <= c + form.n / 2)
+                    total += part[j];
+            narrow(&made.of[c - 4], given[c] * scale[c] - 2.0f * form.alpha * form.beta * values[c] * total);
+        }
+        out[i] = made;
+    }
+}
+
+// n: chunks in all; n_chunks: of a pixel.
+extern "C" __global__ void lrn_forward_float32(const Floats *x, Floats *y, unsigned long long n, int n_chunks, Form form)
+{
+    forward(x, y, n, n_chunks, form);
+}
+
+extern "C" __global__ void lrn_forward_bfloat16(const Bfloats *x, Bfloats *y, unsigned long long n, int n_chunks, Form form)
+{
+    forward(x, y, n, n_chunks, form);
+}
+
+extern "C" __global__ void lrn_backward_float32(
+    const Floats *x, const Floats *gradient, Floats *out, unsigned long long n, int n_chunks, Form form)
+{
+    backward(x, gradient, out, n, n_chunks, form);
+}
+
+extern "C" __global__ void lrn_backward_bfloat16(
+    const Bfloats *x, const Bfloats *gradient, Bfloats *out, unsigned long long n, int n_chunks, Form form)
+{
+    backward(x, gradient, out, n, n_chunks, form);
+}

@@ -1,0 +1,36 @@
+"""Opens what a trainer exchanges with: the transport over all arenas, and the rule: what, and when."""
+
+from collections.abc import Callable
+
+import torch
+
+from lockstep.backends import Backend
+from lockstep.comm.group import Group
+from lockstep.config import Config
+from lockstep.exchange.transport import Transport
+from lockstep.network.program import Program
+from lockstep.sync import Rule
+from lockstep.sync.agreement import check_replicas
+from lockstep.sync.making import make_rule
+
+
+def open_exchange(
+    config: Config,
+    backend: Backend,
+    program: Program,
+    group: Group,
+    clock: Callable[[str], None],
+    kept: dict[str, torch.Tensor],
+) -> tuple[Transport, Rule, str]:
+    """All trainers call it at once. Returns also a line on why it is this transport, or ''.
+
+    clock: told when a phase of an exchange begins. kept: what the checkpoint to go on from holds of a rule.
+    Raises UserError where that exchange can't be had.
+    """
+    arena = program.arena
+    transport, reason = backend.open_transport(config.exchange, arena.block, arena.flat, group)
+    if group.pipes:  # else nobody is met, and an event for each phase would cost time for nothing
+        transport.clock = clock
+    check_replicas(group, arena, "the start")
+    rule = make_rule(config, program, transport, backend.memory, kept)
+    return transport, rule, f"exchange: {transport.name}: {reason}" if reason else ""

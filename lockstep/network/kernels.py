@@ -1,0 +1,119 @@
+"""What parts of a network do in kernels of our own on a GPU, launched in the stream in which torch computes.
+
+Each has its plain way in torch, which is taken on CPUs, for what the kernel does not take, and where
+`kernels` in the configuration does not name it. Checked against that on the simulated driver of the tests;
+not run on a GPU yet.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep import kernels
+from lockstep.config import Config
+from lockstep.errors import UserError
+from lockstep.memory.cuda import CudaMemory
+from lockstep.network.dropout import SampleDropout
+from lockstep.network.lrn import LocalResponseNorm
+
+_THREADS = 256
+_CHUNK_BYTES = 16  # that a thread of lrn.cu takes
+_MOST_NEIGHBOURS = 5  # as in lrn.cu
+_MOST_ROWS = 65_535  # of a grid
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def install(model: nn.Module, config: Config, memory: CudaMemory, stream: Any) -> str:
+    """Makes the model's layers use the kernels that `kernels` asks for. Returns, for people, which do not.
+
+    A kernel that can't be built for this device is done without.
+    """
+    layers: dict[str, tuple[Any, Any]] = {
+        "lrn": (LocalResponseNorm, LrnKernel),
+        "dropout": (SampleDropout, DropoutKernel),
+    }
+    problems = []
+    for name, (kind, make) in layers.items():
+        found = [module for module in model.modules() if isinstance(module, kind)]
+        if not found or config.kernels not in ("all", name):
+            continue
+        try:
+            kernel = make(memory, stream)
+        except UserError as error:
+            problems.append(f"{name} is computed by torch, because its kernel can't be had: {error}")
+            continue
+        for module in found:
+            module.kernel = kernel
+    return "; ".join(problems)
+
+
+class LrnKernel:
+    """lockstep/kernels/lrn.cu. stream: in which torch computes."""
+
+    def __init__(self, memory: CudaMemory, stream: Any) -> None:
+        module, self._stream = kernels.load(memory.driver, "lrn"), stream
+        processors = memory.driver.device_attribute.MULTIPROCESSOR_COUNT
+        self._most_blocks = 16 * memory.driver.Context.get_device().get_attribute(processors)
+        self._forward = _prepared(module, "lrn_forward", "PPQiifff")
+        self._backward = _prepared(module, "lrn_backward", "PPPQiifff")
+
+    def takes(self, x: torch.Tensor, norm: LocalResponseNorm) -> bool:
+        if x.dtype not in _NAMES or norm.n > _MOST_NEIGHBOURS or x.data_ptr() % _CHUNK_BYTES:
+            return False
+        whole = x.shape[1] * x.element_size() % _CHUNK_BYTES == 0
+        return whole and x.is_contiguous(memory_format=torch.channels_last) and x.numel() > 0
+
+    def forward(self, x: torch.Tensor, norm: LocalResponseNorm) -> torch.Tensor:
+        made = torch.empty_like(x)
+        self._launch(self._forward[x.dtype], [x, made], norm)
+        return made
+
+    def backward(self, x: torch.Tensor, gradient: torch.Tensor, norm: LocalResponseNorm) -> torch.Tensor:
+        gradient = gradient.to(x.dtype, memory_format=torch.channels_last).contiguous(
+            memory_format=torch.channels_last
+        )
+        made = torch.empty_like(x)
+        self._launch(self._backward[x.dtype], [x, gradient, made], norm)
+        return made
+
+    def _launch(self, function: Any, tensors: list[torch.Tensor], norm: LocalResponseNorm) -> None:
+        x = tensors[0]
+        chunk = _CHUNK_BYTES // x.element_size()
+        n = x.numel() // chunk
+        grid = (min(-(-n // _THREADS), self._most_blocks), 1)
+        form = norm.n, norm.k, norm.alpha, norm.beta
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        block = (_THREADS, 1, 1)
+        function.prepared_async_call(grid, block, self._stream, *pointers, n, x.shape[1] // chunk, *form)
+
+
+class DropoutKernel:
+    """lockstep/kernels/dropout.cu. stream: in which torch computes."""
+
+    def __init__(self, memory: CudaMemory, stream: Any) -> None:
+        self._stream = stream
+        self._functions = _prepared(kernels.load(memory.driver, "dropout"), "dropout", "PPPiiifi")
+
+    def takes(self, x: torch.Tensor, keys: torch.Tensor) -> bool:
+        return x.dtype in _NAMES and x.is_contiguous() and 0 < len(keys) <= _MOST_ROWS and x.numel() > 0
+
+    def apply(
+        self, x: torch.Tensor, keys: torch.Tensor, place: tuple[int, int], least: int, factor: float
+    ) -> torch.Tensor:
+        """x where its mask keeps it, times `factor`; zero elsewhere. least: the smallest hash that stays."""
+        made = torch.empty_like(x)
+        n_features = x.numel() // len(keys)
+        grid = (-(-n_features // _THREADS), len(keys))
+        pointers = x.data_ptr(), made.data_ptr(), keys.data_ptr()
+        block, numbers = (_THREADS, 1, 1), (*place, least, factor, n_features)
+        self._functions[x.dtype].prepared_async_call(grid, block, self._stream, *pointers, *numbers)
+        return made
+
+
+def _prepared(module: Any, name: str, signature: str) -> dict[torch.dtype, Any]:
+    """The kernel for each dtype; PyCUDA keeps the module for as long as one of its functions."""
+    functions = {dtype: module.get_function(f"{name}_{text}") for dtype, text in _NAMES.items()}
+    for function in functions.values():
+        function.prepare(signature)
+    return functions

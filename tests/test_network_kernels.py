@@ -1,0 +1,171 @@
+"""Normalisation and dropout in kernels of our own: values and gradients, simulated and on GPUs."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import simulated
+import torch
+from conftest import make_config
+from simulated import Simulation
+from torch import nn
+
+from lockstep.backends import backend_of
+from lockstep.comm.pipes import Pipe
+from lockstep.errors import UserError
+from lockstep.launch.ranks import run_ranks
+from lockstep.network import dropout, kernels
+from lockstep.network.lrn import LocalResponseNorm
+
+pytestmark = pytest.mark.timeout(600)  # PyCUDA is built the first time
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+# batch, channels, rows, columns; n, k, alpha, beta: AlexNet's, GoogLeNet's, and others with large sums.
+CASES: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
+    ((3, 96, 5, 7), (5, 2.0, 1e-4, 0.75)),
+    ((2, 64, 3, 3), (5, 1.0, 2e-5, 0.75)),
+    ((1, 8, 1, 1), (5, 2.0, 0.3, 0.75)),
+    ((2, 16, 1, 5), (3, 0.7, 0.2, 0.5)),
+    ((2, 24, 2, 1), (1, 1.0, 0.1, 1.3)),
+]
+
+
+def reference(x: torch.Tensor, form: tuple[Any, ...]) -> torch.Tensor:
+    """By the formula, in x's precision; autograd makes the gradient."""
+    n, k, alpha, beta = form
+    channels = range(x.shape[1])
+    near = [[j for j in channels if abs(i - j) <= n // 2] for i in channels]
+    sums = torch.stack([(x[:, of] ** 2).sum(1) for of in near], 1)
+    return x / (k + alpha * sums) ** beta
+
+
+def example(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(sum(shape))
+    x, gradient = (torch.randn(shape, generator=random).mul_(3).to(dtype) for _ in range(2))
+    return tuple(t.to(memory_format=torch.channels_last) for t in (x, gradient))  # type: ignore[return-value]
+
+
+def by_formula(shape: tuple[int, ...], form: tuple[Any, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    x, gradient = (tensor.double() for tensor in example(shape, dtype))
+    y = reference(x.requires_grad_(), form)
+    y.backward(gradient)
+    assert x.grad is not None
+    return [y.detach(), x.grad]
+
+
+@pytest.mark.parametrize(("shape", "form"), CASES, ids=str)
+def test_the_closed_form_is_the_gradient(shape: tuple[int, ...], form: tuple[Any, ...]) -> None:
+    x, gradient = (tensor.double() for tensor in example(shape, torch.float32))
+    norm = LocalResponseNorm(*form)
+    y = norm(x.requires_grad_())
+    y.backward(gradient)
+    for found, expected in zip([y.detach(), x.grad], by_formula(shape, form, torch.float32), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-11, atol=1e-12)
+    with torch.no_grad():
+        assert torch.allclose(norm(x), y, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torchs_way_in_lower_precision(dtype: torch.dtype) -> None:
+    shape, form = CASES[0]
+    x, gradient = example(shape, dtype)
+    y = LocalResponseNorm(*form)(x.requires_grad_())
+    y.backward(gradient)
+    assert y.dtype == x.grad.dtype == dtype
+    for found, expected in zip([y.detach(), x.grad], by_formula(shape, form, dtype), strict=True):
+        bound = 1e-6 if dtype == torch.float32 else 2e-2
+        assert (found.double() - expected).abs().max() <= bound * expected.abs().max()
+
+
+def normalise(
+    rank: int, pipes: dict[int, Pipe], simulation: Simulation | None, dtype: torch.dtype
+) -> list[list[np.ndarray]]:
+    """Values and gradients of all cases by the kernel, as float64 on the host."""
+    if simulation:
+        simulated.use(simulation)
+    backend: Any = backend_of("cuda:0")
+    backend.start_computing(make_config())
+    device = "cpu" if simulation else "cuda:0"
+    results = []
+    for shape, form in CASES:
+        norm = LocalResponseNorm(*form)
+        assert kernels.install(nn.Sequential(norm), make_config(), backend.memory, backend.stream) == ""
+        x, gradient = (tensor.to(device) for tensor in example(shape, dtype))
+        assert norm.kernel is not None and norm.kernel.takes(x, norm)
+        y = norm(x.requires_grad_())
+        y.backward(gradient)
+        assert x.grad is not None
+        results.append([t.double().cpu().contiguous().numpy() for t in (y.detach(), x.grad)])
+    return results
+
+
+@pytest.fixture
+def simulation_of(request: pytest.FixtureRequest) -> Simulation | None:
+    if request.param == "gpu":
+        return None
+    simulation: Simulation = request.getfixturevalue("simulation").set(delay=500)
+    return simulation
+
+
+@pytest.mark.parametrize("simulation_of", ["simulated", GPU], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernel_normalises_as_the_formula_in_float64(
+    simulation_of: Simulation | None, dtype: torch.dtype
+) -> None:
+    (results,) = run_ranks(normalise, 1, simulation_of, dtype)
+    for (shape, form), found in zip(CASES, results, strict=True):
+        for ours, expected in zip(found, by_formula(shape, form, dtype), strict=True):
+            # One rounding of the result, to 24 or 8 bits, and few in float32 before it.
+            bound = 2e-6 if dtype == torch.float32 else 2.0**-8
+            assert ((torch.from_numpy(ours) - expected).abs() <= bound * expected.abs() + 1e-5).all(), (
+                shape,
+                form,
+            )
+
+
+def drop(
+    rank: int, pipes: dict[int, Pipe], simulation: Simulation | None, dtype: torch.dtype
+) -> list[tuple[bytes, bytes]]:
+    """Outputs and gradients of torch's way and of the kernel, in turn, for odd sizes and several layers."""
+    if simulation:
+        simulated.use(simulation)
+    backend: Any = backend_of("cuda:0")
+    backend.start_computing(make_config())
+    device = "cpu" if simulation else "cuda:0"
+    results = []
+    for shape, p in (((5, 4099), 0.5), ((3, 7, 2, 3), 0.3), ((4, 1), 0.9)):
+        x, gradient = (torch.randn(shape).to(device, dtype) for _ in range(2))
+        for which in ("none", "dropout"):
+            model = nn.Sequential(nn.Dropout(p), nn.Dropout(p))
+            layers = dropout.install(model)
+            kernels.install(model, make_config(kernels=which), backend.memory, backend.stream)
+            assert (layers[0].kernel is not None) == (which == "dropout")
+            keys = torch.arange(7, 7 + len(x), dtype=torch.int32, device=device)
+            dropout.set_keys(layers, keys)
+            given = x.clone().requires_grad_()
+            y = layers[0](layers[1](layers[0](given)))  # one layer in two places
+            y.backward(gradient)
+            assert given.grad is not None
+            bits = [t.detach().float().cpu().numpy().tobytes() for t in (y, given.grad)]
+            results.append((bits[0], bits[1]))
+    return results
+
+
+@pytest.mark.parametrize("simulation_of", ["simulated", GPU], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernel_drops_to_the_bits_of_torch(simulation_of: Simulation | None, dtype: torch.dtype) -> None:
+    (results,) = run_ranks(drop, 1, simulation_of, dtype)
+    for plain, ours in zip(results[::2], results[1::2], strict=True):
+        assert plain == ours
+
+
+def test_a_kernel_that_cant_be_built_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(driver: Any, name: str) -> None:
+        raise UserError("no compiler")
+
+    monkeypatch.setattr("lockstep.kernels.load", fail)
+    memory: Any = SimpleNamespace(driver=None)
+    norm = LocalResponseNorm()
+    text = kernels.install(nn.Sequential(norm), make_config(), memory, None)
+    assert text == "lrn is computed by torch, because its kernel can't be had: no compiler"
+    assert norm.kernel is None and norm(torch.ones(1, 3, 1, 1)).shape == (1, 3, 1, 1)

@@ -1,0 +1,59 @@
+"""Runs that go on after a loss (`on_loss`), and those that go on where there is a checkpoint."""
+
+import os
+import signal
+
+import pytest
+from conftest import Program, Running, wait_until
+from saved import assert_same, tensors
+
+
+def kill_after_a_checkpoint(running: Running, victim: str) -> None:
+    first = running.run_folder / "checkpoints" / "epoch_0001.json"
+    wait_until(first.exists, "a checkpoint")
+    os.kill(running.pids()[victim], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "left"),
+    [
+        (("on_loss=restart",), "[cpu, cpu]", 2),
+        (("on_loss=shrink", "minibatch=16", "parts=2"), "[cpu, cpu]", 1),
+    ],
+    ids=["restart", "shrink"],
+)
+def test_after_a_loss_a_run_goes_on_to_the_bits_of_the_unbroken_one(
+    program: Program, words: tuple[str, ...], devices: str, left: int
+) -> None:
+    words = ("n_epochs=12", "snapshot_freq=1", "cpu_threads=1", *words)
+    unbroken = program.run(*words, devices=devices, name="unbroken")
+    running = program.start(*words, devices=devices, name="broken")
+    kill_after_a_checkpoint(running, "trainer 1")
+    assert running.wait(60) == 0, running.output()
+    text = running.output()
+    assert "lockstep: trainer 1 (pid " in text and "was killed by SIGKILL" in text
+    assert f"with {left} trainer(s), restart 1 of 3" in text
+    assert_same(tensors(running, 12), tensors(unbroken, 12))
+    running.assert_nothing_left()
+
+
+def test_a_run_that_is_lost_too_often_ends(program: Program) -> None:
+    running = program.start("n_epochs=500", "on_loss=restart", "restarts=1", "snapshot_freq=1")
+    kill_after_a_checkpoint(running, "trainer 0")
+    wait_until(lambda: running.output().count("starting: ") == 2, "the restart")
+    os.kill(running.pids()["trainer 0"], signal.SIGKILL)
+    assert running.wait(20) == 1
+    assert running.last_line().startswith("lockstep: trainer 0 (pid ")
+
+
+def test_a_users_error_is_no_loss(program: Program) -> None:
+    running = program.run("learning_rate=1e30", "on_loss=restart", code=2)
+    assert "lower learning_rate" in running.last_line() and "restart 1" not in running.output()
+
+
+def test_auto_begins_and_goes_on(program: Program) -> None:
+    words = ("resume_train=auto", "snapshot_freq=1")
+    first = program.run("n_epochs=1", *words)
+    second = program.run("n_epochs=2", *words)
+    assert "going on from" not in first.output() and "going on from" in second.output()
+    assert_same(tensors(second, 2), tensors(program.run("n_epochs=2", name="unbroken"), 2))

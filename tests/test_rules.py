@@ -1,0 +1,156 @@
+"""Rules: what each promises, in real processes: exactness, equal bits, checkpoints of one read by another."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_equivalence
+from conftest import make_config, make_folder
+from safetensors.numpy import load_file
+from test_equivalence import EXACT, relative_difference
+
+from lockstep.comm.pipes import Pipe
+from lockstep.config import Config
+from lockstep.config.rules import settle
+from lockstep.launch.ranks import run_ranks
+
+SMOOTH = {**EXACT, "learning_rate": 0.001, "n_epochs": 2}
+Tensors = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """37 pictures: 5 steps of 8 an epoch, the last with 5, which no number of trainers divides."""
+    return make_folder(tmp_path_factory.mktemp("data") / "set", n_train=37, n_val=9)
+
+
+def train_rank(
+    rank: int, pipes: dict[int, Pipe], config: Config, place: Path, double: bool, start: Path | None
+) -> Tensors:
+    """Trains to the end, or until rank 1 wants to stop; returns the arena's tensors."""
+    trainer, _keep_open = test_equivalence.make_trainer(rank, pipes, config, place, double, start)
+    trainer.run()
+    arena = trainer.program.arena.tensors
+    return {name: tensor.numpy().copy() for name, tensor in arena.items()}
+
+
+def train(
+    n_trainers: int, data: Path, place: Path, double: bool = True, start: Path | None = None, **values: Any
+) -> Tensors:
+    """The last checkpoint, when it is certain that the replicas are bitwise equal. 8 pictures a step."""
+    (place / "checkpoints").mkdir(parents=True, exist_ok=True)
+    fixed = {"data_folder": str(data), "para_load": False, "minibatch": 8, "shuffle_block": 3}
+    config, _ = settle(make_config(devices=["cpu"] * n_trainers, **{**fixed, **values}))
+    first, *others = run_ranks(train_rank, n_trainers, config, place, double, start)
+    if values.get("rule") in ("elastic", "gossip"):
+        same = np.array_equal(first["weights/fc.bias"], others[0]["weights/fc.bias"])
+        assert same == (values["rule"] == "gossip" and n_trainers == 2)  # two have nobody else to meet
+        return load_file(newest(place))
+    for other in others:
+        assert all(first[name].tobytes() == other[name].tobytes() for name in first)
+    return load_file(newest(place))
+
+
+def newest(place: Path) -> Path:
+    return sorted((place / "checkpoints").glob("*.safetensors"))[-1]
+
+
+def assert_same(ours: Tensors, theirs: Tensors) -> None:
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if ours[name].tobytes() != theirs[name].tobytes()] == []
+
+
+HARD = {
+    "sgd": {"optimizer": "sgd", "learning_rate": 0.01},
+    "adamw": {"optimizer": "adamw"},
+    "lars": {"optimizer": "lars", "learning_rate": 0.5},
+    "clipped": {"clip_norm": 0.1, "learning_rate": 0.01},
+    "clipped lars": {"optimizer": "lars", "clip_norm": 0.1, "learning_rate": 0.5, "accumulate": 2},
+    "accumulated adamw": {"optimizer": "adamw", "clip_norm": 0.5, "accumulate": 3},
+}
+
+
+@pytest.mark.parametrize("values", HARD.values(), ids=HARD)
+def test_gradients_are_exact_for_every_optimizer(data: Path, tmp_path: Path, values: dict[str, Any]) -> None:
+    """Two heads, dropout, smoothed labels, moving averages, uneven shares; optimizer's state and all."""
+    keys = {**SMOOTH, "rule": "gradients", **values}
+    one = train(1, data, tmp_path / "1", **keys)
+    for n_trainers in (2, 3):
+        several = train(n_trainers, data, tmp_path / str(n_trainers), **keys)
+        assert relative_difference(several, one) <= 1e-12
+        assert several.keys() == one.keys()
+
+
+def test_adamw_by_weights_is_not_exact(data: Path, tmp_path: Path) -> None:
+    """The test above can fail."""
+    keys = {**SMOOTH, "optimizer": "adamw", "rule": "weights"}
+    one, two = (train(n, data, tmp_path / str(n), **keys) for n in (1, 2))
+    assert relative_difference(two, one) > 1e-3
+
+
+def test_float32_is_exact_to_rounding(data: Path, tmp_path: Path) -> None:
+    keys = {**SMOOTH, "optimizer": "adamw"}
+    one, two = (train(n, data, tmp_path / str(n), double=False, **keys) for n in (1, 2))
+    assert relative_difference(two, one) <= 1e-6
+
+
+PARTS = {
+    "dropout": {"model": "smallnet"},
+    "norms": {"model": "resnet20", "model_args": {"n": 1}, "optimizer": "adamw", "learning_rate": 0.01},
+}
+
+
+@pytest.mark.parametrize("values", PARTS.values(), ids=PARTS)
+def test_parts_give_the_same_bits_for_any_number_of_trainers(
+    data: Path, tmp_path: Path, values: dict[str, Any]
+) -> None:
+    """float32, kinks and all: weights, momenta, statistics and what was measured in training."""
+    keys = {"n_epochs": 2, "parts": 4, "learning_rate": 0.02, "ema_decay": 0.9, **values}
+    results = {n: train(n, data, tmp_path / str(n), double=False, **keys) for n in (1, 2, 4)}
+    records = {n: json.loads(newest(tmp_path / str(n)).with_suffix(".json").read_text()) for n in results}
+    for n in (2, 4):
+        assert_same(results[n], results[1])
+        assert records[n]["val_record"] == records[1]["val_record"]
+    without = train(2, data, tmp_path / "without", double=False, **{**keys, "parts": None})
+    assert relative_difference(without, results[1]) > 0
+
+
+def test_parts_go_on_with_another_number_of_trainers(data: Path, tmp_path: Path) -> None:
+    keys = {"parts": 4, "learning_rate": 0.02, "model": "smallnet", "double": False}
+    whole = train(1, data, tmp_path / "1", n_epochs=2, **keys)
+    train(4, data, tmp_path / "4", n_epochs=1, **keys)
+    shutil.copytree(tmp_path / "4", tmp_path / "2")
+    ours = train(2, data, tmp_path / "2", start=newest(tmp_path / "2"), n_epochs=2, **keys)
+    assert_same(ours, whole)
+
+
+def test_local_with_every_step_is_weights(data: Path, tmp_path: Path) -> None:
+    keys = {**SMOOTH, "optimizer": "adamw"}
+    weights = train(2, data, tmp_path / "weights", rule="weights", **keys)
+    for name, args in (("every", {"every": 1}), ("from", {"every": 3, "from_epoch": 2})):
+        assert_same(train(2, data, tmp_path / name, rule="local", rule_args=args, **keys), weights)
+    apart = train(2, data, tmp_path / "apart", rule="local", rule_args={"every": 3}, **keys)
+    assert relative_difference(apart, weights) > 1e-3
+
+
+SLOW = [pytest.param(rule, marks=pytest.mark.slow) for rule in ("weights", "local", "gossip")]
+
+
+@pytest.mark.parametrize("rule", ["gradients", "outer", "elastic", *SLOW])
+def test_a_resumed_run_has_the_bits_of_the_unbroken_one(data: Path, tmp_path: Path, rule: str) -> None:
+    """At an epoch's end; and every rule goes on from the checkpoint of every other, with other trainers."""
+    args = {} if rule in ("weights", "gradients") else {"every": 2}
+    keys = {**SMOOTH, "optimizer": "adamw", "rule": rule, "rule_args": args}
+    whole = train(2, data, tmp_path / "whole", **keys)
+    train(2, data, tmp_path / "half", **{**keys, "n_epochs": 1})
+    start = newest(tmp_path / "half")
+    for other in ("weights", "gradients", "local", "outer", "elastic", "gossip"):
+        shutil.copytree(tmp_path / "half", tmp_path / other)
+        n_trainers = 2 if other == rule else 3
+        others = {**keys, "rule": other, "rule_args": {}} if other != rule else keys
+        ours = train(n_trainers, data, tmp_path / other, start=start, **others)
+        if other == rule:
+            assert_same(ours, whole)
