@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lockstep.backends.devices import on_gpus
 from lockstep.exchange.fold import fold_all
 from lockstep.flow.arrays import Array
 from lockstep.flow.devices import Device
@@ -42,7 +43,7 @@ def _add_up(n_parts: int, targets: Sequence[int], *values: torch.Tensor) -> None
 def add_up(values: Sequence[torch.Tensor], targets: Sequence[int]) -> None:
     """Writes the sum of contiguous tensors into some of them."""
     flat = [value.view(-1) for value in values]
-    if values[0].device.type == "cpu" and values[0].dtype in (torch.float32, torch.float64):
+    if not on_gpus([values[0].device]) and values[0].dtype in (torch.float32, torch.float64):
         arrays = [tensor.numpy() for tensor in flat]
         fold_all(arrays, [arrays[n] for n in targets], "sum")
         return
