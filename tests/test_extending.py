@@ -109,7 +109,7 @@ def test_network_optimizer_transport_back_end_and_data_train(written: Path) -> N
     """One run with two trainers, on all that the page adds."""
     run(written, "preprocessing/make_squares.py", "data/squares")
     keys = "data_folder=data/squares n_classes=4 model=squeeze optimizer=lion learning_rate=0.003 n_epochs=4"
-    more = "batch_size=16 print_freq=8 run_name=squares lr_policy=cosine rule=weights"
+    more = "batch_size=16 print_freq=8 run_name=squares lr_policy=cosine"
     output = run(written, "train.py", *keys.split(), *more.split(), "devices=[cpu, cpu]")
     assert "exchange: through pipes: trainers share no memory" in output
     assert "lion's update is the sign of a mean of gradients" not in output  # rule: gradients is exact

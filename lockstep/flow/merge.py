@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from lockstep.backends.devices import on_gpus
 from lockstep.exchange.fold import fold_all
 from lockstep.flow.arrays import Array
 from lockstep.flow.devices import Device
@@ -43,7 +42,7 @@ def _add_up(n_parts: int, targets: Sequence[int], *values: torch.Tensor) -> None
 def add_up(values: Sequence[torch.Tensor], targets: Sequence[int]) -> None:
     """Writes the sum of contiguous tensors into some of them."""
     flat = [value.view(-1) for value in values]
-    if not on_gpus([values[0].device]) and values[0].dtype in (torch.float32, torch.float64):
+    if values[0].is_cpu and values[0].dtype in (torch.float32, torch.float64):
         arrays = [tensor.numpy() for tensor in flat]
         fold_all(arrays, [arrays[n] for n in targets], "sum")
         return
