@@ -2,13 +2,25 @@
 
 from pathlib import Path
 
-from benchmarks import augmenting, decoding, exchange, flow, reading, starting, stepping, updating
+from benchmarks import (
+    augmenting,
+    decoding,
+    exchange,
+    executor,
+    flow,
+    reading,
+    starting,
+    stepping,
+    updating,
+)
 from benchmarks.measure import write_results
 
 
 def main() -> None:
     sections = []
-    for benchmark in (exchange, updating, reading, augmenting, decoding, starting, stepping, flow):
+    for benchmark in (
+        exchange, updating, reading, augmenting, decoding, starting, stepping, flow, executor,
+    ):  # fmt: skip
         sections.append(benchmark.run())
         print(sections[-1][0], flush=True)
     write_results(Path("docs/results"), "cpu", sections)

@@ -28,5 +28,5 @@ def test_examples_of_the_dataflow_engine_run(tmp_path: Path) -> None:
         [sys.executable, "-c", RUN], cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("ran ") == len(examples) == 7
-    assert {"model.pt", "step.dot", "trace.html"} <= {path.name for path in tmp_path.iterdir()}
+    assert done.stdout.count("ran ") == len(examples) == 8
+    assert {"model.pt", "state.pt", "step.dot", "trace.html"} <= {path.name for path in tmp_path.iterdir()}
