@@ -84,25 +84,28 @@ extern "C" __global__ void fold_prod(
     fold<Product>(from, to, n_from, n_to, first, last, 1.0f);
 }
 
-// The sum of neighbours, then of neighbouring sums, and so on: a tree.
-__device__ inline float pairwise(const Arrays &from, int n_from, unsigned long long i)
+// The sum of neighbours, then of neighbouring sums, and so on: a tree, here of WIDTH arrays from FIRST on, as far as there
+// are any. Its shape is known when it is compiled, so that sums stay in registers.
+template <int FIRST, int WIDTH>
+__device__ inline float tree(const Arrays &from, int n_from, unsigned long long i)
 {
-    float sums[MOST_ARRAYS] = {from.of[0][i]};
-    for (int rank = 1; rank < n_from; rank++)
-        sums[rank] = from.of[rank][i];
-    for (int width = 1; width < n_from; width *= 2)
-        for (int left = 0; left + width < n_from; left += 2 * width)
-            sums[left] += sums[left + width];
-    return sums[0];
+    if constexpr (WIDTH == 1) {
+        return from.of[FIRST][i];
+    } else {
+        float sum = tree<FIRST, WIDTH / 2>(from, n_from, i);
+        if (FIRST + WIDTH / 2 < n_from)
+            sum += tree<FIRST + WIDTH / 2, WIDTH / 2>(from, n_from, i);
+        return sum;
+    }
 }
 
 extern "C" __global__ void fold_pairwise(
-    Arrays from, Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
+    const __grid_constant__ Arrays from, const __grid_constant__ Arrays to, int n_from, int n_to, unsigned long long first, unsigned long long last)
 {
     unsigned long long stride = (unsigned long long)gridDim.x * blockDim.x;
     unsigned long long thread = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x;
     for (unsigned long long i = first + thread; i < last; i += stride) {
-        float total = pairwise(from, n_from, i);
+        float total = tree<0, MOST_ARRAYS>(from, n_from, i);
         for (int rank = 0; rank < n_to; rank++)
             to.of[rank][i] = total;
     }
