@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,6 +76,7 @@ class Alone(Group):
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.pipes: dict[int, Any] = {rank: None for rank in range(world.size) if rank != world.rank}
 
     def all_gather(self, point: str, payload: object = None) -> list[object]:
         return [payload]

@@ -95,22 +95,27 @@ def test_a_lone_trainer_that_is_resumed_ends_as_the_unbroken_one(program: Progra
     unbroken = program.run("n_epochs=4", *words, name="unbroken", devices="[cpu]")
     program.run("n_epochs=2", *words, name="parts", devices="[cpu]")
     resumed = program.run("n_epochs=4", *words, "resume_train=true", name="parts", devices="[cpu]")
-    assert_same(tensors(unbroken, "epoch_0004"), tensors(resumed, "epoch_0004"))
+    assert_same(tensors(unbroken, 4), tensors(resumed, 4))
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "is_exact"),
     [
-        "optimizer=adamw learning_rate=0.001 ema_decay=0.9 accumulate=2 lr_policy=cosine warm_up_epochs=1",
-        "optimizer=lars model=resnet20 model_args={n: 1} clip_norm=1 label_smoothing=0.1 scale=0.01",
+        (
+            "optimizer=adamw learning_rate=0.001 ema_decay=0.9 accumulate=2 lr_policy=cosine warm_up_epochs=1",
+            True,
+        ),
+        ("optimizer=lars model=resnet20 model_args={n: 1} clip_norm=1 label_smoothing=0.1 scale=0.01", False),
     ],
     ids=["adamw", "lars"],
 )
 @pytest.mark.slow
-def test_every_state_is_resumed_bit_for_bit(program: Program, words: str) -> None:
+def test_every_state_is_resumed_bit_for_bit(program: Program, words: str, is_exact: bool) -> None:
+    """And what is not exact, batch normalisation here, is told once."""
     keys = ["n_epochs=3", "snapshot_freq=1", *re.split(r" (?=\w+=)", words)]
     whole = program.run(*keys)
-    assert whole.output().count("2 trainers are not exactly one with 2 times the batch") == 1
+    told = whole.output().count("2 trainers are not exactly one with 2 times the batch")
+    assert told == (0 if is_exact else 1)
     program.run("resume_train=true", "load_epoch=1")
     branch = program.place / "runs" / "run-from-epoch_0001" / "checkpoints" / "epoch_0003.safetensors"
     assert_same(load_file(branch), tensors(whole, 3))

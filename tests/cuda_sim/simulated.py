@@ -85,7 +85,7 @@ def compute_on_the_host(device: object, stream: Any) -> None:
     from lockstep.network.replica import Replica
     from lockstep.network.sharded import ShardedUpdater
     from lockstep.network.updater import Updater
-    from lockstep.sync import assembling
+    from lockstep.sync import apart, assembling
     from lockstep.sync.apart import Apart
     from lockstep.sync.elastic import Elastic
     from lockstep.sync.gossip import Gossip
@@ -126,6 +126,7 @@ def compute_on_the_host(device: object, stream: Any) -> None:
         (Elastic, "_move"),
         (Gossip, "_blend"),
         (assembling, "in_host_memory"),
+        (apart, "in_host_memory"),  # which has the function by its name
         (Replica, "count_errors"),
         (Arena, "digests"),
         (Arena, "state"),
