@@ -102,7 +102,8 @@ def test_a_lone_trainer_that_is_resumed_ends_as_the_unbroken_one(program: Progra
     ("words", "is_exact"),
     [
         (
-            "optimizer=adamw learning_rate=0.001 ema_decay=0.9 accumulate=2 lr_policy=cosine warm_up_epochs=1",
+            "optimizer=adamw learning_rate=0.001 ema_decay=0.9 accumulate=2 "
+            "lr_policy=cosine warm_up_epochs=1",
             True,
         ),
         ("optimizer=lars model=resnet20 model_args={n: 1} clip_norm=1 label_smoothing=0.1 scale=0.01", False),
