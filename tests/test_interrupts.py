@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def stall(path: Path) -> Callable[[], bool]:
             os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # left open, or the reader would come to the end
         except OSError:
             return False
+        time.sleep(0.3)  # it comes from open to read; a signal between the two is heard behind the read only
         return True
 
     return is_read
