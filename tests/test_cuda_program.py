@@ -119,6 +119,7 @@ def test_a_killed_process_ends_the_run_and_is_named(
     assert running.shared_files() == []
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_shared_a_lone_trainer_runs_and_a_loader_is_refused(
     program: Program, simulation: Simulation, on_cpus: Running, tmp_path: Path
 ) -> None:

@@ -352,6 +352,7 @@ def test_trainers_and_loaders_number_gpus_as_the_launcher(
         assert f"CUDA_DEVICE_ORDER={expected}" in settings
 
 
+@pytest.mark.slow
 def test_the_program_says_why_it_trains_where(driver: Driver, program: Program) -> None:
     """The machine's own PyCUDA and torch count here: with MIG on, the GPU can't be used whatever they are."""
     driver.answer(MIG)

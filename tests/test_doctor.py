@@ -336,6 +336,7 @@ def test_two_gpus(doctor: Doctor, simulation: Simulation) -> None:
     assert list(simulation.folder.glob("memory-*")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_writes_that_are_lost_show_in_the_matrix(doctor: Doctor, simulation: Simulation) -> None:
     doctor.environment = simulation.set(lost="1-0").environment()

@@ -105,6 +105,7 @@ def test_a_process_that_stands_still_is_found(program: Program, victim: str) -> 
     assert f"waited {deadline} s for {victim}" in message
 
 
+@pytest.mark.slow
 def test_a_lone_trainer_that_stands_still_is_found_by_the_launcher(program: Program) -> None:
     running = program.start(*FOREVER, f"wait_deadline={limit(4)}", "para_load=false", devices="[cpu]")
     running.wait_for_text("step 2/12")
@@ -151,6 +152,7 @@ def test_a_suspended_run_goes_on(program: Program) -> None:
     assert running.wait() == 0, running.output()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(program: Program) -> None:
     running = program.start(*FOREVER)
     running.wait_for_text("step 2/6")

@@ -135,6 +135,7 @@ def test_n_trainers_are_one_with_n_times_the_batch(
         assert relative_difference(several[0], one) <= bound
 
 
+@pytest.mark.slow
 def test_the_drift_that_is_measured_is_rounding(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """benchmarks/drift.py: in float64 next to nothing is left, and a shaken last bit is seen at once."""
     monkeypatch.setattr(drift, "DATA", {"data_folder": str(data), "n_classes": 7})

@@ -292,6 +292,7 @@ def test_alexnet_in_plain_torch_has_the_same_logits(tmp_path: Path) -> None:
     assert layers_of(plain) == layers_of(trained.model)
 
 
+@pytest.mark.slow
 def test_the_command(program: Program, tmp_path: Path) -> None:
     running = program.run("n_epochs=1", "para_load=false", devices="[cpu]")
 

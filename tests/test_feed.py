@@ -71,6 +71,7 @@ def validate_rank(rank: int, pipes: dict[int, Pipe], config: Config) -> list[dic
     return trainer.val_record
 
 
+@pytest.mark.slow
 def test_validation_counts_every_picture_once_for_any_number_of_trainers(shared_folder: Path) -> None:
     values = {"data_folder": str(shared_folder), "para_load": False, "batch_size": 5, "n_epochs": 1}
     config = make_config(**values)

@@ -15,7 +15,7 @@ SCRIPTS = sorted(
     for path in (ROOT / "preprocessing").glob("*.py")
     if "__main__" in path.read_text()
 )
-PROGRAMS = [*FILES, *(f"-m {module}" for module in MODULES), *SCRIPTS]
+PROGRAMS = [*FILES[1:], *(f"-m {module}" for module in MODULES), *SCRIPTS]
 # An argument, and what is said of it: behind it, or on the next line.
 ARGUMENT = re.compile(r"^  (?P<name>\S.*?)(?:  +|\n {10,})(?P<words>\S.*)$", re.MULTILINE)
 NAME = re.compile(r"^  (?! )(\S+)", re.MULTILINE)
@@ -25,7 +25,9 @@ def test_the_scripts_are_found() -> None:
     assert "preprocessing/make_hkl.py" in SCRIPTS and len(SCRIPTS) >= 6
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program", [FILES[0], *(pytest.param(program, marks=pytest.mark.slow) for program in PROGRAMS)]
+)
 def test_help_is_whole(program: str) -> None:
     result = subprocess.run(
         [sys.executable, *program.split(), "--help"],

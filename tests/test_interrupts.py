@@ -97,6 +97,7 @@ def test_while_it_looks_at_the_data(program: Program, folder: Path, number: int,
     assert not running.run_folder.exists()
 
 
+@pytest.mark.slow
 def test_while_validation_or_resuming_opens_its_files(program: Program, folder: Path, tmp_path: Path) -> None:
     program.data = folder
     trained = program.run("n_epochs=1", devices="[cpu]")
@@ -122,6 +123,7 @@ def test_while_nvidia_smi_hangs_which_ends_too(program: Program, tmp_path: Path)
     assert "stopped as asked" in interrupt(running, (tmp_path / "reached").exists, signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_while_the_report_is_written(program: Program, tmp_path: Path) -> None:
     environment, is_there = stalling_module(tmp_path / "modules", "matplotlib")
     running = program.start("n_epochs=1", "report=true", devices="[cpu]", environment=environment)

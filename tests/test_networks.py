@@ -215,6 +215,7 @@ def test_timms_networks_by_name(timm: Any) -> None:
         build("timm:convnext_tinny")
 
 
+@pytest.mark.slow
 def test_a_loader_subtracts_what_the_network_wants(program: Program, package: Path) -> None:
     """Beside the trainer and in it, the same; and not the mean image."""
     environment = {**os.environ, "PYTHONPATH": f"{package}:{ROOT}"}

@@ -131,6 +131,7 @@ def test_an_old_folder_that_is_broken_is_named(tmp_path: Path) -> None:
         hkl.read_rows(file, 0, np.empty(file.shape, np.uint8))
 
 
+@pytest.mark.slow
 def test_it_trains_as_it_is_and_the_same_after_conversion(tmp_path: Path) -> None:
     write_old(tmp_path / "old", 2)
     assert (

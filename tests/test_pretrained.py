@@ -266,6 +266,7 @@ def test_such_a_run_resumes_from_its_own_checkpoints(program: Program) -> None:
     assert "all 1 epochs are done; raise n_epochs" in refused.last_line()
 
 
+@pytest.mark.slow
 def test_a_run_starts_with_weights_alone_and_fine_tunes(program: Program) -> None:
     first = program.run("n_epochs=1", *ALONE, name="first")
     words = ["n_epochs=1", *ALONE, f"pretrained={first.run_folder}"]

@@ -18,7 +18,7 @@ def kill_after_a_checkpoint(running: Running, victim: str) -> None:
     ("words", "devices", "left"),
     [
         (("on_loss=restart",), "[cpu, cpu]", 2),
-        (("on_loss=shrink", "minibatch=16", "parts=2"), "[cpu, cpu]", 1),
+        pytest.param(("on_loss=shrink", "minibatch=16", "parts=2"), "[cpu, cpu]", 1, marks=pytest.mark.slow),
     ],
     ids=["restart", "shrink"],
 )
@@ -37,6 +37,7 @@ def test_after_a_loss_a_run_goes_on_to_the_bits_of_the_unbroken_one(
     running.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_lost_too_often_ends(program: Program) -> None:
     running = program.start("n_epochs=500", "on_loss=restart", "restarts=1", "snapshot_freq=1")
     kill_after_a_checkpoint(running, "trainer 0")
@@ -51,6 +52,7 @@ def test_a_users_error_is_no_loss(program: Program) -> None:
     assert "lower learning_rate" in running.last_line() and "restart 1" not in running.output()
 
 
+@pytest.mark.slow
 def test_auto_begins_and_goes_on(program: Program) -> None:
     words = ("resume_train=auto", "snapshot_freq=1")
     first = program.run("n_epochs=1", *words)

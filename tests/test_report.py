@@ -360,6 +360,7 @@ def test_durations_are_for_people(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
+@pytest.mark.slow
 def test_the_command_and_train_write_it(program: Program, tmp_path: Path) -> None:
     running = program.run("n_epochs=1", "report=true", devices="[cpu]")
     page = running.run_folder / "report.html"
@@ -370,6 +371,7 @@ def test_the_command_and_train_write_it(program: Program, tmp_path: Path) -> Non
     assert refused.returncode == 2 and "there is no such run folder" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_run_is_good_without_its_report(program: Program, tmp_path: Path) -> None:
     """matplotlib can't be imported here."""
     (tmp_path / "broken").mkdir()

@@ -57,7 +57,7 @@ def test_a_run_ends_with_0_its_result_and_no_process(whole: Running) -> None:
     assert names == [*expected, "latest"]
 
 
-@pytest.mark.parametrize("words", ["para_load=false", "n_slots=5"])
+@pytest.mark.parametrize("words", ["para_load=false", pytest.param("n_slots=5", marks=pytest.mark.slow)])
 def test_loading_in_the_trainer_gives_the_same_bits(program: Program, whole: Running, words: str) -> None:
     other = program.run("n_epochs=1", "lr_step=[1]", words)
     assert_same(tensors(other, 1), tensors(whole, 1))
@@ -139,6 +139,7 @@ def test_one_signal_finishes_the_step_saves_and_the_rest_is_exact(
     assert_same(tensors(whole, 3), tensors(resumed, 3))
 
 
+@pytest.mark.slow
 def test_load_epoch_goes_back_into_a_folder_of_its_own(program: Program, whole: Running) -> None:
     run = Path(shutil.copytree(whole.run_folder, program.place / "runs" / "run"))
     before = {path.name: path.read_bytes() for path in (run / "checkpoints").iterdir()}
@@ -149,6 +150,7 @@ def test_load_epoch_goes_back_into_a_folder_of_its_own(program: Program, whole: 
     assert (branch / "checkpoints" / name).read_bytes() == before[name]
 
 
+@pytest.mark.slow
 def test_another_number_of_trainers_goes_on_without_losing_a_picture(program: Program) -> None:
     broken = program.start("n_epochs=2", "print_freq=1")
     broken.wait_for_text("epoch 1 step 1/6")
@@ -159,6 +161,7 @@ def test_another_number_of_trainers_goes_on_without_losing_a_picture(program: Pr
     assert len(events(resumed, "validated")) == 2
 
 
+@pytest.mark.slow
 def test_going_on_from_another_seed_or_model_is_refused(program: Program) -> None:
     program.run("n_epochs=1", devices="[cpu]")
     for words, message in (
@@ -174,6 +177,7 @@ def test_going_on_from_another_seed_or_model_is_refused(program: Program) -> Non
     assert "note: learning_rate is 0.003 now, was 0.02 before" in resumed.output()
 
 
+@pytest.mark.slow
 def test_a_second_run_does_not_write_into_the_first_ones_folder(program: Program) -> None:
     running = program.start("n_epochs=500", "snapshot_freq=1")
     running.wait_for_text("saved")
@@ -186,6 +190,7 @@ def test_a_second_run_does_not_write_into_the_first_ones_folder(program: Program
     assert Path(running.run_folder / "config.yaml").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_never_saved_can_be_started_again_or_resumed(program: Program) -> None:
     program.run("model_args={depth: 3}", devices="[cpu]", code=2)
     resumed = program.run("n_epochs=1", "model_args={}", "resume_train=true", devices="[cpu]")
@@ -211,6 +216,7 @@ def test_a_run_killed_before_its_first_step_is_resumed_as_what_it_was(program: P
     assert f"{killed.run_folder}: has no config.yaml" in refused.last_line()
 
 
+@pytest.mark.slow
 def test_a_refused_start_replaces_no_good_runs_configuration(program: Program) -> None:
     good = program.run("n_epochs=1", "devices=[cpu]")
     before = (good.run_folder / "config.yaml").read_bytes()
@@ -218,7 +224,10 @@ def test_a_refused_start_replaces_no_good_runs_configuration(program: Program) -
     assert (good.run_folder / "config.yaml").read_bytes() == before
 
 
-@pytest.mark.parametrize("output", ["/dev/full", "a reader that leaves", "closed"])
+@pytest.mark.parametrize(
+    "output",
+    ["a reader that leaves", *(pytest.param(how, marks=pytest.mark.slow) for how in ("/dev/full", "closed"))],
+)
 def test_a_run_does_not_need_its_terminal(program: Program, output: str) -> None:
     redirection = {
         "/dev/full": ">/dev/full 2>&1",
@@ -235,6 +244,7 @@ def test_a_run_does_not_need_its_terminal(program: Program, output: str) -> None
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_own_configuration(program: Program) -> None:
     """Only what is given with resume_train changes; config.yaml is not looked at again."""
     keys = ("learning_rate=0.003", "lr_policy=auto", "momentum=0.5")
@@ -247,6 +257,7 @@ def test_a_resumed_run_keeps_its_own_configuration(program: Program) -> None:
     assert "learning_rate is" not in resumed.output()
 
 
+@pytest.mark.slow
 def test_a_network_that_sees_little_of_a_picture_is_remarked_on(program: Program, tmp_path: Path) -> None:
     program.data = make_folder(tmp_path / "large", n_train=9, n_val=9, size=70)
     running = program.run("n_epochs=1", devices="[cpu]")
@@ -256,6 +267,7 @@ def test_a_network_that_sees_little_of_a_picture_is_remarked_on(program: Program
     )
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_progress_bar(program: Program) -> None:
     numbers = r"loss \d+\.\d{3}, error \d+\.\d%, [\d,]+ images/s\]"
     bars = (

@@ -58,6 +58,7 @@ def test_it_repeats_what_training_said_on_any_devices(trained: Running) -> None:
     assert "classes with the largest error" in text
 
 
+@pytest.mark.slow
 def test_ten_crops_are_the_mean_of_ten_views(trained: Running, shared_folder: Path) -> None:
     text = call("validate.py", trained.run_folder, "--ten-crops", "devices=[cpu, cpu]")
     dataset = open_dataset(make_config(data_folder=str(shared_folder)))
@@ -94,6 +95,7 @@ class Net(smallnet.Model):
 """
 
 
+@pytest.mark.slow
 def test_threads_are_the_runs_and_too_little_memory_is_said(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,11 +171,19 @@ def test_the_worst_classes_and_what_they_are_taken_for() -> None:
     ("words", "message"),
     [
         (("nowhere",), "nowhere: is not a run's folder"),
-        (("RUN", "--epoch", "9"), "has no checkpoint of epoch 9 (there are: epoch_0001, epoch_0002)"),
-        (("RUN", "data_folder=elsewhere"), "elsewhere: there is no such dataset folder"),
+        pytest.param(
+            ("RUN", "--epoch", "9"),
+            "has no checkpoint of epoch 9 (there are: epoch_0001, epoch_0002)",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("RUN", "data_folder=elsewhere"),
+            "elsewhere: there is no such dataset folder",
+            marks=pytest.mark.slow,
+        ),
         (("RUN", "batchsize=3"), "unknown key 'batchsize' (did you mean 'batch_size'?)"),
-        (("RUN", "n_classes=9", "devices=[cpu]"), "is of another model"),
-        (("RUN", "devices=[cuda:99]"), "cuda:99"),
+        pytest.param(("RUN", "n_classes=9", "devices=[cpu]"), "is of another model", marks=pytest.mark.slow),
+        pytest.param(("RUN", "devices=[cuda:99]"), "cuda:99", marks=pytest.mark.slow),
     ],
 )
 def test_what_cant_be_validated_is_named(trained: Running, words: tuple[str, ...], message: str) -> None:
@@ -199,6 +209,7 @@ def test_pictures_get_their_five_best_classes_upright(trained: Running, tmp_path
     assert "broken.jpg: can't be used" in text and "missing.png: can't be used: No such file" in text
 
 
+@pytest.mark.slow
 def test_the_newest_run_is_taken_and_errors_are_named(trained: Running, tmp_path: Path) -> None:
     Image.new("L", (50, 80)).save(tmp_path / "grey.png")
     text = call("classify.py", tmp_path / "grey.png", "--runs", trained.run_folder.parent)

@@ -24,6 +24,7 @@ from lockstep.interrupts import die_with_parent
 from lockstep.launch.status import TRACE, StatusBoard
 
 _last_word = threading.Lock()
+_DYING_SECONDS = 0.5  # between a dying launcher's children and its pipes, at most
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ def _fail(error: BaseException, control: Pipe, start: ChildStart, board: StatusB
     that may be waiting for ever for an event of a process that has died."""
     try:
         control.send(_failure(error))
+        # A dying launcher's children die before its pipes close: what looks like a lost peer may be its death.
+        if start.speaker and isinstance(error, PeerProblem) and start.lifeline.poll(_DYING_SECONDS):
+            _launcher_died(start, board)
     except PeerLost:  # the launcher has died: that is the news, not this
         _launcher_died(start, board)
     with suppress(OSError):  # nobody reads them any more
