@@ -77,7 +77,7 @@ def _fail(error: BaseException, control: Pipe, start: ChildStart, board: StatusB
     that may be waiting for ever for an event of a process that has died."""
     try:
         control.send(_failure(error))
-        # A dying launcher's children die before its pipes close: what looks like a lost peer may be its death.
+        # A dying launcher's children die before its pipes close: a lost peer may be but its death.
         if start.speaker and isinstance(error, PeerProblem) and start.lifeline.poll(_DYING_SECONDS):
             _launcher_died(start, board)
     except PeerLost:  # the launcher has died: that is the news, not this
