@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytensor
 import pytest
-from conftest import ROOT, processes_of_session, wait_until
+from conftest import ROOT, named_memory, processes_of_session, wait_until
 from synk_acts import act_function
 from synk_teams import MODE, team
 
@@ -267,13 +267,13 @@ def test_scripts_need_no_guard(start: Callable[..., Program], how: str) -> None:
 
 
 def test_two_programs_at_once_open_no_port_and_leave_nothing(start: Callable[..., Program]) -> None:
-    shm = set(os.listdir("/dev/shm"))
+    before = named_memory()
     programs = [start(SLEEPER.format(rank=1, what="sleep"), name=f"program{i}") for i in range(2)]
     wait_until(lambda: all(len(program.asleep()) == 2 for program in programs), "four ranks to sleep")
     pids = [pid for program in programs for pid in program.left()]
     assert len(pids) == 6
     assert not any(sockets_in_network(pid) for pid in pids)
-    assert set(os.listdir("/dev/shm")) <= shm, "anonymous memory files have no name"
+    assert named_memory() <= before, "anonymous memory files have no name"
     for program in programs:
         os.kill(program.process.pid, signal.SIGKILL)
     wait_until(lambda: not any(program.left() for program in programs), "all processes to be gone", 10)
