@@ -89,6 +89,7 @@ class Config:
     kernels: Literal["all", "none", "lrn", "dropout"] = "all"  # GPUs: which layers use kernels of ours
     on_loss: Literal["stop", "restart", "shrink"] = "stop"  # when a process is killed or hangs
     restarts: int = 3  # at most, of on_loss: restart or shrink
+    check_every: int | None = 1000  # steps between comparisons of replicas, bit for bit
     wait_deadline: float = 120.0  # seconds that one process waits for another
 
     # Output

@@ -23,6 +23,7 @@ from lockstep.sync.local import Local
 class Apart(Local):
     """There is a second block as large as the arena (`_place`, over which `_among` is), for exchanging."""
 
+    equal = False
     n_copies = 1  # of the arena, that the second block has room for
 
     def __init__(self, transport: Transport, arena: Arena, args: dict[str, Any], memory: Memory) -> None:
