@@ -20,6 +20,20 @@ class Input:
     whole: bool
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the user gave to lockstep.synk.function, unchecked. name: theirs, or one made for it."""
+
+    name: str
+    inputs: Any
+    outputs: Any
+    bcast_inputs: Any
+    updates: Any
+    givens: Any
+    sliceable_shareds: Any
+    options: dict[str, Any]
+
+
 class Program(ABC):
     """A function in this process.
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.synk.programs import Input, Program
+from lockstep.synk.programs import Asked, Input, Program
 from lockstep.synk.programs.tensors import TensorShared
 from lockstep.synk.results import check_foldable, normalise_mode
 from lockstep.synk.shareds import Known, Shared
@@ -111,29 +111,25 @@ def receive(here: Any, objects: Iterator[Any]) -> None:
     here.programs[number] = CallableProgram(spec, here)
 
 
-def build(
-    known: Known,
-    here: Any,
-    name: str,
-    function: Callable[..., Any],
-    outputs: Any,
-    bcast_inputs: Any,
-    updates: Any,
-    sliceable_shareds: Any,
-) -> CallableProgram:
-    """Checks what the user gave to lockstep.synk.function for a callable."""
-    modes, returns = _check_modes(name, outputs)
-    pairs = [_check_update(known, name, i, given) for i, given in enumerate(updates or [])]
+def build(known: Known, here: Any, asked: Asked) -> CallableProgram:
+    """Checks what the user gave for a callable."""
+    name = asked.name
+    if asked.givens is not None or asked.options:
+        what = ", ".join(["givens"] * (asked.givens is not None) + list(asked.options))
+        raise TypeError(f"{name}: {what}: a callable has no such option, only a graph of PyTensor")
+    modes, returns = _check_modes(name, asked.outputs)
+    pairs = [_check_update(known, name, i, given) for i, given in enumerate(asked.updates or [])]
     numbers = [number for number, _, _ in pairs]
     if len(set(numbers)) != len(numbers):
         raise ValueError(f"{name}: a variable is updated twice")
     shareds = here.shareds
-    sliceable = [_find(known, name, "sliceable", given) for given in _listed(name, sliceable_shareds)]
+    sliceable = [_find(known, name, "sliceable", given) for given in _listed(name, asked.sliceable_shareds)]
     for number in sliceable:
         if number in numbers:
             raise ValueError(f"{name}: sliceable {shareds[number].name!r} is updated by the function")
-    inputs = _check_parameters(name, function, bcast_inputs)
-    return CallableProgram(Spec(name, function, inputs, modes, returns, tuple(pairs), tuple(sliceable)), here)
+    inputs = _check_parameters(name, asked.inputs, asked.bcast_inputs)
+    spec = Spec(name, asked.inputs, inputs, modes, returns, tuple(pairs), tuple(sliceable))
+    return CallableProgram(spec, here)
 
 
 def _check_parameters(name: str, function: Callable[..., Any], whole: Any) -> tuple[Input, ...]:
