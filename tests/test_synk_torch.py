@@ -15,6 +15,7 @@ from synk_teams import largest_error, team
 
 import lockstep.synk as synk
 from lockstep.errors import UserError
+from lockstep.synk.extensions import torch_train
 
 DEVICES = os.environ.get("LOCKSTEP_TEST_DEVICES", "").split()
 SIZES: list[Any] = [len(DEVICES)] if DEVICES else [2, pytest.param(3, marks=pytest.mark.slow)]
@@ -76,6 +77,25 @@ def test_training_is_that_of_one_process(ranks: int, dtype: str) -> None:
     assert all(np.array_equal(value, weights[0]) for value in weights), "replicas are bitwise equal"
     flat = np.concatenate([param.detach().numpy().ravel() for param in lone.parameters()])
     assert largest_error(weights[0], flat) < BOUNDS[dtype]
+
+
+def test_a_training_step_of_one_command(ranks: int, dtype: str) -> None:
+    net, lone, loss = make_net(dtype=dtype), make_net(dtype=dtype), torch.nn.functional.mse_loss
+    step = torch_train.make_train_function(net, loss, torch.optim.Adam(net.parameters(), lr=0.01))
+    synk.distribute()
+    reference = torch.optim.Adam(lone.parameters(), lr=0.01)
+    random = np.random.default_rng(4)
+    x, y = random.normal(size=(30, 4)).astype(dtype), random.normal(size=(30, 2)).astype(dtype)
+    for number in range(8):
+        batch = random.integers(0, 30, random.integers(1, 20))
+        found = step(x, y, batch=batch, num_slices=1 + number % 2)
+        reference.zero_grad()
+        expected = loss(lone(torch.from_numpy(x[batch])), torch.from_numpy(y[batch]))
+        expected.backward()
+        reference.step()
+        assert abs(found - expected.item()) < 10 * BOUNDS[dtype] * max(1, expected.item())
+    weights = synk.gather(synk.weights(net))
+    assert all(np.array_equal(value, weights[0]) for value in weights), "replicas are bitwise equal"
 
 
 def test_every_mode_is_exact_for_any_rows_and_slices(ranks: int, dtype: str) -> None:
