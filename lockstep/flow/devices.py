@@ -4,7 +4,6 @@ Another kind of device is a class with the contract of `Device` (docs/extending.
 """
 
 import contextlib
-import ctypes
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -17,12 +16,12 @@ import torch
 
 from lockstep.backends import devices as machine
 from lockstep.errors import UserError
+from lockstep.memory.malloc import share_one_heap
 
 if TYPE_CHECKING:
     from lockstep.flow.engine import Engine
 
 _THREADS = threading.Lock()
-_ARENA_MAX = -8
 
 
 class Event(Protocol):
@@ -252,17 +251,6 @@ def cuda(number: int, workers: int = 1) -> Cuda:
     """GPU `number`. Raises UserError, which says why, where it is not there or can't be used."""
     machine.check((f"cuda:{number}",))
     return Cuda(number, workers)
-
-
-def share_one_heap() -> None:
-    """Has threads that begin from now on allocate from the main thread's heap (mallopt(3), M_ARENA_MAX).
-
-    The C library gives threads heaps of their own, from which large pieces go back to the system whenever
-    they are freed: a worker would get new pages, which have to be cleared, for each result.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none, nor such heaps
-    if mallopt is not None:
-        mallopt(_ARENA_MAX, 1)
 
 
 def set_own_threads(number: int) -> None:

@@ -10,6 +10,7 @@ from lockstep.synk import rows
 from lockstep.synk.blocks import Span, align
 from lockstep.synk.calling import Call, Given
 from lockstep.synk.data import Data, condition, make_data
+from lockstep.synk.kept import collect
 from lockstep.synk.programs import Program
 from lockstep.synk.results import RankPart, check_foldable, combine, unpack
 
@@ -145,10 +146,13 @@ class Function:
             raise ValueError(f"{self.name}: no rank has rows")
         read = [unpack(part, self._team.here.blocks) for part in parts]
         modes, me = self._program.output_modes, self._team.rank
+        read, folded = collect(self._team, call, modes, read)
         return self._shape_outputs(
             [
-                combine(read, me, number, modes[output], f"{self.name}: output {output}")
-                for number, output in enumerate(call.outputs)
+                folded[place]
+                if place in folded
+                else combine(read, me, place, modes[output], f"{self.name}: output {output}")
+                for place, output in enumerate(call.outputs)
             ]
         )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.comm.group import Group, World
 from lockstep.errors import PeerProblem, UserError
 from lockstep.memory.host import HostMemory
+from lockstep.memory.malloc import keep_small_freed_memory
 from lockstep.synk.commands import (
     Abort,
     Answer,
@@ -30,7 +31,6 @@ from lockstep.synk.commands import (
 )
 from lockstep.synk.here import Here, Turn, advance, perform
 from lockstep.synk.interrupts import RankLost, whole
-from lockstep.synk.malloc import keep_freed_memory
 from lockstep.synk.shareds import Known
 from lockstep.synk.threads import Threads
 from lockstep.synk.workers import LEAVE_SECONDS, Worker, connect_all, end_worker, greet, start_worker
@@ -66,7 +66,7 @@ class Team:
         self._released: deque[int] = deque()
         self._names: dict[int, str] = {}  # of blocks
         self._n_blocks = 0
-        keep_freed_memory()
+        keep_small_freed_memory()
         self.threads = Threads(threads)
         ranks = [rank for rank in range(size) if rank != caller]
         self.workers: list[Worker] = []

@@ -93,9 +93,9 @@ def compute_on_the_host(device: object, stream: Any) -> None:
 
     def behind(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def wait_first(*arguments: Any) -> Any:
+        def wait_first(*arguments: Any, **options: Any) -> Any:
             stream.synchronize()
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return wait_first
 

@@ -7,16 +7,17 @@ go as numbers, so that on each rank all of it meets that rank's own tensors.
 import hashlib
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from lockstep.synk.programs import Input, Program
+from lockstep.synk import rows
+from lockstep.synk.programs import Asked, Input, Program
 from lockstep.synk.programs.tensors import TensorShared
-from lockstep.synk.results import check_foldable, normalise_mode
+from lockstep.synk.results import FOLD_OPS, check_foldable, normalise_mode
 from lockstep.synk.shareds import Known, Shared
 
 
@@ -47,11 +48,32 @@ class CallableProgram(Program):
         self.default_modes = {shareds[number] for number, _, given in spec.updates if not given}
         self.sliceable = [shareds[number] for number in spec.sliceable]
 
-    def call(self, inputs: list[np.ndarray]) -> list[Any]:
+    def excerpt(self, arrays: Sequence[np.ndarray], choices: Sequence[rows.Choice | None]) -> list[Any]:
+        if self._gpu is not None:
+            uploaded: list[torch.Tensor] = self._gpu.upload(arrays, choices)
+            return uploaded
+        return [torch.from_numpy(array) for array in super().excerpt(arrays, choices)]
+
+    def call(self, inputs: list[torch.Tensor]) -> list[Any]:
+        return [self._as_array(i, value) for i, value in enumerate(self._compute(inputs))]
+
+    def call_whole(self, inputs: list[torch.Tensor]) -> list[Any]:
+        outputs = enumerate(self._compute(inputs))
         if self._gpu is None:
-            result = self.spec.function(*(torch.from_numpy(array) for array in inputs))
-        else:
-            result = self._gpu.compute(self.spec.function, *self._gpu.upload(inputs))
+            return [self._as_array(i, value) for i, value in outputs]
+        folded = [mode in FOLD_OPS for mode in self.output_modes]
+        kept = self._gpu.kept
+        return [
+            kept.add(i, value) if folded[i] and kept.suits(value) else self._as_array(i, value)
+            for i, value in outputs
+        ]
+
+    def call_alone(self, inputs: list[Any]) -> list[Any]:
+        return self.call(self.excerpt([np.array(value) for value in inputs], [None] * len(inputs)))
+
+    def _compute(self, inputs: list[torch.Tensor]) -> list[Any]:
+        function = self.spec.function
+        result = function(*inputs) if self._gpu is None else self._gpu.compute(function, *inputs)
         if self.returns == "none":
             return []
         listed = list(result) if self.returns == "list" and isinstance(result, list | tuple) else [result]
@@ -59,10 +81,7 @@ class CallableProgram(Program):
             raise TypeError(
                 f"{self.name} returned {len(listed)} outputs, {len(self.output_modes)} have modes"
             )
-        return [self._as_array(i, value) for i, value in enumerate(listed)]
-
-    def call_alone(self, inputs: list[Any]) -> list[Any]:
-        return self.call([np.array(value) for value in inputs])
+        return listed
 
     def pieces(self, number: int, new: list[Shared]) -> Iterator[tuple[str, Any]]:
         what = f"function {self.name!r}"
@@ -111,29 +130,25 @@ def receive(here: Any, objects: Iterator[Any]) -> None:
     here.programs[number] = CallableProgram(spec, here)
 
 
-def build(
-    known: Known,
-    here: Any,
-    name: str,
-    function: Callable[..., Any],
-    outputs: Any,
-    bcast_inputs: Any,
-    updates: Any,
-    sliceable_shareds: Any,
-) -> CallableProgram:
-    """Checks what the user gave to lockstep.synk.function for a callable."""
-    modes, returns = _check_modes(name, outputs)
-    pairs = [_check_update(known, name, i, given) for i, given in enumerate(updates or [])]
+def build(known: Known, here: Any, asked: Asked) -> CallableProgram:
+    """Checks what the user gave for a callable."""
+    name = asked.name
+    if asked.givens is not None or asked.options:
+        what = ", ".join(["givens"] * (asked.givens is not None) + list(asked.options))
+        raise TypeError(f"{name}: {what}: a callable has no such option, only a graph of PyTensor")
+    modes, returns = _check_modes(name, asked.outputs)
+    pairs = [_check_update(known, name, i, given) for i, given in enumerate(asked.updates or [])]
     numbers = [number for number, _, _ in pairs]
     if len(set(numbers)) != len(numbers):
         raise ValueError(f"{name}: a variable is updated twice")
     shareds = here.shareds
-    sliceable = [_find(known, name, "sliceable", given) for given in _listed(name, sliceable_shareds)]
+    sliceable = [_find(known, name, "sliceable", given) for given in _listed(name, asked.sliceable_shareds)]
     for number in sliceable:
         if number in numbers:
             raise ValueError(f"{name}: sliceable {shareds[number].name!r} is updated by the function")
-    inputs = _check_parameters(name, function, bcast_inputs)
-    return CallableProgram(Spec(name, function, inputs, modes, returns, tuple(pairs), tuple(sliceable)), here)
+    inputs = _check_parameters(name, asked.inputs, asked.bcast_inputs)
+    spec = Spec(name, asked.inputs, inputs, modes, returns, tuple(pairs), tuple(sliceable))
+    return CallableProgram(spec, here)
 
 
 def _check_parameters(name: str, function: Callable[..., Any], whole: Any) -> tuple[Input, ...]:

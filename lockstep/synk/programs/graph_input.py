@@ -8,35 +8,26 @@ from pytensor.compile.sharedvalue import SharedVariable
 from pytensor.graph.basic import Variable
 from pytensor.tensor.type import TensorType
 
+from lockstep.synk.programs import Asked
 from lockstep.synk.programs.graph import Graph, GraphProgram, GraphShared, shareds_of, updated_by, used_by
 from lockstep.synk.results import check_foldable, normalise_mode
 from lockstep.synk.shareds import Known
 
 
-def build(
-    known: Known,
-    name: str,
-    inputs: Any,
-    outputs: Any,
-    bcast_inputs: Any,
-    updates: Any,
-    givens: Any,
-    sliceable_shareds: Any,
-    options: dict[str, Any],
-) -> GraphProgram:
-    """Checks what the user gave to lockstep.synk.function, and compiles it here."""
-    divided, whole = (
-        _check_inputs(name, "inputs", inputs),
-        _check_inputs(name, "bcast_inputs", [] if bcast_inputs is None else bcast_inputs),
-    )
+def build(known: Known, asked: Asked) -> GraphProgram:
+    """Checks what the user gave for a graph, and compiles it here."""
+    name = asked.name
+    divided = _check_inputs(name, "inputs", asked.inputs)
+    whole = _check_inputs(name, "bcast_inputs", [] if asked.bcast_inputs is None else asked.bcast_inputs)
     for variable in divided:
         _check_divided(name, variable)
     repeated = [v for i, v in enumerate([*divided, *whole]) if v in [*divided, *whole][:i]]
     if repeated:
         raise ValueError(f"{name}: input {repeated[0]} is given twice")
-    pairs, update_modes = _check_updates(name, updates)
-    replaced, sliceable = _check_sliceable(name, _pairs(name, "givens", givens), sliceable_shareds)
-    expressions, modes, returns = _check_outputs(name, outputs)
+    pairs, update_modes = _check_updates(name, asked.updates)
+    givens = _pairs(name, "givens", asked.givens)
+    replaced, sliceable = _check_sliceable(name, givens, asked.sliceable_shareds)
+    expressions, modes, returns = _check_outputs(name, asked.outputs)
     graph = Graph(
         name,
         [*divided, *whole],
@@ -48,7 +39,7 @@ def build(
         update_modes,
         replaced,
         sliceable,
-        options,
+        asked.options,
     )
     shareds = {variable: known.add(GraphShared(variable)) for variable in shareds_of(graph)}
     for variable in sliceable:
