@@ -79,6 +79,8 @@ class Instruction:
         for cell, view in zip(inputs, self.views, strict=True):
             value = cell.value  # the common case without a call
             tensors.append(cell.view(view) if view is not None or value is None else value)
+        if self.device.asynchronous:
+            self.device.hold(tensors)
         arguments = fill(self.template, tensors)
         keywords = fill_names(self.keywords, tensors) if self.keywords else {}
         if self.seed is None:
