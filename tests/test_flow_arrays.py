@@ -81,7 +81,7 @@ programs = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=40)
 @given(programs, st.lists(st.integers(0, 2), min_size=30, max_size=30))
 def test_random_programs_give_torchs_bits(devices: list[Cpu], program: list, places: list[int]) -> None:
     random = np.random.default_rng(0)

@@ -313,7 +313,7 @@ def run_python(program: str, seconds: float = 60) -> subprocess.CompletedProcess
 def test_leaving_with_work_pending() -> None:
     done = run_python(
         "import time\nfrom lockstep import flow\n"
-        "x = flow.ones((3,))\n"
+        "x = flow.array([1.0])\n"
         "for _ in range(100): flow.call(lambda v: time.sleep(0.2), x, writes=[x])\n"
         "print('leaving', flush=True)"
     )

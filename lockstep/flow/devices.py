@@ -1,4 +1,4 @@
-"""Devices: what has memory and lanes. A CPU can be split into several; a GPU is one.
+"""Devices: what has memory and lanes. A CPU can be split into several; a GPU is one (gpu.py).
 
 Another kind of device is a class with the contract of `Device` (docs/extending.md has one).
 """
@@ -7,8 +7,7 @@ import contextlib
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +15,7 @@ import torch
 
 from lockstep.backends import devices as machine
 from lockstep.errors import UserError
+from lockstep.exchange.fold import fold_all
 from lockstep.memory.malloc import share_one_heap
 
 if TYPE_CHECKING:
@@ -74,9 +74,25 @@ class Device(ABC):
         """Called in the worker: what is launched next runs behind another lane's event."""
         event.synchronize()
 
+    def hold(self, values: Sequence[torch.Tensor]) -> None:
+        """Called before each operation: their memory must not be used again before it has run."""
+        return
+
     def call(self, function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
         """Runs one torch operation on values of this device."""
         return function(*arguments, **keywords)
+
+    def reaches(self, other: "Device", dtype: torch.dtype) -> bool:
+        """Whether `fold` here can use values in the other's memory as they are."""
+        return self.memory == other.memory
+
+    def fold(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Writes the sum of contiguous tensors, in their order, into others, which may be some of them."""
+        total = sources[0]
+        for source in sources[1:]:
+            total = total + source
+        for target in targets:
+            target.copy_(total)
 
     @abstractmethod
     def put(self, value: torch.Tensor) -> torch.Tensor:
@@ -110,122 +126,18 @@ class Cpu(Device):
         os.sched_setaffinity(0, self.cores)  # of this thread, and of those that torch starts from it
         set_own_threads(self.threads)
 
+    def fold(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        if sources[0].dtype not in (torch.float32, torch.float64):
+            super().fold(sources, targets)
+            return
+        arrays = {id(tensor): tensor.view(-1).numpy() for tensor in (*sources, *targets)}
+        fold_all([arrays[id(t)] for t in sources], [arrays[id(t)] for t in targets], "sum")
+
     def put(self, value: torch.Tensor) -> torch.Tensor:
         return value.to("cpu", copy=True)
 
     def fetch(self, value: torch.Tensor) -> torch.Tensor:
         return value.clone()
-
-
-class Cuda(Device):
-    """A GPU. Each lane has a stream, in which torch computes; operations are done when they are launched."""
-
-    asynchronous = True
-
-    def __init__(self, number: int, workers: int = 1) -> None:
-        from lockstep.memory.cuda import CudaMemory  # PyCUDA is there on machines with a GPU only
-
-        self.name, self.memory = f"cuda:{number}", f"cuda:{number}"
-        self.workers = {"compute": workers, "communication": 1, "fetch": 1, "call": 1}
-        self._memory = CudaMemory(self.name)
-        self.torch_device = torch_device(self.name)
-        self._here = threading.local()
-
-    def enter(self, kind: str, stack: contextlib.ExitStack) -> None:
-        self._memory.context.push()
-        stack.callback(self._memory.context.pop)
-        self._here.stream = self._memory.driver.Stream()
-        self._here.events = _Events(self._memory, self._here.stream)
-        stack.callback(self._leave)
-        if machine.on_gpus([self.torch_device]):
-            external: Any = torch.cuda.ExternalStream(self._here.stream.handle, self.torch_device)  # type: ignore[no-untyped-call]
-            stack.enter_context(torch.cuda.stream(external))
-
-    def _leave(self) -> None:
-        self._here.events.close()
-        del self._here.events, self._here.stream
-
-    def mark(self) -> "CudaEvent":
-        mark: CudaEvent = self._here.events.mark()
-        return mark
-
-    def follow(self, event: Event) -> None:
-        if isinstance(event, CudaEvent):
-            raw = event.raw()
-            if raw is not None:
-                self._here.stream.wait_for_event(raw)
-        else:
-            event.synchronize()
-
-    def call(self, function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        if machine.on_gpus([self.torch_device]):
-            for value in arguments:  # its memory must not be used again before this stream has read it
-                if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                    value.record_stream(torch.cuda.current_stream(self.torch_device))
-        return function(*arguments, **keywords)
-
-    def put(self, value: torch.Tensor) -> torch.Tensor:
-        return value.to(self.torch_device, copy=True)
-
-    def fetch(self, value: torch.Tensor) -> torch.Tensor:
-        return value.to("cpu", copy=True)
-
-
-class _Events:
-    """Those of one worker's stream. They are used again, and end in its thread, as PyCUDA asks for."""
-
-    def __init__(self, memory: Any, stream: Any) -> None:
-        self.context, self._driver, self._stream = memory.context, memory.driver, stream
-        self.made: list[Any] = []
-        self.free: deque[int] = deque()
-
-    def mark(self) -> "CudaEvent":
-        if not self.free:
-            self.free.append(len(self.made))
-            self.made.append(self._driver.Event(self._driver.event_flags.DISABLE_TIMING))
-        number = self.free.pop()
-        self.made[number].record(self._stream)
-        return CudaEvent(self, number)
-
-    def close(self) -> None:
-        self._stream.synchronize()
-        self.made.clear()
-
-
-class CudaEvent:
-    """An event behind what is in a stream now. Any thread can wait for it."""
-
-    def __init__(self, events: _Events, number: int) -> None:
-        self._events, self._number = events, number
-
-    def __del__(self) -> None:
-        self._events.free.append(self._number)
-
-    def raw(self) -> Any:
-        """PyCUDA's; None when its worker has ended, and so all that it had to do."""
-        made = self._events.made
-        return made[self._number] if made else None
-
-    def synchronize(self) -> None:
-        self._ask("synchronize")
-
-    def query(self) -> bool:
-        return bool(self._ask("query"))
-
-    def _ask(self, question: str) -> Any:
-        event = self.raw()
-        if event is None:
-            return True
-        self._events.context.push()
-        try:
-            return getattr(event, question)()
-        finally:
-            self._events.context.pop()
-
-
-def torch_device(name: str) -> torch.device:
-    """What torch calls it. The tests' simulated devices are the processor to torch."""
-    return torch.device(name)
 
 
 def cpus(n: int, threads: int | None = None, workers: int = 1) -> list[Cpu]:
@@ -245,12 +157,6 @@ def cpus(n: int, threads: int | None = None, workers: int = 1) -> list[Cpu]:
         own = cores[first : max(stop, first + 1)]
         made.append(Cpu(f"cpu:{number}" if n > 1 else "cpu", frozenset(own), threads or len(own), workers))
     return made
-
-
-def cuda(number: int, workers: int = 1) -> Cuda:
-    """GPU `number`. Raises UserError, which says why, where it is not there or can't be used."""
-    machine.check((f"cuda:{number}",))
-    return Cuda(number, workers)
 
 
 def set_own_threads(number: int) -> None:
