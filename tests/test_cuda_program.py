@@ -66,6 +66,8 @@ def test_gpus_train_to_the_bits_of_cpus(
     [
         ("precision=bf16",),
         ("minibatch=16", "parts=4", "optimizer=lars"),
+        ("rule=gradients",),
+        ("model=resnet20", "model_args={n: 1}", "sync_batch_norm=true", "rule=gradients"),
         ("rule=outer", "rule_args={every: 2}"),
         ("rule=elastic", "rule_args={every: 2}"),
         (
@@ -78,7 +80,7 @@ def test_gpus_train_to_the_bits_of_cpus(
         ),
         ("model=resnet20", "model_args={n: 1}", "subtract_mean=[9, 8, 7]", "augment_on=loader"),
     ],
-    ids=["bf16", "parts", "outer", "elastic", "adamw", "resnet20"],
+    ids=["bf16", "parts", "gradients", "statistics of all", "outer", "elastic", "adamw", "resnet20"],
 )
 def test_other_steps_train_to_the_bits_of_cpus(
     program: Program, simulation: Simulation, words: tuple[str, ...]
