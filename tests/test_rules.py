@@ -11,12 +11,16 @@ import test_equivalence
 from conftest import make_config, make_folder
 from safetensors.numpy import load_file
 from test_equivalence import EXACT, relative_difference
+from torch import nn
 
 from lockstep.comm.messages import Stop
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.config.rules import settle
+from lockstep.errors import UserError
 from lockstep.launch.ranks import run_ranks
+from lockstep.network.batch_norm import widest
+from lockstep.network.build import build_model
 
 SMOOTH = {**EXACT, "learning_rate": 0.001, "n_epochs": 2}
 Tensors = dict[str, np.ndarray]
@@ -147,6 +151,27 @@ def test_batch_normalisation_over_all_in_lower_precision(data: Path, tmp_path: P
     assert relative_difference(three, one) <= 1e-6
     one, three = (train(n, data, tmp_path / f"bf16 {n}", **keys, precision="bf16") for n in (1, 3))
     assert relative_difference(three, one) <= 0.05
+
+
+class Norms(test_equivalence.TwoHeads):
+    """With a kind of batch normalisation that has a forward pass of its own."""
+
+    def __init__(self, n_classes: int) -> None:
+        super().__init__(n_classes)
+        self.norm = type("TheirNorm", (nn.BatchNorm2d,), {})(8)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("smallnet", "sync_batch_norm: this network has no batch normalisation"),
+        ("test_rules:Norms", "sync_batch_norm: norm is a test_rules.TheirNorm, and only torch's own"),
+    ],
+)
+def test_batch_normalisation_that_cant_be_over_all_is_named(data: Path, model: str, message: str) -> None:
+    config = make_config(model=model, data_folder=str(data), sync_batch_norm=True)
+    with pytest.raises(UserError, match=message):
+        widest(build_model(config, 7))
 
 
 @pytest.mark.slow
