@@ -93,6 +93,25 @@ def test_other_steps_train_to_the_bits_of_cpus(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("clip_norm=1",),
+        ("minibatch=16", "parts=4"),
+        ("model=resnet20", "model_args={n: 1}", "sync_batch_norm=true"),
+    ],
+    ids=["clipped", "parts", "statistics of all"],
+)
+def test_gradients_through_host_memory_train_to_the_bits_of_cpus(
+    program: Program, simulation: Simulation, words: tuple[str, ...]
+) -> None:
+    words = ("n_epochs=2", "rule=gradients", *words)
+    environment = simulation.set(delay=300).environment()
+    ours = program.run(*words, "exchange=staged", devices=TWO_DEVICES, name="gpu", environment=environment)
+    assert_same(tensors(ours, 2), tensors(program.run(*words, name="cpu"), 2))
+
+
+@pytest.mark.slow
 def test_a_run_that_names_no_devices_takes_the_gpus_and_goes_on_there(
     program: Program, simulation: Simulation, on_cpus: Running
 ) -> None:
