@@ -108,7 +108,7 @@ class Trainer:
         self.rule.close()
         self.transport.close()
         self.feed.close()
-        self.program.arena.block.close()
+        self.program.close()
 
     def train_epoch(self) -> bool:
         """The rest of an epoch's steps. Returns whether the trainers agreed to stop."""

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 from conftest import Program, Running, wait_until
+from limits import limit
 from saved import assert_same, tensors
 
 
@@ -33,6 +34,26 @@ def test_after_a_loss_a_run_goes_on_to_the_bits_of_the_unbroken_one(
     text = running.output()
     assert "lockstep: trainer 1 (pid " in text and "was killed by SIGKILL" in text
     assert f"with {left} trainer(s), restart 1 of 3" in text
+    assert_same(tensors(running, 12), tensors(unbroken, 12))
+    running.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_after_a_hang_a_run_goes_on_to_the_bits_of_the_unbroken_one(program: Program) -> None:
+    """In the midst of a step, in which trainers meet in each layer of batch normalisation."""
+    deadline = round(limit(6))
+    network = "model=resnet20", "model_args={n: 1}", "sync_batch_norm=true"
+    words = (*network, "n_epochs=12", "snapshot_freq=1", "cpu_threads=1", "on_loss=restart")
+    unbroken = program.run(*words, name="unbroken")
+    assert "not exactly one" not in unbroken.output()
+    running = program.start(*words, f"wait_deadline={deadline}", name="broken")
+    first = running.run_folder / "checkpoints" / "epoch_0001.json"
+    wait_until(first.exists, "a checkpoint")
+    os.kill(running.pids()["trainer 1"], signal.SIGSTOP)
+    assert running.wait(120) == 0, running.output()
+    text = running.output()
+    assert "lockstep: trainer 1 (pid " in text and "has stood still for " in text
+    assert "with 2 trainer(s), restart 1 of 3" in text
     assert_same(tensors(running, 12), tensors(unbroken, 12))
     running.assert_nothing_left()
 

@@ -73,6 +73,20 @@ def problems(config: "Config") -> Iterable[tuple[str, str]]:
         yield "on_loss", "shrink needs minibatch, so that fewer trainers go on with the same training"
     if config.parts is not None:
         yield from _bad_parts(config)
+    if config.sync_batch_norm:
+        yield from _bad_norms(config)
+
+
+def _bad_norms(config: "Config") -> Iterable[tuple[str, str]]:
+    """Trainers meet in every layer of every step: they must all be in the same step, and not in a graph."""
+    if config.rule not in ("auto", "weights", "gradients"):
+        yield "sync_batch_norm", f"goes with rule: weights or gradients, not with {config.rule}"
+    if config.parts is not None:
+        yield "sync_batch_norm", "can't be combined with parts, which have statistics of their own"
+    if config.cuda_graph is True:
+        yield "sync_batch_norm", "can't be captured: set cuda_graph: false"
+    if config.exchange == "swap":
+        yield "sync_batch_norm", "needs another exchange than swap, which averages whole arenas only"
 
 
 def _bad_parts(config: "Config") -> Iterable[tuple[str, str]]:

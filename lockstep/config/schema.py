@@ -56,6 +56,7 @@ class Config:
     rule: RuleName = "auto"
     rule_args: dict[str, Any] = field(default_factory=dict)  # see lockstep/config/rules.py
     minibatch: int | None = None  # pictures a step of all trainers; null: batch_size times their number
+    sync_batch_norm: bool = False  # batch normalisation by the statistics of all trainers' pictures
     parts: int | None = None  # of a minibatch, with gradients added in a fixed order; null: one a trainer
 
     # Data

@@ -1,5 +1,6 @@
 """One trainer's replica of the network: its tensors in the arena, and what it does with a batch."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,9 +12,10 @@ from lockstep.data.dataset import Dataset, subtracting
 from lockstep.data.randomness import Purpose, seed_of
 from lockstep.errors import UserError
 from lockstep.exchange import Span
+from lockstep.exchange.transport import Transport
 from lockstep.loading import Batch
 from lockstep.memory import Memory
-from lockstep.network import dropout, precision
+from lockstep.network import batch_norm, dropout, precision
 from lockstep.network.arena import Arena
 from lockstep.network.build import build_model, crop_size, input_spec_of
 from lockstep.network.gradients import Gradients
@@ -54,6 +56,7 @@ class Replica(Program):
         must = config.cuda_graph is True
         self._graph = StepGraph(self.model, must) if may_capture(config, self.arena.flat.is_cuda) else None
         self._parts: PartSums | None = None
+        self._statistics: batch_norm.Statistics | None = None
 
     def load(self, tensors: Path) -> dict[str, torch.Tensor]:
         """Raises UserError where the checkpoint is broken or of another network."""
@@ -71,6 +74,16 @@ class Replica(Program):
         if self._config.parts:
             self._parts = PartSums(self.arena, gradients)
         return gradients, updater
+
+    def share_statistics(self, transport: Transport, memory: Memory, clock: Callable[[str], None]) -> None:
+        n_channels, dtype = batch_norm.widest(self.model), self.arena.flat.dtype
+        self._statistics = batch_norm.Statistics(transport, memory, n_channels, dtype, clock)
+        batch_norm.install(self.model, self._statistics)
+
+    def close(self) -> None:
+        if self._statistics:
+            self._statistics.close()
+        super().close()
 
     def begin_epoch(self, epoch: int, n_samples: int, learning_rate: float) -> None:
         """Sets what is the epoch's: the samples' dropout keys, the learning rate."""
@@ -96,7 +109,7 @@ class Replica(Program):
     def _learn_batch(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
         """rank: for what a network draws from torch's generator."""
         if not len(batch.labels):
-            self._count_batch()
+            self._take_part(batch)
             return
         self._seed(batch, rank)
         if self._graph and len(batch.labels) == mean_share == self._config.batch_size:
@@ -144,7 +157,9 @@ class Replica(Program):
         loss_sum = total = self._loss_sum(logits, batch.labels)
         for weight, others in zip(self._aux_weights(len(auxiliary)), auxiliary, strict=True):
             total = total + weight * self._loss_sum(others, batch.labels)
-        (total / mean_share).backward()  # type: ignore[no-untyped-call]
+        self._backward(total / mean_share)
+        if self._statistics:
+            recorder.n_bytes, self._statistics.n_bytes = recorder.n_bytes + self._statistics.n_bytes, 0
         recorder.add(loss_sum, logits, batch.labels)
 
     def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -160,8 +175,23 @@ class Replica(Program):
             )
         return weights
 
-    def _count_batch(self) -> None:
-        """Batch normalisation's counts, as in the trainers that have images; all counts stay equal."""
+    def _backward(self, loss: torch.Tensor) -> None:
+        """In this thread, where trainers meet in it."""
+        with torch.autograd.set_multithreading_enabled(self._statistics is None):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def _take_part(self, batch: Batch) -> None:
+        """Of a trainer without pictures: batch normalisation's counts, as in the trainers that have some.
+
+        With `sync_batch_norm` it meets them in every layer too, with a picture that counts for nothing.
+        """
+        if self._statistics:
+            self._statistics.counted = False
+            dropout.set_keys(self._dropouts, self._batch_keys[:1])
+            outputs = self._forward(batch.images.new_zeros((1, *batch.images.shape[1:])))
+            self._backward(torch.stack([logits.sum() for logits in outputs]).sum() * 0.0)
+            self._statistics.counted = True
+            return
         for name, buffer in self.arena.local.items():
             if name.endswith("num_batches_tracked"):
                 buffer.add_(1)

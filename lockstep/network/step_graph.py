@@ -19,8 +19,9 @@ def may_capture(config: Config, on_gpu: bool) -> bool:
     if config.cuda_graph != "auto":
         return bool(config.cuda_graph)
     known = config.model.rpartition(":")[0] in ("", "torchvision", "timm")
-    in_place = config.augment_on == "trainer" and config.accumulate == 1 and config.parts is None
-    return on_gpu and known and in_place
+    in_place = config.augment_on == "trainer" and config.accumulate == 1
+    alone = config.parts is None and not config.sync_batch_norm
+    return on_gpu and known and in_place and alone
 
 
 class StepGraph:

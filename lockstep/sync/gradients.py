@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from lockstep.config import Config
-from lockstep.exchange import ALIGNMENT, Op, Span
+from lockstep.exchange import Op, Span
 from lockstep.exchange.transport import Transport
 from lockstep.memory import Memory
 from lockstep.network.optimizer import inexact_norms
 from lockstep.network.program import Program
 from lockstep.network.sharded import ShardedUpdater
+from lockstep.network.shared_rows import SharedRows
 from lockstep.sync import Meeting, Rule
 from lockstep.sync.assembling import assemble
 from lockstep.sync.weights import all_reduce_bytes, inexact
@@ -69,7 +70,7 @@ class Gradients(Rule):
         return found
 
     def promise(self, config: Config, model: nn.Module) -> str:
-        return inexact("; ".join(inexact_norms(model)), config)
+        return inexact("; ".join(inexact_norms(config, model)), config)
 
     def bytes_per_meeting(self) -> int:
         return all_reduce_bytes(self._gradients.flat.nbytes, self._weights.group.world.size)
@@ -85,20 +86,14 @@ class _Norms:
     """Sums of squares by tensor, shown to all: a table with a row for each rank."""
 
     def __init__(self, updater: ShardedUpdater, transport: Transport, memory: Memory) -> None:
-        self._updater, world = updater, transport.group.world
-        n_bytes = 8 * (-(-updater.n_norms // ALIGNMENT) * ALIGNMENT)
-        self._block = memory.allocate(world.size * n_bytes, "norms")
-        table = self._block.tensor(torch.float64, (world.size, n_bytes // 8))
-        self._rows, self._own = table[:, : updater.n_norms], table[world.rank, : updater.n_norms]
-        self._transport = transport.another(self._block, table.view(updater.dtype).view(-1))
-        self._transport.clock = transport.clock
+        self._updater = updater
+        self._table = SharedRows(transport, memory, updater.n_norms, updater.dtype, "norms")
+        self._table.use_clock(transport.clock)
 
     def exchange(self, meeting: Meeting) -> None:
         """Between the fold of the gradients and the step."""
-        self._own.copy_(self._updater.norms())
-        self._transport.exchange_rows(meeting.barrier)
-        self._updater.use_norms(self._rows)
+        self._table.exchange(self._updater.norms(), meeting.barrier)
+        self._updater.use_norms(self._table.rows(self._updater.n_norms))
 
     def close(self) -> None:
-        self._transport.close()
-        self._block.close()
+        self._table.close()

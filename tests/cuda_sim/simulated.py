@@ -84,6 +84,7 @@ def compute_on_the_host(device: object, stream: Any) -> None:
     from lockstep.network.kernels import DropoutKernel, LrnKernel
     from lockstep.network.replica import Replica
     from lockstep.network.sharded import ShardedUpdater
+    from lockstep.network.shared_rows import SharedRows
     from lockstep.network.updater import Updater
     from lockstep.sync import apart, assembling
     from lockstep.sync.apart import Apart
@@ -121,6 +122,8 @@ def compute_on_the_host(device: object, stream: Any) -> None:
         (ShardedUpdater, "norms"),
         (ShardedUpdater, "use_norms"),
         (ShardedUpdater, "finish"),
+        (SharedRows, "exchange"),
+        (SharedRows, "rows"),
         (Outer, "_step"),
         (Apart, "mean"),
         (Elastic, "_move"),
