@@ -32,11 +32,22 @@ if ! { mkdir -p "$cache" 2>/dev/null && [ -w "$cache" ]; }; then
     export XDG_CACHE_HOME=${TMPDIR:-/tmp}/lockstep-cache
 fi
 
+list_gpus='import sys
+from lockstep.backends.gpus import list_gpus
+from lockstep.errors import UserError
+try:
+    print(*list_gpus(), sep="\n")
+except UserError as error:
+    sys.exit(f"gpu.sh: {error}")'
+
 case " $* " in
 *" --rehearse "*) ;;
 *)
-    command -v nvidia-smi >/dev/null || fail "there is no nvidia-smi, so no NVIDIA driver; without one: --rehearse"
-    nvidia-smi || fail "nvidia-smi fails: the driver does not work"
+    if command -v nvidia-smi >/dev/null; then
+        nvidia-smi || fail "nvidia-smi fails: the driver does not work"
+    else # as in some containers: a process of its own asks the driver's library
+        "$PYTHON" -c "$list_gpus" || fail "there is no GPU to measure; without one: --rehearse"
+    fi
     "$PYTHON" -c "import pycuda.driver" ||
         fail "$PYTHON can't import PyCUDA: put the folder in which it is installed onto PYTHONPATH"
     "$PYTHON" -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || fail "torch sees no GPU"

@@ -13,7 +13,7 @@ from lockstep.comm.messages import Order
 from lockstep.data import hkl
 from lockstep.data.augment import TORCH_FROM, Augmenter
 from lockstep.data.dataset import Dataset, open_dataset
-from lockstep.data.sampling import EpochSamples
+from lockstep.data.sampling import EpochSamples, share
 from lockstep.loading.host import HostFiller, HostRing
 from lockstep.loading.reader import Reader
 from lockstep.loading.slots import RingShape, Slot
@@ -39,11 +39,12 @@ def test_agrees_with_numpy_bit_for_bit(data: st.DataObject, by_torch: bool) -> N
     mean = random.uniform(0, 255, (height, width, 3)).astype(np.float32)
     most = (height - size + 1, width - size + 1, 2)
     crops = random.integers(0, most, (n_images, 3), dtype=np.int32)
+    shifts = random.normal(0, 5, (n_images, 3)).astype(np.float32) if data.draw(st.booleans()) else None
     out = np.full((n_images, size, size, 3), np.nan, np.float32)
-    Augmenter(mean, size).apply(images, crops, out)
+    Augmenter(mean, size).apply(images, crops, out, shifts)
     for i, (row, column, mirror) in enumerate(crops):
         expected = straightforward(images[i], mean, row, column, mirror, size)
-        assert (out[i] == expected).all()
+        assert (out[i] == (expected if shifts is None else expected + shifts[i])).all()
 
 
 def fill(dataset: Dataset, orders: list[Order], batch_size: int = 16, **values: object) -> list[Slot[Any]]:
@@ -104,10 +105,14 @@ def test_validation_takes_the_middle_unmirrored_in_file_order(dataset: Dataset) 
 
 
 def test_a_sample_is_augmented_alike_whoever_loads_it(dataset: Dataset) -> None:
-    """One trainer's minibatch of 16 is two shares of 8 by loaders that never saw the other half."""
-    whole = fill(dataset, [order(32, 48, start=32)])[0]
-    halves = [fill(dataset, [order(*share, start=32)])[0] for share in ((32, 40), (40, 48))]
-    assert torch.equal(whole.images[:16], torch.cat([half.images[:8] for half in halves]))
+    """One trainer's minibatch of 16 is the shares of loaders that never saw the others'."""
+    for values in ({}, {"rand_color": 0.1}):
+        whole = fill(dataset, [order(32, 48, start=32)], **values)[0].images
+        for n_trainers in (2, 3):
+            ends = [share(32, 48, rank, n_trainers) for rank in range(n_trainers)]
+            parts = [fill(dataset, [order(*end, start=32)], **values)[0].images for end in ends]
+            together = [part[: last - first] for part, (first, last) in zip(parts, ends, strict=True)]
+            assert torch.equal(whole, torch.cat(together))
     whole = fill(dataset, [order(32, 48, start=32)], batch_crop_mirror=True)[0]
     other = fill(dataset, [order(40, 48, start=32)], batch_crop_mirror=True)[0]
     assert torch.equal(whole.images[8:16], other.images[:8])

@@ -14,10 +14,11 @@ import pytest
 import torch
 from conftest import ROOT, wait_until
 from limits import limit
+from simulated import Simulation
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import harness, report, roofline, table1, tests
+from benchmarks.gpu import harness, machine, report, roofline, table1, tests
 from benchmarks.gpu.harness import Outcome, Section
 from benchmarks.gpu.section import NAMES
 from models.alexnet import Model
@@ -275,7 +276,8 @@ def programs(tmp_path: Path) -> Path:
 
 def test_what_is_missing_is_named(programs: Path) -> None:
     without = run_script(PATH=str(programs))
-    assert without.returncode == 2 and "there is no nvidia-smi, so no NVIDIA driver" in without.stderr
+    assert without.returncode == 2 and "no program nvidia-smi, no library libcuda.so.1" in without.stderr
+    assert "there is no GPU to measure; without one: --rehearse" in without.stderr
     smi = programs / "nvidia-smi"
     smi.write_text("#!/bin/sh\nexit 9\n")
     smi.chmod(0o755)
@@ -287,6 +289,27 @@ def test_what_is_missing_is_named(programs: Path) -> None:
     done = run_script(PATH=str(programs), PYTHONPATH=str(programs))
     assert done.returncode == 2 and "can't import PyCUDA: put the folder" in done.stderr
     assert "there is no no-python" in run_script(PYTHON="no-python").stderr
+
+
+@pytest.mark.slow
+def test_a_gpu_is_found_without_nvidia_smi(
+    programs: Path, simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the driver's library. The script ends where it finds that this torch has no CUDA."""
+    (programs / "pycuda").mkdir()
+    for name in ("__init__", "driver"):
+        (programs / "pycuda" / f"{name}.py").touch()
+    library, place = str(simulation.driver.parent), str(simulation.folder)
+    variables = {"PATH": str(programs), "LD_LIBRARY_PATH": library, "CUDA_SIM_FOLDER": place}
+    done = run_script(PYTHONPATH=str(programs), **variables)
+    assert done.returncode == 2 and "torch sees no GPU" in done.stderr, done.stderr
+    assert "simulated device 0, 0000:01:00.0" in done.stdout
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    gpus = machine.gpus()
+    assert [gpu["name"] for gpu in gpus] == ["simulated device 0", "simulated device 1"]
+    monkeypatch.setenv("LD_LIBRARY_PATH", "")
+    assert "no library libcuda.so.1" in machine.gpus()[0]["problem"]
 
 
 def test_an_unknown_section_is_named() -> None:

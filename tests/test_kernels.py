@@ -111,13 +111,15 @@ def test_augment_agrees_with_the_host_at_every_crop_mirrored_and_not(
     images = random.integers(0, 256, (len(places), height, width, 3), dtype=np.uint8)
     mean = random.uniform(0, 255, (height, width, 3)).astype(np.float32)
     crops = np.array(places, np.int32)
+    shifts = random.normal(0, 5, (len(places), 3)).astype(np.float32)
     made = np.empty((len(places), size, size, 3), np.float32)
-    Augmenter(mean, size).apply(images, crops, made)
+    Augmenter(mean, size).apply(images, crops, made, shifts)
     expected = torch.from_numpy(made)
     guard = 64  # elements behind the output that nobody may touch
     out = torch.full((expected.numel() + guard,), torch.nan, dtype=dtype)
-    pointers = (images.ctypes.data, crops.ctypes.data, mean.ctypes.data, out.data_ptr())
-    packed = struct.pack("4Q3i", *pointers, height, width, size)
+    arrays = images, crops, shifts, mean
+    pointers = *(array.ctypes.data for array in arrays), out.data_ptr()
+    packed = struct.pack("5Q3i", *pointers, height, width, size)
     name = f"augment_{str(dtype).removeprefix('torch.')}"
     launch(library, name, packed, blocks=size, rows=len(places), threads=8)  # 21 numbers: they go round
     assert torch.equal(out[:-guard].view(expected.shape), expected.to(dtype))

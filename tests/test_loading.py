@@ -149,6 +149,20 @@ def test_minibatches_are_those_of_the_cpu_bit_for_bit(
 
 @pytest.mark.parametrize("simulation_of", ["simulated", GPU], indirect=True)
 @pytest.mark.parametrize("augment_on", ["trainer", "loader"])
+def test_shifted_colours_are_those_of_the_cpu_bit_for_bit(
+    shared_folder: Path,
+    simulation_of: Simulation | None,
+    expected: list[tuple[bytes, bytes, bytes]],
+    augment_on: str,
+) -> None:
+    on_cpu = Case(configure(shared_folder, "cpu", rand_color=0.1, para_load=False), None)
+    wanted = run_ranks(load, 1, on_cpu)[0]
+    config = configure(shared_folder, "cuda:0", rand_color=0.1, augment_on=augment_on)
+    assert run_ranks(load, 2, Case(config, simulation_of))[0] == wanted != expected
+
+
+@pytest.mark.parametrize("simulation_of", ["simulated", GPU], indirect=True)
+@pytest.mark.parametrize("augment_on", ["trainer", "loader"])
 def test_bf16_images_are_the_rounded_ones(
     shared_folder: Path,
     simulation_of: Simulation | None,

@@ -1,11 +1,14 @@
-"""The record of the machine: what benchmarks/measure.py knows, and what nvidia-smi says of the GPUs."""
+"""The record of the machine: what benchmarks/measure.py knows, and what the driver says of the GPUs."""
 
+import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from benchmarks import measure
+from lockstep.backends.gpus import list_gpus
+from lockstep.errors import UserError
 
 _FIELDS = (
     "name,driver_version,pci.bus_id,memory.total,clocks.max.sm,clocks.max.mem,clocks.sm,clocks.mem,"
@@ -18,13 +21,32 @@ def facts() -> dict[str, object]:
     """GPUs, driver, clocks before anything ran, processor, versions, date, commit."""
     return {
         **measure.machine(),
-        "gpus": query(_FIELDS),
+        "gpus": gpus(),
         "cuda": torch.version.cuda or "none",
         "cudnn": torch.backends.cudnn.version() or "none",
         "nccl": str(torch.cuda.nccl.version()) if torch.distributed.is_nccl_available() else "none",
         "pycuda": _version("pycuda"),
         "torchvision": _version("torchvision"),
     }
+
+
+def gpus() -> list[dict[str, str]]:
+    """The GPUs with their clocks and limits; without nvidia-smi what the driver's library says of them."""
+    if shutil.which("nvidia-smi") is not None:
+        return query(_FIELDS)
+    try:
+        return [
+            {
+                "name": gpu.name,
+                "driver_version": gpu.driver,
+                "pci.bus_id": gpu.pci_bus_id,
+                "memory.total": f"{gpu.memory_mib} MiB",
+                "compute_mode": gpu.mode,
+            }
+            for gpu in list_gpus()
+        ]
+    except UserError as error:
+        return [{"problem": str(error)}]
 
 
 def query(fields: str) -> list[dict[str, str]]:

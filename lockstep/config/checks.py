@@ -28,6 +28,7 @@ _AT_LEAST = {
     "n_slots": 2,  # one being filled, one being used
     "pretrained_epoch": 0,
     "print_freq": 1,
+    "rand_color": 0,
     "restarts": 1,
     "seed": 0,
     "shuffle_block": 1,

@@ -72,6 +72,7 @@ class Config:
     check_sums: bool = False  # compare every file with the manifest's checksum before the start
     rand_crop: bool = True
     rand_mirror: bool = True
+    rand_color: float = 0.0  # strength of random shifts of intensity and colour (lockstep/data/colours.py)
     batch_crop_mirror: bool = False  # one crop and mirror for a whole minibatch
     shuffle: Literal["none", "batches", "blocks"] = "blocks"
     shuffle_block: int = 16  # rows (images) in a block of `shuffle: blocks`

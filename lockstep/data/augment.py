@@ -1,4 +1,4 @@
-"""Crop, mirror and mean subtraction, from uint8 images to what a network takes."""
+"""Crop, mirror, mean subtraction and shift of colour, from uint8 images to what a network takes."""
 
 from typing import Any
 
@@ -24,25 +24,35 @@ class Augmenter:
         self._means = mean, np.ascontiguousarray(mean[:, ::-1])
         self._size = crop_size
 
-    def apply(self, images: np.ndarray, crops: np.ndarray, out: np.ndarray) -> None:
+    def apply(
+        self, images: np.ndarray, crops: np.ndarray, out: np.ndarray, shifts: np.ndarray | None = None
+    ) -> None:
         """images: uint8 (batch, row, column, channel); crops: int32 (batch, 3), the row and column of the
         corner in each image, and whether to mirror it; out: float32 (batch, size, size, channel), written
-        completely."""
+        completely; shifts: float32 (batch, channel), added to each image's pixels at last."""
+        if shifts is None:
+            shifts = np.empty((len(images), 0), np.float32)
+        arrays = images, out, np.tile(shifts, self._size)
         if self._size < TORCH_FROM:
-            self._apply(images, crops, out, self._means, _fill)
+            self._apply(arrays, crops, self._means, _fill)
         else:
             import torch
 
             means = tuple(map(torch.from_numpy, self._means))
-            self._apply(torch.from_numpy(images), crops, torch.from_numpy(out), means, _fill_by_torch)
+            self._apply(map(torch.from_numpy, arrays), crops, means, _fill_by_torch)
 
-    def _apply(self, images: Any, crops: np.ndarray, out: Any, means: tuple[Any, ...], fill: Any) -> None:
+    def _apply(self, arrays: Any, crops: np.ndarray, means: tuple[Any, ...], fill: Any) -> None:
+        """arrays: images, out, and what is added to every row of each image, or nothing."""
         size = self._size
-        for image, (row, column, mirrored), result in zip(images, crops.tolist(), out, strict=True):
+        for image, result, line, crop in zip(*arrays, crops.tolist(), strict=True):
+            row, column, mirrored = crop
             down = slice(row, row + size)
             first = image.shape[1] - column - size if mirrored else column
             mean = means[mirrored][down, first : first + size]
             fill(result, image[down, column : column + size], mirrored, mean)
+            if len(line):
+                rows = result.reshape(size, -1)  # a view
+                rows += line
 
 
 def _fill(result: np.ndarray, crop: np.ndarray, mirrored: int, mean: np.ndarray) -> None:

@@ -20,6 +20,7 @@ class Purpose(IntEnum):
     INITIALISATION = 6
     STEP = 7
     PAIRS = 8
+    COLOUR = 9
 
 
 def generator(seed: int, epoch: int, purpose: Purpose) -> np.random.Generator:

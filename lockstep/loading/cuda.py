@@ -62,6 +62,7 @@ class AugmentKernel:
         self._kernel(
             np.uint64(raw + self._raw.head_bytes),
             np.uint64(raw + self._raw.crops_at),
+            np.uint64(raw + self._raw.shifts_at),
             np.uint64(self._mean.pointer),
             np.uint64(out + self._out.head_bytes),
             *(np.int32(number) for number in (height, width, self._out.crop_size)),

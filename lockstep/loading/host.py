@@ -45,11 +45,13 @@ class HostFiller(Filler):
         raw = reader.raw_shape(n_slots=1)
         self._raw = raw.slots(np.zeros(raw.n_bytes, np.uint8))[0]
         self._augmenter = Augmenter(reader.dataset.mean, shape.crop_size)
+        self._shifts_colours = reader.shifts_colours
 
     def fill(self, number: int, order: Order) -> None:
         n_samples, raw, slot = order.last - order.first, self._raw, self._slots[number]
         self._reader.read(order, raw)
-        self._augmenter.apply(raw.images[:n_samples], raw.crops[:n_samples], slot.images[:n_samples])
+        shifts = raw.shifts[:n_samples] if self._shifts_colours else None
+        self._augmenter.apply(raw.images[:n_samples], raw.crops[:n_samples], slot.images[:n_samples], shifts)
         slot.labels[:n_samples] = raw.labels[:n_samples]
         slot.samples[:n_samples] = raw.samples[:n_samples]
 

@@ -1,4 +1,4 @@
-"""Reads what an order asks for: raw images, labels, sample numbers, where to crop and whether to mirror."""
+"""Reads what an order asks for: raw images, labels, sample numbers, crops, mirrors and shifts of colour."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,7 @@ import numpy as np
 
 from lockstep.comm.messages import Order
 from lockstep.config import Config
+from lockstep.data.colours import draw_shifts, principal_components
 from lockstep.data.dataset import Dataset, Split
 from lockstep.data.hkl import read_rows
 from lockstep.data.randomness import Purpose, draw
@@ -26,6 +27,15 @@ class Reader:
         self._config = config
         self._say = say
         self._epoch: tuple[str, int] | None = None
+        self._components = np.zeros((3, 3))
+        if self.shifts_colours:
+            say("computing the principal components of the pictures' colours")
+            self._components = principal_components(dataset.train)
+
+    @property
+    def shifts_colours(self) -> bool:
+        """Whether any picture's shifts are other than zero."""
+        return self._config.rand_color > 0
 
     def raw_shape(self, n_slots: int) -> RingShape:
         """Of the slots that `read` fills: images as they lie in the files, uint8."""
@@ -46,6 +56,7 @@ class Reader:
         slot.crops[:n_samples] = self._crops[drawn]
         if order.view:
             slot.crops[:n_samples] = self._view(order.view)
+        slot.shifts[:n_samples] = self._shifts[samples]
         slot.labels[:n_samples] = self._split.labels[samples]
         slot.samples[:n_samples] = samples
 
@@ -58,7 +69,7 @@ class Reader:
             done += rows.count
 
     def _turn_to(self, stage: str, epoch: int) -> None:
-        """Draws the order, crops and mirrors of an epoch, when another one begins."""
+        """Draws the order, crops, mirrors and shifts of an epoch, when another one begins."""
         if self._epoch == (stage, epoch):
             return
         config, training = self._config, stage == "train"
@@ -77,6 +88,11 @@ class Reader:
         self._crops[:, 1] = self._corners(Purpose.CROP_COLUMN, epoch, width - self.crop_size, crop)
         if mirror:
             self._crops[:, 2] = draw(config.seed, epoch, Purpose.MIRROR, len(self._split), 2)
+        self._shifts = np.zeros((len(self._split), 3), np.float32)
+        if self.shifts_colours and training:
+            self._shifts = draw_shifts(
+                config.seed, epoch, config.rand_color, self._components, len(self._split)
+            )
         self._epoch = (stage, epoch)
 
     def _view(self, number: int) -> tuple[int, int, int]:

@@ -22,12 +22,14 @@ class Slot(Generic[Array]):
     """One minibatch, all of it in one contiguous piece of memory, as arrays of NumPy or tensors.
 
     labels, samples: int64 (batch,). crops: int32 (batch, 3), each image's row, column and whether to mirror
-    it (0 or 1). images: (batch, row, column, 3) of the ring's dtype.
+    it (0 or 1). shifts: float32 (batch, 3), what is added to its red, green and blue. images: (batch, row,
+    column, 3) of the ring's dtype.
     """
 
     labels: Array
     samples: Array
     crops: Array
+    shifts: Array
     images: Array
 
 
@@ -51,9 +53,14 @@ class RingShape:
         return 2 * _whole_pages(8 * self.batch_size)
 
     @property
+    def shifts_at(self) -> int:
+        """From a slot's first byte to its shifts."""
+        return self.crops_at + _whole_pages(12 * self.batch_size)
+
+    @property
     def head_bytes(self) -> int:
         """From a slot's first byte to its images."""
-        return self.crops_at + _whole_pages(12 * self.batch_size)
+        return self.shifts_at + _whole_pages(12 * self.batch_size)
 
     @property
     def image_bytes(self) -> int:
@@ -95,6 +102,7 @@ class RingShape:
                 view(first, "int64", (size,)),
                 view(first + self.crops_at // 2, "int64", (size,)),
                 view(first + self.crops_at, "int32", (size, 3)),
+                view(first + self.shifts_at, "float32", (size, 3)),
                 view(first + self.head_bytes, self.dtype, (size, *self.image_size, 3)),
             )
             for first in range(0, self.n_bytes, self.slot_bytes)
