@@ -216,5 +216,5 @@ def _seed_streams(seed: bytes, rank: int) -> None:
     """Torch's stream, and NumPy's and Python's global ones, become the rank's own."""
     words = np.random.SeedSequence(int.from_bytes(seed, "big"), spawn_key=(rank,)).generate_state(3)
     torch.manual_seed(int(words[0]))
-    np.random.seed(int(words[1]))  # noqa: NPY002 (the stream that functions of users may take)
+    np.random.seed(int(words[1]))  # the stream that functions of users may take
     random.seed(int(words[2]))
