@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import limit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -408,7 +409,7 @@ def test_threads_record_side_by_side(devices: list[Cpu]) -> None:
 
 def test_calls_run_beside_and_hold_back_only_what_writes(devices: list[Cpu]) -> None:
     x, go, order = flow.ones((3,)), threading.Event(), []
-    saved = flow.call(lambda tree, extra: (go.wait(20), tree["x"].clone(), extra)[1:], {"x": x}, 7)
+    saved = flow.call(lambda tree, extra: (go.wait(limit(20)), tree["x"].clone(), extra)[1:], {"x": x}, 7)
     y = x * 2
     assert y.tolist() == [2, 2, 2]  # not held back
     x += 1

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import limit
 
 from lockstep import flow
 from lockstep.errors import UserError
@@ -183,13 +184,13 @@ def test_closing_cancels_what_has_not_begun_and_joins() -> None:
 
     def slow() -> None:
         began.set()
-        go.wait(20)
+        go.wait(limit(20))
         ran.append("slow")
 
     x = engine.variable()
     running = engine.push(slow, writes=[x])
     waiting = engine.push(lambda: ran.append("never"), reads=[x])
-    began.wait(20)
+    began.wait(limit(20))
     threading.Timer(0.1, go.set).start()
     engine.close()
     assert ran == ["slow"] and running.done and waiting.done
@@ -334,5 +335,5 @@ def test_ctrl_c_ends_a_program_that_waits() -> None:
     )
     assert process.stdout is not None and process.stdout.readline() == "began\n"
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=limit(60))
     assert process.returncode == -signal.SIGINT and errors.rstrip().endswith("KeyboardInterrupt")

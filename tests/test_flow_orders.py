@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from limits import limit
 from torch import nn
 
 from lockstep import flow
@@ -270,7 +271,7 @@ def test_a_checkpoint_holds_back_the_update_only(devices: list[Cpu]) -> None:
 
     program = flow.capture(step, torch.ones(2))
     program(torch.ones(2))
-    saved = flow.call(lambda value: (go.wait(20), value.tolist())[1], w)
+    saved = flow.call(lambda value: (go.wait(limit(20)), value.tolist())[1], w)
     assert program(torch.ones(2)).item() == 4  # while the call still reads
     assert not saved.done
     go.set()

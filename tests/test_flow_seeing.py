@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import limit
 from simulated import HERE, Simulation
 
 from lockstep import flow
@@ -192,7 +193,7 @@ def run_program(program: str, environment: dict[str, str] | None = None) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=limit(100),
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

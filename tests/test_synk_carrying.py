@@ -12,6 +12,7 @@ import numpy as np
 import pytensor
 import pytensor.tensor as pt
 import pytest
+from limits import limit
 from synk_teams import MODE, largest_error, team
 
 import lockstep.synk as synk
@@ -177,7 +178,7 @@ def test_the_papers_program_is_its_serial_one(tmp_path: Path) -> None:
         environment = {**os.environ, "PYTENSOR_FLAGS": f"mode={MODE}"}
         command = [sys.executable, script, tmp_path / f"{name}.npy"]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=100, env=environment, cwd=tmp_path
+            command, capture_output=True, text=True, timeout=limit(100), env=environment, cwd=tmp_path
         )
         assert done.returncode == 0, done.stderr
         found.append(np.load(tmp_path / f"{name}.npy"))
@@ -192,7 +193,7 @@ def test_the_guides_first_example_runs(tmp_path: Path) -> None:
     script.write_text(example + "print(mean.shape, each.shape, np.allclose(each.mean(), mean))")
     environment = {**os.environ, "PYTENSOR_FLAGS": f"mode={MODE}", "LOCKSTEP_SYNK_PARALLEL": "2"}
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=100, env=environment
+        [sys.executable, script], capture_output=True, text=True, timeout=limit(100), env=environment
     )
     assert done.stdout == "() (60000,) True\n", done.stderr
 

@@ -11,6 +11,7 @@ import pytensor
 import pytensor.tensor as pt
 import pytest
 from conftest import ROOT
+from limits import limit
 from synk_acts import Act
 from synk_teams import largest_error, team
 from threadpoolctl import threadpool_info
@@ -135,7 +136,7 @@ def test_threads_of_the_user_take_turns() -> None:
         for caller in callers:
             caller.start()
         for caller in callers:
-            caller.join(60)
+            caller.join(limit(60))
         assert wrong == []
 
 
