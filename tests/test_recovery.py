@@ -78,3 +78,13 @@ def test_auto_begins_and_goes_on(program: Program) -> None:
     second = program.run("n_epochs=2", *words)
     assert "going on from" not in first.output() and "going on from" in second.output()
     assert_same(tensors(second, 2), tensors(program.run("n_epochs=2", name="unbroken"), 2))
+
+
+@pytest.mark.slow
+def test_replicas_that_cant_go_on_each_in_its_trainer_are_told(program: Program) -> None:
+    words = ("rule=gossip", "resume_train=auto", "snapshot_freq=1")
+    program.run("n_epochs=1", *words)
+    same = program.run("n_epochs=2", *words)
+    fewer = program.run("n_epochs=3", *words, devices="[cpu]")
+    told = "the checkpoint has 2 replicas of rule: gossip: all begin with their mean"
+    assert told in fewer.output() and "replicas of rule" not in same.output()
