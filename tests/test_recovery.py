@@ -2,11 +2,16 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
-from conftest import Program, Running, wait_until
+from conftest import Program, Running, make_config, wait_until
 from limits import limit
 from saved import assert_same, tensors
+
+from lockstep.launch.processes import Ending
+from lockstep.launch.recovery import next_try
+from lockstep.runs.folder import Run
 
 
 def kill_after_a_checkpoint(running: Running, victim: str) -> None:
@@ -56,6 +61,21 @@ def test_after_a_hang_a_run_goes_on_to_the_bits_of_the_unbroken_one(program: Pro
     assert "with 2 trainer(s), restart 1 of 3" in text
     assert_same(tensors(running, 12), tensors(unbroken, 12))
     running.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("parts", "lost", "left"), [(8, "trainer 1", ["a", "c"]), (None, "loader 0", ["b", "c", "d"])]
+)
+def test_what_is_left_of_four_shares_the_work(
+    tmp_path: Path, parts: int | None, lost: str, left: list[str]
+) -> None:
+    """With parts, the largest power of two of them."""
+    keys = {"minibatch": 16, "parts": parts, "on_loss": "shrink", "devices": ["a", "b", "c", "d"]}
+    with open(tmp_path / "lock", "w") as lock:
+        run = Run(tmp_path, None, [], lock)
+    found = next_try(make_config(**keys), run, Ending(1, lost=lost), 0)
+    assert found and list(found[0].devices) == left and found[0].batch_size == -(-16 // len(left))
+    assert f"with {len(left)} trainer(s), restart 1 of 3" in found[1].notices[0]
 
 
 def test_a_run_that_is_lost_too_often_ends(program: Program) -> None:

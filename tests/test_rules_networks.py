@@ -76,6 +76,16 @@ def test_four_trainers_are_one(data: Path, tmp_path: Path, values: dict[str, Any
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("values", HARD.values(), ids=HARD)
+def test_float32_is_exact_to_rounding(data: Path, tmp_path: Path, values: dict[str, Any]) -> None:
+    keys = {**SMOOTH, "rule": "gradients", "double": False, **values}
+    one = train(1, data, tmp_path / "1", **keys)
+    for n_trainers in (2, 3, 4):
+        several = train(n_trainers, data, tmp_path / str(n_trainers), **keys)
+        assert relative_difference(several, one) <= 1e-6
+
+
+@pytest.mark.slow
 def test_bfloat16_by_gradients_is_bfloat16_by_weights(data: Path, tmp_path: Path) -> None:
     """The same products, averaged before the step or after it: weights of float32 differ by its rounding."""
     keys = {**SMOOTH, "double": False, "learning_rate": 0.01}
