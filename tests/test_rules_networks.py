@@ -171,7 +171,8 @@ def test_meetings_are_counted_by_steps_and_not_by_parameters() -> None:
     assert met == [4, 8, 12, 13] and transport.n_calls == 4
 
 
-@pytest.mark.parametrize("rule", ["gradients", pytest.param("local", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["gradients", "local"])
 def test_steps_are_counted_once_whatever_lies_in_how_many_shards(
     data: Path,
     tmp_path: Path,
