@@ -30,7 +30,13 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("values", NORMS.values(), ids=NORMS)
+SLOW = {"accumulated", "residual"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [pytest.param(NORMS[name], marks=[pytest.mark.slow] * (name in SLOW), id=name) for name in NORMS],
+)
 def test_batch_normalisation_over_all_is_exact(data: Path, tmp_path: Path, values: dict[str, Any]) -> None:
     """Weights, optimizer's state, averages and statistics, with uneven shares."""
     keys = {**SMOOTH, "model_args": {"norm": True}, "sync_batch_norm": True, **values}

@@ -76,6 +76,16 @@ def test_four_trainers_are_one(data: Path, tmp_path: Path, values: dict[str, Any
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("values", HARD.values(), ids=HARD)
+def test_float32_is_exact_to_rounding(data: Path, tmp_path: Path, values: dict[str, Any]) -> None:
+    keys = {**SMOOTH, "rule": "gradients", "double": False, **values}
+    one = train(1, data, tmp_path / "1", **keys)
+    for n_trainers in (2, 3, 4):
+        several = train(n_trainers, data, tmp_path / str(n_trainers), **keys)
+        assert relative_difference(several, one) <= 1e-6
+
+
+@pytest.mark.slow
 def test_bfloat16_by_gradients_is_bfloat16_by_weights(data: Path, tmp_path: Path) -> None:
     """The same products, averaged before the step or after it: weights of float32 differ by its rounding."""
     keys = {**SMOOTH, "double": False, "learning_rate": 0.01}
@@ -161,7 +171,8 @@ def test_meetings_are_counted_by_steps_and_not_by_parameters() -> None:
     assert met == [4, 8, 12, 13] and transport.n_calls == 4
 
 
-@pytest.mark.parametrize("rule", ["gradients", pytest.param("local", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["gradients", "local"])
 def test_steps_are_counted_once_whatever_lies_in_how_many_shards(
     data: Path,
     tmp_path: Path,

@@ -54,10 +54,14 @@ def inexact_parts(config: Config, model: nn.Module) -> list[str]:
     return parts + inexact_norms(config, model)
 
 
+def has_norms(model: nn.Module) -> bool:
+    """Whether there is batch normalisation."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
 def inexact_norms(config: Config, model: nn.Module) -> list[str]:
     """The same, as far as it is the network's. With `parts` one trainer has the same statistics as many."""
-    has_norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-    if not has_norms or config.sync_batch_norm or config.parts:
+    if not has_norms(model) or config.sync_batch_norm or config.parts:
         return []
     text = "batch normalisation has the statistics of each trainer's own pictures"
     return [f"{text} (sync_batch_norm: true gives it those of all)"]

@@ -20,7 +20,7 @@ def may_capture(config: Config, on_gpu: bool) -> bool:
         return bool(config.cuda_graph)
     known = config.model.rpartition(":")[0] in ("", "torchvision", "timm")
     in_place = config.augment_on == "trainer" and config.accumulate == 1
-    alone = config.parts is None and not config.sync_batch_norm
+    alone = config.parts is None and not (config.sync_batch_norm and len(config.devices) > 1)
     return on_gpu and known and in_place and alone
 
 

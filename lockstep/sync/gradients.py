@@ -12,7 +12,7 @@ from lockstep.config import Config
 from lockstep.exchange import Op, Span
 from lockstep.exchange.transport import Transport
 from lockstep.memory import Memory
-from lockstep.network.optimizer import inexact_norms
+from lockstep.network.optimizer import has_norms, inexact_norms
 from lockstep.network.program import Program
 from lockstep.network.sharded import ShardedUpdater
 from lockstep.network.shared_rows import SharedRows
@@ -70,6 +70,10 @@ class Gradients(Rule):
         return found
 
     def promise(self, config: Config, model: nn.Module) -> str:
+        if config.parts and has_norms(model):
+            return (
+                f"parts: batch normalisation has the statistics of each of the {config.parts} parts' pictures"
+            )
         return inexact("; ".join(inexact_norms(config, model)), config)
 
     def bytes_per_meeting(self) -> int:
