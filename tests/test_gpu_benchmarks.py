@@ -85,6 +85,8 @@ def test_a_rehearsal_runs_all_sections(rehearsal: Path) -> None:
             ("peer to peer", "swap", "staged through host memory"), True
         )
     assert "gloo" in exchanges["ms"]
+    assert figures["functions"]["calls"].keys() >= {"an empty function"}
+    assert len(figures["functions"]["calls"]) == 6 and len(figures["functions"]["steps"]) == 2
     assert all(target["met"] is not None for target in content["targets"])
 
 

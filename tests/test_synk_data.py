@@ -85,6 +85,11 @@ def test_where_the_dtype_comes_from() -> None:
         (lambda: synk.data(np.ones(3), oversize=0.9), ValueError, "oversize"),
         (lambda: synk.data(np.ones(3)).set_length(0), ValueError, "one row"),
         (lambda: synk.data(np.ones((0, 3))), ValueError, "one row"),
+        (
+            lambda: synk.data(np.ones(3), name="x").set_shape((2.5,)),
+            TypeError,
+            "x: a length of 2.5",
+        ),
         (lambda: synk.data(np.ones(3)).set_shape((3, 1)), ValueError, "1 dimensions"),
         (lambda: synk.data(np.ones(3)).set_value(np.ones((3, 1))), ValueError, "1 dimensions"),
         (lambda: synk.data(np.ones(3), ndim=2), ValueError, "2 dimensions"),

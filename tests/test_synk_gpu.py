@@ -28,7 +28,8 @@ SUITE = Path(__file__).with_name("test_synk_torch.py")
 def test_the_suite_of_callables_on_gpus(
     simulation: Simulation, devices: str, fault: str, transport: str, which: str
 ) -> None:
-    environment = simulation.set(delay=300, all=1, **({fault: "0-1"} if fault else {})).environment()
+    settings = {"delay": 300, "all": 1, "proof_bytes": 1 << 16, **({fault: "0-1"} if fault else {})}
+    environment = simulation.set(**settings).environment()
     environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
     environment |= {"LOCKSTEP_TEST_DEVICES": devices, "LOCKSTEP_TEST_TRANSPORT": transport}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, str(SUITE)]

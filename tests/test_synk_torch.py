@@ -281,6 +281,7 @@ def test_what_a_callable_may_not_be(ranks: int) -> None:
     assert synk.distribute() is None, "the function that can't go over is passed over from now on"
 
 
+@pytest.mark.slow
 def test_values_stay_when_the_team_is_closed() -> None:
     """In ordinary memory, where the next team finds them."""
     net = make_net()

@@ -87,7 +87,7 @@ def gradient(params: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> tuple[fl
     return float((error**2).sum(1).mean()), [x.T @ inner, inner.sum(0), hidden.T @ back]
 
 
-@pytest.fixture(scope="module", params=[3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def steps(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     with team(request.param):
         made = {}

@@ -223,6 +223,15 @@ def _resnet50(figures: Figures) -> Iterator[str]:
         yield table("ResNet-50's training step on a resident batch of 256", rows)
 
 
+def _functions(figures: Figures) -> Iterator[str]:
+    if "functions" in figures:
+        yield f"lockstep.synk: {figures['functions']}.\n"
+    for name, head in (("calls", "call"), ("steps", "step of SGD, an MLP of 784-500-500-10")):
+        if name in figures:
+            rows: Rows = [(head, "ms"), *((what, f"{ms:.3f}") for what, ms in figures[name].items())]
+            yield table(f"lockstep.synk's {name}, two ranks on one GPU (which is no speed-up)", rows)
+
+
 _TABLES: dict[str, Callable[[Figures], Iterator[str]]] = {
     "preflight": _preflight,
     "alexnet": _alexnet,
@@ -235,4 +244,5 @@ _TABLES: dict[str, Callable[[Figures], Iterator[str]]] = {
     "precisions": _alexnet,
     "table1": _table1,
     "resnet50": _resnet50,
+    "functions": _functions,
 }

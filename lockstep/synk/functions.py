@@ -92,7 +92,7 @@ class Function:
 
     def alone(self, *inputs: Any, output_subset: Sequence[int] | None = None, **inputs_by_name: Any) -> Any:
         """Runs in this process only, on all rows of plain arrays; updates this process's variables."""
-        self._team.check()
+        self._team.check(f"function {self.name!r}")
         values = self._order(inputs, inputs_by_name)
         plain = [value.data if isinstance(value, Data) else value for value in values]
         outputs = self._program.call_alone(plain)
@@ -125,7 +125,7 @@ class Function:
         self, inputs: Any, by_name: Any, output_subset: Any, batch: Any, batch_s: Any, num_slices: Any
     ) -> Call:
         """The command's step, checked."""
-        self._team.check()
+        self._team.check(f"function {self.name!r}")
         if not self.distributed:
             raise RuntimeError(f"{self.name}: call distribute() first")
         wanted = self._subset(output_subset)

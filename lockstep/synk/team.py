@@ -96,16 +96,16 @@ class Team:
         self.here.group = Group.connected(World.on_one_host(self.size)[self.rank], own, deadline)
         self.ask("taking its GPU", UseGpus(devices))
 
-    def check(self) -> None:
-        """Raises RuntimeError after close(), RankLost when a rank is lost."""
+    def check(self, what: str = "this") -> None:
+        """Raises RuntimeError, which names what is asked for, after close(); RankLost when a rank is lost."""
         if self.closed:
-            raise RuntimeError("this belongs to a team that is closed: call fork(), and make it again")
+            raise RuntimeError(f"{what} belongs to a closed team: call fork(), and make it again")
         if self._lost is not None:
             raise RankLost(*self._lost.args)
 
     def allocate(self, n_bytes: int, what: str) -> int:
         """A new block's number; it is zero at first. Raises MemoryError, or OSError for descriptors."""
-        self.check()
+        self.check(what)
         self._flush()
         try:
             block = HostMemory().allocate(n_bytes, what)

@@ -62,6 +62,10 @@ def use(simulation: Simulation) -> None:
     from lockstep.backends import cuda as backend
     from lockstep.memory import cuda as memory
 
+    if "CUDA_SIM_PROOF_BYTES" in os.environ:  # a simulated kernel takes seconds for what training proves
+        from lockstep.exchange import proof
+
+        proof.PROOF_BYTES = int(os.environ["CUDA_SIM_PROOF_BYTES"])
     kernels.compiled = lambda name, architecture: simulation.kernels  # type: ignore[assignment]
     memory.as_bytes = host_view
     backend.start_torch = compute_on_the_host

@@ -137,12 +137,14 @@ def build(known: Known, here: Any, asked: Asked) -> CallableProgram:
         what = ", ".join(["givens"] * (asked.givens is not None) + list(asked.options))
         raise TypeError(f"{name}: {what}: a callable has no such option, only a graph of PyTensor")
     modes, returns = _check_modes(name, asked.outputs)
-    pairs = [_check_update(known, name, i, given) for i, given in enumerate(asked.updates or [])]
+    updates = _listed(name, "updates", asked.updates)
+    pairs = [_check_update(known, name, i, given) for i, given in enumerate(updates)]
     numbers = [number for number, _, _ in pairs]
     if len(set(numbers)) != len(numbers):
         raise ValueError(f"{name}: a variable is updated twice")
     shareds = here.shareds
-    sliceable = [_find(known, name, "sliceable", given) for given in _listed(name, asked.sliceable_shareds)]
+    stored = _listed(name, "sliceable_shareds", asked.sliceable_shareds)
+    sliceable = [_find(known, name, "sliceable", given) for given in stored]
     for number in sliceable:
         if number in numbers:
             raise ValueError(f"{name}: sliceable {shareds[number].name!r} is updated by the function")
@@ -184,9 +186,9 @@ def _check_update(known: Known, name: str, number: int, given: Any) -> tuple[int
     return _find(known, name, f"update {number}", given[0]), normalise_mode(given[1], what), True
 
 
-def _listed(name: str, given: Any) -> list[Any]:
+def _listed(name: str, what: str, given: Any) -> list[Any]:
     if given is not None and not isinstance(given, list):
-        raise TypeError(f"{name}: sliceable_shareds is {type(given).__name__}, and has to be a list")
+        raise TypeError(f"{name}: {what} is {type(given).__name__}, and has to be a list")
     return given or []
 
 

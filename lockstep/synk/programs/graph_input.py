@@ -1,6 +1,6 @@
 """What users may give to lockstep.synk.function for a graph, checked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytensor
@@ -108,7 +108,7 @@ def _check_mode(what: str, variable: Any, mode: str) -> None:
 
 def _check_updates(name: str, updates: Any) -> tuple[list[tuple[Any, Any]], list[tuple[str | None, bool]]]:
     pairs, modes = [], []
-    for number, given in enumerate(updates.items() if isinstance(updates, Mapping) else updates or []):
+    for number, given in enumerate(_entries(name, "updates", updates)):
         what = f"{name}: update {number}"
         if not isinstance(given, tuple) or len(given) not in (2, 3):
             raise TypeError(f"{what}: give (variable, value) or (variable, value, mode)")
@@ -122,8 +122,15 @@ def _check_updates(name: str, updates: Any) -> tuple[list[tuple[Any, Any]], list
     return pairs, modes
 
 
+def _entries(name: str, what: str, given: Any) -> list[Any]:
+    """A dict, or what can be gone through; None is empty."""
+    if given is not None and not isinstance(given, Iterable):
+        raise TypeError(f"{name}: {what} is {type(given).__name__}: give a list of pairs, or a dict")
+    return list(given.items()) if isinstance(given, Mapping) else list(given or [])
+
+
 def _pairs(name: str, what: str, given: Any) -> list[tuple[Any, Any]]:
-    pairs = list(given.items()) if isinstance(given, Mapping) else list(given or [])
+    pairs = _entries(name, what, given)
     if any(not isinstance(pair, tuple | list) or len(pair) != 2 for pair in pairs):
         raise TypeError(f"{name}: {what} are pairs: (variable, its replacement)")
     return [(first, second) for first, second in pairs]
