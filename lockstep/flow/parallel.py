@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import UserError, nearest
 from lockstep.flow import steps
-from lockstep.flow.arrays import Array, from_tensor
+from lockstep.flow.arrays import Array
 from lockstep.flow.capture import capture
 from lockstep.flow.compress import Bits
 from lockstep.flow.devices import Device
@@ -23,6 +23,7 @@ from lockstep.flow.program import Program
 from lockstep.flow.recording import device as on_device
 from lockstep.flow.replicas import Buckets, MakeOptimizer, start_up
 from lockstep.flow.shares import Feed, batch_names, merged, split
+from lockstep.flow.transfers import bring
 from lockstep.network import dropout
 
 Loss = torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -172,7 +173,7 @@ class ParallelExecutor:
         shares = []
         for number, (batch, n) in enumerate(zip(batches, rows, strict=True)):
             if n:
-                here = partial(from_tensor, device=self.devices[number])
+                here = partial(bring, device=self.devices[number])  # copies what is no array there
                 scale = torch.tensor(self._factor(number, n, total), dtype=torch.float64)
                 fraction = torch.tensor(n / total, dtype=torch.float64)
                 own = [*map(here, batch), here(scale), here(fraction), here(keys[first : first + n])]
