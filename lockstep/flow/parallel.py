@@ -132,6 +132,12 @@ class ParallelExecutor:
             raise UserError(f"replica {number}: there are 0 to {len(self.devices) - 1}")
         return {name: array.tensor() for name, array in self._replicas[number].variables().items()}
 
+    def memory(self) -> dict[str, int]:
+        """Bytes of 'parameters' and of the 'optimizer' state on all devices; what is shared counts once."""
+        parameters = {id(p.memory): p for r in self._replicas for p in r.parameters.values()}
+        n_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
+        return {"parameters": n_bytes, "optimizer": self._buckets.n_bytes_of_state()}
+
     def state_dict(self) -> dict[str, Any]:
         """Variables, the optimizers' state by parameter, what compressing carries, and the number of runs."""
         return {

@@ -191,6 +191,11 @@ class Buckets:
                 updates.set_hyperparameters(values)
         self._hyperparameters.update(values)
 
+    def n_bytes_of_state(self) -> int:
+        states = [u.optimizer.state.values() for bucket in self.all for u in bucket.updates.values()]
+        tensors = [value for each in states for own in each for value in own.values()]
+        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
     def state(self) -> dict[str, Any]:
         made = dict(self._loaded)
         for bucket in self.all:
