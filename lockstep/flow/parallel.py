@@ -149,6 +149,11 @@ class ParallelExecutor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What state_dict() gave, with any number of devices. Raises UserError where it does not fit."""
+        missing = [key for key in ("model", "optimizer", "carried", "runs") if key not in state]
+        if missing:
+            raise UserError(
+                f"load_state_dict: the state has no {missing[0]}: give what state_dict() returned"
+            )
         own, given = self._replicas[0].variables(), dict(state["model"])
         for name in {**own, **given}:
             if name not in own or name not in given:
@@ -257,6 +262,10 @@ def _check(devices: list[Device], strategy: str, scale: Any, compress: str | Non
         _check_choice("compress", compress, get_args(Bits))
     if isinstance(scale, str):
         _check_choice("gradient_scale", scale, ("mean", "sum"))
+    elif not all(isinstance(factor, int | float) for factor in scale):
+        raise UserError(
+            f"gradient_scale is mean, sum, or a list of numbers, one for each device, not {scale}"
+        )
     elif len(scale) != len(devices):
         raise UserError(
             f"gradient_scale has {len(scale)} factors for {len(devices)} devices: give one for each"
