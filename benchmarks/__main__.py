@@ -9,6 +9,7 @@ from benchmarks import (
     executor,
     flow,
     reading,
+    sleeping,
     starting,
     stepping,
     updating,
@@ -19,7 +20,7 @@ from benchmarks.measure import write_results
 def main() -> None:
     sections = []
     for benchmark in (
-        exchange, updating, reading, augmenting, decoding, starting, stepping, flow, executor,
+        exchange, updating, reading, augmenting, decoding, starting, stepping, flow, sleeping, executor,
     ):  # fmt: skip
         sections.append(benchmark.run())
         print(sections[-1][0], flush=True)

@@ -1,6 +1,7 @@
 """Chains of a program's operations: nobody outside can tell that they are one for the engine."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -92,3 +93,20 @@ def test_a_check_of_values_raises_from_the_program(devices: list[Cpu]) -> None:
     assert torch.equal(program(4 * torch.eye(2)), 2 * torch.eye(2))
     with pytest.raises(flow.OperationError, match="positive-definite"):
         program(-torch.eye(2))
+
+
+def test_autocast_is_captured_with_backward(devices: list[Cpu]) -> None:
+    """The weights that layers see are copies then, which autograd keeps for backward."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    x = torch.randn(6, 4)
+
+    def gradients(model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).square().mean()
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    wanted = gradients(plain, x)
+    with flow.device(devices[0]):
+        program = flow.capture(partial(gradients, flow.arrays(plain)), x)
+    assert all(torch.equal(value, found) for value, found in zip(wanted, program(x), strict=True))

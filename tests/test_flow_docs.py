@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from conftest import make_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,8 +22,9 @@ def test_examples_of_the_dataflow_engine_run(tmp_path: Path, monkeypatch: pytest
     )
     find = re.compile(r"```python\n(.*?)```", re.S).findall
     examples = [*find(text), *find(extending)[:1]]
+    make_folder(tmp_path / "data" / "digits", size=36)
     monkeypatch.chdir(tmp_path)
     with ThreadPoolExecutor(1) as thread:  # its own, so it has its own current device
         ran = list(thread.map(run, range(len(examples)), examples))
-    assert len(ran) == 8
+    assert len(ran) == 9
     assert {"model.pt", "state.pt", "step.dot", "trace.html"} <= {path.name for path in tmp_path.iterdir()}

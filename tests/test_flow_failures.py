@@ -159,7 +159,11 @@ def test_bad_input_is_one_line() -> None:
         (lambda: flow.cpus(0), "n, the number of devices, is 1 or more, not 0"),
         (lambda: flow.cpus(1, threads=0), "threads is 1 or more"),
         (lambda: flow.set_device("cpu"), "is not a device"),
-        (lambda: flow.cuda(3), "cuda:3"),
+        (lambda: flow.cpus(2.5), "1 or more, not 2.5"),
+        (lambda: flow.cuda(3), r"cuda:3.*flow.cpus\(n\) makes devices"),
+        (lambda: flow.cuda(-1), "counted from 0"),
+        (lambda: engine.push(int, reads=["x"]), "'x' is not a variable"),
+        (lambda: flow.send(flow.ones((1,)), 0), "flow.send needs other processes"),
         (
             lambda: engine.push(int, device=flow.cpus(3)[2]),
             "cpu:2 is not a device of this engine, which has cpu",

@@ -216,6 +216,7 @@ def test_what_cannot_be_captured_is_refused_at_the_users_line(devices: list[Cpu]
         (lambda x: x * x.sum().item(), "depends on values"),
         (lambda x: x[x > 0], "depends on values"),
         (lambda x: (counter.add_(1), x * counter)[1], "writes an ordinary tensor"),
+        (lambda x: counter.add_(x.detach()[0]), "writes an ordinary tensor"),
         (lambda x: x.numpy(), "reading a value"),
         (lambda x: flow.call(lambda v: 1, x).result(), "waiting for <lambda>"),
         (lambda x: kept.append(x * 2), "kept by something outside"),

@@ -169,20 +169,7 @@ settings = {{name: value for name, value in os.environ.items() if name.startswit
 parts = [Path(part) for part in json.loads(os.environ["CUDA_SIM_PARTS"])]
 simulated.use(simulated.Simulation(*parts, settings))
 import torch
-from lockstep.flow import gpu
-gpu.torch_device = lambda name: torch.device("cpu")
-
-def launch(self, function):
-    "torch computes on the host here, when the lane's stream has done what came before."
-    self._here.stream.synchronize()
-    self._here.held = []
-    return function()
-
-def hold(self, values):
-    "As torch's allocator does: until the stream has done what is launched next."
-    self._here.held = [*self._here.held, *values]
-
-gpu.Cuda.launch, gpu.Cuda.hold = launch, hold
+simulated.compute_flow_on_the_host()
 """
 
 

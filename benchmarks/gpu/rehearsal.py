@@ -34,6 +34,13 @@ def environment(folder: Path) -> dict[str, str]:
     return {**found, "OMP_NUM_THREADS": "1"}  # so that it does not take longer where others work too
 
 
+def flow_on_the_host() -> None:
+    """Devices of lockstep.flow whose values are torch's on the CPU."""
+    import simulated
+
+    simulated.compute_flow_on_the_host()
+
+
 def join() -> None:
     """Puts this process onto the simulated driver that its environment names."""
     sys.path.insert(0, str(HERE))

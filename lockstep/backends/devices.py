@@ -62,8 +62,11 @@ def choose() -> tuple[tuple[str, ...], str]:
     return names, f"all visible GPUs, with driver {shown[0].driver}: {listing}"
 
 
-def check(devices: tuple[str, ...]) -> None:
-    """Raises UserError when a device is not there or can't be used. devices: as `normalise` writes them."""
+def check(devices: tuple[str, ...], otherwise: str = _ON_CPU) -> None:
+    """Raises UserError when a device is not there or can't be used. devices: as `normalise` writes them.
+
+    otherwise: what to do without it.
+    """
     numbers = [int(device.removeprefix("cuda:")) for device in devices if device != "cpu"]
     if not numbers:
         return
@@ -71,13 +74,15 @@ def check(devices: tuple[str, ...]) -> None:
     try:
         gpus, shown = _look()
     except UserError as error:
-        raise UserError(f"{refused}: {error}; {_ON_CPU}") from error
+        raise UserError(f"{refused}: {error}; {otherwise}") from error
     if max(numbers) >= len(shown):
         hidden = f", and {_setting_text()} shows {len(shown)}" if max(numbers) < len(gpus) else ""
-        raise UserError(f"devices: cuda:{max(numbers)} is not there: {_count(gpus)} here{hidden}; {_ON_CPU}")
+        raise UserError(
+            f"devices: cuda:{max(numbers)} is not there: {_count(gpus)} here{hidden}; {otherwise}"
+        )
     obstacle = _find_obstacle(shown)
     if obstacle:
-        raise UserError(f"{refused}: {obstacle}; {_ON_CPU}")
+        raise UserError(f"{refused}: {obstacle}; {otherwise}")
 
 
 def notices(devices: tuple[str, ...]) -> list[str]:

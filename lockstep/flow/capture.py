@@ -170,10 +170,8 @@ class Capture:
         """
         self._open = False
         self._copies.clear()
-        for leaf in self._leaves.values():
-            if isinstance(leaf.grad, Array) and leaf.grad.memory.program is self:
-                leaf.grad = None
-        self._leaves.clear()
+        while self._leaves:  # a loop's variable would keep the last
+            _forget_gradient(self._leaves.popitem()[1], self)
         inputs = {n for n, _, _ in self.inputs}
         made = [
             (n, weakref.ref(s)) for n, s in enumerate(self._storages) if s.program is self and n not in inputs
@@ -195,6 +193,11 @@ class Capture:
             f"{self.operations[maker].line}: {name} is kept by something outside of the step, which would "
             "not see the next run's: run the step once before the capture, so that what it keeps is there"
         )
+
+
+def _forget_gradient(leaf: Array, program: Capture) -> None:
+    if isinstance(leaf.grad, Array) and leaf.grad.memory.program is program:
+        leaf.grad = None
 
 
 class _Unread:

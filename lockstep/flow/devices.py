@@ -147,7 +147,7 @@ def cpus(n: int, threads: int | None = None, workers: int = 1) -> list[Cpu]:
     docs/decisions.md for why it is one. Raises UserError for less than one of any.
     """
     for value, what in ((n, "n, the number of devices,"), (threads, "threads"), (workers, "workers")):
-        if value is not None and value < 1:
+        if value is not None and (not isinstance(value, int) or value < 1):
             raise UserError(f"flow.cpus: {what} is 1 or more, not {value}")
     share_one_heap()
     cores = sorted(os.sched_getaffinity(0))[: machine.count_cores()]

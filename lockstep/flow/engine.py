@@ -127,6 +127,9 @@ class Engine:
         It waits for the writers of what it reads, for readers and writers of what it writes, and for `after`.
         Raises UserError on a closed engine or for a device that is not the engine's.
         """
+        for used in (*reads, *writes):
+            if not isinstance(used, Uses):
+                raise UserError(f"push: {used!r} is not a variable: engine.variable(name) makes them")
         place = self.lane(self.devices[0] if device is None else device, lane)
         return self.submit(self.operation(function, place, name or "operation"), reads, writes, (), after)
 

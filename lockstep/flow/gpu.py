@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lockstep.backends import devices as machine
+from lockstep.errors import UserError
 from lockstep.exchange.p2p import MOST_RANKS, FoldKernel
 from lockstep.flow.devices import Device, Event
 
@@ -162,5 +163,7 @@ def torch_device(name: str) -> torch.device:
 
 def cuda(number: int, workers: int = 1) -> Cuda:
     """GPU `number`. Raises UserError, which says why, where it is not there or can't be used."""
-    machine.check((f"cuda:{number}",))
+    if number < 0:
+        raise UserError(f"flow.cuda: GPUs are counted from 0, so there is no {number}")
+    machine.check((f"cuda:{number}",), "flow.cpus(n) makes devices of the processor")
     return Cuda(number, workers)

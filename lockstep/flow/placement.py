@@ -146,7 +146,8 @@ def program_of(inputs: Sequence[Any]) -> Any:
     """The one that this thread captures, or, on autograd's threads, the one that its inputs belong to."""
     if _here.program is not None:
         return _here.program
-    return next((array.memory.program for array in inputs if array.memory.program is not None), None)
+    memories = (array.memory for array in inputs if hasattr(array, "memory"))
+    return next((memory.program for memory in memories if memory.program is not None), None)
 
 
 @contextlib.contextmanager

@@ -157,6 +157,8 @@ class Program:
         self.operations, self.variables, self.edges = graph
         self.n_runs = 0
         self._memories, self._inputs, self._outputs = memories, inputs, outputs
+        self._state = {memory.storage for memory in memories if memory.storage is not None}
+        self._written = {n for step in steps for n in step.external_writes}
         self._single = [Chain([number], steps) for number in range(len(steps))]
         self._chains = [Chain(numbers, steps) for numbers in chains([_node(step) for step in steps])]
         checks = (n for n, step in enumerate(steps) if step.instruction.kind and step.instruction.kind.check)
@@ -214,6 +216,9 @@ class Program:
         """The cell of each memory in this run, and the Storage where others may use it, too."""
         outside: list[Storage | None] = [memory.storage for memory in self._memories]
         for given, (number, layout, device) in zip(inputs, self._inputs, strict=True):
+            if self._can_read(given, number, layout, device):
+                outside[number] = given.memory
+                continue
             with placement.on(device):
                 outside[number] = array(
                     given if given.stride() == layout[1] else _strided(given, layout)
@@ -222,6 +227,18 @@ class Program:
             Cell(m.layout) if s is None else s.cell for m, s in zip(self._memories, outside, strict=True)
         ]
         return cells, outside
+
+    def _can_read(self, given: Any, number: int, layout: Layout, device: Any) -> bool:
+        """Whether an input needs no copy: it is an array in this memory that the program does not write."""
+        return (
+            isinstance(given, Array)
+            and given.memory not in self._state
+            and given.memory.program is None
+            and given.place.memory == device.memory
+            and given.view_of_memory() is None
+            and given.stride() == layout[1]
+            and number not in self._written
+        )
 
     def _submit(self, inputs: Sequence[Any], order: Sequence[int] | None) -> dict[int, Operation]:
         """Returns the operation that has each step."""

@@ -123,9 +123,13 @@ def _check_writing(kind: Kind, written: list[Any]) -> None:
         raise UserError(f"{kind.name}: an array can't be given other memory; make a new array")
     for tensor in written:
         if type(tensor) is not Array:
+            what = f"{kind.name} writes an ordinary tensor of shape {tuple(tensor.shape)} among arrays"
+            program = placement.program_of(written)
+            if program is not None:
+                program.refuse(what, "make it an array before the capture")
             raise UserError(
-                f"{kind.name} writes an ordinary tensor of shape {tuple(tensor.shape)} among arrays: make it "
-                "an array (flow.array, flow.arrays(module)), or make it inside `with flow.device`"
+                f"{what}: make it an array (flow.array, flow.arrays(module)), or make it inside "
+                "`with flow.device`"
             )
         if tensor.place.memory != written[0].place.memory:
             raise UserError(

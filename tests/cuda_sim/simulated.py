@@ -80,6 +80,25 @@ def host_view(block: Any, device: object) -> Any:
     return torch.from_numpy(np.ctypeslib.as_array(buffer))
 
 
+def compute_flow_on_the_host() -> None:
+    """torch's work is not in the streams of lockstep.flow here: it begins when the lane's has done all."""
+    import torch
+
+    from lockstep.flow import gpu
+
+    def launch(self: Any, function: Callable[[], Any]) -> Any:
+        self._here.stream.synchronize()
+        self._here.held = []
+        return function()
+
+    def hold(self: Any, values: Any) -> None:
+        """As torch's allocator does: until the stream has done what is launched next."""
+        self._here.held = [*self._here.held, *values]
+
+    gpu.torch_device = lambda name: torch.device("cpu")
+    gpu.Cuda.launch, gpu.Cuda.hold = launch, hold  # type: ignore[method-assign]
+
+
 def compute_on_the_host(device: object, stream: Any) -> None:
     """torch's work is not in the stream here: it begins when the stream has done what came before it."""
     import train_funcs
