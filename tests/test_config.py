@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits import limit
 
+from lockstep.backends import devices
 from lockstep.config import Config, Layer, read_command_line, read_yaml, resolve, to_yaml
 from lockstep.config.rules import settle
 from lockstep.errors import UserError
@@ -181,10 +182,11 @@ def test_a_minibatch_overrides_batch_size_and_says_so() -> None:
 
 def test_parts_on_gpus_say_what_their_bits_need() -> None:
     words = ["minibatch=8", "parts=2", "devices=[cuda:0, cuda:1]"]
-    needs = "deterministic: true only"
-    assert any(needs in notice for notice in settle(resolve([read_command_line(words)])[0])[1])
-    settled = settle(resolve([read_command_line([*words, "deterministic=true"])])[0])
-    assert not any(needs in notice for notice in settled[1])
+    needs = "parts: GPUs give the same bits in every run with deterministic: true only"
+    config, _ = resolve([read_command_line(words)])
+    assert needs in devices.notices(config.devices, config)
+    config, _ = resolve([read_command_line([*words, "deterministic=true"])])
+    assert needs not in devices.notices(config.devices, config)
 
 
 @pytest.mark.parametrize(

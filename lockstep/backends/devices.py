@@ -85,11 +85,13 @@ def check(devices: tuple[str, ...], otherwise: str = _ON_CPU) -> None:
         raise UserError(f"{refused}: {obstacle}; {otherwise}")
 
 
-def notices(devices: tuple[str, ...]) -> list[str]:
-    """What a user of these devices should know, and need not change."""
+def notices(devices: tuple[str, ...], config: Config | None = None) -> list[str]:
+    """What a user of these devices, for a run of this configuration, should know and need not change."""
     if not on_gpus(devices):
         return []
     found = []
+    if config and config.parts is not None and not config.deterministic:
+        found.append("parts: GPUs give the same bits in every run with deterministic: true only")
     for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if _EXPANDABLE.search(os.environ.get(key, "")):
             found.append(
