@@ -30,6 +30,12 @@ def medians(functions: dict[str, Callable[[], object]], rounds: int = 9) -> dict
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def verdict(ratio: float, aim: float, at_most: bool = False) -> str:
+    """A ratio beside the one that is aimed at, from below or, `at_most`, from above."""
+    met, sign = (ratio <= aim, "<=") if at_most else (ratio >= aim, ">=")
+    return f"target {sign} {aim} x: {'pass' if met else 'short'}"
+
+
 def machine() -> dict[str, object]:
     """Where and with what a result was measured."""
     return {
