@@ -42,8 +42,8 @@ class Gradients(Rule):
             self._gradients.when_full = self._transport.mark
         self._factors = _Factors(factors, transport) if factors else None
         if config.factors:
-            names = ", ".join(layer.name for layer in factors.layers) if factors else "of no layer"
-            program.tell(f"factors: {names}: those of all trainers are smaller than a gradient")
+            names = ", ".join(layer.name for layer in factors.layers) if factors else ""
+            program.tell(f"factors: {names or 'no layer has any smaller than its gradient'}")
         self._norms = _Norms(self._updater, transport, memory) if self._updater.needs_norms else None
 
     def end_backward(self) -> None:
