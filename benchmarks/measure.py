@@ -68,10 +68,10 @@ def table(title: str, rows: list[tuple[str, ...]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in body), ""])
 
 
-def verdict(value: float, target: float, at_most: bool = False) -> tuple[str, str]:
-    """Two cells of a table: what is aimed at, and whether it was reached."""
-    reached = value <= target if at_most else value >= target
-    return f"{'at most' if at_most else 'at least'} {target:g}", "pass" if reached else "short"
+def verdict(value: float, target: float, at_most: bool = False) -> str:
+    """What is aimed at, and whether it was reached."""
+    reached, sign = (value <= target, "<=") if at_most else (value >= target, ">=")
+    return f"target {sign} {target:g}: {'pass' if reached else 'short'}"
 
 
 def write_results(

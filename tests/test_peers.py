@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.measure import verdict
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers.contender import CONTENDERS
 
@@ -34,6 +35,6 @@ def test_contenders_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_targets_are_passed_or_short() -> None:
-    assert peers._verdict(1.5, 1.5) == "target 1.5 x: pass" and peers._verdict(1.4, 1.5).endswith("short")
-    assert peers._verdict(0.1, None) == ""
+    assert verdict(1.5, 1.5) == "target >= 1.5 x: pass" and verdict(1.4, 1.5).endswith("short")
+    assert verdict(1.01, 1.02, at_most=True) == "target <= 1.02 x: pass"
     assert {name for duel in peers._DUELS for name in duel[:2]} <= CONTENDERS.keys()

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.measure import table, write_results
+from benchmarks.measure import table, verdict, write_results
 from benchmarks.peers import pair
 from benchmarks.peers.contender import BATCH
 
@@ -91,7 +91,9 @@ def main() -> None:
                 numbers[theirs] = "not measured: torchvision is not here"
                 continue
             found = numbers[f"{ours} / {theirs}"] = duel(ours, theirs, n_steps, words.repeats, folder)
-            rows.append((ours, theirs, *_columns(found, ours, theirs), _verdict(found["ratio"], aim)))
+            rows.append(
+                (ours, theirs, *_columns(found, ours, theirs), verdict(found["ratio"], aim) if aim else "")
+            )
         found = numbers["two processes, digits"] = pairs(words.repeats, folder)
     section = table(f"The same network, data and batch of {BATCH}, in turns; least to most", rows)
     rates = f"{found['Lockstep']:,.0f} images/s, {found['DistributedDataParallel']:,.0f}"
@@ -105,12 +107,6 @@ def _columns(found: dict[str, Any], ours: str, theirs: str) -> tuple[str, ...]:
     times = (found[name] for name in (ours, theirs))
     spans = tuple(f"{time['ms']:.1f} ({time['least']:.1f} to {time['most']:.1f})" for time in times)
     return *spans, f"{found['ratio']:.2f} x", f"{found['ratio of processor time']:.2f} x"
-
-
-def _verdict(ratio: float, aim: float | None) -> str:
-    if aim is None:
-        return ""
-    return f"target {aim} x: {'pass' if ratio >= aim else 'short'}"
 
 
 if __name__ == "__main__":

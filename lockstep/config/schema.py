@@ -58,6 +58,8 @@ class Config:
     minibatch: int | None = None  # pictures a step of all trainers; null: batch_size times their number
     sync_batch_norm: bool = False  # batch normalisation by the statistics of all trainers' pictures
     parts: int | None = None  # of a minibatch, with gradients added in a fixed order; null: one a trainer
+    factors: bool = False  # rule gradients: large layers exchange factors of gradients
+    overlap: bool = True  # rule gradients, exchange p2p: gradients are summed while others are computed
 
     # Data
     data_folder: str = "./data/digits"

@@ -47,11 +47,14 @@ class Program(ABC):
         """
 
     @abstractmethod
-    def shard_updates(self, memory: Memory, spans: list[Span]) -> tuple[Gradients, ShardedUpdater]:
-        """From now on backward leaves gradients in a block, and `optimizer` steps on this rank's shard.
+    def shard_updates(
+        self, memory: Memory, transport: Transport
+    ) -> tuple[Gradients, ShardedUpdater, list[Span]]:
+        """From now on backward leaves gradients in a block, and `optimizer` steps on this rank's shards.
 
-        spans: of that shard, as the optimizer will be asked to step on. To be called once, before training,
-        where the arena was made with states_apart.
+        transport: over the arenas of all trainers. Returns also the pieces of those shards that the optimizer
+        will be asked to step on. To be called once, before training, where the arena was made with
+        states_apart.
         """
 
     def share_statistics(self, transport: Transport, memory: Memory, clock: Callable[[str], None]) -> None:

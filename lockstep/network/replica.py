@@ -18,11 +18,12 @@ from lockstep.memory import Memory
 from lockstep.network import batch_norm, dropout, precision
 from lockstep.network.arena import Arena
 from lockstep.network.build import build_model, crop_size, input_spec_of
+from lockstep.network.factors import Factors, factored_layers
 from lockstep.network.gradients import Gradients
 from lockstep.network.parts import PartSums, parts_of, parts_within
 from lockstep.network.program import Program
 from lockstep.network.recorder import Recorder, rounded
-from lockstep.network.sharded import ShardedUpdater
+from lockstep.network.sharded import ShardedUpdater, needs_norms
 from lockstep.network.step_graph import StepGraph, may_capture
 from lockstep.network.updater import Updater
 from lockstep.optim import states_of
@@ -43,10 +44,12 @@ class Replica(Program):
         self.crop_size = crop_size(self.model, config, dataset.image_shape)
         input_spec = input_spec_of(self.model, config)
         self.mean = input_spec.mean
+        apart = rule_of(config) == "gradients"
+        self._factored = factored_layers(self.model, config, self.crop_size) if apart else []
         self._dropouts = dropout.install(self.model)
         averaged = config.ema_decay is not None
-        apart = rule_of(config) == "gradients"
-        self.arena = Arena(self.model, memory, states_of(config), averaged, states_apart=apart)
+        leading = [layer.name for layer in self._factored]
+        self.arena = Arena(self.model, memory, states_of(config), averaged, apart, leading)
         self.device = self.arena.flat.device
         scale = torch.tensor(input_spec.scale, dtype=self.arena.flat.dtype).view(3, 1, 1)
         self._scale = None if scale.eq(1).all() else scale.to(self.device)
@@ -55,6 +58,7 @@ class Replica(Program):
         self._generators = _generators(self.arena.flat)
         must = config.cuda_graph is True
         self._graph = StepGraph(self.model, must) if may_capture(config, self.arena.flat.is_cuda) else None
+        self._gradients: Gradients | None = None
         self._parts: PartSums | None = None
         self._statistics: batch_norm.Statistics | None = None
 
@@ -65,15 +69,21 @@ class Replica(Program):
         self.arena.load(state, str(tensors))
         return of_rule
 
-    def shard_updates(self, memory: Memory, spans: list[Span]) -> tuple[Gradients, ShardedUpdater]:
-        gradients = Gradients(self.model, self.arena, memory)
-        updater = ShardedUpdater(self.arena, gradients, self._config, spans)
-        self.optimizer = updater
+    def shard_updates(
+        self, memory: Memory, transport: Transport
+    ) -> tuple[Gradients, ShardedUpdater, list[Span]]:
+        factors, pieces = None, []
+        if self._factored:
+            factors = Factors(self._factored, self.arena, memory, transport.group.world)
+            pieces = factors.plan(transport, needs_norms(self._config))
+        gradients = self._gradients = Gradients(self.model, self.arena, memory, factors)
+        pieces += [piece for bucket in gradients.buckets for piece in transport.pieces(bucket)]
+        updater = self.optimizer = ShardedUpdater(self.arena, gradients, self._config, pieces)
         if self._graph:
             self._graph = StepGraph(self.model, self._config.cuda_graph is True, gradients)
         if self._config.parts:
             self._parts = PartSums(self.arena, gradients)
-        return gradients, updater
+        return gradients, updater, pieces
 
     def share_statistics(self, transport: Transport, memory: Memory, clock: Callable[[str], None]) -> None:
         n_channels, dtype = batch_norm.widest(self.model), self.arena.flat.dtype
@@ -157,6 +167,8 @@ class Replica(Program):
         loss_sum = total = self._loss_sum(logits, batch.labels)
         for weight, others in zip(self._aux_weights(len(auxiliary)), auxiliary, strict=True):
             total = total + weight * self._loss_sum(others, batch.labels)
+        if self._gradients:
+            self._gradients.begin_backward()
         self._backward(total / mean_share)
         if self._statistics:
             recorder.n_bytes, self._statistics.n_bytes = recorder.n_bytes + self._statistics.n_bytes, 0

@@ -103,6 +103,7 @@ def compute_on_the_host(device: object, stream: Any) -> None:
     """torch's work is not in the stream here: it begins when the stream has done what came before it."""
     import train_funcs
     from lockstep.network.arena import Arena
+    from lockstep.network.factors import Factors
     from lockstep.network.gradients import Gradients
     from lockstep.network.kernels import DropoutKernel, LrnKernel
     from lockstep.network.replica import Replica
@@ -140,6 +141,7 @@ def compute_on_the_host(device: object, stream: Any) -> None:
         (Replica, "forward_backward"),
         (Updater, "step"),
         (Gradients, "complete"),
+        (Factors, "collect"),
         (ShardedUpdater, "average"),
         (ShardedUpdater, "step"),
         (ShardedUpdater, "norms"),
