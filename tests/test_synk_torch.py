@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from synk_teams import largest_error, team
+from synk_teams import DEVICES, largest_error, team
 
 import lockstep.synk as synk
 from lockstep.errors import UserError
 from lockstep.synk.extensions import torch_train
 
-DEVICES = os.environ.get("LOCKSTEP_TEST_DEVICES", "").split()
 SIZES: list[Any] = [len(DEVICES)] if DEVICES else [2, pytest.param(3, marks=pytest.mark.slow)]
 BOUNDS = {"float64": 1e-10, "float32": 1e-5}
 
