@@ -2,6 +2,8 @@
 
 import os
 import pstats
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,21 @@ def test_stored_rows_beside_inputs_need_no_batch_s() -> None:
         synk.scatter(stored, values[0])
         assert largest_error(f(values[1]), (values[0] * values[1]).sum(0)) < 1e-10
         assert largest_error(f(values[1], num_slices=3), (values[0] * values[1]).sum(0)) < 1e-10
+
+
+def test_nothing_is_imported_before_it_is_needed() -> None:
+    """Neither PyTensor nor torch by the program, nor torch by workers that compute graphs."""
+    program = "import sys, lockstep.synk as synk; synk.fork(2); print({'torch', 'pytensor'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
+    x = pt.vector("x")
+    with team(2):
+        f = synk.function([x], (x.sum(), "sum"))
+        synk.distribute()
+        assert f(np.ones(4)) == 4
+        worker = synk.session.current_team("").workers[0].process.pid
+        mapped = Path(f"/proc/{worker}/maps").read_text()
+        assert "numpy" in mapped and "libtorch" not in mapped
 
 
 def test_nothing_is_written_into_the_package() -> None:
