@@ -1,6 +1,7 @@
-"""Ranks on GPUs, for torch callables: tests/test_synk_torch.py on the simulated driver.
+"""Ranks on GPUs, for torch callables: tests/test_synk_torch.py on real ones and on the simulated driver.
 
-torch computes on the host there; what is tested is all else: memory, copies, their order, the end.
+On the simulated driver torch computes on the host; what is tested is all else: memory, copies, their order,
+the end.
 """
 
 import os
@@ -16,21 +17,7 @@ from simulated import Simulation
 SUITE = Path(__file__).with_name("test_synk_torch.py")
 
 
-@pytest.mark.timeout(600)  # PyCUDA is built the first time
-@pytest.mark.parametrize(
-    ("devices", "fault", "transport", "which"),
-    [
-        ("cuda:0 cuda:1", "", "PeerTransport", "training and float32 or large_outputs"),
-        pytest.param("cuda:0 cuda:1", "lost", "StagedTransport", "test", marks=pytest.mark.slow),
-        pytest.param("cuda:0 cuda:0 cuda:1", "", "PeerTransport", "test", marks=pytest.mark.slow),
-    ],
-)
-def test_the_suite_of_callables_on_gpus(
-    simulation: Simulation, devices: str, fault: str, transport: str, which: str
-) -> None:
-    settings = {"delay": 300, "all": 1, "proof_bytes": 1 << 16, **({fault: "0-1"} if fault else {})}
-    environment = simulation.set(**settings).environment()
-    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+def run_suite(environment: dict[str, str], devices: str, transport: str, which: str = "test") -> None:
     environment |= {"LOCKSTEP_TEST_DEVICES": devices, "LOCKSTEP_TEST_TRANSPORT": transport}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, str(SUITE)]
     done = subprocess.run(
@@ -38,4 +25,31 @@ def test_the_suite_of_callables_on_gpus(
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+@pytest.mark.timeout(600)  # PyCUDA is built the first time
+@pytest.mark.parametrize(
+    ("devices", "fault", "transport", "which"),
+    [
+        # the quick ones have no optimizer: torch takes seconds to make its first one
+        ("cuda:0 cuda:1", "", "PeerTransport", "large_outputs or single_tensor or buffers"),
+        pytest.param("cuda:0 cuda:1", "lost", "StagedTransport", "test", marks=pytest.mark.slow),
+        pytest.param("cuda:0 cuda:0 cuda:1", "", "PeerTransport", "test", marks=pytest.mark.slow),
+    ],
+)
+def test_the_suite_of_callables_on_simulated_gpus(
+    simulation: Simulation, devices: str, fault: str, transport: str, which: str
+) -> None:
+    settings = {"delay": 300, "all": 1, "proof_bytes": 1 << 16, **({fault: "0-1"} if fault else {})}
+    environment = simulation.set(**settings).environment()
+    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    run_suite(environment, devices, transport, which)
     assert list(simulation.folder.glob("memory-*")) == [], "closed and freed, in the right order"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_the_suite_of_callables_with_two_ranks_on_one_gpu() -> None:
+    for module in ("cloudpickle", "threadpoolctl"):
+        pytest.importorskip(module)
+    run_suite(dict(os.environ), "cuda:0 cuda:0", "PeerTransport")

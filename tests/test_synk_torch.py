@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from synk_teams import largest_error, team
+from synk_teams import DEVICES, largest_error, team
 
 import lockstep.synk as synk
 from lockstep.errors import UserError
 from lockstep.synk.extensions import torch_train
 
-DEVICES = os.environ.get("LOCKSTEP_TEST_DEVICES", "").split()
 SIZES: list[Any] = [len(DEVICES)] if DEVICES else [2, pytest.param(3, marks=pytest.mark.slow)]
 BOUNDS = {"float64": 1e-10, "float32": 1e-5}
 
@@ -268,11 +267,18 @@ def test_what_a_callable_may_not_be(ranks: int) -> None:
         synk.weights(make_net())
     with pytest.raises(TypeError, match="one dtype"):
         synk.share(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double()))
+    with pytest.raises(TypeError, match=r"tanh.* does not tell its parameters"):
+        synk.function(torch.tanh, "gather")
+    module = synk.function(net, "gather")
+    nothing = synk.function(lambda x: None, "sum", name="nothing")
     wrong = synk.function(lambda x: (x.sum(), x.sum()), ["sum"], name="wrong")
     whole = synk.function(lambda x: x.long().sum(), "avg", name="whole")
     synk.distribute()
     with pytest.raises(TypeError, match="wrong returned 2 outputs, 1 have modes"):
         wrong(np.ones(6))
+    assert module(np.ones((5, 4))).shape == (5, 2), "a module is a callable, too"
+    with pytest.raises(TypeError, match="nothing: output 0 is NoneType, which has no sum"):
+        nothing(np.ones(6))
     with pytest.raises(TypeError, match="int64, which has no avg"):
         whole(np.ones(6))
     synk.function(lambda x: lock, None, name="locked")

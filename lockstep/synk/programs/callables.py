@@ -110,6 +110,10 @@ class CallableProgram(Program):
         """A copy: a callable may return what lies in a block."""
         array = np.array(value.detach().cpu().numpy() if torch.is_tensor(value) else value)
         mode, what = self.output_modes[number], f"{self.name}: output {number}"
+        if mode is not None and array.dtype.kind not in "biufc":
+            raise TypeError(
+                f"{what} is {type(value).__name__}, which has no {mode}: return tensors or numbers"
+            )
         if mode is not None:
             check_foldable(mode, array.dtype, what)
         if mode == "gather" and array.ndim == 0:
@@ -158,7 +162,7 @@ def _check_parameters(name: str, function: Callable[..., Any], whole: Any) -> tu
     if whole is not None and not isinstance(whole, list):
         raise TypeError(f"{name}: bcast_inputs is {type(whole).__name__}, and has to be a list of names")
     names = []
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in _signature(name, function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"{name}: {parameter} can't be an input: inputs are positional parameters")
         if parameter.default is parameter.empty:
@@ -167,6 +171,14 @@ def _check_parameters(name: str, function: Callable[..., Any], whole: Any) -> tu
         if given not in names:
             raise ValueError(f"{name}: bcast_inputs has {given!r}, inputs are {', '.join(names) or 'none'}")
     return tuple(Input(given, None, None, given in (whole or [])) for given in names)
+
+
+def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
+    """A module's is that of its forward."""
+    try:
+        return inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
+    except ValueError:
+        raise TypeError(f"{name}: {function} does not tell its parameters: wrap it in a function") from None
 
 
 def _check_modes(name: str, outputs: Any) -> tuple[tuple[str | None, ...], str]:
