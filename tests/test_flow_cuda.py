@@ -103,6 +103,9 @@ with flow.Engine([one, two]):
 """
 
 GPU_RUN = """
+from lockstep.exchange.p2p import FoldKernel
+launched, fold = [], FoldKernel.launch
+FoldKernel.launch = lambda self, *arguments: (launched.append(len(arguments[0])), fold(self, *arguments))
 made = [flow.cuda(0), flow.cuda(0)]
 found, _ = train(made, "all_reduce")
 for how in ("events", "host"):
@@ -111,6 +114,7 @@ for how in ("events", "host"):
         other, _ = train([flow.cuda(0), flow.cuda(0)], strategy)
         assert all(torch.equal(value, other[name]) for name, value in found.items()), (how, strategy)
         print(how, strategy, "same bits")
+assert set(launched) == {2}, "the kernel has merged"
 """
 
 
