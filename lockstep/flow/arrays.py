@@ -192,12 +192,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     By this thread alone: torch would let the others of its pool help, and those keep cores busy for some
     milliseconds afterwards, which the devices' workers need.
     """
-    if (
-        tensor.device.type != "cpu"
-        or tensor.layout is not torch.strided
-        or tensor.is_conj()
-        or tensor.is_neg()
-    ):
+    plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+    if not (plain and tensor.is_cpu):
         return tensor.to("cpu", copy=True)
     made = torch.empty_like(tensor)
     if made.stride() != tensor.stride():  # it has gaps
