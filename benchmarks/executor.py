@@ -28,9 +28,14 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], int, int, int, int]] = {
     "smallnet 2 x 32": (lambda: smallnet.Model(10), 32, 64, 8, 9),  # size, batch, steps a turn, turns
     "ResNet-20 2 x 64": (lambda: resnet20.Model(10), 32, 128, 1, 7),
     "AlexNet 2 x 16": (lambda: alexnet.Model(1000), 227, 32, 1, 4),
+    "AlexNet 2 x 4": (lambda: alexnet.Model(1000), 227, 8, 1, 4),  # 61 million gradients, twice
 }
 
-TARGETS = {"smallnet 2 x 32": (1.3, 1.2), "ResNet-20 2 x 64": (1.05, 1.05), "AlexNet 2 x 16": (1.0, 1.0)}
+TARGETS = {
+    "smallnet 2 x 32": (1.3, 1.2),
+    "ResNet-20 2 x 64": (1.05, 1.05),
+    "AlexNet 2 x 16": (1.0, 1.0),
+}  # x eager, x DDP
 
 
 def loss(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -164,9 +169,10 @@ def run() -> tuple[str, dict[str, Any]]:
     for name, times in steps.items():
         best = min(times["all_reduce"][0], times["reduce"][0])
         rows.append((name, *(f"{wall * 1e3:.1f}" for wall, _ in times.values())))
-        for peer, target in zip(("eager", "DDP gloo"), TARGETS[name], strict=True):
+        for number, peer in enumerate(("eager", "DDP gloo")):
             ratio = times[peer][0] / best
-            ratios.append((f"{name} against {peer}", f"{ratio:.2f} x", verdict(ratio, target)))
+            aim = verdict(ratio, TARGETS[name][number]) if name in TARGETS else ""
+            ratios.append((f"{name} against {peer}", f"{ratio:.2f} x", aim))
     text = [table("ParallelExecutor: 2 devices x 1 thread", rows)]
     text.append(table("ParallelExecutor: against its peers", ratios))
 

@@ -88,7 +88,7 @@ def measure_engine(n: int = 3000) -> dict[str, float]:
             "lazy addition, recorded and run": record_and_run,
             "eager addition": lambda: repeated(one),
         }
-        return {name: wall / n * 1e6 for name, (wall, _) in in_turn(functions, 5).items()}
+        return {name: wall / n * 1e6 for name, (wall, _) in in_turn(functions, 11).items()}
 
 
 def batch(size: int, n: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -259,6 +259,25 @@ def step(
     return loss
 
 
+def test_any_tensor_is_copied_as_it_is(devices: list[Cpu]) -> None:
+    whole = torch.arange(24.0).view(2, 3, 4)
+    tensors = [
+        whole, whole.transpose(0, 2), whole[:, ::2], whole[1, 1:], whole.bfloat16(), torch.empty(0, 3),
+        torch.tensor(2.5), torch.ones(3).expand(4, 3), whole.int() > 3,
+        torch.randn(3, dtype=torch.cfloat).conj(),
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    ]  # fmt: skip
+    for tensor in tensors:
+        wanted = tensor.clone()
+        made = flow.array(tensor)
+        if tensor.numel() and not tensor.is_conj():
+            tensor.as_strided((1,), (1,), tensor.storage_offset()).fill_(0)  # the array has a copy
+        found = made.tensor()
+        assert torch.equal(found, wanted) and found.dtype is wanted.dtype
+        if tensor.is_contiguous() or tensor.dim() == 4:
+            assert made.stride() == tensor.stride()
+
+
 def test_sparse_gradients(devices: list[Cpu]) -> None:
     torch.manual_seed(0)
     table = nn.Embedding(20, 4, sparse=True)

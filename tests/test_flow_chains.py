@@ -110,3 +110,23 @@ def test_autocast_is_captured_with_backward(devices: list[Cpu]) -> None:
     with flow.device(devices[0]):
         program = flow.capture(partial(gradients, flow.arrays(plain)), x)
     assert all(torch.equal(value, found) for value, found in zip(wanted, program(x), strict=True))
+
+
+def test_what_a_chain_uses_last_is_kept_for_what_is_submitted_behind_it() -> None:
+    """On the first device a chain goes on behind an operation of the second, which reads what it reads."""
+    with flow.Engine(flow.cpus(2)) as engine:
+        first, second = engine.devices
+
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            with flow.device(first):
+                base = x + 1
+                other = (base * 3).exp()
+            with flow.device(second):
+                seen = base * 2
+            with flow.device(first):
+                return seen, other * base
+
+        program = flow.capture(step, torch.ones(3))
+        for _ in range(3):
+            seen, product = program(torch.ones(3))
+            assert seen.tolist() == [4.0] * 3 and torch.equal(product, torch.full((3,), 6.0).exp() * 2)

@@ -182,7 +182,12 @@ def test_bad_input_is_one_line() -> None:
         engine.push(int)
 
 
+def workers() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name.startswith("flow cpu") and each.is_alive()}
+
+
 def test_closing_cancels_what_has_not_begun_and_joins() -> None:
+    others = workers()  # of the engine that has what was given to none
     engine = flow.Engine(flow.cpus(2))
     began, go, ran = threading.Event(), threading.Event(), []
 
@@ -201,11 +206,7 @@ def test_closing_cancels_what_has_not_begun_and_joins() -> None:
     running.wait()
     with pytest.raises(flow.OperationError, match="closed before it began"):
         waiting.wait()
-    assert not [
-        thread
-        for thread in threading.enumerate()
-        if thread.name.startswith("flow cpu:") and thread.is_alive()
-    ]
+    assert not workers() - others
 
 
 def test_an_error_inside_closes_at_once() -> None:

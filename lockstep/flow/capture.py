@@ -129,8 +129,6 @@ class Capture:
         touched = [n for n in written if self._is_there(n)]
         kept = Step(step, read, new, sorted(needed), sorted(before - needed), external, touched)
         self.steps.append(kept)
-        for n in (*read, *written, *new):
-            self.memories[n].last = operation.number
         return _Unread(self, step.name)
 
     def _is_there(self, number: int) -> bool:
@@ -182,9 +180,6 @@ class Capture:
         for n, storage in made:
             if storage() is not None:
                 self._refuse_keeping(n)
-        for n, memory in enumerate(self.memories):
-            if memory.last >= 0 and memory.storage is None:
-                self.steps[memory.last].drops.append(n)
 
     def _refuse_keeping(self, memory: int) -> NoReturn:
         name = self.variables[self.memories[memory].newest].name

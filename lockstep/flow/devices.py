@@ -57,17 +57,15 @@ class Device(ABC):
         """Called in each worker of a lane before its first operation; what it puts on the stack ends it."""
         return
 
-    def settle(self) -> None:
-        """Called in the worker behind each operation: returns when any lane can use its results."""
-        return
-
     def launch(self, function: Callable[[], Any]) -> Any:
         """Runs an operation in the worker; where the device is asynchronous, this returns before it has."""
         return function()
 
     def mark(self) -> "Event | None":
-        """Called in the worker behind each operation: what tells when it has run; None if it has."""
-        self.settle()
+        """Called in the worker behind each operation: what tells when any lane can use its results;
+
+        None if any can.
+        """
         return None
 
     def follow(self, event: "Event") -> None:

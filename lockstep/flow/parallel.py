@@ -63,7 +63,7 @@ class ParallelExecutor:
         self.devices = list(devices)
         self.program: Program | None = None  # the one that was run last
         _check(self.devices, strategy, gradient_scale, compress, bucket_mb)
-        self._scale, self._seed, self._loss = gradient_scale, seed, loss
+        self._scale, self._seed, self._names = gradient_scale, seed, batch_names(loss, "loss")
         self._processes = None if group is None else Processes(group, self.devices[0])
         if self._processes is not None:
             self._processes.broadcast_model(model)
@@ -89,7 +89,7 @@ class ParallelExecutor:
         """
         if self._failure:
             raise UserError(f"an earlier run has failed ({self._failure}): load_state_dict first")
-        batches = split(feed, batch_names(self._loss, "loss"), len(self.devices))
+        batches = split(feed, self._names, len(self.devices))
         fetch = _names(fetch)
         shares, fractions = self._shares(batches)
         record = partial(self._step.record, fetch=fetch)

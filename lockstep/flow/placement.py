@@ -146,8 +146,10 @@ def program_of(inputs: Sequence[Any]) -> Any:
     """The one that this thread captures, or, on autograd's threads, the one that its inputs belong to."""
     if _here.program is not None:
         return _here.program
-    memories = (array.memory for array in inputs if hasattr(array, "memory"))
-    return next((memory.program for memory in memories if memory.program is not None), None)
+    for array in inputs:
+        if array.memory.program is not None:
+            return array.memory.program
+    return None
 
 
 @contextlib.contextmanager

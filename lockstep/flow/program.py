@@ -47,15 +47,11 @@ class ProgramOperation:
 
 @dataclass
 class Memory:
-    """What operations of a program use. storage: of what is there before; None: made in it.
-
-    last: the number of the operation that uses it last; then its value is dropped.
-    """
+    """What operations of a program use. storage: of what is there before; None: made in it."""
 
     layout: Layout | None
     storage: Storage | None
     newest: int
-    last: int = -1
 
 
 @dataclass
@@ -73,7 +69,6 @@ class Step:
     follows: list[int]
     external_reads: list[int]
     external_writes: list[int]
-    drops: list[int] = field(default_factory=list)
 
 
 class Chain:
@@ -84,9 +79,9 @@ class Chain:
         self.numbers, self.place = numbers, (first.instruction.device, first.instruction.lane)
         self.needs, self.follows = first.needs, first.follows
         self.external_reads, self.external_writes = first.external_reads, first.external_writes
-        self.drops = [n for step in own for n in step.drops]
-        self._used = list(dict.fromkeys(n for step in own for n in (*step.reads, *step.made)))
-        places = {n: place for place, n in enumerate(self._used)}
+        self.drops: list[int] = []  # what no later one uses
+        self.used = list(dict.fromkeys(n for step in own for n in (*step.reads, *step.made)))
+        places = {n: place for place, n in enumerate(self.used)}
         last = {n: at for at, step in enumerate(own) for n in (*step.reads, *step.made)}
         self._steps = [
             (
@@ -100,7 +95,7 @@ class Chain:
 
     def operation(self, engine: Engine, lane: Lane, cells: Sequence[Any], run: int) -> Operation:
         instruction = self._steps[0][0]
-        running = _Running(self._steps, [cells[n] for n in self._used], run)
+        running = _Running(self._steps, [cells[n] for n in self.used], run)
         operation = engine.operation(running, lane, instruction.name)
         operation.line, operation.phase = instruction.line, instruction.phase
         running.operation = operation
@@ -131,6 +126,14 @@ class _Running:
         return result
 
 
+def _in_turn(numbers: Sequence[list[int]], steps: Sequence[Step]) -> list[Chain]:
+    made = [Chain(each, steps) for each in numbers]
+    last = {n: chain for chain in made for n in chain.used}
+    for n, chain in last.items():
+        chain.drops.append(n)
+    return made
+
+
 def _node(step: Step) -> Node:
     """A chain has no one in its middle whom others may wait for, or who waits for others, outside of it."""
     instruction = step.instruction
@@ -159,8 +162,8 @@ class Program:
         self._memories, self._inputs, self._outputs = memories, inputs, outputs
         self._state = {memory.storage for memory in memories if memory.storage is not None}
         self._written = {n for step in steps for n in step.external_writes}
-        self._single = [Chain([number], steps) for number in range(len(steps))]
-        self._chains = [Chain(numbers, steps) for numbers in chains([_node(step) for step in steps])]
+        self._single = _in_turn([[number] for number in range(len(steps))], steps)
+        self._chains = _in_turn(chains([_node(step) for step in steps]), steps)
         checks = (n for n, step in enumerate(steps) if step.instruction.kind and step.instruction.kind.check)
         self._checks = list(checks)  # they make nothing that could fail for others
         self._places = list(dict.fromkeys(chain.place for chain in self._single))

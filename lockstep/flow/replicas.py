@@ -63,10 +63,8 @@ def start_up(model: nn.Module, devices: Sequence[Device], share_weights: bool) -
 
 def _shared(parameter: Array) -> Array:
     """Another leaf of autograd's on the same memory."""
-    leaf: Any = parameter.detach().requires_grad_(parameter.requires_grad)
-    leaf._is_param = True
-    made: Array = leaf
-    return made
+    made: Any = private.as_parameter(parameter.detach().requires_grad_(parameter.requires_grad))
+    return made  # type: ignore[no-any-return]
 
 
 class Updates:
