@@ -82,8 +82,10 @@ class Config:
     devices: tuple[str, ...] = ()
     batch_size: int = 32  # per trainer
     cpu_threads: int | None = None  # null: the cores, divided among the trainers
+    pin_cores: bool = False  # each trainer's threads stay on cores of its own
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of products; weights are float32 always
     deterministic: bool = False  # GPUs: the same bits in every run
+    compile: bool = False  # the training pass by torch.compile
     cuda_graph: bool | Literal["auto"] = "auto"  # GPUs: a step is captured once and replayed
     exchange: Literal["auto", "p2p", "staged", "swap"] = "auto"  # GPUs
     augment_on: Literal["trainer", "loader"] = "trainer"  # GPUs: which process runs the kernel
