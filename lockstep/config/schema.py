@@ -76,6 +76,7 @@ class Config:
     shuffle: Literal["none", "batches", "blocks"] = "blocks"
     shuffle_block: int = 16  # rows (images) in a block of `shuffle: blocks`
     para_load: bool = True
+    read_threads: int = 1  # of a loader
     n_slots: int = 3  # minibatches in a loader's ring
 
     # Where to train
