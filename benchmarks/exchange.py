@@ -1,4 +1,4 @@
-"""Averaging AlexNet's 61 M weights and 61 M momenta between 2 processes: ours, gloo, and memcpy."""
+"""Averaging AlexNet's 61 M weights and 61 M momenta between 2, 3 and 4 processes: ours, gloo, and memcpy."""
 
 import os
 import tempfile
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from benchmarks.measure import medians, table
+from benchmarks.measure import medians, table, verdict
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.exchange.host import HostTransport
@@ -15,6 +15,8 @@ from lockstep.launch.ranks import run_ranks
 from lockstep.memory.host import HostMemory
 
 N_ELEMENTS = 2 * 60_965_224
+RANKS = (2, 3, 4)
+OF_GLOO, OF_MEMCPY = 10, 0.8  # the speed aimed at: times gloo's, and of what memcpy of all arenas takes
 
 
 def measure(rank: int, pipes: dict[int, Pipe], store: str) -> dict[str, float]:
@@ -25,7 +27,9 @@ def measure(rank: int, pipes: dict[int, Pipe], store: str) -> dict[str, float]:
     ours = block.tensor(torch.float32, (N_ELEMENTS,))
     ours.fill_(rank + 1.0)
     transport = HostTransport.open(block, "f4", N_ELEMENTS, group)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=len(pipes) + 1
+    )
     copy = torch.empty_like(ours)
 
     def lockstep_exchange() -> None:
@@ -33,9 +37,9 @@ def measure(rank: int, pipes: dict[int, Pipe], store: str) -> dict[str, float]:
 
     def gloo_all_reduce() -> None:
         torch.distributed.all_reduce(ours)
-        ours.div_(2)
+        ours.div_(len(pipes) + 1)
 
-    def memcpy() -> None:  # both ranks at once, as in the exchange
+    def memcpy() -> None:  # all ranks at once, which read and write as much as in the exchange
         group.barrier("copy")
         copy.copy_(ours)
         group.barrier("copied")
@@ -48,18 +52,20 @@ def measure(rank: int, pipes: dict[int, Pipe], store: str) -> dict[str, float]:
 
 def run() -> tuple[str, dict[str, Any]]:
     """The table and the numbers."""
+    rows: list[tuple[str, ...]] = [
+        ("processes", "Lockstep, ms", "gloo, ms", "memcpy, ms", "of gloo", "of memcpy")
+    ]
+    numbers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        seconds = run_ranks(measure, 2, os.path.join(folder, "store"))[0]
-    rows: list[tuple[str, ...]] = [("what", "ms", "against gloo")]
-    names = {
-        "lockstep": "Lockstep: average in shards, both barriers",
-        "gloo": "gloo: all-reduce, then divide",
-        "memcpy": "memcpy of one arena in each process",
-    }
-    for key, name in names.items():
-        rows.append((name, f"{seconds[key] * 1e3:.1f}", f"{seconds['gloo'] / seconds[key]:.1f} x"))
-    title = "Exchange: 61 M weights and 61 M momenta (488 MB) between 2 processes, one thread each"
-    return table(title, rows), {"exchange_seconds": seconds}
+        for n_ranks in RANKS:
+            seconds = run_ranks(measure, n_ranks, os.path.join(folder, f"store{n_ranks}"))[0]
+            numbers[f"exchange_seconds_{n_ranks}"] = seconds
+            gloo, memcpy = (seconds[peer] / seconds["lockstep"] for peer in ("gloo", "memcpy"))
+            milliseconds = [f"{seconds[name] * 1e3:.1f}" for name in ("lockstep", "gloo", "memcpy")]
+            words = f"{gloo:.1f} x, {verdict(gloo, OF_GLOO)}", f"{memcpy:.2f} x, {verdict(memcpy, OF_MEMCPY)}"
+            rows.append((str(n_ranks), *milliseconds, *words))
+    title = "Exchange: average 61 M weights and 61 M momenta (488 MB) in shards, one thread a process"
+    return table(title, rows), numbers
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 there.
 
 One trainer with one thread, so that on a machine with two cores the loader has a core.
-AlexNet at batch 16, and the digits' net at batch 32.
+AlexNet at batch 16, and the digits' net at batch 32. And AlexNet's step beside one that is written in plain
+PyTorch (benchmarks/peers), in turns.
 """
 
 import statistics
@@ -17,9 +18,14 @@ import torch
 
 from benchmarks.augmenting import make_folder
 from benchmarks.lone import NEVER, LoneTrainer
-from benchmarks.measure import table
+from benchmarks.measure import table, verdict
+from benchmarks.peers.contender import BATCH
+from benchmarks.peers.duel import columns, duel
 from lockstep.config import Config, Layer, resolve
 from lockstep.loading.feed import Feed
+
+# our precision, the peer's, the ratio aimed at (None: no target)
+STOCK = (("fp32", "fp32", 1.5), ("bf16", "bf16", 2.6), ("bf16", "fp32", None))
 
 
 def measure(config: Config, n_steps: int) -> dict[str, float]:
@@ -54,7 +60,29 @@ def steps(lone: LoneTrainer, feed: Feed, n_steps: int) -> float:
 
 
 def run() -> tuple[str, dict[str, Any]]:
-    """The table and the numbers."""
+    """The tables and the numbers."""
+    loading, numbers = run_loading()
+    stock, more = run_stock()
+    return f"{loading}\n{stock}", numbers | more
+
+
+def run_stock(repeats: int = 5) -> tuple[str, dict[str, Any]]:
+    """AlexNet's step in both precisions beside stock PyTorch in the same, and beside its float32."""
+    rows: list[tuple[str, ...]] = [("ours", "peer", "ours, ms", "peer, ms", "ratio", "of processor time", "")]
+    numbers: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for precision, peer, aim in STOCK:
+            ours, theirs = f"Lockstep, AlexNet {precision}", f"stock PyTorch, AlexNet {peer}"
+            found = numbers[f"{ours} / {theirs}"] = duel(ours, theirs, 2, repeats, folder)
+            rows.append(
+                (ours, theirs, *columns(found, ours, theirs), verdict(found["ratio"], aim) if aim else "")
+            )
+    title = f"AlexNet's step beside plain PyTorch: batch {BATCH}, two threads, in turns; least to most"
+    return table(title, rows), numbers
+
+
+def run_loading() -> tuple[str, dict[str, Any]]:
+    """The step with and without a loader process."""
     rows: list[tuple[str, ...]] = [("network", "resident data, ms", "loader process, ms", "ratio")]
     numbers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

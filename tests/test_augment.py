@@ -1,11 +1,12 @@
 """Crop, mirror and mean against straightforward NumPy, and orders turned into slots."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import SIZE, make_config
+from conftest import SIZE, make_config, make_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from lockstep.data import hkl
 from lockstep.data.augment import TORCH_FROM, Augmenter
 from lockstep.data.dataset import Dataset, open_dataset
 from lockstep.data.sampling import EpochSamples, share
+from lockstep.errors import UserError
 from lockstep.loading.host import HostFiller, HostRing
 from lockstep.loading.reader import Reader
 from lockstep.loading.slots import RingShape, Slot
@@ -94,6 +96,26 @@ def test_slots_hold_what_was_ordered(dataset: Dataset) -> None:
             for mirror in (False, True)
         )
         assert any((picture == candidate).all() for candidate in candidates)
+
+
+@pytest.mark.parametrize("shuffle", ["blocks", "none"])
+def test_several_threads_read_the_same(dataset: Dataset, shuffle: str) -> None:
+    orders = [order(0, 16), order(20, 36, start=16, stop=48), order(48, 48), order(3, 14, "val")]
+    expected = fill(dataset, orders, shuffle=shuffle)
+    for n_threads in (2, 4, 40):
+        found = fill(dataset, orders, shuffle=shuffle, read_threads=n_threads)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours.images.nan_to_num(-1), theirs.images.nan_to_num(-1))
+            assert torch.equal(ours.labels, theirs.labels)
+
+
+def test_a_file_that_a_thread_can_not_read_is_named(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "set")
+    broken = open_dataset(make_config(data_folder=str(folder)))
+    victim = sorted((folder / "train_hkl").iterdir())[1]
+    victim.write_bytes(victim.read_bytes()[:5000])
+    with pytest.raises(UserError, match=f"{victim}: can't be read"):
+        fill(broken, [order(0, 90, stop=90)], batch_size=90, read_threads=3)
 
 
 def test_validation_takes_the_middle_unmirrored_in_file_order(dataset: Dataset) -> None:

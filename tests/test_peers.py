@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import stepping
 from benchmarks.measure import verdict
 from benchmarks.peers import __main__ as peers
+from benchmarks.peers import duel as duels
 from benchmarks.peers.contender import CONTENDERS
 
 # Takes twice as long as it says, under the name "slow"; writes down whose turn it was.
@@ -25,16 +27,19 @@ for line in sys.stdin:
 
 
 def test_contenders_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "PROGRAM", [sys.executable, "-c", FAKE])
-    found = peers.duel("ours", "slow", 4, 3, str(tmp_path))
+    monkeypatch.setattr(duels, "PROGRAM", [sys.executable, "-c", FAKE])
+    found = duels.duel("ours", "slow", 4, 3, str(tmp_path))
     assert found["ratio"] == found["ratio of processor time"] == 2
     assert found["slow"] == {"ms": 500, "least": 500, "most": 500}
     assert (tmp_path / "turns").read_text().split() == ["ours", "slow"] * 3
     with pytest.raises(RuntimeError, match="broken can't begin"):
-        peers.duel("ours", "broken", 1, 1, str(tmp_path))
+        duels.duel("ours", "broken", 1, 1, str(tmp_path))
 
 
 def test_targets_are_passed_or_short() -> None:
-    assert verdict(1.5, 1.5) == "target >= 1.5 x: pass" and verdict(1.4, 1.5).endswith("short")
-    assert verdict(1.01, 1.02, at_most=True) == "target <= 1.02 x: pass"
+    assert verdict(1.5, 1.5) == "target >= 1.5: pass" and verdict(1.4, 1.5).endswith("short")
+    assert verdict(1.01, 1.02, at_most=True) == "target <= 1.02: pass"
+    contenders = {f"Lockstep, AlexNet {ours}" for ours, _, _ in stepping.STOCK}
+    contenders |= {f"stock PyTorch, AlexNet {theirs}" for _, theirs, _ in stepping.STOCK}
+    assert contenders <= CONTENDERS.keys()
     assert {name for duel in peers._DUELS for name in duel[:2]} <= CONTENDERS.keys()

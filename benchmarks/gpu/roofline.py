@@ -51,7 +51,7 @@ _LINEAR = tuple(
     _Layer(inputs * outputs, inputs * outputs + outputs)
     for inputs, outputs in ((9216, 4096), (4096, 4096), (4096, 1000))
 )
-_LAYERS = _CONVOLUTIONS + _LINEAR
+LAYERS = _CONVOLUTIONS + _LINEAR
 _POOLED = ((55 * 55 * 96, 27 * 27 * 96), (27 * 27 * 256, 13 * 13 * 256), (13 * 13 * 256, 6 * 6 * 256))
 _NORMALISED = (27 * 27 * 96, 13 * 13 * 256)
 _RECTIFIED = (13 * 13 * 384, 13 * 13 * 384)  # after the third and fourth convolution
@@ -59,7 +59,7 @@ _RECTIFIED = (13 * 13 * 384, 13 * 13 * 384)  # after the third and fourth convol
 
 def gflop() -> float:
     """Of one training step of 256 pictures."""
-    return sum(2 * layer.macs * _BATCH * layer.n_products for layer in _LAYERS) / 1e9
+    return sum(2 * layer.macs * _BATCH * layer.n_products for layer in LAYERS) / 1e9
 
 
 def seconds(flops: float, bytes_per_second: float) -> float:
@@ -69,14 +69,14 @@ def seconds(flops: float, bytes_per_second: float) -> float:
         return n_elements * _BATCH * _BFLOAT16 / bytes_per_second
 
     total = 0.0
-    for layer in _LAYERS:
+    for layer in LAYERS:
         weights_time = layer.parameters * _BFLOAT16 / bytes_per_second
         total += layer.n_products * max(2 * layer.macs * _BATCH / flops, weights_time)
     for before, after in _POOLED:  # backward: gradient in and out, and the input to find the largest again
         total += moved(before + after) + moved(after + 2 * before)
     total += sum(moved(2 * n) + moved(3 * n) for n in _NORMALISED)
     total += sum(moved(3 * n) for n in _RECTIFIED)
-    total += 20 * sum(layer.parameters for layer in _LAYERS) / bytes_per_second
+    total += 20 * sum(layer.parameters for layer in LAYERS) / bytes_per_second
     prepared = 256 * 256 * 3 / _BFLOAT16 + 227 * 227 * 3
     return total + moved(prepared)
 

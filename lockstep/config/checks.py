@@ -29,6 +29,7 @@ _AT_LEAST = {
     "pretrained_epoch": 0,
     "print_freq": 1,
     "rand_color": 0,
+    "read_threads": 1,
     "restarts": 1,
     "seed": 0,
     "shuffle_block": 1,

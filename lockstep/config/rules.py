@@ -110,6 +110,9 @@ def _bad_parts(config: "Config") -> Iterable[tuple[str, str]]:
         yield "parts", f"adds gradients up: it goes with rule: gradients only, not {config.rule}"
     if config.accumulate > 1:
         yield "parts", "has its own pass for each part: set accumulate: 1 and a larger minibatch"
+    if config.compile:
+        words = "gives the same bits for any number of trainers, which compiled code does not"
+        yield "parts", f"{words}: set compile: false"
     if config.cuda_graph is True:
         yield "parts", "can't be captured: set cuda_graph: false"
 

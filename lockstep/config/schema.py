@@ -79,14 +79,17 @@ class Config:
     shuffle: Literal["none", "batches", "blocks"] = "blocks"
     shuffle_block: int = 16  # rows (images) in a block of `shuffle: blocks`
     para_load: bool = True
+    read_threads: int = 1  # of a loader
     n_slots: int = 3  # minibatches in a loader's ring
 
     # Where to train
     devices: tuple[str, ...] = ()
     batch_size: int = 32  # per trainer
     cpu_threads: int | None = None  # null: the cores, divided among the trainers
+    pin_cores: bool = False  # each trainer's threads stay on cores of its own
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of products; weights are float32 always
     deterministic: bool = False  # GPUs: the same bits in every run
+    compile: bool = False  # the training pass by torch.compile
     cuda_graph: bool | Literal["auto"] = "auto"  # GPUs: a step is captured once and replayed
     exchange: Literal["auto", "p2p", "staged", "swap"] = "auto"  # GPUs
     augment_on: Literal["trainer", "loader"] = "trainer"  # GPUs: which process runs the kernel

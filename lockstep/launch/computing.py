@@ -9,6 +9,7 @@ from lockstep.backends.devices import count_cores
 from lockstep.comm.group import World
 from lockstep.config import Config
 from lockstep.errors import UserError
+from lockstep.launch import cores
 from lockstep.launch.status import StatusBoard
 
 _NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # a plain RuntimeError of torch's
@@ -20,7 +21,10 @@ def computing(config: Config, world: World, board: StatusBoard) -> Iterator[None
 
     Raises UserError where memory is not enough, or `deterministic` asks for what an operation can't do.
     """
-    torch.set_num_threads(config.cpu_threads or max(1, count_cores() // world.local_size))
+    n_threads = config.cpu_threads or max(1, count_cores() // world.local_size)
+    torch.set_num_threads(n_threads)
+    if config.pin_cores:
+        cores.pin(world.local_rank, world.local_size, n_threads)
     try:
         yield
     except RuntimeError as error:

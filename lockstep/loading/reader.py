@@ -1,6 +1,7 @@
 """Reads what an order asks for: raw images, labels, sample numbers, crops, mirrors and shifts of colour."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -8,7 +9,7 @@ from lockstep.comm.messages import Order
 from lockstep.config import Config
 from lockstep.data.colours import draw_shifts, principal_components
 from lockstep.data.dataset import Dataset, Split
-from lockstep.data.hkl import read_rows
+from lockstep.data.hkl import HklArray, read_rows
 from lockstep.data.randomness import Purpose, draw
 from lockstep.data.sampling import EpochSamples
 from lockstep.loading.slots import RingShape, Slot
@@ -27,6 +28,7 @@ class Reader:
         self._config = config
         self._say = say
         self._epoch: tuple[str, int] | None = None
+        self._pool = ThreadPoolExecutor(config.read_threads) if config.read_threads > 1 else None
         self._components = np.zeros((3, 3))
         if self.shifts_colours:
             say("computing the principal components of the pictures' colours")
@@ -61,12 +63,28 @@ class Reader:
         slot.samples[:n_samples] = samples
 
     def _read_images(self, order: Order, images: np.ndarray) -> None:
-        done = 0
+        reads = self._reads(order, images)
+        if self._pool is None:
+            for file, first, out in reads:
+                self._say(f"{order}: reading {file.path}")
+                read_rows(file, first, out)
+            return
+        todo = list(reads)  # the GIL is let go of while bytes come
+        self._say(f"{order}: reading {', '.join(sorted({file.path for file, _, _ in todo}))}")
+        for _ in self._pool.map(lambda read: read_rows(*read), todo):
+            pass  # raises what a read has raised
+
+    def _reads(self, order: Order, images: np.ndarray) -> Iterator[tuple[HklArray, int, np.ndarray]]:
+        """File, first row, and where to: long runs of rows in pieces, so that all threads have some."""
+        done, most = 0, -(-(order.last - order.first) // self._config.read_threads)
         for rows in self._order.rows(order.first, order.last):
             file = self._split.files[rows.file]
-            self._say(f"{order}: reading {file.path}")
-            read_rows(file, rows.first, images[done : done + rows.count])
-            done += rows.count
+            # of an old file all bytes are read, whatever is wanted of it
+            step = rows.count if file.layout == "c01b" else most
+            for start in range(0, rows.count, step):
+                count = min(step, rows.count - start)
+                yield file, rows.first + start, images[done : done + count]
+                done += count
 
     def _turn_to(self, stage: str, epoch: int) -> None:
         """Draws the order, crops, mirrors and shifts of an epoch, when another one begins."""

@@ -18,6 +18,7 @@ from lockstep.memory import Memory
 from lockstep.network import batch_norm, dropout, precision
 from lockstep.network.arena import Arena
 from lockstep.network.build import build_model, crop_size, input_spec_of
+from lockstep.network.compiling import Compiled
 from lockstep.network.factors import Factors, factored_layers
 from lockstep.network.gradients import Gradients
 from lockstep.network.parts import PartSums, parts_of, parts_within
@@ -61,6 +62,7 @@ class Replica(Program):
         self._gradients: Gradients | None = None
         self._parts: PartSums | None = None
         self._statistics: batch_norm.Statistics | None = None
+        self._compiled = Compiled(self.model, config.batch_size) if config.compile else None
 
     def load(self, tensors: Path) -> dict[str, torch.Tensor]:
         """Raises UserError where the checkpoint is broken or of another network."""
@@ -158,7 +160,10 @@ class Replica(Program):
         if self._scale is not None:
             images = images * self._scale.to(images.dtype)
         with precision.autocast(self._config, self.device):
-            outputs = self.model(images)
+            if self._compiled and self.model.training:
+                outputs = self._compiled(images, self.tell)
+            else:
+                outputs = self.model(images)
         return [logits.to(dtype) for logits in (outputs if isinstance(outputs, tuple | list) else [outputs])]
 
     def _learn(self, batch: Batch, mean_share: float, recorder: Recorder) -> None:
