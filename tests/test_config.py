@@ -179,14 +179,6 @@ def test_a_minibatch_overrides_batch_size_and_says_so() -> None:
     assert config.batch_size == 4 and "10 pictures a step, at most 4 a trainer" in notices[0]
 
 
-def test_parts_on_gpus_say_what_their_bits_need() -> None:
-    words = ["minibatch=8", "parts=2", "devices=[cuda:0, cuda:1]"]
-    needs = "deterministic: true only"
-    assert any(needs in notice for notice in settle(resolve([read_command_line(words)])[0])[1])
-    settled = settle(resolve([read_command_line([*words, "deterministic=true"])])[0])
-    assert not any(needs in notice for notice in settled[1])
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -202,6 +202,13 @@ def _count(gpus: list[Gpu]) -> str:
     return f"{len(gpus)} NVIDIA GPU{'s' * (len(gpus) > 1)} ({models}) {'are' if len(gpus) > 1 else 'is'}"
 
 
+def notices_of_keys(config: Config) -> list[str]:
+    """What keys mean on these devices, beyond what they say."""
+    if on_gpus(config.devices) and config.parts is not None and not config.deterministic:
+        return ["parts: GPUs give the same bits in every run with deterministic: true only"]
+    return []
+
+
 def check_keys(config: Config) -> None:
     """Raises UserError for keys that ask for what only GPUs have, where `devices` are CPUs."""
     if on_gpus(config.devices):
