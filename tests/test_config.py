@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits import limit
 
-from lockstep.backends import devices
 from lockstep.config import Config, Layer, read_command_line, read_yaml, resolve, to_yaml
 from lockstep.config.rules import settle
 from lockstep.errors import UserError
@@ -183,15 +182,6 @@ def test_devices_that_cant_share_the_work_are_named(words: str, n_trainers: int,
 def test_a_minibatch_overrides_batch_size_and_says_so() -> None:
     config, notices = settle(resolve([read_command_line(["minibatch=10", "devices=[cpu, cpu, cpu]"])])[0])
     assert config.batch_size == 4 and "10 pictures a step, at most 4 a trainer" in notices[0]
-
-
-def test_parts_on_gpus_say_what_their_bits_need() -> None:
-    words = ["minibatch=8", "parts=2", "devices=[cuda:0, cuda:1]"]
-    needs = "parts: GPUs give the same bits in every run with deterministic: true only"
-    config, _ = resolve([read_command_line(words)])
-    assert needs in devices.notices(config.devices, config)
-    config, _ = resolve([read_command_line([*words, "deterministic=true"])])
-    assert needs not in devices.notices(config.devices, config)
 
 
 @pytest.mark.parametrize(

@@ -85,13 +85,11 @@ def check(devices: tuple[str, ...], otherwise: str = _ON_CPU) -> None:
         raise UserError(f"{refused}: {obstacle}; {otherwise}")
 
 
-def notices(devices: tuple[str, ...], config: Config | None = None) -> list[str]:
-    """What a user of these devices, for a run of this configuration, should know and need not change."""
+def notices(devices: tuple[str, ...]) -> list[str]:
+    """What a user of these devices should know, and need not change."""
     if not on_gpus(devices):
         return []
     found = []
-    if config and config.parts is not None and not config.deterministic:
-        found.append("parts: GPUs give the same bits in every run with deterministic: true only")
     for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if _EXPANDABLE.search(os.environ.get(key, "")):
             found.append(
@@ -207,6 +205,13 @@ def _count(gpus: list[Gpu]) -> str:
     """'2 NVIDIA GPUs (NVIDIA H200, NVIDIA L4) are', each model once."""
     models = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
     return f"{len(gpus)} NVIDIA GPU{'s' * (len(gpus) > 1)} ({models}) {'are' if len(gpus) > 1 else 'is'}"
+
+
+def notices_of_keys(config: Config) -> list[str]:
+    """What keys mean on these devices, beyond what they say."""
+    if on_gpus(config.devices) and config.parts is not None and not config.deterministic:
+        return ["parts: GPUs give the same bits in every run with deterministic: true only"]
+    return []
 
 
 def check_keys(config: Config) -> None:
