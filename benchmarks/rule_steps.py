@@ -95,7 +95,7 @@ def measure_local(rank: int, pipes: dict[int, Pipe]) -> dict[str, float]:
             "local": lambda: block(local),
             "rest": lambda: group.barrier("a round"),
         },
-        rounds=15,
+        rounds=9,
     )
 
 
@@ -106,7 +106,7 @@ def measure_parts(rank: int, pipes: dict[int, Pipe]) -> dict[str, float]:
     keys = {**DIGITS, "rule": "gradients", "minibatch": 2 * BATCH}
     steps = {"one": make_step(group, **keys)}
     steps |= {f"parts {n}": make_step(group, parts=n, **keys) for n in (2, 4, 8)}
-    return medians(steps, rounds=41)
+    return medians(steps, rounds=21)
 
 
 def run() -> tuple[str, dict[str, Any]]:
