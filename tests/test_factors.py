@@ -17,6 +17,7 @@ from lockstep.exchange.host import HostTransport
 from lockstep.memory.host import HostMemory
 from lockstep.network.arena import Arena
 from lockstep.network.factors import FactoredLayer, Factors
+from lockstep.network.gradients import Gradients
 from lockstep.network.step_graph import may_capture
 
 SIZES = {"first": (100, 512), "wide": (201, 100), "odd": (99, 201)}
@@ -41,7 +42,7 @@ def plan(factors: Factors, world: World, chunk: int, keep: bool) -> list[tuple[i
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(50, 60_000), st.booleans(), st.integers(0, 99))
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=5)
 def test_all_trainers_together_make_the_mean_of_all_products(
     size: int, n_rows: int, chunk: int, keep: bool, seed: int
 ) -> None:
@@ -78,6 +79,22 @@ def test_rows_that_no_picture_has_filled_are_zero_and_too_many_are_refused() -> 
     assert all(view.eq(5).all() for view in others)
     with pytest.raises(UserError, match=r"factors: odd.weight has had 5 rows in a step, and 4 at most"):
         factors.add("odd.weight", torch.ones(2, 99), torch.ones(2, 201))
+
+
+def test_a_weight_that_something_else_uses_too_is_refused() -> None:
+    world = World.on_one_host(1)[0]
+    model = FullLayers(7).double()
+    layer = FactoredLayer("odd.weight", 99, 201, 4, torch.float64)
+    arena = Arena(model, HostMemory(), leading=["odd.weight"])
+    factors = Factors([layer], arena, HostMemory(), world)
+    gradients = Gradients(model, arena, HostMemory(), factors)
+    made = model.odd(torch.ones(4, 201, dtype=torch.float64)).sum()
+    made.backward()
+    errors, inputs = factors._of_ranks[0][0]
+    assert errors.eq(1).all() and inputs.eq(1).all() and model.odd.weight.grad is None
+    assert gradients.of(arena.span_of("odd.bias")).eq(4).all()
+    with pytest.raises(UserError, match=r"factors: odd.weight is used by more than its own layer"):
+        model.odd.weight.square().sum().backward()
 
 
 def test_a_step_with_factors_is_not_captured_unasked() -> None:

@@ -65,12 +65,12 @@ def train(
 
 
 def test_overlap_changes_no_bit_on_cpus(data: Path, tmp_path: Path) -> None:
-    for name, keys in {"sgd": {}, "lars": {"optimizer": "lars", "clip_norm": 0.1}}.items():
-        (ours, told), (theirs, _) = (
-            train(data, tmp_path / f"{name}-{overlap}", overlap=overlap, **keys) for overlap in (True, False)
-        )
-        assert_same(ours, theirs)
-        assert {*told[0]} == {"end"}
+    keys = {"optimizer": "lars", "clip_norm": 0.1}
+    (ours, told), (theirs, _) = (
+        train(data, tmp_path / str(overlap), overlap=overlap, **keys) for overlap in (True, False)
+    )
+    assert_same(ours, theirs)
+    assert {*told[0]} == {"end"}
 
 
 CASES = {
@@ -93,7 +93,19 @@ def test_gpus_sum_early_and_have_the_bits_of_cpus(
     assert_same(early, on_cpus)
     first = told[0][: told[0].index("end")]
     assert len(set(first)) > 2 and first[0] == 0
-    for name, others in {"late": {"overlap": False}, "staged": {"exchange": "staged"}}.items():
-        late, told = train(data, tmp_path / name, 3, simulation, **{**keys, **others})
-        assert_same(late, on_cpus)
-        assert {*told[0]} == {"end"}
+    late, told = train(data, tmp_path / "late", 3, simulation, **{**keys, "overlap": False})
+    assert_same(late, on_cpus)
+    assert {*told[0]} == {"end"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", CASES.values(), ids=CASES)
+def test_staged_exchange_sums_after_backward(
+    data: Path, tmp_path: Path, simulation: Simulation, keys: dict[str, Any]
+) -> None:
+    on_cpus, _ = train(data, tmp_path / "cpus", **keys)
+    staged, told = train(
+        data, tmp_path / "staged", simulation=simulation.set(delay=500), exchange="staged", **keys
+    )
+    assert_same(staged, on_cpus)
+    assert {*told[0]} == {"end"}

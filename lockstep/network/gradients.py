@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from lockstep.errors import UserError
 from lockstep.exchange import ALIGNMENT, Span
 from lockstep.memory import Block, Memory
 from lockstep.network import linear
@@ -52,8 +53,9 @@ class Gradients:
         self._is_complete = False
         self._missing = [set(members) for members in self._members]  # in buckets, since `begin_backward`
         linear.install(model, self)
-        for parameter in self._views:
-            parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+        for parameter in self.trained.values():
+            take = self._take if parameter in self._views else self._refuse
+            parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def of(self, span: Span) -> torch.Tensor:
         """The gradient of a piece of the arena, (n,). Of what has factors, a piece that was planned."""
@@ -123,6 +125,16 @@ class Gradients:
                     missing.remove(parameter)
                     if not missing:
                         self._fill(number)
+
+    def _refuse(self, parameter: torch.Tensor) -> None:
+        """Raises UserError where autograd has a gradient of a weight that has factors."""
+        if parameter.grad is not None:
+            assert isinstance(parameter, nn.Parameter)
+            name = self._names[parameter]
+            raise UserError(
+                f"factors: {name} is used by more than its own layer, which the trial before training could "
+                "not show: set factors: false"
+            )
 
     def _fill(self, number: int) -> None:
         """Nothing is to come into a bucket; the first has the buffers, which forward has changed."""
