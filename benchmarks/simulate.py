@@ -122,11 +122,11 @@ def time_stages() -> list[Stage]:
 def _stages(model: Model) -> list[tuple[str, torch.nn.Module, Any]]:
     """A name, the layer that has parameters, and all that is done with it."""
     convolutions = {
-        "conv1": lambda x: model._norm_and_pool(torch.relu(model.conv1(x))),
-        "conv2": lambda x: model._norm_and_pool(torch.relu(model.conv2(x))),
+        "conv1": lambda x: model._norm_and_pool(model.conv1(x)),
+        "conv2": lambda x: model._norm_and_pool(model.conv2(x)),
         "conv3": lambda x: torch.relu(model.conv3(x)),
         "conv4": lambda x: torch.relu(model.conv4(x)),
-        "conv5": lambda x: model.pool(torch.relu(model.conv5(x))).flatten(1),
+        "conv5": lambda x: model.relu_pool(model.conv5(x)).flatten(1),
         "fc6": lambda x: model.dropout6(torch.relu(model.fc6(x))),
         "fc7": lambda x: model.dropout7(torch.relu(model.fc7(x))),
         "fc8": model.fc8,
