@@ -27,7 +27,7 @@ from benchmarks.scaling import Link, Stage, lone_step, speed_up, step_after, ste
 from lockstep.launch.ranks import run_ranks
 from models.alexnet import Model
 
-BATCH, GPU_BATCH, N_STEPS = 16, 256, 12
+BATCH, GPU_BATCH, N_STEPS = 16, 256, 24
 DEVICES = [2**power for power in range(10)]
 LINKS = (
     Link("NVLink 4", 370e9, 5e-6, "370 GB/s by kernels: NVIDIA/nccl-tests, issue 212"),
@@ -71,7 +71,7 @@ def measure() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         seconds = run_ranks(exchange.measure, 2, store)[0]["lockstep"]
-        make_folder(Path(folder) / "set")
+        make_folder(Path(folder) / "set", N_STEPS * BATCH // 2)
         steps = {n: trained_step(Path(folder), n) for n in (1, 2)}
     return {
         "stages": [vars(stage) for stage in time_stages()],
@@ -142,11 +142,11 @@ def time_update() -> float:
 
 
 def trained_step(folder: Path, n_trainers: int) -> float:
-    """Seconds of a step as train.py tells them, the median of lines of progress but the first."""
+    """Seconds of a step as train.py tells them, the median of its lines of progress but the first."""
     keys = {
         "data_folder": folder / "set", "n_classes": 1000, "model": "alexnet", "batch_size": BATCH,
         "model_args": "{variant: theano_alexnet}", "devices": f"[{', '.join(['cpu'] * n_trainers)}]",
-        "learning_rate": 1e-6, "cpu_threads": 1, "print_freq": N_STEPS // 4, "n_epochs": 1, "lr_step": "[]",
+        "learning_rate": 1e-6, "cpu_threads": 1, "print_freq": N_STEPS // 6, "n_epochs": 1, "lr_step": "[]",
         "weights_dir": folder / "runs", "run_name": f"trainers-{n_trainers}", "para_load": "false",
     }  # fmt: skip
     command = [sys.executable, "train.py", *(f"{key}={value}" for key, value in keys.items())]
