@@ -12,6 +12,8 @@ import math
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +24,7 @@ import torch
 from benchmarks import exchange
 from benchmarks.augmenting import make_folder
 from benchmarks.gpu import roofline
-from benchmarks.measure import medians, table, write_results
+from benchmarks.measure import table, write_results
 from benchmarks.scaling import Link, Stage, lone_step, speed_up, step_after, step_beneath
 from lockstep.launch.ranks import run_ranks
 from models.alexnet import Model
@@ -96,7 +98,7 @@ def check(parts: dict[str, Any]) -> tuple[str, dict[str, dict[int, float]]]:
 
 
 def time_stages() -> list[Stage]:
-    """Forward and backward of each of AlexNet's stages by itself, in float32, the median of a few."""
+    """Forward and backward of each of AlexNet's stages by itself, in float32, in processor time."""
     model = Model(1000, "theano_alexnet").to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     x = torch.randn(BATCH, 3, 227, 227).to(memory_format=torch.channels_last)
     found = []
@@ -112,7 +114,9 @@ def time_stages() -> list[Stage]:
         def forward(function=function, given=given) -> None:  # type: ignore[no-untyped-def]
             function(given)
 
-        times = medians({"forward": forward, "backward": backward}, rounds=5)
+        times = {
+            name: _processor_seconds(way) for name, way in (("forward", forward), ("backward", backward))
+        }
         n_parameters = sum(parameter.numel() for parameter in layer.parameters())
         found.append(Stage(name, times["forward"], times["backward"], n_parameters))
         x = out.detach()
@@ -138,7 +142,17 @@ def time_update() -> float:
     parameter = torch.zeros(exchange.N_ELEMENTS // 2, requires_grad=True)
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.SGD([parameter], lr=0.01, momentum=0.9, weight_decay=0.0005, fused=True)
-    return medians({"update": optimizer.step}, rounds=5)["update"]
+    return _processor_seconds(optimizer.step)
+
+
+def _processor_seconds(function: Callable[[], object], rounds: int = 5) -> float:
+    """The least of a few: with one thread it is what an idle core takes, whoever else uses the machine."""
+    found = []
+    for _ in range(rounds + 1):
+        begin = time.process_time()
+        function()
+        found.append(time.process_time() - begin)
+    return min(found[1:])
 
 
 def trained_step(folder: Path, n_trainers: int) -> float:

@@ -221,3 +221,17 @@ def test_the_kernel_pools_as_torch_in_float64(simulation_of: Simulation | None, 
             shape,
             form,
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torchs_way_pools_first_with_the_same_bits(dtype: torch.dtype) -> None:
+    for shape, form in POOLS:
+        found = []
+        for layer in (ReluMaxPool(*form), nn.Sequential(nn.ReLU(), nn.MaxPool2d(*form))):
+            x, gradient = pooling_example(shape, dtype)
+            y = layer(x.requires_grad_())
+            y.backward(gradient[:, :, : y.shape[2], : y.shape[3]])
+            assert x.grad is not None
+            found.append([y.detach(), x.grad])
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours.nan_to_num(-1), theirs.nan_to_num(-1)), (shape, form)
