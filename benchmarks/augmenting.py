@@ -20,16 +20,16 @@ from lockstep.loading.slots import RingShape
 BATCH, SIZE, CROP = 256, 256, 227
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(folder: Path, batch: int = BATCH) -> None:
     """A dataset folder of two batches of random pictures."""
     random = np.random.default_rng(0)
     for split in ("train", "val"):
         (folder / f"{split}_hkl").mkdir(parents=True)
         for number in range(2):
-            images = random.integers(0, 256, (BATCH, SIZE, SIZE, 3), dtype=np.uint8)
+            images = random.integers(0, 256, (batch, SIZE, SIZE, 3), dtype=np.uint8)
             hkl.write(folder / f"{split}_hkl" / f"{number:04d}.hkl", images)
         (folder / "labels").mkdir(exist_ok=True)
-        np.save(folder / "labels" / f"{split}_labels.npy", random.integers(0, 1000, 2 * BATCH))
+        np.save(folder / "labels" / f"{split}_labels.npy", random.integers(0, 1000, 2 * batch))
     (folder / "misc").mkdir()
     np.save(folder / "misc" / "img_mean.npy", random.uniform(100, 130, (SIZE, SIZE, 3)))
 

@@ -29,6 +29,7 @@ def run() -> tuple[str, dict[str, Any]]:
         (f"LRN, {BATCH} x 96 x 27 x 27, forward and backward", norms()),
         (f"{BATCH} pictures to float32: where it is done now, and what `uint8` slots would add", pictures()),
         ("seeding torch for a step", seeds()),
+        ("a convolution and a fully connected layer, forward and backward", precisions()),
     ):
         seconds = numbers[what] = medians(ways, rounds=9)
         first = next(iter(seconds.values()))
@@ -84,6 +85,20 @@ def seeds() -> Ways:
         "the host's generator": lambda: torch.default_generator.manual_seed(1),
         "torch.manual_seed": lambda: torch.manual_seed(1),
     }
+
+
+def precisions() -> Ways:
+    """With ONEDNN_MAX_CPU_ISA=AVX512_CORE or AVX2 as on a processor without instructions for bfloat16."""
+    layers = nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(128 * 14 * 14, 256)
+    network: Any = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.randn(16, 64, 14, 14).to(memory_format=torch.channels_last)
+
+    def both(is_bf16: bool) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
+            y = network(x)
+        y.float().sum().backward()
+
+    return {"fp32": partial(both, False), "bf16": partial(both, True)}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ link that does one thing at a time. What is left out: devices that are slower th
 another, several hosts' switches, loading.
 """
 
+import math
 from dataclasses import dataclass
 
 
@@ -21,7 +22,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Link:
-    """How a device reaches the others: bytes a second in each direction, and seconds a message (a hop)."""
+    """How a device reaches the others: bytes a second in each direction, and seconds a hop."""
 
     name: str
     bytes_per_second: float
@@ -29,8 +30,9 @@ class Link:
     source: str
 
     def seconds(self, n_bytes: float, n: int) -> float:
-        """Of an all-reduce of n_bytes over n devices: as many hops as a ring has."""
-        return 2 * (n - 1) * (n_bytes / n / self.bytes_per_second + self.seconds_per_hop)
+        """Of an all-reduce over n devices, by recursive halving and doubling (Thakur et al. 2005)."""
+        hops = 2 * math.ceil(math.log2(n))
+        return 2 * (n - 1) / n * n_bytes / self.bytes_per_second + hops * self.seconds_per_hop
 
 
 def lone_step(stages: list[Stage], update: float) -> float:
@@ -44,7 +46,7 @@ def step_after(stages: list[Stage], update: float, link: Link, n: int, parameter
     parameter_bytes: of each parameter that are exchanged, 8 for weight and momentum in float32.
     """
     n_bytes = parameter_bytes * sum(stage.n_parameters for stage in stages)
-    return lone_step(stages, update) + (link.seconds(n_bytes, n) if n > 1 else 0.0)
+    return lone_step(stages, update) + link.seconds(n_bytes, n)
 
 
 def step_beneath(stages: list[Stage], update: float, link: Link, n: int, parameter_bytes: int) -> float:
@@ -54,8 +56,7 @@ def step_beneath(stages: list[Stage], update: float, link: Link, n: int, paramet
     free = now  # when the link is
     for stage in reversed(stages):
         now += stage.backward
-        if n > 1:
-            free = max(free, now) + link.seconds(parameter_bytes * stage.n_parameters, n)
+        free = max(free, now) + link.seconds(parameter_bytes * stage.n_parameters, n)
     return max(now, free) + update
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.network.lrn import LocalResponseNorm
+from lockstep.network.pool import ReluMaxPool
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Model(nn.Module):
         self.fc6 = nn.Linear(256 * 6 * 6, 4096)
         self.fc7 = nn.Linear(4096, 4096)
         self.fc8 = nn.Linear(4096, n_classes)
-        self.pool = nn.MaxPool2d(3, stride=2)
+        self.pool, self.relu_pool = nn.MaxPool2d(3, stride=2), ReluMaxPool(3, stride=2)
         alpha = form.alpha / form.n if form.alpha_over_n else form.alpha
         self.norm = LocalResponseNorm(form.n, form.k, alpha, form.beta)
         self.dropout6 = nn.Dropout(dropout)
@@ -94,17 +95,21 @@ class Model(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = self._norm_and_pool(torch.relu(self.conv1(images)))  # 96 x 27 x 27
-        x = self._norm_and_pool(torch.relu(self.conv2(x)))  # 256 x 13 x 13
+        x = self._norm_and_pool(self.conv1(images))  # 96 x 27 x 27
+        x = self._norm_and_pool(self.conv2(x))  # 256 x 13 x 13
         x = torch.relu(self.conv3(x))
         x = torch.relu(self.conv4(x))
-        x = self.pool(torch.relu(self.conv5(x)))  # 256 x 6 x 6
+        x = self.relu_pool(self.conv5(x))  # 256 x 6 x 6
         x = self.dropout6(torch.relu(self.fc6(x.flatten(1))))
         x = self.dropout7(torch.relu(self.fc7(x)))
         logits: torch.Tensor = self.fc8(x)
         return logits
 
     def _norm_and_pool(self, x: torch.Tensor) -> torch.Tensor:
+        """With the rectifier in front."""
         result: torch.Tensor
-        result = self.pool(self.norm(x)) if self.form.order == "norm-pool" else self.norm(self.pool(x))
+        if self.form.order == "norm-pool":
+            result = self.pool(self.norm(torch.relu(x)))
+        else:
+            result = self.norm(self.relu_pool(x))
         return result

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from lockstep.network.pool import ReluMaxPool
+
 
 class Model(nn.Module):
     """conv 32 - pool - conv 64 - pool - conv 128 - pool - fc 128 - dropout - fc. All convolutions 3 x 3."""
@@ -17,7 +19,7 @@ class Model(nn.Module):
         self.fc4 = nn.Linear(128 * 4 * 4, 128)
         self.dropout = nn.Dropout(dropout)
         self.fc5 = nn.Linear(128, n_classes)
-        self.pool = nn.MaxPool2d(2)
+        self.pool = ReluMaxPool(2, 2)
         self._initialise()
 
     def _initialise(self) -> None:
@@ -31,7 +33,7 @@ class Model(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         x = images / 64  # the spread of pixel values about their mean, roughly
         for conv in (self.conv1, self.conv2, self.conv3):
-            x = self.pool(torch.relu(conv(x)))
+            x = self.pool(conv(x))
         x = torch.relu(self.fc4(x.flatten(1)))
         logits: torch.Tensor = self.fc5(self.dropout(x))
         return logits

@@ -125,7 +125,7 @@ def test_alexnet_has_the_sizes_and_the_initialisation_of_its_variant(
 
 def test_alexnets_variants_normalise_and_pool_in_their_order() -> None:
     """torch's normalisation divides alpha by n, as Caffe's does."""
-    x = 100 * torch.randn(2, 6, 9, 9)
+    x = 100 * torch.randn(2, 6, 9, 9).relu()
     pool = nn.MaxPool2d(3, 2)
     papers, caffes = nn.LocalResponseNorm(5, 5e-4, 0.75, 2.0), nn.LocalResponseNorm(5, 1e-4, 0.75, 1.0)
     expected = {

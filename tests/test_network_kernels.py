@@ -17,6 +17,7 @@ from lockstep.errors import UserError
 from lockstep.launch.ranks import run_ranks
 from lockstep.network import dropout, kernels
 from lockstep.network.lrn import LocalResponseNorm
+from lockstep.network.pool import ReluMaxPool
 
 pytestmark = pytest.mark.timeout(600)  # PyCUDA is built the first time
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
@@ -169,3 +170,68 @@ def test_a_kernel_that_cant_be_built_is_done_without(monkeypatch: pytest.MonkeyP
     text = kernels.install(nn.Sequential(norm), make_config(), memory, None)
     assert text == "lrn is computed by torch, because its kernel can't be had: no compiler"
     assert norm.kernel is None and norm(torch.ones(1, 3, 1, 1)).shape == (1, 3, 1, 1)
+
+
+# batch, channels, rows, columns; the window's size and stride: AlexNet's, smallnet's, with gaps, the whole.
+POOLS = [((2, 16, 7, 9), (3, 2)), ((3, 8, 6, 4), (2, 2)), ((1, 24, 8, 8), (2, 3)), ((2, 8, 5, 5), (5, 1))]
+
+
+def pooling_example(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers that are often equal, often below zero, one not a number; a gradient for every number."""
+    x, gradient = example(shape, dtype)
+    x = x.round()
+    x[0, 0, 0, 0] = torch.nan
+    return x, gradient
+
+
+def pool(
+    rank: int, pipes: dict[int, Pipe], simulation: Simulation | None, dtype: torch.dtype
+) -> list[list[np.ndarray]]:
+    if simulation:
+        simulated.use(simulation)
+    backend: Any = backend_of("cuda:0")
+    backend.start_computing(make_config())
+    device = "cpu" if simulation else "cuda:0"
+    results = []
+    for shape, form in POOLS:
+        layer = ReluMaxPool(*form)
+        kernels.install(nn.Sequential(layer), make_config(kernels="pool"), backend.memory, backend.stream)
+        x, gradient = (tensor.to(device) for tensor in pooling_example(shape, dtype))
+        assert layer.kernel is not None and layer.kernel.takes(x, layer)
+        assert not layer.kernel.takes(x[:, :3], layer) and not layer.kernel.takes(x.contiguous(), layer)
+        y = layer(x.requires_grad_())
+        y.backward(gradient[:, :, : y.shape[2], : y.shape[3]])
+        assert x.grad is not None and x.grad.is_contiguous(memory_format=torch.channels_last)
+        results.append([t.float().cpu().contiguous().numpy() for t in (y.detach(), x.grad)])
+    return results
+
+
+@pytest.mark.parametrize("simulation_of", ["simulated", GPU], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernel_pools_as_torch_in_float64(simulation_of: Simulation | None, dtype: torch.dtype) -> None:
+    (results,) = run_ranks(pool, 1, simulation_of, dtype)
+    for (shape, form), (values, gradients) in zip(POOLS, results, strict=True):
+        x, gradient = (tensor.double() for tensor in pooling_example(shape, dtype))
+        y = nn.functional.max_pool2d(torch.relu(x.requires_grad_()), *form)
+        y.backward(gradient[:, :, : y.shape[2], : y.shape[3]])
+        assert x.grad is not None
+        assert np.array_equal(values, y.detach().numpy(), equal_nan=True), (shape, form)
+        bound = 1e-6 if dtype == torch.float32 else 2.0**-8  # one rounding of a sum
+        assert torch.allclose(torch.from_numpy(gradients).double(), x.grad, rtol=bound, atol=1e-5), (
+            shape,
+            form,
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torchs_way_pools_first_with_the_same_bits(dtype: torch.dtype) -> None:
+    for shape, form in POOLS:
+        found = []
+        for layer in (ReluMaxPool(*form), nn.Sequential(nn.ReLU(), nn.MaxPool2d(*form))):
+            x, gradient = pooling_example(shape, dtype)
+            y = layer(x.requires_grad_())
+            y.backward(gradient[:, :, : y.shape[2], : y.shape[3]])
+            assert x.grad is not None
+            found.append([y.detach(), x.grad])
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours.nan_to_num(-1), theirs.nan_to_num(-1)), (shape, form)

@@ -19,6 +19,7 @@ from lockstep.backends.cuda import CudaBackend
 from lockstep.config import Config, Layer, resolve
 from lockstep.network import dropout, kernels
 from lockstep.network.lrn import LocalResponseNorm
+from lockstep.network.pool import ReluMaxPool
 
 # channels, rows and columns of the input; outputs, kernel, stride, padding, groups
 _CONVOLUTIONS = {
@@ -71,8 +72,11 @@ def _layers(setting: Setting, backend: CudaBackend) -> dict[str, Callable[[], Ca
     layers["dropout by sample: torch"] = partial(_dropout, "none", shape, place, backend)
     layers["dropout: nn.Dropout"] = partial(_module, nn.Dropout(), shape, place)
     for name, (channels, size) in _POOLED.items():
-        pool = nn.Sequential(nn.ReLU(), nn.MaxPool2d(3, 2))
-        layers[f"ReLU and {name}"] = partial(_module, pool, _shape(setting, channels, size), place)
+        shape = _shape(setting, channels, size)
+        layers[f"ReLU and {name}: our kernel"] = partial(
+            _with_kernels, ReluMaxPool(3, 2), shape, place, backend
+        )
+        layers[f"ReLU and {name}: torch"] = partial(_module, ReluMaxPool(3, 2), shape, place)
     layers["fused SGD, 61 M parameters"] = partial(_sgd, 1000 if setting.rehearsal else 60_965_224, place)
     return layers
 

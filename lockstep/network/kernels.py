@@ -16,11 +16,14 @@ from lockstep.errors import UserError
 from lockstep.memory.cuda import CudaMemory
 from lockstep.network.dropout import SampleDropout
 from lockstep.network.lrn import LocalResponseNorm
+from lockstep.network.pool import ReluMaxPool
 
 _THREADS = 256
-_CHUNK_BYTES = 16  # that a thread of lrn.cu takes
+_CHUNK_BYTES = 16  # that a thread of lrn.cu or pool.cu takes
 _MOST_NEIGHBOURS = 5  # as in lrn.cu
 _MOST_ROWS = 65_535  # of a grid
+_MOST_NUMBERS = 2**31  # of a tensor, which pool.cu counts in 32 bits
+_MOST_PLACES = 255  # of a window, in a byte with room for none of them
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -32,6 +35,7 @@ def install(model: nn.Module, config: Config, memory: CudaMemory, stream: Any) -
     layers: dict[str, tuple[Any, Any]] = {
         "lrn": (LocalResponseNorm, LrnKernel),
         "dropout": (SampleDropout, DropoutKernel),
+        "pool": (ReluMaxPool, PoolKernel),
     }
     problems = []
     for name, (kind, make) in layers.items():
@@ -59,10 +63,9 @@ class LrnKernel:
         self._backward = _prepared(module, "lrn_backward", "PPPQiifff")
 
     def takes(self, x: torch.Tensor, norm: LocalResponseNorm) -> bool:
-        if x.dtype not in _NAMES or norm.n > _MOST_NEIGHBOURS or x.data_ptr() % _CHUNK_BYTES:
+        if norm.n > _MOST_NEIGHBOURS:
             return False
-        whole = x.shape[1] * x.element_size() % _CHUNK_BYTES == 0
-        return whole and x.is_contiguous(memory_format=torch.channels_last) and x.numel() > 0
+        return _in_chunks(x)
 
     def forward(self, x: torch.Tensor, norm: LocalResponseNorm) -> torch.Tensor:
         made = torch.empty_like(x)
@@ -70,9 +73,6 @@ class LrnKernel:
         return made
 
     def backward(self, x: torch.Tensor, gradient: torch.Tensor, norm: LocalResponseNorm) -> torch.Tensor:
-        gradient = gradient.to(x.dtype, memory_format=torch.channels_last).contiguous(
-            memory_format=torch.channels_last
-        )
         made = torch.empty_like(x)
         self._launch(self._backward[x.dtype], [x, gradient, made], norm)
         return made
@@ -86,6 +86,55 @@ class LrnKernel:
         pointers = [tensor.data_ptr() for tensor in tensors]
         block = (_THREADS, 1, 1)
         function.prepared_async_call(grid, block, self._stream, *pointers, n, x.shape[1] // chunk, *form)
+
+
+class PoolKernel:
+    """lockstep/kernels/pool.cu. stream: in which torch computes."""
+
+    def __init__(self, memory: CudaMemory, stream: Any) -> None:
+        module, self._stream = kernels.load(memory.driver, "pool"), stream
+        processors = memory.driver.device_attribute.MULTIPROCESSOR_COUNT
+        self._most_blocks = 16 * memory.driver.Context.get_device().get_attribute(processors)
+        self._forward = _prepared(module, "pool_forward", "PPPIIIIIIII")
+        self._backward = _prepared(module, "pool_backward", "PPPIIIIIIII")
+
+    def takes(self, x: torch.Tensor, pool: ReluMaxPool) -> bool:
+        fits = pool.size**2 <= _MOST_PLACES and pool.size <= min(x.shape[2:])
+        return fits and x.numel() < _MOST_NUMBERS and _in_chunks(x)
+
+    def forward(self, x: torch.Tensor, pool: ReluMaxPool) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, channels, rows, columns = x.shape
+        out_rows, out_columns = ((n - pool.size) // pool.stride + 1 for n in (rows, columns))
+        shape, layout = (batch, channels, out_rows, out_columns), torch.channels_last
+        made = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+        places = torch.empty(shape, dtype=torch.uint8, device=x.device, memory_format=layout)
+        self._launch(self._forward[x.dtype], [x, made, places], made, x.shape, made.shape, pool)
+        return made, places
+
+    def backward(
+        self, gradient: torch.Tensor, places: torch.Tensor, shape: torch.Size, pool: ReluMaxPool
+    ) -> torch.Tensor:
+        made = gradient.new_empty(shape).contiguous(memory_format=torch.channels_last)
+        tensors = [gradient, places, made]
+        self._launch(self._backward[made.dtype], tensors, made, shape, gradient.shape, pool)
+        return made
+
+    def _launch(
+        self,
+        function: Any,
+        tensors: list[torch.Tensor],
+        made: torch.Tensor,
+        shape: torch.Size,
+        out: torch.Size,
+        pool: ReluMaxPool,
+    ) -> None:
+        """made: that of `tensors` of which each thread makes a chunk."""
+        chunk = _CHUNK_BYTES // made.element_size()
+        n = made.numel() // chunk
+        grid, block = (min(-(-n // _THREADS), self._most_blocks), 1), (_THREADS, 1, 1)
+        form = *shape[2:], *out[2:], shape[1] // chunk, pool.size, pool.stride
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        function.prepared_async_call(grid, block, self._stream, *pointers, n, *form)
 
 
 class DropoutKernel:
@@ -109,6 +158,14 @@ class DropoutKernel:
         block, numbers = (_THREADS, 1, 1), (*place, least, factor, n_features)
         self._functions[x.dtype].prepared_async_call(grid, block, self._stream, *pointers, *numbers)
         return made
+
+
+def _in_chunks(x: torch.Tensor) -> bool:
+    """Whether its channels can be taken 16 bytes at a time, in a precision that the kernels have."""
+    if x.dtype not in _NAMES or x.data_ptr() % _CHUNK_BYTES:
+        return False
+    whole = x.shape[1] * x.element_size() % _CHUNK_BYTES == 0
+    return whole and x.is_contiguous(memory_format=torch.channels_last) and x.numel() > 0
 
 
 def _prepared(module: Any, name: str, signature: str) -> dict[torch.dtype, Any]:

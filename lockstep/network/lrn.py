@@ -61,7 +61,7 @@ class Kernel(Protocol):
         """y."""
 
     def backward(self, x: torch.Tensor, gradient: torch.Tensor, norm: LocalResponseNorm) -> torch.Tensor:
-        """dx."""
+        """dx. gradient: channels last and of x's dtype, as x."""
 
 
 class _ClosedForm(torch.autograd.Function):
@@ -84,6 +84,7 @@ class _ClosedForm(torch.autograd.Function):
         norm = ctx.norm
         if ctx.kernel is not None:
             (x,) = ctx.saved_tensors
+            gradient = gradient.to(x.dtype).contiguous(memory_format=torch.channels_last)
             return ctx.kernel.backward(x, gradient, norm), None
         x, sums, scale = ctx.saved_tensors
         scaled = gradient * scale

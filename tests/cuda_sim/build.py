@@ -41,16 +41,18 @@ def build_kernels(folder: Path) -> Path:
     Its `launch_kernel(name, arguments, blocks, rows of blocks, threads)` gives 0, or 1 for an unknown name.
     """
     sources = sorted(KERNELS.glob("*.cu"))
-    names = [name for source in sources for name in re.findall(r"__global__ void (\w+)", source.read_text())]
-    lines = ['#include "shim.h"', *(f'#include "{source}"' for source in sources)]
+    lines, names = ['#include "shim.h"'], []
+    for source in sources:  # each by itself: they may use the same words
+        lines += [f"namespace {source.stem}_cu {{", f'#include "{source}"', "}"]
+        found = re.findall(r"__global__ void (\w+)", source.read_text())
+        names += [(name, f"{source.stem}_cu::{name}") for name in found]
     lines.append('extern "C" int launch_kernel(')
     lines.append(
         "    const char *name, const char *packed, unsigned blocks, unsigned rows, unsigned threads) {"
     )
-    for name in names:
-        lines.append(
-            f'    if (!strcmp(name, "{name}")) return launch({name}, packed, blocks, rows, threads), 0;'
-        )
+    for name, function in names:
+        call = f"launch({function}, packed, blocks, rows, threads), 0"
+        lines.append(f'    if (!strcmp(name, "{name}")) return {call};')
     (folder / "kernels.cpp").write_text("\n".join([*lines, "    return 1;", "}", ""]))
     library = folder / "libkernels.so"
     run("g++", *KERNEL_FLAGS, "-I", HERE, "-o", library, folder / "kernels.cpp")

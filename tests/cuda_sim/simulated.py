@@ -105,7 +105,7 @@ def compute_on_the_host(device: object, stream: Any) -> None:
     from lockstep.network.arena import Arena
     from lockstep.network.factors import Factors
     from lockstep.network.gradients import Gradients
-    from lockstep.network.kernels import DropoutKernel, LrnKernel
+    from lockstep.network.kernels import DropoutKernel, LrnKernel, PoolKernel
     from lockstep.network.replica import Replica
     from lockstep.network.sharded import ShardedUpdater
     from lockstep.network.shared_rows import SharedRows
@@ -134,7 +134,8 @@ def compute_on_the_host(device: object, stream: Any) -> None:
 
         return wait_twice
 
-    kernels = (LrnKernel, "forward"), (LrnKernel, "backward"), (DropoutKernel, "apply")
+    kernels = [(kind, way) for kind in (LrnKernel, PoolKernel) for way in ("forward", "backward")]
+    kernels.append((DropoutKernel, "apply"))
     for place, name in kernels:
         setattr(place, name, between(getattr(place, name)))
     for place, name in (
