@@ -21,7 +21,7 @@ def test_a_step_is_its_parts() -> None:
     assert step_after(stages, 0.5, link, 1, 8) == step_beneath(stages, 0.5, link, 1, 8) == 10.5
     assert step_after(stages, 0.5, link, 4, 8) == 10.5 + 1.5 * 320 + 4 * 0.25
     fast = Link("ten bytes a second", 10.0, 0.0, "")
-    # the last stage's 30 bytes travel from 8 s to 11 s beneath the first one's backward pass, which ends at 10 s
+    # the last stage's 30 bytes travel from 8 s to 11 s; the first one's backward pass ends at 10 s
     assert step_beneath(stages, 0.5, fast, 2, 1) == 8 + 3 + 1 + 0.5
 
 

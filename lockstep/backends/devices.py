@@ -20,6 +20,8 @@ from lockstep.errors import UserError
 # What tells the Linux inside Windows (WSL 2) from others: its kernel's name, and its way to the GPU.
 KERNEL_VERSION = Path("/proc/version")
 WINDOWS_GPU = Path("/dev/dxg")
+_CPUINFO = Path("/proc/cpuinfo")
+_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # as Linux names them on x86 and on ARM
 _GPU = re.compile(r"(?:gpu|cuda:)(\d+)")
 _ON_CPU = "to train on the CPU: --spec spec_cpu.yaml"
 _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*True")
@@ -126,7 +128,7 @@ def count_cores() -> int:
 
 
 def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in _CPUINFO.read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()  # ARM's kernel tells no name
@@ -209,9 +211,21 @@ def _count(gpus: list[Gpu]) -> str:
 
 def notices_of_keys(config: Config) -> list[str]:
     """What keys mean on these devices, beyond what they say."""
-    if on_gpus(config.devices) and config.parts is not None and not config.deterministic:
-        return ["parts: GPUs give the same bits in every run with deterministic: true only"]
-    return []
+    if on_gpus(config.devices):
+        same = config.parts is None or config.deterministic
+        return [] if same else ["parts: GPUs give the same bits in every run with deterministic: true only"]
+    return _cost_of_bf16() if config.precision == "bf16" else []
+
+
+def _cost_of_bf16() -> list[str]:
+    """That this processor has no instructions for bfloat16, and what that costs."""
+    lines = _CPUINFO.read_text().splitlines() if _CPUINFO.exists() else []
+    words = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
+    if not words or _BF16 & set(words):
+        return []
+    times = "1.3" if "avx512f" in words else "5"
+    text = "precision: bf16: this processor has no instructions for bfloat16: a step may take"
+    return [f"{text} {times} times as long as in fp32"]
 
 
 def check_keys(config: Config) -> None:
