@@ -120,7 +120,7 @@ def processes_of_session(number: int) -> list[int]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
     """seconds: on an idle machine."""
     seconds = limit(seconds)
     until = time.monotonic() + seconds

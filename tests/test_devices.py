@@ -356,8 +356,9 @@ def test_trainers_and_loaders_number_gpus_as_the_launcher(
     pids = running.pids()
     assert sorted(pids) == ["loader 0", "trainer 0"]
     for pid in pids.values():
-        settings = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        assert f"CUDA_DEVICE_ORDER={expected}" in settings
+        settings = Path(f"/proc/{pid}/environ")
+        wait_until(settings.read_text, f"process {pid} to be Python")  # from fork to exec it has none
+        assert f"CUDA_DEVICE_ORDER={expected}" in settings.read_text().split("\0")
 
 
 @pytest.mark.slow
