@@ -96,7 +96,7 @@ def check(parts: dict[str, Any]) -> tuple[str, dict[str, dict[int, float]]]:
         guess = step_after(stages, parts["update_seconds"], link, n, 8)
         rows.append((str(n), f"{guess:.3f}", f"{steps[n]:.3f}", f"{steps[n] / guess:.2f}"))
     title = f"AlexNet's step on CPUs: batch {BATCH} and one thread a trainer, `rule: weights`"
-    busy = f"Load when it began: {parts['load_average']:.1f}. Predictions are for idle cores: by processor time.\n"
+    busy = f"Load when it began: {parts['load_average']:.1f}. Predictions are for idle cores.\n"
     curve = {n: speed_up(steps[n], steps[1], n) for n in (1, 2)}
     return f"{table(title, rows)}\n{busy}", {"CPUs, measured": curve}
 
