@@ -9,7 +9,6 @@ from lockstep.comm.messages import Notice, Order, Progress, Tick
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.network import precision
 from lockstep.network.program import Program
 from lockstep.network.recorder import Recorder
 from lockstep.sync import Rule
@@ -95,6 +94,5 @@ def notices_of(config: Config, picture: tuple[int, ...], program: Program, rule:
     if 2 * size < min(picture[:2]):
         text = f"the network takes {size} x {size} pixels, less than a quarter of a picture"
         notices.append(f"{text}: make the dataset with --size {size * 9 // 8}")
-    notices += [text] if (text := precision.warning(config, program.device)) else []
     promise = rule.promise(config, program.model)
     return [*notices, promise] if promise else notices

@@ -32,9 +32,9 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
 
 
-def warning(config: Config, device: torch.device) -> str:
-    """For people: that this processor has no instructions for `precision`, and what that costs; else ''."""
-    if config.precision != "bf16" or device.type != "cpu" or not _CPUINFO.exists():
+def warning(config: Config) -> str:
+    """For trainers on CPUs: that this processor has no instructions for `precision`, and what that costs; else ''."""
+    if config.precision != "bf16" or not _CPUINFO.exists():
         return ""
     lines = _CPUINFO.read_text().splitlines()
     words = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
