@@ -33,7 +33,7 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 
 
 def warning(config: Config) -> str:
-    """For CPUs: that this processor has no instructions for `precision`, and what that costs; else nothing."""
+    """For CPUs: that this processor has no instructions for `precision`, and what that costs; or nothing."""
     if config.precision != "bf16" or not _CPUINFO.exists():
         return ""
     lines = _CPUINFO.read_text().splitlines()
