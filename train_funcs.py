@@ -4,7 +4,6 @@ The same program runs for any number of trainers. A lone trainer has no peers to
 arena is that arena. docs/how-it-works.md follows one step through all processes.
 """
 
-import math
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -18,6 +17,7 @@ from lockstep.comm.pipes import Pipe
 from lockstep.data.dataset import open_dataset, subtracting
 from lockstep.launch.computing import computing
 from lockstep.launch.exchanging import open_exchange
+from lockstep.launch.postmortem import Losses
 from lockstep.launch.progress import Teller, check_finite, notices_of
 from lockstep.launch.status import StatusBoard
 from lockstep.loading.feed import open_feed
@@ -31,7 +31,7 @@ from lockstep.runs import checkpoint
 from lockstep.runs.folder import State
 from lockstep.runs.plan import Plan
 from lockstep.sync import Meeting
-from lockstep.sync.agreement import check_replicas
+from lockstep.sync.agreement import ReplicaCheck
 
 
 def run_trainer(
@@ -81,6 +81,8 @@ class Trainer:
         clock, parts = self.recorder.stopwatch.enter, (self.config, self.backend, self.program, group)
         self.transport, self.rule, proven = open_exchange(*parts, clock, beginning.of_rule)
         self.teller.notice(beginning.notice, self.backend.speed_up(self.program.model, self.config), proven)
+        self.losses = Losses(plan, group, self.dataset.train, self.program, self.recorder)
+        self.replicas = ReplicaCheck(group, self.program.arena, self.config.check_every)
         self.orders = Orders(self.config, self.world, len(self.dataset.train), len(self.dataset.val))
         wanted = orders or self.orders.since(self.epoch, self.position)
         loading = self.backend, self.config, self.dataset, self.program
@@ -106,7 +108,7 @@ class Trainer:
         self.rule.close()
         self.transport.close()
         self.feed.close()
-        self.program.arena.block.close()
+        self.program.close()
 
     def train_epoch(self) -> bool:
         """The rest of an epoch's steps. Returns whether the trainers agreed to stop."""
@@ -134,9 +136,11 @@ class Trainer:
         self.recorder.stopwatch.leave()
         self.recorder.count_step(self.rule.bytes_per_meeting() if due else 0)
         self.position = order.stop
+        self.replicas.after_step(order, due and self.rule.equal)
         self.teller.tick(order, n_steps)
         stops, sums = zip(*(meeting.all_payloads or [payload]), strict=True)
         if printing:
+            self.losses.examine(list(sums))
             self.teller.report(order, n_steps, self.program.optimizer.learning_rate, list(sums))
         return due and any(stops)
 
@@ -150,6 +154,7 @@ class Trainer:
             self.board.say(f"{order}: forward, backward, update")
             self.program.forward_backward(self.feed.batch(), mean_share, self.world.rank, self.recorder)
             self.feed.release()
+            self.recorder.end_batch(order)
             if order.stop >= stop:
                 return order
             order = self._next_order()
@@ -187,10 +192,8 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint, written by trainer 0 after all have shown that their replicas are equal."""
         self.board.say(f"epoch {self.epoch}: saving a checkpoint")
-        when, arena = f"the checkpoint of epoch {self.epoch}", self.program.arena
-        check_finite(0.0 if arena.flat.isfinite().all() else math.nan, when)
-        check_replicas(self.group, arena, when)
-        tensors = {**self.rule.state(), **arena.state()}
+        self.replicas.before_saving(f"the checkpoint of epoch {self.epoch}")
+        tensors = {**self.rule.state(), **self.program.arena.state()}
         if self.world.rank == 0:
             place = self.epoch, self.position, len(self.dataset.train), self.program.optimizer.learning_rate
             state = State.now(*place, self.val_record, self.world.size, self.config)

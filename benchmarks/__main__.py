@@ -7,8 +7,11 @@ from benchmarks import (
     decoding,
     exchange,
     executor,
+    factors,
     flow,
     reading,
+    rule_steps,
+    sleeping,
     starting,
     stepping,
     updating,
@@ -19,7 +22,8 @@ from benchmarks.measure import write_results
 def main() -> None:
     sections = []
     for benchmark in (
-        exchange, updating, reading, augmenting, decoding, starting, stepping, flow, executor,
+        exchange, updating, factors, rule_steps, reading, augmenting, decoding, starting, stepping, flow,
+        sleeping, executor,
     ):  # fmt: skip
         sections.append(benchmark.run())
         print(sections[-1][0], flush=True)

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from benchmarks.measure import medians, table
-from benchmarks.peers.duel import verdict
+from benchmarks.measure import medians, table, verdict
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.exchange.host import HostTransport

@@ -44,21 +44,22 @@ class ResidentFeed(Feed):
 class LoneTrainer:
     """The real trainer, with a loader process where `para_load` is set. Its orders never end.
 
-    loaded: the feed that it opened. resident: a feed of one batch, views of whatever lies in that place.
+    group: of several, who all make one at once; without, it is alone. loaded: the feed that it opened.
+    resident: a feed of one batch, views of whatever lies in that place.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, group: Group | None = None) -> None:
+        self.config, group = config, group or Group.on_one_host(0, {})
         self._processes = Processes(DEADLINE)
         loader = self._start_loader() if config.para_load else None
         control, self._launcher = multiprocessing.Pipe()
         self.trainer = Trainer(
             Plan(config, Path(), None),
-            Group.on_one_host(0, {}),
+            group,
             loader,
             Pipe(control, "the launcher", DEADLINE),
             StatusBoard.create(),
-            endless(len(open_dataset(config).train), config.batch_size),
+            endless(len(open_dataset(config).train), config.batch_size, group.world),
         )
         self.trainer.begin_epoch()
         self.loaded = self.trainer.feed
@@ -88,8 +89,10 @@ class LoneTrainer:
         return Pipe(ours, "loader 0", DEADLINE)
 
 
-def endless(n_samples: int, size: int) -> Iterator[Order]:
-    """Training orders of full minibatches, epoch after epoch."""
+def endless(n_samples: int, size: int, world: World) -> Iterator[Order]:
+    """One trainer's training orders of full minibatches, `size` pictures each, epoch after epoch."""
+    whole = size * world.size
     for epoch in itertools.count(1):
-        for step, (start, stop) in enumerate(minibatches(n_samples // size * size, size), 1):
-            yield Order("train", epoch, step, start, stop, start, stop)
+        for step, (start, stop) in enumerate(minibatches(n_samples // whole * whole, whole), 1):
+            first = start + size * world.rank
+            yield Order("train", epoch, step, start, stop, first, first + size)

@@ -20,14 +20,22 @@ from lockstep.backends.devices import count_cores
 
 def medians(functions: dict[str, Callable[[], object]], rounds: int = 9) -> dict[str, float]:
     """Seconds of each function: the median over rounds in which all take turns, after a warm-up."""
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    return {name: wall for name, (wall, _) in both_medians(functions, rounds).items()}
+
+
+def both_medians(
+    functions: dict[str, Callable[[], object]], rounds: int = 9
+) -> dict[str, tuple[float, float]]:
+    """The same, and the seconds of processor time of this process, which other processes disturb less."""
+    laps: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
     for number in range(rounds + 1):
         for name, function in functions.items():
-            begin = time.perf_counter()
+            begin, used = time.perf_counter(), time.process_time()
             function()
             if number:
-                seconds[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+                laps[name].append((time.perf_counter() - begin, time.process_time() - used))
+    columns = {name: zip(*values, strict=True) for name, values in laps.items()}
+    return {name: tuple(map(statistics.median, both)) for name, both in columns.items()}  # type: ignore[misc]
 
 
 def machine() -> dict[str, object]:
@@ -66,6 +74,12 @@ def table(title: str, rows: list[tuple[str, ...]]) -> str:
     head, *body = rows
     lines = [f"### {title}", "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in body), ""])
+
+
+def verdict(value: float, target: float, at_most: bool = False) -> str:
+    """What is aimed at, and whether it was reached."""
+    reached, sign = (value <= target, "<=") if at_most else (value >= target, ">=")
+    return f"target {sign} {target:g}: {'pass' if reached else 'short'}"
 
 
 def write_results(

@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.augmenting import make_folder
 from benchmarks.lone import NEVER, LoneTrainer
-from benchmarks.measure import table
+from benchmarks.measure import table, verdict
 from benchmarks.peers.contender import BATCH
-from benchmarks.peers.duel import columns, duel, verdict
+from benchmarks.peers.duel import columns, duel
 from lockstep.config import Config, Layer, resolve
 from lockstep.loading.feed import Feed
 
@@ -74,7 +74,9 @@ def run_stock(repeats: int = 5) -> tuple[str, dict[str, Any]]:
         for precision, peer, aim in STOCK:
             ours, theirs = f"Lockstep, AlexNet {precision}", f"stock PyTorch, AlexNet {peer}"
             found = numbers[f"{ours} / {theirs}"] = duel(ours, theirs, 2, repeats, folder)
-            rows.append((ours, theirs, *columns(found, ours, theirs), verdict(found["ratio"], aim)))
+            rows.append(
+                (ours, theirs, *columns(found, ours, theirs), verdict(found["ratio"], aim) if aim else "")
+            )
     title = f"AlexNet's step beside plain PyTorch: batch {BATCH}, two threads, in turns; least to most"
     return table(title, rows), numbers
 

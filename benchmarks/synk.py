@@ -144,38 +144,23 @@ def measure_torch(rows: list[tuple[str, ...]], numbers: dict[str, Any]) -> None:
     """The MLP's step by torch callables, against the graph's, on the same ranks."""
     import torch
 
-    from lockstep.synk.extensions import train, updates
+    from lockstep.synk.extensions import torch_train, train, updates
 
     loss, params, x, y = make_mlp()
     step = train.make_train_function(loss, params, x, y, updates.sgd, 0.01)
     torch.set_num_threads(1)
     layers = [torch.nn.Linear(784, 500), torch.nn.Tanh(), torch.nn.Linear(500, 500), torch.nn.Tanh()]
-    net = synk.share(torch.nn.Sequential(*layers, torch.nn.Linear(500, 10)))
+    net = torch.nn.Sequential(*layers, torch.nn.Linear(500, 10))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 
-    def gradient(x: Any, y: Any) -> Any:
-        optimizer.zero_grad()
-        found = torch.nn.functional.mse_loss(net(x), y)
-        found.backward()
-        return found
-
-    def descend() -> None:
-        optimizer.step()
-
-    compute = synk.function(gradient, "avg", updates=[synk.grads(net)])
-    update = synk.function(descend, None, updates=[synk.weights(net)])
+    by_torch = torch_train.make_train_function(net, torch.nn.functional.mse_loss, optimizer)
     synk.distribute()
     data = synk.data(np.ones((2048, 784), "float32")), synk.data(np.zeros((2048, 10), "float32"))
-
-    def step_by_torch(n_rows: int) -> None:
-        compute(*data, batch=n_rows)
-        synk.all_reduce(synk.grads(net), by_rows=True)
-        update()
 
     for n_rows in (256, 2048):
         functions = {
             "graph": lambda n=n_rows: step(*data, batch=n),
-            "torch": lambda n=n_rows: step_by_torch(n),
+            "torch": lambda n=n_rows: by_torch(*data, batch=n),
         }
         found = in_turns(functions)
         cpu, wall = (found["graph"][i] / found["torch"][i] for i in (0, 1))

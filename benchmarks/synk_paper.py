@@ -107,7 +107,7 @@ def split(training: Training, n_steps: int = 10) -> tuple[list[tuple[str, ...]],
         return lambda: setattr(place, name, original)
 
     undo = [
-        timed(callables.CallableProgram, "call", "functions"),
+        timed(callables.CallableProgram, "call_whole", "functions"),
         timed(calling._Part, "_excerpt", "shuffle"),
         timed(team.Team, "_collect", "waiting for the slowest, and messages"),
     ]

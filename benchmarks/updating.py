@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from benchmarks.measure import medians, table
+from benchmarks.measure import medians, table, verdict
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Layer, resolve
@@ -16,16 +16,19 @@ from lockstep.exchange.host import HostTransport
 from lockstep.launch.ranks import run_ranks
 from lockstep.memory.host import HostMemory
 from lockstep.network.replica import Replica
+from lockstep.network.sharded import ShardedUpdater
 from lockstep.optim.fused import FusedSGD
 from lockstep.sync import Meeting, Rule
 from lockstep.sync.making import make_rule
 
 RULES = ("weights", "gradients")
+# times the rule weights, and gloo with torch's fused SGD, by number of trainers
+AIMS = {2: (1.6, 3.5), 4: (1.8, 3.5)}
 
 
-def set_up(rule: str, group: Group) -> tuple[Replica, Rule]:
-    """A replica of AlexNet with gradients of ones, and its rule."""
-    keys = {"model": "alexnet", "devices": ["cpu"] * group.world.size, "rule": rule}
+def set_up(rule: str, group: Group, **others: Any) -> tuple[Replica, Rule]:
+    """A replica of AlexNet, and its rule."""
+    keys = {"model": "alexnet", "devices": ["cpu"] * group.world.size, "rule": rule, **others}
     config, memory = resolve([Layer("benchmark", keys)])[0], HostMemory()
     replica = Replica(config, SimpleNamespace(n_classes=1000, image_shape=(256, 256, 3)), memory)  # type: ignore[arg-type]
     arena = replica.arena
@@ -66,8 +69,20 @@ def measure(rank: int, pipes: dict[int, Pipe], store: str) -> dict[str, float]:
 
     seconds = medians({"weights": by_weights, "gradients": by_gradients, "gloo": by_gloo}, rounds=7)
     torch.distributed.destroy_process_group()
-    state = {kind: values.numel() for kind, values in gradients_replica.optimizer.state.items()}  # type: ignore[union-attr]
-    return {**seconds, "state": sum(state.values()) / n_elements}
+    return {**seconds, "state": share_of_state(gradients_replica)}
+
+
+def share_of_state(replica: Replica) -> float:
+    """What this trainer has of all the optimizer's state."""
+    assert isinstance(replica.optimizer, ShardedUpdater)
+    kinds = replica.optimizer.state.values()
+    n_own = sum(values.numel() for pieces in kinds for values in pieces.values())
+    return n_own / (len(kinds) * replica.arena.n_weights)
+
+
+def measure_adamw(rank: int, pipes: dict[int, Pipe]) -> float:
+    """This trainer's share of AdamW's state."""
+    return share_of_state(set_up("gradients", Group.on_one_host(rank, pipes), optimizer="adamw")[0])
 
 
 def run() -> tuple[str, dict[str, Any]]:
@@ -77,8 +92,8 @@ def run() -> tuple[str, dict[str, Any]]:
         "gradients": "rule: gradients",
         "gloo": "gloo's all-reduce, torch's fused SGD",
     }
-    rows: list[tuple[str, ...]] = [("what", "trainers", "ms", "against gloo", "momenta of a trainer")]
-    numbers = {}
+    rows: list[tuple[str, ...]] = [("what", "trainers", "ms", "against gloo", "state of a trainer", "")]
+    numbers: dict[str, Any] = {}
     for n_trainers in (2, 4):
         with tempfile.TemporaryDirectory() as folder:
             found = run_ranks(measure, n_trainers, os.path.join(folder, "store"))[0]
@@ -86,9 +101,19 @@ def run() -> tuple[str, dict[str, Any]]:
         for key, name in names.items():
             ratio, share = found["gloo"] / found[key], found["state"] if key == "gradients" else 1.0
             row = name, str(n_trainers), f"{found[key] * 1e3:.0f}", f"{ratio:.1f} x", f"{share:.2f}"
-            rows.append(row)
+            rows.append((*row, _verdicts(n_trainers, found) if key == "gradients" else ""))
+        shares = numbers[f"adamw_state_{n_trainers}"] = run_ranks(measure_adamw, n_trainers)
+        words = f"target 1/{n_trainers}: {'pass' if max(shares) <= 1.01 / n_trainers else 'short'}"
+        rows.append(("rule: gradients, AdamW", str(n_trainers), "", "", f"{max(shares):.2f}", words))
     title = "Optimizer and exchange: AlexNet's 61 M parameters, SGD with momentum, one thread a trainer"
     return table(title, rows), numbers
+
+
+def _verdicts(n_trainers: int, found: dict[str, float]) -> str:
+    of_weights, of_gloo = (found[name] / found["gradients"] for name in ("weights", "gloo"))
+    aims = AIMS[n_trainers]
+    text = f"{of_weights:.2f} x weights: {verdict(of_weights, aims[0])}"
+    return f"{text}; {of_gloo:.1f} x gloo: {verdict(of_gloo, aims[1])}"
 
 
 if __name__ == "__main__":

@@ -48,6 +48,14 @@ def _convert_to_float(value: Any) -> float:
         raise TypeError from None
 
 
+def words_of(hint: Any) -> tuple[str, ...]:
+    """The words that `convert` takes."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return options
+    return tuple(word for option in options for word in words_of(option)) if origin in _UNIONS else ()
+
+
 def describe(hint: Any) -> str:
     """What `convert` takes, in the words of a user."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)

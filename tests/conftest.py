@@ -102,6 +102,11 @@ class Running:
         return [path.name for path in Path("/dev/shm").glob("cuda.shm.*") if path.name.split(".")[3] in pids]
 
 
+def named_memory() -> set[str]:
+    """What has a name in /dev/shm, but for events of simulated GPUs, which other tests have at this time."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("cuda.shm.")}
+
+
 def processes_of_session(number: int) -> list[int]:
     """Those that are still there (not counting zombies that init will reap)."""
     found = []

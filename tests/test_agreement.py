@@ -5,11 +5,12 @@ import torch
 from torch import nn
 
 from lockstep.comm.group import Group
+from lockstep.comm.messages import Order
 from lockstep.comm.pipes import Pipe
 from lockstep.launch.ranks import run_ranks
 from lockstep.memory.host import HostMemory
 from lockstep.network.arena import Arena
-from lockstep.sync.agreement import check_replicas
+from lockstep.sync.agreement import ReplicaCheck, check_replicas
 
 N_LAYERS = 4000  # so many names and digests do not fit into a pipe that nobody reads
 
@@ -36,3 +37,29 @@ def test_a_network_of_thousands_of_tensors_is_compared(n_ranks: int) -> None:
 def test_the_first_tensor_that_differs_is_named_by_all(n_ranks: int) -> None:
     expected = f"replicas differ at the start: weights/1234.bias of trainer {n_ranks - 1} is not trainer 0's"
     assert run_ranks(compare, n_ranks, 1234) == [expected] * n_ranks
+
+
+def take_steps(rank: int, pipes: dict[int, Pipe], equal: bool) -> list[str]:
+    """What is said after each of seven steps; in the fourth, one bit changes in the last rank's memory."""
+    torch.manual_seed(0)
+    arena, said = Arena(nn.Linear(3, 5), HostMemory()), []
+    replicas = ReplicaCheck(Group.on_one_host(rank, pipes), arena, 3)
+    for step in range(1, 8):
+        if step == 4 and rank == len(pipes):
+            arena.tensors["weights/weight"].view(torch.int32)[2, 1] ^= 1
+        try:
+            replicas.after_step(Order("train", 1, step, 0, 1, 0, 1), equal=equal or step == 7)
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_one_changed_bit_is_found_within_check_every_steps() -> None:
+    found = "replicas differ at epoch 1, step 6: weights/weight of trainer 1 is not trainer 0's"
+    assert run_ranks(take_steps, 2, True) == [["", "", "", "", "", found, ""]] * 2
+
+
+def test_replicas_are_compared_where_they_are_to_be_equal() -> None:
+    found = "replicas differ at epoch 1, step 7: weights/weight of trainer 1 is not trainer 0's"
+    assert run_ranks(take_steps, 2, False) == [["", "", "", "", "", "", found]] * 2

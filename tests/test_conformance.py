@@ -437,6 +437,58 @@ def test_without_its_events_an_update_would_be_wrong(simulation: Simulation) -> 
     assert results[0][0] != expected_updates(2, "mean")
 
 
+def update_beside(rank: int, pipes: dict[int, Pipe], place: Place, tied: bool) -> list[bytes]:
+    """The same in two buckets, each marked as soon as it is written, folded beside the stream of the rest."""
+    backend, group = place.start(rank), Group.on_one_host(rank, pipes)
+    blocks = [backend.memory.allocate(4 * N_ELEMENTS, "a test") for _ in range(2)]
+    ours, theirs = (block.tensor(torch.float32, (N_ELEMENTS,)) for block in blocks)
+    transport, _ = backend.open_transport("p2p", blocks[0], ours, group)
+    others = transport.another(blocks[1], theirs)
+    others.open_marks(len(BUCKETS))
+    if not tied:
+        others._peers_marks = [[] for _ in BUCKETS]  # type: ignore[attr-defined]
+    values = [value_of(rank, number, N_ELEMENTS) for number in range(ROUNDS)]
+    results = np.empty((ROUNDS, N_ELEMENTS), np.float32)
+    for number in range(ROUNDS):
+        for bucket, (first, last) in enumerate(BUCKETS):
+            backend.memory.driver.memcpy_htod_async(  # type: ignore[attr-defined]
+                blocks[1].pointer + 4 * first,  # type: ignore[attr-defined]
+                values[number][first:last],
+                backend.stream,  # type: ignore[attr-defined]
+            )
+            others.mark(bucket)
+        transport.reduce(others, BUCKETS, "mean")
+        for bucket, span in enumerate(BUCKETS):
+            others.fold_marked(bucket, others.shard(span), "mean")
+        others.join()
+        wait_for(backend)
+        for span in map(transport.shard, BUCKETS):
+            ours[slice(*span)] += theirs[slice(*span)]
+            transport.spread(span)
+        transport.publish(BUCKETS)
+        read(backend, blocks[0], results[number])
+    transport.close()
+    others.close()
+    return [row.tobytes() for row in results]
+
+
+BUCKETS = [(16 * 11, N_ELEMENTS), (0, 16 * 11)]
+
+
+@pytest.mark.parametrize(
+    ("place", "n_ranks"), [(PLACES[1].values[0], 3), (PLACES[2].values[0], 2)], indirect=["place"]
+)
+def test_buckets_that_are_folded_beside_leave_numpys_bits(place: Place, n_ranks: int) -> None:
+    for results in run_ranks(update_beside, n_ranks, place, True):
+        assert results == expected_updates(n_ranks, "mean")
+    assert left_of(place) == []
+
+
+def test_without_its_marks_an_update_beside_would_be_wrong(simulation: Simulation) -> None:
+    place = Place("cuda", False, simulation.set(delay=1500))
+    assert run_ranks(update_beside, 2, place, False)[0] != expected_updates(2, "mean")
+
+
 # -- proof ---------------------------------------------------------------------------------------------------
 
 

@@ -66,6 +66,8 @@ def test_gpus_train_to_the_bits_of_cpus(
     [
         ("precision=bf16",),
         ("minibatch=16", "parts=4", "optimizer=lars"),
+        ("rule=gradients",),
+        ("model=resnet20", "model_args={n: 1}", "sync_batch_norm=true", "rule=gradients"),
         ("rule=outer", "rule_args={every: 2}"),
         ("rule=elastic", "rule_args={every: 2}"),
         (
@@ -78,7 +80,7 @@ def test_gpus_train_to_the_bits_of_cpus(
         ),
         ("model=resnet20", "model_args={n: 1}", "subtract_mean=[9, 8, 7]", "augment_on=loader"),
     ],
-    ids=["bf16", "parts", "outer", "elastic", "adamw", "resnet20"],
+    ids=["bf16", "parts", "gradients", "statistics of all", "outer", "elastic", "adamw", "resnet20"],
 )
 def test_other_steps_train_to_the_bits_of_cpus(
     program: Program, simulation: Simulation, words: tuple[str, ...]
@@ -88,6 +90,25 @@ def test_other_steps_train_to_the_bits_of_cpus(
     theirs = program.run(*words, name="cpu")
     assert_same(tensors(ours, 2), tensors(theirs, 2))
     assert {array.dtype for array in tensors(ours, 2).values() if array.dtype.kind == "f"} == {np.dtype("f4")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("clip_norm=1",),
+        ("minibatch=16", "parts=4"),
+        ("model=resnet20", "model_args={n: 1}", "sync_batch_norm=true"),
+    ],
+    ids=["clipped", "parts", "statistics of all"],
+)
+def test_gradients_through_host_memory_train_to_the_bits_of_cpus(
+    program: Program, simulation: Simulation, words: tuple[str, ...]
+) -> None:
+    words = ("n_epochs=2", "rule=gradients", *words)
+    environment = simulation.set(delay=300).environment()
+    ours = program.run(*words, "exchange=staged", devices=TWO_DEVICES, name="gpu", environment=environment)
+    assert_same(tensors(ours, 2), tensors(program.run(*words, name="cpu"), 2))
 
 
 @pytest.mark.slow

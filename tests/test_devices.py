@@ -325,6 +325,14 @@ def test_notices(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.notices(("cpu",)) == []
 
 
+def test_parts_on_gpus_say_what_their_bits_need() -> None:
+    keys = {"minibatch": 8, "parts": 2, "devices": ["cuda:0", "cuda:1"]}
+    (notice,) = devices.notices_of_keys(make_config(**keys))
+    assert notice.endswith("with deterministic: true only")
+    assert devices.notices_of_keys(make_config(**keys, deterministic=True)) == []
+    assert devices.notices_of_keys(make_config(**{**keys, "devices": ["cpu"]})) == []
+
+
 def test_the_command_line_shows_choice_and_notices(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setattr(sys, "argv", ["train.py"])

@@ -18,7 +18,6 @@ from simulated import Simulation
 from lockstep.backends import devices
 from lockstep.comm.pipes import Pipe
 from lockstep.doctor import choice, links, storage
-from lockstep.doctor.machine import cgroup_limit
 from lockstep.doctor.report import Report
 from lockstep.errors import UserError
 from lockstep.exchange.proof import Pair
@@ -182,34 +181,6 @@ def test_files_in_memory_have_no_disk(tmp_path: Path) -> None:
 def test_where_the_disks_figure_is_not_to_be_trusted(kind: str, disk: float, doubt: str) -> None:
     found = storage._doubt(kind, disk, 10.0)
     assert (doubt in found and "not to be trusted" in found) if doubt else not found
-
-
-# ---- limits
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "expected"),
-    [
-        ("0::/user/job\n", {"user/job/memory.max": "max", "user/memory.max": "5000"}, 5000),
-        ("0::/user/job\n", {"user/job/memory.max": "4000", "user/memory.max": "5000"}, 4000),
-        ("0::/\n", {"memory.max": "6000"}, 6000),  # a container that sees its own group as the root
-        ("0::/user\n", {"user/memory.max": "max"}, None),
-        ("3:cpu:/\n5:memory:/job\n", {"memory/job/memory.limit_in_bytes": "7000"}, 7000),
-        # a container that does not see the way to its own group
-        ("5:memory:/docker/ab\n0::/\n", {"memory/memory.limit_in_bytes": "8000"}, 8000),
-        ("5:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
-        ("", {}, None),
-    ],
-)
-def test_the_limit_by_control_groups(
-    tmp_path: Path, groups: str, files: dict[str, str], expected: int | None
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    (tmp_path / "cgroup").write_text(groups)
-    assert cgroup_limit(tmp_path / "cgroup", tmp_path) == expected
-    assert cgroup_limit(tmp_path / "nowhere", tmp_path) is None
 
 
 # ---- processes that end badly

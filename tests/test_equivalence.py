@@ -36,7 +36,8 @@ class TwoHeads(nn.Module):
 
     def __init__(self, n_classes: int, norm: bool = False) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 8, 4, 4)
+        # A bias before the normalisation has no gradient but rounding, of which AdamW would make a step.
+        self.conv = nn.Conv2d(3, 8, 4, 4, bias=not norm)
         self.norm = nn.BatchNorm2d(8) if norm else nn.Identity()
         self.drop = nn.Dropout(0.3)
         self.fc, self.aux = nn.Linear(512, n_classes), nn.Linear(512, n_classes)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import limit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -81,7 +82,7 @@ programs = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=40)
 @given(programs, st.lists(st.integers(0, 2), min_size=30, max_size=30))
 def test_random_programs_give_torchs_bits(devices: list[Cpu], program: list, places: list[int]) -> None:
     random = np.random.default_rng(0)
@@ -258,6 +259,25 @@ def step(
     return loss
 
 
+def test_any_tensor_is_copied_as_it_is(devices: list[Cpu]) -> None:
+    whole = torch.arange(24.0).view(2, 3, 4)
+    tensors = [
+        whole, whole.transpose(0, 2), whole[:, ::2], whole[1, 1:], whole.bfloat16(), torch.empty(0, 3),
+        torch.tensor(2.5), torch.ones(3).expand(4, 3), whole.int() > 3,
+        torch.randn(3, dtype=torch.cfloat).conj(),
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    ]  # fmt: skip
+    for tensor in tensors:
+        wanted = tensor.clone()
+        made = flow.array(tensor)
+        if tensor.numel() and not tensor.is_conj():
+            tensor.as_strided((1,), (1,), tensor.storage_offset()).fill_(0)  # the array has a copy
+        found = made.tensor()
+        assert torch.equal(found, wanted) and found.dtype is wanted.dtype
+        if tensor.is_contiguous() or tensor.dim() == 4:
+            assert made.stride() == tensor.stride()
+
+
 def test_sparse_gradients(devices: list[Cpu]) -> None:
     torch.manual_seed(0)
     table = nn.Embedding(20, 4, sparse=True)
@@ -408,7 +428,7 @@ def test_threads_record_side_by_side(devices: list[Cpu]) -> None:
 
 def test_calls_run_beside_and_hold_back_only_what_writes(devices: list[Cpu]) -> None:
     x, go, order = flow.ones((3,)), threading.Event(), []
-    saved = flow.call(lambda tree, extra: (go.wait(20), tree["x"].clone(), extra)[1:], {"x": x}, 7)
+    saved = flow.call(lambda tree, extra: (go.wait(limit(20)), tree["x"].clone(), extra)[1:], {"x": x}, 7)
     y = x * 2
     assert y.tolist() == [2, 2, 2]  # not held back
     x += 1

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import limit
 
 from lockstep import flow
 from lockstep.errors import UserError
@@ -158,7 +159,11 @@ def test_bad_input_is_one_line() -> None:
         (lambda: flow.cpus(0), "n, the number of devices, is 1 or more, not 0"),
         (lambda: flow.cpus(1, threads=0), "threads is 1 or more"),
         (lambda: flow.set_device("cpu"), "is not a device"),
-        (lambda: flow.cuda(3), "cuda:3"),
+        (lambda: flow.cpus(2.5), "1 or more, not 2.5"),
+        (lambda: flow.cuda(3), r"cuda:3.*flow.cpus\(n\) makes devices"),
+        (lambda: flow.cuda(-1), "counted from 0"),
+        (lambda: engine.push(int, reads=["x"]), "'x' is not a variable"),
+        (lambda: flow.send(flow.ones((1,)), 0), "flow.send needs other processes"),
         (
             lambda: engine.push(int, device=flow.cpus(3)[2]),
             "cpu:2 is not a device of this engine, which has cpu",
@@ -177,30 +182,31 @@ def test_bad_input_is_one_line() -> None:
         engine.push(int)
 
 
+def workers() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name.startswith("flow cpu") and each.is_alive()}
+
+
 def test_closing_cancels_what_has_not_begun_and_joins() -> None:
+    others = workers()  # of the engine that has what was given to none
     engine = flow.Engine(flow.cpus(2))
     began, go, ran = threading.Event(), threading.Event(), []
 
     def slow() -> None:
         began.set()
-        go.wait(20)
+        go.wait(limit(20))
         ran.append("slow")
 
     x = engine.variable()
     running = engine.push(slow, writes=[x])
     waiting = engine.push(lambda: ran.append("never"), reads=[x])
-    began.wait(20)
+    began.wait(limit(20))
     threading.Timer(0.1, go.set).start()
     engine.close()
     assert ran == ["slow"] and running.done and waiting.done
     running.wait()
     with pytest.raises(flow.OperationError, match="closed before it began"):
         waiting.wait()
-    assert not [
-        thread
-        for thread in threading.enumerate()
-        if thread.name.startswith("flow cpu:") and thread.is_alive()
-    ]
+    assert not workers() - others
 
 
 def test_an_error_inside_closes_at_once() -> None:
@@ -313,7 +319,7 @@ def run_python(program: str, seconds: float = 60) -> subprocess.CompletedProcess
 def test_leaving_with_work_pending() -> None:
     done = run_python(
         "import time\nfrom lockstep import flow\n"
-        "x = flow.ones((3,))\n"
+        "x = flow.array([1.0])\n"
         "for _ in range(100): flow.call(lambda v: time.sleep(0.2), x, writes=[x])\n"
         "print('leaving', flush=True)"
     )
@@ -334,5 +340,5 @@ def test_ctrl_c_ends_a_program_that_waits() -> None:
     )
     assert process.stdout is not None and process.stdout.readline() == "began\n"
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=limit(60))
     assert process.returncode == -signal.SIGINT and errors.rstrip().endswith("KeyboardInterrupt")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import limit
 
 from lockstep import flow
 from lockstep.flow import hazards
@@ -133,14 +134,14 @@ def test_each_hazard_holds_and_is_needed(
 def test_readers_run_side_by_side(engine: flow.Engine) -> None:
     x, meeting = engine.variable(), threading.Barrier(2)
     for device in engine.devices[:2]:
-        engine.push(lambda: meeting.wait(20), reads=[x], device=device)
+        engine.push(lambda: meeting.wait(limit(20)), reads=[x], device=device)
     engine.wait_all()
 
 
 def test_what_is_ready_overtakes_what_waits(engine: flow.Engine) -> None:
     """On one lane, though it was pushed later; among those that are ready, the first comes first."""
     slow, x, ran = threading.Event(), engine.variable(), []
-    engine.push(lambda: slow.wait(20), writes=[x], device=engine.devices[0])
+    engine.push(lambda: slow.wait(limit(20)), writes=[x], device=engine.devices[0])
     engine.push(lambda: ran.append("behind"), reads=[x], device=engine.devices[1])
     overtaking = [engine.push(lambda n=n: ran.append(n), device=engine.devices[1]) for n in range(5)]
     for operation in overtaking:

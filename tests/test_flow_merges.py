@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import limit
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -176,7 +177,7 @@ def two_processes(folder: Path, settings: str) -> list[Any]:
     ]  # fmt: skip
     try:
         for child in children:
-            _, errors = child.communicate(timeout=120)
+            _, errors = child.communicate(timeout=limit(120))
             assert child.returncode == 0, errors
     finally:
         for child in children:

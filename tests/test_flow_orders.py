@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from limits import limit
 from torch import nn
 
 from lockstep import flow
@@ -215,6 +216,7 @@ def test_what_cannot_be_captured_is_refused_at_the_users_line(devices: list[Cpu]
         (lambda x: x * x.sum().item(), "depends on values"),
         (lambda x: x[x > 0], "depends on values"),
         (lambda x: (counter.add_(1), x * counter)[1], "writes an ordinary tensor"),
+        (lambda x: counter.add_(x.detach()[0]), "writes an ordinary tensor"),
         (lambda x: x.numpy(), "reading a value"),
         (lambda x: flow.call(lambda v: 1, x).result(), "waiting for <lambda>"),
         (lambda x: kept.append(x * 2), "kept by something outside"),
@@ -270,7 +272,7 @@ def test_a_checkpoint_holds_back_the_update_only(devices: list[Cpu]) -> None:
 
     program = flow.capture(step, torch.ones(2))
     program(torch.ones(2))
-    saved = flow.call(lambda value: (go.wait(20), value.tolist())[1], w)
+    saved = flow.call(lambda value: (go.wait(limit(20)), value.tolist())[1], w)
     assert program(torch.ones(2)).item() == 4  # while the call still reads
     assert not saved.done
     go.set()

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import limit
 from simulated import HERE, Simulation
 
 from lockstep import flow
+from lockstep.flow import owl
 from lockstep.flow.schedule import Task, critical_path, list_schedule
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -166,8 +169,7 @@ settings = {{name: value for name, value in os.environ.items() if name.startswit
 parts = [Path(part) for part in json.loads(os.environ["CUDA_SIM_PARTS"])]
 simulated.use(simulated.Simulation(*parts, settings))
 import torch
-from lockstep.flow import devices
-devices.torch_device = lambda name: torch.device("cpu")
+simulated.compute_flow_on_the_host()
 """
 
 
@@ -178,17 +180,23 @@ def run_program(program: str, environment: dict[str, str] | None = None) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=limit(100),
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_minervas_snippets_run_on_cpu_devices() -> None:
-    out = run_program(SNIPPETS.format(kind="cpu", kind_name="cpu", first="", second=""))
-    assert out == "owl.set_device: there is no device 7; 2 have been created\n"
+def test_minervas_snippets_run_on_cpu_devices(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(owl, "_created", [])
+    program = SNIPPETS.format(kind="cpu", kind_name="cpu", first="", second="")
+    with ThreadPoolExecutor(1) as thread:  # its own, so it has its own current device
+        thread.submit(exec, program, {}).result()
+    assert capsys.readouterr().out == "owl.set_device: there is no device 7; 2 have been created\n"
 
 
+@pytest.mark.slow
 def test_minervas_snippets_run_on_the_simulated_driver(simulation: Simulation) -> None:
     refused = (
         "from lockstep import flow\ntry:\n    flow.cuda(3)\nexcept ValueError as error:\n    print(error)\n"

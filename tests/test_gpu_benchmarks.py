@@ -79,12 +79,17 @@ def test_a_rehearsal_runs_all_sections(rehearsal: Path) -> None:
     assert figures["loading"]["reader"].keys() == {f"{n} threads, images/s" for n in (1, 2, 4)}
     assert figures["loading"]["faster"] in figures["loading"]["cases"]
     assert len(figures["table1"]["runs"]) == 2
+    assert len(figures["flow"]["steps"]) == 3 and len(figures["flow"]["images_per_second"]) == 2
+    assert figures["flow"]["us an operation"].keys() >= {"eager torch", "replayed on one lane"}
+    assert figures["flow"]["merging"].keys() >= {"beside backward", "at its end", "alone"}
     for place in ("one GPU", "two GPUs"):
         exchanges = figures["exchange"][f"exchanges on {place}"]
         assert exchanges["equals the mean"] == dict.fromkeys(
             ("peer to peer", "swap", "staged through host memory"), True
         )
     assert "gloo" in exchanges["ms"]
+    assert figures["functions"]["calls"].keys() >= {"an empty function"}
+    assert len(figures["functions"]["calls"]) == 6 and len(figures["functions"]["steps"]) == 2
     assert all(target["met"] is not None for target in content["targets"])
 
 
@@ -183,7 +188,7 @@ def test_figures_are_on_disk_while_their_section_runs(tmp_path: Path) -> None:
 def test_parts_hold_every_section_once_in_the_order_of_worth() -> None:
     assert program._read_words([]).only.split(",") == list(NAMES) == list(program._LIMITS)
     first, second = (program._read_words(["--part", part]).only.split(",") for part in ("1", "2"))
-    assert (*first, *second) == NAMES and first[:2] == ["preflight", "alexnet"] and second[-1] == "resnet50"
+    assert (*first, *second) == NAMES and first[:2] == ["preflight", "alexnet"] and second[-1] == "flow"
 
 
 def test_a_section_for_which_there_is_no_time_is_recorded(

@@ -3,11 +3,14 @@
 import importlib.util
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, named_memory, wait_until
 from limits import limit
 
 from lockstep.backends import backend_of
@@ -16,6 +19,7 @@ from lockstep.errors import DeadlinePassed, PeerLost, UserError
 from lockstep.launch.ranks import run_ranks
 from lockstep.launch.status import StatusBoard
 from lockstep.memory.host import HostMemory
+from lockstep.memory.limits import available_bytes, group_limits
 
 
 def share_and_change(rank: int, pipes: dict[int, Pipe]) -> list[float]:
@@ -38,11 +42,11 @@ def share_and_change(rank: int, pipes: dict[int, Pipe]) -> list[float]:
 
 
 def test_two_processes_see_the_same_bytes_and_nothing_has_a_name() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = named_memory()
     owner, importer = run_ranks(share_and_change, 2)
     assert importer == [0, 5, 0, 0, 0, 0]
     assert owner == [0, 5, 0, 0, 0, 7]
-    assert set(os.listdir("/dev/shm")) == before
+    assert named_memory() <= before
 
 
 def test_views_outlive_close_and_closing_twice_is_harmless() -> None:
@@ -56,9 +60,88 @@ def test_views_outlive_close_and_closing_twice_is_harmless() -> None:
 
 def test_more_memory_than_there_is_is_refused() -> None:
     with pytest.raises(
-        UserError, match=r"no room for [\d,]+ MiB of shared host memory \(minibatches\); lower batch_size"
+        UserError, match=r"no room for [\d,]+ MiB of shared host memory \(minibatches\): .*; lower batch_size"
     ):
         HostMemory().allocate(1 << 50, "minibatches")
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/user/job\n", {"user/job/memory.max": "max", "user/memory.max": "5000"}, [(5000, 0)]),
+        (
+            "0::/user/job\n",
+            {
+                "user/job/memory.max": "4000",
+                "user/job/memory.current": "3000",
+                "user/job/memory.stat": "anon 900\ninactive_file 600\nactive_file 1500",
+                "user/memory.max": "5000",
+            },
+            [(4000, 900), (5000, 0)],
+        ),
+        ("0::/\n", {"memory.max": "6000"}, [(6000, 0)]),  # a container that sees its own group as the root
+        ("0::/user\n", {"user/memory.max": "max"}, []),
+        (
+            "3:cpu:/\n5:memory:/job\n",
+            {
+                "memory/job/memory.limit_in_bytes": "7000",
+                "memory/job/memory.usage_in_bytes": "2000",
+                "memory/job/memory.stat": "inactive_file 7\ntotal_inactive_file 500",
+            },
+            [(7000, 1500)],
+        ),
+        # a container that does not see the way to its own group
+        ("5:memory:/docker/ab\n0::/\n", {"memory/memory.limit_in_bytes": "8000"}, [(8000, 0)]),
+        ("5:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, []),
+        ("", {}, []),
+    ],
+)
+def test_limits_of_control_groups_are_seen(
+    tmp_path: Path, groups: str, files: dict[str, str], expected: list[tuple[int, int]]
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "cgroup").write_text(groups)
+    found = [(group.limit, group.used) for group in group_limits(tmp_path / "cgroup", tmp_path)]
+    assert found == expected
+    assert list(group_limits(tmp_path / "nowhere", tmp_path)) == []
+    left = available_bytes(tmp_path / "cgroup", tmp_path)
+    assert left == min(limit - used for limit, used in expected) if expected else left > 10_000
+
+
+ASK = """
+import os, sys
+with open(sys.argv[1], "w") as file:
+    file.write(str(os.getpid()))
+from lockstep.errors import UserError
+from lockstep.memory.host import HostMemory
+try:
+    HostMemory().allocate(1 << 29, "minibatches")
+except UserError as error:
+    print(error)
+"""
+
+
+def test_what_a_control_group_forbids_is_refused_instead_of_killed() -> None:
+    """In a real group, where this machine lets us make one."""
+    top = Path("/sys/fs/cgroup")
+    parent = top / "memory" if (top / "memory").is_dir() else top
+    group = parent / f"lockstep-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        limits = [group / name for name in ("memory.limit_in_bytes", "memory.max")]
+        next(file for file in limits if file.exists()).write_text(str(1 << 28))
+    except (OSError, StopIteration) as error:
+        pytest.skip(f"control groups can't be made here: {error}")
+    try:
+        words = [sys.executable, "-c", ASK, str(group / "cgroup.procs")]
+        result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=limit(30))
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith("no room for 512 MiB of shared host memory (minibatches): 2")
+    finally:
+        wait_until(lambda: not (group / "cgroup.procs").read_text(), "the group to be empty")
+        group.rmdir()
 
 
 def test_views_must_fit() -> None:

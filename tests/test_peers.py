@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import stepping
+from benchmarks.measure import verdict
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import duel as duels
 from benchmarks.peers.contender import CONTENDERS
@@ -36,8 +37,8 @@ def test_contenders_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_targets_are_passed_or_short() -> None:
-    assert duels.verdict(1.5, 1.5) == "target 1.5 x: pass" and duels.verdict(1.4, 1.5).endswith("short")
-    assert duels.verdict(0.1, None) == ""
+    assert verdict(1.5, 1.5) == "target >= 1.5: pass" and verdict(1.4, 1.5).endswith("short")
+    assert verdict(1.01, 1.02, at_most=True) == "target <= 1.02: pass"
     contenders = {f"Lockstep, AlexNet {ours}" for ours, _, _ in stepping.STOCK}
     contenders |= {f"stock PyTorch, AlexNet {theirs}" for _, theirs, _ in stepping.STOCK}
     assert contenders <= CONTENDERS.keys()

@@ -3,11 +3,9 @@
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import make_config
 
-from lockstep.backends.host import HostBackend
-from lockstep.network import precision
+from lockstep.backends import devices
 
 
 @pytest.mark.parametrize(
@@ -24,7 +22,8 @@ def test_bf16_without_instructions_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, words: str
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
-    monkeypatch.setattr(precision, "_CPUINFO", tmp_path / "cpuinfo")
-    found = HostBackend().speed_up(torch.nn.Flatten(), make_config(precision="bf16"))
+    monkeypatch.setattr(devices, "_CPUINFO", tmp_path / "cpuinfo")
+    (found,) = devices.notices_of_keys(make_config(precision="bf16")) or [""]
     assert (words in found) if words else found == ""
-    assert precision.warning(make_config(precision="fp32")) == ""
+    assert devices.notices_of_keys(make_config(precision="fp32")) == []
+    assert devices.notices_of_keys(make_config(precision="bf16", devices=["cuda:0"])) == []

@@ -8,16 +8,55 @@ from typing import Any
 import numpy as np
 import pytest
 import test_equivalence
+import torch
 from conftest import make_config, make_folder
 from safetensors.numpy import load_file
 from test_equivalence import EXACT, relative_difference
+from torch import nn
 
 from lockstep.comm.messages import Stop
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.config.rules import settle
 from lockstep.launch.ranks import run_ranks
+from lockstep.network.factors import factored_layers
 
+
+class FullLayers(nn.Module):
+    """Fully connected layers of odd sizes: one frozen, one used twice, two that share a weight; no kinks."""
+
+    input_size = 32
+    input_scale = 1 / 64
+
+    def __init__(self, n_classes: int, norm: bool = False) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8) if norm else nn.GroupNorm(2, 8)
+        self.first, self.wide, self.odd = nn.Linear(512, 100), nn.Linear(100, 201), nn.Linear(201, 99)
+        self.frozen, self.twice, self.tied = nn.Linear(99, 100), nn.Linear(100, 100), nn.Linear(100, 100)
+        self.frozen.requires_grad_(False)
+        self.tied.weight = nn.Parameter(self.twice.weight.detach().clone())
+        self.also = nn.Linear(100, 100, bias=False)
+        self.also.weight = self.tied.weight
+        self.last, self.drop = nn.Linear(100, n_classes), nn.Dropout(0.3)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.norm(self.conv(images))).flatten(1)
+        for layer in (
+            self.first,
+            self.wide,
+            self.odd,
+            self.frozen,
+            self.twice,
+            self.twice,
+            self.tied,
+            self.also,
+        ):
+            x = self.drop(torch.tanh(layer(x)))
+        logits: torch.Tensor = self.last(x)
+        return logits
+
+
+FACTORS = {"rule": "gradients", "factors": True, "model": "test_rules:FullLayers"}
 SMOOTH = {**EXACT, "learning_rate": 0.001, "n_epochs": 2}
 Tensors = dict[str, np.ndarray]
 
@@ -97,6 +136,62 @@ def test_gradients_are_exact_for_every_optimizer(data: Path, tmp_path: Path, val
         several = train(n_trainers, data, tmp_path / str(n_trainers), **keys)
         assert relative_difference(several, one) <= 1e-12
         assert several.keys() == one.keys()
+
+
+def test_layers_that_pay_have_factors() -> None:
+    """Large ones that are trained and used once for a picture; as large as two trainers' rows may get."""
+    model, keys = FullLayers(7), {"devices": ["cpu"] * 2, **FACTORS}
+    before = torch.get_rng_state()
+    layers = factored_layers(model, make_config(batch_size=4, accumulate=2, **keys), 32)
+    assert [(layer.name, layer.n_rows) for layer in layers] == [
+        ("first.weight", 8),
+        ("wide.weight", 8),
+        ("odd.weight", 8),
+    ]
+    assert torch.equal(torch.get_rng_state(), before) and model.training
+    many = factored_layers(model, make_config(batch_size=40, **keys), 32)
+    assert [layer.name for layer in many] == ["first.weight"]  # 80 x 612 < 51,200
+    assert factored_layers(model, make_config(batch_size=4, **{**keys, "factors": False}), 32) == []
+
+
+FACTORED = {
+    "sgd": {"optimizer": "sgd", "learning_rate": 0.01, "n_epochs": 1},
+    "clipped lars": {"optimizer": "lars", "clip_norm": 0.1, "learning_rate": 0.5},
+    "accumulated adamw": {"optimizer": "adamw", "accumulate": 3, "ema_decay": 0.9},
+}
+
+
+@pytest.mark.parametrize(
+    ("n_trainers", "values"),
+    [
+        (3, FACTORED["sgd"]),
+        *(pytest.param(n, values, marks=pytest.mark.slow) for values in FACTORED.values() for n in (2, 3, 4)),
+    ],
+)
+def test_factors_are_exact(data: Path, tmp_path: Path, n_trainers: int, values: dict[str, Any]) -> None:
+    """Uneven shares, and a last step of one picture, which leaves trainers without; with all state."""
+    keys = {**SMOOTH, **FACTORS, "minibatch": 4, **values}
+    one = train(1, data, tmp_path / "1", **keys)
+    several = train(n_trainers, data, tmp_path / "several", **keys)
+    assert relative_difference(several, one) <= 1e-12
+    assert several.keys() == one.keys()
+
+
+@pytest.mark.slow
+def test_factors_in_bfloat16_are_as_near_as_gradients(data: Path, tmp_path: Path) -> None:
+    keys = {**SMOOTH, **FACTORS, "precision": "bf16", "double": False}
+    factors = train(2, data, tmp_path / "factors", **keys)
+    gradients = train(2, data, tmp_path / "gradients", **{**keys, "factors": False})
+    assert 0 < relative_difference(factors, gradients) < 0.01
+
+
+@pytest.mark.slow
+def test_a_run_by_factors_goes_on_as_it_was(data: Path, tmp_path: Path) -> None:
+    """With momenta that no single block of gradients has room for."""
+    keys = {**SMOOTH, **FACTORS, "optimizer": "adamw"}
+    whole = train(2, data, tmp_path / "whole", **keys)
+    train(2, data, tmp_path / "half", **{**keys, "n_epochs": 1})
+    assert_same(train(2, data, tmp_path / "half", start=newest(tmp_path / "half"), **keys), whole)
 
 
 def test_adamw_by_weights_is_not_exact(data: Path, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from benchmarks.scaling import Link, Stage, lone_step, speed_up, step_after, ste
 from benchmarks.simulate import GPU_BATCH, gpu_curves, gpu_stages
 
 seconds = st.floats(1e-6, 1.0)
-stage = st.builds(Stage, st.just("x"), seconds, seconds, st.integers(0, 10**9))
-stages_of = st.lists(stage, min_size=1, max_size=8)
+stages_of = st.lists(
+    st.builds(Stage, st.just("x"), seconds, seconds, st.integers(0, 10**9)), min_size=1, max_size=8
+)
 links = st.builds(Link, st.just("x"), st.floats(1e8, 1e12), st.floats(0, 1e-3), st.just(""))
 
 
@@ -20,7 +21,7 @@ def test_a_step_is_its_parts() -> None:
     assert step_after(stages, 0.5, link, 1, 8) == step_beneath(stages, 0.5, link, 1, 8) == 10.5
     assert step_after(stages, 0.5, link, 4, 8) == 10.5 + 1.5 * 320 + 4 * 0.25
     fast = Link("ten bytes a second", 10.0, 0.0, "")
-    # the last stage's 30 bytes travel from 8 s to 11 s, beneath the first one's backward pass till 10 s
+    # the last stage's 30 bytes travel from 8 s to 11 s; the first one's backward pass ends at 10 s
     assert step_beneath(stages, 0.5, fast, 2, 1) == 8 + 3 + 1 + 0.5
 
 

@@ -69,6 +69,8 @@ MAKING = [
         "'count' is int64",
     ),
     (lambda c: synk.function([], givens=[(c["x"],)]), TypeError, "givens are pairs"),
+    (lambda c: synk.function([], givens=3), TypeError, "givens is int: give a list of pairs, or a dict"),
+    (lambda c: synk.function([], updates=3), TypeError, "updates is int: give a list of pairs, or a dict"),
     (lambda c: synk.function([c["x"], c["x"]], c["x"].sum()), ValueError, "input x is given twice"),
     (lambda c: synk.function([pt.vector("v", shape=(5,))]), TypeError, r"v has a fixed number of rows \(5\)"),
     (lambda c: synk.function([pt.row("r")]), TypeError, r"r has a fixed number of rows \(1\)"),
@@ -189,7 +191,7 @@ def test_what_needs_a_team_says_so() -> None:
             synk.all_reduce("later")
         data = synk.data(np.ones(2))
     for call in (lambda: f(np.ones(2)), lambda: f.alone(np.ones(2)), lambda: data.set_length(90)):
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(RuntimeError, match=r"(function 'f'|data 'data.*') belongs to a closed team"):
             call()
     with pytest.raises(RuntimeError, match=r"call fork\(\) first"):
         synk.all_reduce(shared)

@@ -157,6 +157,7 @@ def test_by_rows_the_mean_of_means_is_that_of_all_rows(case: Any) -> None:
         (lambda c: synk.scatter("b", np.zeros(3, "f4"), batch=4), ValueError, "there are 3 rows"),
         (lambda c: synk.set_value(9, "a", np.zeros((2, 3))), ValueError, "there is no rank 9"),
         (lambda c: synk.get_value(-1, "a"), ValueError, "there is no rank -1"),
+        (lambda c: synk.get_value(1.0, "a"), TypeError, "rank 1.0 is no whole number"),
         (lambda c: synk.gather("a", nd_up=2), ValueError, "nd_up=2"),
     ],
 )

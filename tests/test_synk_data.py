@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytensor.tensor as pt
 import pytest
+from limits import limit
 from synk_teams import team
 
 import lockstep.synk as synk
@@ -84,6 +85,11 @@ def test_where_the_dtype_comes_from() -> None:
         (lambda: synk.data(np.ones(3), oversize=0.9), ValueError, "oversize"),
         (lambda: synk.data(np.ones(3)).set_length(0), ValueError, "one row"),
         (lambda: synk.data(np.ones((0, 3))), ValueError, "one row"),
+        (
+            lambda: synk.data(np.ones(3), name="x").set_shape((2.5,)),
+            TypeError,
+            "x: a length of 2.5",
+        ),
         (lambda: synk.data(np.ones(3)).set_shape((3, 1)), ValueError, "1 dimensions"),
         (lambda: synk.data(np.ones(3)).set_value(np.ones((3, 1))), ValueError, "1 dimensions"),
         (lambda: synk.data(np.ones(3), ndim=2), ValueError, "2 dimensions"),
@@ -105,7 +111,7 @@ def test_another_process_of_the_users_has_the_same_memory(method: str) -> None:
     data = synk.data(np.zeros((3, 2)))
     process = multiprocessing.get_context(method).Process(target=write, args=(data.data,))
     process.start()
-    process.join(60)
+    process.join(limit(60))
     assert data[1].tolist() == [process.pid] * 2
     copy = pickle.loads(pickle.dumps(data.data))
     assert type(copy) is np.ndarray and copy[1, 0] == process.pid, "elsewhere it is pickled by value"
@@ -187,7 +193,7 @@ def test_a_limit_on_descriptors_names_the_data(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTENSOR_FLAGS": "mode=FAST_COMPILE"}
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=100, env=environment
+        [sys.executable, script], capture_output=True, text=True, timeout=limit(100), env=environment
     )
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr

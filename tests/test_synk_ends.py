@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytensor
 import pytest
-from conftest import ROOT, processes_of_session, wait_until
+from conftest import ROOT, named_memory, processes_of_session, wait_until
+from limits import limit
 from synk_acts import act_function
 from synk_teams import MODE, team
 
@@ -57,7 +58,7 @@ def test_a_rank_that_dies_while_it_computes(what: str, words: str) -> None:
         begin = time.monotonic()
         with pytest.raises(synk.RankLost, match=rf"rank 1 .*{words}.* at: calling '{what} on 1'"):
             f(np.ones(6))
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < limit(10)
 
 
 def test_a_rank_killed_in_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +85,7 @@ def test_a_rank_that_hangs_is_lost_after_the_deadline(tmp_path: Path) -> None:
         begin = time.monotonic()
         with pytest.raises(synk.RankLost, match=r"rank 1 .*waited 4 s .* at: calling"):
             f(np.ones(6))
-        assert 4 <= time.monotonic() - begin < 20
+        assert 4 <= time.monotonic() - begin < limit(20)
 
 
 @pytest.mark.parametrize("rank", [1, -1, pytest.param(0, marks=pytest.mark.slow)])
@@ -159,7 +160,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
     for program in started:
         for pid in program.left():
             os.kill(pid, signal.SIGKILL)
-        program.process.wait(10)
+        program.process.wait(limit(10))
 
 
 SLEEPER = """
@@ -214,7 +215,7 @@ def test_ctrl_c_is_raised_when_the_call_is_whole(start: Callable[..., Program]) 
         print("whole:", bool((values[0] == values[1]).all()), "again:", float(f(np.ones(4))), flush=True)
         """
     )
-    assert program.process.wait(60) == 0, program.text()
+    assert program.process.wait(limit(60)) == 0, program.text()
     assert program.text() == "interrupted\nwhole: True again: 4.0\n"
 
 
@@ -225,7 +226,7 @@ def test_two_ctrl_c_kill_the_workers_at_once(start: Callable[..., Program]) -> N
     for _ in range(2):
         os.killpg(program.process.pid, signal.SIGINT)
         time.sleep(0.3)
-    assert program.process.wait(10) == 1
+    assert program.process.wait(limit(10)) == 1
     assert "interrupted" in program.text()
     assert "RankLost: rank 1" in program.text()
     assert "second Ctrl-C" in program.text()
@@ -261,19 +262,19 @@ def test_scripts_need_no_guard(start: Callable[..., Program], how: str) -> None:
         "-c": [sys.executable, "-c", textwrap.dedent(SERIAL)],
     }
     program = start(SERIAL, command[how])
-    assert program.process.wait(60) == 0, program.text()
+    assert program.process.wait(limit(60)) == 0, program.text()
     assert program.text() == "90.0\n"
     wait_until(lambda: not program.left(), "its workers to be gone", 5)
 
 
 def test_two_programs_at_once_open_no_port_and_leave_nothing(start: Callable[..., Program]) -> None:
-    shm = set(os.listdir("/dev/shm"))
+    before = named_memory()
     programs = [start(SLEEPER.format(rank=1, what="sleep"), name=f"program{i}") for i in range(2)]
     wait_until(lambda: all(len(program.asleep()) == 2 for program in programs), "four ranks to sleep")
     pids = [pid for program in programs for pid in program.left()]
     assert len(pids) == 6
     assert not any(sockets_in_network(pid) for pid in pids)
-    assert set(os.listdir("/dev/shm")) <= shm, "anonymous memory files have no name"
+    assert named_memory() <= before, "anonymous memory files have no name"
     for program in programs:
         os.kill(program.process.pid, signal.SIGKILL)
     wait_until(lambda: not any(program.left() for program in programs), "all processes to be gone", 10)

@@ -2,6 +2,8 @@
 
 import os
 import pstats
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytensor
 import pytensor.tensor as pt
 import pytest
 from conftest import ROOT
+from limits import limit
 from synk_acts import Act
 from synk_teams import largest_error, team
 from threadpoolctl import threadpool_info
@@ -36,7 +39,7 @@ def test_blas_has_its_share_of_the_cores_until_close() -> None:
 def test_teams_one_after_the_other_cost_no_descriptors_and_values_stay() -> None:
     x, s = pt.vector("x"), pytensor.shared(np.zeros(3), name="s")
     numbers = []
-    for number in range(3):
+    for number in range(2):
         with team(2):
             f = synk.function([x], (x.sum(), "sum"), updates=[(s, s + 1)])
             synk.distribute()
@@ -93,6 +96,21 @@ def test_stored_rows_beside_inputs_need_no_batch_s() -> None:
         assert largest_error(f(values[1], num_slices=3), (values[0] * values[1]).sum(0)) < 1e-10
 
 
+def test_nothing_is_imported_before_it_is_needed() -> None:
+    """Neither PyTensor nor torch by the program, nor torch by workers that compute graphs."""
+    program = "import sys, lockstep.synk as synk; synk.fork(2); print({'torch', 'pytensor'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
+    x = pt.vector("x")
+    with team(2):
+        f = synk.function([x], (x.sum(), "sum"))
+        synk.distribute()
+        assert f(np.ones(4)) == 4
+        worker = synk.session.current_team("").workers[0].process.pid
+        mapped = Path(f"/proc/{worker}/maps").read_text()
+        assert "numpy" in mapped and "libtorch" not in mapped
+
+
 def test_nothing_is_written_into_the_package() -> None:
     def files() -> set[Path]:
         return {path for path in (ROOT / "lockstep").rglob("*") if "__pycache__" not in path.parts}
@@ -129,13 +147,13 @@ def test_threads_of_the_user_take_turns() -> None:
         wrong: list[float] = []
 
         def call(value: float) -> None:
-            wrong.extend(found for _ in range(50) if (found := float(f(np.full(6, value)))) != 6 * value)
+            wrong.extend(found for _ in range(20) if (found := float(f(np.full(6, value)))) != 6 * value)
 
         callers = [threading.Thread(target=call, args=(float(number),)) for number in range(4)]
         for caller in callers:
             caller.start()
         for caller in callers:
-            caller.join(60)
+            caller.join(limit(60))
         assert wrong == []
 
 

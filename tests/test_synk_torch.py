@@ -1,53 +1,46 @@
-"""Functions that are torch callables: the same engine, on tensors that all ranks share."""
+"""Functions that are torch callables: the same engine, on tensors that all ranks share.
 
+With $LOCKSTEP_TEST_DEVICES ranks are on these: tests/test_synk_gpu.py runs this file on simulated GPUs.
+"""
+
+import os
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from synk_teams import largest_error, team
+from synk_teams import DEVICES, largest_error, team
 
 import lockstep.synk as synk
+from lockstep.errors import UserError
+from lockstep.synk.extensions import torch_train
+
+SIZES: list[Any] = [len(DEVICES)] if DEVICES else [2, pytest.param(3, marks=pytest.mark.slow)]
+BOUNDS = {"float64": 1e-10, "float32": 1e-5}
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=SIZES)
 def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(1)
-    with team(request.param) as size:
+    with team(request.param, devices=DEVICES or None, master_rank=request.param // 3) as size:
         yield size
 
 
-def make_net(seed: int = 0) -> torch.nn.Module:
+@pytest.fixture(params=list(BOUNDS))
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def make_net(seed: int = 0, dtype: str = "float64") -> torch.nn.Module:
     torch.manual_seed(seed)
     layers = torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)
-    return torch.nn.Sequential(*layers).double()
+    return torch.nn.Sequential(*layers).to(getattr(torch, dtype))
 
 
-def test_every_mode_is_exact_for_any_rows_and_slices(ranks: int) -> None:
-    def compute(x, y, weight):
-        rows = torch.tanh(x) * weight + y[:, None]
-        return rows.mean(0), rows.sum(0), rows.amax(0), rows.amin(0), rows.prod(0), rows, rows.sum().item()
-
-    modes = ["avg", "sum", "c_max", "min", "prod", "gather", None]
-    f = synk.function(compute, modes, bcast_inputs=["weight"])
-    synk.distribute()
-    random = np.random.default_rng(1)
-    for n_rows in (1, 2, 7, 29):
-        x, y = random.uniform(0.5, 1.5, (n_rows, 3)), random.uniform(-0.1, 0.1, n_rows)
-        rows = np.tanh(x) * 1.5 + y[:, None]
-        folds = [rows.mean(0), rows.sum(0), rows.max(0), rows.min(0), rows.prod(0), rows]
-        for n_slices in (1, 2, 5):
-            found = f(x, y, weight=1.5, num_slices=n_slices)
-            for value, expected in zip(found[:6], folds, strict=True):
-                assert largest_error(value, expected) < 1e-10
-        batch = random.integers(0, n_rows, 5)
-        assert largest_error(f(x, y, 1.5, batch=batch, output_subset=[1])[0], rows[batch].sum(0)) < 1e-10
-        assert largest_error(f.alone(x, y, 1.5)[1], rows.sum(0)) < 1e-12
-
-
-def test_training_is_that_of_one_process(ranks: int) -> None:
-    net, lone = synk.share(make_net()), make_net()
+def test_training_is_that_of_one_process(ranks: int, dtype: str) -> None:
+    net, lone = synk.share(make_net(dtype=dtype)), make_net(dtype=dtype)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     loss = torch.nn.functional.mse_loss
 
@@ -65,23 +58,137 @@ def test_training_is_that_of_one_process(ranks: int) -> None:
     synk.distribute()
     reference = torch.optim.SGD(lone.parameters(), lr=0.1, momentum=0.9)
     random = np.random.default_rng(2)
+    x, y = random.normal(size=(40, 4)).astype(dtype), random.normal(size=(40, 2)).astype(dtype)
     for number in range(10):
-        n_rows = int(random.integers(1, 20))
-        x, y = random.normal(size=(n_rows, 4)), random.normal(size=(n_rows, 2))
-        found = f(x, y, num_slices=1 + number % 3)
+        batch = random.integers(0, 40, random.integers(1, 20))
+        found = f(x, y, batch=batch, num_slices=1 + number % 3)
         synk.all_reduce(synk.grads(net), by_rows=True)
         step()
         reference.zero_grad()
-        expected = loss(lone(torch.from_numpy(x)), torch.from_numpy(y))
+        expected = loss(lone(torch.from_numpy(x[batch])), torch.from_numpy(y[batch]))
         expected.backward()
         reference.step()
-        assert abs(found - expected.item()) < 1e-10
+        assert abs(found - expected.item()) < BOUNDS[dtype] * max(1, expected.item())
+    if DEVICES and dtype == "float32":
+        gradients = synk.session.current_team("").known.find(synk.grads(net), "")[0]
+        assert type(gradients.home._transport).__name__ == os.environ["LOCKSTEP_TEST_TRANSPORT"]
     weights = synk.gather(synk.weights(net))
-    assert all(np.array_equal(weights[rank], weights[0]) for rank in range(ranks)), (
-        "replicas are bitwise equal"
+    assert all(np.array_equal(value, weights[0]) for value in weights), "replicas are bitwise equal"
+    flat = np.concatenate([param.detach().numpy().ravel() for param in lone.parameters()])
+    assert largest_error(weights[0], flat) < BOUNDS[dtype]
+
+
+def test_a_training_step_of_one_command(ranks: int, dtype: str) -> None:
+    net, lone, loss = make_net(dtype=dtype), make_net(dtype=dtype), torch.nn.functional.mse_loss
+    step = torch_train.make_train_function(net, loss, torch.optim.Adam(net.parameters(), lr=0.01))
+    synk.distribute()
+    reference = torch.optim.Adam(lone.parameters(), lr=0.01)
+    random = np.random.default_rng(4)
+    x, y = random.normal(size=(30, 4)).astype(dtype), random.normal(size=(30, 2)).astype(dtype)
+    for number in range(8):
+        batch = random.integers(0, 30, random.integers(1, 20))
+        found = step(x, y, batch=batch, num_slices=1 + number % 2)
+        reference.zero_grad()
+        expected = loss(lone(torch.from_numpy(x[batch])), torch.from_numpy(y[batch]))
+        expected.backward()
+        reference.step()
+        assert abs(found - expected.item()) < 10 * BOUNDS[dtype] * max(1, expected.item())
+    weights = synk.gather(synk.weights(net))
+    assert all(np.array_equal(value, weights[0]) for value in weights), "replicas are bitwise equal"
+
+
+def test_every_mode_is_exact_for_any_rows_and_slices(ranks: int, dtype: str) -> None:
+    def compute(x, y, weight):
+        rows = torch.tanh(x) * weight + y[:, None]
+        return rows.mean(0), rows.sum(0), rows.amax(0), rows.amin(0), rows.prod(0), rows, rows.sum().item()
+
+    modes = ["avg", "sum", "c_max", "min", "prod", "gather", None]
+    f = synk.function(compute, modes, bcast_inputs=["weight"])
+    synk.distribute()
+    random, bound = np.random.default_rng(1), BOUNDS[dtype]
+    weight = np.asarray(1.5, dtype)
+    for n_rows in (1, 2, 7, 29):
+        x, y = random.uniform(0.5, 1.5, (n_rows, 3)), random.uniform(-0.1, 0.1, n_rows)
+        x, y = x.astype(dtype), y.astype(dtype)
+        rows = np.tanh(x) * weight + y[:, None]
+        folds = [rows.mean(0), rows.sum(0), rows.max(0), rows.min(0), rows.prod(0), rows]
+        for n_slices in (1, 2, 5):
+            found = f(x, y, weight=weight, num_slices=n_slices)
+            for value, expected in zip(found[:6], folds, strict=True):
+                assert value.dtype == dtype and largest_error(value, expected) < bound
+        batch = random.integers(0, n_rows, 5)
+        assert largest_error(f(x, y, weight, batch=batch, output_subset=[1])[0], rows[batch].sum(0)) < bound
+        assert largest_error(f.alone(x, y, weight)[1], rows.sum(0)) < bound
+
+
+def test_large_outputs_fold_where_they_are(ranks: int) -> None:
+    """On GPUs those of a megabyte and more stay there until they are folded."""
+    size = 300_000
+    f = synk.function(
+        lambda x: [x[:, :1] * torch.ones(size, device=x.device)] * 2 + [x.sum(0)], ["gather", "max", "sum"]
     )
-    for ours, theirs in zip(net.parameters(), lone.parameters(), strict=True):
-        assert largest_error(ours.detach(), theirs.detach()) < 1e-10
+    g = synk.function(
+        lambda x: [(x.mean(0) * torch.ones(size, device=x.device))] * 5, ["avg", "sum", "max", "min", "prod"]
+    )
+    synk.distribute()
+    for n_rows in (1, ranks, 2 * ranks + 1):
+        x = np.linspace(0.5, 2, n_rows, dtype="float32")[:, None]
+        ends = [n_rows * rank // ranks for rank in range(ranks + 1)]
+        parts = [part.mean() for part in np.split(x, ends[1:-1]) if len(part)]
+        folds = [x.mean(), np.sum(parts), max(parts), min(parts), np.prod(parts)]
+        for found, expected in zip(g(x), folds, strict=True):
+            assert found.dtype == "float32" and found.shape == (size,)
+            assert largest_error(found, np.full(size, expected)) < 1e-6
+        assert largest_error(g(x, output_subset=[2])[0], np.full(size, max(parts))) < 1e-6
+        if DEVICES and n_rows > 1:
+            assert synk.session.current_team("").here.gpu.folder._n_elements == size, "folded on the GPU"
+        if n_rows == 1 or n_rows == ranks:
+            rows, largest, total = f(x)
+            assert np.array_equal(rows, np.repeat(x, size, 1))
+            assert largest_error(largest, np.full((1, size), 2 if n_rows > 1 else 0.5)) < 1e-6
+            assert largest_error(total, x.sum(0)) < 1e-6
+    with pytest.raises(ValueError, match=r"parts of different shapes.*max needs equal ones"):
+        f(np.ones((2 * ranks + 1, 1), "float32"))
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "int64"])
+def test_all_reduce_of_a_single_tensor_that_may_change_its_shape(ranks: int, kind: str) -> None:
+    tensor = synk.share(torch.zeros(3, dtype=getattr(torch, kind)))
+    synk.function(lambda: tensor * 1, None)
+    synk.distribute()
+    folds = {"sum": np.sum, "max": np.max, "min": np.min, "prod": np.prod, "avg": np.mean}
+    for length in (3, 770, 0, 2):
+        values = np.random.default_rng(3).integers(1, 9, (ranks, length)).astype(kind)
+        for op, fold in list(folds.items())[: 4 if kind == "int64" else 5]:
+            for rank, value in enumerate(values):
+                synk.set_value(rank, tensor, value)
+            synk.all_reduce(tensor, op)
+            found = synk.gather(tensor)
+            assert all(np.array_equal(value, found[0]) for value in found)
+            assert largest_error(found[0], fold(values, 0)) < 1e-6
+    assert tensor.cpu().numpy().tolist() == found[0].tolist()
+
+
+def test_buffers_of_a_module_are_each_ranks_own(ranks: int) -> None:
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+
+    net, lone = synk.share(make()), make()
+    f = synk.function(lambda x: net(x) * 1, "gather", updates=[synk.grads(net)])
+    synk.distribute()
+    x = np.random.default_rng(0).normal(size=(6 * ranks, 3)).astype("float32")
+    found = f(x)
+    parts = [lone(torch.from_numpy(part)) for part in np.split(x, ranks)]
+    assert largest_error(found, torch.cat(parts).detach()) < 1e-5
+    assert synk.gather("int64 buffers of Sequential").tolist() == [[1]] * ranks
+    synk.all_reduce("float32 buffers of Sequential")
+    inputs = torch.nn.functional.linear(torch.from_numpy(x), lone[0].weight, lone[0].bias).detach()
+    means = inputs.reshape(ranks, 6, 4).mean(1).mean(0)
+    found = synk.gather("float32 buffers of Sequential")[:, :4]
+    assert largest_error(found, np.tile(0.1 * means, (ranks, 1))) < 1e-5, "0.1: BatchNorm1d's momentum"
+    f(x, num_slices=2)
+    assert net[1].num_batches_tracked.item() == 3
 
 
 def test_stored_rows_of_a_shared_tensor(ranks: int) -> None:
@@ -132,15 +239,20 @@ def test_a_sliced_call_that_changes_what_it_did_not_declare_is_an_error(ranks: i
         f(x, num_slices=2)
     with pytest.raises(RuntimeError, match="backward changes gradients of Sequential"):
         g(x, num_slices=2)
-    synk.set_value(0, synk.weights(net), np.concatenate([b.numpy().reshape(-1) for b in before]))
-    synk.broadcast(synk.weights(net))
+    synk.broadcast(synk.weights(net), np.concatenate([value.cpu().numpy().ravel() for value in before]))
     assert declared(x, num_slices=3) == 48
-    assert largest_error(next(net.parameters()).detach(), before[0] + 1) < 1e-12, "once, not three times"
+    first = next(net.parameters()).detach()
+    assert largest_error(first.cpu(), before[0].cpu() + 1) < 1e-12, "once, not three times"
 
 
 def test_what_a_callable_may_not_be(ranks: int) -> None:
     net = synk.share(make_net())
     lock = threading.Lock()
+    if DEVICES:
+        with pytest.raises(UserError, match="graph: PyTensor has no code for GPUs"):
+            synk.function([], None, name="graph")
+    with pytest.raises(TypeError, match="bfloat16, a dtype that NumPy has not"):
+        synk.share(torch.zeros(2, dtype=torch.bfloat16))
     with pytest.raises(TypeError, match=r"\*rest.*positional"):
         synk.function(lambda *rest: 0, None)
     with pytest.raises(ValueError, match="bcast_inputs has 'z', inputs are x"):
@@ -157,14 +269,35 @@ def test_what_a_callable_may_not_be(ranks: int) -> None:
         synk.weights(make_net())
     with pytest.raises(TypeError, match="one dtype"):
         synk.share(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double()))
+    with pytest.raises(TypeError, match=r"tanh.* does not tell its parameters"):
+        synk.function(torch.tanh, "gather")
+    module = synk.function(net, "gather")
+    nothing = synk.function(lambda x: None, "sum", name="nothing")
     wrong = synk.function(lambda x: (x.sum(), x.sum()), ["sum"], name="wrong")
     whole = synk.function(lambda x: x.long().sum(), "avg", name="whole")
     synk.distribute()
     with pytest.raises(TypeError, match="wrong returned 2 outputs, 1 have modes"):
         wrong(np.ones(6))
+    assert module(np.ones((5, 4))).shape == (5, 2), "a module is a callable, too"
+    with pytest.raises(TypeError, match="nothing: output 0 is NoneType, which has no sum"):
+        nothing(np.ones(6))
     with pytest.raises(TypeError, match="int64, which has no avg"):
         whole(np.ones(6))
     synk.function(lambda x: lock, None, name="locked")
     with pytest.raises(TypeError, match="function 'locked': 'lock', which it uses can't go to the ranks"):
         synk.distribute()
     assert synk.distribute() is None, "the function that can't go over is passed over from now on"
+
+
+@pytest.mark.slow
+def test_values_stay_when_the_team_is_closed() -> None:
+    """In ordinary memory, where the next team finds them."""
+    net = make_net()
+    for number in range(2):
+        with team(len(DEVICES) or 2, devices=DEVICES or None):
+            synk.share(net)
+            synk.function(lambda: None, None, updates=[synk.weights(net)])
+            synk.distribute()
+            synk.broadcast(synk.weights(net), np.arange(37.0) + number)
+        values = torch.cat([param.detach().reshape(-1) for param in net.parameters()])
+        assert values.tolist() == (np.arange(37.0) + number).tolist()

@@ -1,6 +1,5 @@
 """Update rules and training steps: against NumPy, over uneven steps, whatever the number of ranks."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -87,41 +86,37 @@ def gradient(params: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> tuple[fl
     return float((error**2).sum(1).mean()), [x.T @ inner, inner.sum(0), hidden.T @ back]
 
 
-@pytest.fixture(scope="module", params=[3])
-def steps(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    with team(request.param):
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_rules_over_25_uneven_steps_are_those_of_one_process(size: int) -> None:
+    """All in one test, so that there is one team."""
+    with team(size):
         made = {}
         for name in RULES:
             values, params, x, y, loss = network("float64")
             rule = getattr(updates, name)
-            made[name] = (
-                values,
-                params,
-                train.make_train_function(loss, params, x, y, rule, learning_rate=RATE),
-            )
+            step = train.make_train_function(loss, params, x, y, rule, learning_rate=RATE)
+            made[name] = values, params, step
         synk.distribute()
-        yield made
+        for name, (values, params, step) in made.items():
+            check_rule(name, values, params, step)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_rule_over_25_uneven_steps_is_that_of_one_process(steps: dict[str, Any], rule: str) -> None:
-    values, params, step = steps[rule]
+def check_rule(rule: str, values: list[np.ndarray], params: list[Any], step: Any) -> None:
     random = np.random.default_rng(7)
     x, y = random.normal(size=(60, 4)), random.normal(size=(60, 2))
     data = synk.data(x), synk.data(y)
     reference = Reference(values)
     for number in range(25):
-        batch = random.integers(
-            0, 60, random.integers(1, 20)
-        )  # often not to be divided evenly, or by fewer ranks
+        # often not to be divided evenly, or by fewer ranks
+        batch = random.integers(0, 60, random.integers(1, 20))
         loss = step(*data, batch=batch, num_slices=1 + number % 3)
         expected, gradients = gradient(reference.params, x[batch], y[batch])
-        assert abs(float(loss) - expected) <= 1e-10 * expected
+        assert abs(float(loss) - expected) <= 1e-10 * expected, rule
         reference.step(rule, gradients)
     for param, expected_value in zip(params, reference.params, strict=True):
         on_ranks = synk.gather(param)
         assert all(np.array_equal(value, on_ranks[0]) for value in on_ranks), "replicas are bitwise equal"
-        assert largest_error(on_ranks[0], expected_value) <= 1e-10
+        assert largest_error(on_ranks[0], expected_value) <= 1e-10, rule
 
 
 def test_constants_have_the_parameters_dtype_whatever_floatx_is() -> None:

@@ -35,6 +35,8 @@ _LIMITS = {
     "precisions": 90.0,
     "table1": 110.0,
     "resnet50": 60.0,
+    "functions": 60.0,
+    "flow": 80.0,
 }
 _LEAST = 20.0
 _PATIENCE = 4  # times as long for a rehearsal, which may have to share its two cores with others

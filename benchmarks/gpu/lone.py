@@ -65,7 +65,7 @@ class LoneTrainer(lone.LoneTrainer):
 
     def mean_loss(self) -> float:
         """Of all steps so far: a number if what has been timed was training."""
-        loss, _, n_images = self.trainer.recorder.sums()
+        loss, _, n_images, _ = self.trainer.recorder.sums()
         return loss / n_images
 
     def use(self, feed: Feed) -> None:

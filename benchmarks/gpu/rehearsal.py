@@ -30,8 +30,15 @@ def environment(folder: Path) -> dict[str, str]:
     site = build.build_pycuda(toolkit)
     driver = build.build_driver(folder, toolkit, build.names_needed(site))
     parts = (site, driver, build.build_kernels(folder), folder / "devices")
-    found: dict[str, str] = simulated.Simulation(*parts, {}).environment()
+    found: dict[str, str] = simulated.Simulation(*parts, {}).set(proof_bytes=1 << 16).environment()
     return {**found, "OMP_NUM_THREADS": "1"}  # so that it does not take longer where others work too
+
+
+def flow_on_the_host() -> None:
+    """Devices of lockstep.flow whose values are torch's on the CPU."""
+    import simulated
+
+    simulated.compute_flow_on_the_host()
 
 
 def join() -> None:
@@ -39,8 +46,5 @@ def join() -> None:
     sys.path.insert(0, str(HERE))
     import simulated
 
-    from lockstep.exchange import proof
-
     parts: list[Any] = [Path(part) for part in json.loads(os.environ["CUDA_SIM_PARTS"])]
     simulated.use(simulated.Simulation(*parts, {}))
-    proof.PROOF_BYTES = 1 << 16  # a simulated kernel takes seconds for what training proves

@@ -223,6 +223,39 @@ def _resnet50(figures: Figures) -> Iterator[str]:
         yield table("ResNet-50's training step on a resident batch of 256", rows)
 
 
+def _functions(figures: Figures) -> Iterator[str]:
+    if "functions" in figures:
+        yield f"lockstep.synk: {figures['functions']}.\n"
+    for name, head in (("calls", "call"), ("steps", "step of SGD, an MLP of 784-500-500-10")):
+        if name in figures:
+            rows: Rows = [(head, "ms"), *((what, f"{ms:.3f}") for what, ms in figures[name].items())]
+            yield table(f"lockstep.synk's {name}, two ranks on one GPU (which is no speed-up)", rows)
+
+
+def _flow(figures: Figures) -> Iterator[str]:
+    if "us an operation" in figures:
+        rows: Rows = [("one small operation behind another", "us")]
+        rows += [(name, f"{value:.1f}") for name, value in figures["us an operation"].items()]
+        yield table("flow: the gap between launches", rows)
+    if "steps" in figures:
+        rows = [("ResNet-50, a batch of 256", "images/s", "ms", "host, ms")]
+        for name, step in figures["steps"].items():
+            rate = f"{step['images_per_second']:,.0f}"
+            rows.append((name, rate, f"{step['ms']:.3f}", f"{step['host_ms']:.3f}"))
+        yield table("flow: ResNet-50's step in bf16 on resident samples", rows)
+    if "merging" in figures:
+        found = figures["merging"]
+        yield (
+            f"A step on two devices takes {found['beside backward']:.3f} ms with merging beside backward, "
+            f"{found['at its end']:.3f} ms with merging at its end; merging alone takes "
+            f"{found['alone']:.3f} ms. So {found['share hidden']:.0%} of it is hidden.\n"
+        )
+    if "images_per_second" in figures:
+        rows = [("devices", "ResNet-50, images/s, 128 a device")]
+        rows += [(name, f"{value:,.0f}") for name, value in figures["images_per_second"].items()]
+        yield table("flow: images a second", rows)
+
+
 _TABLES: dict[str, Callable[[Figures], Iterator[str]]] = {
     "preflight": _preflight,
     "alexnet": _alexnet,
@@ -235,4 +268,6 @@ _TABLES: dict[str, Callable[[Figures], Iterator[str]]] = {
     "precisions": _alexnet,
     "table1": _table1,
     "resnet50": _resnet50,
+    "functions": _functions,
+    "flow": _flow,
 }

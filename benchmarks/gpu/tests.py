@@ -48,7 +48,8 @@ def run_rest(setting: Setting, work: Path, record: Record) -> None:
         _run_all([("test_rehearsed.py", "-k", "passes")], _rehearsed(work), work, record)
         return
     others = (*_FIRST[1][:1], "-k", f"not {_ALONE} and not ({_FIRST[1][2]})")
-    _run_all([others, ("test_gpu.py", "-k", _ALONE)], _ROOT / "tests", work, record)
+    calls = [others, ("test_gpu.py", "-k", _ALONE), ("test_synk_gpu.py",)]
+    _run_all(calls, _ROOT / "tests", work, record)
 
 
 def _run_all(calls: list[tuple[str, ...]], folder: Path, work: Path, record: Record) -> None:

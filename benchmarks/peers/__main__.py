@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.measure import table, write_results
+from benchmarks.measure import table, verdict, write_results
 from benchmarks.peers import pair
 from benchmarks.peers.contender import BATCH
-from benchmarks.peers.duel import columns, duel, verdict
+from benchmarks.peers.duel import columns, duel
 
 # ours, a peer, the ratio aimed at (None: no target), steps of a turn
 _DUELS = (
@@ -46,7 +46,8 @@ def main() -> None:
                 numbers[theirs] = "not measured: torchvision is not here"
                 continue
             found = numbers[f"{ours} / {theirs}"] = duel(ours, theirs, n_steps, words.repeats, folder)
-            rows.append((ours, theirs, *columns(found, ours, theirs), verdict(found["ratio"], aim)))
+            words = verdict(found["ratio"], aim) if aim else ""
+            rows.append((ours, theirs, *columns(found, ours, theirs), words))
         found = numbers["two processes, digits"] = pairs(words.repeats, folder)
     section = table(f"The same network, data and batch of {BATCH}, in turns; least to most", rows)
     rates = f"{found['Lockstep']:,.0f} images/s, {found['DistributedDataParallel']:,.0f}"

@@ -56,10 +56,3 @@ def columns(found: dict[str, Any], ours: str, theirs: str) -> tuple[str, ...]:
     times = (found[name] for name in (ours, theirs))
     spans = tuple(f"{time['ms']:.1f} ({time['least']:.1f} to {time['most']:.1f})" for time in times)
     return *spans, f"{found['ratio']:.2f} x", f"{found['ratio of processor time']:.2f} x"
-
-
-def verdict(ratio: float, aim: float | None) -> str:
-    """Whether a ratio reaches its target, for people; nothing where there is none."""
-    if aim is None:
-        return ""
-    return f"target {aim} x: {'pass' if ratio >= aim else 'short'}"

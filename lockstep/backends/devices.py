@@ -20,6 +20,8 @@ from lockstep.errors import UserError
 # What tells the Linux inside Windows (WSL 2) from others: its kernel's name, and its way to the GPU.
 KERNEL_VERSION = Path("/proc/version")
 WINDOWS_GPU = Path("/dev/dxg")
+_CPUINFO = Path("/proc/cpuinfo")
+_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # as Linux names them on x86 and on ARM
 _GPU = re.compile(r"(?:gpu|cuda:)(\d+)")
 _ON_CPU = "to train on the CPU: --spec spec_cpu.yaml"
 _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*True")
@@ -62,8 +64,11 @@ def choose() -> tuple[tuple[str, ...], str]:
     return names, f"all visible GPUs, with driver {shown[0].driver}: {listing}"
 
 
-def check(devices: tuple[str, ...]) -> None:
-    """Raises UserError when a device is not there or can't be used. devices: as `normalise` writes them."""
+def check(devices: tuple[str, ...], otherwise: str = _ON_CPU) -> None:
+    """Raises UserError when a device is not there or can't be used. devices: as `normalise` writes them.
+
+    otherwise: what to do without it.
+    """
     numbers = [int(device.removeprefix("cuda:")) for device in devices if device != "cpu"]
     if not numbers:
         return
@@ -71,13 +76,15 @@ def check(devices: tuple[str, ...]) -> None:
     try:
         gpus, shown = _look()
     except UserError as error:
-        raise UserError(f"{refused}: {error}; {_ON_CPU}") from error
+        raise UserError(f"{refused}: {error}; {otherwise}") from error
     if max(numbers) >= len(shown):
         hidden = f", and {_setting_text()} shows {len(shown)}" if max(numbers) < len(gpus) else ""
-        raise UserError(f"devices: cuda:{max(numbers)} is not there: {_count(gpus)} here{hidden}; {_ON_CPU}")
+        raise UserError(
+            f"devices: cuda:{max(numbers)} is not there: {_count(gpus)} here{hidden}; {otherwise}"
+        )
     obstacle = _find_obstacle(shown)
     if obstacle:
-        raise UserError(f"{refused}: {obstacle}; {_ON_CPU}")
+        raise UserError(f"{refused}: {obstacle}; {otherwise}")
 
 
 def notices(devices: tuple[str, ...]) -> list[str]:
@@ -121,7 +128,7 @@ def count_cores() -> int:
 
 
 def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in _CPUINFO.read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()  # ARM's kernel tells no name
@@ -200,6 +207,25 @@ def _count(gpus: list[Gpu]) -> str:
     """'2 NVIDIA GPUs (NVIDIA H200, NVIDIA L4) are', each model once."""
     models = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
     return f"{len(gpus)} NVIDIA GPU{'s' * (len(gpus) > 1)} ({models}) {'are' if len(gpus) > 1 else 'is'}"
+
+
+def notices_of_keys(config: Config) -> list[str]:
+    """What keys mean on these devices, beyond what they say."""
+    if on_gpus(config.devices):
+        same = config.parts is None or config.deterministic
+        return [] if same else ["parts: GPUs give the same bits in every run with deterministic: true only"]
+    return _cost_of_bf16() if config.precision == "bf16" else []
+
+
+def _cost_of_bf16() -> list[str]:
+    """That this processor has no instructions for bfloat16, and what that costs."""
+    lines = _CPUINFO.read_text().splitlines() if _CPUINFO.exists() else []
+    words = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
+    if not words or _BF16 & set(words):
+        return []
+    times = "1.3" if "avx512f" in words else "5"
+    text = "precision: bf16: this processor has no instructions for bfloat16: a step may take"
+    return [f"{text} {times} times as long as in fp32"]
 
 
 def check_keys(config: Config) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _AT_LEAST = {
     "accumulate": 1,
     "batch_size": 1,
+    "check_every": 1,
     "cpu_threads": 1,
     "input_size": 1,
     "label_smoothing": 0,

@@ -18,7 +18,7 @@ from lockstep.config.checks import check
 from lockstep.config.old_keys import translate
 from lockstep.config.schema import Config
 from lockstep.errors import UserError, nearest
-from lockstep.typed import convert, describe
+from lockstep.typed import convert, describe, words_of
 
 COMMAND_LINE = "command line"
 # PyYAML lets the errors of int(), float() and date() through for tags like !!int x, and recursion for deep
@@ -112,4 +112,5 @@ def _checked(source: str, key: str, value: Any, hint: Any) -> Any:
     try:
         return convert(value, hint)
     except TypeError:
-        raise UserError(f"{source}: {key} must be {describe(hint)}, not {value!r}") from None
+        meant = nearest(value, words_of(hint)) if isinstance(value, str) else ""
+        raise UserError(f"{source}: {key} must be {describe(hint)}, not {value!r}{meant}") from None

@@ -73,6 +73,31 @@ def problems(config: "Config") -> Iterable[tuple[str, str]]:
         yield "on_loss", "shrink needs minibatch, so that fewer trainers go on with the same training"
     if config.parts is not None:
         yield from _bad_parts(config)
+    if config.factors:
+        yield from _bad_factors(config)
+    if config.sync_batch_norm:
+        yield from _bad_norms(config)
+
+
+def _bad_norms(config: "Config") -> Iterable[tuple[str, str]]:
+    """Trainers meet in every layer of every step: they must all be in the same step, and not in a graph."""
+    if config.rule not in ("auto", "weights", "gradients"):
+        yield "sync_batch_norm", f"goes with rule: weights or gradients, not with {config.rule}"
+    if config.parts is not None:
+        yield "sync_batch_norm", "can't be combined with parts, which have statistics of their own"
+    if config.cuda_graph is True:
+        yield "sync_batch_norm", "can't be captured: set cuda_graph: false"
+    if config.exchange == "swap":
+        yield "sync_batch_norm", "needs another exchange than swap, which averages whole arenas only"
+
+
+def _bad_factors(config: "Config") -> Iterable[tuple[str, str]]:
+    if config.parts is not None:
+        yield "factors", "can't be added in a fixed order: set factors: false or parts: null"
+    elif config.rule != "gradients":
+        yield "factors", f"take the place of gradients: set rule: gradients, not {config.rule}"
+    if config.cuda_graph is True:
+        yield "cuda_graph", "can't capture factors, which are counted in every pass: set cuda_graph: false"
 
 
 def _bad_parts(config: "Config") -> Iterable[tuple[str, str]]:

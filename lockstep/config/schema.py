@@ -56,7 +56,10 @@ class Config:
     rule: RuleName = "auto"
     rule_args: dict[str, Any] = field(default_factory=dict)  # see lockstep/config/rules.py
     minibatch: int | None = None  # pictures a step of all trainers; null: batch_size times their number
+    sync_batch_norm: bool = False  # batch normalisation by the statistics of all trainers' pictures
     parts: int | None = None  # of a minibatch, with gradients added in a fixed order; null: one a trainer
+    factors: bool = False  # rule gradients: large layers exchange factors of gradients
+    overlap: bool = True  # rule gradients, exchange p2p: gradients are summed while others are computed
 
     # Data
     data_folder: str = "./data/digits"
@@ -95,6 +98,7 @@ class Config:
     )
     on_loss: Literal["stop", "restart", "shrink"] = "stop"  # when a process is killed or hangs
     restarts: int = 3  # at most, of on_loss: restart or shrink
+    check_every: int | None = 1000  # steps between comparisons of replicas, bit for bit
     wait_deadline: float = 120.0  # seconds that one process waits for another
 
     # Output

@@ -9,50 +9,22 @@ from pathlib import Path
 
 from lockstep.backends.devices import count_cores
 from lockstep.doctor.report import Line
+from lockstep.memory.limits import group_limits, memory_of_machine
 
-_NO_LIMIT = 1 << 60  # version 1 of control groups writes a number like this where there is no limit
 _GIB = 1 << 30
 
 
 def describe(runs: Path) -> Iterator[Line]:
     """runs: the folder that runs are to be written to; it need not be there yet."""
     yield Line("processor", f"{_processor()}, {count_cores()} of {os.cpu_count()} cores for this process")
-    memory = _memory()
+    memory = memory_of_machine()
     total, available = memory["MemTotal"], memory["MemAvailable"]
     yield Line("memory", f"{available / _GIB:.1f} GiB available of {total / _GIB:.1f}")
-    limit = cgroup_limit()
-    text = "none" if limit is None else f"{limit / _GIB:.1f} GiB; a run that takes more is killed"
+    limits = [group.limit for group in group_limits()]
+    text = f"{min(limits) / _GIB:.1f} GiB; a run that takes more is killed" if limits else "none"
     yield Line("limit by control group", text)
     yield Line("limit on locked memory", _locked_memory())
     yield _describe_runs(runs)
-
-
-def cgroup_limit(
-    process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> int | None:
-    """Bytes of memory that the control groups of this process leave it, or None without a limit.
-
-    A group's limit holds for all groups below it, so the least from its own up to the root counts. Version 2:
-    memory.max; version 1: memory.limit_in_bytes (cgroups(7); the kernel's admin guide, "cgroup-v2" and
-    "cgroup-v1/memory").
-    """
-    limits = [_NO_LIMIT]
-    for line in process.read_text().splitlines() if process.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            top, name = root, "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = root / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            file = folder / name
-            if (folder == top or top in folder.parents) and file.is_file():
-                text = file.read_text().strip()
-                limits += [int(text)] if text.isdigit() else []  # or 'max'
-    least = min(limits)
-    return least if least < _NO_LIMIT else None
 
 
 def existing(folder: Path) -> Path:
@@ -65,12 +37,6 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def _memory() -> dict[str, int]:
-    """Bytes by name (proc(5), /proc/meminfo)."""
-    fields = (line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return {name: int(text.split()[0]) * 1024 for name, text in fields}
 
 
 def _locked_memory() -> str:

@@ -4,6 +4,7 @@ The general one has four, of two collectives. Here what a rank folds is used and
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 from lockstep.exchange import ALIGNMENT, Op, Span
 from lockstep.exchange.transport import Barrier, Collective, Transport
@@ -12,18 +13,22 @@ from lockstep.exchange.transport import Barrier, Collective, Transport
 class DirectTransport(Transport):
     """Its `settle` of an all-reduce brings what all have spread."""
 
-    def reduce(self, others: Transport, span: Span, op: Op, barrier: Barrier | None = None) -> None:
-        others.offer(Collective("reduce_scatter", span, op))
+    def reduce(
+        self, others: Transport, spans: Sequence[Span], op: Op, barrier: Barrier | None = None
+    ) -> None:
+        for span in spans:
+            others.offer(Collective("reduce_scatter", span, op))
         self.clock("meet")
         (barrier or self.group.barrier)("update: all have offered")
         others.accept()
         self.clock("exchange")
 
-    def publish(self, span: Span, barrier: Barrier | None = None) -> None:
+    def publish(self, spans: Sequence[Span], barrier: Barrier | None = None) -> None:
         self.worked()
         self.clock("meet")
         (barrier or self.group.barrier)("update: all have worked")
-        self.settle(Collective("all_reduce", span))
+        for span in spans:
+            self.settle(Collective("all_reduce", span))
 
     def exchange_rows(self, barrier: Barrier | None = None) -> None:
         """With one barrier: every rank fetches the rows of the others."""

@@ -5,8 +5,9 @@ before the first barrier, *worked* behind its part of the work. Every rank's str
 wait refers to the last record that was issued before it, so the barriers put the calls in order: records
 before a barrier, waits after it.
 
-All is done in the compute stream itself. Another stream would gain nothing: the next forward pass needs the
-mean.
+All is done in the compute stream itself, since what comes next needs the result; but for folds of what was
+marked. For each mark there is one more event, and a stream of its own waits for it in all ranks and folds,
+while the compute stream goes on with what came after the mark.
 
 This file has run on the simulated driver of the tests only, not on a GPU yet.
 """
@@ -30,6 +31,7 @@ MOST_RANKS = 16  # as in kernels/fold.cu
 _THREADS = 256
 _FLOATS = 4  # that one thread takes
 _FLOAT_BYTES = 4
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: never waits for the default stream
 
 
 class FoldKernel:
@@ -73,6 +75,7 @@ class PeerTransport(DirectTransport):
     """block: this rank's n_elements float32. stream: in which this rank computes."""
 
     name = "peer to peer"
+    overlaps = True
 
     def __init__(
         self, memory: CudaMemory, stream: Any, block: CudaBlock, n_elements: int, group: Group
@@ -83,12 +86,13 @@ class PeerTransport(DirectTransport):
         self._opened = self._open(block)
         blocks = {**self._opened, group.world.rank: block}
         self._addresses = [blocks[rank].pointer for rank in sorted(blocks)]
-        self._offered, self._worked = memory.shared_events(2) if group.pipes else memory.events(2)
-        self._peers_offered, self._peers_worked = self._open_events()
+        (self._offered, self._worked), theirs = self._open_events(2)
+        self._peers_offered, self._peers_worked = theirs
+        self._peers_marks: list[list[Any]] = []
 
     def another(self, block: Block, flat: "torch.Tensor") -> "PeerTransport":
         assert isinstance(block, CudaBlock)
-        return type(self)(self._memory, self._stream, block, len(flat), self.group)
+        return PeerTransport(self._memory, self._stream, block, len(flat), self.group)
 
     def offer(self, collective: Collective) -> None:
         self._offered.record(self._stream)
@@ -118,10 +122,28 @@ class PeerTransport(DirectTransport):
         for event in self._peers_worked:
             self._stream.wait_for_event(event)
 
+    def open_marks(self, number: int) -> None:
+        self._marks, self._peers_marks = self._open_events(number)
+        self._beside, (self._joined,) = self._memory.driver.Stream(_NON_BLOCKING), self._memory.events(1)
+        self._kernel_beside = FoldKernel(self._memory, self._beside)
+
+    def mark(self, number: int) -> None:
+        self._marks[number].record(self._stream)
+
+    def fold_marked(self, number: int, span: Span, op: Op) -> None:
+        for event in [self._marks[number], *self._peers_marks[number]]:
+            self._beside.wait_for_event(event)
+        rank = self.group.world.rank
+        self._kernel_beside.launch(self._addresses, [self._addresses[rank]], span, op)
+
+    def join(self) -> None:
+        self._joined.record(self._beside)
+        self._stream.wait_for_event(self._joined)
+
     def close(self) -> None:
         self._stream.synchronize()
         self.group.barrier("nobody uses the blocks of the others any more")
-        self._peers_offered = self._peers_worked = []  # before their owners destroy them
+        self._peers_offered = self._peers_worked = self._peers_marks = []  # before their owners destroy them
         for block in self._opened.values():
             block.close()
         self.group.barrier("nobody has the blocks of the others open any more")
@@ -136,11 +158,13 @@ class PeerTransport(DirectTransport):
         assert all(theirs.n_bytes == block.n_bytes for theirs in opened.values()), "blocks differ in size"
         return opened
 
-    def _open_events(self) -> tuple[list[Any], list[Any]]:
+    def _open_events(self, number: int) -> tuple[list[Any], list[list[Any]]]:
+        """New events, and for each of them all those of the others."""
+        ours = (self._memory.shared_events if self.group.pipes else self._memory.events)(number)
         for pipe in self.group.pipes.values():
-            self._memory.send_events(pipe, [self._offered, self._worked])
+            self._memory.send_events(pipe, ours)
         theirs = [self._memory.receive_events(pipe, "its events") for pipe in self.group.pipes.values()]
-        return [offered for offered, _ in theirs], [worked for _, worked in theirs]
+        return ours, [[events[place] for events in theirs] for place in range(number)]
 
 
 class SwapTransport(PeerTransport):
@@ -151,6 +175,7 @@ class SwapTransport(PeerTransport):
     """
 
     name = "swap"
+    overlaps = False
 
     def __init__(
         self, memory: CudaMemory, stream: Any, block: CudaBlock, n_elements: int, group: Group

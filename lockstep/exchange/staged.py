@@ -1,7 +1,7 @@
 """Collectives on GPUs that can't reach each other: through page-locked host memory that all ranks share.
 
 The same shards, kernel and bits as peer to peer. Each rank's *stage* is host memory that all map: a place for
-every element of its block, from which the others fetch, and behind it one for the result of its own shard.
+every element of its block, from which the others fetch, and behind these as many for results.
 
 Nothing here needs CUDA IPC. A host waits for its own device before each barrier; then the barriers alone put
 everything in order. A result has a place of its own because others may still be fetching it when the next
@@ -43,10 +43,10 @@ class StagedTransport(DirectTransport):
         super().__init__(group, n_elements)
         self._memory, self._driver, self._stream, self._block = memory, memory.driver, stream, block
         most = n_elements // group.world.size + 2 * ALIGNMENT  # elements in the shard of any span
-        self._stages = self._open_stages(n_elements + most)
+        self._stages = self._open_stages(2 * n_elements)
         self._offered = {rank: stage.array(np.float32, (n_elements,)) for rank, stage in self._stages.items()}
         self._results = {
-            rank: stage.array(np.float32, (most,), _FLOAT * n_elements)
+            rank: stage.array(np.float32, (n_elements,), _FLOAT * n_elements)
             for rank, stage in self._stages.items()
         }
         self._fetched = {rank: memory.allocate(_FLOAT * most, "others' shards") for rank in group.pipes}
@@ -60,8 +60,7 @@ class StagedTransport(DirectTransport):
         self._reduce(span, op)
 
     def spread(self, span: Span) -> None:
-        assert self.chunk is None, "the shard comes as a whole: its place in the stage is that of its start"
-        self._copy_out(self._results[self.group.world.rank][: span[1] - span[0]], span[0])
+        self._copy_out(self._results[self.group.world.rank][slice(*span)], span[0])
 
     def worked(self) -> None:
         self._stream.synchronize()
@@ -78,8 +77,7 @@ class StagedTransport(DirectTransport):
         if collective.kind in _REDUCING:
             self._reduce(self.shard(collective.span), collective.op)
             if collective.kind == "all_reduce":
-                first, last = self.shard(collective.span)
-                self._copy_out(self._results[self.group.world.rank][: last - first], first)
+                self.spread(self.shard(collective.span))
         elif collective.kind == "all_gather":
             for rank in self.group.pipes:
                 self._fetch(rank, self._shard_of(rank, collective.span))
@@ -91,7 +89,7 @@ class StagedTransport(DirectTransport):
         if collective.kind == "all_reduce":
             for rank in self.group.pipes:
                 first, last = self._shard_of(rank, collective.span)
-                self._copy_in(self._block.pointer + _FLOAT * first, self._results[rank][: last - first])
+                self._copy_in(self._block.pointer + _FLOAT * first, self._results[rank][first:last])
 
     def close(self) -> None:
         self._stream.synchronize()

@@ -14,7 +14,7 @@ process's back. offer, accept and settle tie the work of a device to that of the
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -44,10 +44,12 @@ class Transport(ABC):
 
     clock: told 'meet' and 'exchange' when these phases of a collective begin; a stopwatch's `enter`.
     chunk: how many elements are best folded, used and spread at a time; None: all at once.
+    overlaps: whether the device folds what was marked while it computes something else.
     """
 
     name: str
     chunk: int | None = None
+    overlaps = False
 
     def __init__(self, group: Group, n_elements: int) -> None:
         self.group, self.n_elements = group, n_elements
@@ -91,16 +93,22 @@ class Transport(ABC):
         What it has left there comes into all blocks. With pieces as large as `chunk` all that happens while a
         core's cache holds them. Raises PeerProblem naming who has not come.
         """
-        self.reduce(others, span, op, barrier)
+        self.reduce(others, [span], op, barrier)
         for piece in self.pieces(span):
             others.fold(piece, op)
             step(piece)
             self.spread(piece)
-        self.publish(span, barrier)
+        self.publish([span], barrier)
 
-    def reduce(self, others: "Transport", span: Span, op: Op, barrier: Barrier | None = None) -> None:
-        """The first part of `update`: from here on `fold` may be called for pieces of this rank's shard."""
-        others.reduce_scatter(span, op, barrier)
+    def reduce(
+        self, others: "Transport", spans: Sequence[Span], op: Op, barrier: Barrier | None = None
+    ) -> None:
+        """The first part of `update`: from here on `fold` may be called for pieces of this rank's shards.
+
+        spans: several, of the blocks of `others`, that share no element.
+        """
+        for span in spans:
+            others.reduce_scatter(span, op, barrier)
 
     def fold(self, span: Span, op: Op) -> None:  # noqa: B027 (`reduce` has done it)
         """A piece of this rank's shard, in its own block, is the fold of all blocks' from here on."""
@@ -108,9 +116,26 @@ class Transport(ABC):
     def spread(self, span: Span) -> None:  # noqa: B027 (`publish` will do it)
         """A piece of this rank's shard is on its way into all blocks from here on."""
 
-    def publish(self, span: Span, barrier: Barrier | None = None) -> None:
-        """The last part of `update`: what every rank has spread is in all blocks."""
-        self.all_gather(span, barrier)
+    def publish(self, spans: Sequence[Span], barrier: Barrier | None = None) -> None:
+        """The last part of `update`: what every rank has spread of the spans is in all blocks."""
+        for span in spans:
+            self.all_gather(span, barrier)
+
+    def open_marks(self, number: int) -> None:
+        """Where it `overlaps`: makes marks, numbered from 0. All ranks call it at once."""
+        raise NotImplementedError
+
+    def mark(self, number: int) -> None:
+        """What was asked of this rank's device so far is all that others need for `fold_marked(number)`."""
+        raise NotImplementedError
+
+    def fold_marked(self, number: int, span: Span, op: Op) -> None:
+        """After `reduce`: `fold`, as soon as all ranks' devices have come to the mark, beside other work."""
+        raise NotImplementedError
+
+    def join(self) -> None:
+        """What is asked of the device from now on needs all that `fold_marked` was called for."""
+        raise NotImplementedError
 
     def exchange_rows(self, barrier: Barrier | None = None) -> None:
         """The block is a table of one row a rank; row r of rank r's comes into all blocks.

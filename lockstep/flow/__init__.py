@@ -5,8 +5,9 @@ operations run when what they read is there, on several devices at once. docs/fl
 
 from lockstep.flow.arrays import Array, array, arrays, call, ones, randb, randn, zeros
 from lockstep.flow.capture import CaptureError, capture
-from lockstep.flow.devices import Device, cpus, cuda
+from lockstep.flow.devices import Device, cpus
 from lockstep.flow.engine import Engine, dry_run, wait_all
+from lockstep.flow.gpu import cuda
 from lockstep.flow.groups import receive, send
 from lockstep.flow.lanes import Operation, OperationError, waiting
 from lockstep.flow.parallel import Loss, ParallelExecutor, Strategy

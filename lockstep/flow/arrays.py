@@ -1,5 +1,6 @@
 """Lazy arrays: tensors whose operations are recorded, and run as soon as their inputs are there."""
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -110,7 +111,7 @@ class Array(torch.Tensor):
         if id(self) not in memo:
             copy = self.detach().clone().requires_grad_(self.requires_grad)
             if isinstance(self, nn.Parameter):
-                copy._is_param = True
+                private.as_parameter(copy)
             memo[id(self)] = copy
         found: Array = memo[id(self)]
         return found
@@ -172,7 +173,7 @@ def array(data: Any, dtype: torch.dtype | None = None) -> Array:
 def from_tensor(tensor: torch.Tensor, device: Device, name: str = "") -> Array:
     """The copy is made here and now: the tensor may change as soon as this returns."""
     with private.without_modes():
-        copy = tensor.detach().to("cpu", copy=True)
+        copy = _copy(tensor.detach())
     layout = None if copy.layout is not torch.strided else (copy.size(), copy.stride(), copy.dtype)
     storage = Storage(device, layout, name)
     made = Array(storage, tensor.size(), None if layout is None else layout[1], 0, tensor.dtype)
@@ -182,6 +183,22 @@ def from_tensor(tensor: torch.Tensor, device: Device, name: str = "") -> Array:
         step = Instruction("put", partial(device.put, copy), device, "communication")
         step.line, step.phase = placement.user_line(), "copy"
         run(step, [], [], [storage])
+    return made
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """In ordinary memory.
+
+    By this thread alone: torch would let the others of its pool help, and those keep cores busy for some
+    milliseconds afterwards, which the devices' workers need.
+    """
+    plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+    if not (plain and tensor.is_cpu):
+        return tensor.to("cpu", copy=True)
+    made = torch.empty_like(tensor)
+    if made.stride() != tensor.stride():  # it has gaps
+        return made.copy_(tensor)
+    ctypes.memmove(made.data_ptr(), tensor.data_ptr(), tensor.numel() * tensor.element_size())
     return made
 
 
@@ -199,7 +216,7 @@ def arrays(module: _Module) -> _Module:
                 if id(tensor) not in made:
                     new = from_tensor(tensor, device, f"{prefix}.{key}".lstrip("."))
                     if isinstance(tensor, nn.Parameter):
-                        new.requires_grad_(tensor.requires_grad)._is_param = True
+                        private.as_parameter(new.requires_grad_(tensor.requires_grad))
                     made[id(tensor)] = new
                 own[key] = made[id(tensor)]
     return module

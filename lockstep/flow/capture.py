@@ -129,8 +129,6 @@ class Capture:
         touched = [n for n in written if self._is_there(n)]
         kept = Step(step, read, new, sorted(needed), sorted(before - needed), external, touched)
         self.steps.append(kept)
-        for n in (*read, *written, *new):
-            self.memories[n].last = operation.number
         return _Unread(self, step.name)
 
     def _is_there(self, number: int) -> bool:
@@ -170,10 +168,8 @@ class Capture:
         """
         self._open = False
         self._copies.clear()
-        for leaf in self._leaves.values():
-            if isinstance(leaf.grad, Array) and leaf.grad.memory.program is self:
-                leaf.grad = None
-        self._leaves.clear()
+        while self._leaves:  # a loop's variable would keep the last
+            _forget_gradient(self._leaves.popitem()[1], self)
         inputs = {n for n, _, _ in self.inputs}
         made = [
             (n, weakref.ref(s)) for n, s in enumerate(self._storages) if s.program is self and n not in inputs
@@ -184,9 +180,6 @@ class Capture:
         for n, storage in made:
             if storage() is not None:
                 self._refuse_keeping(n)
-        for n, memory in enumerate(self.memories):
-            if memory.last >= 0 and memory.storage is None:
-                self.steps[memory.last].drops.append(n)
 
     def _refuse_keeping(self, memory: int) -> NoReturn:
         name = self.variables[self.memories[memory].newest].name
@@ -195,6 +188,11 @@ class Capture:
             f"{self.operations[maker].line}: {name} is kept by something outside of the step, which would "
             "not see the next run's: run the step once before the capture, so that what it keeps is there"
         )
+
+
+def _forget_gradient(leaf: Array, program: Capture) -> None:
+    if isinstance(leaf.grad, Array) and leaf.grad.memory.program is program:
+        leaf.grad = None
 
 
 class _Unread:

@@ -1,15 +1,13 @@
-"""Devices: what has memory and lanes. A CPU can be split into several; a GPU is one.
+"""Devices: what has memory and lanes. A CPU can be split into several; a GPU is one (gpu.py).
 
 Another kind of device is a class with the contract of `Device` (docs/extending.md has one).
 """
 
 import contextlib
-import ctypes
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,12 +15,13 @@ import torch
 
 from lockstep.backends import devices as machine
 from lockstep.errors import UserError
+from lockstep.exchange.fold import fold_all
+from lockstep.memory.malloc import share_one_heap
 
 if TYPE_CHECKING:
     from lockstep.flow.engine import Engine
 
 _THREADS = threading.Lock()
-_ARENA_MAX = -8
 
 
 class Event(Protocol):
@@ -58,26 +57,40 @@ class Device(ABC):
         """Called in each worker of a lane before its first operation; what it puts on the stack ends it."""
         return
 
-    def settle(self) -> None:
-        """Called in the worker behind each operation: returns when any lane can use its results."""
-        return
-
     def launch(self, function: Callable[[], Any]) -> Any:
         """Runs an operation in the worker; where the device is asynchronous, this returns before it has."""
         return function()
 
     def mark(self) -> "Event | None":
-        """Called in the worker behind each operation: what tells when it has run; None if it has."""
-        self.settle()
+        """Called in the worker behind each operation: what tells when any lane can use its results;
+
+        None if any can.
+        """
         return None
 
     def follow(self, event: "Event") -> None:
         """Called in the worker: what is launched next runs behind another lane's event."""
         event.synchronize()
 
+    def hold(self, values: Sequence[torch.Tensor]) -> None:
+        """Called before each operation: their memory must not be used again before it has run."""
+        return
+
     def call(self, function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
         """Runs one torch operation on values of this device."""
         return function(*arguments, **keywords)
+
+    def reaches(self, other: "Device", dtype: torch.dtype) -> bool:
+        """Whether `fold` here can use values in the other's memory as they are."""
+        return self.memory == other.memory
+
+    def fold(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Writes the sum of contiguous tensors, in their order, into others, which may be some of them."""
+        total = sources[0]
+        for source in sources[1:]:
+            total = total + source
+        for target in targets:
+            target.copy_(total)
 
     @abstractmethod
     def put(self, value: torch.Tensor) -> torch.Tensor:
@@ -111,122 +124,18 @@ class Cpu(Device):
         os.sched_setaffinity(0, self.cores)  # of this thread, and of those that torch starts from it
         set_own_threads(self.threads)
 
+    def fold(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        if sources[0].dtype not in (torch.float32, torch.float64):
+            super().fold(sources, targets)
+            return
+        arrays = {id(tensor): tensor.view(-1).numpy() for tensor in (*sources, *targets)}
+        fold_all([arrays[id(t)] for t in sources], [arrays[id(t)] for t in targets], "sum")
+
     def put(self, value: torch.Tensor) -> torch.Tensor:
         return value.to("cpu", copy=True)
 
     def fetch(self, value: torch.Tensor) -> torch.Tensor:
         return value.clone()
-
-
-class Cuda(Device):
-    """A GPU. Each lane has a stream, in which torch computes; operations are done when they are launched."""
-
-    asynchronous = True
-
-    def __init__(self, number: int, workers: int = 1) -> None:
-        from lockstep.memory.cuda import CudaMemory  # PyCUDA is there on machines with a GPU only
-
-        self.name, self.memory = f"cuda:{number}", f"cuda:{number}"
-        self.workers = {"compute": workers, "communication": 1, "fetch": 1, "call": 1}
-        self._memory = CudaMemory(self.name)
-        self.torch_device = torch_device(self.name)
-        self._here = threading.local()
-
-    def enter(self, kind: str, stack: contextlib.ExitStack) -> None:
-        self._memory.context.push()
-        stack.callback(self._memory.context.pop)
-        self._here.stream = self._memory.driver.Stream()
-        self._here.events = _Events(self._memory, self._here.stream)
-        stack.callback(self._leave)
-        if machine.on_gpus([self.torch_device]):
-            external: Any = torch.cuda.ExternalStream(self._here.stream.handle, self.torch_device)  # type: ignore[no-untyped-call]
-            stack.enter_context(torch.cuda.stream(external))
-
-    def _leave(self) -> None:
-        self._here.events.close()
-        del self._here.events, self._here.stream
-
-    def mark(self) -> "CudaEvent":
-        mark: CudaEvent = self._here.events.mark()
-        return mark
-
-    def follow(self, event: Event) -> None:
-        if isinstance(event, CudaEvent):
-            raw = event.raw()
-            if raw is not None:
-                self._here.stream.wait_for_event(raw)
-        else:
-            event.synchronize()
-
-    def call(self, function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        if machine.on_gpus([self.torch_device]):
-            for value in arguments:  # its memory must not be used again before this stream has read it
-                if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                    value.record_stream(torch.cuda.current_stream(self.torch_device))
-        return function(*arguments, **keywords)
-
-    def put(self, value: torch.Tensor) -> torch.Tensor:
-        return value.to(self.torch_device, copy=True)
-
-    def fetch(self, value: torch.Tensor) -> torch.Tensor:
-        return value.to("cpu", copy=True)
-
-
-class _Events:
-    """Those of one worker's stream. They are used again, and end in its thread, as PyCUDA asks for."""
-
-    def __init__(self, memory: Any, stream: Any) -> None:
-        self.context, self._driver, self._stream = memory.context, memory.driver, stream
-        self.made: list[Any] = []
-        self.free: deque[int] = deque()
-
-    def mark(self) -> "CudaEvent":
-        if not self.free:
-            self.free.append(len(self.made))
-            self.made.append(self._driver.Event(self._driver.event_flags.DISABLE_TIMING))
-        number = self.free.pop()
-        self.made[number].record(self._stream)
-        return CudaEvent(self, number)
-
-    def close(self) -> None:
-        self._stream.synchronize()
-        self.made.clear()
-
-
-class CudaEvent:
-    """An event behind what is in a stream now. Any thread can wait for it."""
-
-    def __init__(self, events: _Events, number: int) -> None:
-        self._events, self._number = events, number
-
-    def __del__(self) -> None:
-        self._events.free.append(self._number)
-
-    def raw(self) -> Any:
-        """PyCUDA's; None when its worker has ended, and so all that it had to do."""
-        made = self._events.made
-        return made[self._number] if made else None
-
-    def synchronize(self) -> None:
-        self._ask("synchronize")
-
-    def query(self) -> bool:
-        return bool(self._ask("query"))
-
-    def _ask(self, question: str) -> Any:
-        event = self.raw()
-        if event is None:
-            return True
-        self._events.context.push()
-        try:
-            return getattr(event, question)()
-        finally:
-            self._events.context.pop()
-
-
-def torch_device(name: str) -> torch.device:
-    """What torch calls it. The tests' simulated devices are the processor to torch."""
-    return torch.device(name)
 
 
 def cpus(n: int, threads: int | None = None, workers: int = 1) -> list[Cpu]:
@@ -236,7 +145,7 @@ def cpus(n: int, threads: int | None = None, workers: int = 1) -> list[Cpu]:
     docs/decisions.md for why it is one. Raises UserError for less than one of any.
     """
     for value, what in ((n, "n, the number of devices,"), (threads, "threads"), (workers, "workers")):
-        if value is not None and value < 1:
+        if value is not None and (not isinstance(value, int) or value < 1):
             raise UserError(f"flow.cpus: {what} is 1 or more, not {value}")
     share_one_heap()
     cores = sorted(os.sched_getaffinity(0))[: machine.count_cores()]
@@ -246,23 +155,6 @@ def cpus(n: int, threads: int | None = None, workers: int = 1) -> list[Cpu]:
         own = cores[first : max(stop, first + 1)]
         made.append(Cpu(f"cpu:{number}" if n > 1 else "cpu", frozenset(own), threads or len(own), workers))
     return made
-
-
-def cuda(number: int, workers: int = 1) -> Cuda:
-    """GPU `number`. Raises UserError, which says why, where it is not there or can't be used."""
-    machine.check((f"cuda:{number}",))
-    return Cuda(number, workers)
-
-
-def share_one_heap() -> None:
-    """Has threads that begin from now on allocate from the main thread's heap (mallopt(3), M_ARENA_MAX).
-
-    The C library gives threads heaps of their own, from which large pieces go back to the system whenever
-    they are freed: a worker would get new pages, which have to be cleared, for each result.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none, nor such heaps
-    if mallopt is not None:
-        mallopt(_ARENA_MAX, 1)
 
 
 def set_own_threads(number: int) -> None:

@@ -127,6 +127,9 @@ class Engine:
         It waits for the writers of what it reads, for readers and writers of what it writes, and for `after`.
         Raises UserError on a closed engine or for a device that is not the engine's.
         """
+        for used in (*reads, *writes):
+            if not isinstance(used, Uses):
+                raise UserError(f"push: {used!r} is not a variable: engine.variable(name) makes them")
         place = self.lane(self.devices[0] if device is None else device, lane)
         return self.submit(self.operation(function, place, name or "operation"), reads, writes, (), after)
 
@@ -143,26 +146,37 @@ class Engine:
         after: Sequence[Operation] = (),
     ) -> Operation:
         """Lets it wait for what its variables say, and for given ones: those it needs, those it follows."""
-        operation.engine = self
         with GRAPH:
-            if len(self._pending) >= self.run_ahead and HERE.lane is None:
-                self._wait_until(lambda: len(self._pending) <= self._resume_at)
-            if self.closed:
-                raise UserError(f"the engine is closed: {operation.name} can't be pushed any more")
-            self._pending.add(operation)
-            try:
-                found_needs, found_follows = order(operation, reads, writes)
-                found_needs += needs
-                found_follows += after
-                if trace.active:
-                    trace.note(operation, found_needs + found_follows)
-                operation.link(found_needs, found_follows)
-            except BaseException as error:  # Ctrl-C: nobody must wait for it for ever
-                operation.failure = Failure(operation, error)
-                raise
-            finally:
-                operation.release()
+            self.submit_next(operation, reads, writes, needs, after)
         return operation
+
+    def submit_next(
+        self,
+        operation: Operation,
+        reads: Collection[Uses],
+        writes: Collection[Uses],
+        needs: Sequence[Operation],
+        after: Sequence[Operation],
+    ) -> None:
+        """The same for who holds GRAPH."""
+        operation.engine = self
+        if len(self._pending) >= self.run_ahead and HERE.lane is None:
+            self._wait_until(lambda: len(self._pending) <= self._resume_at)
+        if self.closed:
+            raise UserError(f"the engine is closed: {operation.name} can't be pushed any more")
+        self._pending.add(operation)
+        try:
+            found_needs, found_follows = order(operation, reads, writes)
+            found_needs += needs
+            found_follows += after
+            if trace.active:
+                trace.note(operation, found_needs + found_follows)
+            operation.link(found_needs, found_follows)
+        except BaseException as error:  # Ctrl-C: nobody must wait for it for ever
+            operation.failure = Failure(operation, error)
+            raise
+        finally:
+            operation.release()
 
     def wait(self, variable: Uses) -> None:
         """Until the variable's value is there. Raises OperationError where it was not made."""

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.errors import UserError
 from lockstep.flow import placement, private
 from lockstep.flow.arrays import Array, from_tensor
 from lockstep.flow.devices import Device
@@ -22,6 +23,7 @@ class Processes:
     """
 
     def __init__(self, group: Any, device: Device) -> None:
+        check_distributed("group")
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._turn = _turn(device)
@@ -88,10 +90,17 @@ def _turn(device: Device) -> Array:
         return from_tensor(torch.zeros(()), device, "turn")
 
 
+def check_distributed(what: str) -> None:
+    """Raises UserError before torch.distributed has begun."""
+    if not dist.is_initialized():
+        raise UserError(f"{what} needs other processes: call torch.distributed.init_process_group first")
+
+
 _turns: dict[tuple[Any, ...], Array] = {}  # messages to a peer, and from it, keep their order
 
 
 def _turn_of(kind: str, peer: int, group: Any, device: Device) -> Array:
+    check_distributed(f"flow.{kind}")
     key = kind, peer, id(group)
     if key not in _turns:
         _turns[key] = _turn(device)

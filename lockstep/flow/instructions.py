@@ -75,9 +75,14 @@ class Instruction:
         """run: the number of the program's run; other random numbers in each."""
         if self.overwrites is not None:
             inputs[self.overwrites].allocate(self.device)
-        tensors = [cell.view(view) for cell, view in zip(inputs, self.views, strict=True)]
+        tensors = []
+        for cell, view in zip(inputs, self.views, strict=True):
+            value = cell.value  # the common case without a call
+            tensors.append(cell.view(view) if view is not None or value is None else value)
+        if self.device.asynchronous:
+            self.device.hold(tensors)
         arguments = fill(self.template, tensors)
-        keywords = fill_names(self.keywords, tensors)
+        keywords = fill_names(self.keywords, tensors) if self.keywords else {}
         if self.seed is None:
             returned = self.device.call(self.function, arguments, keywords)
         else:
@@ -103,6 +108,9 @@ class Instruction:
 
     def _keep(self, returned: Any, outputs: Sequence[Cell], inputs: Sequence[Any]) -> None:
         recipe = self.recipe
+        if len(outputs) == 1 and recipe is not None and recipe.structure is None and recipe.copies is False:
+            outputs[0].value = _as_promised(returned, outputs[0].layout, False)
+            return
         single = recipe is None or recipe.structure is None
         leaves = [returned] if single else private.tree_leaves(returned)
         if recipe is not None:

@@ -113,21 +113,17 @@ class Operation:
 
     def link(self, needs: list["Operation"], follows: list["Operation"]) -> None:
         """Makes it wait for those that have not finished. Holds GRAPH."""
-        self._awaits = [before for before in (*needs, *follows) if awaits(self, before)]
-        seen: set[int] = set()
         for before in needs:
-            if before.done:
-                if before.failure is not None:
-                    self._inherit(before.failure)
-            elif id(before) not in seen:
-                seen.add(id(before))
+            if not before.done:
                 before._needed_by.append(self)
                 self._missing += 1
+            elif before.failure is not None:
+                self._inherit(before.failure)
         for before in follows:
-            if not before.done and id(before) not in seen and before is not self:
-                seen.add(id(before))
+            if not before.done:
                 before._followed_by.append(self)
                 self._missing += 1
+        self._awaits = [b for b in (*needs, *follows) if b.lane.asynchronous and awaits(self, b)]
 
     def _inherit(self, failure: Failure) -> None:
         """Of several the first in program order, whatever failed first."""
@@ -173,9 +169,12 @@ class Operation:
             record.start = perf_counter()
         device = self.lane.device
         try:
-            self._follow_events()
+            if self._awaits:
+                self._follow_events()
             self.result_value = device.launch(function)
-            self.event = self.lane.last_events[threading.get_ident()] = device.mark()
+            self.event = device.mark()
+            if self.event is not None:
+                self.lane.last_events[threading.get_ident()] = self.event
         except BaseException as error:
             self.failure = Failure(self, error)
         function = None  # a frame that an error refers to would keep it
@@ -217,9 +216,7 @@ def waiting(how: Waiting) -> None:
 
 
 def awaits(operation: Operation, before: Operation) -> bool:
-    """Whether an event must come between them: the first is asynchronous, and no stream has both."""
-    if not before.lane.device.asynchronous or before is operation:
-        return False
+    """Whether an event must come behind the first, which is asynchronous: no stream has both."""
     return before.lane is not operation.lane or before.lane.n_workers > 1
 
 
@@ -233,7 +230,8 @@ class Lane:
         self._n_idle = 0
         self._closing = False
         self.n_workers = n_workers
-        self.last_events: dict[int, Event | None] = {}  # by worker
+        self.last_events: dict[int, Event] = {}  # by worker
+        self.asynchronous = device.asynchronous
         self._workers = [
             threading.Thread(target=self._work, name=f"flow {self.name}", daemon=True)
             for _ in range(n_workers)
@@ -250,8 +248,7 @@ class Lane:
     def synchronize(self) -> None:
         """Returns when what was launched has run."""
         for event in list(self.last_events.values()):
-            if event is not None:
-                event.synchronize()
+            event.synchronize()
 
     def close(self) -> None:
         """Ends the workers, once what runs has run."""

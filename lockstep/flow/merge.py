@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from lockstep.exchange.fold import fold_all
 from lockstep.flow.arrays import Array
 from lockstep.flow.devices import Device
 from lockstep.flow.operations import new, new_sparse, operation
@@ -15,42 +14,34 @@ from lockstep.flow.transfers import bring
 Parts = list[list[Array]]  # of each device that has some: the arrays of a bucket
 
 
-def reduce(parts: Parts, owner: Device, in_all: bool = False) -> Parts:
-    """Adds up dense arrays in place, in the owner's memory, in chunks.
+def reduce(parts: Parts, owner: Device, in_all: bool = False) -> tuple[list[Array], Parts]:
+    """Adds up dense arrays in place, on the owner, in chunks. Returns the sums, and the parts as used.
 
-    The sums are in what came first. in_all: and in all others in that memory. Returns the parts as they are
-    in the owner's memory.
+    The sums are in the owner's memory: in the first part there, or in a copy of the first of all. in_all: and
+    in all other parts that the owner reaches. What it does not reach is copied into its memory first.
     """
-    here = [[bring(array, owner) for array in part] for part in parts]
-    if len(here) == 1:
-        return here
-    own = [n for n, part in enumerate(parts) if part[0].place.memory == owner.memory]
-    targets = [0, *(n for n in own if n)] if in_all else [0]
-    name = "all_reduce" if in_all else "reduce"
-    inputs = [array for part in here for array in part]
-    written = [array for n in targets for array in here[n]]
-    operation(name, partial(_add_up, len(here), targets), owner, inputs, written=written)
-    return here
+    own = next((n for n, part in enumerate(parts) if part[0].place.memory == owner.memory), None)
+    if own is None:
+        own, parts = 0, [[bring(array, owner) for array in parts[0]], *parts[1:]]
+    here = [
+        part if all(owner.reaches(array.place, array.dtype) for array in part)
+        else [bring(array, owner) for array in part]
+        for part in parts
+    ]  # fmt: skip
+    if len(here) > 1:
+        targets = [own, *(n for n, part in enumerate(here) if in_all and n != own and part is parts[n])]
+        inputs = [array for part in here for array in part]
+        written = [array for n in targets for array in here[n]]
+        function = partial(_add_up, owner, len(here), targets)
+        operation("all_reduce" if in_all else "reduce", function, owner, inputs, written=written)
+    return here[own], here
 
 
-def _add_up(n_parts: int, targets: Sequence[int], *values: torch.Tensor) -> None:
+def _add_up(owner: Device, n_parts: int, targets: Sequence[int], *values: torch.Tensor) -> None:
     n_arrays = len(values) // n_parts
     for first in range(n_arrays):
-        add_up([values[first + n * n_arrays] for n in range(n_parts)], targets)
-
-
-def add_up(values: Sequence[torch.Tensor], targets: Sequence[int]) -> None:
-    """Writes the sum of contiguous tensors into some of them."""
-    flat = [value.view(-1) for value in values]
-    if values[0].is_cpu and values[0].dtype in (torch.float32, torch.float64):
-        arrays = [tensor.numpy() for tensor in flat]
-        fold_all(arrays, [arrays[n] for n in targets], "sum")
-        return
-    total = flat[0] + flat[1]
-    for value in flat[2:]:
-        total += value
-    for number in targets:
-        flat[number].copy_(total)
+        sources = [values[first + n * n_arrays] for n in range(n_parts)]
+        owner.fold(sources, [sources[n] for n in targets])
 
 
 def reduce_sparse(parts: Parts, owner: Device) -> Array:
@@ -69,7 +60,7 @@ def _coalesce(*values: torch.Tensor) -> torch.Tensor:
 
 def broadcast(sources: Sequence[Array], targets: Sequence[Array], device: Device) -> None:
     """Copies arrays into others, which are on the device."""
-    brought = [bring(source, device) for source in sources]
+    brought = [s if device.reaches(s.place, s.dtype) else bring(s, device) for s in sources]
     operation("broadcast", _copy, device, [*brought, *targets], written=targets)
 
 

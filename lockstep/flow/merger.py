@@ -36,8 +36,7 @@ class Merger:
         if self._bits is not None and not self.alone:
             sums = self._compressed(bucket, parts)
         elif self._processes is None:
-            found = merge.reduce(list(parts.values()), owner, self._in_all)
-            sums = found[0]
+            sums, found = merge.reduce(list(parts.values()), owner, self._in_all)
             here = {d: part for d, part in zip(parts, found, strict=True) if part[0] is parts[d][0]}
         else:
             sums = merge.reduce(list(parts.values()), owner)[0]

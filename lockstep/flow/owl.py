@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.errors import UserError
-from lockstep.flow import devices, engine, placement
+from lockstep.flow import devices, engine, gpu, placement
 from lockstep.flow.arrays import Array, array, ones, randb, randn, zeros
 from lockstep.flow.devices import Device
 
@@ -29,7 +29,7 @@ def create_cpu_device() -> int:
 
 def create_gpu_device(which: int) -> int:
     """GPU `which`. Returns the device's number. Raises UserError, in one line, where it can't be used."""
-    return _create(devices.cuda(which), f"cuda:{which}")
+    return _create(gpu.cuda(which), f"cuda:{which}")
 
 
 def _create(device: Device, name: str) -> int:

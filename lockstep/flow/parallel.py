@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import UserError, nearest
 from lockstep.flow import steps
-from lockstep.flow.arrays import Array, from_tensor
+from lockstep.flow.arrays import Array
 from lockstep.flow.capture import capture
 from lockstep.flow.compress import Bits
 from lockstep.flow.devices import Device
@@ -23,6 +23,7 @@ from lockstep.flow.program import Program
 from lockstep.flow.recording import device as on_device
 from lockstep.flow.replicas import Buckets, MakeOptimizer, start_up
 from lockstep.flow.shares import Feed, batch_names, merged, split
+from lockstep.flow.transfers import bring
 from lockstep.network import dropout
 
 Loss = torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -62,7 +63,7 @@ class ParallelExecutor:
         self.devices = list(devices)
         self.program: Program | None = None  # the one that was run last
         _check(self.devices, strategy, gradient_scale, compress, bucket_mb)
-        self._scale, self._seed, self._loss = gradient_scale, seed, loss
+        self._scale, self._seed, self._names = gradient_scale, seed, batch_names(loss, "loss")
         self._processes = None if group is None else Processes(group, self.devices[0])
         if self._processes is not None:
             self._processes.broadcast_model(model)
@@ -88,7 +89,7 @@ class ParallelExecutor:
         """
         if self._failure:
             raise UserError(f"an earlier run has failed ({self._failure}): load_state_dict first")
-        batches = split(feed, batch_names(self._loss, "loss"), len(self.devices))
+        batches = split(feed, self._names, len(self.devices))
         fetch = _names(fetch)
         shares, fractions = self._shares(batches)
         record = partial(self._step.record, fetch=fetch)
@@ -131,6 +132,12 @@ class ParallelExecutor:
             raise UserError(f"replica {number}: there are 0 to {len(self.devices) - 1}")
         return {name: array.tensor() for name, array in self._replicas[number].variables().items()}
 
+    def memory(self) -> dict[str, int]:
+        """Bytes of 'parameters' and of the 'optimizer' state on all devices; what is shared counts once."""
+        parameters = {id(p.memory): p for r in self._replicas for p in r.parameters.values()}
+        n_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
+        return {"parameters": n_bytes, "optimizer": self._buckets.n_bytes_of_state()}
+
     def state_dict(self) -> dict[str, Any]:
         """Variables, the optimizers' state by parameter, what compressing carries, and the number of runs."""
         return {
@@ -142,6 +149,11 @@ class ParallelExecutor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What state_dict() gave, with any number of devices. Raises UserError where it does not fit."""
+        missing = [key for key in ("model", "optimizer", "carried", "runs") if key not in state]
+        if missing:
+            raise UserError(
+                f"load_state_dict: the state has no {missing[0]}: give what state_dict() returned"
+            )
         own, given = self._replicas[0].variables(), dict(state["model"])
         for name in {**own, **given}:
             if name not in own or name not in given:
@@ -172,7 +184,7 @@ class ParallelExecutor:
         shares = []
         for number, (batch, n) in enumerate(zip(batches, rows, strict=True)):
             if n:
-                here = partial(from_tensor, device=self.devices[number])
+                here = partial(bring, device=self.devices[number])  # copies what is no array there
                 scale = torch.tensor(self._factor(number, n, total), dtype=torch.float64)
                 fraction = torch.tensor(n / total, dtype=torch.float64)
                 own = [*map(here, batch), here(scale), here(fraction), here(keys[first : first + n])]
@@ -250,6 +262,10 @@ def _check(devices: list[Device], strategy: str, scale: Any, compress: str | Non
         _check_choice("compress", compress, get_args(Bits))
     if isinstance(scale, str):
         _check_choice("gradient_scale", scale, ("mean", "sum"))
+    elif not all(isinstance(factor, int | float) for factor in scale):
+        raise UserError(
+            f"gradient_scale is mean, sum, or a list of numbers, one for each device, not {scale}"
+        )
     elif len(scale) != len(devices):
         raise UserError(
             f"gradient_scale has {len(scale)} factors for {len(devices)} devices: give one for each"

@@ -146,7 +146,10 @@ def program_of(inputs: Sequence[Any]) -> Any:
     """The one that this thread captures, or, on autograd's threads, the one that its inputs belong to."""
     if _here.program is not None:
         return _here.program
-    return next((array.memory.program for array in inputs if array.memory.program is not None), None)
+    for array in inputs:
+        if array.memory.program is not None:
+            return array.memory.program
+    return None
 
 
 @contextlib.contextmanager

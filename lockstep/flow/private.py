@@ -51,6 +51,12 @@ def make_wrapper(
     return make(kind, size, strides=stride, storage_offset=offset, dtype=dtype, device=device)
 
 
+def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, which modules and optimizers take for an nn.Parameter from now on."""
+    tensor._is_param = True
+    return tensor
+
+
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """`tensor.data = value`, where a subclass has a `data` of its own."""
     getattr(torch._C.TensorBase, "data").__set__(tensor, value)  # noqa: B009

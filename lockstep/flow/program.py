@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
 from lockstep.errors import UserError
-from lockstep.flow import picture, placement, private
+from lockstep.flow import picture, placement, private, trace
 from lockstep.flow.arrays import Array, Storage, array
+from lockstep.flow.chains import Node, chains
+from lockstep.flow.engine import Engine
 from lockstep.flow.instructions import Cell, Instruction
-from lockstep.flow.lanes import Operation
+from lockstep.flow.lanes import GRAPH, Lane, Operation
 from lockstep.flow.recipes import Layout
 
 
@@ -46,15 +47,11 @@ class ProgramOperation:
 
 @dataclass
 class Memory:
-    """What operations of a program use. storage: of what is there before; None: made in it.
-
-    last: the number of the operation that uses it last; then its value is dropped.
-    """
+    """What operations of a program use. storage: of what is there before; None: made in it."""
 
     layout: Layout | None
     storage: Storage | None
     newest: int
-    last: int = -1
 
 
 @dataclass
@@ -72,7 +69,77 @@ class Step:
     follows: list[int]
     external_reads: list[int]
     external_writes: list[int]
-    drops: list[int] = field(default_factory=list)
+
+
+class Chain:
+    """Neighbouring steps that are one operation for the engine (lockstep/flow/chains.py), mostly one."""
+
+    def __init__(self, numbers: list[int], steps: Sequence[Step]) -> None:
+        first, own = steps[numbers[0]], [steps[number] for number in numbers]
+        self.numbers, self.place = numbers, (first.instruction.device, first.instruction.lane)
+        self.needs, self.follows = first.needs, first.follows
+        self.external_reads, self.external_writes = first.external_reads, first.external_writes
+        self.drops: list[int] = []  # what no later one uses
+        self.used = list(dict.fromkeys(n for step in own for n in (*step.reads, *step.made)))
+        places = {n: place for place, n in enumerate(self.used)}
+        last = {n: at for at, step in enumerate(own) for n in (*step.reads, *step.made)}
+        self._steps = [
+            (
+                step.instruction,
+                [places[n] for n in step.reads],
+                [places[n] for n in step.made],
+                [places[n] for n, place in last.items() if place == at],
+            )
+            for at, step in enumerate(own)
+        ]
+
+    def operation(self, engine: Engine, lane: Lane, cells: Sequence[Any], run: int) -> Operation:
+        instruction = self._steps[0][0]
+        running = _Running(self._steps, [cells[n] for n in self.used], run)
+        operation = engine.operation(running, lane, instruction.name)
+        operation.line, operation.phase = instruction.line, instruction.phase
+        running.operation = operation
+        return operation
+
+
+class _Running:
+    """A chain in one run of the program. cells: of what it uses."""
+
+    __slots__ = ("cells", "operation", "run", "steps")
+
+    def __init__(self, steps: Sequence[Any], cells: list[Any], run: int) -> None:
+        self.steps, self.cells, self.run = steps, cells, run
+        self.operation: Operation | None = None
+
+    def __call__(self) -> Any:
+        """Each cell is let go of behind its last use, so that its memory is used again."""
+        result, cells, self.cells = None, self.cells, []
+        for instruction, reads, made, done in self.steps:
+            try:
+                result = instruction.execute([cells[n] for n in reads], [cells[n] for n in made], self.run)
+            except BaseException:  # the message tells which of them it was
+                if self.operation is not None:
+                    self.operation.name, self.operation.line = instruction.name, instruction.line
+                raise
+            for n in done:
+                cells[n] = None
+        return result
+
+
+def _in_turn(numbers: Sequence[list[int]], steps: Sequence[Step]) -> list[Chain]:
+    made = [Chain(each, steps) for each in numbers]
+    last = {n: chain for chain in made for n in chain.used}
+    for n, chain in last.items():
+        chain.drops.append(n)
+    return made
+
+
+def _node(step: Step) -> Node:
+    """A chain has no one in its middle whom others may wait for, or who waits for others, outside of it."""
+    instruction = step.instruction
+    alone = bool(step.external_writes) or instruction.gives_result
+    place = instruction.device, instruction.device.lane_for(instruction.lane)
+    return Node(place, step.needs, step.follows, alone or bool(step.external_reads), alone)
 
 
 class Program:
@@ -92,7 +159,14 @@ class Program:
     ) -> None:
         self.operations, self.variables, self.edges = graph
         self.n_runs = 0
-        self._steps, self._memories, self._inputs, self._outputs = steps, memories, inputs, outputs
+        self._memories, self._inputs, self._outputs = memories, inputs, outputs
+        self._state = {memory.storage for memory in memories if memory.storage is not None}
+        self._written = {n for step in steps for n in step.external_writes}
+        self._single = _in_turn([[number] for number in range(len(steps))], steps)
+        self._chains = _in_turn(chains([_node(step) for step in steps]), steps)
+        checks = (n for n, step in enumerate(steps) if step.instruction.kind and step.instruction.kind.check)
+        self._checks = list(checks)  # they make nothing that could fail for others
+        self._places = list(dict.fromkeys(chain.place for chain in self._single))
 
     def __call__(self, *inputs: torch.Tensor, order: Sequence[int] | None = None) -> Any:
         """What the function returned, as ordinary tensors, for these inputs.
@@ -105,6 +179,8 @@ class Program:
         if order is not None:
             self._check_order(order)
         operations = self._submit(inputs, order)
+        for number in self._checks:
+            operations[number].wait()
         leaves, structure = self._outputs
         found = [operations[leaf.operation].wait() if isinstance(leaf, Fetched) else leaf for leaf in leaves]
         return private.tree_unflatten(found, structure)
@@ -143,6 +219,9 @@ class Program:
         """The cell of each memory in this run, and the Storage where others may use it, too."""
         outside: list[Storage | None] = [memory.storage for memory in self._memories]
         for given, (number, layout, device) in zip(inputs, self._inputs, strict=True):
+            if self._can_read(given, number, layout, device):
+                outside[number] = given.memory
+                continue
             with placement.on(device):
                 outside[number] = array(
                     given if given.stride() == layout[1] else _strided(given, layout)
@@ -152,37 +231,47 @@ class Program:
         ]
         return cells, outside
 
-    def _submit(self, inputs: Sequence[Any], order: Sequence[int] | None) -> list[Operation]:
+    def _can_read(self, given: Any, number: int, layout: Layout, device: Any) -> bool:
+        """Whether an input needs no copy: it is an array in this memory that the program does not write."""
+        return (
+            isinstance(given, Array)
+            and given.memory not in self._state
+            and given.memory.program is None
+            and given.place.memory == device.memory
+            and given.view_of_memory() is None
+            and given.stride() == layout[1]
+            and number not in self._written
+        )
+
+    def _submit(self, inputs: Sequence[Any], order: Sequence[int] | None) -> dict[int, Operation]:
+        """Returns the operation that has each step."""
         run, self.n_runs = self.n_runs, self.n_runs + 1
         cells, outside = self._values(inputs)
+        runs = self._chains if order is None and not trace.active else self._single
+        lanes = {place: placement.engine_of(place[0]).lane(*place) for place in self._places}
         operations: dict[int, Operation] = {}
         behind: list[Operation] = []
-        for number in range(len(self._steps)) if order is None else order:
-            step = self._steps[number]
-            instruction = step.instruction
-            engine = placement.engine_of(instruction.device)
-            operation = engine.operation(
-                partial(
-                    instruction.execute, [cells[n] for n in step.reads], [cells[n] for n in step.made], run
-                ),
-                engine.lane(instruction.device, instruction.lane),
-                instruction.name,
-            )
-            operation.line, operation.phase = instruction.line, instruction.phase
-            written: Any = [outside[n] for n in step.external_writes]
-            for storage in written:
-                storage.version += 1
-            reads: Any = [outside[n] for n in step.external_reads]
-            needs = [operations[n] for n in step.needs]
-            follows = [operations[n] for n in step.follows]
-            engine.submit(operation, reads, written, needs, follows + behind)
-            operations[number] = operation
-            if order is not None:
-                behind = [operation]
-            else:
-                for n in step.drops:
-                    cells[n] = None
-        return [operations[number] for number in range(len(operations))]
+        with GRAPH:
+            for number in range(len(runs)) if order is None else order:
+                chain = runs[number]
+                lane = lanes[chain.place]
+                engine: Any = lane.device.engine
+                operation = chain.operation(engine, lane, cells, run)
+                reads: list[Any] = [outside[n] for n in chain.external_reads]
+                written: list[Any] = [outside[n] for n in chain.external_writes]
+                for storage in written:
+                    storage.version += 1
+                needs = [operations[n] for n in chain.needs]
+                follows = [operations[n] for n in chain.follows] + behind
+                engine.submit_next(operation, reads, written, needs, follows)
+                for n in chain.numbers:
+                    operations[n] = operation
+                if order is not None:
+                    behind = [operation]
+                else:
+                    for n in chain.drops:
+                        cells[n] = None
+        return operations
 
 
 @dataclass(frozen=True)

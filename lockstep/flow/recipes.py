@@ -91,6 +91,7 @@ def kind_of(function: Any) -> Kind:
     )
 
 
+@functools.cache
 def instead_of(function: Any) -> Any:
     """The operation that is recorded: a copy where a view can't be had."""
     name = _COPIES.get(function._schema.name)
@@ -135,7 +136,12 @@ class Recipe:
 _recipes: dict[Any, Recipe] = {}
 
 
-def recipe_for(
+def known_recipe(key: tuple[Any, ...]) -> Recipe | None:
+    """One that was made before. key: equal for calls with equal recipes."""
+    return _recipes.get(key)
+
+
+def make_recipe(
     key: tuple[Any, ...],
     function: Any,
     template: Sequence[Any],
@@ -144,15 +150,13 @@ def recipe_for(
 ) -> Recipe:
     """What the operation makes of arguments in which each Slot stands for a tensor of a layout.
 
-    layouts: (size, stride, dtype, device) of each. key: equal for calls with equal recipes. Raises what
-    torch raises where shapes do not fit, and what private.depends_on_values knows.
+    layouts: (size, stride, dtype, device) of each. Raises what torch raises where shapes do not fit,
+    and what private.depends_on_values knows.
     """
-    recipe = _recipes.get(key)
-    if recipe is None:
-        recipe = _predict(function, template, keywords, layouts)
-        if len(_recipes) >= MOST:
-            _recipes.clear()
-        _recipes[key] = recipe
+    recipe = _predict(function, template, keywords, layouts)
+    if len(_recipes) >= MOST:
+        _recipes.clear()
+    _recipes[key] = recipe
     return recipe
 
 

@@ -24,7 +24,7 @@ from lockstep.flow.devices import Device
 from lockstep.flow.instructions import Instruction, draw_seed
 from lockstep.flow.lanes import Operation
 from lockstep.flow.operands import Operands
-from lockstep.flow.recipes import Kind, Layout, Slot, fill, instead_of, kind_of, recipe_for
+from lockstep.flow.recipes import Kind, Layout, Slot, fill, instead_of, kind_of, known_recipe, make_recipe
 from lockstep.flow.transfers import bring
 
 
@@ -123,9 +123,13 @@ def _check_writing(kind: Kind, written: list[Any]) -> None:
         raise UserError(f"{kind.name}: an array can't be given other memory; make a new array")
     for tensor in written:
         if type(tensor) is not Array:
+            what = f"{kind.name} writes an ordinary tensor of shape {tuple(tensor.shape)} among arrays"
+            program = placement.program_of([each for each in written if type(each) is Array])
+            if program is not None:
+                program.refuse(what, "make it an array before the capture")
             raise UserError(
-                f"{kind.name} writes an ordinary tensor of shape {tuple(tensor.shape)} among arrays: make it "
-                "an array (flow.array, flow.arrays(module)), or make it inside `with flow.device`"
+                f"{what}: make it an array (flow.array, flow.arrays(module)), or make it inside "
+                "`with flow.device`"
             )
         if tensor.place.memory != written[0].place.memory:
             raise UserError(
@@ -158,10 +162,12 @@ def _plan(step: Instruction, kind: Kind, operands: Operands, written: list[Array
     step.views = [array.view_of_memory() for array in inputs]
     if kind.sparse or any(array.memory.cell.layout is None for array in inputs):
         return _plan_sparse(step, kind, operands, inputs, written)
-    layouts = [(a.size(), a.stride(), a.dtype, step.device.torch_device) for a in inputs]
     key = (step.function, step.device.torch_device, *operands.key)
     try:
-        recipe = recipe_for(key, step.function, operands.template, operands.keywords, layouts)
+        recipe = known_recipe(key) or make_recipe(
+            key, step.function, operands.template, operands.keywords,
+            [(a.size(), a.stride(), a.dtype, step.device.torch_device) for a in inputs],
+        )  # fmt: skip
     except Exception as error:
         if not private.depends_on_values(error):
             raise
@@ -169,7 +175,8 @@ def _plan(step: Instruction, kind: Kind, operands: Operands, written: list[Array
     step.recipe = recipe
     if kind.overwriting and step.views[0] is None:
         step.overwrites = 0
-    made = [None if layout is None else _new(step, layout, inputs) for layout in recipe.layouts]
+    program = placement.program_of(inputs)
+    made = [None if layout is None else _made(step, layout, program) for layout in recipe.layouts]
     submitted = submit(step, inputs, written, [array for array in made if array is not None])
     if kind.check and isinstance(submitted, Operation):
         submitted.wait()  # it is a check: nobody could read what it makes
@@ -214,10 +221,14 @@ def _new(
     step: Instruction, layout: Layout | None, inputs: Sequence[Array], size: Any = None, dtype: Any = None
 ) -> Array:
     """An array without a value. layout: None for a sparse tensor, of a size and dtype."""
-    storage = Storage(step.device, layout, program=placement.program_of(inputs))
+    program = placement.program_of(inputs)
     if layout is None:
-        return Array(storage, size, None, 0, dtype)
-    return Array(storage, layout[0], layout[1], 0, layout[2])
+        return Array(Storage(step.device, None, program=program), size, None, 0, dtype)
+    return _made(step, layout, program)
+
+
+def _made(step: Instruction, layout: Layout, program: Any) -> Array:
+    return Array(Storage(step.device, layout, "", program), layout[0], layout[1], 0, layout[2])
 
 
 def _run_now(step: Instruction, operands: Operands, inputs: list[Array], written: list[Array]) -> Any:

@@ -63,10 +63,8 @@ def start_up(model: nn.Module, devices: Sequence[Device], share_weights: bool) -
 
 def _shared(parameter: Array) -> Array:
     """Another leaf of autograd's on the same memory."""
-    leaf: Any = parameter.detach().requires_grad_(parameter.requires_grad)
-    leaf._is_param = True
-    made: Array = leaf
-    return made
+    made: Any = private.as_parameter(parameter.detach().requires_grad_(parameter.requires_grad))
+    return made  # type: ignore[no-any-return]
 
 
 class Updates:
@@ -96,12 +94,7 @@ class Updates:
 
     def set_hyperparameters(self, values: dict[str, Any]) -> None:
         for group in self.optimizer.param_groups:
-            for name, value in values.items():
-                known = [key for key in group if key != "params"]
-                if name not in known:
-                    kind, there = type(self.optimizer).__name__, ", ".join(known)
-                    raise UserError(f"{kind} has no {name}{nearest(name, known)} (it has: {there})")
-                group[name] = value
+            group.update(values)
 
     def state(self) -> dict[str, Any]:
         """Of each parameter by name: its state, and the hyper-parameters of its group."""
@@ -186,10 +179,22 @@ class Buckets:
         self.all.append(Bucket(list(names), owner, updates))
 
     def set_hyperparameters(self, values: dict[str, Any]) -> None:
+        with private.without_modes():  # there may be no bucket yet
+            optimizer = self._make([nn.Parameter(torch.zeros(1))])
+        known = [key for key in optimizer.param_groups[0] if key != "params"]
+        for name in values:
+            if name not in known:
+                kind, there = type(optimizer).__name__, ", ".join(known)
+                raise UserError(f"{kind} has no {name}{nearest(name, known)} (it has: {there})")
         for bucket in self.all:
             for updates in bucket.updates.values():
                 updates.set_hyperparameters(values)
         self._hyperparameters.update(values)
+
+    def n_bytes_of_state(self) -> int:
+        states = [u.optimizer.state.values() for bucket in self.all for u in bucket.updates.values()]
+        tensors = [value for each in states for own in each for value in own.values()]
+        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
     def state(self) -> dict[str, Any]:
         made = dict(self._loaded)

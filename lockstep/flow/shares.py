@@ -37,6 +37,10 @@ def split(feed: Feed, names: list[str] | None, n_devices: int) -> list[Batch]:
         sizes = [n_samples // n_devices + (d < n_samples % n_devices) for d in range(n_devices)]
         parts = [torch.split(tensor, sizes) for tensor in whole]
         return [[part[d] for part in parts] if sizes[d] else [] for d in range(n_devices)]
+    if not isinstance(feed, Sequence) or not all(isinstance(each, Mapping) for each in feed):
+        raise UserError(
+            "the feed is a dictionary by the names of the loss's arguments, or a list of one for each device"
+        )
     if len(feed) != n_devices:
         raise UserError(f"the feed is a list for {len(feed)} devices: there are {n_devices}, give one each")
     batches = [_batch(each, names) if each else [] for each in feed]
@@ -54,7 +58,7 @@ def _batch(feed: Mapping[str, Any], names: list[str] | None) -> Batch:
     missing = [name for name in names if name not in feed]
     if missing or not names:
         raise UserError(f"the feed lacks {', '.join(missing) or 'tensors'}: it takes {', '.join(names)}")
-    batch = [torch.as_tensor(feed[name]) for name in names]
+    batch = [_tensor(name, feed[name]) for name in names]
     for name, tensor in zip(names, batch, strict=True):
         if not tensor.dim():
             raise UserError(f"the feed's '{name}' is one number: its first dimension must be the samples'")
@@ -64,6 +68,13 @@ def _batch(feed: Mapping[str, Any], names: list[str] | None) -> Batch:
                 "give as many of each"
             )
     return batch
+
+
+def _tensor(name: str, value: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"the feed's '{name}' can't be made a tensor: {error}") from error
 
 
 def merged(name: str, values: Sequence[Any], fractions: Sequence[float]) -> torch.Tensor:

@@ -44,4 +44,5 @@ def _copy(source: Storage, device: Device, program: Any) -> Array:
 
 
 def _move(source: Device, target: Device, value: torch.Tensor) -> torch.Tensor:
-    return target.put(value if "host" in (source.memory, target.memory) else source.fetch(value))
+    direct = "host" in (source.memory, target.memory) or target.reaches(source, value.dtype)
+    return target.put(value if direct else source.fetch(value))

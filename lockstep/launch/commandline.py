@@ -48,7 +48,7 @@ def load_config(description: str, standard: Path) -> tuple[Config, list[str]]:
     notices += said
     devices.check_keys(config)
     devices.check_sharing(config)
-    return config, [*notices, *devices.notices(chosen)]
+    return config, [*notices, *devices.notices(chosen), *devices.notices_of_keys(config)]
 
 
 def _as_it_was(config: Config, notices: list[str], above: list[Layer]) -> tuple[Config, list[str]]:

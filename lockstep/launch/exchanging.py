@@ -33,4 +33,6 @@ def open_exchange(
         transport.clock = clock
     check_replicas(group, arena, "the start")
     rule = make_rule(config, program, transport, backend.memory, kept)
+    if config.sync_batch_norm and group.pipes:  # a lone trainer has all pictures
+        program.share_statistics(transport, backend.memory, clock)
     return transport, rule, f"exchange: {transport.name}: {reason}" if reason else ""

@@ -4,7 +4,7 @@ A *block* is one piece of memory on one device. The process that allocates it ow
 its handle opens the same bytes. Arenas and slot rings are blocks; nothing else is shared.
 
 `host.py` is for CPUs, `cuda.py` for NVIDIA GPUs, `pagelock.py` for memory between them; lockstep/backends
-chooses.
+chooses. `limits.py` says how much host memory there is still to be had.
 """
 
 from abc import ABC, abstractmethod

@@ -18,6 +18,7 @@ from numpy.typing import DTypeLike
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import UserError
 from lockstep.memory import Block, Memory
+from lockstep.memory.limits import available_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +95,7 @@ class HostMemory(Memory):
 
     def allocate(self, n_bytes: int, what: str) -> HostBlock:
         assert n_bytes > 0
-        if n_bytes > _available_bytes():  # the kernel would not refuse but kill, and not always the culprit
+        if n_bytes > available_bytes():  # the kernel would not refuse but kill, and not always the culprit
             raise UserError(_no_room(n_bytes, what))
         descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC)
         try:
@@ -117,15 +118,8 @@ class HostMemory(Memory):
             raise
 
 
-def _available_bytes() -> int:
-    """What the kernel thinks can be allocated without swapping (proc(5), MemAvailable)."""
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":") for line in file)
-    return int(fields["MemAvailable"].split()[0]) * 1024
-
-
 def _no_room(n_bytes: int, what: str) -> str:
     return (
-        f"no room for {n_bytes / 2**20:,.0f} MiB of shared host memory ({what}); "
-        "lower batch_size or n_slots, or use fewer devices"
+        f"no room for {n_bytes / 2**20:,.0f} MiB of shared host memory ({what}): "
+        f"{available_bytes() / 2**20:,.0f} MiB can be had; lower batch_size or n_slots, or use fewer devices"
     )

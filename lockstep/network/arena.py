@@ -7,7 +7,7 @@ the same ones.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ class Arena:
     local: what is kept with them in checkpoints but not averaged: integer buffers, an optimizer's counts.
     apart: with states_apart, the optimizer's state: in host memory until a rule takes it over, each kind as
     one tensor (weights,) laid out as the weights are.
+    leading: weights that lie before all others, n_leading elements with their padding.
     n_weights: elements of all weights and the padding behind them, the block's first.
     n_exchanged: elements from the first on that trainers can't compute for themselves without states: weights
     and buffers. With states_apart these come before all others.
@@ -44,8 +45,11 @@ class Arena:
         states: tuple[str, ...] = (),
         with_ema: bool = False,
         states_apart: bool = False,
+        leading: Sequence[str] = (),
     ) -> None:
         sources = dict(_named_sources(model, () if states_apart else states))
+        sources = {**{f"weights/{name}": sources[f"weights/{name}"] for name in leading}, **sources}
+        self.n_leading = sum(_padded(sources[f"weights/{name}"].numel()) for name in leading)
         self.n_exchanged = sum(_padded(source.numel()) for source in sources.values())
         if with_ema:
             ours = ("weights/", "buffers/")
@@ -86,12 +90,19 @@ class Arena:
                     "change it in place (copy_, add_)"
                 )
 
-    def views(self, kind: str, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """'kind/name' of each parameter that is trained: views of `flat`, laid out as the weights."""
+    def views(
+        self, kind: str, flat: torch.Tensor, names: Iterable[str] | None = None, shift: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """'kind/name' of each parameter that is trained: views of `flat`, laid out as the weights.
+
+        names: of these only. shift: elements of the arena before the first of `flat`.
+        """
         found = {}
-        for name in self._trained:
+        for name in self._trained if names is None else names:
             start, stop = self.span_of(name)
-            found[f"{kind}/{name}"] = _view(flat[start:stop], self.tensors[f"weights/{name}"])
+            found[f"{kind}/{name}"] = _view(
+                flat[start - shift : stop - shift], self.tensors[f"weights/{name}"]
+            )
         return found
 
     def views_of_all(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -51,14 +51,20 @@ def inexact_parts(config: Config, model: nn.Module) -> list[str]:
         parts.append(OPTIMIZERS[config.optimizer].inexact)
     if config.clip_norm is not None:
         parts.append("clip_norm clips each trainer's own gradient")
-    return parts + inexact_norms(model)
+    return parts + inexact_norms(config, model)
 
 
-def inexact_norms(model: nn.Module) -> list[str]:
-    """The same, as far as it is the network's."""
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        return ["batch normalisation has the statistics of each trainer's own pictures"]
-    return []
+def has_norms(model: nn.Module) -> bool:
+    """Whether there is batch normalisation."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def inexact_norms(config: Config, model: nn.Module) -> list[str]:
+    """The same, as far as it is the network's. With `parts` one trainer has the same statistics as many."""
+    if not has_norms(model) or config.sync_batch_norm or config.parts:
+        return []
+    text = "batch normalisation has the statistics of each trainer's own pictures"
+    return [f"{text} (sync_batch_norm: true gives it those of all)"]
 
 
 def _groups(

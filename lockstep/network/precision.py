@@ -1,15 +1,11 @@
 """In which precision a network computes. Weights and momenta are float32 in the arena whatever is chosen."""
 
 import os
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 from lockstep.config import Config
-
-_CPUINFO = Path("/proc/cpuinfo")
-_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # as Linux names them on x86 and on ARM
 
 
 def configure(config: Config) -> None:
@@ -30,21 +26,6 @@ def configure(config: Config) -> None:
 def autocast(config: Config, device: torch.device) -> torch.autocast:
     """The context of a forward pass. With bf16, convolutions and products take and give bfloat16."""
     return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
-
-
-def warning(config: Config) -> str:
-    """For CPUs: that this processor has no instructions for `precision`, and what that costs; or nothing."""
-    if config.precision != "bf16" or not _CPUINFO.exists():
-        return ""
-    lines = _CPUINFO.read_text().splitlines()
-    words = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
-    if not words or _BF16 & set(words):
-        return ""
-    times = "1.3" if "avx512f" in words else "5"
-    return (
-        "precision: bf16: this processor has no instructions for bfloat16: a step may take "
-        f"{times} times as long as in fp32"
-    )
 
 
 def image_dtype(config: Config) -> Literal["bfloat16", "float32"]:

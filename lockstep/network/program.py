@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lockstep.errors import UserError
 from lockstep.exchange import Span
+from lockstep.exchange.transport import Transport
 from lockstep.loading import Batch
 from lockstep.memory import Memory
 from lockstep.network.arena import Arena
@@ -45,12 +47,27 @@ class Program(ABC):
         """
 
     @abstractmethod
-    def shard_updates(self, memory: Memory, spans: list[Span]) -> tuple[Gradients, ShardedUpdater]:
-        """From now on backward leaves gradients in a block, and `optimizer` steps on this rank's shard.
+    def shard_updates(
+        self, memory: Memory, transport: Transport
+    ) -> tuple[Gradients, ShardedUpdater, list[Span]]:
+        """From now on backward leaves gradients in a block, and `optimizer` steps on this rank's shards.
 
-        spans: of that shard, as the optimizer will be asked to step on. To be called once, before training,
-        where the arena was made with states_apart.
+        transport: over the arenas of all trainers. Returns also the pieces of those shards that the optimizer
+        will be asked to step on. To be called once, before training, where the arena was made with
+        states_apart.
         """
+
+    def share_statistics(self, transport: Transport, memory: Memory, clock: Callable[[str], None]) -> None:
+        """From now on batch normalisation takes the statistics of all trainers' pictures (sync_batch_norm).
+
+        transport: over the arenas. clock: a stopwatch's `enter`. All trainers call it at once, and meet in
+        every forward_backward from then on. Raises UserError where the network can't.
+        """
+        raise UserError("sync_batch_norm: this program has no statistics to share: set it to false")
+
+    def close(self) -> None:
+        """When all have let go of the arena."""
+        self.arena.block.close()
 
     @abstractmethod
     def begin_epoch(self, epoch: int, n_samples: int, learning_rate: float) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lockstep.comm.messages import Order
+
 PHASES = ("load-wait", "compute", "meet", "exchange")
 _MOST_PENDING = 256  # pairs of events that wait to be read
 
@@ -98,17 +100,19 @@ class StreamStopwatch(Stopwatch):
 class Recorder:
     """Seconds by phase, and sums of loss and errors that stay on the device until they are read.
 
-    n_steps, n_bytes: steps since the last reset, and what went between trainers in them.
+    n_steps, n_bytes: steps since the last reset, and what went between trainers in them. orders: their
+    minibatches, in order.
     """
 
     def __init__(self, device: torch.device, stopwatch: Stopwatch) -> None:
         self.stopwatch = stopwatch
-        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
         self.reset()
 
     def reset(self) -> None:
         self.stopwatch.reset()
         self.n_steps = self.n_bytes = 0
+        self.orders: list[Order] = []
         self._sums.zero_()  # in place: a captured step adds to this very tensor
 
     def count_step(self, n_bytes: int) -> None:
@@ -120,10 +124,16 @@ class Recorder:
         """Adds a batch: its summed cross-entropy, and how many of its top-1 answers were wrong."""
         n_wrong = (logits.detach().argmax(1) != labels).sum()
         n_images = torch.full_like(n_wrong, len(labels))
-        self._sums += torch.stack([rounded(loss_sum.detach()), n_wrong.double(), n_images.double()])
+        self._sums[:3] += torch.stack([rounded(loss_sum.detach()), n_wrong.double(), n_images.double()])
+
+    def end_batch(self, order: Order) -> None:
+        """Remembers a minibatch, and counts it if all losses up to it are finite: nobody waits to see."""
+        self.orders.append(order)
+        self._sums[3] += self._sums[0].isfinite()
 
     def sums(self) -> list[float]:
-        """[loss, wrong answers, images] since the last reset; waits for the device."""
+        """[loss, wrong answers, images, minibatches before a loss that is not finite] since the last reset;
+        waits for the device."""
         values: list[float] = self._sums.tolist()
         return values
 

@@ -1,5 +1,6 @@
 """One trainer's replica of the network: its tensors in the arena, and what it does with a batch."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,17 +12,19 @@ from lockstep.data.dataset import Dataset, subtracting
 from lockstep.data.randomness import Purpose, seed_of
 from lockstep.errors import UserError
 from lockstep.exchange import Span
+from lockstep.exchange.transport import Transport
 from lockstep.loading import Batch
 from lockstep.memory import Memory
-from lockstep.network import dropout, precision
+from lockstep.network import batch_norm, dropout, precision
 from lockstep.network.arena import Arena
 from lockstep.network.build import build_model, crop_size, input_spec_of
 from lockstep.network.compiling import Compiled
+from lockstep.network.factors import Factors, factored_layers
 from lockstep.network.gradients import Gradients
 from lockstep.network.parts import PartSums, parts_of, parts_within
 from lockstep.network.program import Program
 from lockstep.network.recorder import Recorder, rounded
-from lockstep.network.sharded import ShardedUpdater
+from lockstep.network.sharded import ShardedUpdater, needs_norms
 from lockstep.network.step_graph import StepGraph, may_capture
 from lockstep.network.updater import Updater
 from lockstep.optim import states_of
@@ -42,10 +45,12 @@ class Replica(Program):
         self.crop_size = crop_size(self.model, config, dataset.image_shape)
         input_spec = input_spec_of(self.model, config)
         self.mean = input_spec.mean
+        apart = rule_of(config) == "gradients"
+        self._factored = factored_layers(self.model, config, self.crop_size) if apart else []
         self._dropouts = dropout.install(self.model)
         averaged = config.ema_decay is not None
-        apart = rule_of(config) == "gradients"
-        self.arena = Arena(self.model, memory, states_of(config), averaged, states_apart=apart)
+        leading = [layer.name for layer in self._factored]
+        self.arena = Arena(self.model, memory, states_of(config), averaged, apart, leading)
         self.device = self.arena.flat.device
         scale = torch.tensor(input_spec.scale, dtype=self.arena.flat.dtype).view(3, 1, 1)
         self._scale = None if scale.eq(1).all() else scale.to(self.device)
@@ -54,7 +59,9 @@ class Replica(Program):
         self._generators = _generators(self.arena.flat)
         must = config.cuda_graph is True
         self._graph = StepGraph(self.model, must) if may_capture(config, self.arena.flat.is_cuda) else None
+        self._gradients: Gradients | None = None
         self._parts: PartSums | None = None
+        self._statistics: batch_norm.Statistics | None = None
         self._compiled = Compiled(self.model, config.batch_size) if config.compile else None
 
     def load(self, tensors: Path) -> dict[str, torch.Tensor]:
@@ -64,15 +71,31 @@ class Replica(Program):
         self.arena.load(state, str(tensors))
         return of_rule
 
-    def shard_updates(self, memory: Memory, spans: list[Span]) -> tuple[Gradients, ShardedUpdater]:
-        gradients = Gradients(self.model, self.arena, memory)
-        updater = ShardedUpdater(self.arena, gradients, self._config, spans)
-        self.optimizer = updater
+    def shard_updates(
+        self, memory: Memory, transport: Transport
+    ) -> tuple[Gradients, ShardedUpdater, list[Span]]:
+        factors, pieces = None, []
+        if self._factored:
+            factors = Factors(self._factored, self.arena, memory, transport.group.world)
+            pieces = factors.plan(transport, needs_norms(self._config))
+        gradients = self._gradients = Gradients(self.model, self.arena, memory, factors)
+        pieces += [piece for bucket in gradients.buckets for piece in transport.pieces(bucket)]
+        updater = self.optimizer = ShardedUpdater(self.arena, gradients, self._config, pieces)
         if self._graph:
             self._graph = StepGraph(self.model, self._config.cuda_graph is True, gradients)
         if self._config.parts:
             self._parts = PartSums(self.arena, gradients)
-        return gradients, updater
+        return gradients, updater, pieces
+
+    def share_statistics(self, transport: Transport, memory: Memory, clock: Callable[[str], None]) -> None:
+        n_channels, dtype = batch_norm.widest(self.model), self.arena.flat.dtype
+        self._statistics = batch_norm.Statistics(transport, memory, n_channels, dtype, clock)
+        batch_norm.install(self.model, self._statistics)
+
+    def close(self) -> None:
+        if self._statistics:
+            self._statistics.close()
+        super().close()
 
     def begin_epoch(self, epoch: int, n_samples: int, learning_rate: float) -> None:
         """Sets what is the epoch's: the samples' dropout keys, the learning rate."""
@@ -98,7 +121,7 @@ class Replica(Program):
     def _learn_batch(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
         """rank: for what a network draws from torch's generator."""
         if not len(batch.labels):
-            self._count_batch()
+            self._take_part(batch)
             return
         self._seed(batch, rank)
         if self._graph and len(batch.labels) == mean_share == self._config.batch_size:
@@ -149,7 +172,11 @@ class Replica(Program):
         loss_sum = total = self._loss_sum(logits, batch.labels)
         for weight, others in zip(self._aux_weights(len(auxiliary)), auxiliary, strict=True):
             total = total + weight * self._loss_sum(others, batch.labels)
-        (total / mean_share).backward()  # type: ignore[no-untyped-call]
+        if self._gradients:
+            self._gradients.begin_backward()
+        self._backward(total / mean_share)
+        if self._statistics:
+            recorder.n_bytes, self._statistics.n_bytes = recorder.n_bytes + self._statistics.n_bytes, 0
         recorder.add(loss_sum, logits, batch.labels)
 
     def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -165,8 +192,23 @@ class Replica(Program):
             )
         return weights
 
-    def _count_batch(self) -> None:
-        """Batch normalisation's counts, as in the trainers that have images; all counts stay equal."""
+    def _backward(self, loss: torch.Tensor) -> None:
+        """In this thread, where trainers meet in it."""
+        with torch.autograd.set_multithreading_enabled(self._statistics is None):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def _take_part(self, batch: Batch) -> None:
+        """Of a trainer without pictures: batch normalisation's counts, as in the trainers that have some.
+
+        With `sync_batch_norm` it meets them in every layer too, with a picture that counts for nothing.
+        """
+        if self._statistics:
+            self._statistics.counted = False
+            dropout.set_keys(self._dropouts, self._batch_keys[:1])
+            outputs = self._forward(batch.images.new_zeros((1, *batch.images.shape[1:])))
+            self._backward(torch.stack([logits.sum() for logits in outputs]).sum() * 0.0)
+            self._statistics.counted = True
+            return
         for name, buffer in self.arena.local.items():
             if name.endswith("num_batches_tracked"):
                 buffer.add_(1)

@@ -48,10 +48,15 @@ class _SpanStep:
         self.optimizer, self.places, self.pieces = optimizer, places, pieces
 
 
-class ShardedUpdater:
-    """spans: consecutive pieces of this rank's shard, the spans of later calls.
+def needs_norms(config: Config) -> bool:
+    """Whether a step needs norms of whole tensors."""
+    return config.clip_norm is not None or OPTIMIZERS[config.optimizer].needs_norms
 
-    state: by kind, (elements of the shard,), on the network's device. It takes over what arena.apart has.
+
+class ShardedUpdater:
+    """spans: the pieces of the arena that this rank updates, the spans of later calls.
+
+    state: by kind and span, (elements,), on the network's device. It takes over what arena.apart has.
     n_norms: numbers in a row of norms.
     """
 
@@ -59,16 +64,19 @@ class ShardedUpdater:
         self._arena, self._gradients, self._config = arena, gradients, config
         self._names = list(gradients.trained)
         self._wide = [value.dim() > 1 for value in gradients.trained.values()]
-        self.first = spans[0][0] if spans else 0
-        last = min(spans[-1][1], arena.n_weights) if spans else 0
         self.state = {
-            kind: flat[self.first : last].to(arena.flat.device).clone() for kind, flat in arena.apart.items()
+            kind: {
+                (first, last): flat[first:last].to(arena.flat.device).clone()
+                for first, last in spans
+                if first < arena.n_weights
+            }
+            for kind, flat in arena.apart.items()
         }
         arena.apart.clear()
         self.dtype = arena.flat.dtype
         self.learning_rate = config.learning_rate
         self._steps = {span: self._make(span) for span in spans}
-        self.needs_norms = config.clip_norm is not None or OPTIMIZERS[config.optimizer].needs_norms
+        self.needs_norms = needs_norms(config)
         self.n_norms = 2 * len(self._names)
 
     def set_learning_rate(self, rate: float) -> None:
@@ -80,7 +88,7 @@ class ShardedUpdater:
     def average(self, span: Span) -> None:
         """Makes the sum of all parts their mean; without parts a span holds the mean already."""
         if self._config.parts:
-            self._gradients.flat[slice(*span)].mul_(1 / self._config.parts)
+            self._gradients.of(span).mul_(1 / self._config.parts)
 
     def step(self, span: Span) -> None:
         """Takes the step of one span, whose gradients are the mean's; buffers become their mean."""
@@ -90,7 +98,7 @@ class ShardedUpdater:
         first, last = self._arena.buffers_span
         first, last = max(first, span[0]), min(last, span[1])
         if first < last:
-            self._arena.flat[first:last].copy_(self._gradients.flat[first:last])
+            self._arena.flat[first:last].copy_(self._gradients.of((first, last)))
 
     def finish(self) -> None:
         """When all weights are there: moves the averages, and lets go of the gradients."""
@@ -145,20 +153,21 @@ class ShardedUpdater:
         """The optimizer of what lies in a span, None where nothing does that is trained."""
         pieces = []
         states: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in self.state}
+        gradients = self._gradients.of(span)
         for number, name in enumerate(self._names):
             first, last = self._arena.span_of(name)
             first, last = max(first, span[0]), min(last, span[1])
             if first < last:
-                weight, gradient = self._arena.flat[first:last], self._gradients.flat[first:last]
-                weight.grad = gradient
-                pieces.append(Piece(name, number, weight, gradient))
+                weight, here = self._arena.flat[first:last], slice(first - span[0], last - span[0])
+                weight.grad = gradients[here]
+                pieces.append(Piece(name, number, weight, weight.grad))
                 for kind, values in self.state.items():
-                    states[kind][name] = values[first - self.first : last - self.first]
+                    states[kind][name] = values[span][here]
         if not pieces:
             return None
         places = _Places(states, self._arena.flat)
         named = [(piece.name, piece.weight) for piece in pieces]
         optimizer = make_optimizer_of(named, places, self._config)
-        for key, values in places.local.items():
-            values.copy_(self._arena.local[key][[piece.number for piece in pieces]])
+        for key, counts in places.local.items():
+            counts.copy_(self._arena.local[key][[piece.number for piece in pieces]])
         return _SpanStep(optimizer, places, pieces)

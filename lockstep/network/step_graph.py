@@ -19,8 +19,13 @@ def may_capture(config: Config, on_gpu: bool) -> bool:
     if config.cuda_graph != "auto":
         return bool(config.cuda_graph)
     known = config.model.rpartition(":")[0] in ("", "torchvision", "timm")
-    in_place = config.augment_on == "trainer" and config.accumulate == 1 and config.parts is None
-    return on_gpu and known and in_place
+    in_place = config.augment_on == "trainer" and config.accumulate == 1
+    alone = (
+        config.parts is None
+        and not config.factors
+        and not (config.sync_batch_norm and len(config.devices) > 1)
+    )
+    return on_gpu and known and in_place and alone
 
 
 class StepGraph:
@@ -56,7 +61,10 @@ class StepGraph:
             self._shared.filled.update(self._filled)
 
     def _try(self, function: Callable[[], None], tell: Callable[[str], object]) -> None:
-        """Captures, which runs nothing on the device."""
+        """Captures, which runs nothing on the device; nor can others be told of what it comes to."""
+        when_full = self._shared.when_full if self._shared else None
+        if self._shared:
+            self._shared.when_full = None
         try:
             self._graph = _capture(function)
         except RuntimeError as error:
@@ -69,6 +77,9 @@ class StepGraph:
                 self._shared.filled.clear()
             tell(f"{text}; its kernels are launched one by one")
             return
+        finally:
+            if self._shared:
+                self._shared.when_full = when_full
         self._gradients = {parameter: parameter.grad for parameter in self._model.parameters()}
         self._filled = set(self._shared.filled) if self._shared else set()
         tell("cuda_graph: forward and backward are captured, and replayed in each whole step")

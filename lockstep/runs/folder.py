@@ -8,6 +8,7 @@
     runs/<name>/checkpoints/latest              the name of the newest, <at>
     runs/<name>/tensorboard/                    event files, with tensorboard: true
     runs/<name>/trace/, trace.json              with trace: true, and by `python -m lockstep.trace`
+    runs/<name>/postmortem/                     where a loss was not finite: which pictures, and the tensors
     runs/<name>/report.html, report/*.png       written by `python -m lockstep.report`
 
 The JSON file is written after the tensors and is what makes a checkpoint exist; `latest` follows, for people.

@@ -42,8 +42,10 @@ class Meeting:
 class Rule(ABC):
     """How trainers stay one. All ranks call the same methods at the same time.
 
-    All replicas are bitwise equal after each meeting, or at least inside of `as_one`.
+    equal: whether all replicas are bitwise equal after each meeting; inside of `as_one` they always are.
     """
+
+    equal = True
 
     def is_due(self, order: Order, n_samples: int) -> bool:
         """Whether trainers meet at the end of this step, whose last minibatch is `order`.

@@ -1,8 +1,10 @@
-"""Whether replicas are still one: compared bit for bit, at the start and before every checkpoint."""
+"""Whether replicas are still one: compared bit for bit, at the start, now and then, and in checkpoints."""
 
 import hashlib
 
 from lockstep.comm.group import Group
+from lockstep.comm.messages import Order
+from lockstep.errors import UserError
 from lockstep.network.arena import Arena
 
 
@@ -21,3 +23,27 @@ def check_replicas(group: Group, arena: Arena, when: str) -> None:
             if digest != first.get(name):
                 raise RuntimeError(f"replicas differ at {when}: {name} of trainer {rank} is not trainer 0's")
     raise AssertionError("replicas differ, and none of their tensors does")
+
+
+class ReplicaCheck:
+    """Compares replicas before checkpoints, and every `every` steps or at the first meeting after.
+
+    every: None for before checkpoints only.
+    """
+
+    def __init__(self, group: Group, arena: Arena, every: int | None) -> None:
+        self._group, self._arena, self._every = group, arena, every
+        self._n_steps = 0
+
+    def before_saving(self, when: str) -> None:
+        """Raises UserError where the arena holds what is not a number, and RuntimeError as check_replicas."""
+        if not self._arena.flat.isfinite().all():
+            raise UserError(f"there are weights that are not finite at {when}: lower learning_rate")
+        check_replicas(self._group, self._arena, when)
+
+    def after_step(self, order: Order, equal: bool) -> None:
+        """equal: whether replicas are to be equal now. Raises RuntimeError as check_replicas does."""
+        self._n_steps += 1
+        if equal and self._every is not None and self._n_steps >= self._every and self._group.pipes:
+            self._n_steps = 0
+            check_replicas(self._group, self._arena, str(order))

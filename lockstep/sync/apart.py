@@ -23,6 +23,7 @@ from lockstep.sync.local import Local
 class Apart(Local):
     """There is a second block as large as the arena (`_place`, over which `_among` is), for exchanging."""
 
+    equal = False
     n_copies = 1  # of the arena, that the second block has room for
 
     def __init__(self, transport: Transport, arena: Arena, args: dict[str, Any], memory: Memory) -> None:
@@ -33,7 +34,6 @@ class Apart(Local):
         self._among = transport.another(self._block, self._place)
         self._among.clock = transport.clock
         self._own: torch.Tensor | None = None
-        self._notice = ""
 
     def answer(self) -> torch.Tensor:
         """What the arenas hold in validation and checkpoints; alike in all ranks, who call it at once."""
@@ -67,15 +67,14 @@ class Apart(Local):
         return found
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
+        """With as many replicas as trainers each goes on with its own; else all with what the arenas hold."""
         replicas = {name.partition("/")[0] for name in state if name.startswith("replica")}
         if len(replicas) == self._world.size:
             for name, tensor in self._arena.tensors.items():
                 tensor.copy_(state[f"replica{self._world.rank}/{name}"])
-        elif replicas:
-            self._notice = f"; {len(replicas)} replicas were saved: all {self._world.size} begin alike"
 
     def promise(self, config: Config, model: nn.Module) -> str:
-        return super().promise(config, model) + ", and replicas are never equal" + self._notice
+        return super().promise(config, model) + ", and replicas are never equal"
 
     def close(self) -> None:
         self._among.close()

@@ -40,7 +40,7 @@ class Outer(Local):
         """u, assembled in the arena's own block, whose content comes back."""
         flat = self._arena.flat
         kept = assembling.in_host_memory(flat)
-        u = assembling.assemble(self._transport, self._span, flat, self._mine[0], self._u)
+        u = assembling.assemble(self._transport, [self._span], flat, {self._mine: self._u})
         flat.copy_(kept)
         return self._arena.views(KIND, u[: self._arena.n_weights])
 

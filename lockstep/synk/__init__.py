@@ -88,25 +88,25 @@ def data(
 
 
 def share(module_or_tensor: Any) -> Any:
-    """Puts the parameters of a torch module, or a tensor, into this rank's block; returns what it was given.
+    """Puts a torch module's parameters and buffers, or a tensor, where all ranks reach them. Returns it.
 
     After distribute() every rank has its own, with this process's values at first. Raises TypeError for
-    parameters of several dtypes, or that are not on the CPU.
+    parameters of several dtypes, for dtypes that NumPy has not, and for what is not on the CPU.
     """
-    from lockstep.synk.programs import tensors
+    from lockstep.synk.programs import sharing
 
-    return tensors.share(module_or_tensor)
+    return sharing.share(module_or_tensor)
 
 
 def weights(module: Any) -> Any:
     """All parameters of a shared module as one vector, for collectives and `updates`."""
-    from lockstep.synk.programs import tensors
+    from lockstep.synk.programs import sharing
 
-    return tensors.vectors(module, "weights()")[0]
+    return sharing.vectors(module, "weights()")[0]
 
 
 def grads(module: Any) -> Any:
     """All gradients of a shared module's parameters as one vector, for collectives and `updates`."""
-    from lockstep.synk.programs import tensors
+    from lockstep.synk.programs import sharing
 
-    return tensors.vectors(module, "grads()")[1]
+    return sharing.vectors(module, "grads()")[1]

@@ -1,5 +1,6 @@
 """The collective that all ranks work on: all_reduce. Each folds its shard and writes it to all."""
 
+import math
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lockstep.exchange import shard
 from lockstep.exchange.fold import fold_all
 from lockstep.synk.commands import Meeting
+from lockstep.synk.here import nothing_to_decide
 from lockstep.synk.results import FOLD_OPS, check_foldable, fractions, normalise_op
 from lockstep.synk.shareds import Place, Shared, make_room
 
@@ -43,19 +45,26 @@ class AllReduce:
     def run(self, here: "Here") -> Generator[Meeting, Any, None]:
         shareds = [here.shareds[number] for number in self.numbers]
         while True:
-            on_gpu = here.gpu is not None  # values fold where they are
-            word = [(shared.shape if on_gpu else shared.settle(here), shared.rows) for shared in shareds]
+            word = [
+                (shared.shape if shared.folds_on_gpu else shared.settle(here), shared.rows)
+                for shared in shareds
+            ]
             decision = yield self.decide, word
             if decision.places is None:
                 break
             for shared, place in zip(shareds, decision.places, strict=True):
                 shared.place = place
         for shared, weights in zip(shareds, decision.weights, strict=True):
-            if on_gpu:
+            if shared.folds_on_gpu:
                 weight = None if weights is None else weights[here.rank]
                 shared.all_reduce_on_gpu(FOLD_OPS[self.op], weight)
             else:
                 self._fold(here, shared, weights)
+        mirrored = [shared for shared in shareds if here.gpu is not None and not shared.folds_on_gpu]
+        if mirrored:
+            yield nothing_to_decide, None  # all have folded
+            for shared in mirrored:
+                shared.put(shared.view(here, here.rank, shared.shape))
 
     def decide(self, team: "Team", words: list[list[tuple[Shape, int]]]) -> _Decision:
         """In the caller. Raises ValueError where shapes differ."""
@@ -82,11 +91,11 @@ class AllReduce:
         return fractions(counts)
 
     def _fold(self, here: "Here", shared: Shared, weights: list[float] | None) -> None:
-        value = shared.get()
-        first, last = shard((0, value.size), here.rank, here.size)
+        size = math.prod(shared.shape)
+        first, last = shard((0, size), here.rank, here.size)
         if first == last:
             return
-        flat = [shared.view(here, rank, (value.size,))[first:last] for rank in range(here.size)]
+        flat = [shared.view(here, rank, (size,))[first:last] for rank in range(here.size)]
         if weights is None:
             fold_all(flat, flat, FOLD_OPS[self.op])
             return

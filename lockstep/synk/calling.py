@@ -74,7 +74,7 @@ class _Part:
         parts = [(first, last) for first, last in parts if last > first]
         if n_slices == 1:
             with self._stored_rows(*parts[0]):
-                outputs = program.call(self._excerpt(*parts[0]))
+                outputs = program.call_whole(self._excerpt(*parts[0]))
             return RankPart(n_rows, self._for_caller([outputs[i] for i in self._call.outputs]))
         return RankPart(n_rows, self._for_caller(self._call_in_slices(parts, n_rows)))
 
@@ -111,32 +111,32 @@ class _Part:
             )
         return next(iter(counts.values())) if counts else 1
 
-    def _excerpt(self, first: int, last: int) -> list[np.ndarray]:
+    def _excerpt(self, first: int, last: int) -> list[Any]:
         """The inputs for rows first to last of this rank's."""
-        found = []
-        for given, spec, array in zip(self._call.inputs, self._program.inputs, self._arrays, strict=True):
+        choices: list[rows.Choice | None] = []
+        for given, spec in zip(self._call.inputs, self._program.inputs, strict=True):
             if spec.whole:
-                found.append(array)
+                choices.append(None)
             elif given.minibatch:
-                found.append(array[self._first + first : self._first + last])
+                choices.append(slice(self._first + first, self._first + last))
             else:
                 assert self._chosen is not None
-                found.append(rows.excerpt(array, rows.part(self._chosen, first, last)))
-        return found
+                choices.append(rows.part(self._chosen, first, last))
+        return self._program.excerpt(self._arrays, choices)
 
     @contextmanager
     def _stored_rows(self, first: int, last: int) -> Iterator[None]:
         """Gives the program the chosen stored rows as its variables' values; the old values come back."""
-        stored = [(shared, shared.get()) for shared in self._program.sliceable]
+        stored = [(shared, shared.keep()) for shared in self._program.sliceable]
         try:
-            for (shared, value), choice in zip(stored, self._stored, strict=True):
+            for (shared, kept), choice in zip(stored, self._stored, strict=True):
                 chosen = rows.part(choice, first, last)
-                if not isinstance(chosen, slice) or chosen != slice(0, len(value)):
-                    shared.put(rows.excerpt(value, chosen))
+                if not isinstance(chosen, slice) or chosen != slice(0, shared.shape[0]):
+                    shared.show(kept, chosen)
             yield
         finally:
-            for shared, value in stored:
-                shared.put(value)
+            for shared, kept in stored:
+                shared.restore(kept)
 
     def _call_in_slices(self, parts: Parts, n_rows: int) -> list[Any]:
         """Every part starts from the values before; the variables get the fold of what the parts gave."""

@@ -184,7 +184,10 @@ def _choose(batch: Any, array: np.ndarray, what: str) -> rows.Choice:
 
 
 def _check_rank(team: "Team", what: str, rank: Any) -> int:
-    number = operator.index(rank)
+    try:
+        number = operator.index(rank)
+    except TypeError:
+        raise TypeError(f"{what}: rank {rank!r} is no whole number") from None
     if not 0 <= number < team.size:
         raise ValueError(f"{what}: there is no rank {number}: they are 0 to {team.size - 1}")
     return number

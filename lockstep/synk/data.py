@@ -131,7 +131,7 @@ class Data:
         """Changes the number of rows; those that there are stay. Raises ValueError for a length below 1."""
         if self._ndim == 0:
             raise ValueError(f"{self.name}: a scalar has no length")
-        self._resize((operator.index(length), *self.shape[1:]), oversize, keep=True)
+        self._resize((self._whole(length), *self.shape[1:]), oversize, keep=True)
 
     def set_shape(self, shape: Sequence[int], oversize: float = 1) -> None:
         """Changes the shape; rows stay where the others dimensions do.
@@ -141,7 +141,7 @@ class Data:
         """
         if len(shape) != self._ndim:
             raise ValueError(f"{self.name} has {self._ndim} dimensions, which {tuple(shape)} would change")
-        self._resize(tuple(operator.index(length) for length in shape), oversize, keep=True)
+        self._resize(tuple(self._whole(length) for length in shape), oversize, keep=True)
 
     def condition_data(self, value: Any, force_cast: bool = False) -> np.ndarray:
         """The array that `set_value` would take over.
@@ -162,6 +162,12 @@ class Data:
         """Where it lies, for the ranks."""
         assert self._number is not None, f"{self.name} is empty"
         return Span(self._number, self._dtype.str, self.shape)
+
+    def _whole(self, length: Any) -> int:
+        try:
+            return operator.index(length)
+        except TypeError:
+            raise TypeError(f"{self.name}: a length of {length!r} is no whole number") from None
 
     def _resize(self, shape: tuple[int, ...], oversize: float, keep: bool) -> None:
         if not 1 <= oversize <= 2:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import UserError
 from lockstep.synk import carrying
 from lockstep.synk.functions import Function, RowNumbers
+from lockstep.synk.programs import Asked, Program
 from lockstep.synk.session import current_team
 from lockstep.synk.shareds import Adopt, Shared, make_places
 
 if TYPE_CHECKING:
-    from lockstep.synk.programs import Program
     from lockstep.synk.team import Team
 
 
@@ -40,7 +40,9 @@ def function(
     number = team.n_functions
     name = str(kwargs.pop("name", None) or f"function{number}")
     build = _build_callable if callable(inputs) else _build_graph
-    program = build(team, name, inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs)
+    program = build(
+        team, Asked(name, inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs)
+    )
     if team.row_numbers is None:
         team.row_numbers = RowNumbers(team)
     team.here.programs[number] = program
@@ -84,35 +86,20 @@ def distribute() -> None:
         team.threads.limit()
 
 
-def _build_graph(team: "Team", name: str, inputs: Any, *rest: Any) -> "Program":
+def _build_graph(team: "Team", asked: Asked) -> Program:
     if team.here.gpu is not None:
         raise UserError(
-            f"{name}: PyTensor has no code for GPUs, and the ranks are on them: use a torch callable"
+            f"{asked.name}: PyTensor has no code for GPUs, and the ranks are on them: use a torch callable"
         )
     from lockstep.synk.programs import graph_input  # PyTensor is imported when it is needed first
 
-    return graph_input.build(team.known, name, inputs, *rest)
+    return graph_input.build(team.known, asked)
 
 
-def _build_callable(
-    team: "Team",
-    name: str,
-    inputs: Any,
-    outputs: Any,
-    bcast_inputs: Any,
-    updates: Any,
-    givens: Any,
-    sliceable_shareds: Any,
-    options: dict[str, Any],
-) -> "Program":
-    if givens is not None or options:
-        what = ", ".join(["givens"] * (givens is not None) + list(options))
-        raise TypeError(f"{name}: {what}: a callable has no such option, only a graph of PyTensor")
+def _build_callable(team: "Team", asked: Asked) -> Program:
     from lockstep.synk.programs import callables  # so is torch
 
-    return callables.build(
-        team.known, team.here, name, inputs, outputs, bcast_inputs, updates, sliceable_shareds
-    )
+    return callables.build(team.known, team.here, asked)
 
 
 def _pack(team: "Team", fresh: list[Function], new: list[Shared]) -> carrying.Carry:

@@ -10,6 +10,7 @@ from lockstep.synk import rows
 from lockstep.synk.blocks import Span, align
 from lockstep.synk.calling import Call, Given
 from lockstep.synk.data import Data, condition, make_data
+from lockstep.synk.kept import collect
 from lockstep.synk.programs import Program
 from lockstep.synk.results import RankPart, check_foldable, combine, unpack
 
@@ -91,7 +92,7 @@ class Function:
 
     def alone(self, *inputs: Any, output_subset: Sequence[int] | None = None, **inputs_by_name: Any) -> Any:
         """Runs in this process only, on all rows of plain arrays; updates this process's variables."""
-        self._team.check()
+        self._team.check(f"function {self.name!r}")
         values = self._order(inputs, inputs_by_name)
         plain = [value.data if isinstance(value, Data) else value for value in values]
         outputs = self._program.call_alone(plain)
@@ -124,7 +125,7 @@ class Function:
         self, inputs: Any, by_name: Any, output_subset: Any, batch: Any, batch_s: Any, num_slices: Any
     ) -> Call:
         """The command's step, checked."""
-        self._team.check()
+        self._team.check(f"function {self.name!r}")
         if not self.distributed:
             raise RuntimeError(f"{self.name}: call distribute() first")
         wanted = self._subset(output_subset)
@@ -145,10 +146,13 @@ class Function:
             raise ValueError(f"{self.name}: no rank has rows")
         read = [unpack(part, self._team.here.blocks) for part in parts]
         modes, me = self._program.output_modes, self._team.rank
+        read, folded = collect(self._team, call, modes, read)
         return self._shape_outputs(
             [
-                combine(read, me, number, modes[output], f"{self.name}: output {output}")
-                for number, output in enumerate(call.outputs)
+                folded[place]
+                if place in folded
+                else combine(read, me, place, modes[output], f"{self.name}: output {output}")
+                for place, output in enumerate(call.outputs)
             ]
         )
 

@@ -45,12 +45,12 @@ def perform(here: Here, steps: tuple[Step, ...]) -> Generator[Meeting, Any, list
     values = []
     for number, step in enumerate(steps):
         if number and steps[number - 1].writes_to_others:
-            yield _nothing_to_decide, None
+            yield nothing_to_decide, None
         values.append((yield from step.run(here)))
     return values
 
 
-def _nothing_to_decide(team: Any, words: list[Any]) -> None:
+def nothing_to_decide(team: Any, words: list[Any]) -> None:
     """All have arrived, which is all that this meeting is for."""
 
 

@@ -23,6 +23,7 @@ from lockstep.errors import PeerLost
 from lockstep.interrupts import die_with_parent
 from lockstep.launch.status import StatusBoard
 from lockstep.memory.host import HostMemory
+from lockstep.memory.malloc import keep_small_freed_memory
 from lockstep.synk.commands import (
     Abort,
     Answer,
@@ -39,7 +40,6 @@ from lockstep.synk.commands import (
     Start,
 )
 from lockstep.synk.here import Here, perform
-from lockstep.synk.malloc import keep_freed_memory
 from lockstep.synk.results import RankPart, pack
 
 _FOR_EVER = 1e9  # seconds: a worker's end is its caller's
@@ -55,7 +55,7 @@ def main(descriptor: int) -> None:
     if os.getppid() != start.pid:  # it died before the line above
         return
     _see_as_caller_sees(start)
-    keep_freed_memory()
+    keep_small_freed_memory()
     board = StatusBoard.create()
     board.say("idle")
     pipe.send(Ready())

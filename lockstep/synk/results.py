@@ -17,6 +17,13 @@ MODES = ("avg", "sum", "max", "min", "prod", "gather")
 
 
 @dataclass(frozen=True)
+class Kept:
+    """An output that stays on its rank's device until the caller has it folded or fetched (kept.py)."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class RankPart:
     """One rank's part of a call. rows: 0 where it was passed over; 1 where there is nothing to divide.
 
@@ -65,13 +72,13 @@ def fractions(rows: Sequence[int]) -> list[float] | None:
 
 def pack(part: RankPart, get_room: Callable[[int], tuple[int, np.ndarray]]) -> RankPart:
     """Puts large outputs into the rank's block; a Span says where. get_room: a block with so many bytes."""
-    large = [value for value in part.outputs if value is not None and value.nbytes > INLINE_BYTES]
+    large = [value for value in part.outputs if _is_large(value)]
     if not large:
         return part
     number, room = get_room(sum(align(value.nbytes) for value in large))
     outputs, offset = [], 0
     for value in part.outputs:
-        if value is None or value.nbytes <= INLINE_BYTES:
+        if not _is_large(value):
             outputs.append(value)
             continue
         flat = room[offset : offset + value.nbytes].view(value.dtype).reshape(value.shape)
@@ -79,6 +86,10 @@ def pack(part: RankPart, get_room: Callable[[int], tuple[int, np.ndarray]]) -> R
         outputs.append(Span(number, value.dtype.str, value.shape, offset))
         offset += align(value.nbytes)
     return RankPart(part.rows, outputs)
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.nbytes > INLINE_BYTES
 
 
 def unpack(part: RankPart, blocks: Blocks) -> RankPart:

@@ -29,10 +29,11 @@ def fork(
     """Starts the other ranks; returns the number of ranks.
 
     n_parallel: how many, this process among them; else $LOCKSTEP_SYNK_PARALLEL, else one for each device,
-    else one for each core. use_gpu, devices: see docs/synk.md; ranks on GPUs are refused. master_rank: this
-    process's rank. profile_workers: workers leave synk_worker_<rank>.prof. max_n_var, max_dim: limits of
-    Synkhronos, accepted and unused. threads: of BLAS and OpenMP in every rank; else cores divided by ranks.
-    wait_deadline: seconds that this process waits for a rank, from when it has done its own part.
+    else one for each core. use_gpu: ranks are on GPUs, for torch callables: all that are visible. devices:
+    one for each rank, 'cpu' or 'cuda:<n>'. master_rank: this process's rank. profile_workers: workers leave
+    synk_worker_<rank>.prof. max_n_var, max_dim: limits of Synkhronos, accepted and unused. threads: of BLAS
+    and OpenMP in every rank; else cores divided by ranks. wait_deadline: seconds that this process waits for
+    a rank, from when it has done its own part.
 
     Raises RuntimeError where there are ranks already, ValueError for numbers that make no sense.
     """

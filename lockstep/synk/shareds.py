@@ -15,6 +15,7 @@ import numpy as np
 from lockstep.exchange import Op
 from lockstep.synk.blocks import Span, align
 from lockstep.synk.commands import Meeting
+from lockstep.synk.rows import Choice, excerpt
 
 if TYPE_CHECKING:
     from lockstep.synk.here import Here
@@ -92,13 +93,30 @@ class Shared(ABC):
         else:
             self.put(value)
 
+    def keep(self) -> Any:
+        """Its value as it is, for `show` and `restore`. No copy."""
+        return self.get()
+
+    def show(self, kept: Any, choice: Choice) -> None:
+        """Makes the chosen rows of what `keep` has given its value."""
+        self.put(excerpt(kept, choice))
+
+    def restore(self, kept: Any) -> None:
+        """Makes what `keep` has given its value again."""
+        self.put(kept)
+
     def leave_gpu(self) -> None:
         """Gives up what it has of GPUs; all ranks do it together."""
         return
 
+    @property
+    def folds_on_gpu(self) -> bool:
+        """Whether `all_reduce_on_gpu` is there; else its value on a GPU has a mirror in its place."""
+        return False
+
     def all_reduce_on_gpu(self, op: Op, weight: float | None) -> None:
         """Folds all ranks' values where they are. weight: this rank's share of a mean; None: equal ones."""
-        raise TypeError(f"{self.name} has no fixed place on its GPU: all_reduce takes vectors of modules")
+        raise AssertionError(f"{self.name} folds in host memory")
 
     def settle(self, here: "Here") -> tuple[int, ...]:
         """Moves the value to its place, if there is room. Returns its shape."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.comm.group import Group, World
 from lockstep.errors import PeerProblem, UserError
 from lockstep.memory.host import HostMemory
+from lockstep.memory.malloc import keep_small_freed_memory
 from lockstep.synk.commands import (
     Abort,
     Answer,
@@ -30,7 +31,6 @@ from lockstep.synk.commands import (
 )
 from lockstep.synk.here import Here, Turn, advance, perform
 from lockstep.synk.interrupts import RankLost, whole
-from lockstep.synk.malloc import keep_freed_memory
 from lockstep.synk.shareds import Known
 from lockstep.synk.threads import Threads
 from lockstep.synk.workers import LEAVE_SECONDS, Worker, connect_all, end_worker, greet, start_worker
@@ -66,7 +66,7 @@ class Team:
         self._released: deque[int] = deque()
         self._names: dict[int, str] = {}  # of blocks
         self._n_blocks = 0
-        keep_freed_memory()
+        keep_small_freed_memory()
         self.threads = Threads(threads)
         ranks = [rank for rank in range(size) if rank != caller]
         self.workers: list[Worker] = []
@@ -96,16 +96,16 @@ class Team:
         self.here.group = Group.connected(World.on_one_host(self.size)[self.rank], own, deadline)
         self.ask("taking its GPU", UseGpus(devices))
 
-    def check(self) -> None:
-        """Raises RuntimeError after close(), RankLost when a rank is lost."""
+    def check(self, what: str = "this") -> None:
+        """Raises RuntimeError, which names what is asked for, after close(); RankLost when a rank is lost."""
         if self.closed:
-            raise RuntimeError("this belongs to a team that is closed: call fork(), and make it again")
+            raise RuntimeError(f"{what} belongs to a closed team: call fork(), and make it again")
         if self._lost is not None:
             raise RankLost(*self._lost.args)
 
     def allocate(self, n_bytes: int, what: str) -> int:
         """A new block's number; it is zero at first. Raises MemoryError, or OSError for descriptors."""
-        self.check()
+        self.check(what)
         self._flush()
         try:
             block = HostMemory().allocate(n_bytes, what)

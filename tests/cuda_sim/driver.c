@@ -19,8 +19,8 @@
 //
 // Rules of the real driver that are easily broken without notice are made to hurt here: freed memory is overwritten before it
 // goes, whoever still has it open; a process can't open its own handle; freeing waits for all streams of the device; a queue that
-// is full blocks; elapsed times need events that are timed and done; memory of another device must have been opened here; memory
-// is page-locked once; an interprocess event is a file in /dev/shm that outlives a killed process.
+// is full blocks; elapsed times need events that are timed and done; memory of another device must have been opened here, or
+// access to its peer enabled; memory is page-locked once; an interprocess event is a file in /dev/shm that outlives a killed process.
 
 #define _GNU_SOURCE
 #include <cuda.h>
@@ -127,6 +127,8 @@ static int has_fault(const char *kind, int device, int owner)
     snprintf(pair, sizeof pair, "%d-%d", device, owner);
     return pairs && strstr(pairs, pair);
 }
+
+static int may_access[MOST_DEVICES][MOST_DEVICES]; // enabled by whom, for whose memory
 
 static CUcontext current(void) { return depth ? stack[depth - 1] : NULL; }
 
@@ -441,7 +443,7 @@ static int is_foreign(const void *address, int device, int must)
     pthread_mutex_lock(&lock);
     for (struct allocation *at = allocations; at; at = at->next)
         if ((char *)address >= (char *)at->pointer && (char *)address < (char *)at->pointer + at->bytes)
-            known = 1, here |= at->device == device;
+            known = 1, here |= at->device == device || may_access[device][at->device];
     pthread_mutex_unlock(&lock);
     return known ? !here : must;
 }
@@ -797,6 +799,14 @@ CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer)
     return CUDA_SUCCESS;
 }
 
+CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
+{
+    if (!current() || flags || has_fault("CUDA_SIM_NO_PEER", current()->device, peer->device))
+        return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
+    int *enabled = &may_access[current()->device][peer->device];
+    return (*enabled)++ ? CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED : CUDA_SUCCESS;
+}
+
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return *context = &contexts[device], CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRelease(CUdevice device) { return (void)device, CUDA_SUCCESS; }
 CUresult cuCtxPushCurrent(CUcontext context) { return stack[depth++] = context, CUDA_SUCCESS; }
@@ -838,4 +848,10 @@ CUresult cuGetErrorName(CUresult error, const char **text)
     return *text = name, CUDA_SUCCESS;
 }
 
-CUresult cuGetErrorString(CUresult error, const char **text) { return cuGetErrorName(error, text); }
+
+CUresult cuGetErrorString(CUresult error, const char **text)
+{
+    if (error == CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)
+        return *text = "peer access is already enabled", CUDA_SUCCESS;
+    return cuGetErrorName(error, text);
+}

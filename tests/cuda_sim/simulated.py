@@ -62,6 +62,10 @@ def use(simulation: Simulation) -> None:
     from lockstep.backends import cuda as backend
     from lockstep.memory import cuda as memory
 
+    if "CUDA_SIM_PROOF_BYTES" in os.environ:  # a simulated kernel takes seconds for what training proves
+        from lockstep.exchange import proof
+
+        proof.PROOF_BYTES = int(os.environ["CUDA_SIM_PROOF_BYTES"])
     kernels.compiled = lambda name, architecture: simulation.kernels  # type: ignore[assignment]
     memory.as_bytes = host_view
     backend.start_torch = compute_on_the_host
@@ -76,14 +80,35 @@ def host_view(block: Any, device: object) -> Any:
     return torch.from_numpy(np.ctypeslib.as_array(buffer))
 
 
+def compute_flow_on_the_host() -> None:
+    """torch's work is not in the streams of lockstep.flow here: it begins when the lane's has done all."""
+    import torch
+
+    from lockstep.flow import gpu
+
+    def launch(self: Any, function: Callable[[], Any]) -> Any:
+        self._here.stream.synchronize()
+        self._here.held = []
+        return function()
+
+    def hold(self: Any, values: Any) -> None:
+        """As torch's allocator does: until the stream has done what is launched next."""
+        self._here.held = [*self._here.held, *values]
+
+    gpu.torch_device = lambda name: torch.device("cpu")
+    gpu.Cuda.launch, gpu.Cuda.hold = launch, hold  # type: ignore[method-assign]
+
+
 def compute_on_the_host(device: object, stream: Any) -> None:
     """torch's work is not in the stream here: it begins when the stream has done what came before it."""
     import train_funcs
     from lockstep.network.arena import Arena
+    from lockstep.network.factors import Factors
     from lockstep.network.gradients import Gradients
     from lockstep.network.kernels import DropoutKernel, LrnKernel, PoolKernel
     from lockstep.network.replica import Replica
     from lockstep.network.sharded import ShardedUpdater
+    from lockstep.network.shared_rows import SharedRows
     from lockstep.network.updater import Updater
     from lockstep.sync import apart, assembling
     from lockstep.sync.apart import Apart
@@ -93,9 +118,9 @@ def compute_on_the_host(device: object, stream: Any) -> None:
 
     def behind(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def wait_first(*arguments: Any) -> Any:
+        def wait_first(*arguments: Any, **options: Any) -> Any:
             stream.synchronize()
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return wait_first
 
@@ -117,11 +142,14 @@ def compute_on_the_host(device: object, stream: Any) -> None:
         (Replica, "forward_backward"),
         (Updater, "step"),
         (Gradients, "complete"),
+        (Factors, "collect"),
         (ShardedUpdater, "average"),
         (ShardedUpdater, "step"),
         (ShardedUpdater, "norms"),
         (ShardedUpdater, "use_norms"),
         (ShardedUpdater, "finish"),
+        (SharedRows, "exchange"),
+        (SharedRows, "rows"),
         (Outer, "_step"),
         (Apart, "mean"),
         (Elastic, "_move"),

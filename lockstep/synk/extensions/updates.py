@@ -126,9 +126,8 @@ def adam(
     """m, v: running means of g, g^2; p - rate sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + epsilon)"""
     grad_updates, gradient, gradients = _flat_gradient(loss, params)
     first, second = _number(beta1, gradient), _number(beta2, gradient)
-    counter, t, one = _counter(gradient)
-    rate = _number(learning_rate, gradient) * pt.sqrt(one - second**t) / (one - first**t)
-    found: Updates = [(counter, t)]
+    found, t, rate = _corrected(learning_rate, first)
+    rate *= pt.sqrt(_number(1, gradient) - second**t)
     for param, grad in zip(params, gradients, strict=True):
         mean, square = _like(param), _like(param)
         new_mean, new_square = _mean(mean, grad, first), _mean(square, grad**2, second)
@@ -147,14 +146,13 @@ def adamax(
 ) -> Rule:
     """m: running mean of g; u = max(beta2 u, |g|); p - rate / (1 - beta1^t) m / (u + epsilon)"""
     grad_updates, gradient, gradients = _flat_gradient(loss, params)
-    first, second = _number(beta1, gradient), _number(beta2, gradient)
-    counter, t, one = _counter(gradient)
-    rate = _number(learning_rate, gradient) / (one - first**t)
-    found: Updates = [(counter, t)]
+    decay = _number(beta2, gradient)
+    first = _number(beta1, gradient)
+    found, _, rate = _corrected(learning_rate, first)
     for param, grad in zip(params, gradients, strict=True):
         mean, largest = _like(param), _like(param)
         new_mean = _mean(mean, grad, first)
-        new_largest = pt.maximum(second * largest, abs(grad))
+        new_largest = pt.maximum(decay * largest, abs(grad))
         step = rate * new_mean / (new_largest + _number(epsilon, param))
         found += [(mean, new_mean), (largest, new_largest), (param, param - step)]
     return grad_updates, found, gradient
@@ -198,11 +196,11 @@ def _mean(old: Any, value: Any, decay: Any) -> Any:
     return decay * old + (_number(1, old) - decay) * value
 
 
-def _counter(model: Any) -> tuple[Any, Any, Any]:
-    """A counter of steps, its next value, and one."""
-    counter = pytensor.shared(np.asarray(0, model.dtype), name="steps")
-    one = _number(1, model)
-    return counter, counter + one, one
+def _corrected(learning_rate: Any, decay: Any) -> tuple[Updates, Any, Any]:
+    """The update of a counter of steps, its next value t, and rate / (1 - decay^t)."""
+    counter, one = pytensor.shared(np.asarray(0, decay.dtype), name="steps"), _number(1, decay)
+    t = counter + one
+    return [(counter, t)], t, _number(learning_rate, decay) / (one - decay**t)
 
 
 def _number(value: Any, model: Any) -> Any:

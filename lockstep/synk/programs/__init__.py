@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.synk import rows
 from lockstep.synk.shareds import Shared
 
 
@@ -18,6 +19,20 @@ class Input:
     dtype: str | None
     ndim: int | None
     whole: bool
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user gave to lockstep.synk.function, unchecked. name: theirs, or one made for it."""
+
+    name: str
+    inputs: Any
+    outputs: Any
+    bcast_inputs: Any
+    updates: Any
+    givens: Any
+    sliceable_shareds: Any
+    options: dict[str, Any]
 
 
 class Program(ABC):
@@ -36,9 +51,18 @@ class Program(ABC):
     default_modes: set[Shared]  # those of `updated` whose mode the user has not given
     sliceable: Sequence[Shared]
 
+    def excerpt(self, arrays: Sequence[np.ndarray], choices: Sequence[rows.Choice | None]) -> list[Any]:
+        """The chosen rows of its inputs, as `call` takes them; None chooses a whole array."""
+        pairs = zip(arrays, choices, strict=True)
+        return [array if choice is None else rows.excerpt(array, choice) for array, choice in pairs]
+
     @abstractmethod
-    def call(self, inputs: list[np.ndarray]) -> list[Any]:
+    def call(self, inputs: list[Any]) -> list[Any]:
         """Computes all outputs, and updates variables of this process."""
+
+    def call_whole(self, inputs: list[Any]) -> list[Any]:
+        """The same for a call in one part, of which large outputs may stay on a device, `Kept`."""
+        return self.call(inputs)
 
     @abstractmethod
     def call_alone(self, inputs: list[Any]) -> list[Any]:

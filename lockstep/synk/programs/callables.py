@@ -7,16 +7,17 @@ go as numbers, so that on each rank all of it meets that rank's own tensors.
 import hashlib
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from lockstep.synk.programs import Input, Program
+from lockstep.synk import rows
+from lockstep.synk.programs import Asked, Input, Program
 from lockstep.synk.programs.tensors import TensorShared
-from lockstep.synk.results import check_foldable, normalise_mode
+from lockstep.synk.results import FOLD_OPS, check_foldable, normalise_mode
 from lockstep.synk.shareds import Known, Shared
 
 
@@ -47,11 +48,32 @@ class CallableProgram(Program):
         self.default_modes = {shareds[number] for number, _, given in spec.updates if not given}
         self.sliceable = [shareds[number] for number in spec.sliceable]
 
-    def call(self, inputs: list[np.ndarray]) -> list[Any]:
+    def excerpt(self, arrays: Sequence[np.ndarray], choices: Sequence[rows.Choice | None]) -> list[Any]:
+        if self._gpu is not None:
+            uploaded: list[torch.Tensor] = self._gpu.upload(arrays, choices)
+            return uploaded
+        return [torch.from_numpy(array) for array in super().excerpt(arrays, choices)]
+
+    def call(self, inputs: list[torch.Tensor]) -> list[Any]:
+        return [self._as_array(i, value) for i, value in enumerate(self._compute(inputs))]
+
+    def call_whole(self, inputs: list[torch.Tensor]) -> list[Any]:
+        outputs = enumerate(self._compute(inputs))
         if self._gpu is None:
-            result = self.spec.function(*(torch.from_numpy(array) for array in inputs))
-        else:
-            result = self._gpu.compute(self.spec.function, *self._gpu.upload(inputs))
+            return [self._as_array(i, value) for i, value in outputs]
+        folded = [mode in FOLD_OPS for mode in self.output_modes]
+        kept = self._gpu.kept
+        return [
+            kept.add(i, value) if folded[i] and kept.suits(value) else self._as_array(i, value)
+            for i, value in outputs
+        ]
+
+    def call_alone(self, inputs: list[Any]) -> list[Any]:
+        return self.call(self.excerpt([np.array(value) for value in inputs], [None] * len(inputs)))
+
+    def _compute(self, inputs: list[torch.Tensor]) -> list[Any]:
+        function = self.spec.function
+        result = function(*inputs) if self._gpu is None else self._gpu.compute(function, *inputs)
         if self.returns == "none":
             return []
         listed = list(result) if self.returns == "list" and isinstance(result, list | tuple) else [result]
@@ -59,10 +81,7 @@ class CallableProgram(Program):
             raise TypeError(
                 f"{self.name} returned {len(listed)} outputs, {len(self.output_modes)} have modes"
             )
-        return [self._as_array(i, value) for i, value in enumerate(listed)]
-
-    def call_alone(self, inputs: list[Any]) -> list[Any]:
-        return self.call([np.array(value) for value in inputs])
+        return listed
 
     def pieces(self, number: int, new: list[Shared]) -> Iterator[tuple[str, Any]]:
         what = f"function {self.name!r}"
@@ -91,6 +110,10 @@ class CallableProgram(Program):
         """A copy: a callable may return what lies in a block."""
         array = np.array(value.detach().cpu().numpy() if torch.is_tensor(value) else value)
         mode, what = self.output_modes[number], f"{self.name}: output {number}"
+        if mode is not None and array.dtype.kind not in "biufc":
+            raise TypeError(
+                f"{what} is {type(value).__name__}, which has no {mode}: return tensors or numbers"
+            )
         if mode is not None:
             check_foldable(mode, array.dtype, what)
         if mode == "gather" and array.ndim == 0:
@@ -111,29 +134,27 @@ def receive(here: Any, objects: Iterator[Any]) -> None:
     here.programs[number] = CallableProgram(spec, here)
 
 
-def build(
-    known: Known,
-    here: Any,
-    name: str,
-    function: Callable[..., Any],
-    outputs: Any,
-    bcast_inputs: Any,
-    updates: Any,
-    sliceable_shareds: Any,
-) -> CallableProgram:
-    """Checks what the user gave to lockstep.synk.function for a callable."""
-    modes, returns = _check_modes(name, outputs)
-    pairs = [_check_update(known, name, i, given) for i, given in enumerate(updates or [])]
+def build(known: Known, here: Any, asked: Asked) -> CallableProgram:
+    """Checks what the user gave for a callable."""
+    name = asked.name
+    if asked.givens is not None or asked.options:
+        what = ", ".join(["givens"] * (asked.givens is not None) + list(asked.options))
+        raise TypeError(f"{name}: {what}: a callable has no such option, only a graph of PyTensor")
+    modes, returns = _check_modes(name, asked.outputs)
+    updates = _listed(name, "updates", asked.updates)
+    pairs = [_check_update(known, name, i, given) for i, given in enumerate(updates)]
     numbers = [number for number, _, _ in pairs]
     if len(set(numbers)) != len(numbers):
         raise ValueError(f"{name}: a variable is updated twice")
     shareds = here.shareds
-    sliceable = [_find(known, name, "sliceable", given) for given in _listed(name, sliceable_shareds)]
+    stored = _listed(name, "sliceable_shareds", asked.sliceable_shareds)
+    sliceable = [_find(known, name, "sliceable", given) for given in stored]
     for number in sliceable:
         if number in numbers:
             raise ValueError(f"{name}: sliceable {shareds[number].name!r} is updated by the function")
-    inputs = _check_parameters(name, function, bcast_inputs)
-    return CallableProgram(Spec(name, function, inputs, modes, returns, tuple(pairs), tuple(sliceable)), here)
+    inputs = _check_parameters(name, asked.inputs, asked.bcast_inputs)
+    spec = Spec(name, asked.inputs, inputs, modes, returns, tuple(pairs), tuple(sliceable))
+    return CallableProgram(spec, here)
 
 
 def _check_parameters(name: str, function: Callable[..., Any], whole: Any) -> tuple[Input, ...]:
@@ -141,7 +162,7 @@ def _check_parameters(name: str, function: Callable[..., Any], whole: Any) -> tu
     if whole is not None and not isinstance(whole, list):
         raise TypeError(f"{name}: bcast_inputs is {type(whole).__name__}, and has to be a list of names")
     names = []
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in _signature(name, function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"{name}: {parameter} can't be an input: inputs are positional parameters")
         if parameter.default is parameter.empty:
@@ -150,6 +171,14 @@ def _check_parameters(name: str, function: Callable[..., Any], whole: Any) -> tu
         if given not in names:
             raise ValueError(f"{name}: bcast_inputs has {given!r}, inputs are {', '.join(names) or 'none'}")
     return tuple(Input(given, None, None, given in (whole or [])) for given in names)
+
+
+def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
+    """A module's is that of its forward."""
+    try:
+        return inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
+    except ValueError:
+        raise TypeError(f"{name}: {function} does not tell its parameters: wrap it in a function") from None
 
 
 def _check_modes(name: str, outputs: Any) -> tuple[tuple[str | None, ...], str]:
@@ -169,9 +198,9 @@ def _check_update(known: Known, name: str, number: int, given: Any) -> tuple[int
     return _find(known, name, f"update {number}", given[0]), normalise_mode(given[1], what), True
 
 
-def _listed(name: str, given: Any) -> list[Any]:
+def _listed(name: str, what: str, given: Any) -> list[Any]:
     if given is not None and not isinstance(given, list):
-        raise TypeError(f"{name}: sliceable_shareds is {type(given).__name__}, and has to be a list")
+        raise TypeError(f"{name}: {what} is {type(given).__name__}, and has to be a list")
     return given or []
 
 
@@ -201,5 +230,5 @@ def _seed_streams(seed: bytes, rank: int) -> None:
     """Torch's stream, and NumPy's and Python's global ones, become the rank's own."""
     words = np.random.SeedSequence(int.from_bytes(seed, "big"), spawn_key=(rank,)).generate_state(3)
     torch.manual_seed(int(words[0]))
-    np.random.seed(int(words[1]))  # noqa: NPY002: the stream that users' functions may use
+    np.random.seed(int(words[1]))  # the stream that functions of users may take
     random.seed(int(words[2]))

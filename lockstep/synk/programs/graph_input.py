@@ -1,6 +1,6 @@
 """What users may give to lockstep.synk.function for a graph, checked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytensor
@@ -8,35 +8,26 @@ from pytensor.compile.sharedvalue import SharedVariable
 from pytensor.graph.basic import Variable
 from pytensor.tensor.type import TensorType
 
+from lockstep.synk.programs import Asked
 from lockstep.synk.programs.graph import Graph, GraphProgram, GraphShared, shareds_of, updated_by, used_by
 from lockstep.synk.results import check_foldable, normalise_mode
 from lockstep.synk.shareds import Known
 
 
-def build(
-    known: Known,
-    name: str,
-    inputs: Any,
-    outputs: Any,
-    bcast_inputs: Any,
-    updates: Any,
-    givens: Any,
-    sliceable_shareds: Any,
-    options: dict[str, Any],
-) -> GraphProgram:
-    """Checks what the user gave to lockstep.synk.function, and compiles it here."""
-    divided, whole = (
-        _check_inputs(name, "inputs", inputs),
-        _check_inputs(name, "bcast_inputs", [] if bcast_inputs is None else bcast_inputs),
-    )
+def build(known: Known, asked: Asked) -> GraphProgram:
+    """Checks what the user gave for a graph, and compiles it here."""
+    name = asked.name
+    divided = _check_inputs(name, "inputs", asked.inputs)
+    whole = _check_inputs(name, "bcast_inputs", [] if asked.bcast_inputs is None else asked.bcast_inputs)
     for variable in divided:
         _check_divided(name, variable)
     repeated = [v for i, v in enumerate([*divided, *whole]) if v in [*divided, *whole][:i]]
     if repeated:
         raise ValueError(f"{name}: input {repeated[0]} is given twice")
-    pairs, update_modes = _check_updates(name, updates)
-    replaced, sliceable = _check_sliceable(name, _pairs(name, "givens", givens), sliceable_shareds)
-    expressions, modes, returns = _check_outputs(name, outputs)
+    pairs, update_modes = _check_updates(name, asked.updates)
+    givens = _pairs(name, "givens", asked.givens)
+    replaced, sliceable = _check_sliceable(name, givens, asked.sliceable_shareds)
+    expressions, modes, returns = _check_outputs(name, asked.outputs)
     graph = Graph(
         name,
         [*divided, *whole],
@@ -48,7 +39,7 @@ def build(
         update_modes,
         replaced,
         sliceable,
-        options,
+        asked.options,
     )
     shareds = {variable: known.add(GraphShared(variable)) for variable in shareds_of(graph)}
     for variable in sliceable:
@@ -117,7 +108,7 @@ def _check_mode(what: str, variable: Any, mode: str) -> None:
 
 def _check_updates(name: str, updates: Any) -> tuple[list[tuple[Any, Any]], list[tuple[str | None, bool]]]:
     pairs, modes = [], []
-    for number, given in enumerate(updates.items() if isinstance(updates, Mapping) else updates or []):
+    for number, given in enumerate(_entries(name, "updates", updates)):
         what = f"{name}: update {number}"
         if not isinstance(given, tuple) or len(given) not in (2, 3):
             raise TypeError(f"{what}: give (variable, value) or (variable, value, mode)")
@@ -131,8 +122,15 @@ def _check_updates(name: str, updates: Any) -> tuple[list[tuple[Any, Any]], list
     return pairs, modes
 
 
+def _entries(name: str, what: str, given: Any) -> list[Any]:
+    """A dict, or what can be gone through; None is empty."""
+    if given is not None and not isinstance(given, Iterable):
+        raise TypeError(f"{name}: {what} is {type(given).__name__}: give a list of pairs, or a dict")
+    return list(given.items()) if isinstance(given, Mapping) else list(given or [])
+
+
 def _pairs(name: str, what: str, given: Any) -> list[tuple[Any, Any]]:
-    pairs = list(given.items()) if isinstance(given, Mapping) else list(given or [])
+    pairs = _entries(name, what, given)
     if any(not isinstance(pair, tuple | list) or len(pair) != 2 for pair in pairs):
         raise TypeError(f"{name}: {what} are pairs: (variable, its replacement)")
     return [(first, second) for first, second in pairs]

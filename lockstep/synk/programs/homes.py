@@ -31,6 +31,11 @@ class Home(ABC):
         """Calls what works with torch on the tensors."""
 
     def all_reduce(self, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
+        """Folds all ranks' tensors, which begin their blocks, and always have this size."""
+        raise AssertionError("host memory is folded by AllReduce itself")
+
+    def fold(self, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
+        """The same for tensors that lie anywhere on the devices, and may change in size."""
         raise AssertionError("host memory is folded by AllReduce itself")
 
     @abstractmethod
@@ -73,9 +78,7 @@ class GpuHome(Home):
         return self._block.tensor(torch.from_numpy(np.empty(0, value.dtype)).dtype, value.shape)
 
     def read(self, tensor: torch.Tensor) -> np.ndarray:
-        assert self._block is not None
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return self._gpu.read(self._block, tuple(tensor.shape), dtype)
+        return self._gpu.fetch(tensor)
 
     def run(self, function: Callable[[], None]) -> None:
         self._gpu.compute(function)
@@ -85,11 +88,10 @@ class GpuHome(Home):
         assert self._block is not None
         if self._transport is None:
             self._transport = self._gpu.open(self._block, tensor.numel())
-        if weight == 0:
-            self._gpu.compute(tensor.zero_)  # whatever there is: nan times zero would be nan
-        elif weight is not None:
-            self._gpu.compute(tensor.mul_, weight)
-        self._transport.all_reduce((0, tensor.numel()), op if weight is None else "sum")
+        self._gpu.all_reduce(self._transport, tensor, op, weight)
+
+    def fold(self, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
+        self._gpu.compute(tensor.copy_, self._gpu.folder.fold(tensor, op, weight))
 
     def leave(self) -> None:
         if self._transport is not None:

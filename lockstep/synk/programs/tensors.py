@@ -1,6 +1,5 @@
-"""Torch tensors that all ranks share: one, or a module's parameters and gradients, as vectors in blocks."""
+"""Torch tensors that all ranks share: one, or a module's parameters, gradients or buffers, as one vector."""
 
-import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +8,9 @@ import numpy as np
 import torch
 
 from lockstep.exchange import Op
-from lockstep.synk.programs.homes import GpuHome, Home, make_home
-from lockstep.synk.session import current_team
-from lockstep.synk.shareds import Shared, make_places
+from lockstep.synk import rows
+from lockstep.synk.programs.homes import GpuHome, Home, HostHome, make_home
+from lockstep.synk.shareds import Shared
 
 
 class TensorShared(Shared):
@@ -40,8 +39,16 @@ class TensorShared(Shared):
         else:
             super().assign(value)
 
+    @property
+    def folds_on_gpu(self) -> bool:
+        return isinstance(self.home, GpuHome) and self.dtype == np.float32
+
     def leave_gpu(self) -> None:
+        """Its value goes back to ordinary memory: the user's tensors stay what they are."""
+        value = self.get()
         self.home.leave()
+        self.home = HostHome()
+        self.put(value)
 
     def _mirror(self, here: Any) -> tuple[int, ...]:
         """On a GPU the place in host memory gets a copy; the value stays where it is."""
@@ -70,6 +77,27 @@ class SharedTensor(TensorShared):
 
     def put(self, value: np.ndarray) -> None:
         self.parts[0].data = self.home.hold(value)
+
+    def keep(self) -> Any:
+        return super().keep() if isinstance(self.home, HostHome) else self.parts[0].detach()
+
+    def show(self, kept: Any, choice: rows.Choice) -> None:
+        if isinstance(self.home, HostHome):
+            super().show(kept, choice)
+        else:
+            self.home.run(lambda: self._point_to(_chosen(kept, choice)))
+
+    def restore(self, kept: Any) -> None:
+        if isinstance(self.home, HostHome):
+            super().restore(kept)
+        else:
+            self._point_to(kept)
+
+    def all_reduce_on_gpu(self, op: Op, weight: float | None) -> None:
+        self.home.fold(self.parts[0].detach(), op, weight)
+
+    def _point_to(self, tensor: torch.Tensor) -> None:
+        self.parts[0].data = tensor
 
     def marks(self) -> Any:
         return self.parts[0]._version
@@ -156,6 +184,19 @@ class Weights(_Flat):
                 param.data = part
 
 
+class Buffers(Weights):
+    """The buffers of a module that have one dtype, as one vector.
+
+    They are nobody's to declare: a sliced call goes on with them from part to part, as with random streams.
+    """
+
+    def marks(self) -> Any:
+        return None
+
+    def describe(self) -> Any:
+        return Buffers, *super().describe()[1:]
+
+
 class Gradients(_Flat):
     """The gradients of a module's parameters, one vector. A parameter without one has zero."""
 
@@ -187,68 +228,10 @@ class Gradients(_Flat):
                 param.grad = part
 
 
-_modules: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Weights, Gradients]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def share(thing: Any) -> Any:
-    """See lockstep.synk.share."""
-    team = current_team("share()")
-    if isinstance(thing, torch.nn.Module):
-        if thing not in _modules or _modules[thing][0] is not team:
-            name = type(thing).__name__
-            params = _check_params(name, list(thing.parameters()), team.here)
-            if team.here.gpu is not None and list(thing.buffers()):
-                raise TypeError(f"share(): {name} has buffers, which ranks on GPUs can't take along yet")
-            weights = Weights(f"weights of {name}", params, make_home(team.here))
-            _add(team, weights)
-            gradients = Gradients(f"gradients of {name}", weights, make_home(team.here))
-            _add(team, gradients)
-            _modules[thing] = team, weights, gradients
-    elif isinstance(thing, torch.Tensor):
-        if team.known.label(thing) is None:
-            _check_params("a tensor", [thing], team.here)
-            _add(team, SharedTensor(f"tensor {len(team.here.shareds)}", thing, make_home(team.here)))
-    else:
-        raise TypeError(f"share() takes a module or a tensor of torch, not {type(thing).__name__}")
-    return thing
-
-
-def vectors(module: torch.nn.Module, what: str) -> tuple[Vector, Vector]:
-    """The weights and the gradients of a shared module."""
-    team = current_team(what)
-    if module not in _modules or _modules[module][0] is not team:
-        raise ValueError(f"{what}: {type(module).__name__} is not shared: call share() on it first")
-    _, weights, gradients = _modules[module]
-    return weights.parts[0], gradients.parts[0]
-
-
-def _check_params(name: str, params: list[torch.Tensor], here: Any) -> list[torch.Tensor]:
-    if not params:
-        raise ValueError(f"share(): {name} has no parameters")
-    for param in params:
-        if not param.is_cpu or param.layout != torch.strided:
-            raise TypeError(
-                f"share(): {name} is on {param.device}: give dense tensors on the CPU; they are moved"
-            )
-    dtypes = {param.dtype for param in params}
-    if len(dtypes) != 1 or dtypes == {torch.bfloat16}:
-        found = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise TypeError(f"share(): {name} has parameters of {found}: one dtype that NumPy has is needed")
-    if here.gpu is not None and dtypes != {torch.float32}:
-        raise TypeError(f"share(): {name} is {dtypes.pop()}: on GPUs shared tensors are float32")
-    return params
-
-
-def _add(team: Any, shared: Any) -> None:
-    """Moves it to a place in blocks of all ranks."""
-    value = shared.get()
-    shared.place = make_places(team, [value.nbytes], shared.name)[0]
-    known = team.known.add(shared)
-    mine = known.view(team.here, team.rank, value.shape)
-    mine[...] = value
-    known.put(mine)
+def _chosen(tensor: torch.Tensor, choice: rows.Choice) -> torch.Tensor:
+    if isinstance(choice, slice):
+        return tensor[choice]
+    return tensor.index_select(0, torch.from_numpy(np.ascontiguousarray(choice)).to(tensor.device))
 
 
 def _cut(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,0 +1,74 @@
+"""Writes Fashion-MNIST's 70,000 pictures of clothes as PNG files in ImageNet's folder layout.
+
+    python preprocessing/make_fashion_mnist.py downloads data/fashion_png
+    python preprocessing/make_hkl.py data/fashion_png data/fashion_mnist --size 36
+
+The first makes train/<class>/*.png (60,000 files) and val/<class>/*.png (10,000), 28 x 28 RGB, out of the
+four files of Xiao, Rasul, Vollgraf 2017 (arXiv 1708.07747): train-images-idx3-ubyte, train-labels-idx1-ubyte,
+t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte, each as it is or with .gz. Nothing is downloaded.
+
+Exit code: 0 the pictures are written; 1 they could not be; 2 a file is missing or broken.
+"""
+
+import argparse
+import gzip
+import math
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from lockstep.errors import UserError
+
+NAMES = ["t_shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle_boot"]
+SPLITS = {"train": "train", "val": "t10k"}
+UINT8 = 8  # an idx file begins with two zero bytes, its type, its number of dimensions; then each, big-endian
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", type=Path, help="the folder with the four files")
+    parser.add_argument("folder", type=Path, help="where to write train/ and val/")
+    args = parser.parse_args()
+    try:
+        for split, name in SPLITS.items():
+            print(f"{write(args.files, name, args.folder / split)} pictures in {args.folder / split}")
+    except UserError as error:
+        print(f"make_fashion_mnist: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def write(files: Path, name: str, folder: Path) -> int:
+    """The pictures of one pair of files, by class. Returns how many."""
+    images = read(files / f"{name}-images-idx3-ubyte", 3)
+    labels = read(files / f"{name}-labels-idx1-ubyte", 1)
+    if len(images) != len(labels) or labels.max(initial=0) >= len(NAMES):
+        raise UserError(f"{files}: the labels of {name} are not those of its {len(images)} images")
+    for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+        path = folder / f"{label}_{NAMES[label]}" / f"{name}_{number:05d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).convert("RGB").save(path)
+    return len(images)
+
+
+def read(path: Path, n_dimensions: int) -> np.ndarray:
+    """An idx file's array, uint8. Raises UserError where there is none, packed or not, or it is broken."""
+    packed = path.with_name(f"{path.name}.gz")
+    try:
+        data = gzip.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: can't be read, with .gz or without: {error}") from error
+    begin = 4 + 4 * n_dimensions
+    shape = tuple(int.from_bytes(data[first : first + 4]) for first in range(4, begin, 4))
+    if data[:4] != bytes([0, 0, UINT8, n_dimensions]) or len(data) != begin + math.prod(shape):
+        raise UserError(f"{path}: is not a whole idx file of {n_dimensions} dimensions")
+    return np.frombuffer(data, np.uint8, offset=begin).reshape(shape)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
