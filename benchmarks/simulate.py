@@ -9,6 +9,7 @@ benchmarks/gpu/roofline.py, links at those of LINKS. Writes scaling.md, .json an
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -70,12 +71,14 @@ def main() -> None:
 def measure() -> dict[str, Any]:
     """The parts of a step with one thread, an exchange, and whole steps of one and two trainers."""
     torch.set_num_threads(1)
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         seconds = run_ranks(exchange.measure, 2, store)[0]["lockstep"]
         make_folder(Path(folder) / "set", N_STEPS * BATCH // 2)
         steps = {n: trained_step(Path(folder), n) for n in (1, 2)}
     return {
+        "load_average": load,
         "stages": [vars(stage) for stage in time_stages()],
         "update_seconds": time_update(),
         "exchange_bytes_per_second": 4 * exchange.N_ELEMENTS / seconds,
@@ -93,8 +96,9 @@ def check(parts: dict[str, Any]) -> tuple[str, dict[str, dict[int, float]]]:
         guess = step_after(stages, parts["update_seconds"], link, n, 8)
         rows.append((str(n), f"{guess:.3f}", f"{steps[n]:.3f}", f"{steps[n] / guess:.2f}"))
     title = f"AlexNet's step on CPUs: batch {BATCH} and one thread a trainer, `rule: weights`"
+    busy = f"Load when it began: {parts['load_average']:.1f}. Predictions are for idle cores.\n"
     curve = {n: speed_up(steps[n], steps[1], n) for n in (1, 2)}
-    return table(title, rows), {"CPUs, measured": curve}
+    return f"{table(title, rows)}\n{busy}", {"CPUs, measured": curve}
 
 
 def time_stages() -> list[Stage]:
