@@ -69,9 +69,9 @@ class Reader:
                 self._say(f"{order}: reading {file.path}")
                 read_rows(file, first, out)
             return
-        todo = list(reads)  # the GIL is let go of while bytes come
-        self._say(f"{order}: reading {', '.join(sorted({file.path for file, _, _ in todo}))}")
-        for _ in self._pool.map(lambda read: read_rows(*read), todo):
+        wanted = list(reads)  # the GIL is let go of while bytes come
+        self._say(f"{order}: reading {', '.join(sorted({file.path for file, _, _ in wanted}))}")
+        for _ in self._pool.map(lambda read: read_rows(*read), wanted):
             pass  # raises what a read has raised
 
     def _reads(self, order: Order, images: np.ndarray) -> Iterator[tuple[HklArray, int, np.ndarray]]:

@@ -101,20 +101,7 @@ def compute_flow_on_the_host() -> None:
 
 def compute_on_the_host(device: object, stream: Any) -> None:
     """torch's work is not in the stream here: it begins when the stream has done what came before it."""
-    import train_funcs
-    from lockstep.network.arena import Arena
-    from lockstep.network.factors import Factors
-    from lockstep.network.gradients import Gradients
     from lockstep.network.kernels import DropoutKernel, LrnKernel, PoolKernel
-    from lockstep.network.replica import Replica
-    from lockstep.network.sharded import ShardedUpdater
-    from lockstep.network.shared_rows import SharedRows
-    from lockstep.network.updater import Updater
-    from lockstep.sync import apart, assembling
-    from lockstep.sync.apart import Apart
-    from lockstep.sync.elastic import Elastic
-    from lockstep.sync.gossip import Gossip
-    from lockstep.sync.outer import Outer
 
     def behind(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -138,7 +125,27 @@ def compute_on_the_host(device: object, stream: Any) -> None:
     kernels.append((DropoutKernel, "apply"))
     for place, name in kernels:
         setattr(place, name, between(getattr(place, name)))
-    for place, name in (
+    for place, name in _places_of_torch():
+        setattr(place, name, behind(getattr(place, name)))
+
+
+def _places_of_torch() -> list[tuple[Any, str]]:
+    """Functions by which a trainer or rank has torch compute: what holds them, and their names."""
+    import train_funcs
+    from lockstep.network.arena import Arena
+    from lockstep.network.factors import Factors
+    from lockstep.network.gradients import Gradients
+    from lockstep.network.replica import Replica
+    from lockstep.network.sharded import ShardedUpdater
+    from lockstep.network.shared_rows import SharedRows
+    from lockstep.network.updater import Updater
+    from lockstep.sync import apart, assembling
+    from lockstep.sync.apart import Apart
+    from lockstep.sync.elastic import Elastic
+    from lockstep.sync.gossip import Gossip
+    from lockstep.sync.outer import Outer
+
+    return [
         (Replica, "forward_backward"),
         (Updater, "step"),
         (Gradients, "complete"),
@@ -161,5 +168,4 @@ def compute_on_the_host(device: object, stream: Any) -> None:
         (Arena, "state"),
         (train_funcs.Trainer, "save"),
         *([(sys.modules["lockstep.synk.gpu"].Gpu, "compute")] if "lockstep.synk.gpu" in sys.modules else []),
-    ):
-        setattr(place, name, behind(getattr(place, name)))
+    ]
