@@ -111,6 +111,7 @@ def compile_together(rank: int, pipes: dict[int, Pipe], compiler: str) -> tuple[
         return path, path.read_bytes()
 
 
+@pytest.mark.slow
 def test_several_processes_may_compile_at_once(compiler: str, cache: Path) -> None:
     results = run_ranks(compile_together, 4, compiler)
     path = kernels.compiled("fold", "sm_90")

@@ -522,7 +522,7 @@ def test_memory_that_can_be_reached_is_proven_and_used(place: Place) -> None:
         ("garbled", "and 1 on the other"),
     ],
 )
-@pytest.mark.parametrize("n_ranks", [2, 3])
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_one_broken_pair_makes_all_go_through_host_memory_and_says_why(
     simulation: Simulation, fault: str, words: str, n_ranks: int
 ) -> None:

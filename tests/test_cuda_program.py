@@ -30,11 +30,12 @@ def on_cpus(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
             (), ONE_DEVICE, "", "exchange: peer to peer: all 2 pairs proven", marks=pytest.mark.slow
         ),
         (("augment_on=loader",), TWO_DEVICES, "", "exchange: peer to peer: all 2 pairs proven"),
-        (
+        pytest.param(
             ("para_load=false",),
             TWO_DEVICES,
             "lost",
             "exchange: staged through host memory: of 16,777,216 numbers",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ("exchange=swap",), TWO_DEVICES, "", "exchange: swap: all 2 pairs proven", marks=pytest.mark.slow
@@ -160,6 +161,7 @@ def test_where_nothing_can_be_shared_a_lone_trainer_runs_and_a_loader_is_refused
         assert "--ipc=host" in line and "para_load: false" in line
 
 
+@pytest.mark.slow
 def test_a_full_gpu_is_named_with_what_to_lower(program: Program, simulation: Simulation) -> None:
     environment = simulation.set(memory=64 << 20).environment()
     words = ("batch_size=8192", "n_epochs=1")

@@ -96,6 +96,7 @@ def take_a_step(rank: int, pipes: dict[int, Pipe], data: Path) -> list[str]:
     return sorted({"torch._dynamo", "sympy"} & sys.modules.keys())
 
 
+@pytest.mark.slow
 def test_a_step_does_not_load_torchs_compiler(shared_folder: Path) -> None:
     """Which would take a second at the start of every trainer."""
     assert run_ranks(take_a_step, 1, shared_folder) == [[]]
@@ -223,7 +224,10 @@ def test_what_was_saved_goes_on_bit_for_bit_and_learns(shared_folder: Path, valu
     assert loss_of(whole.model, make_batch(0)).item() < 0.9 * before
 
 
-@pytest.mark.parametrize(("model", "args"), [("smallnet", {"dropout": 0.0}), ("resnet20", {"n": 1})])
+@pytest.mark.parametrize(
+    ("model", "args"),
+    [("smallnet", {"dropout": 0.0}), pytest.param("resnet20", {"n": 1}, marks=pytest.mark.slow)],
+)
 def test_small_networks_learn_ten_pictures(shared_folder: Path, model: str, args: dict[str, Any]) -> None:
     replica = make_replica(shared_folder, learning_rate=0.01, model=model, model_args=args)
     torch.manual_seed(0)

@@ -25,7 +25,13 @@ def on_paper(name: str, n_classes: int = 1000, **args: Any) -> Any:
         return make(name, n_classes, **args)
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "models").glob("[!_]*.py")))
+MODELS = sorted(path.stem for path in (ROOT / "models").glob("[!_]*.py"))
+LARGE = {"vgg16", "resnet50", "googlenet"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else []) for name in MODELS]
+)
 def test_every_model_keeps_the_contract(name: str) -> None:
     """build_model looks at the logits without training."""
     model = build_model(make_config(model=name), 6)
@@ -167,6 +173,7 @@ def test_resnet50_starts_as_its_shortcuts_where_asked(zero: bool) -> None:
     assert model.conv1.weight.std().item() == pytest.approx((2 / (64 * 49)) ** 0.5, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_documents_table_is_the_commands() -> None:
     command = [sys.executable, "-m", "models"]
     table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

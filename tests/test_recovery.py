@@ -88,6 +88,7 @@ def test_a_run_that_is_lost_too_often_ends(program: Program) -> None:
     assert running.last_line().startswith("lockstep: trainer 0 (pid ")
 
 
+@pytest.mark.slow
 def test_a_users_error_is_no_loss(program: Program) -> None:
     running = program.run("learning_rate=1e30", "on_loss=restart", code=2)
     assert "lower learning_rate" in running.last_line() and "restart 1" not in running.output()
