@@ -51,7 +51,10 @@ def kernels_in(cubin: bytes) -> set[str]:
     return {name.decode() for name in re.findall(rb"\0\.text\.(\w+)\0", cubin)}
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["sm_90", *(pytest.param(each, marks=pytest.mark.slow) for each in ("sm_80", "sm_86", "sm_89"))],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_each_compiler_compiles_each_kernel(compiler: str, name: str, architecture: str) -> None:
     expected = set(re.findall(r"__global__ void (\w+)", (kernels.HERE / f"{name}.cu").read_text()))
@@ -71,6 +74,7 @@ def test_a_kernel_is_compiled_once_and_kept(
         kernels.compiled("fold", "sm_80")
 
 
+@pytest.mark.slow
 def test_a_changed_source_is_compiled_again(
     compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +101,7 @@ def test_an_unknown_architecture_is_named(compiler: str) -> None:
         kernels.compiled("fold", "sm_10")
 
 
+@pytest.mark.slow
 def test_a_cache_that_cant_be_written_is_named(compiler: str, cache: Path) -> None:
     cache.parent.write_text("a file, not a folder")
     with pytest.raises(UserError, match=f"{cache}: can't be written to: .* set XDG_CACHE_HOME"):

@@ -126,6 +126,7 @@ def test_a_run_that_names_no_devices_takes_the_gpus_and_goes_on_there(
     assert_same(tensors(second, 2), tensors(on_cpus, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["trainer 1", pytest.param("loader 0", marks=pytest.mark.slow)])
 def test_a_killed_process_ends_the_run_and_is_named(
     program: Program, simulation: Simulation, victim: str

@@ -32,9 +32,13 @@ def assert_ended(running: Running, since: float, code: int, seconds: float = 10)
 @pytest.mark.parametrize(
     ("moment", "victim"),
     [
-        *(("start", victim) for victim in ("trainer 0", "trainer 1", "loader 0", "loader 1")),
-        *(("step 2/6", victim) for victim in ("trainer 1", "loader 0")),
-        *(pytest.param("step 2/6", victim, marks=pytest.mark.slow) for victim in ("trainer 0", "loader 1")),
+        *(("start", victim) for victim in ("trainer 0", "loader 1")),
+        *(pytest.param("start", victim, marks=pytest.mark.slow) for victim in ("trainer 1", "loader 0")),
+        ("step 2/6", "trainer 1"),
+        *(
+            pytest.param("step 2/6", victim, marks=pytest.mark.slow)
+            for victim in ("trainer 0", "loader 0", "loader 1")
+        ),
         ("saved", "trainer 0"),
         *(
             pytest.param("saved", victim, marks=pytest.mark.slow)
@@ -114,9 +118,8 @@ def test_a_lone_trainer_that_stands_still_is_found_by_the_launcher(program: Prog
     assert "trainer 0" in assert_ended(running, since, 1, seconds=20)
 
 
-@pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGSEGV, "SIGSEGV"), pytest.param(40, "signal 40", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGSEGV, "SIGSEGV"), (40, "signal 40")])
 def test_other_deaths_are_told_by_their_signal(program: Program, number: int, name: str) -> None:
     running = program.start(*FOREVER)
     running.wait_for_text("step 2/6")

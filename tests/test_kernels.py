@@ -21,7 +21,10 @@ KERNELS = sorted((ROOT / "lockstep" / "kernels").glob("*.cu"))
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["sm_90", *(pytest.param(each, marks=pytest.mark.slow) for each in ("sm_80", "sm_86", "sm_89"))],
+)
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
 def test_kernels_compile_without_a_warning(tmp_path: Path, path: Path, architecture: str) -> None:
     command = [

@@ -234,6 +234,7 @@ def ten_lines() -> str:
     return re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_a_network_in_ten_lines_trains(program: Program, package: Path) -> None:
     """The lines of docs/models.md, as they are there, in a run with two trainers and loaders."""
     assert len(ten_lines().splitlines()) <= 10

@@ -112,6 +112,7 @@ def test_making_it_twice_gives_the_same_bytes(pictures: Path, tmp_path: Path) ->
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_bad_picture_is_named_and_no_dataset_folder_appears(pictures: Path, tmp_path: Path) -> None:
     (pictures / "train" / "bee" / "1.jpg").write_bytes(b"not a picture")
     done = script("make_hkl.py", pictures, tmp_path / "set", "--size", 10, "--workers", 1)

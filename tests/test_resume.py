@@ -86,7 +86,7 @@ class Held:
         return path in self._pipes
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_killed_or_stopped_it_goes_on_to_the_same_bytes(
     pictures: Path, unbroken: dict[str, bytes], tmp_path: Path, number: int
 ) -> None:

@@ -219,7 +219,9 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("values", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize(
+    "values", [PARTS["dropout"], pytest.param(PARTS["norms"], marks=pytest.mark.slow)], ids=PARTS
+)
 def test_parts_give_the_same_bits_for_any_number_of_trainers(
     data: Path, tmp_path: Path, values: dict[str, Any]
 ) -> None:
@@ -255,7 +257,10 @@ def test_local_with_every_step_is_weights(data: Path, tmp_path: Path) -> None:
 SLOW = [pytest.param(rule, marks=pytest.mark.slow) for rule in ("weights", "local", "gossip")]
 
 
-@pytest.mark.parametrize("rule", ["gradients", "outer", "elastic", *SLOW])
+@pytest.mark.parametrize(
+    "rule",
+    ["gradients", *SLOW, *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("outer", "elastic"))],
+)
 def test_a_resumed_run_has_the_bits_of_the_unbroken_one(data: Path, tmp_path: Path, rule: str) -> None:
     """At an epoch's end; and every rule goes on from the checkpoint of every other, with other trainers."""
     args = {} if rule in ("weights", "gradients") else {"every": 2}

@@ -27,6 +27,7 @@ def reader_of(folder: Path) -> Callable[[str], dict[int, float]]:
     return lambda name: {event.step: float(make_ndarray(event.tensor_proto)) for event in read.Tensors(name)}
 
 
+@pytest.mark.slow
 def test_the_numbers_of_a_run_are_in_its_event_files(program: Program) -> None:
     pytest.importorskip("tensorboard", reason="needs the package tensorboard")
     running = program.run("n_epochs=2", "tensorboard=true")

@@ -11,6 +11,7 @@ from lockstep.trace.__main__ import main
 from lockstep.trace.spans import events_of
 
 
+@pytest.mark.slow
 def test_a_run_shows_all_its_processes_on_one_clock(program: Program) -> None:
     running = program.run("n_epochs=1", "trace=true")
     assert main([str(running.run_folder)]) == 0

@@ -199,6 +199,7 @@ def test_a_run_that_never_saved_can_be_started_again_or_resumed(program: Program
     assert program.run("n_epochs=1", name="other", devices="[cpu]").last_line().startswith("done")
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_step_is_resumed_as_what_it_was(program: Program) -> None:
     """Or not at all where its configuration is gone; never as the one in the working tree."""
     killed = program.start("n_epochs=1", "learning_rate=0.003", "momentum=0.5")
