@@ -1,8 +1,9 @@
 """Files and words that are wrong in every way that chance finds: python -m campaigns.fuzz 10000 --seed 1
 
-Each reader of campaigns/readers.py gets a good folder of which one file was changed at random. What must come of
-it: success, or a ValueError (UserError) whose message names a file in that folder. Nothing else may be raised, no
-code be run, no process be started, nothing outside the folder be opened; it may take neither long nor much memory.
+Each reader of campaigns/readers.py gets a good folder of which one file was changed at random. What must come
+of it: success, or a ValueError (UserError) whose message names a file in that folder. Nothing else may be
+raised, no code be run, no process be started, nothing outside the folder be opened; it may take neither long
+nor much memory.
 
 A case depends on the seed, the reader and its number alone, so it can be looked at by itself:
 
@@ -33,14 +34,16 @@ START_SECONDS = 120.0  # until torch is imported
 ROOM = 2 << 30  # bytes of address space that a case may take
 _STARTS = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pty.spawn"}
 _FORBIDDEN = _STARTS | {"pickle.find_class", "socket.connect", "socket.bind"}
-_OWN = tuple(str(place) for place in (sys.prefix, sys.base_prefix, ROOT, "/proc", "/sys", "/usr", "/dev/null"))
+_OWN = tuple(
+    str(place) for place in (sys.prefix, sys.base_prefix, ROOT, "/proc", "/sys", "/usr", "/dev/null")
+)
 
 Case = tuple[str, int]  # the reader's name and a number
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a case: 'read', 'refused', or a promise that was broken, in words. peak: bytes of memory."""
+    """What came of a case: 'read', 'refused', or a broken promise in words. peak: bytes that it added."""
 
     words: str
     peak: int = 0
@@ -112,7 +115,9 @@ def judge(reader: Reader, folder: Path, watch: Watch) -> str:
 
 
 def _described(error: BaseException) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(ROOT))]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(ROOT))
+    ]
     own = [frame for frame in frames if ".venv" not in frame.filename and "campaigns" not in frame.filename]
     where = f" at {Path(own[-1].filename).relative_to(ROOT)}:{own[-1].lineno}" if own else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{where}"
@@ -224,9 +229,17 @@ def report(words: argparse.Namespace, names: list[str], results: Iterator[tuple[
             again = f"python -m campaigns.fuzz --only '{name}' --case {number} --seed {words.seed}"
             findings.append(f"{result.words} ({again})")
             print(findings[-1], flush=True)
-    head = ("what is read", "read all the same", "refused, the file named", "broken promises", "most memory, MB")
+    head = (
+        "what is read",
+        "read all the same",
+        "refused, the file named",
+        "broken promises",
+        "most memory, MB",
+    )
     columns = ("read", "refused", "finding")
-    rows = [(name, *(str(tally[name, kind]) for kind in columns), f"{peaks[name] / 1e6:.0f}") for name in names]
+    rows = [
+        (name, *(str(tally[name, kind]) for kind in columns), f"{peaks[name] / 1e6:.0f}") for name in names
+    ]
     title = f"{sum(tally.values()):,} cases, seed {words.seed}: {len(findings)} broken promises"
     text = "\n".join([table(title, [head, *rows]), *(f"- {line}" for line in findings)])
     print(text)

@@ -1,7 +1,9 @@
-"""Good files made bad: bytes, JSON, YAML, NumPy headers and pickles, changed at random, the same by the same dice."""
+"""Good files made bad: bytes, JSON, YAML, headers and pickles, changed at random, alike by the same dice."""
 
+import contextlib
 import io
 import json
+import math
 import random
 import re
 import struct
@@ -9,17 +11,19 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
+import h5py
+
 Dice = random.Random
 
 ODD_NUMBERS = (0, 1, -1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 10**30)
 ODD_TEXTS = (
-    "", "x", ".", "..", "../../outside", "/etc/passwd", "a/../../b", "\0", "\ud800", "~", "*", "é" * 300, "x" * 5000,
-    "NaN", "9" * 5000, "!!python/object/apply:os.system [id]", "{}", "[", "*a", "&a", "0x" + "f" * 5000,
-    "1:" * 400 + "1.5", "2001-13-45", ".inf",
+    "", "x", ".", "..", "../../outside", "/etc/passwd", "a/../../b", "\0", "\ud800", "~", "*", "é" * 300,
+    "x" * 5000, "NaN", "9" * 5000, "!!python/object/apply:os.system [id]", "{}", "[", "*a", "&a",
+    "0x" + "f" * 5000, "1:" * 400 + "1.5", "2001-13-45", ".inf",
 )  # fmt: skip
 PICKLED_CALLS = (
     b"cos\nsystem\n(S'touch ran'\ntR.",
-    b"cbuiltins\neval\n(S'open(\"ran\",\"w\")'\ntR.",
+    b'cbuiltins\neval\n(S\'open("ran","w")\'\ntR.',
     b"\x80\x04cbuiltins\nexec\nX\x10\x00\x00\x00open('ran', 'w')\x85R.",
     b"ctorch\nload\n(S'ran'\ntR.",
 )
@@ -107,7 +111,7 @@ def _dumped(value: Any) -> bytes:
 
 
 def mangle_text(dice: Dice, content: bytes) -> bytes:
-    """A line, or a line's value, is another, is gone, or is there twice; what YAML has of brackets and signs."""
+    """A line, or its value, is another, is gone, or is there twice."""
     lines = content.decode("utf-8", "surrogateescape").splitlines() or [""]
     place = dice.randrange(len(lines))
     key, sign, _ = re.match(r"([^:=]*)([:=]?\s?)(.*)", lines[place], re.DOTALL).groups()  # type: ignore[union-attr]
@@ -125,7 +129,7 @@ def mangle_text(dice: Dice, content: bytes) -> bytes:
 
 
 def yaml_bomb(dice: Dice, key: str) -> str:
-    """A value of a few lines that is huge once its aliases are followed, is within itself, or is nested deeply."""
+    """A line whose value is huge once its aliases are followed, is within itself, or is nested deeply."""
     kind = dice.randrange(4)
     if kind == 0:
         return f"{key}: &a [*a]"
@@ -136,18 +140,48 @@ def yaml_bomb(dice: Dice, key: str) -> str:
 
 
 def mangle_npy(dice: Dice, content: bytes) -> bytes:
-    """A .npy file whose header says something else; its magic, lengths and data are left to `mangle_bytes`."""
+    """A .npy file whose header says something else."""
     end = content.find(b"\n", 10)
     if not content.startswith(b"\x93NUMPY") or end < 0:
         return mangle_bytes(dice, content)
     shape = tuple(dice.choice((*ODD_NUMBERS, 3, 7)) for _ in range(dice.randrange(4)))
-    code = dice.choice(("<f4", ">f8", "|O", "<i8", "|u1", "<U7", "|S99", "<M8[s]", "|V8", "<c8", "", "<f2", "|b1"))
+    code = dice.choice(
+        ("<f4", ">f8", "|O", "<i8", "|u1", "<U7", "|S99", "<M8[s]", "|V8", "<c8", "", "<f2", "|b1")
+    )
     if dice.random() < 0.3:
-        header = dice.choice(("__import__('os').system('touch ran')", "{" * 3000, "{}", "()", "1/0", "[1]*2**40"))
+        header = dice.choice(
+            ("__import__('os').system('touch ran')", "{" * 3000, "{}", "()", "1/0", "[1]*2**40")
+        )
     else:
         header = repr({"descr": code, "fortran_order": dice.choice((True, False, 5)), "shape": shape})
     packed = header.encode() + b"\n"
     return b"\x93NUMPY\x01\0" + struct.pack("<H", len(packed)) + packed + content[end + 1 :]
+
+
+def mangle_hkl(dice: Dice, content: bytes) -> bytes:
+    """HDF5 that is whole, with another array in it: of any size and type, or one in another file."""
+    shape = tuple(dice.choice((0, 1, 3, 5, 8, 2**20, 2**31, 2**40)) for _ in range(dice.randrange(6)))
+    code = dice.choice(
+        ("u1", "u1", "u1", "<f4", ">i8", "S3", "?", "<c8", h5py.string_dtype(), h5py.ref_dtype)
+    )
+    chunks = dice.choice((None, True, tuple(min(side, 64) or 1 for side in shape)))
+    more = {"chunks": chunks} if shape and chunks else {}
+    if dice.random() < 0.2:
+        more = {"external": [("/etc/passwd", 0, 100)]}
+    file = io.BytesIO()
+    with h5py.File(file, "w", libver="earliest") as made:
+        name = dice.choice(("data", "data", "data_0"))
+        kind = dice.randrange(4)
+        if kind == 0:
+            made[name] = h5py.ExternalLink(
+                dice.choice(("/etc/passwd", "0001.hkl", "../val_hkl/0000.hkl")), "data"
+            )
+        elif kind == 1:
+            made[name] = h5py.SoftLink(dice.choice(("/data", "/nowhere", "/")))
+        elif math.prod(shape) < 2**62:  # more is nothing that h5py makes
+            with contextlib.suppress(ValueError, TypeError, OSError, RuntimeError):  # nor all other mixtures
+                made.create_dataset(name, shape, code, **more)
+    return file.getvalue()
 
 
 def mangle_safetensors(dice: Dice, content: bytes) -> bytes:
@@ -185,16 +219,25 @@ def mangle_tar(dice: Dice, content: bytes) -> bytes:
     at = dice.choice(starts)
     header = bytearray(content[at : at + 512])
     first, size = dice.choice(((0, 100), (124, 12), (124, 12), (156, 1), (157, 100), (345, 155)))
-    numbers = [b"\xff" * 12, b"\x80" + b"\0" * 3 + b"\x7f" * 8, b"\xff" * 10 + b"\xfc\0", b"77777777777\0", b"-1"]
+    numbers = [
+        b"\xff" * 12,
+        b"\x80" + b"\0" * 3 + b"\x7f" * 8,
+        b"\xff" * 10 + b"\xfc\0",
+        b"77777777777\0",
+        b"-1",
+    ]
     names = [text.encode("utf-8", "surrogatepass") for text in ODD_TEXTS]
     kinds = [bytes([dice.choice(b"0123567xgLKSV\0")])]
-    header[first : first + size] = dice.choice({12: numbers, 1: kinds}.get(size, names))[:size].ljust(size, b"\0")
+    header[first : first + size] = dice.choice({12: numbers, 1: kinds}.get(size, names))[:size].ljust(
+        size, b"\0"
+    )
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     return content[:at] + bytes(header) + content[at + 512 :]
 
 
 _BY_ENDING = {
+    ".hkl": mangle_hkl,
     ".json": mangle_json,
     ".jsonl": mangle_json,
     ".npy": mangle_npy,

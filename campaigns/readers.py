@@ -1,9 +1,7 @@
-"""Every reader of files and words that Lockstep has, with good files for it to be given bad ones in their place."""
+"""Every reader of files and words that Lockstep has, and good files for each, to be made bad."""
 
 import functools
-import io
 import json
-import tarfile
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,42 +9,39 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-import scipy.io
 import torch
-from PIL import Image
 from safetensors.torch import save
 
+from campaigns import sources
+from campaigns.sources import N_CLASSES
 from lockstep.config import Config, Layer, read_command_line, read_yaml, resolve, to_yaml
 from lockstep.config.rules import settle
 from lockstep.data import c01b, hkl
 from lockstep.data.dataset import check_content, open_dataset
 from lockstep.data.manifest import digest_of_labels
-from lockstep.errors import UserError
 from lockstep.files import checksum
-from lockstep.network.arena import Arena
 from lockstep.memory.host import HostMemory
+from lockstep.network.arena import Arena
 from lockstep.network.build import build_model
-from lockstep.optim.schedules import learning_rate
+from lockstep.optim.schedules import SCHEDULES, learning_rate
 from lockstep.pretrained.weights import start_with
 from lockstep.report.runlog import read_run
 from lockstep.runs import checkpoint
 from lockstep.runs.folder import State, open_run
-from preprocessing import caffe_lists, convert, devkit, tars
-from preprocessing.listing import Picture
+from preprocessing import convert
 from preprocessing.make_labels import find_labels
-from preprocessing.pictures import Geometry
-from preprocessing.tasks import PictureBatch
 
-N_IMAGES, SIZE, N_CLASSES = 8, 5, 3
+N_IMAGES, SIZE = 8, 5
 LABELS = np.arange(N_IMAGES) % N_CLASSES
 Files = dict[str, bytes]
 
 
 @dataclass(frozen=True)
 class Reader:
-    """make: writes good files into an empty folder. victims: patterns of those to be made bad. read: reads the
-    folder and raises UserError (or ValueError) where it can't. named: what a message may name, beside a path in
-    the folder."""
+    """make: writes good files into an empty folder. victims: patterns of those to be made bad. read: reads
+    the folder and raises ValueError (UserError) where it can't. named: what a message may name instead of a
+    path in the folder.
+    """
 
     make: Callable[[Path], None]
     victims: tuple[str, ...]
@@ -58,7 +53,9 @@ class Reader:
         """Good files by name in the folder."""
         with tempfile.TemporaryDirectory() as place:
             self.make(Path(place))
-            return {str(path.relative_to(place)): path.read_bytes() for path in sorted(Path(place).rglob("*.*"))}
+            return {
+                str(path.relative_to(place)): path.read_bytes() for path in sorted(Path(place).rglob("*.*"))
+            }
 
     @functools.cached_property
     def bad_ones(self) -> list[str]:
@@ -66,7 +63,7 @@ class Reader:
         return [name for name in self.files if any(Path(name).match(pattern) for pattern in self.victims)]
 
 
-# -- dataset folders -----------------------------------------------------------------------------------------------
+# -- dataset folders -----------------------------------------------------------------------------------------
 
 
 def pictures_of(split: str) -> np.ndarray:
@@ -140,11 +137,13 @@ def read_old_dataset(folder: Path) -> None:
     convert.find_classes(folder, dataset)
 
 
-# -- configurations ------------------------------------------------------------------------------------------------
+# -- configurations ------------------------------------------------------------------------------------------
 
 
 def make_configuration(folder: Path) -> None:
-    (folder / "config.yaml").write_text(to_yaml(config_of(model_args={"depth": 3}, lr_step=[2, 4], batch_size=8)))
+    (folder / "config.yaml").write_text(
+        to_yaml(config_of(model_args={"depth": 3}, lr_step=[2, 4], batch_size=8))
+    )
 
 
 def read_configuration(folder: Path) -> None:
@@ -154,16 +153,24 @@ def read_configuration(folder: Path) -> None:
 
 
 def make_words(folder: Path) -> None:
-    words = ["learning_rate=0.1", "devices=[cpu, cpu]", "model_args={a: [1, 2]}", "run_name=x", "lr_step=[3, 4]"]
+    words = [
+        "learning_rate=0.1",
+        "devices=[cpu, cpu]",
+        "model_args={a: [1, 2]}",
+        "run_name=x",
+        "lr_step=[3, 4]",
+    ]
     (folder / "words.txt").write_text("\n".join([*words, "minibatch=64", "parts=4", "resume_train=auto"]))
 
 
 def read_words(folder: Path) -> None:
+    if not (folder / "words.txt").exists():  # no words are good ones
+        return
     words = (folder / "words.txt").read_bytes().decode("utf-8", "surrogateescape").splitlines()
     settle(resolve([read_command_line(words), Layer("command line", {"devices": ["cpu"]})])[0])
 
 
-# -- checkpoints and weights ---------------------------------------------------------------------------------------
+# -- checkpoints and weights ---------------------------------------------------------------------------------
 
 
 def network() -> torch.nn.Module:
@@ -177,23 +184,29 @@ def make_run(folder: Path) -> None:
     record = [{"epoch": 1, "loss": 2.0, "error_top1": 0.5, "error_top5": 0.1}]
     for epoch in (1, 2):
         state = State.now(epoch, 90, 90, 0.1, record * epoch, 1, config_of(run_name="run", lr_policy="auto"))
-        checkpoint.save(folder / "run", {"weights/a": torch.ones(3, 2), "momenta/a": torch.zeros(3, 2)}, state)
+        checkpoint.save(
+            folder / "run", {"weights/a": torch.ones(3, 2), "momenta/a": torch.zeros(3, 2)}, state
+        )
     (folder / "run/config.yaml").write_text(to_yaml(config_of(run_name="run")))
     lines = ['{"event": "started", "time": 1.5e9, "versions": {"torch": "2"}}']
-    lines += [f'{{"event": "progress", "time": 1.5e9, "epoch": 1, "step": {n}, "n_steps": 4}}' for n in (1, 2)]
+    lines += [
+        f'{{"event": "progress", "time": 1.5e9, "epoch": 1, "step": {n}, "n_steps": 4}}' for n in (1, 2)
+    ]
     lines += ['{"event": "validated", "time": 1.5e9, "epoch": 1, "error_top1": 0.5, "loss": 1.0}']
     (folder / "run/log.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def read_records(folder: Path) -> None:
     """As a run that goes on does."""
-    config = config_of(weights_dir=str(folder), run_name="run", resume_train=True, n_epochs=9, lr_policy="auto")
+    config = config_of(weights_dir=str(folder), run_name="run", resume_train=True, load_epoch=2, n_epochs=9)
     run = open_run(config, 90)
     with run.lock:
         if run.start:
             state = run.start.state
             checkpoint.load(run.start.path)
-            learning_rate(config, state.epoch, [entry["error_top1"] for entry in state.val_record])
+            for policy in SCHEDULES:
+                errors = [entry["error_top1"] for entry in state.val_record]
+                learning_rate(config_of(lr_policy=policy, n_epochs=9), state.epoch, errors)
 
 
 def read_log(folder: Path) -> None:
@@ -223,7 +236,9 @@ def begin_with(path: Path, **keys: object) -> None:
 def make_theano_folder(folder: Path) -> None:
     """Of smallnet's shapes: three convolutions, two fully connected layers."""
     shapes = [value.shape for value in network().state_dict().values()]
-    arrays = [np.zeros((*shape[1:], shape[0]) if len(shape) == 4 else shape[::-1], np.float32) for shape in shapes]
+    arrays = [
+        np.zeros((*shape[1:], shape[0]) if len(shape) == 4 else shape[::-1], np.float32) for shape in shapes
+    ]
     for number, array in enumerate(arrays):
         np.save(folder / f"{'Wb'[number % 2]}_{number // 2}_3.npy", array)
         np.save(folder / f"mom_{number}_3.npy", array)
@@ -236,78 +251,6 @@ def read_theano_folder(folder: Path) -> None:
     begin_with(folder, pretrained_part="whole")
 
 
-# -- preprocessing -------------------------------------------------------------------------------------------------
-
-
-def packed_picture(kind: str, mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> bytes:
-    pixels = np.random.default_rng(1).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    file = io.BytesIO()
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    more = {"exif": exif} if kind in ("JPEG", "PNG", "WEBP") else {}
-    Image.fromarray(pixels).convert(mode).save(file, kind, **more)
-    return file.getvalue()
-
-
-def make_pictures(folder: Path) -> None:
-    """With endings that are not those of their kinds, as in ImageNet."""
-    kinds = [("JPEG", "RGB"), ("JPEG", "CMYK"), ("JPEG", "L"), ("PNG", "RGBA"), ("WEBP", "RGB"), ("GIF", "P")]
-    for number, (kind, mode) in enumerate([*kinds, ("BMP", "RGB"), ("PNG", "I;16"), ("PNG", "1")]):
-        content = packed_picture(kind, mode) if mode != "I;16" else packed_picture(kind, "L")
-        (folder / f"{number}.jpg").write_bytes(content)
-
-
-def read_pictures(folder: Path) -> None:
-    for path in sorted(folder.glob("*.jpg")):
-        for geometry in (Geometry(16, "squash"), Geometry(16, "crop", "apply"), Geometry(8, "pad")):
-            PictureBatch((Picture(path.name, 0, str(path)),), (), geometry, "stop").load()
-
-
-def tar_of(members: dict[str, bytes]) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return file.getvalue()
-
-
-def make_tars(folder: Path) -> None:
-    picture = packed_picture("JPEG", size=(16, 16))
-    classes = [{f"n{number}_{image}.JPEG": picture for image in (0, 1)} for number in (0, 1)]
-    inner = {f"n{number}.tar": tar_of(members) for number, members in enumerate(classes)}
-    (folder / "train.tar").write_bytes(tar_of(inner))
-    (folder / "val.tar").write_bytes(tar_of({f"ILSVRC2012_val_{n:08d}.JPEG": picture for n in (1, 2, 3)}))
-
-
-def read_tars(folder: Path) -> None:
-    pictures = tars.list_train_tar(folder / "train.tar")[1] + tars.list_flat_tar(folder / "val.tar")
-    for picture in pictures:
-        PictureBatch((picture,), (), Geometry(8), "stop").load()
-
-
-def make_devkit(folder: Path) -> None:
-    fields = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O")]
-    synsets = np.array([(n + 1, f"n{n}", f"word {n}") for n in range(N_CLASSES)], fields)
-    scipy.io.savemat(folder / "meta.mat", {"synsets": synsets}, do_compression=True)
-    (folder / "ILSVRC2012_validation_ground_truth.txt").write_text("1\n2\n3\n")
-    members = {f"kit/data/{path.name}": path.read_bytes() for path in sorted(folder.glob("*.*"))}
-    (folder / "kit.tar").write_bytes(tar_of(members))
-    (folder / "train.txt").write_text("".join(f"n{n}/{n}.jpg {n}\n" for n in range(N_CLASSES)))
-
-
-def read_devkit(folder: Path) -> None:
-    for name in ("meta.mat", "kit.tar"):
-        kit = devkit.read_meta(folder / name)
-        truth = devkit.read_ground_truth(
-            folder / ("kit.tar" if name == "kit.tar" else "ILSVRC2012_validation_ground_truth.txt")
-        )
-        names = [f"x_{number}.JPEG" for number in range(1, N_CLASSES + 1)]
-        devkit.label_flat(names, kit, truth, sorted(kit.words), str(folder))
-    caffe_lists.list_from_files(folder / "train.txt", folder, folder / "train.txt", folder)
-
-
 READERS = {
     ".hkl": Reader(make_dataset, ("*.hkl",), read_dataset),
     "labels and mean images": Reader(make_dataset, ("*.npy",), read_dataset),
@@ -315,11 +258,11 @@ READERS = {
     "folders of theano_alexnet": Reader(make_old_dataset, ("*.hkl", "*.npy", "*.txt"), read_old_dataset),
     "YAML": Reader(make_configuration, ("*.yaml",), read_configuration),
     "command lines": Reader(make_words, ("words.txt",), read_words, ("command line", "minibatch", "parts")),
-    "checkpoint records": Reader(make_run, ("epoch_*.json",), read_records),
-    "logs and configurations of runs": Reader(make_run, ("log.jsonl", "config.yaml", "epoch_*.json"), read_log),
+    "checkpoint records": Reader(make_run, ("epoch_0002.json",), read_records),
+    "logs of runs": Reader(make_run, ("log.jsonl", "config.yaml", "epoch_*.json"), read_log),
     "weights (.safetensors, .pth)": Reader(make_weights, ("*.safetensors", "*.pth"), read_weights),
     "weights of theano_alexnet": Reader(make_theano_folder, ("*.npy", "*.yaml"), read_theano_folder),
-    "pictures": Reader(make_pictures, ("*.jpg",), read_pictures),
-    "tars": Reader(make_tars, ("*.tar",), read_tars),
-    "devkits and lists": Reader(make_devkit, ("*.mat", "*.txt", "*.tar"), read_devkit),
+    "pictures": Reader(sources.make_pictures, ("*.jpg",), sources.read_pictures),
+    "tars": Reader(sources.make_tars, ("*.tar",), sources.read_tars),
+    "devkits and lists": Reader(sources.make_devkit, ("*.mat", "*.txt", "*.tar"), sources.read_devkit),
 }
