@@ -94,12 +94,15 @@ class Watch:
                 self.seen.append(f"opened {path}"[:200])
 
 
-def judge(reader: Reader, folder: Path, watch: Watch) -> str:
-    """Reads the folder and says what came of it, as Result.words."""
+def judge(reader: Reader, folder: Path, watch: Watch, bad: str | None = None) -> str:
+    """Reads the folder, in which `bad` is the file that was changed, and says what came of it."""
     watch.seen.clear()
     watch.folder = str(folder)
     try:
-        reader.read(folder)
+        if bad and reader.read_one:
+            reader.read_one(folder / bad)
+        else:
+            reader.read(folder)
         words = "read"
     except ValueError as error:
         names = any(name in str(error) for name in (str(folder), *reader.named))
@@ -152,7 +155,7 @@ def work(seed: int, cases: list[Case], pipe: Connection) -> None:
             bad, content = change(seed, (name, number))
             lay(folders[name], {bad: content})
             before = _peak()
-            words = judge(reader, folders[name], watch)
+            words = judge(reader, folders[name], watch, bad)
             pipe.send(Result(words, _peak() - before))
             lay(folders[name], {bad: reader.files[bad]})
 

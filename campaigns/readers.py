@@ -40,12 +40,13 @@ Files = dict[str, bytes]
 class Reader:
     """make: writes good files into an empty folder. victims: patterns of those to be made bad. read: reads
     the folder and raises ValueError (UserError) where it can't. named: what a message may name instead of a
-    path in the folder.
+    path in the folder. read_one: reads one file, where each stands for itself.
     """
 
     make: Callable[[Path], None]
     victims: tuple[str, ...]
     read: Callable[[Path], object]
+    read_one: Callable[[Path], object] | None = None
     named: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -257,12 +258,16 @@ READERS = {
     "manifests": Reader(make_dataset_with_manifest, ("manifest.json",), read_dataset),
     "folders of theano_alexnet": Reader(make_old_dataset, ("*.hkl", "*.npy", "*.txt"), read_old_dataset),
     "YAML": Reader(make_configuration, ("*.yaml",), read_configuration),
-    "command lines": Reader(make_words, ("words.txt",), read_words, ("command line", "minibatch", "parts")),
+    "command lines": Reader(
+        make_words, ("words.txt",), read_words, named=("command line", "minibatch", "parts")
+    ),
     "checkpoint records": Reader(make_run, ("epoch_0002.json",), read_records),
     "logs of runs": Reader(make_run, ("log.jsonl", "config.yaml", "epoch_*.json"), read_log),
-    "weights (.safetensors, .pth)": Reader(make_weights, ("*.safetensors", "*.pth"), read_weights),
+    "weights (.safetensors, .pth)": Reader(
+        make_weights, ("*.safetensors", "*.pth"), read_weights, begin_with
+    ),
     "weights of theano_alexnet": Reader(make_theano_folder, ("*.npy", "*.yaml"), read_theano_folder),
-    "pictures": Reader(sources.make_pictures, ("*.jpg",), sources.read_pictures),
+    "pictures": Reader(sources.make_pictures, ("*.jpg",), sources.read_pictures, sources.read_picture),
     "tars": Reader(sources.make_tars, ("*.tar",), sources.read_tars),
     "devkits and lists": Reader(sources.make_devkit, ("*.mat", "*.txt", "*.tar"), sources.read_devkit),
 }

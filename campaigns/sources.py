@@ -36,8 +36,12 @@ def make_pictures(folder: Path) -> None:
 
 def read_pictures(folder: Path) -> None:
     for path in sorted(folder.glob("*.jpg")):
-        for geometry in (Geometry(16, "squash"), Geometry(16, "crop", "apply"), Geometry(8, "pad")):
-            PictureBatch((Picture(path.name, 0, str(path)),), (), geometry, "stop").load()
+        read_picture(path)
+
+
+def read_picture(path: Path) -> None:
+    for geometry in (Geometry(16, "squash"), Geometry(16, "crop", "apply"), Geometry(8, "pad")):
+        PictureBatch((Picture(path.name, 0, str(path)),), (), geometry, "stop").load()
 
 
 def tar_of(members: dict[str, bytes]) -> bytes:

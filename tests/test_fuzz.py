@@ -31,7 +31,7 @@ def test_bad_files_are_read_or_refused_by_name(
     for number in range(CASES):
         bad, content = change(3, (name, number))
         lay(folder, {bad: content})
-        words = judge(reader, folder, watch)
+        words = judge(reader, folder, watch, bad)
         assert words in ("read", "refused"), f"case {number} of seed 3: {words}"
         tally[words] += 1
         lay(folder, {bad: reader.files[bad]})
