@@ -248,7 +248,7 @@ def report(words: argparse.Namespace, names: list[str], results: Iterator[tuple[
     print(text)
     if words.results:
         numbers = {"seed": words.seed, "cases": {f"{name}: {kind}": n for (name, kind), n in tally.items()}}
-        command = f"python -m campaigns.fuzz {words.n} --seed {words.seed}"
+        command = f"python -m campaigns.fuzz {words.n} --seed {words.seed} --patience {words.patience:g}"
         write_results(words.results, "fuzz", [(text, {**numbers, "findings": findings})], command)
     return 1 if findings else 0
 
