@@ -2,6 +2,7 @@
 # make bench   measure and print the tables of docs/results         make test-all   those too that take long
 # make bench-peers  the same beside what people write without Lockstep
 # make check   lint, format, types, imports                         make demos      lockstep.synk's demos
+# make fuzz    files and words made bad at random (N=1000 of each kind, SEED=1)
 PYTHON ?= python3
 BIN := .venv/bin
 # pip compiles modules one after the other, and packages' tests with them: compileall does it on all cores, without.
@@ -10,9 +11,9 @@ COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing/_internal|sym
 DIGITS := data/digits/manifest.json
 .DEFAULT_GOAL := help
 
-.PHONY: help setup setup-test data train test test-all check format bench bench-peers rules demos clean
+.PHONY: help setup setup-test data train test test-all check format bench bench-peers rules fuzz demos clean
 help:
-	@sed -n '1,4s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 # What training needs; the rest is for tests, checks and benchmarks.
 setup: .venv/.installed
@@ -66,6 +67,12 @@ bench: .venv/.installed-test $(DIGITS)
 
 bench-peers: .venv/.installed-test $(DIGITS)
 	$(BIN)/python -m benchmarks.peers
+
+# What every reader of files makes of bad ones: `make fuzz N=10000` takes about half an hour on two busy cores.
+N ?= 1000
+SEED ?= 1
+fuzz: .venv/.installed-test
+	$(BIN)/python -m campaigns.fuzz $(N) --seed $(SEED) $(ARGS)
 
 demos: .venv/.installed-test
 	demos/run.sh $(abspath $(BIN)/python)

@@ -10,16 +10,25 @@ from lockstep.errors import UserError
 
 
 def publish(temporary: str | Path, path: str | Path) -> None:
-    """Makes a finished temporary file durable, then gives it its name in one step."""
+    """Makes a finished temporary file durable, then gives it its name in one step.
+
+    Who may read it is what the umask says.
+    """
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
-    os.chmod(temporary, 0o644)
+    os.chmod(temporary, 0o666 & ~_umask())  # those that tempfile makes are their owner's alone
     os.replace(temporary, path)
     folder = os.open(Path(path).parent, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _umask() -> int:
+    """Of this process, read without setting it: os.umask() would change it for all threads meanwhile."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))
 
 
 def write_with(path: Path, dump: Callable[[str], None]) -> None:

@@ -19,6 +19,7 @@ from lockstep.errors import UserError
 _ID = re.compile(r"ILSVRC\d*_ID")
 _META = re.compile(r"meta(_clsloc)?\.mat")
 _TRUTH = re.compile(r"(?!.*_det_).*validation_ground_truth\.txt")  # not that of the detection task
+_LARGEST = 64 << 20  # bytes; those of ImageNet have less than 2 MB
 _NUMBER = re.compile(r"_(\d+)\.[^.]+$")
 
 
@@ -88,8 +89,14 @@ def _find(path: Path, wanted: re.Pattern[str]) -> bytes:
         with tarfile.open(path) as archive:
             for member in archive:
                 file = archive.extractfile(member) if wanted.fullmatch(Path(member.name).name) else None
+                if file and member.size > _LARGEST:  # of a compressed archive, a few bytes may claim any size
+                    raise UserError(
+                        f"{path}: {member.name} claims {member.size:,} bytes: no devkit has such a file"
+                    )
                 if file:
                     return file.read()
+    except UserError:
+        raise
     except (OSError, EOFError, tarfile.TarError, ValueError) as error:
         raise UserError(f"{path}: can't be read: {error}") from error
     except Exception as error:  # zlib.error is no OSError

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lockstep.data.dataset import read_array
 from lockstep.errors import UserError
 from preprocessing.caffe_lists import read_list
 from preprocessing.finish import IMAGE_LISTS, write_labels
@@ -71,11 +72,15 @@ def read_order(folder: Path, lists: Path, split: str) -> list[str]:
         return [name for name, _ in read_list(own)]
     path = folder / "misc" / "shuffled_train_filenames.npy"
     try:
-        names = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{own} is not there, and {path} can't be read: {error}") from error
+        names = read_array(path)
+    except UserError as error:
+        raise UserError(f"{own} is not there: {error}") from error
     if names.dtype.kind not in "SU" or names.ndim != 1:
         raise UserError(f"{path}: holds {names.dtype} of shape {names.shape}, not names")
+    if names.dtype.kind == "U":  # NumPy makes texts of whatever numbers are there
+        codes = np.frombuffer(names.tobytes(), np.dtype("u4").newbyteorder(names.dtype.byteorder))
+        if codes.max(initial=0) > sys.maxunicode:
+            raise UserError(f"{path}: holds names that are not text")
     return [
         name.decode("utf-8", "surrogateescape") if isinstance(name, bytes) else name
         for name in names.tolist()

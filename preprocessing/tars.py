@@ -105,6 +105,8 @@ def _members(file: BinaryIO, tar: Member, path: Path) -> Iterator[Member]:
         with tarfile.TarFile(fileobj=window, mode="r") as archive:  # type: ignore[arg-type]
             while (member := archive.next()) is not None:
                 archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep them all
+                if member.size < 0:  # tarfile would go back, and round and round
+                    raise UserError(f"{where}: is damaged: {member.name} has a size below 0")
                 if member.offset_data + member.size > tar.n_bytes:
                     raise UserError(f"{where}: is cut off in the middle of {member.name}")
                 if member.isreg():

@@ -6,8 +6,10 @@ ever executed.
 """
 
 import dataclasses
+import math
 import typing
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ from lockstep.typed import convert, describe, words_of
 COMMAND_LINE = "command line"
 # PyYAML lets the errors of int(), float() and date() through for tags like !!int x, and recursion for deep
 # nesting.
-_YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, RecursionError)
+_YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, OverflowError, RecursionError)
+_MOST_VALUES = 100_000  # in a file, its aliases followed
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,47 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = {str(key) for key in keys if keys.count(key) > 1}
+        counts = Counter(key for key in keys if isinstance(key, Hashable))
+        twice = sorted(str(key) for key, count in counts.items() if count > 1)
         if twice:
-            raise yaml.constructor.ConstructorError(
-                problem=f"key given twice: {', '.join(sorted(twice))}", problem_mark=node.start_mark
-            )
+            problem = f"key given twice: {', '.join(twice)}"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        number = super().construct_yaml_int(node)
+        if number.bit_length() > 10_000:  # Python doesn't even print it
+            problem = "a whole number of thousands of digits"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+        return number
+
+
+_UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _UniqueKeyLoader.construct_yaml_int)
+
+
+def _load(text: str) -> Any:
+    """What a text in YAML says. Raises one of _YAML_ERRORS, also where aliases make it huge or endless."""
+    loader = _UniqueKeyLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _count_values(node, {}) > _MOST_VALUES:
+            raise yaml.YAMLError(f"with its aliases followed it holds more than {_MOST_VALUES:,} values")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _count_values(node: yaml.Node, known: dict[int, float]) -> float:
+    """Of a node and all below it, aliases followed; infinite where it is within itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = [] if isinstance(node, yaml.ScalarNode) else node.value
+        pairs = isinstance(node, yaml.MappingNode)
+        below = [part for pair in parts for part in pair] if pairs else parts
+        known[id(node)] = 1 + sum(_count_values(part, known) for part in below)
+    return known[id(node)]
 
 
 def read_yaml(path: str | Path) -> Layer:
@@ -56,7 +94,7 @@ def read_yaml(path: str | Path) -> Layer:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not a text file in UTF-8") from error
     try:
-        values = yaml.load(text, _UniqueKeyLoader)
+        values = _load(text)
     except _YAML_ERRORS as error:
         raise UserError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from error
     if values is None:
@@ -76,7 +114,7 @@ def read_command_line(words: list[str]) -> Layer:
         if key in values:
             raise UserError(f"{COMMAND_LINE}: {key} is given twice")
         try:
-            values[key] = yaml.safe_load(text)
+            values[key] = _load(text)
         except _YAML_ERRORS as error:
             raise UserError(f"{COMMAND_LINE}: {word!r}: the value can't be read") from error
     return Layer(COMMAND_LINE, values)

@@ -8,6 +8,7 @@ manifest.json                                   what is in each file (optional)
 Folders of theano_alexnet are read too: see lockstep/data/old_folders.py.
 """
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from lockstep.data import old_folders as theano_alexnet
 from lockstep.data.hkl import HklArray, Layout
 from lockstep.data.manifest import Manifest, check_files, check_sums, read_manifest
 from lockstep.errors import UserError
+
+_LARGEST_IMAGE = 300_000_000  # bytes: what preprocessing takes at most (preprocessing/pictures.py)
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,8 @@ def _check_images(file: HklArray) -> None:
             f"{file.path}: holds {file.dtype} of shape {file.shape}, "
             "not uint8 images as (batch, row, column, 3)"
         )
+    if math.prod(file.row_shape) > _LARGEST_IMAGE:  # such a claim takes few bytes in a compressed file
+        raise UserError(f"{file.path}: claims images of {file.row_shape}, more than {_LARGEST_IMAGE:,} bytes")
     if file.shape[3] != 3:
         hint = "; it looks like theano_alexnet's, the others do not" if file.shape[0] == 3 else ""
         raise UserError(f"{file.path}: shape {file.shape} is not (batch, row, column, 3){hint}")
@@ -184,7 +189,7 @@ def read_array(path: Path) -> np.ndarray:
     except FileNotFoundError as error:
         raise UserError(f"{path}: there is no such file") from error
     except Exception as error:  # whatever NumPy meets in a file that is something else
-        raise UserError(f"{path}: is not a whole .npy file of numbers: {error}") from error
+        raise UserError(f"{path}: is not a whole .npy file of numbers or names: {error}") from error
     if not isinstance(array, np.ndarray):
         raise UserError(f"{path}: is not a .npy file of one array")
     return array

@@ -78,6 +78,8 @@ def _find_array(path: str, file: h5py.File) -> HklArray:
     if len(names) != 1 or not isinstance(file[names[0]].dtype, np.dtype):
         raise UserError(f"{path}: must hold one array named 'data' (or 'data_0')")
     dataset = file[names[0]]
+    if not _is_here(file, names[0]):
+        raise UserError(f"{path}: its array is in another file, by a link: copy it into this one")
     if dataset.dtype.kind not in "uif" or dataset.ndim == 0:
         raise UserError(f"{path}: holds {dataset.dtype} of shape {dataset.shape}, not an array of numbers")
     # None for chunked or compressed storage, and for arrays that were never written
@@ -88,6 +90,13 @@ def _find_array(path: str, file: h5py.File) -> HklArray:
     if offset is not None and status.st_size < end:
         raise UserError(f"{path}: is truncated: {status.st_size} bytes, {end} are needed")
     return array
+
+
+def _is_here(file: h5py.File, name: str) -> bool:
+    """Whether an array's bytes are in the file itself: HDF5 knows three ways to have them in others."""
+    dataset = file[name]
+    link = file.get(name, getlink=True)
+    return isinstance(link, h5py.HardLink) and not dataset.external and not dataset.is_virtual
 
 
 def as_c01b(array: HklArray) -> HklArray:

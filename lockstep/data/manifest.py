@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -103,7 +103,16 @@ def _parse(path: Path, content: dict[str, Any]) -> Manifest:
     resize = content.get("resize", "squash")
     if resize not in RESIZES:
         raise UserError(f"{path}: resize must be one of {', '.join(RESIZES)}, not {resize!r}")
+    for name in (*(entry.file for half in halves.values() for entry in half), *others):
+        if not _is_inside(name):
+            raise UserError(f"{path}: names {name!r}, which is no file in its folder")
     return Manifest(path, classes, names, layout, halves["train"], halves["val"], others, resize)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name can't lead out of the folder that it is relative to."""
+    place = PurePosixPath(name)
+    return bool(place.parts) and not place.is_absolute() and ".." not in place.parts and name.isprintable()
 
 
 def _entry(entry: dict[str, Any]) -> FileEntry:

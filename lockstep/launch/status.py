@@ -51,7 +51,7 @@ class StatusBoard:
 
     def trace(self, path: Path) -> None:
         """From now on every line is also appended to a file, with its time in ns (lockstep/trace)."""
-        self._trace = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._trace = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
 
     def read(self) -> str:
         """The last line that was said."""

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
 def _unpickle(path: Path) -> Any:
     """torch.load with weights_only: tensors and plain values; what names anything else is refused unrun."""
     try:
+        _check_stored(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch meets in a file that is something else
         text = " ".join(str(error).split())
@@ -42,6 +44,17 @@ def _unpickle(path: Path) -> Any:
             f"{path}: refused: it needs unpickling of code ({code[1]}), which could do anything to this "
             "machine; if you trust it, load it in a program of your own and save its state_dict() alone"
         ) from error
+
+
+def _check_stored(path: Path) -> None:
+    """Raises ValueError for a zip with compressed files in it, of which a few bytes may become any number.
+
+    torch.save compresses nothing.
+    """
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as packed:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in packed.infolist()):
+                raise ValueError("it is a compressed zip, which torch.save does not make")
 
 
 def _tensors_of(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
@@ -62,4 +75,7 @@ def _tensors_of(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.is_cpu and not tensor.is_quantized
+    """Whether a tensor is numbers in memory, each in its own place: not a terabyte made of one by strides."""
+    if tensor.layout != torch.strided or not tensor.is_cpu or tensor.is_quantized:
+        return False
+    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()

@@ -4,7 +4,7 @@ What is missing or broken is left out and told in `notes`; only a folder of whic
 """
 
 import json
-import math
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -224,7 +224,7 @@ def _validation(values: dict[str, Any]) -> Validation | None:
 
 def _number(values: dict[str, Any], key: str) -> float | None:
     value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         return None
     return float(value)
 

@@ -81,12 +81,16 @@ class State:
         """Whether every value is of its type: the file may have been edited."""
         counts = (self.epoch, self.position, self.n_samples, self.n_trainers)
         return (
-            all(type(count) is int and count >= 0 for count in counts)
+            all(type(count) is int and 0 <= count < 1 << 63 for count in counts)
+            and self.epoch > 0
             and isinstance(self.learning_rate, float)
             and isinstance(self.config, dict)
             and isinstance(self.sha256, str)
             and isinstance(self.val_record, list)
-            and all(isinstance(entry, dict) and "error_top1" in entry for entry in self.val_record)
+            and all(
+                isinstance(entry, dict) and isinstance(entry.get("error_top1"), float)
+                for entry in self.val_record
+            )
         )
 
 
