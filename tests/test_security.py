@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Program, make_config
+from tiny import fresh, start
 
 from benchmarks import measure
 from lockstep import files
@@ -142,10 +143,13 @@ def test_a_header_that_claims_terabytes_is_refused(folder: Path) -> None:
         open_dataset(make_config(data_folder=str(folder), subtract_mean="none"))
 
 
-def test_a_tensor_as_large_as_its_strides_say_is_refused(tmp_path: Path) -> None:
-    torch.save({"conv1.weight": torch.zeros(1).expand(10**6, 10**6)}, tmp_path / "a.pth")
-    with pytest.raises(UserError, match=r"a\.pth: holds no state dict: 'conv1.weight' is no plain tensor"):
-        read_state_dict(tmp_path / "a.pth")
+@pytest.mark.parametrize("channels", ["rgb", "bgr"])
+def test_a_tensor_as_large_as_its_strides_say_is_refused(tmp_path: Path, channels: str) -> None:
+    """It is one number in the file."""
+    claims = torch.zeros(1).expand(10**4, 10**4, 10**4, 1)
+    torch.save({**fresh().state_dict(), "conv1.weight": claims}, tmp_path / "a.pth")
+    with pytest.raises(UserError, match=r"a\.pth .*: does not fit .* conv1\.weight \(10000, 10000"):
+        start(tmp_path / "a.pth", pretrained_channels=channels)
 
 
 def test_a_compressed_pth_is_refused(tmp_path: Path) -> None:
