@@ -163,8 +163,12 @@ def test_a_compressed_pth_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tar_that_leads_back_to_its_beginning_is_refused(tmp_path: Path) -> None:
-    tar_with(tmp_path / "val.tar", "x.jpg", b"\xff" * 10 + b"\xfc\0")  # a size of -1024
-    with pytest.raises(UserError, match=r"val\.tar: is damaged: x\.jpg has a size below 0"):
+    """Its second header claims a size of -1024, so that the first comes next, and so on for ever."""
+    tar_with(tmp_path / "one.tar", "x.jpg")
+    tar_with(tmp_path / "two.tar", "y.jpg", b"\xff" * 10 + b"\xfc\0")
+    first, second = ((tmp_path / name).read_bytes() for name in ("one.tar", "two.tar"))
+    (tmp_path / "val.tar").write_bytes(first[:512] + second)
+    with pytest.raises(UserError, match=r"val\.tar: is damaged: y\.jpg has a size below 0"):
         tars.list_flat_tar(tmp_path / "val.tar")
 
 
