@@ -68,7 +68,7 @@ bench: .venv/.installed-test $(DIGITS)
 bench-peers: .venv/.installed-test $(DIGITS)
 	$(BIN)/python -m benchmarks.peers
 
-# What every reader of files makes of bad ones: `make fuzz N=10000` takes about half an hour on two busy cores.
+# What every reader of files makes of bad ones: `make fuzz N=10000` takes about 20 minutes on two busy cores.
 N ?= 1000
 SEED ?= 1
 fuzz: .venv/.installed-test

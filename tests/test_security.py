@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Program, make_config
+from tiny import fresh, start
 
 from benchmarks import measure
 from lockstep import files
@@ -142,10 +143,13 @@ def test_a_header_that_claims_terabytes_is_refused(folder: Path) -> None:
         open_dataset(make_config(data_folder=str(folder), subtract_mean="none"))
 
 
-def test_a_tensor_as_large_as_its_strides_say_is_refused(tmp_path: Path) -> None:
-    torch.save({"conv1.weight": torch.zeros(1).expand(10**6, 10**6)}, tmp_path / "a.pth")
-    with pytest.raises(UserError, match=r"a\.pth: holds no state dict: 'conv1.weight' is no plain tensor"):
-        read_state_dict(tmp_path / "a.pth")
+@pytest.mark.parametrize("channels", ["rgb", "bgr"])
+def test_a_tensor_as_large_as_its_strides_say_is_refused(tmp_path: Path, channels: str) -> None:
+    """It is one number in the file."""
+    claims = torch.zeros(1).expand(10**4, 10**4, 10**4, 1)
+    torch.save({**fresh().state_dict(), "conv1.weight": claims}, tmp_path / "a.pth")
+    with pytest.raises(UserError, match=r"a\.pth .*: does not fit .* conv1\.weight \(10000, 10000"):
+        start(tmp_path / "a.pth", pretrained_channels=channels)
 
 
 def test_a_compressed_pth_is_refused(tmp_path: Path) -> None:
@@ -158,9 +162,13 @@ def test_a_compressed_pth_is_refused(tmp_path: Path) -> None:
         read_state_dict(tmp_path / "a.pth")
 
 
-def test_a_tar_that_leads_back_to_its_beginning_is_refused(tmp_path: Path) -> None:
-    tar_with(tmp_path / "val.tar", "x.jpg", b"\xff" * 10 + b"\xfc\0")  # a size of -1024
-    with pytest.raises(UserError, match=r"val\.tar: is damaged: x\.jpg has a size below 0"):
+def test_a_tar_that_leads_back_is_refused(tmp_path: Path) -> None:
+    """Its second header claims a size of -512, so that it comes next itself, and so on for ever."""
+    tar_with(tmp_path / "one.tar", "x.jpg")
+    tar_with(tmp_path / "two.tar", "y.jpg", b"\xff" * 10 + b"\xfe\0")
+    first, second = ((tmp_path / name).read_bytes() for name in ("one.tar", "two.tar"))
+    (tmp_path / "val.tar").write_bytes(first[:512] + second)
+    with pytest.raises(UserError, match=r"val\.tar: is damaged: y\.jpg has a size below 0"):
         tars.list_flat_tar(tmp_path / "val.tar")
 
 

@@ -75,7 +75,4 @@ def _tensors_of(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is numbers in memory, each in its own place: not a terabyte made of one by strides."""
-    if tensor.layout != torch.strided or not tensor.is_cpu or tensor.is_quantized:
-        return False
-    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    return tensor.layout == torch.strided and tensor.is_cpu and not tensor.is_quantized

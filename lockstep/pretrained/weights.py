@@ -167,7 +167,9 @@ def _turn_channels(model: nn.Module, found: Found) -> None:
     """Weights for BGR pictures to weights for RGB: the first convolution's input channels the other way."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d) and module.in_channels == 3 and f"{name}.weight" in found.weights:
-            found.weights[f"{name}.weight"] = found.weights[f"{name}.weight"].flip(1)
-            found.notes.append(f"{name}.weight: input channels turned from BGR to RGB")
+            weight = found.weights[f"{name}.weight"]
+            if weight.shape == module.weight.shape:  # what does not fit may be of any size
+                found.weights[f"{name}.weight"] = weight.flip(1)
+                found.notes.append(f"{name}.weight: input channels turned from BGR to RGB")
             return
     raise UserError("pretrained_channels: bgr: the network has no convolution that takes three channels")
