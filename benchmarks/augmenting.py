@@ -13,6 +13,7 @@ from lockstep.config import Layer, resolve
 from lockstep.data import hkl
 from lockstep.data.augment import Augmenter
 from lockstep.data.dataset import open_dataset
+from lockstep.launch.status import StatusBoard
 from lockstep.loading.host import HostFiller, HostRing
 from lockstep.loading.reader import Reader
 from lockstep.loading.slots import RingShape
@@ -62,7 +63,7 @@ def measure(folder: Path) -> dict[str, float]:
     out = np.empty((BATCH, CROP, CROP, 3), np.float32)
     augmenter = Augmenter(mean, CROP)
     ring = HostRing(RingShape(1, BATCH, (CROP, CROP), "float32", CROP))
-    reader = Reader(config, dataset, CROP, print)
+    reader = Reader(config, dataset, CROP, StatusBoard.create().say)
     filler = HostFiller(reader, ring.block, ring.shape)
 
     def numpy_way() -> None:
