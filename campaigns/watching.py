@@ -71,15 +71,7 @@ class Watched:
 
     def left(self) -> list[int]:
         """Processes of its session that are still there."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-            except OSError:  # gone since
-                continue
-            if int(session) == self.process.pid and state != "Z":
-                found.append(int(path.parent.name))
-        return found
+        return processes_of_session(self.process.pid)
 
     def end(self) -> None:
         """Kills what is left."""
@@ -89,3 +81,16 @@ class Watched:
             except ProcessLookupError:
                 continue
         self.process.wait()
+
+
+def processes_of_session(number: int) -> list[int]:
+    """Those that are still there (not counting zombies that init will reap)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):  # gone since
+            continue
+        if int(session) == number and state != "Z":
+            found.append(int(path.parent.name))
+    return found

@@ -19,6 +19,7 @@ import pytest
 from limits import limit
 from simulated import Simulation
 
+from campaigns.watching import processes_of_session
 from lockstep.config import Config, Layer, resolve
 from lockstep.data import hkl
 
@@ -105,19 +106,6 @@ class Running:
 def named_memory() -> set[str]:
     """What has a name in /dev/shm, but for events of simulated GPUs, which other tests have at this time."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("cuda.shm.")}
-
-
-def processes_of_session(number: int) -> list[int]:
-    """Those that are still there (not counting zombies that init will reap)."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(session) == number and state != "Z":
-            found.append(int(path.parent.name))
-    return found
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:

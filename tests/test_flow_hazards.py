@@ -84,6 +84,18 @@ def compute(values: list[np.ndarray], number: int, reads: list[int], writes: lis
         values[n] = (total * 31 + number + n) % 1_000_003
 
 
+def assert_in_order(engine: flow.Engine, program: list) -> None:
+    """Pushes the lines of a program: none meets another, and what comes out is what they give in order."""
+    machine = Machine(engine)
+    expected = [np.full(4, n, dtype=np.int64) for n in range(N_VARIABLES)]
+    for number, line in enumerate(program):
+        machine.push(number, line)
+        compute(expected, number, line[0], line[1])
+    engine.wait_all()
+    assert not machine.conflicts
+    np.testing.assert_array_equal(machine.values, expected)
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[flow.Engine]:
     with flow.Engine(flow.cpus(N_DEVICES)) as engine:
@@ -93,14 +105,7 @@ def engine() -> Iterator[flow.Engine]:
 @settings(deadline=None, max_examples=60)
 @given(lines)
 def test_any_program_gives_what_its_lines_give_in_order(engine: flow.Engine, program: list) -> None:
-    machine = Machine(engine)
-    expected = [np.full(4, n, dtype=np.int64) for n in range(N_VARIABLES)]
-    for number, line in enumerate(program):
-        machine.push(number, line)
-        compute(expected, number, line[0], line[1])
-    engine.wait_all()
-    assert not machine.conflicts
-    np.testing.assert_array_equal(machine.values, expected)
+    assert_in_order(engine, program)
 
 
 def second_runs_before_first(engine: flow.Engine, first: dict, second: dict) -> bool:

@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from test_flow_hazards import N_DEVICES, N_VARIABLES, Machine, compute, lines
+from test_flow_hazards import N_DEVICES, assert_in_order, lines
 
 from lockstep import flow
 from lockstep.errors import UserError
@@ -93,14 +92,7 @@ def how(request: pytest.FixtureRequest) -> Iterator[Any]:
 def test_any_program_gives_what_its_lines_give_in_order(engine: flow.Engine, program: list) -> None:
     for how in ("events", "host"):
         flow.waiting(how)  # type: ignore[arg-type]
-        machine = Machine(engine)
-        expected = [np.full(4, n, dtype=np.int64) for n in range(N_VARIABLES)]
-        for number, line in enumerate(program):
-            machine.push(number, line)
-            compute(expected, number, line[0], line[1])
-        engine.wait_all()
-        assert not machine.conflicts
-        np.testing.assert_array_equal(machine.values, expected)
+        assert_in_order(engine, program)
     flow.waiting("events")
 
 

@@ -78,15 +78,20 @@ def test_torchs_way_in_lower_precision(dtype: torch.dtype) -> None:
         assert (found.double() - expected).abs().max() <= bound * expected.abs().max()
 
 
+def start(simulation: Simulation | None) -> tuple[Any, str]:
+    """The back end of a GPU, simulated or real, and where torch's tensors are."""
+    if simulation:
+        simulated.use(simulation)
+    backend = backend_of("cuda:0")
+    backend.start_computing(make_config())
+    return backend, "cpu" if simulation else "cuda:0"
+
+
 def normalise(
     rank: int, pipes: dict[int, Pipe], simulation: Simulation | None, dtype: torch.dtype
 ) -> list[list[np.ndarray]]:
     """Values and gradients of all cases by the kernel, as float64 on the host."""
-    if simulation:
-        simulated.use(simulation)
-    backend: Any = backend_of("cuda:0")
-    backend.start_computing(make_config())
-    device = "cpu" if simulation else "cuda:0"
+    backend, device = start(simulation)
     results = []
     for shape, form in CASES:
         norm = LocalResponseNorm(*form)
@@ -128,11 +133,7 @@ def drop(
     rank: int, pipes: dict[int, Pipe], simulation: Simulation | None, dtype: torch.dtype
 ) -> list[tuple[bytes, bytes]]:
     """Outputs and gradients of torch's way and of the kernel, in turn, for odd sizes and several layers."""
-    if simulation:
-        simulated.use(simulation)
-    backend: Any = backend_of("cuda:0")
-    backend.start_computing(make_config())
-    device = "cpu" if simulation else "cuda:0"
+    backend, device = start(simulation)
     results = []
     for shape, p in (((5, 4099), 0.5), ((3, 7, 2, 3), 0.3), ((4, 1), 0.9)):
         x, gradient = (torch.randn(shape).to(device, dtype) for _ in range(2))
@@ -187,11 +188,7 @@ def pooling_example(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.T
 def pool(
     rank: int, pipes: dict[int, Pipe], simulation: Simulation | None, dtype: torch.dtype
 ) -> list[list[np.ndarray]]:
-    if simulation:
-        simulated.use(simulation)
-    backend: Any = backend_of("cuda:0")
-    backend.start_computing(make_config())
-    device = "cpu" if simulation else "cuda:0"
+    backend, device = start(simulation)
     results = []
     for shape, form in POOLS:
         layer = ReluMaxPool(*form)

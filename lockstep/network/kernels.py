@@ -57,8 +57,7 @@ class LrnKernel:
 
     def __init__(self, memory: CudaMemory, stream: Any) -> None:
         module, self._stream = kernels.load(memory.driver, "lrn"), stream
-        processors = memory.driver.device_attribute.MULTIPROCESSOR_COUNT
-        self._most_blocks = 16 * memory.driver.Context.get_device().get_attribute(processors)
+        self._most_blocks = _most_blocks(memory)
         self._forward = _prepared(module, "lrn_forward", "PPQiifff")
         self._backward = _prepared(module, "lrn_backward", "PPPQiifff")
 
@@ -93,8 +92,7 @@ class PoolKernel:
 
     def __init__(self, memory: CudaMemory, stream: Any) -> None:
         module, self._stream = kernels.load(memory.driver, "pool"), stream
-        processors = memory.driver.device_attribute.MULTIPROCESSOR_COUNT
-        self._most_blocks = 16 * memory.driver.Context.get_device().get_attribute(processors)
+        self._most_blocks = _most_blocks(memory)
         self._forward = _prepared(module, "pool_forward", "PPPIIIIIIII")
         self._backward = _prepared(module, "pool_backward", "PPPIIIIIIII")
 
@@ -166,6 +164,12 @@ def _in_chunks(x: torch.Tensor) -> bool:
         return False
     whole = x.shape[1] * x.element_size() % _CHUNK_BYTES == 0
     return whole and x.is_contiguous(memory_format=torch.channels_last) and x.numel() > 0
+
+
+def _most_blocks(memory: CudaMemory) -> int:
+    """As many as keep every multiprocessor busy."""
+    processors = memory.driver.device_attribute.MULTIPROCESSOR_COUNT
+    return int(16 * memory.driver.Context.get_device().get_attribute(processors))
 
 
 def _prepared(module: Any, name: str, signature: str) -> dict[torch.dtype, Any]:
