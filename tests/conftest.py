@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -213,12 +214,21 @@ def missing_for_gpus(n_gpus: int) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell's background jobs begin with Ctrl-C ignored, and so would the programs whose Ctrl-C is tested.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     limits.measure(len(config.getoption("tx", [])))
     if importlib.util.find_spec("hypothesis"):  # a machine that only runs the GPUs' tests may have none
         from hypothesis import HealthCheck, settings
 
-        # How long an example takes, or is looked for, tells of the machine and not of the code.
-        settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        # How long an example takes, or is looked for, tells of the machine and not of the code. CI draws the
+        # same examples every time: what fails there is what was changed.
+        settings.register_profile(
+            "lockstep",
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+            derandomize="CI" in os.environ,
+        )
         settings.load_profile("lockstep")
 
 
