@@ -1,5 +1,6 @@
 """make bench-peers: contenders take turns, and a target that is missed is called short."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -43,3 +44,13 @@ def test_targets_are_passed_or_short() -> None:
     contenders |= {f"stock PyTorch, AlexNet {theirs}" for _, theirs, _ in stepping.STOCK}
     assert contenders <= CONTENDERS.keys()
     assert {name for duel in peers._DUELS for name in duel[:2]} <= CONTENDERS.keys()
+
+
+def test_the_command_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duels, "PROGRAM", [sys.executable, "-c", FAKE])
+    monkeypatch.setattr(peers.pair, "lockstep", lambda folder, number: 300.0)
+    monkeypatch.setattr(peers.pair, "ddp", lambda folder, number: 200.0)
+    monkeypatch.setattr(sys, "argv", ["peers", "--repeats", "2", "--results", str(tmp_path)])
+    peers.main()
+    kept = json.loads((tmp_path / "peers.json").read_text())
+    assert "1.50 x" in (tmp_path / "peers.md").read_text() and "two processes, digits" in str(kept)

@@ -46,8 +46,8 @@ def main() -> None:
                 numbers[theirs] = "not measured: torchvision is not here"
                 continue
             found = numbers[f"{ours} / {theirs}"] = duel(ours, theirs, n_steps, words.repeats, folder)
-            words = verdict(found["ratio"], aim) if aim else ""
-            rows.append((ours, theirs, *columns(found, ours, theirs), words))
+            met = verdict(found["ratio"], aim) if aim else ""
+            rows.append((ours, theirs, *columns(found, ours, theirs), met))
         found = numbers["two processes, digits"] = pairs(words.repeats, folder)
     section = table(f"The same network, data and batch of {BATCH}, in turns; least to most", rows)
     rates = f"{found['Lockstep']:,.0f} images/s, {found['DistributedDataParallel']:,.0f}"
