@@ -88,6 +88,8 @@ class Config:
     cpu_threads: int | None = None  # null: the cores, divided among the trainers
     pin_cores: bool = False  # each trainer's threads stay on cores of its own
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of products; weights are float32 always
+    # in which convolutions are computed, with the same weights
+    conv_forms: Literal["plain", "space_to_depth", "dense", "all"] = "plain"
     deterministic: bool = False  # GPUs: the same bits in every run
     compile: bool = False  # the training pass by torch.compile
     cuda_graph: bool | Literal["auto"] = "auto"  # GPUs: a step is captured once and replayed
