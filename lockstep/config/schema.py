@@ -95,8 +95,8 @@ class Config:
     cuda_graph: bool | Literal["auto"] = "auto"  # GPUs: a step is captured once and replayed
     exchange: Literal["auto", "p2p", "staged", "swap"] = "auto"  # GPUs
     augment_on: Literal["trainer", "loader"] = "trainer"  # GPUs: which process runs the kernel
-    kernels: Literal["all", "none", "lrn", "dropout", "pool"] = (
-        "all"  # GPUs: which layers use kernels of ours
+    kernels: Literal["all", "none", "lrn", "dropout", "pool", "sgd"] = (
+        "all"  # GPUs: what is computed by kernels of ours
     )
     on_loss: Literal["stop", "restart", "shrink"] = "stop"  # when a process is killed or hangs
     restarts: int = 3  # at most, of on_loss: restart or shrink

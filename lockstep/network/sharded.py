@@ -70,7 +70,7 @@ class ShardedUpdater:
         working: WorkingWeights | None = None,
     ) -> None:
         self._arena, self._gradients, self._config = arena, gradients, config
-        self._working = working
+        self.working = working
         self._names = list(gradients.trained)
         self._wide = [value.dim() > 1 for value in gradients.trained.values()]
         self.state = {
@@ -112,8 +112,8 @@ class ShardedUpdater:
     def finish(self) -> None:
         """When all weights are there: moves the averages, and lets go of the gradients."""
         self._gradients.clear()
-        if self._working:
-            self._working.stale = True
+        if self.working:
+            self.working.stale = True
         if self._config.ema_decay is not None:
             self._arena.move_averages(self._config.ema_decay)
 
