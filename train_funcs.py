@@ -80,7 +80,7 @@ class Trainer:
         self.board.say("opening the arenas of the others")
         clock, parts = self.recorder.stopwatch.enter, (self.config, self.backend, self.program, group)
         self.transport, self.rule, proven = open_exchange(*parts, clock, beginning.of_rule)
-        self.teller.notice(beginning.notice, self.backend.speed_up(self.program.model, self.config), proven)
+        self.teller.notice(beginning.notice, self.backend.speed_up(self.program, self.config), proven)
         self.losses = Losses(plan, group, self.dataset.train, self.program, self.recorder)
         self.replicas = ReplicaCheck(group, self.program.arena, self.config.check_every)
         self.orders = Orders(self.config, self.world, len(self.dataset.train), len(self.dataset.val))

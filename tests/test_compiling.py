@@ -48,7 +48,7 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def kernels_in(cubin: bytes) -> set[str]:
     """Of an ELF file: the code of each kernel is a section of its own."""
     assert cubin.startswith(b"\x7fELF") and int.from_bytes(cubin[18:20], "little") == 190  # the machine: CUDA
-    return {name.decode() for name in re.findall(rb"\0\.text\.(\w+)\0", cubin)}
+    return {name.decode() for name in re.findall(rb"\0\.text\.(\w+)(?=\0)", cubin)}
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,19 @@ def test_a_kernel_is_compiled_once_and_kept(
     expected = "neither NVRTC .* nor nvcc is here: one is needed once, to compile fold.cu; pip install"
     with pytest.raises(UserError, match=expected):
         kernels.compiled("fold", "sm_80")
+
+
+@pytest.mark.slow
+def test_a_changed_header_is_compiled_again(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "HERE", tmp_path)
+    (tmp_path / "small.cu").write_text(
+        '#include "name.cuh"\nextern "C" __global__ void NAME(int *to) { *to = 1; }'
+    )
+    for name in ("first", "second"):
+        (tmp_path / "name.cuh").write_text(f"#define NAME {name}\n")
+        assert kernels_in(kernels.compiled("small", "sm_90").read_bytes()) == {name}
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from lockstep.launch.ranks import run_ranks
 from lockstep.network import dropout, kernels
 from lockstep.network.lrn import LocalResponseNorm
 from lockstep.network.pool import ReluMaxPool
+from lockstep.network.working import Update
 
 pytestmark = pytest.mark.timeout(600)  # PyCUDA is built the first time
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
@@ -232,3 +233,66 @@ def test_torchs_way_pools_first_with_the_same_bits(dtype: torch.dtype) -> None:
             found.append([y.detach(), x.grad])
         for ours, theirs in zip(*found, strict=True):
             assert torch.equal(ours.nan_to_num(-1), theirs.nan_to_num(-1)), (shape, form)
+
+
+def in_doubles(update: Update, momentum: float, nesterov: bool) -> list[np.ndarray]:
+    """Weights, momenta and copies after a step: as sgd.cu says it, with NumPy."""
+    weight, gradient = update.weight.numpy(), update.gradient.float().numpy()
+    if update.decay:
+        gradient = (gradient + update.decay * weight.astype(np.float64)).astype(np.float32)
+    found = []
+    if update.momenta is not None:
+        velocity = momentum * update.momenta.numpy().astype(np.float64) + gradient
+        found.append(velocity := velocity.astype(np.float32))
+        gradient = velocity
+        if nesterov:
+            before = update.gradient.float().numpy().astype(np.float64)
+            before = (before + update.decay * weight.astype(np.float64)).astype(np.float32)
+            gradient = (before + momentum * velocity.astype(np.float64)).astype(np.float32)
+    weight = (weight.astype(np.float64) - update.rate * gradient.astype(np.float64)).astype(np.float32)
+    return [weight, *found, torch.from_numpy(weight).bfloat16().float().numpy()]
+
+
+def some_updates(device: str, has_momenta: bool) -> list[Update]:
+    """More tensors than one launch takes, of odd sizes, with different rates, some without decay."""
+    random, updates = torch.Generator().manual_seed(3), []
+    for number in range(70):
+        n = (1, 3, 4, 7, 1030)[number % 5]
+        tensors = [torch.randn(n, generator=random).to(device) for _ in range(3)]
+        copy = torch.zeros(n, dtype=torch.bfloat16, device=device)
+        update = Update(tensors[0], copy, tensors[1].bfloat16())
+        update.momenta = tensors[2] if has_momenta else None
+        update.rate, update.decay = 0.1 / (1 + number % 3), (5e-4, 0.0)[number % 2]
+        updates.append(update)
+    whole = torch.randn(9, generator=random).bfloat16().to(device)
+    updates[5].gradient = whole[1:2]  # begins in the middle of eight bytes
+    return updates
+
+
+def take_a_step(
+    rank: int, pipes: dict[int, Pipe], simulation: Simulation | None, momentum: float, nesterov: bool
+) -> list[list[np.ndarray]]:
+    backend, device = start(simulation)
+    updates = some_updates(device, momentum > 0)
+    kernels.SgdKernel(backend.memory, backend.stream).step(updates, momentum, nesterov)
+    backend.stream.synchronize()
+    tensors = [
+        [each.weight, *([] if each.momenta is None else [each.momenta]), each.copy] for each in updates
+    ]
+    return [[tensor.float().cpu().numpy() for tensor in each] for each in tensors]
+
+
+@pytest.mark.parametrize("simulation_of", ["simulated", GPU], indirect=True)
+@pytest.mark.parametrize(
+    ("momentum", "nesterov"), [(0.9, False), (0.8, True), (0.0, False)], ids=["momentum", "nesterov", "plain"]
+)
+def test_the_kernel_steps_and_writes_the_copies(
+    simulation_of: Simulation | None, momentum: float, nesterov: bool
+) -> None:
+    (results,) = run_ranks(take_a_step, 1, simulation_of, momentum, nesterov)
+    for update, found in zip(some_updates("cpu", momentum > 0), results, strict=True):
+        for ours, expected in zip(found, in_doubles(update, momentum, nesterov), strict=True):
+            if simulation_of is None:  # a device's compiler may contract in doubles
+                assert np.allclose(ours, expected, rtol=2e-7 if ours is not found[-1] else 2.0**-8)
+            else:
+                assert ours.tobytes() == expected.tobytes()

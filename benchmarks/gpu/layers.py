@@ -17,9 +17,10 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.turns import device_turns
 from lockstep.backends.cuda import CudaBackend
 from lockstep.config import Config, Layer, resolve
-from lockstep.network import dropout, kernels
+from lockstep.network import convolution, dropout, kernels
 from lockstep.network.lrn import LocalResponseNorm
 from lockstep.network.pool import ReluMaxPool
+from lockstep.network.working import Update
 
 # channels, rows and columns of the input; outputs, kernel, stride, padding, groups
 _CONVOLUTIONS = {
@@ -60,6 +61,9 @@ def _layers(setting: Setting, backend: CudaBackend) -> dict[str, Callable[[], Ca
         for text, n_groups in groups.items() if form[-1] > 1 else ((name, 1),):
             shape, new_form = _shape(setting, channels, size), (*form[:-1], n_groups)
             layers[text] = partial(_convolution, shape, new_form, place, not name.startswith("conv1"))
+    layers["conv1, conv_forms: space_to_depth"] = partial(
+        _convolution_in, "space_to_depth", _shape(setting, 3, 227), (96, 11, 4, 0, 1), place
+    )
     for name, (channels, size) in _NORMALISED.items():
         shape = _shape(setting, channels, size)
         layers[f"{name}: our kernel"] = partial(_with_kernels, LocalResponseNorm(), shape, place, backend)
@@ -77,7 +81,9 @@ def _layers(setting: Setting, backend: CudaBackend) -> dict[str, Callable[[], Ca
             _with_kernels, ReluMaxPool(3, 2), shape, place, backend
         )
         layers[f"ReLU and {name}: torch"] = partial(_module, ReluMaxPool(3, 2), shape, place)
-    layers["fused SGD, 61 M parameters"] = partial(_sgd, 1000 if setting.rehearsal else 60_965_224, place)
+    n_elements = 1000 if setting.rehearsal else 60_965_224
+    layers["fused SGD, 61 M parameters"] = partial(_sgd, n_elements, place)
+    layers["SGD, bfloat16 gradients and copies: our kernel"] = partial(_update, n_elements, place, backend)
     return layers
 
 
@@ -128,6 +134,30 @@ def _convolution(
         torch.autograd.grad(F.conv2d(x, weight, None, stride, padding, 1, groups), wanted, gradient)
 
     return step
+
+
+def _convolution_in(
+    form: str, shape: tuple[int, ...], sizes: tuple[int, ...], place: str
+) -> Callable[[], object]:
+    """Forward, and backward for the weights, by a layer in another form."""
+    outputs, kernel, stride, padding, groups = sizes
+    x = _random(shape, place)
+    layer = nn.Conv2d(shape[1], outputs, kernel, stride, padding, 1, groups, bias=False)
+    layer = layer.to(place, x.dtype)
+    convolution.install(layer, resolve([Layer("benchmark", {"conv_forms": form})])[0])
+    gradient = _random(tuple(layer(x).shape), place)
+
+    def step() -> None:
+        torch.autograd.grad(layer(x), layer.weight, gradient)
+
+    return step
+
+
+def _update(n_elements: int, place: str, backend: CudaBackend) -> Callable[[], object]:
+    weight, low = torch.zeros(n_elements, device=place), torch.bfloat16
+    update = Update(weight, weight.to(low), torch.ones(n_elements, dtype=low, device=place))
+    update.momenta, update.rate, update.decay = torch.zeros_like(weight), 0.01, 0.0005
+    return partial(kernels.SgdKernel(backend.memory, backend.stream).step, [update], 0.9, False)
 
 
 def _sgd(n_elements: int, place: str) -> Callable[[], object]:

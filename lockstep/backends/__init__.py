@@ -19,9 +19,9 @@ from lockstep.memory import Block, Memory
 
 if TYPE_CHECKING:  # a loader for CPUs has no need of torch
     import torch
-    from torch import nn
 
     from lockstep.exchange.transport import Transport
+    from lockstep.network.program import Program
     from lockstep.network.recorder import Stopwatch
 
 
@@ -35,8 +35,8 @@ class Backend(ABC):
         """Prepares torch in this process, which is a trainer."""
 
     @abstractmethod
-    def speed_up(self, model: "nn.Module", config: Config) -> str:
-        """Makes a network's layers use what this device has for them. Returns what a user should know."""
+    def speed_up(self, program: "Program", config: Config) -> str:
+        """Makes a program use what this device has for it. Returns what a user should know."""
 
     @abstractmethod
     def stopwatch(self) -> "Stopwatch":

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from lockstep.backends import Backend
 from lockstep.comm.group import Group
@@ -26,6 +25,7 @@ from lockstep.memory import Block
 from lockstep.memory.cuda import CudaBlock, CudaMemory
 from lockstep.network import kernels
 from lockstep.network.precision import image_dtype
+from lockstep.network.program import Program
 from lockstep.network.recorder import Stopwatch, StreamStopwatch
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: never waits for the default stream
@@ -54,8 +54,13 @@ class CudaBackend(Backend):
         except (RuntimeError, AssertionError) as error:  # AssertionError: a build without CUDA
             raise UserError(f"torch {torch.__version__} can't use {self.memory}: {error}") from error
 
-    def speed_up(self, model: nn.Module, config: Config) -> str:
-        return kernels.install(model, config, self.memory, self.stream)
+    def speed_up(self, program: Program, config: Config) -> str:
+        place = config, self.memory, self.stream
+        problems = [kernels.install(program.model, *place)]
+        working = program.optimizer.working
+        if working:
+            problems.append(kernels.install_update(working, *place))
+        return "; ".join(filter(None, problems))
 
     def stopwatch(self) -> Stopwatch:
         return StreamStopwatch(self.memory.driver.Event, self.stream)

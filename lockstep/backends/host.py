@@ -18,9 +18,9 @@ from lockstep.memory.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from lockstep.exchange.transport import Transport
+    from lockstep.network.program import Program
     from lockstep.network.recorder import Stopwatch
 
 
@@ -36,7 +36,7 @@ class HostBackend(Backend):
         """torch computes on a CPU without being told; what it has freed stays with the process."""
         keep_freed_memory()
 
-    def speed_up(self, model: "nn.Module", config: Config) -> str:
+    def speed_up(self, program: "Program", config: Config) -> str:
         """torch's own way is the one."""
         return ""
 

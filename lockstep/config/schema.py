@@ -88,13 +88,15 @@ class Config:
     cpu_threads: int | None = None  # null: the cores, divided among the trainers
     pin_cores: bool = False  # each trainer's threads stay on cores of its own
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of products; weights are float32 always
+    # in which convolutions are computed, with the same weights
+    conv_forms: Literal["plain", "space_to_depth", "dense", "all"] = "plain"
     deterministic: bool = False  # GPUs: the same bits in every run
     compile: bool = False  # the training pass by torch.compile
     cuda_graph: bool | Literal["auto"] = "auto"  # GPUs: a step is captured once and replayed
     exchange: Literal["auto", "p2p", "staged", "swap"] = "auto"  # GPUs
     augment_on: Literal["trainer", "loader"] = "trainer"  # GPUs: which process runs the kernel
-    kernels: Literal["all", "none", "lrn", "dropout", "pool"] = (
-        "all"  # GPUs: which layers use kernels of ours
+    kernels: Literal["all", "none", "lrn", "dropout", "pool", "sgd"] = (
+        "all"  # GPUs: what is computed by kernels of ours
     )
     on_loss: Literal["stop", "restart", "shrink"] = "stop"  # when a process is killed or hangs
     restarts: int = 3  # at most, of on_loss: restart or shrink

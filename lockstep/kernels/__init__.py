@@ -35,12 +35,14 @@ def load(driver: Any, name: str) -> Any:
 
 
 def compiled(name: str, architecture: str) -> Path:
-    """The cubin of kernels/<name>.cu, compiled now where this source never was for this architecture.
+    """The cubin of kernels/<name>.cu, compiled now where these sources never were for it.
 
     Raises UserError where there is neither NVRTC nor nvcc, or it can't compile, or the cubin can't be kept.
     """
     source = HERE / f"{name}.cu"
-    digest = hashlib.sha256(" ".join(OPTIONS).encode() + source.read_bytes()).hexdigest()[:16]
+    files = [source, *sorted(HERE.glob("*.cuh"))]
+    content = b"".join(file.read_bytes() for file in files)
+    digest = hashlib.sha256(" ".join(OPTIONS).encode() + content).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lockstep"
     cubin = cache / f"{name}-{architecture}-{digest}.cubin"
     if not cubin.exists():
@@ -49,7 +51,7 @@ def compiled(name: str, architecture: str) -> Path:
 
 
 def _compile(source: Path, architecture: str) -> bytes:
-    options = [f"--gpu-architecture={architecture}", *OPTIONS]
+    options = [f"--gpu-architecture={architecture}", f"--include-path={source.parent}", *OPTIONS]
     library, nvcc = nvrtc.find(), shutil.which("nvcc")
     if library is not None:
         return nvrtc.compile_cubin(library, source, options)

@@ -7,20 +7,13 @@
 // red, green and blue, zeros where colours stay. In float32 the result is the host's to the bit; bfloat16 is that, rounded to
 // nearest even.
 
+#include "numbers.cuh"
+
 typedef unsigned char uint8;
-typedef unsigned short bfloat16;
 
 struct Crop {
     int row, column, mirror; // the corner in the picture, in pixels; whether to mirror
 };
-
-__device__ inline void store(float *to, float value) { *to = value; }
-
-__device__ inline void store(bfloat16 *to, float value)
-{
-    unsigned int bits = __float_as_uint(value); // finite: a byte less a mean, and a shift
-    *to = (bfloat16)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
 
 template <typename T>
 __device__ inline void augment(
@@ -37,7 +30,7 @@ __device__ inline void augment(
     for (int number = (int)threadIdx.x; number < size * 3; number += (int)blockDim.x) {
         int column = number / 3; // by a constant: the compiler multiplies
         int from = crop.mirror ? number + (size - 1 - 2 * column) * 3 : number;
-        store(target + number, (float)source[from] - mean[from] + shifts[number - 3 * column]);
+        narrow(target + number, (float)source[from] - mean[from] + shifts[number - 3 * column]);
     }
 }
 

@@ -3,22 +3,13 @@
 //
 // blockIdx.y is the sample; neighbouring threads take neighbouring features.
 
-typedef unsigned short bfloat16;
+#include "numbers.cuh"
 
 __device__ inline unsigned int mix(unsigned int x)
 {
     x = (x ^ x >> 16) * 0x7feb352du;
     x = (x ^ x >> 15) * 0x846ca68bu;
     return x ^ x >> 16;
-}
-
-__device__ inline void scale(const float *from, float *to, float factor) { *to = *from * factor; }
-
-__device__ inline void scale(const bfloat16 *from, bfloat16 *to, float factor)
-{
-    float value = __uint_as_float((unsigned int)*from << 16) * factor;
-    unsigned int bits = __float_as_uint(value);
-    *to = value != value ? 0x7fff : (bfloat16)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
 // keys: one a sample. layer, call: the place in the network. least: of the hash, as a signed number, that stays.
@@ -31,7 +22,7 @@ __device__ inline void drop(
     for (int i = (int)(blockIdx.x * blockDim.x + threadIdx.x); i < n_features; i += (int)(gridDim.x * blockDim.x)) {
         bool stays = (int)mix(placed ^ mix((unsigned int)i)) >= least;
         unsigned long long at = sample * n_features + i;
-        scale(from + at, to + at, stays ? factor : 0.0f);
+        narrow(to + at, widen(from[at]) * (stays ? factor : 0.0f));
     }
 }
 

@@ -5,25 +5,7 @@
 // the sums of its own and of its neighbours' sums need, and computes in float32. n channels are summed, n at most 5; the number
 // of channels is a multiple of CHUNK. Nothing but x is needed from the forward pass.
 
-typedef unsigned short bfloat16;
-
-struct alignas(16) Floats {
-    enum { CHUNK = 4 };
-    float of[CHUNK];
-};
-struct alignas(16) Bfloats {
-    enum { CHUNK = 8 };
-    bfloat16 of[CHUNK];
-};
-
-__device__ inline float widen(float value) { return value; }
-__device__ inline float widen(bfloat16 value) { return __uint_as_float((unsigned int)value << 16); }
-__device__ inline void narrow(float *to, float value) { *to = value; }
-__device__ inline void narrow(bfloat16 *to, float value)
-{
-    unsigned int bits = __float_as_uint(value);
-    *to = value != value ? 0x7fff : (bfloat16)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
+#include "numbers.cuh"
 
 struct Form {
     int n;

@@ -45,7 +45,10 @@ def _places() -> Iterator[str]:
 
 
 def compile_cubin(library: ctypes.CDLL, source: Path, options: list[str]) -> bytes:
-    """The cubin of a .cu file that includes nothing. Raises UserError with NVRTC's words where it can't."""
+    """The cubin of a .cu file; `options` name the folder of what it includes.
+
+    Raises UserError with NVRTC's words where it can't.
+    """
     program, words = ctypes.c_void_p(), [option.encode() for option in options]
     text, name = source.read_bytes(), source.name.encode()
     _call(library, "nvrtcCreateProgram", ctypes.byref(program), text, name, 0, None, None)

@@ -5,31 +5,15 @@
 // window was the first largest, row by row; NONE where none was above zero. Backward, a thread gathers the gradients of the
 // outputs that took their value from its CHUNK numbers: nothing is zeroed or added to, and the sum has one order.
 
-typedef unsigned short bfloat16;
+#include "numbers.cuh"
+
 typedef unsigned int uint;
 
-struct alignas(16) Floats {
-    enum { CHUNK = 4 };
-    float of[CHUNK];
-};
-struct alignas(16) Bfloats {
-    enum { CHUNK = 8 };
-    bfloat16 of[CHUNK];
-};
 template <int CHUNK>
 struct alignas(CHUNK) Places {
     unsigned char of[CHUNK];
 };
 enum { NONE = 255 };
-
-__device__ inline float widen(float value) { return value; }
-__device__ inline float widen(bfloat16 value) { return __uint_as_float((unsigned int)value << 16); }
-__device__ inline void narrow(float *to, float value) { *to = value; }
-__device__ inline void narrow(bfloat16 *to, float value)
-{
-    unsigned int bits = __float_as_uint(value);
-    *to = value != value ? 0x7fff : (bfloat16)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
 
 // Rows and columns of the images and of what is made of them; chunks of a pixel; the window's size and step.
 struct Form {

@@ -30,6 +30,7 @@ class Arena:
     local: what is kept with them in checkpoints but not averaged: integer buffers, an optimizer's counts.
     apart: with states_apart, the optimizer's state: in host memory until a rule takes it over, each kind as
     one tensor (weights,) laid out as the weights are.
+    working: with has_working, bfloat16 (n_weights,), laid out as the weights are, behind all else.
     leading: weights that lie before all others, n_leading elements with their padding.
     n_weights: elements of all weights and the padding behind them, the block's first.
     n_exchanged: elements from the first on that trainers can't compute for themselves without states: weights
@@ -46,6 +47,7 @@ class Arena:
         with_ema: bool = False,
         states_apart: bool = False,
         leading: Sequence[str] = (),
+        has_working: bool = False,
     ) -> None:
         sources = dict(_named_sources(model, () if states_apart else states))
         sources = {**{f"weights/{name}": sources[f"weights/{name}"] for name in leading}, **sources}
@@ -57,8 +59,14 @@ class Arena:
             sources |= {f"ema/{name.partition('/')[2]}": source for name, source in averaged.items()}
         dtype = _common_dtype(sources)
         n_elements = sum(_padded(source.numel()) for source in sources.values())
-        self.block: Block = memory.allocate(n_elements * dtype.itemsize, "weights, momenta and buffers")
+        n_bytes, low = n_elements * dtype.itemsize, torch.bfloat16
+        self.n_weights = sum(
+            _padded(sources[name].numel()) for name in sources if name.startswith("weights/")
+        )
+        n_more = self.n_weights * low.itemsize if has_working else 0
+        self.block: Block = memory.allocate(n_bytes + n_more, "weights, momenta and buffers")
         self.flat = self.block.tensor(dtype, (n_elements,))
+        self.working = self.block.tensor(low, (self.n_weights,), n_bytes) if has_working else None
         self._spans = _spans(sources)
         self.tensors = {
             name: _view(self.flat[start:stop], sources[name]) for name, (start, stop) in self._spans.items()
@@ -66,7 +74,6 @@ class Arena:
         for name, tensor in self.tensors.items():
             tensor.copy_(sources[name])
         self._trained = [name for name, value in model.named_parameters() if value.requires_grad]
-        self.n_weights = len(self._span("weights"))
         self.apart = {kind: torch.zeros(self.n_weights, dtype=dtype) for kind in states if states_apart}
         self._buffer_places = _buffer_places(model)
         self.local = self._move_integers(model)

@@ -5,8 +5,10 @@ Each has its plain way in torch, which is taken on CPUs, for what the kernel doe
 not run on a GPU yet.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,6 +19,7 @@ from lockstep.memory.cuda import CudaMemory
 from lockstep.network.dropout import SampleDropout
 from lockstep.network.lrn import LocalResponseNorm
 from lockstep.network.pool import ReluMaxPool
+from lockstep.network.working import Update, WorkingWeights
 
 _THREADS = 256
 _CHUNK_BYTES = 16  # that a thread of lrn.cu or pool.cu takes
@@ -24,6 +27,12 @@ _MOST_NEIGHBOURS = 5  # as in lrn.cu
 _MOST_ROWS = 65_535  # of a grid
 _MOST_NUMBERS = 2**31  # of a tensor, which pool.cu counts in 32 bits
 _MOST_PLACES = 255  # of a window, in a byte with room for none of them
+_MOST_TENSORS = 64  # as in sgd.cu
+_NUMBERS = 4  # that a thread of sgd.cu takes at a time
+_TENSOR = np.dtype(
+    [(name, "u8") for name in ("weight", "momenta", "gradient", "copy", "n")]
+    + [(name, "f8") for name in ("rate", "decay")]
+)
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -50,6 +59,17 @@ def install(model: nn.Module, config: Config, memory: CudaMemory, stream: Any) -
         for module in found:
             module.kernel = kernel
     return "; ".join(problems)
+
+
+def install_update(working: WorkingWeights, config: Config, memory: CudaMemory, stream: Any) -> str:
+    """The same for SGD on weights with bfloat16 copies."""
+    if config.kernels not in ("all", "sgd") or not working.keeps_gradients:
+        return ""
+    try:
+        working.kernel = SgdKernel(memory, stream)
+    except UserError as error:
+        return f"sgd is computed by torch, because its kernel can't be had: {error}"
+    return ""
 
 
 class LrnKernel:
@@ -156,6 +176,33 @@ class DropoutKernel:
         block, numbers = (_THREADS, 1, 1), (*place, least, factor, n_features)
         self._functions[x.dtype].prepared_async_call(grid, block, self._stream, *pointers, *numbers)
         return made
+
+
+class SgdKernel:
+    """lockstep/kernels/sgd.cu. stream: in which torch computes."""
+
+    def __init__(self, memory: CudaMemory, stream: Any) -> None:
+        self._function, self._stream = kernels.load(memory.driver, "sgd").get_function("sgd"), stream
+        self._most_blocks = _most_blocks(memory)
+
+    def step(self, updates: Sequence[Update], momentum: float, nesterov: bool) -> None:
+        for first in range(0, len(updates), _MOST_TENSORS):
+            some = updates[first : first + _MOST_TENSORS]
+            rows = np.zeros(_MOST_TENSORS, _TENSOR)
+            rows[: len(some)] = [_row(each) for each in some]
+            widest = max(len(each.weight) for each in some)
+            blocks = max(1, min(-(-widest // (_NUMBERS * _THREADS)), self._most_blocks))
+            numbers = np.float64(momentum), np.int32(nesterov)
+            grid, block = (blocks, len(some)), (_THREADS, 1, 1)
+            self._function(rows, *numbers, grid=grid, block=block, stream=self._stream)
+
+
+def _row(update: Update) -> tuple[float, ...]:
+    if update.gradient.data_ptr() % (_NUMBERS * update.gradient.element_size()):
+        update.gradient = update.gradient.clone()  # a view from somewhere in a tensor
+    momenta = 0 if update.momenta is None else update.momenta.data_ptr()
+    pointers = update.weight.data_ptr(), momenta, update.gradient.data_ptr(), update.copy.data_ptr()
+    return *pointers, len(update.weight), update.rate, update.decay
 
 
 def _in_chunks(x: torch.Tensor) -> bool:

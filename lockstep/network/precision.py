@@ -4,6 +4,7 @@ import os
 from typing import Literal
 
 import torch
+from torch import nn
 
 from lockstep.config import Config
 
@@ -31,3 +32,9 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 def image_dtype(config: Config) -> Literal["bfloat16", "float32"]:
     """In which a GPU's kernel hands images to the network."""
     return "bfloat16" if config.precision == "bf16" else "float32"
+
+
+def keeps_copies(config: Config, model: nn.Module) -> bool:
+    """Whether bfloat16 copies of the weights are kept (working.py). A compiler casts inside its kernels."""
+    is_float32 = all(value.dtype == torch.float32 for value in model.parameters())
+    return config.precision == "bf16" and not config.compile and is_float32

@@ -15,7 +15,7 @@ from lockstep.exchange import Span
 from lockstep.exchange.transport import Transport
 from lockstep.loading import Batch
 from lockstep.memory import Memory
-from lockstep.network import batch_norm, dropout, precision
+from lockstep.network import batch_norm, convolution, dropout, linear, precision
 from lockstep.network.arena import Arena
 from lockstep.network.build import build_model, crop_size, input_spec_of
 from lockstep.network.compiling import Compiled
@@ -27,6 +27,7 @@ from lockstep.network.recorder import Recorder, rounded
 from lockstep.network.sharded import ShardedUpdater, needs_norms
 from lockstep.network.step_graph import StepGraph, may_capture
 from lockstep.network.updater import Updater
+from lockstep.network.working import WorkingWeights
 from lockstep.optim import states_of
 from lockstep.runs import checkpoint
 
@@ -50,16 +51,19 @@ class Replica(Program):
         self._dropouts = dropout.install(self.model)
         averaged = config.ema_decay is not None
         leading = [layer.name for layer in self._factored]
-        self.arena = Arena(self.model, memory, states_of(config), averaged, apart, leading)
+        low = precision.keeps_copies(config, self.model)
+        self.arena = Arena(self.model, memory, states_of(config), averaged, apart, leading, low)
+        self._working = WorkingWeights(self.model, self.arena) if low else None
+        linear.use_operands(self.model)
+        convolution.install(self.model, config)
         self.device = self.arena.flat.device
         scale = torch.tensor(input_spec.scale, dtype=self.arena.flat.dtype).view(3, 1, 1)
         self._scale = None if scale.eq(1).all() else scale.to(self.device)
-        self.optimizer: Updater | ShardedUpdater = Updater(self.model, self.arena, config)
+        self.optimizer: Updater | ShardedUpdater = Updater(self.model, self.arena, config, self._working)
         self._batch_keys = torch.zeros(config.batch_size, dtype=torch.int32, device=self.device)
         self._generators = _generators(self.arena.flat)
-        must = config.cuda_graph is True
-        self._graph = StepGraph(self.model, must) if may_capture(config, self.arena.flat.is_cuda) else None
         self._gradients: Gradients | None = None
+        self._graph = self._step_graph() if may_capture(config, self.arena.flat.is_cuda) else None
         self._parts: PartSums | None = None
         self._statistics: batch_norm.Statistics | None = None
         self._compiled = Compiled(self.model, config.batch_size) if config.compile else None
@@ -80,9 +84,11 @@ class Replica(Program):
             pieces = factors.plan(transport, needs_norms(self._config))
         gradients = self._gradients = Gradients(self.model, self.arena, memory, factors)
         pieces += [piece for bucket in gradients.buckets for piece in transport.pieces(bucket)]
-        updater = self.optimizer = ShardedUpdater(self.arena, gradients, self._config, pieces)
+        updater = self.optimizer = ShardedUpdater(self.arena, gradients, self._config, pieces, self._working)
+        if self._working:
+            self._working.keeps_gradients = False
         if self._graph:
-            self._graph = StepGraph(self.model, self._config.cuda_graph is True, gradients)
+            self._graph = self._step_graph()
         if self._config.parts:
             self._parts = PartSums(self.arena, gradients)
         return gradients, updater, pieces
@@ -101,6 +107,7 @@ class Replica(Program):
         """Sets what is the epoch's: the samples' dropout keys, the learning rate."""
         keys = dropout.sample_keys(self._config.seed, epoch, n_samples)
         self._keys = torch.from_numpy(keys).to(self.device)
+        self._weights_changed()
         self.optimizer.set_learning_rate(learning_rate)
         self.arena.bind(self.model)
         self.model.train()
@@ -108,6 +115,7 @@ class Replica(Program):
     def begin_validation(self) -> None:
         """Until the next epoch: the network as it answers, with its averaged weights where it has any."""
         self.arena.check_bound(self.model)
+        self._weights_changed()
         if self._config.ema_decay is not None:
             self.arena.bind(self.model, "ema", "ema")
         self.model.eval()
@@ -124,6 +132,8 @@ class Replica(Program):
             self._take_part(batch)
             return
         self._seed(batch, rank)
+        if self._working:
+            self._working.refresh()
         if self._graph and len(batch.labels) == mean_share == self._config.batch_size:
             self._graph.run(lambda: self._learn(batch, mean_share, recorder), self.tell)
         else:
@@ -155,6 +165,8 @@ class Replica(Program):
     def _forward(self, images: torch.Tensor) -> list[torch.Tensor]:
         """The network's logits, then those of its auxiliary heads where it gives any."""
         dtype = self.arena.flat.dtype
+        if self._working:
+            self._working.refresh()
         if self._config.precision != "bf16":
             images = images.to(dtype)
         if self._scale is not None:
@@ -221,6 +233,15 @@ class Replica(Program):
             self._parts.begin_part()
             self._learn_batch(part, mean_share * size / n_parts, number, recorder)
             self._parts.end_part()
+
+    def _step_graph(self) -> StepGraph:
+        must = self._config.cuda_graph is True
+        return StepGraph(self.model, must, self._gradients, self._working)
+
+    def _weights_changed(self) -> None:
+        """Since the last step, by who knows whom."""
+        if self._working:
+            self._working.stale = True
 
     def _seed(self, batch: Batch, rank: int) -> None:
         """Dropout masks by sample; torch's generator, for what else a network draws, by place and rank."""

@@ -15,6 +15,7 @@ from lockstep.exchange import Span
 from lockstep.network.arena import Arena
 from lockstep.network.gradients import Gradients
 from lockstep.network.optimizer import Stepper, make_optimizer_of, set_learning_rate
+from lockstep.network.working import WorkingWeights
 from lockstep.optim import OPTIMIZERS
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -57,11 +58,19 @@ class ShardedUpdater:
     """spans: the pieces of the arena that this rank updates, the spans of later calls.
 
     state: by kind and span, (elements,), on the network's device. It takes over what arena.apart has.
-    n_norms: numbers in a row of norms.
+    n_norms: numbers in a row of norms. working: the weights' bfloat16 copies, stale after a step.
     """
 
-    def __init__(self, arena: Arena, gradients: Gradients, config: Config, spans: list[Span]) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        gradients: Gradients,
+        config: Config,
+        spans: list[Span],
+        working: WorkingWeights | None = None,
+    ) -> None:
         self._arena, self._gradients, self._config = arena, gradients, config
+        self.working = working
         self._names = list(gradients.trained)
         self._wide = [value.dim() > 1 for value in gradients.trained.values()]
         self.state = {
@@ -103,6 +112,8 @@ class ShardedUpdater:
     def finish(self) -> None:
         """When all weights are there: moves the averages, and lets go of the gradients."""
         self._gradients.clear()
+        if self.working:
+            self.working.stale = True
         if self._config.ema_decay is not None:
             self._arena.move_averages(self._config.ema_decay)
 

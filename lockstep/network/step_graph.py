@@ -8,6 +8,7 @@ from torch import nn
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.network.gradients import Gradients
+from lockstep.network.working import WorkingWeights
 
 _WARM_UP = 3  # runs before one is captured: libraries choose algorithms and allocate in the first ones
 
@@ -33,13 +34,20 @@ class StepGraph:
 
     The gradients that it leaves lie in memory of the graph, and each replay writes them anew: so they are the
     parameters' again after every replay, whoever has let go of them meanwhile. shared: where gradients are
-    left, if not with autograd; those of a captured step replace what was there.
+    left, if not with autograd; those of a captured step replace what was there. working: where some are kept.
 
     must: raise UserError where capturing fails; else `tell` a line, and run the function from then on.
     """
 
-    def __init__(self, model: nn.Module, must: bool, shared: Gradients | None = None) -> None:
-        self._model, self._must, self._shared = model, must, shared
+    def __init__(
+        self,
+        model: nn.Module,
+        must: bool,
+        shared: Gradients | None = None,
+        working: WorkingWeights | None = None,
+    ) -> None:
+        self._model, self._must, self._shared, self._working = model, must, shared, working
+        self._kept: dict[torch.Tensor, torch.Tensor] = {}
         self._filled: set[nn.Parameter] = set()
         self._n_runs = 0
         self._has_failed = False
@@ -59,6 +67,8 @@ class StepGraph:
             parameter.grad = gradient
         if self._shared:
             self._shared.filled.update(self._filled)
+        if self._working:
+            self._working.gradients.update(self._kept)
 
     def _try(self, function: Callable[[], None], tell: Callable[[str], object]) -> None:
         """Captures, which runs nothing on the device; nor can others be told of what it comes to."""
@@ -75,6 +85,8 @@ class StepGraph:
             self._model.zero_grad(set_to_none=True)  # what the attempt has left lies nowhere
             if self._shared:
                 self._shared.filled.clear()
+            if self._working:
+                self._working.gradients.clear()
             tell(f"{text}; its kernels are launched one by one")
             return
         finally:
@@ -82,6 +94,7 @@ class StepGraph:
                 self._shared.when_full = when_full
         self._gradients = {parameter: parameter.grad for parameter in self._model.parameters()}
         self._filled = set(self._shared.filled) if self._shared else set()
+        self._kept = dict(self._working.gradients) if self._working else {}
         tell("cuda_graph: forward and backward are captured, and replayed in each whole step")
 
 

@@ -43,7 +43,7 @@ class FusedSGD(Fused):
 
     def __init__(self, groups: list[dict[str, Any]], momentum: float, nesterov: bool) -> None:
         super().__init__(groups)
-        self._momentum, self._nesterov = momentum, nesterov
+        self.momentum, self.nesterov = momentum, nesterov
 
     def step(self) -> None:
         for group in self.param_groups:
@@ -52,16 +52,28 @@ class FusedSGD(Fused):
     @torch.no_grad()
     def _step(self, group: dict[str, Any], weight_decay: float) -> None:
         trained, gradients = _trained(group)
+        momenta = self._states(trained, "momentum_buffer") if self.momentum else []
+        self.update(trained, gradients, momenta, group["lr"], weight_decay)
+
+    def update(
+        self,
+        weights: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        momenta: list[torch.Tensor],
+        rate: float,
+        weight_decay: float,
+    ) -> None:
+        """Of any tensors, or parts of them; momenta: none without momentum. Where no gradient is recorded."""
         sgd(
-            trained,
+            list(weights),
             list(gradients),
-            list(self._states(trained, "momentum_buffer") if self._momentum else []),
+            list(momenta),
             fused=True,
             weight_decay=weight_decay,
-            momentum=self._momentum,
-            lr=group["lr"],
+            momentum=self.momentum,
+            lr=rate,
             dampening=0.0,
-            nesterov=self._nesterov,
+            nesterov=self.nesterov,
             maximize=False,
         )
 

@@ -101,7 +101,7 @@ def compute_flow_on_the_host() -> None:
 
 def compute_on_the_host(device: object, stream: Any) -> None:
     """torch's work is not in the stream here: it begins when the stream has done what came before it."""
-    from lockstep.network.kernels import DropoutKernel, LrnKernel, PoolKernel
+    from lockstep.network.kernels import DropoutKernel, LrnKernel, PoolKernel, SgdKernel
 
     def behind(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -122,7 +122,7 @@ def compute_on_the_host(device: object, stream: Any) -> None:
         return wait_twice
 
     kernels = [(kind, way) for kind in (LrnKernel, PoolKernel) for way in ("forward", "backward")]
-    kernels.append((DropoutKernel, "apply"))
+    kernels += [(DropoutKernel, "apply"), (SgdKernel, "step")]
     for place, name in kernels:
         setattr(place, name, between(getattr(place, name)))
     for place, name in _places_of_torch():

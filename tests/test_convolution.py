@@ -1,0 +1,99 @@
+"""Other forms of convolutions: values and gradients of the plain one in float64, odd sizes, in training."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_config
+from test_learning import make_batch, recorder
+from torch import nn
+
+from lockstep.data.dataset import open_dataset
+from lockstep.memory.host import HostMemory
+from lockstep.network import convolution
+from lockstep.network.replica import Replica
+
+# channels, outputs, size of the window; stride, padding, groups; rows and columns of the input
+LAYERS: list[tuple[tuple[int, int, Any], dict[str, Any], tuple[int, int]]] = [
+    ((3, 8, 11), {"stride": 4}, (27, 35)),
+    ((3, 8, 7), {"stride": 2, "padding": 3}, (23, 16)),
+    ((1, 4, 3), {"stride": 3, "padding": 1, "bias": False}, (10, 11)),
+    ((4, 6, 5), {"stride": 4, "padding": (2, 0)}, (9, 22)),
+    ((3, 4, 4), {"stride": 4, "bias": False}, (19, 17)),
+    ((6, 8, 5), {"padding": 2, "groups": 2}, (7, 9)),
+    ((12, 8, 3), {"stride": 2, "groups": 4, "dilation": 2}, (11, 12)),
+    ((6, 9, (3, 1)), {"padding": "same", "groups": 3}, (5, 6)),
+]
+
+
+def run(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Values, and gradients of input and weights."""
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    random = torch.Generator().manual_seed(1)
+    y.backward(torch.randn(y.shape, generator=random, dtype=torch.float64).to(y.dtype))
+    assert x.grad is not None
+    gradients = [value.grad for value in layer.parameters() if value.grad is not None]
+    return [tensor.detach().double() for tensor in (y, x.grad, *gradients)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("sizes", "options", "shape"), LAYERS, ids=str)
+def test_every_form_is_the_plain_convolution(
+    sizes: tuple[int, int, Any], options: dict[str, Any], shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(2)
+    plain = nn.Conv2d(*sizes, **options).double()
+    x = torch.randn(3, sizes[0], *shape, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    low = nn.Conv2d(*sizes, **options).to(dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    low.load_state_dict(plain.state_dict())
+    plain.load_state_dict(low.state_dict())
+    x = x.to(dtype).double()
+    expected = run(plain, x)
+    convolution.install(low, make_config(conv_forms="all"))
+    assert type(low) is convolution.Convolution
+    bound = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for found, wanted in zip(run(low, x.to(dtype)), expected, strict=True):
+        assert found.shape == wanted.shape
+        assert (found - wanted).abs().max() <= bound * wanted.abs().max()
+
+
+def test_a_form_is_taken_where_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    for name in ("_on_blocks", "_fill"):
+        way = getattr(convolution, name)
+        monkeypatch.setattr(convolution, name, lambda *a, way=way, name=name: taken.append(name) or way(*a))
+    for form, expected in (
+        ("plain", []),
+        ("space_to_depth", ["_on_blocks"]),
+        ("dense", ["_fill"]),
+        ("all", ["_on_blocks", "_fill"]),
+    ):
+        layers = nn.Conv2d(3, 8, 3, 2), nn.Conv2d(8, 8, 3, groups=2), nn.Conv2d(8, 8, 3, 2, groups=8)
+        model = nn.Sequential(*layers, nn.Conv2d(8, 4, 1))
+        convolution.install(model, make_config(conv_forms=form))
+        taken.clear()
+        model(torch.randn(2, 3, 21, 21))
+        assert taken == expected
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_training_is_the_same_to_rounding_and_weights_keep_their_form(
+    shared_folder: Path, precision: str
+) -> None:
+    found = []
+    for form in ("plain", "all"):
+        keys = {"model": "test_working:Net", "data_folder": str(shared_folder), "batch_size": 8}
+        config = make_config(**keys, precision=precision, conv_forms=form)
+        replica = Replica(config, open_dataset(config), HostMemory())
+        replica.begin_epoch(1, 90, 0.05)
+        for number in range(3):
+            replica.forward_backward(make_batch(number, 8), 8, 0, recorder())
+            replica.optimizer.step()
+        found.append(replica.arena.state())
+    bound = 1e-5 if precision == "fp32" else 2e-2
+    for name, plain in found[0].items():
+        other = found[1][name]
+        assert other.shape == plain.shape and other.stride() == plain.stride()
+        assert (other - plain).double().norm() <= bound * (plain.double().norm() + 1e-3), name
