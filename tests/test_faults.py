@@ -1,4 +1,4 @@
-"""Each file operation of a run and of preprocessing fails: nothing good is lost, and the next start goes on."""
+"""Each operation on files of a run and of preprocessing fails: nothing is lost, the next start goes on."""
 
 import errno
 import os

@@ -1,8 +1,8 @@
 """Runs programs of the project, one after the other, each in a fork of this process, which has imported them.
 
-Started with the file layer of faults.c before the C library's (LD_PRELOAD), so that every fork has it; what it
-is to do there comes with the order. A line of JSON on standard input is an order: `program`, its `words`,
-`output` (a file), and `environment`. The answer is a line, too: the exit code, or minus the number of a signal.
+Started with the file layer of faults.c before the C library's (LD_PRELOAD), so that every fork has it; what
+it is to do there comes with the order. A line of JSON on standard input is an order: `program`, its `words`,
+`output` (a file), and `environment`. The answer is a line, too: the exit code, or minus a signal's number.
 """
 
 import functools
