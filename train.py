@@ -21,7 +21,6 @@ if __name__ == "__main__":
     interrupts = Interrupts()
     interrupts.install("stopped as asked, before training began")  # now: the imports below take a second
 
-import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -97,13 +96,7 @@ def try_once(
     worlds = World.on_one_host(len(config.devices))
     orders = Orders(config, worlds[0], len(dataset.train), len(dataset.val))
     console = Console(run.folder, config, orders.n_steps("train"))
-    console.say(f"# the resolved configuration, kept in {run.folder}/config.yaml\n{text}")
-    announce(console, dataset, run, config, orders)
-    machine = {"cores": devices.count_cores(), **devices.describe(config.devices)}
-
     saved = run.folder / "config.yaml"
-    if not (config.resume_train and saved.exists()):  # a run killed before its first step can be resumed, too
-        write_text(saved, text)
 
     def on_message(message: object) -> None:
         if isinstance(message, Started):  # not before: a refused start must not replace a good run's file
@@ -111,14 +104,22 @@ def try_once(
         else:
             console.take(message)
 
-    begin_trace(config, run.folder)
-    with Processes(config.wait_deadline, interrupts) as processes:
-        start_processes(processes, config, run, worlds)
-        made_with = {"versions": versions.of_packages(), "machine": machine}
-        console.log("started", {**processes.pids(), **made_with})
-        console.say("starting: " + ", ".join(processes.pids()))
-        ending = processes.watch(on_message)
-    console.log("ended", dataclasses.asdict(ending))
+    try:
+        console.say(f"# the resolved configuration, kept in {saved}\n{text}")
+        announce(console, dataset, run, config, orders)
+        if not (config.resume_train and saved.exists()):  # a run killed before its first step can go on, too
+            write_text(saved, text)
+        begin_trace(config, run.folder)
+        with Processes(config.wait_deadline, interrupts) as processes:
+            start_processes(processes, config, run, worlds)
+            machine = {"cores": devices.count_cores(), **devices.describe(config.devices)}
+            made_with = {"versions": versions.of_packages(), "machine": machine}
+            console.log("started", {**processes.pids(), **made_with})
+            console.say("starting: " + ", ".join(processes.pids()))
+            ending = processes.watch(on_message)
+        console.log_ending(ending)
+    except UserError as error:  # the console says it, after all that it still has to show
+        ending = Ending(2, str(error))
     return ending, console
 
 

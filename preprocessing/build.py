@@ -4,7 +4,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from lockstep.data.manifest import differing
 from lockstep.errors import UserError
 from preprocessing.bars import progress_bar
 from preprocessing.finish import Outcome, write_rest
+from preprocessing.journal import NAME as JOURNAL
 from preprocessing.journal import Journal
 from preprocessing.tasks import Target, Task, make_files
 from preprocessing.workers import in_parallel
@@ -57,8 +58,11 @@ def build(job: Job, n_workers: int, max_errors: int) -> Outcome:
         _prepare(target)
         try:
             _do(job, journal, remaining, n_workers, max_errors)
-        finally:
-            journal.write()
+        except BaseException:
+            with suppress(UserError):  # the news is what stopped it
+                journal.write()
+            raise
+        journal.write()
         outcome = write_rest(target, job.tasks, journal, (job.classes, job.class_names), settings)
         journal.remove()
         target.folder.rename(job.folder)
@@ -89,7 +93,7 @@ def _prepare(target: Target) -> None:
     """Makes the folders, and removes the temporary files of workers that were killed."""
     for name in (target.split_folder("train"), target.split_folder("val"), "labels", "misc"):
         (target.folder / name).mkdir(exist_ok=True)
-    for path in [*target.folder.glob("*/.*"), *target.folder.glob(".journal-*")]:
+    for path in [*target.folder.glob("*/.*"), *target.folder.glob(f".{JOURNAL}.*")]:
         path.unlink()
 
 

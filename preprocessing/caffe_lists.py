@@ -4,6 +4,7 @@ val.txt."""
 from pathlib import Path
 
 from lockstep.errors import UserError
+from lockstep.files import write_bytes
 from preprocessing.listing import Listing, Picture, require_pictures
 
 Line = tuple[str, int]
@@ -26,7 +27,7 @@ def read_list(path: Path) -> list[Line]:
 
 def write_list(path: Path, lines: list[Line]) -> None:
     text = "".join(f"{name} {label}\n" for name, label in lines)
-    path.write_text(text, encoding="utf-8", errors="surrogateescape")  # a file's name may be any bytes
+    write_bytes(path, text.encode("utf-8", "surrogateescape"))  # a file's name may be any bytes
 
 
 def list_from_files(train_list: Path, train: Path, val_list: Path, val: Path) -> Listing:

@@ -13,7 +13,7 @@ import lockstep
 from lockstep.data import old_folders as theano_alexnet
 from lockstep.data.manifest import MANIFEST_VERSION, NAME, digest_of_labels
 from lockstep.errors import UserError
-from lockstep.files import checksum
+from lockstep.files import checksum, write_array, write_bytes, write_text
 from preprocessing.caffe_lists import Line, write_list
 from preprocessing.journal import Journal
 from preprocessing.tasks import Record, Target, Task
@@ -70,7 +70,7 @@ def write_rest(
         "others": {str(path.relative_to(target.folder)): checksum(path) for path in others},
         **halves,
     }
-    (target.folder / NAME).write_text(json.dumps(manifest, indent=0), encoding="utf-8")
+    write_text(target.folder / NAME, json.dumps(manifest, indent=0))
     return Outcome(len(lines["train"]), len(lines["val"]), n_bad)
 
 
@@ -96,23 +96,23 @@ def _write_names_and_labels(target: Target, split: str, lines: list[Line]) -> No
     write_list(target.folder / IMAGE_LISTS[split], lines)
     if target.layout == "c01b":
         names = [name.encode("utf-8", "surrogateescape") for name, _ in lines]
-        np.save(misc / "shuffled_train_filenames.npy", np.array(names))
+        write_array(misc / "shuffled_train_filenames.npy", np.array(names))
 
 
 def write_labels(folder: Path, split: str, labels: np.ndarray, n_parts: int, batch: int) -> None:
     """<split>_labels.npy, and those of theano_alexnet's halves or quarters where there are some."""
-    np.save(folder / f"{split}_labels.npy", labels)
+    write_array(folder / f"{split}_labels.npy", labels)
     if n_parts > 1:
         parts = theano_alexnet.split_labels(labels, n_parts, batch // n_parts)
         for suffix, part in zip(theano_alexnet.SUFFIXES[n_parts], parts, strict=True):
-            np.save(folder / f"{split}_labels{suffix}.npy", part)
+            write_array(folder / f"{split}_labels{suffix}.npy", part)
 
 
 def _write_mean(target: Target, journal: Journal) -> dict[str, Any]:
     """Saves the mean image as the layout wants it; returns what the manifest says about it."""
     mean = journal.sums.mean()
     old = target.layout == "c01b"
-    np.save(
+    write_array(
         target.folder / "misc" / "img_mean.npy", mean.transpose(2, 0, 1) if old else mean.astype(np.float32)
     )
     return {
@@ -127,7 +127,7 @@ def _write_bad(folder: Path, tasks: list[Task], journal: Journal) -> int:
     if found:
         lines = [f"{bad.place}\t{bad.reason}\t{bad.instead or 'left out'}\n" for bad in found]
         text = "picture\treason\tinstead\n" + "".join(lines)
-        (folder / BAD_LIST).write_text(text, encoding="utf-8", errors="surrogateescape")
+        write_bytes(folder / BAD_LIST, text.encode("utf-8", "surrogateescape"))
     return len(found)
 
 

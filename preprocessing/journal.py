@@ -1,8 +1,8 @@
 """What is done of a dataset folder, so that an interrupted run goes on where it was."""
 
 import hashlib
+import io
 import json
-import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.errors import UserError
-from lockstep.files import publish
+from lockstep.files import write_bytes
 from preprocessing.sums import PixelSums
 from preprocessing.tasks import Record, Task
 
@@ -65,6 +65,7 @@ class Journal:
             self.write()
 
     def write(self) -> None:
+        """Raises UserError where the disk is full; the file of before stays then."""
         begin = time.monotonic()
         content = {
             "settings": self._settings,
@@ -73,9 +74,9 @@ class Journal:
             "records": {key: record.to_json() for key, record in self.records.items()},
         }
         text = np.frombuffer(json.dumps(content).encode(), np.uint8)
-        with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=".journal-", delete=False) as file:
-            np.savez(file, content=text, total=self.sums.total, squares=self.sums.squares)
-        publish(file.name, self._path)
+        file = io.BytesIO()
+        np.savez(file, content=text, total=self.sums.total, squares=self.sums.squares)
+        write_bytes(self._path, file.getvalue())
         now = time.monotonic()
         self._next_writing = now + (now - begin) / _SHARE
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from lockstep.data import c01b
 from lockstep.errors import UserError
-from lockstep.files import write_with
+from lockstep.files import write_bytes
 
 Layout = Literal[
     "b01c", "c01b"
@@ -31,6 +31,7 @@ Layout = Literal[
 
 _NAMES = ("data", "data_0")
 _HICKLE = "5.0.3"  # whose layout `write` follows
+_HEADERS = 1 << 16  # bytes that a file has besides its array, at most
 _NDARRAY = pickle.dumps(np.ndarray, protocol=4)
 
 
@@ -185,32 +186,40 @@ def read(path: str | Path) -> np.ndarray:
 def write(path: str | Path, array: np.ndarray) -> None:
     """Writes `array` as hickle 5 lays it down, so that hickle 4.1 and newer open it.
 
-    The file appears whole or not at all.
+    The file appears whole or not at all. Raises UserError where the disk is full or can't be written to.
     """
-
-    def dump(temporary: str) -> None:
-        with h5py.File(temporary, "w", libver="earliest") as file:
-            file.attrs["HICKLE_VERSION"] = _HICKLE
-            file.attrs["HICKLE_PYTHON_VERSION"] = platform.python_version()
-            dataset = file.create_dataset("data", data=np.ascontiguousarray(array))
-            types = file.create_group("hickle_types_table", track_order=True)
-            # NumPy's type, pickled: what hickle makes of the dataset. It is read by hickle, never here.
-            kind = types.create_dataset("0", data=np.frombuffer(_NDARRAY, "S1").reshape(1, -1))
-            kind.attrs["base_type"] = types.create_dataset("ndarray", data=h5py.Empty("S1")).ref
-            dataset.attrs["np_dtype"] = array.dtype.str
-            dataset.attrs["type"] = kind.ref
-
-    write_with(Path(path), dump)
+    with _in_memory(array) as file:
+        file.attrs["HICKLE_VERSION"] = _HICKLE
+        file.attrs["HICKLE_PYTHON_VERSION"] = platform.python_version()
+        dataset = file.create_dataset("data", data=np.ascontiguousarray(array))
+        types = file.create_group("hickle_types_table", track_order=True)
+        # NumPy's type, pickled: what hickle makes of the dataset. It is read by hickle, never here.
+        kind = types.create_dataset("0", data=np.frombuffer(_NDARRAY, "S1").reshape(1, -1))
+        kind.attrs["base_type"] = types.create_dataset("ndarray", data=h5py.Empty("S1")).ref
+        dataset.attrs["np_dtype"] = array.dtype.str
+        dataset.attrs["type"] = kind.ref
+        write_bytes(Path(path), _content(file))
 
 
 def write_hickle2(path: str | Path, array: np.ndarray) -> None:
-    """Writes `array` as hickle 2 laid it down: hickle 2 opens it; 1, and 3 on Python 3, do not."""
+    """Writes `array` as hickle 2 laid it down: hickle 2 opens it; 1, and 3 on Python 3, do not.
 
-    def dump(temporary: str) -> None:
-        text = h5py.string_dtype("ascii")
-        with h5py.File(temporary, "w", libver="earliest") as file:
-            file.attrs["CLASS"], file.attrs["VERSION"] = "hickle", 2
-            file.attrs["type"] = np.array(["hickle"], text)
-            file.create_dataset("data_0", data=array).attrs["type"] = np.array(["ndarray"], text)
+    As `write` otherwise.
+    """
+    text = h5py.string_dtype("ascii")
+    with _in_memory(array) as file:
+        file.attrs["CLASS"], file.attrs["VERSION"] = "hickle", 2
+        file.attrs["type"] = np.array(["hickle"], text)
+        file.create_dataset("data_0", data=array).attrs["type"] = np.array(["ndarray"], text)
+        write_bytes(Path(path), _content(file))
 
-    write_with(Path(path), dump)
+
+def _in_memory(array: np.ndarray) -> h5py.File:
+    """An HDF5 file without a disk: of one that the disk took half of, the library crashes as Python ends."""
+    room = array.nbytes + _HEADERS
+    return h5py.File("memory", "w", libver="earliest", driver="core", backing_store=False, block_size=room)
+
+
+def _content(file: h5py.File) -> bytes:
+    file.flush()
+    return bytes(file.id.get_file_image())

@@ -56,11 +56,11 @@ def child_main(start: ChildStart) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # it was held back while this process began
     control = Pipe(start.control, "the launcher", start.deadline)
     board = StatusBoard.create()
-    if TRACE in os.environ:
-        board.trace(Path(os.environ[TRACE], f"{start.name}.{os.getpid()}.txt"))
-    board.say("starting")
     _tie_to_launcher(start, board)
     try:
+        if TRACE in os.environ:
+            board.trace(Path(os.environ[TRACE], f"{start.name}.{os.getpid()}.txt"))
+        board.say("starting")
         control.send(Ready(os.getpid()))
         board.send(control)
         module, function = start.entry.split(":")

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,17 @@ class Console:
         except OSError as error:
             raise UserError(f"{self._path}: can't be written: {error.strerror}") from error
 
+    def log_ending(self, ending: Ending) -> None:
+        """The last line of the log.
+
+        Where the run has failed already, perhaps for the same full disk, that is the news.
+        """
+        try:
+            self.log("ended", asdict(ending))
+        except UserError:
+            if ending.code == 0:
+                raise
+
     def say(self, text: str) -> None:
         """Prints a line on standard output, above the bar."""
         self._waiting.put(lambda: show(text, "stdout"))
@@ -92,7 +104,8 @@ class Console:
         self._waiting.put(self._end_bar)
         self._waiting.put(lambda: show(last_words, stream))
         self._waiting.put(None)
-        self._log.close()
+        with suppress(OSError):  # what it could not write, `log` has said
+            self._log.close()
         if self._scalars:
             self._scalars.close()
         self._thread.join(FLUSH_SECONDS)

@@ -68,7 +68,7 @@ class Losses:
         tensors = {name: tensor.contiguous() for name, tensor in arena.state().items()}
         try:
             path.parent.mkdir(exist_ok=True)
-            write_with(path.with_suffix(".safetensors"), lambda temporary: save_file(tensors, temporary))
         except OSError as error:
             raise UserError(f"{path}: the post-mortem copy can't be written: {error.strerror}") from error
+        write_with(path.with_suffix(".safetensors"), lambda temporary: save_file(tensors, temporary))
         write_text(path, json.dumps(record, indent=1))

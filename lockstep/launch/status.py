@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
+from lockstep.errors import UserError
 from lockstep.memory.host import HostBlock, HostMemory
 
 TRACE = "LOCKSTEP_TRACE"  # the variable that names the folder for traces to the launcher's children
@@ -24,6 +25,7 @@ class StatusBoard:
         self._block = block
         self._bytes = block.array("u1", (_SIZE,))
         self._trace: int | None = None
+        self._trace_path = Path()
 
     @classmethod
     def create(cls) -> "StatusBoard":
@@ -47,11 +49,23 @@ class StatusBoard:
         memory[: len(encoded) + 1] = encoded + b"\0"
         self._count_up(memory)
         if self._trace is not None:
-            os.write(self._trace, b"%d %b\n" % (time.monotonic_ns(), encoded.replace(b"\n", b" ")))
+            line = b"%d %b\n" % (time.monotonic_ns(), encoded.replace(b"\n", b" "))
+            try:
+                os.write(self._trace, line)
+            except OSError as error:
+                self._trace = None  # what this process says of its end must not fail, too
+                raise _unwritten(self._trace_path, error) from error
 
     def trace(self, path: Path) -> None:
-        """From now on every line is also appended to a file, with its time in ns (lockstep/trace)."""
-        self._trace = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        """From now on every line is also appended to a file, with its time in ns (lockstep/trace).
+
+        Raises UserError where the file can't be made; `say` does, once, where a line can't be written.
+        """
+        self._trace_path = path
+        try:
+            self._trace = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise _unwritten(path, error) from error
 
     def read(self) -> str:
         """The last line that was said."""
@@ -66,10 +80,20 @@ class StatusBoard:
         memory[-8:] = count.to_bytes(8, "little")
 
 
+def _unwritten(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: the trace can't be written: {error.strerror}; trace=false goes without it")
+
+
 def begin_trace(config: Config, folder: Path) -> None:
-    """With `trace`, has the processes that are started from now on write down what they do."""
+    """With `trace`, has the processes that are started from now on write down what they do.
+
+    Raises UserError where there is no place for it.
+    """
     os.environ.pop(TRACE, None)
     if config.trace:
         shutil.rmtree(folder / "trace", ignore_errors=True)  # of an earlier start: its clock may be another
-        (folder / "trace").mkdir()
+        try:
+            (folder / "trace").mkdir()
+        except OSError as error:
+            raise _unwritten(folder / "trace", error) from error
         os.environ[TRACE] = str(folder.resolve() / "trace")

@@ -36,6 +36,10 @@ def save(folder: Path, tensors: dict[str, torch.Tensor], state: State) -> Path:
 def load(path: Path) -> dict[str, torch.Tensor]:
     """Reads the tensors of a checkpoint. Raises UserError naming the file when it is not whole."""
     try:
+        with open(path, "rb"):  # safetensors says 'no such file' for whatever keeps it from opening one
+            pass
         return load_file(os.fspath(path))
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: can't be read: {error.strerror or error}") from error
+    except (RuntimeError, SafetensorError) as error:  # RuntimeError: torch's, which opens it once more
         raise UserError(f"{path}: is not a whole safetensors file: {error}") from error

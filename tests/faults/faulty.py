@@ -1,0 +1,141 @@
+"""Programs whose file operations fail on purpose: faults.c is built, forked.py runs them with it."""
+
+import errno
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from limits import limit
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+LASTING = ("ENOSPC", "EDQUOT", "EROFS")  # a disk that is full stays so
+SECONDS = 30.0  # a program may take, on an idle machine
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The nth operation of a kind on the files with such a name ends with an error, or tears the process."""
+
+    kind: str
+    name: str  # below the folder; a pattern
+    nth: int
+    error: str  # of errno's names, or 'kill'
+
+    def __str__(self) -> str:
+        return f"{self.error} in {self.kind} {self.nth} of {self.name}"
+
+    def environment(self) -> dict[str, str]:
+        number = "kill" if self.error == "kill" else str(getattr(errno, self.error))
+        lasts = "1" if self.error in LASTING else ""
+        return {
+            "FAULTS_KIND": self.kind,
+            "FAULTS_NAME": self.name,
+            "FAULTS_NTH": str(self.nth),
+            "FAULTS_ERROR": number,
+            "FAULTS_LASTS": lasts,
+        }
+
+
+NO_FAULT = dict.fromkeys(("FAULTS_KIND", "FAULTS_NAME", "FAULTS_NTH", "FAULTS_ERROR", "FAULTS_LASTS"), "")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What came of a program: exit code, words, whether the fault came to be, what it did to files."""
+
+    code: int
+    output: str
+    fired: bool
+    operations: list[tuple[str, str]]  # kind, name below the folder
+
+    def last_line(self) -> str:
+        return (self.output.rstrip().splitlines() or [""])[-1]
+
+
+def build(folder: Path) -> Path:
+    """The file layer, compiled. Skips the test where that can't be."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler here to build the file layer with")
+    library = folder / "faults.so"
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", library, HERE / "faults.c", "-ldl"]
+    made = subprocess.run(command, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    return library
+
+
+class Runner:
+    """The process of forked.py. place: for outputs and notes."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        environment = {**os.environ, "LD_PRELOAD": str(build(place)), "PYTHONPATH": str(ROOT)}
+        self._process = subprocess.Popen(
+            [sys.executable, HERE / "forked.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+        )
+        self._number = 0
+        assert self._hear() == "ready"
+
+    def run(self, program: str, words: Iterable[str], folder: Path, fault: Fault | None = None) -> Ended:
+        """Has a program work on `folder`, below which the fault strikes."""
+        self._number += 1
+        names = ("output", "log", "count", "fired")
+        output, log, count, fired = (self._place / f"{name}{self._number}.txt" for name in names)
+        notes = {"FAULTS_FOLDER": folder.resolve(), "FAULTS_LOG": log}
+        notes |= {"FAULTS_COUNT": count, "FAULTS_FIRED": fired}
+        environment = {name: str(value) for name, value in notes.items()}
+        environment |= fault.environment() if fault else NO_FAULT
+        order = {"program": program, "words": list(words), "output": str(output), "environment": environment}
+        assert self._process.stdin is not None
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        code = int(self._hear())
+        lines = log.read_text().splitlines() if log.exists() else []
+        operations = [(kind, name) for kind, _, name in (line.partition(" ") for line in lines)]
+        return Ended(code, output.read_text(), fired.exists(), operations)
+
+    def _hear(self) -> str:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], limit(SECONDS))
+        assert ready, f"{' '.join(map(str, self._process.args))} did not answer"  # type: ignore[arg-type]
+        return self._process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def named_again(name: str) -> str:
+    """A pattern for a file's name from run to run: the letters that tempfile chooses are others."""
+    *folders, last = Path(name).parts
+    if last.startswith(".tmp"):
+        last = ".tmp*"
+    elif last.startswith(".") and last.count(".") > 2:
+        last = f"{last.rpartition('.')[0]}.*"
+    return "/".join([*folders, last])
+
+
+def each_once(operations: Iterable[tuple[str, str]], errors: Iterable[str]) -> Iterator[Fault]:
+    """A fault for every operation, the errors in turn; the first write of each file is torn, too."""
+    counts: Counter[tuple[str, str]] = Counter()
+    in_turn = list(errors)
+    for number, (kind, name) in enumerate(operations):
+        pattern = named_again(name)
+        counts[kind, pattern] += 1
+        yield Fault(kind, pattern, counts[kind, pattern], in_turn[number % len(in_turn)])
+        if kind == "write" and counts[kind, pattern] == 1:
+            yield Fault(kind, pattern, counts[kind, pattern], "kill")
