@@ -12,13 +12,14 @@ import torch
 
 from lockstep.backends import backend_of
 from lockstep.comm.group import Group, World
-from lockstep.comm.messages import Order, Saved, Started, Validated
+from lockstep.comm.messages import Order, Started, Validated
 from lockstep.comm.pipes import Pipe
-from lockstep.data.dataset import open_dataset, subtracting
+from lockstep.data.dataset import open_dataset
 from lockstep.launch.computing import computing
 from lockstep.launch.exchanging import open_exchange
 from lockstep.launch.postmortem import Losses
 from lockstep.launch.progress import Teller, check_finite, notices_of
+from lockstep.launch.saving import Saver
 from lockstep.launch.status import StatusBoard
 from lockstep.loading.feed import open_feed
 from lockstep.loading.orders import Orders
@@ -27,8 +28,6 @@ from lockstep.network.recorder import Recorder
 from lockstep.network.replica import Replica
 from lockstep.optim.schedules import learning_rate
 from lockstep.pretrained.beginning import begin
-from lockstep.runs import checkpoint
-from lockstep.runs.folder import State
 from lockstep.runs.plan import Plan
 from lockstep.sync import Meeting
 from lockstep.sync.agreement import ReplicaCheck
@@ -54,7 +53,7 @@ def run_trainer(
 
 
 class Trainer:
-    """Its network, its minibatches, its part in the exchange. orders: what is loaded, if not the run's."""
+    """Its network, minibatches and part in the exchange. control brings Stop. orders: if not the run's."""
 
     def __init__(
         self,
@@ -71,7 +70,6 @@ class Trainer:
         self.backend = backend_of(self.config.devices[self.world.local_rank])
         self.backend.start_computing(self.config)
         self.program: Program = Replica(self.config, self.dataset, self.backend.memory)
-        self.dataset = subtracting(self.dataset, self.program.mean)
         self.recorder = Recorder(self.program.device, self.backend.stopwatch())
         self.teller = Teller(control, self.world, self.config, self.recorder)
         self.program.tell = self.teller.notice
@@ -82,6 +80,7 @@ class Trainer:
         self.transport, self.rule, proven = open_exchange(*parts, clock, beginning.of_rule)
         self.teller.notice(beginning.notice, self.backend.speed_up(self.program, self.config), proven)
         self.losses = Losses(plan, group, self.dataset.train, self.program, self.recorder)
+        self.saver = Saver(plan, self.world, self.program, self.backend.memory, self.teller)
         self.replicas = ReplicaCheck(group, self.program.arena, self.config.check_every)
         self.orders = Orders(self.config, self.world, len(self.dataset.train), len(self.dataset.val))
         wanted = orders or self.orders.since(self.epoch, self.position)
@@ -101,6 +100,7 @@ class Trainer:
                     self.save()
             if not stopped:
                 self.epoch, self.position = self.epoch + 1, 0
+        self.saver.finish()
         return stopped
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class Trainer:
         order = self._forward_backward()
         due = self.rule.is_due(order, len(self.dataset.train))
         printing = self.teller.is_due(order, n_steps, len(self.dataset.train), due)
-        payload = self.control.poll(), self.recorder.sums() if printing else None  # control brings Stop only
+        payload = self.control.poll(), self.saver.is_due(), self.recorder.sums() if printing else None
         self.rule.end_backward()
         meeting = Meeting(self.group, str(order), payload, self.board.say)
         self.rule.update(self.program.optimizer, meeting if due else None)
@@ -138,10 +138,13 @@ class Trainer:
         self.position = order.stop
         self.replicas.after_step(order, due and self.rule.equal)
         self.teller.tick(order, n_steps)
-        stops, sums = zip(*(meeting.all_payloads or [payload]), strict=True)
+        stops, saves, sums = zip(*(meeting.all_payloads or [payload]), strict=True)
         if printing:
             self.losses.examine(list(sums))
             self.teller.report(order, n_steps, self.program.optimizer.learning_rate, list(sums))
+        if due and any(saves) and not any(stops):
+            with self.rule.as_one():
+                self.save()
         return due and any(stops)
 
     def _forward_backward(self) -> Order:
@@ -190,11 +193,8 @@ class Trainer:
         return False
 
     def save(self) -> None:
-        """A checkpoint, written by trainer 0 after all have shown that their replicas are equal."""
+        """A checkpoint, written behind the training after all have shown that their replicas are equal."""
         self.board.say(f"epoch {self.epoch}: saving a checkpoint")
         self.replicas.before_saving(f"the checkpoint of epoch {self.epoch}")
-        tensors = {**self.rule.state(), **self.program.arena.state()}
-        if self.world.rank == 0:
-            place = self.epoch, self.position, len(self.dataset.train), self.program.optimizer.learning_rate
-            state = State.now(*place, self.val_record, self.world.size, self.config)
-            self.teller.tell(Saved(str(checkpoint.save(self.plan.folder, tensors, state))))
+        place = self.epoch, self.position, len(self.dataset.train)
+        self.saver.save(*place, self.val_record, self.rule.state())

@@ -155,6 +155,7 @@ def test_a_manifest_that_disagrees_names_the_file(folder: Path) -> None:
         (["devices=[cpu, gpu0]"], "a run is on CPUs or on GPUs, not on both"),
         (["devices=[tpu]"], "'tpu' is not a device"),
         (["resume_train=true"], "there is no such run to resume"),
+        (["load_epoch=3"], "load_epoch=3 is where a run goes on: it needs resume_train=True"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml: can't be read"),
         (["learning_rate=1e30"], "lower learning_rate"),
     ],

@@ -123,6 +123,8 @@ def test_files_of_theano_alexnet_are_understood(tmp_path: Path) -> None:
         ("exchange=swap rule=gradients", "with rule: weights only, not with rule: gradients"),
         ("exchange=swap parts=2 minibatch=8", "with rule: weights only, not with parts"),
         ("on_loss=shrink", "on_loss shrink needs minibatch"),
+        ("save_minutes=0", "save_minutes must be above 0, not 0"),
+        ("keep=0", "keep must be at least 1, not 0"),
         ("restarts=0", "restarts must be at least 1"),
         ("resume_train=auto", "resume_train auto needs run_name"),
         ("optimizer=adam", "optimizer must be 'sgd' or 'adamw' or 'lars'"),

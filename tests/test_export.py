@@ -308,6 +308,8 @@ def test_the_command(program: Program, tmp_path: Path) -> None:
     assert again.returncode == 2 and again.stderr.startswith(f"lockstep: {out}: already exists")
     absent = command("--to", "torchvision", "--epoch", 4)
     assert absent.returncode == 2 and "has no checkpoint of epoch 4" in absent.stderr
+    other = command("--to", "torchvision", "--lib-conv", "cudnn")
+    assert other.returncode == 2 and "--lib-conv cudnn is for --to theano_alexnet" in other.stderr
     back = program.run(
         "n_epochs=2", f"pretrained={out}", "pretrained_part=whole", name="back", devices="[cpu]"
     )

@@ -19,6 +19,7 @@ _AT_LEAST = {
     "check_every": 1,
     "cpu_threads": 1,
     "input_size": 1,
+    "keep": 1,
     "label_smoothing": 0,
     "load_epoch": 0,
     "minibatch": 1,
@@ -38,7 +39,7 @@ _AT_LEAST = {
     "warm_up_epochs": 0,
     "weight_decay": 0,
 }
-_ABOVE_0 = ("clip_norm", "ema_decay", "learning_rate", "lr_power", "scale")
+_ABOVE_0 = ("clip_norm", "ema_decay", "learning_rate", "lr_power", "save_minutes", "scale")
 _BELOW_1 = ("ema_decay", "label_smoothing", "momentum")
 _LARGEST = 2**31 - 1
 _RUN_NAME = re.compile(r"[\w+-][\w.+-]{0,99}")

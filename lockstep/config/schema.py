@@ -107,6 +107,8 @@ class Config:
     weights_dir: str = "./runs"
     run_name: str | None = None  # null: <model>-<date>-<time>
     snapshot_freq: int = 5  # epochs
+    save_minutes: float | None = None  # between checkpoints within epochs; null: only by epochs
+    keep: int | None = None  # last checkpoints that stay, and the best; null: all
     print_train_error: bool = True
     print_freq: int = 20  # steps
     trace: bool = False  # every process writes down what it does and when, for lockstep.trace

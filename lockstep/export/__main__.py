@@ -74,13 +74,15 @@ def main() -> int:
         "--out", type=Path, help="the file or folder to make (in this folder, named after run and epoch)"
     )
     lib_conv = "for --to theano_alexnet: its key lib_conv, which says whether filters are flipped (cudnn)"
-    parser.add_argument("--lib-conv", choices=("cudnn", "cudaconvnet"), default="cudnn", help=lib_conv)
+    parser.add_argument("--lib-conv", choices=("cudnn", "cudaconvnet"), help=lib_conv)
     words = parser.parse_args()
     try:
+        if words.lib_conv and words.to != "theano_alexnet":
+            raise UserError(f"--lib-conv {words.lib_conv} is for --to theano_alexnet, not for {words.to}")
         trained = load_trained(words.run, "latest" if words.epoch is None else words.epoch)
         name = f"{words.run.resolve().name}-{trained.checkpoint.state.name}{ENDINGS[words.to]}"
         out = words.out or Path(name)
-        for line in export(trained, words.to, out, words.lib_conv):
+        for line in export(trained, words.to, out, words.lib_conv or "cudnn"):
             print(line)
     except UserError as error:
         print(f"lockstep: {error}", file=sys.stderr)

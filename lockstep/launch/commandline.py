@@ -32,6 +32,8 @@ def load_config(description: str, standard: Path) -> tuple[Config, list[str]]:
     above = [configuration.read_yaml(words.spec)] if words.spec else []
     above.append(overrides)
     config, notices = configuration.resolve([configuration.read_yaml(words.config or standard), *above])
+    if "load_epoch" in overrides.values and not config.resume_train:
+        raise UserError(f"load_epoch={config.load_epoch} is where a run goes on: it needs resume_train=True")
     if config.resume_train == "auto":
         config = dataclasses.replace(config, resume_train=runfolder.has_checkpoint(config))
         above.append(Layer(COMMAND_LINE, {"resume_train": config.resume_train}))

@@ -6,7 +6,7 @@ from lockstep.config import Config
 from lockstep.config.rules import settle
 from lockstep.errors import UserError
 from lockstep.launch.processes import Ending
-from lockstep.runs.folder import Run, find_checkpoint
+from lockstep.runs.folder import Run, find_checkpoint, remove_unfinished
 
 
 def next_try(config: Config, run: Run, ending: Ending, n_restarts: int) -> tuple[Config, Run] | None:
@@ -21,14 +21,16 @@ def next_try(config: Config, run: Run, ending: Ending, n_restarts: int) -> tuple
         if smaller is None:
             return None
         config = smaller
+    remove_unfinished(run.folder)
     try:
         start, notices = find_checkpoint(run.folder, "latest")
-        where = f"going on from {start.path.stem}"
+        where, run = f"going on from {start.path.stem}", dataclasses.replace(run, start=start)
     except UserError:  # it has none yet
-        start, notices, where = None, [], "starting from scratch, for there is no checkpoint yet"
+        begin = f"again from {run.start.path}" if run.start else "from scratch"
+        where, notices = f"starting {begin}, for there is no checkpoint yet", []
     many = f"{len(config.devices)} trainer(s), restart {n_restarts + 1} of {config.restarts}"
     notices = [f"{where} with {many}", *notices]
-    return config, dataclasses.replace(run, start=start, notices=notices)
+    return config, dataclasses.replace(run, notices=notices)
 
 
 def _without(config: Config, rank: int) -> Config | None:

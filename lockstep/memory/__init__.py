@@ -10,6 +10,8 @@ chooses. `limits.py` says how much host memory there is still to be had.
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lockstep.comm.pipes import Pipe
 
 if TYPE_CHECKING:  # the launcher opens blocks too and has no need of torch
@@ -42,6 +44,13 @@ class Memory(ABC):
         """A new block that this process owns.
 
         Raises UserError when the device has no room for it; `what` says there what it is for.
+        """
+
+    @abstractmethod
+    def pinned(self, n_bytes: int, what: str = "copies") -> np.ndarray:
+        """Host memory, uint8 (n_bytes,), that the device copies from and to without the processor's help.
+
+        Raises UserError when there is no room for it.
         """
 
     @abstractmethod

@@ -178,13 +178,12 @@ class CudaMemory(Memory):
             allocation = self.driver.IPCMemoryHandle(bytearray(handle.ipc))
         return CudaBlock(self, allocation, handle.n_bytes, handle.pci_bus_id, owned=False)
 
-    def pinned(self, n_bytes: int) -> np.ndarray:
-        """Page-locked host memory, uint8 (n_bytes,): the device copies from it without the processor."""
+    def pinned(self, n_bytes: int, what: str = "copies") -> np.ndarray:
         try:
             memory: np.ndarray = self.driver.pagelocked_empty(n_bytes, np.uint8)
         except (self.driver.MemoryError, self.driver.RuntimeError) as error:
             raise UserError(
-                f"no room for {n_bytes / 2**20:,.0f} MiB of page-locked host memory ({error}); "
+                f"no room for {n_bytes / 2**20:,.0f} MiB of page-locked host memory ({what}; {error}); "
                 "lower batch_size or n_slots, or raise the limit on locked memory (ulimit -l)"
             ) from error
         return memory

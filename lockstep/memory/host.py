@@ -108,6 +108,12 @@ class HostMemory(Memory):
                 raise
             raise UserError(_no_room(n_bytes, what)) from error
 
+    def pinned(self, n_bytes: int, what: str = "copies") -> np.ndarray:
+        block = self.allocate(n_bytes, what)
+        memory = block.array(np.uint8, (n_bytes,))
+        block.close()  # the array keeps the mapping
+        return memory
+
     def receive(self, pipe: Pipe, what: str) -> HostBlock:
         handle = pipe.receive(HostHandle, what)
         descriptor = pipe.receive_descriptor(what)

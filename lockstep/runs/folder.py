@@ -74,8 +74,12 @@ class State:
     @property
     def name(self) -> str:
         """'epoch_0005', or 'epoch_0005_at_1024' where the epoch's training or validation is not complete."""
-        complete = len(self.val_record) == self.epoch
-        return f"epoch_{self.epoch:04d}" + ("" if complete else f"_at_{self.position}")
+        return f"epoch_{self.epoch:04d}" + ("" if self.is_complete else f"_at_{self.position}")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the epoch has been trained and validated."""
+        return len(self.val_record) == self.epoch
 
     def is_well_formed(self) -> bool:
         """Whether every value is of its type: the file may have been edited."""
@@ -125,11 +129,11 @@ def open_run(config: Config, n_train: int) -> Run:
         return Run(folder, None, [], _lock(folder))
     folder = folder_to_resume(config)
     lock = _lock(folder)
-    if not _records(folder) and config.load_epoch == "latest":
+    if not records(folder) and config.load_epoch == "latest":
         return Run(folder, None, [f"{folder} has no checkpoint yet: starting from scratch"], lock)
     start, notices = find_checkpoint(folder, config.load_epoch)
     notices += _check_same_run(config, n_train, start)
-    if config.load_epoch != "latest" and start.path.with_suffix(".json") != _records(folder)[-1]:
+    if config.load_epoch != "latest" and start.path.with_suffix(".json") != records(folder)[-1]:
         # Going on from an older checkpoint in place would overwrite the newer ones.
         branch = folder.with_name(f"{folder.name}-from-{start.state.name}")
         _make_folder(branch)
@@ -152,11 +156,11 @@ def find_checkpoint(folder: Path, load_epoch: int | str) -> tuple[Checkpoint, li
     if isinstance(load_epoch, int):
         path = folder / "checkpoints" / f"epoch_{load_epoch:04d}.json"
         if not path.exists():
-            there = ", ".join(record.stem for record in _records(folder)) or "none"
+            there = ", ".join(record.stem for record in records(folder)) or "none"
             raise UserError(f"{folder}: has no checkpoint of epoch {load_epoch} (there are: {there})")
         return verify(path), []
     notices: list[str] = []
-    for path in reversed(_records(folder)):
+    for path in reversed(records(folder)):
         try:
             return verify(path), notices
         except UserError as error:
@@ -202,7 +206,7 @@ def read_state(record: Path) -> State:
 def _make_folder(path: Path) -> None:
     """Makes a run's folder; one whose run never came to a checkpoint is used again."""
     try:
-        if path.exists() and ((path / "checkpoints").is_dir() and not _records(path)):
+        if path.exists() and ((path / "checkpoints").is_dir() and not records(path)):
             return
         (path / "checkpoints").mkdir(parents=True, exist_ok=False)
     except FileExistsError:
@@ -219,8 +223,7 @@ def _lock(folder: Path) -> IO[str]:
     try:
         file = open(folder / ".lock", "w")  # noqa: SIM115 (held for as long as the run)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for leftover in (folder / "checkpoints").glob(".*"):
-            leftover.unlink()
+        remove_unfinished(folder)
     except BlockingIOError:
         raise UserError(f"{folder}: another run is writing there now") from None
     except OSError as error:
@@ -228,9 +231,15 @@ def _lock(folder: Path) -> IO[str]:
     return file
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Removes what a process left that was killed while it wrote; nobody writes there now."""
+    for leftover in (folder / "checkpoints").glob(".*"):
+        leftover.unlink()
+
+
 def has_checkpoint(config: Config) -> bool:
     """Whether the run called run_name has one, whole or not."""
-    return bool(_records(Path(config.weights_dir) / str(config.run_name)))
+    return bool(records(Path(config.weights_dir) / str(config.run_name)))
 
 
 def folder_to_resume(config: Config) -> Path:
@@ -280,7 +289,7 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
     return notices
 
 
-def _records(folder: Path) -> list[Path]:
+def records(folder: Path) -> list[Path]:
     """The JSON files of all checkpoints, oldest position first."""
     found = []
     for path in (folder / "checkpoints").glob("*.json"):
