@@ -23,7 +23,7 @@ _BETWEEN_TRIES = 0.1
 
 
 def load_torch() -> Any:
-    """torch.distributed, which takes seconds to import: not before it is known that there are several hosts."""
+    """torch.distributed, which takes seconds to import: not before there are several hosts."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else pages of its stack stand before our one line
     import torch.distributed
 
