@@ -94,7 +94,7 @@ def try_once(
 ) -> tuple[Ending, Console]:
     """Runs all processes to their end."""
     text = configuration.to_yaml(config)
-    worlds = World.on_one_host(len(config.devices))
+    worlds = World.of_host(config.host or 0, config.hosts, len(config.devices))
     orders = Orders(config, worlds[0], len(dataset.train), len(dataset.val))
     console = Console(run.folder, config, orders.n_steps("train"))
     console.say(f"# the resolved configuration, kept in {run.folder}/config.yaml\n{text}")
