@@ -16,3 +16,4 @@ class Plan:
     config: Config
     folder: Path
     start: Path | None
+    writes: bool = True  # this host, into the folder; False: another does
