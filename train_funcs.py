@@ -190,11 +190,11 @@ class Trainer:
         return False
 
     def save(self) -> None:
-        """A checkpoint, written by each host's trainer 0 after all have shown that replicas are equal."""
+        """A checkpoint, written by a host's first trainer after all have shown that replicas are equal."""
         self.board.say(f"epoch {self.epoch}: saving a checkpoint")
         self.replicas.before_saving(f"the checkpoint of epoch {self.epoch}")
         tensors = {**self.rule.state(), **self.program.arena.state()}
-        if self.world.local_rank == 0:
+        if self.world.local_rank == 0 and self.plan.writes:
             place = self.epoch, self.position, len(self.dataset.train), self.program.optimizer.learning_rate
             state = State.now(*place, self.val_record, self.world.size, self.config)
             self.teller.tell(Saved(str(checkpoint.save(self.plan.folder, tensors, state))))

@@ -30,6 +30,8 @@ def problems(config: "Config") -> Iterable[tuple[str, str]]:
             if getattr(config, key) != usual:
                 yield key, "is for several hosts: it needs hosts, their number"
         return
+    if config.run_name is None:
+        yield "run_name", "must be given with hosts: all of them know the run by it"
     yield from _bad_places(config)
     yield from _bad_rules(config)
 

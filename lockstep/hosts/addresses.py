@@ -8,16 +8,6 @@ from lockstep.errors import UserError
 Address = tuple[str, int]  # an address and a port
 
 
-def parse(text: str) -> Address:
-    """Of 'ADDRESS:PORT', where ADDRESS may be a name, or IPv6 in brackets. Raises UserError."""
-    address, colon, port = text.rpartition(":")
-    bare = address[1:-1] if address[:1] == "[" and address[-1:] == "]" else address
-    is_whole = colon and bare and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16
-    if not is_whole or (":" in bare and bare == address):
-        raise UserError(f"meeting_point: must be ADDRESS:PORT, 10.0.0.1:29500 say, not {text!r}")
-    return bare, int(port)
-
-
 def show(point: Address) -> str:
     """As it is written in a configuration."""
     address, port = point

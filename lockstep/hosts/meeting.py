@@ -8,12 +8,16 @@ before its key.
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from lockstep.config.hosts import address_and_port
 from lockstep.errors import PeerProblem, UserError
-from lockstep.hosts.addresses import Address, listen, own_address, parse, resolve, show
+from lockstep.hosts.addresses import Address, listen, own_address, resolve, show
 from lockstep.hosts.store import Store, StoreLost, load_torch
+
+T = TypeVar("T")
 
 LOOK_SECONDS = 0.05  # between two looks at the store for something that is awaited
 FAREWELL_SECONDS = 1.0  # in which others can read a last word in the store, before it goes away
@@ -59,13 +63,24 @@ class Meeting:
 
     def get(self, key: str, seconds: float, of_host: int) -> Any:
         """What a host tells. Raises HostFailed naming one that has ended or does not in time; StoreLost."""
+        return self.wait(lambda: self.look(key, of_host), seconds, of_host, f"told its {key}")
+
+    def wait(
+        self,
+        look: Callable[[], T | None],
+        seconds: float,
+        of_host: int,
+        what: str,
+        every: float = LOOK_SECONDS,
+    ) -> T:
+        """Looks until something is there. what: has the host not done, if not. Raises as `get` does."""
         until = time.monotonic() + seconds
-        while (found := self.look(key, of_host)) is None:
+        while (found := look()) is None:
             if (end := self.look("end", of_host)) is not None:
                 raise ended(of_host, end)
             if time.monotonic() > until:
-                raise HostFailed(of_host, f"host {of_host} has not told its {key} within {seconds:.0f} s")
-            time.sleep(LOOK_SECONDS)
+                raise HostFailed(of_host, f"host {of_host} has not {what} within {seconds:.0f} s")
+            time.sleep(every)
         return found
 
     def gather(self, key: str, value: Any, seconds: float) -> list[Any]:
@@ -82,8 +97,9 @@ class Meeting:
 def ended(host: int, end: Any) -> HostFailed:
     """The error that says how a host has ended. end: what it has told."""
     told = end if isinstance(end, dict) else {}
-    code, text = told.get("code"), str(told.get("text") or "has left")
-    return HostFailed(host, f"host {host}: {text}", code if isinstance(code, int) and code else 1)
+    code = told.get("code")
+    text = str(told.get("text") or f"host {host}: its launcher has left")
+    return HostFailed(host, text, code if isinstance(code, int) and code else 1)
 
 
 def meet(hosts: int, host: int, point: str, address: str | None, seconds: float, own_store: bool) -> Meeting:
@@ -93,7 +109,7 @@ def meet(hosts: int, host: int, point: str, address: str | None, seconds: float,
     own_store: host 0 makes the store; else somebody else has it there. Raises UserError where this can't be,
     or naming who has not come after so many seconds.
     """
-    where = resolve(parse(point))
+    where = resolve(address_and_port(point))
     load_torch()  # now, so that it does not count
     until = time.monotonic() + seconds
     if own_store and host == 0:

@@ -1,4 +1,4 @@
-"""What trainer 0 tells the launcher while it trains."""
+"""What a host's first trainer tells the launcher while it trains."""
 
 import math
 import time
@@ -17,7 +17,7 @@ TICK_SECONDS = 0.25
 
 
 class Teller:
-    """The voice of a host's trainer 0; the others' are silent. control: the pipe to the launcher."""
+    """The first trainer's voice; the others' are silent. control: the pipe to the launcher."""
 
     def __init__(self, control: Pipe, world: World, config: Config, recorder: Recorder) -> None:
         self._control, self._world, self._config, self._recorder = control, world, config, recorder

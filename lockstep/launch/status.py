@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 from lockstep.comm.pipes import Pipe
-from lockstep.config import Config
 from lockstep.memory.host import HostBlock, HostMemory
 
 TRACE = "LOCKSTEP_TRACE"  # the variable that names the folder for traces to the launcher's children
@@ -66,10 +65,10 @@ class StatusBoard:
         memory[-8:] = count.to_bytes(8, "little")
 
 
-def begin_trace(config: Config, folder: Path) -> None:
-    """With `trace`, has the processes that are started from now on write down what they do."""
+def begin_trace(wanted: bool, folder: Path) -> None:
+    """If wanted, has the processes that are started from now on write down what they do."""
     os.environ.pop(TRACE, None)
-    if config.trace:
+    if wanted:
         shutil.rmtree(folder / "trace", ignore_errors=True)  # of an earlier start: its clock may be another
         (folder / "trace").mkdir()
         os.environ[TRACE] = str(folder.resolve() / "trace")

@@ -33,4 +33,5 @@ class Plan:
     config: Config
     folder: Path
     start: Path | None
+    writes: bool = True  # this host, into the folder; False: another does
     joint: Joint | None = None
