@@ -46,12 +46,12 @@ class World:
 class Group:
     """One process's pipes to all the others of its host, by rank. A lone process has none.
 
-    world: its place among these.
+    world: its place among these. everywhere: its place among the processes of all hosts.
     """
 
     def __init__(self, world: World, pipes: Mapping[int, Pipe]) -> None:
-        assert len(pipes) == world.size - 1 and world.rank not in pipes and world.n_hosts == 1
-        self.world = world
+        assert len(pipes) == world.local_size - 1 and world.local_rank not in pipes
+        self.world, self.everywhere = world.inside(), world
         self.pipes = dict(sorted(pipes.items()))
 
     @classmethod
@@ -61,7 +61,7 @@ class Group:
         deadline: seconds that one waits for another.
         """
         pipes = {rank: Pipe(end, f"trainer {rank}", deadline) for rank, end in connections.items()}
-        return cls(world.inside(), pipes)
+        return cls(world, pipes)
 
     @classmethod
     def on_one_host(cls, rank: int, pipes: Mapping[int, Pipe]) -> "Group":

@@ -13,11 +13,12 @@ from lockstep.config import Config
 from lockstep.errors import PeerProblem, UserError
 from lockstep.hosts import folders, torchrun
 from lockstep.hosts.life import Life
-from lockstep.hosts.meeting import HostFailed, Joint, Meeting, meet
+from lockstep.hosts.meeting import HostFailed, Meeting, meet
 from lockstep.interrupts import Interrupts
 from lockstep.launch.processes import Ending, Processes
 from lockstep.runs import folder as runfolder
 from lockstep.runs.folder import Run
+from lockstep.runs.plan import Joint
 
 WORD_SECONDS = 8.0  # after a failure that comes from another host, for that one to say what it was
 _LOOK_SECONDS = 0.1
