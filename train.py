@@ -125,7 +125,8 @@ def start_processes(
 ) -> None:
     """Starts a trainer and, with para_load, a loader per device, with a pipe between all that talk."""
     devices.number_gpus_by_place()
-    plan = Plan(config, run.folder, run.start.path if run.start else None, others.writes, others.joint)
+    start = run.start.path if run.start else None
+    plan = Plan(config, run.folder, start, others.joint, others.writes)
     peers: list[dict[int, Connection]] = [{} for _ in worlds]
     for rank in range(len(worlds)):
         for other in range(rank):

@@ -190,7 +190,7 @@ class Trainer:
         return False
 
     def save(self) -> None:
-        """A checkpoint, written by a host's first trainer after all have shown that replicas are equal."""
+        """A checkpoint, written by each host's trainer 0 after all have shown that replicas are equal."""
         self.board.say(f"epoch {self.epoch}: saving a checkpoint")
         self.replicas.before_saving(f"the checkpoint of epoch {self.epoch}")
         tensors = {**self.rule.state(), **self.program.arena.state()}

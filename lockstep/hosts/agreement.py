@@ -14,11 +14,19 @@ from lockstep.runs import versions
 
 Facts = dict[str, Any]
 
-# Keys that each host may have as it likes: where things lie, and what makes no difference to what is learned.
-_FREE = frozenset(
-    "host address meeting_point data_folder train_folder val_folder label_folder mean_file weights_dir run_name "
-    "devices cpu_threads pin_cores read_threads n_slots para_load check_sums trace tensorboard report".split()
+# Keys that each host may have as it likes: places, and what makes no difference to what is learned.
+_PLACES = (
+    "data_folder",
+    "train_folder",
+    "val_folder",
+    "label_folder",
+    "mean_file",
+    "weights_dir",
+    "run_name",
 )
+_OWN = ("weights_dir", "run_name", "host", "address", "meeting_point", "devices", "cpu_threads", "pin_cores")
+_LOADING = ("para_load", "read_threads", "n_slots", "check_sums")
+_FREE = {*_DATA, *_OWN, *_LOADING, "trace", "tensorboard", "report"}
 
 
 def facts_of(config: Config, dataset: Dataset) -> Facts:

@@ -103,7 +103,7 @@ class Life:
         before = time.monotonic()
         while not self._gone:
             try:
-                store = store or self._meeting.joint.connect(CALL_SECONDS)
+                store = store or self._meeting.connect(CALL_SECONDS)
                 self._tell(store)
                 for host, seen in self._others.items():
                     self._look(store, host, seen)

@@ -9,13 +9,13 @@ before its key.
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lockstep.config.hosts import address_and_port
 from lockstep.errors import PeerProblem, UserError
 from lockstep.hosts.addresses import Address, listen, own_address, resolve, show
 from lockstep.hosts.store import Store, StoreLost, load_torch
+from lockstep.runs.plan import Joint
 
 T = TypeVar("T")
 
@@ -31,27 +31,11 @@ class HostFailed(PeerProblem):
         self.code = code
 
 
-@dataclass(frozen=True)
-class Joint:
-    """What a trainer needs to join the others: its host's number, the store, its keys, its own address."""
-
-    host: int
-    hosts: int
-    store: Address
-    prefix: str  # of all keys of this start
-    address: str  # of this host, where trainers listen
-
-    def connect(self, seconds: float) -> Store:
-        """A connection of one's own to what the hosts of this start tell each other. Raises StoreLost."""
-        return Store.connect(self.store, seconds).within(self.prefix)
-
-
 class Meeting:
     """What the hosts of one start tell each other: JSON, by key and host."""
 
-    def __init__(self, joint: Joint, store: Store) -> None:
-        self.joint, self._store = joint, store
-        self.host, self.hosts = joint.host, joint.hosts
+    def __init__(self, hosts: int, host: int, joint: Joint, store: Store) -> None:
+        self.hosts, self.host, self.joint, self._store = hosts, host, joint, store
 
     def put(self, key: str, value: Any) -> None:
         """Tells all hosts. Raises StoreLost."""
@@ -88,6 +72,10 @@ class Meeting:
         self.put(key, value)
         return [self.get(key, seconds, host) for host in range(self.hosts)]
 
+    def connect(self, seconds: float) -> Store:
+        """Another connection to the same. Raises StoreLost."""
+        return Store.connect(self.joint.store, seconds).within(self.joint.prefix)
+
     @property
     def store(self) -> Store:
         """For what is no JSON."""
@@ -118,10 +106,10 @@ def meet(hosts: int, host: int, point: str, address: str | None, seconds: float,
     else:
         store, name = _reach(hosts, host, where, until)
     try:
-        joint = Joint(host, hosts, where, name, address or own_address(where))
+        joint = Joint(where, name, address or own_address(where))
     except OSError as error:
         raise UserError(f"address: none of this host reaches {point}: {error.strerror}; name one") from error
-    return Meeting(joint, store.within(name))
+    return Meeting(hosts, host, joint, store.within(name))
 
 
 def _reach(hosts: int, host: int, where: Address, until: float) -> tuple[Store, str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.backends.devices import on_gpus
 from lockstep.comm.group import World
 from lockstep.comm.pipes import START_SECONDS
 from lockstep.config import Config
@@ -39,7 +40,7 @@ class Network:
     ) -> None:
         self.world, self.name, self._group, self._seed = world, name, group, config.seed
         self._deadline, self._device = config.wait_deadline, device
-        self._stages = _is_gpu(device) and name == "gloo"
+        self._stages = on_gpus([device]) and name == "gloo"
         others = [str(host) for host in range(world.n_hosts) if host != world.host]
         self.peer = f"trainer {world.local_rank} of host {' or '.join(others)}"
         place = group, self.wait, world.host, world.n_hosts
@@ -166,13 +167,9 @@ def _takes_nccl(config: Config, device: torch.device) -> bool:
     """Raises UserError where NCCL is asked for and can't be had."""
     from torch.distributed import is_nccl_available
 
-    if config.network == "nccl" and not (_is_gpu(device) and is_nccl_available()):
+    if config.network == "nccl" and not (on_gpus([device]) and is_nccl_available()):
         raise UserError("network: nccl is for GPUs, and in torch for these: set gloo or auto")
     if config.network == "nccl" and config.parts is not None:
         raise UserError("network: parts are added along a tree, which is done by gloo: set gloo or auto")
-    wanted = config.network == "nccl" or (_is_gpu(device) and is_nccl_available())
+    wanted = config.network == "nccl" or (on_gpus([device]) and is_nccl_available())
     return wanted and config.network != "gloo" and config.parts is None
-
-
-def _is_gpu(device: torch.device) -> bool:
-    return torch.empty(0, device=device).is_cuda

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import Config
+from lockstep.data.dataset import Dataset
 from lockstep.errors import PeerProblem, UserError
-from lockstep.hosts import folders, torchrun
+from lockstep.hosts import agreement, folders, torchrun
 from lockstep.hosts.life import Life
-from lockstep.hosts.meeting import HostFailed, Joint, Meeting, meet
+from lockstep.hosts.meeting import HostFailed, Meeting, meet
 from lockstep.interrupts import Interrupts
 from lockstep.launch.processes import Ending, Processes
 from lockstep.runs import folder as runfolder
 from lockstep.runs.folder import Run
+from lockstep.runs.plan import Joint
 
 WORD_SECONDS = 8.0  # after a failure that comes from another host, for that one to say what it was
 _LOOK_SECONDS = 0.1
@@ -33,6 +35,9 @@ class Alone:
     def bring_checkpoint(self, config: Config) -> list[str]:
         """Where a run is resumed: has the newest checkpoint come here from whoever has it. Lines about it."""
         return []
+
+    def agree(self, config: Config, dataset: Dataset) -> None:
+        """Raises UserError on all hosts where they differ in what has to be alike."""
 
     def open_run(self, config: Config, n_train: int) -> Run:
         """As runfolder.open_run does; where the folder is another host's, it is that host's run."""
@@ -70,6 +75,9 @@ class Together(Alone):
         if config.resume_train:
             notices.append(folders.bring_newest(self.meeting, config, shared))
         return list(filter(None, notices))
+
+    def agree(self, config: Config, dataset: Dataset) -> None:
+        agreement.agree(self.meeting, agreement.facts_of(config, dataset), self._deadline)
 
     def open_run(self, config: Config, n_train: int) -> Run:
         run = super().open_run(config, n_train) if self.writes else None

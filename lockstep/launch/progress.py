@@ -17,7 +17,7 @@ TICK_SECONDS = 0.25
 
 
 class Teller:
-    """The first trainer's voice; the others' are silent. control: the pipe to the launcher."""
+    """The voice of a host's trainer 0; the others' are silent. control: the pipe to the launcher."""
 
     def __init__(self, control: Pipe, world: World, config: Config, recorder: Recorder) -> None:
         self._control, self._world, self._config, self._recorder = control, world, config, recorder

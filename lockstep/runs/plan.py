@@ -5,22 +5,17 @@ They read the dataset's headers and labels, and the checkpoint, for themselves.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from lockstep.config import Config
 
 
-class Joint(Protocol):
+@dataclass(frozen=True)
+class Joint:
     """How to reach other hosts: their store, a prefix of all keys in it, and this host's own address."""
 
-    @property
-    def store(self) -> tuple[str, int]: ...
-
-    @property
-    def prefix(self) -> str: ...
-
-    @property
-    def address(self) -> str: ...
+    store: tuple[str, int]
+    prefix: str
+    address: str
 
 
 @dataclass(frozen=True)
@@ -33,5 +28,5 @@ class Plan:
     config: Config
     folder: Path
     start: Path | None
-    writes: bool = True  # this host, into the folder; False: another does
     joint: Joint | None = None
+    writes: bool = True  # this host, into the folder; False: another does
