@@ -97,7 +97,9 @@ def train(
 ) -> Tensors:
     """The last checkpoint, which all hosts write alike. 8 pictures a step. told: gets host 0's words."""
     fixed = {"data_folder": str(data), "para_load": False, "minibatch": 8, "shuffle_block": 3}
-    of_hosts = {"hosts": n_hosts, "host": 0, "meeting_point": "here:1"} if n_hosts > 1 else {}
+    of_hosts = (
+        {"hosts": n_hosts, "host": 0, "meeting_point": "here:1", "run_name": "test"} if n_hosts > 1 else {}
+    )
     config, _ = settle(make_config(devices=["cpu"] * n_local, **{**fixed, **of_hosts, **values}))
     _store, here = serve()
     arguments = config, place, here, double, start, stopped

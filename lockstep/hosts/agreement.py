@@ -15,16 +15,8 @@ from lockstep.runs import versions
 Facts = dict[str, Any]
 
 # Keys that each host may have as it likes: places, and what makes no difference to what is learned.
-_PLACES = (
-    "data_folder",
-    "train_folder",
-    "val_folder",
-    "label_folder",
-    "mean_file",
-    "weights_dir",
-    "run_name",
-)
-_OWN = ("weights_dir", "run_name", "host", "address", "meeting_point", "devices", "cpu_threads", "pin_cores")
+_DATA = ("data_folder", "train_folder", "val_folder", "label_folder", "mean_file")
+_OWN = ("weights_dir", "host", "address", "meeting_point", "devices", "cpu_threads", "pin_cores")
 _LOADING = ("para_load", "read_threads", "n_slots", "check_sums")
 _FREE = {*_DATA, *_OWN, *_LOADING, "trace", "tensorboard", "report"}
 
