@@ -33,19 +33,20 @@ from lockstep.backends import devices
 from lockstep.comm.group import World
 from lockstep.comm.messages import Started
 from lockstep.config import Config
-from lockstep.data.dataset import Dataset, check_content, open_dataset
-from lockstep.errors import UserError
+from lockstep.data.dataset import Dataset
+from lockstep.errors import PeerProblem, UserError
 from lockstep.files import write_text
-from lockstep.launch import commandline, recovery, scalars
+from lockstep.launch import commandline, recovery
 from lockstep.launch.announcing import announce
 from lockstep.launch.console import Console, show
-from lockstep.launch.models import check_model
+from lockstep.launch.hosting import Alone, leave, together
+from lockstep.launch.opening import open_all
 from lockstep.launch.processes import Ending, Processes
 from lockstep.launch.reporting import write_report
 from lockstep.launch.status import begin_trace
 from lockstep.loading.orders import Orders
-from lockstep.runs import folder as runfolder
 from lockstep.runs import versions
+from lockstep.runs.folder import Run
 from lockstep.runs.plan import Plan
 
 HERE = Path(__file__).resolve().parent
@@ -55,29 +56,22 @@ def main(interrupts: Interrupts) -> int:
     try:
         if not sys.platform.startswith("linux"):
             raise UserError("Lockstep runs on Linux only: it stands on memfd and descriptor passing")
-        config, notices = commandline.load_config(__doc__, HERE / "config.yaml")
-        for notice in notices:
-            show(f"note: {notice}", "stdout")
-        check_model(config, HERE / "models")
-        dataset = open_dataset(config)
-        if config.check_sums:
-            check_content(dataset)
-        if config.tensorboard:
-            scalars.check_installed()
-        run = runfolder.open_run(config, len(dataset.train))
-        code = train(config, dataset, run, interrupts)
-        if code == 0 and config.report:
-            write_report(run.folder, HERE, interrupts)
-        return code
-    except UserError as error:
+        words = commandline.read_words(__doc__, HERE / "config.yaml")
+        with together(words.config, interrupts) as others:
+            config, dataset, run = open_all(words, HERE / "models", others)
+            code = train(config, dataset, run, interrupts, others)
+            if code == 0 and config.report and others.host == 0:
+                write_report(run.folder, HERE, interrupts)
+            return code
+    except (UserError, PeerProblem) as error:
         show(f"lockstep: {error}", "stderr")
-        return 2
+        return error.code
 
 
-def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Interrupts) -> int:
+def train(config: Config, dataset: Dataset, run: Run, interrupts: Interrupts, others: Alone) -> int:
     """Trains to the end, over losses of processes where `on_loss` says so. Returns the exit code."""
     for n_restarts in itertools.count():
-        ending, console = try_once(config, dataset, run, interrupts)
+        ending, console = try_once(config, dataset, run, interrupts, others)
         going_on = None if interrupts.code else recovery.next_try(config, run, ending, n_restarts)
         if going_on is None:
             break
@@ -89,44 +83,49 @@ def train(config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Inte
 
 
 def try_once(
-    config: Config, dataset: Dataset, run: runfolder.Run, interrupts: Interrupts
+    config: Config, dataset: Dataset, run: Run, interrupts: Interrupts, others: Alone
 ) -> tuple[Ending, Console]:
     """Runs all processes to their end."""
     text = configuration.to_yaml(config)
-    worlds = World.on_one_host(len(config.devices))
+    worlds = World.of_host(config.host or 0, config.hosts, len(config.devices))
     orders = Orders(config, worlds[0], len(dataset.train), len(dataset.val))
-    console = Console(run.folder, config, orders.n_steps("train"))
+    console = Console(run.folder / others.log, config, orders.n_steps("train"))
     saved = run.folder / "config.yaml"
 
     def on_message(message: object) -> None:
         if isinstance(message, Started):  # not before: a refused start must not replace a good run's file
-            write_text(saved, text)
+            if others.writes:
+                write_text(saved, text)
         else:
             console.take(message)
 
     try:
         console.say(f"# the resolved configuration, kept in {saved}\n{text}")
         announce(console, dataset, run, config, orders)
-        if not (config.resume_train and saved.exists()):  # a run killed before its first step can go on, too
+        if others.writes and not (config.resume_train and saved.exists()):  # killed soon, it can go on
             write_text(saved, text)
-        begin_trace(config, run.folder)
+        begin_trace(config.trace and others.writes, run.folder)
         with Processes(config.wait_deadline, interrupts) as processes:
-            start_processes(processes, config, run, worlds)
+            start_processes(processes, config, run, worlds, others)
             machine = {"cores": devices.count_cores(), **devices.describe(config.devices)}
             made_with = {"versions": versions.of_packages(), "machine": machine}
             console.log("started", {**processes.pids(), **made_with})
             console.say("starting: " + ", ".join(processes.pids()))
-            ending = processes.watch(on_message)
-        console.log_ending(ending)
+            ending = others.watch(processes, on_message)
     except UserError as error:  # the console says it, after all that it still has to show
         ending = Ending(2, str(error))
+    ending = others.conclude(ending)
+    console.log_ending(ending)
     return ending, console
 
 
-def start_processes(processes: Processes, config: Config, run: runfolder.Run, worlds: list[World]) -> None:
+def start_processes(
+    processes: Processes, config: Config, run: Run, worlds: list[World], others: Alone
+) -> None:
     """Starts a trainer and, with para_load, a loader per device, with a pipe between all that talk."""
     devices.number_gpus_by_place()
-    plan = Plan(config, run.folder, run.start.path if run.start else None)
+    start = run.start.path if run.start else None
+    plan = Plan(config, run.folder, start, others.joint, others.writes)
     peers: list[dict[int, Connection]] = [{} for _ in worlds]
     for rank in range(len(worlds)):
         for other in range(rank):
@@ -145,4 +144,4 @@ def start_processes(processes: Processes, config: Config, run: runfolder.Run, wo
 
 
 if __name__ == "__main__":
-    sys.exit(main(interrupts))
+    leave(main(interrupts))

@@ -15,6 +15,7 @@ from lockstep.comm.group import Group, World
 from lockstep.comm.messages import Order, Started, Validated
 from lockstep.comm.pipes import Pipe
 from lockstep.data.dataset import open_dataset
+from lockstep.hosts.everyone import Everyone
 from lockstep.launch.computing import computing
 from lockstep.launch.exchanging import open_exchange
 from lockstep.launch.postmortem import Losses
@@ -29,7 +30,6 @@ from lockstep.network.replica import Replica
 from lockstep.optim.schedules import learning_rate
 from lockstep.pretrained.beginning import begin
 from lockstep.runs.plan import Plan
-from lockstep.sync import Meeting
 from lockstep.sync.agreement import ReplicaCheck
 
 
@@ -64,7 +64,7 @@ class Trainer:
         board: StatusBoard,
         orders: Iterator[Order] | None = None,
     ) -> None:
-        self.plan, self.config, self.group, self.world = plan, plan.config, group, group.world
+        self.plan, self.config, self.world = plan, plan.config, group.everywhere
         self.control, self.board = control, board
         self.dataset = open_dataset(self.config)
         self.backend = backend_of(self.config.devices[self.world.local_rank])
@@ -76,12 +76,13 @@ class Trainer:
         beginning = begin(plan, self.program, board.say)
         self.epoch, self.position, self.val_record = beginning.epoch, beginning.position, beginning.val_record
         self.board.say("opening the arenas of the others")
+        self.everyone = Everyone.joined(group, plan, self.program.device)
         clock, parts = self.recorder.stopwatch.enter, (self.config, self.backend, self.program, group)
-        self.transport, self.rule, proven = open_exchange(*parts, clock, beginning.of_rule)
+        self.transport, self.rule, proven = open_exchange(*parts, clock, beginning.of_rule, self.everyone)
         self.teller.notice(beginning.notice, self.backend.speed_up(self.program, self.config), proven)
         self.losses = Losses(plan, group, self.dataset.train, self.program, self.recorder)
         self.saver = Saver(plan, self.world, self.program, self.backend.memory, self.teller)
-        self.replicas = ReplicaCheck(group, self.program.arena, self.config.check_every)
+        self.replicas = ReplicaCheck(group, self.program.arena, self.config.check_every, self.everyone.alike)
         self.orders = Orders(self.config, self.world, len(self.dataset.train), len(self.dataset.val))
         wanted = orders or self.orders.since(self.epoch, self.position)
         loading = self.backend, self.config, self.dataset, self.program
@@ -129,28 +130,29 @@ class Trainer:
         order = self._forward_backward()
         due = self.rule.is_due(order, len(self.dataset.train))
         printing = self.teller.is_due(order, n_steps, len(self.dataset.train), due)
-        payload = self.control.poll(), self.saver.is_due(), self.recorder.sums() if printing else None
+        ours = (self.control.poll(), self.saver.is_due()), self.recorder.sums() if printing else None
         self.rule.end_backward()
-        meeting = Meeting(self.group, str(order), payload, self.board.say)
+        meeting = self.everyone.meeting(str(order), *ours, self.board.say)
         self.rule.update(self.program.optimizer, meeting if due else None)
         self.recorder.stopwatch.leave()
         self.recorder.count_step(self.rule.bytes_per_meeting() if due else 0)
         self.position = order.stop
         self.replicas.after_step(order, due and self.rule.equal)
         self.teller.tick(order, n_steps)
-        stops, saves, sums = zip(*(meeting.all_payloads or [payload]), strict=True)
+        (stopping, saving), sums = self.everyone.told(meeting)
         if printing:
-            self.losses.examine(list(sums))
-            self.teller.report(order, n_steps, self.program.optimizer.learning_rate, list(sums))
-        if due and any(saves) and not any(stops):
+            self.losses.examine(sums)
+            self.teller.report(order, n_steps, self.program.optimizer.learning_rate, sums)
+        if saving and not stopping:
             with self.rule.as_one():
                 self.save()
-        return due and any(stops)
+        return stopping
 
     def _forward_backward(self) -> Order:
         """Of all minibatches of a step: `accumulate`, or what is left of the epoch. Returns the last."""
         order = self._next_order()
         stop = min(order.start + self.orders.step_size("train"), len(self.dataset.train))
+        self.everyone.begin_step(order)
         mean_share = (stop - order.start) / self.world.size
         while True:
             self.recorder.stopwatch.enter("compute")
@@ -168,10 +170,9 @@ class Trainer:
         return self.feed.next()
 
     def validate(self) -> bool:
-        """Loss, top-1 and top-5 over the validation images, each counted once.
+        """Loss, top-1 and top-5 over the validation images, each counted once. Whether all are to stop.
 
-        Returns whether all are to stop. Validation that was cut short counts for nothing; a resumed run
-        begins it again.
+        Validation that was cut short counts for nothing; a resumed run begins it again.
         """
         begin = time.perf_counter()
         self.program.begin_validation()
@@ -182,11 +183,10 @@ class Trainer:
             self.board.say(f"{order}: validating")
             sums += self.program.count_errors(self.feed.batch())
             self.feed.release()
-            if any(self.group.all_gather(f"{order}: validated", self.control.poll())):
+            if self.everyone.any(f"{order}: validated", self.control.poll()):
                 return True
             self.teller.tick(order, n_steps)
-        met = self.group.all_gather("the sums of validation", sums.tolist())
-        loss, top1, top5 = (sum(column) / n_images for column in zip(*met, strict=True))
+        loss, top1, top5 = (each / n_images for each in self.everyone.sums("validation", sums.tolist()))
         check_finite(loss, f"validation of epoch {self.epoch}")
         self.val_record.append({"epoch": self.epoch, "loss": loss, "error_top1": top1, "error_top5": top5})
         self.teller.tell(Validated(self.epoch, loss, top1, top5, n_images, time.perf_counter() - begin))

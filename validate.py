@@ -82,7 +82,7 @@ def open_checkpoint(folder: Path, epoch: int | None, overrides: list[str]) -> tu
         raise UserError(f"{folder}: is not a run's folder: it has no config.yaml")
     checkpoint, notices = runfolder.find_checkpoint(folder, "latest" if epoch is None else epoch)
     given = configuration.read_command_line(overrides)
-    config, more = configuration.resolve([configuration.read_yaml(folder / "config.yaml"), given])
+    config, more = configuration.resolve([configuration.read_run(folder / "config.yaml"), given])
     for notice in [*notices, *more]:
         show(f"note: {notice}", "stderr")
     chosen = devices.normalise(config.devices) if "devices" in given.values else ()

@@ -17,6 +17,7 @@ From the lowest up; a room imports those above it in this list, never those belo
     sync/         rules: what trainers exchange after a step, and when
     backends/     what depends on the kind of device: CPUs, NVIDIA GPUs, which ones to use
     flow/         dataflow: operations of torch that run when their inputs are ready
+    hosts/        several hosts: how they meet, agree, exchange and watch over each other
     launch/       starting, watching and ending processes; what they say; the command line
     synk/         functions over data on several processes: Synkhronos's programming interface
     evaluate/     validation on its own

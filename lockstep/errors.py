@@ -7,9 +7,13 @@ from collections.abc import Iterable
 class UserError(ValueError):
     """Something the user gave (a key, a file, a device) can't be used; the message says what to do."""
 
+    code = 2  # of a launcher that ends with it
+
 
 class PeerProblem(RuntimeError):
     """Something is wrong with the process called `peer`, seen by one that needs it."""
+
+    code = 1
 
     def __init__(self, peer: str, text: str) -> None:
         super().__init__(text)

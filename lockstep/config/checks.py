@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config import rules
+from lockstep.config import hosts, rules
 from lockstep.errors import UserError
 from lockstep.optim import args_of
 
@@ -19,6 +19,7 @@ _AT_LEAST = {
     "check_every": 1,
     "cpu_threads": 1,
     "input_size": 1,
+    "hosts": 1,
     "keep": 1,
     "label_smoothing": 0,
     "load_epoch": 0,
@@ -56,6 +57,7 @@ def _problems(config: "Config") -> Iterable[tuple[str, str]]:
     yield from _bad_lists(config)
     yield from _bad_combinations(config)
     yield from rules.problems(config)
+    yield from hosts.problems(config)
 
 
 def _bad_numbers(config: "Config") -> Iterable[tuple[str, str]]:

@@ -26,6 +26,7 @@ COMMAND_LINE = "command line"
 # PyYAML lets the errors of int(), float() and date() through for tags like !!int x, and recursion for deep
 # nesting.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, OverflowError, RecursionError)
+_OF_HOSTS = {"hosts", "host", "meeting_point", "address"}
 _MOST_VALUES = 100_000  # in a file, its aliases followed
 
 
@@ -102,6 +103,16 @@ def read_yaml(path: str | Path) -> Layer:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UserError(f"{path}: must hold 'key: value' lines")
     return Layer(str(path), values)
+
+
+def read_run(path: Path, hosts: int = 1) -> Layer:
+    """A run's config.yaml, without what says on which hosts it was. hosts: on how many it is to be now.
+
+    Raises UserError as `read_yaml` does.
+    """
+    layer = read_yaml(path)
+    dropped = _OF_HOSTS if hosts > 1 else _OF_HOSTS | {"network", "wire"}
+    return Layer(layer.source, {key: value for key, value in layer.values.items() if key not in dropped})
 
 
 def read_command_line(words: list[str]) -> Layer:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from lockstep.config import hosts
 from lockstep.errors import UserError, nearest
 from lockstep.optim import OPTIMIZERS
 from lockstep.typed import convert, describe
@@ -26,10 +27,12 @@ def rule_of(config: "Config") -> RuleName:
     """The rule of a run. A lone trainer takes its own steps, as in `weights`, and has nobody to meet."""
     if config.parts is not None:
         return "gradients"
-    if len(config.devices) <= 1:
+    if config.n_trainers <= 1:
         return "weights"
     if config.rule != "auto":
         return config.rule
+    if config.hosts > 1:
+        return "gradients"
     exact = config.exchange == "swap" or not (OPTIMIZERS[config.optimizer].inexact or config.clip_norm)
     return "weights" if exact else "gradients"
 
@@ -122,7 +125,8 @@ def settle(config: "Config") -> tuple["Config", list[str]]:
 
     Raises UserError where the devices can't share the work so.
     """
-    n_trainers = len(config.devices)
+    n_trainers = config.n_trainers
+    hosts.check_devices(config)
     if config.parts is not None and config.parts % n_trainers:
         raise UserError(f"parts: {n_trainers} trainers can't share {config.parts} parts; 1, 2, 4, ... can")
     if config.minibatch is None:

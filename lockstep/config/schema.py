@@ -59,7 +59,7 @@ class Config:
     sync_batch_norm: bool = False  # batch normalisation by the statistics of all trainers' pictures
     parts: int | None = None  # of a minibatch, with gradients added in a fixed order; null: one a trainer
     factors: bool = False  # rule gradients: large layers exchange factors of gradients
-    overlap: bool = True  # rule gradients, exchange p2p: gradients are summed while others are computed
+    overlap: bool = True  # rule gradients: gradients are summed while others are computed
 
     # Data
     data_folder: str = "./data/digits"
@@ -103,6 +103,14 @@ class Config:
     check_every: int | None = 1000  # steps between comparisons of replicas, bit for bit
     wait_deadline: float = 120.0  # seconds that one process waits for another
 
+    # Over which hosts (lockstep/hosts)
+    hosts: int = 1  # that train together, each with a launcher of its own and as many devices
+    host: int | None = None  # the number of this one, from 0
+    meeting_point: str | None = None  # host 0's address:port
+    address: str | None = None  # of this host, where others reach it; null: that which reaches meeting_point
+    network: Literal["auto", "gloo", "nccl"] = "auto"  # what carries sums between hosts
+    wire: Literal["float32", "bfloat16", "int8"] = "float32"  # rule gradients: numbers between hosts
+
     # Output
     weights_dir: str = "./runs"
     run_name: str | None = None  # null: <model>-<date>-<time>
@@ -114,3 +122,8 @@ class Config:
     trace: bool = False  # every process writes down what it does and when, for lockstep.trace
     tensorboard: bool = False  # event files in the run's folder too
     report: bool = False  # `python -m lockstep.report` at the end of a complete run
+
+    @property
+    def n_trainers(self) -> int:
+        """Of all hosts, once the devices are settled."""
+        return self.hosts * len(self.devices)

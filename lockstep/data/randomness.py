@@ -21,6 +21,7 @@ class Purpose(IntEnum):
     STEP = 7
     PAIRS = 8
     COLOUR = 9
+    WIRE = 10
 
 
 def generator(seed: int, epoch: int, purpose: Purpose) -> np.random.Generator:

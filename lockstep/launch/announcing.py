@@ -12,9 +12,10 @@ ANSWERS = {"elastic": "centre", "gossip": "mean"}  # what checkpoints hold besid
 
 def announce(console: Console, dataset: Dataset, run: Run, config: Config, orders: Orders) -> None:
     """The data, the devices, where it goes on from, and what the user should know of that."""
+    where = f", host {config.host} of {config.hosts}" if config.hosts > 1 else ""
     console.say(
         f"{len(dataset.train):,} training and {len(dataset.val):,} validation images, "
-        f"{dataset.n_classes} classes; {len(config.devices)} trainer(s) on {', '.join(config.devices)}"
+        f"{dataset.n_classes} classes; {len(config.devices)} trainer(s) on {', '.join(config.devices)}{where}"
     )
     for notice in run.notices:
         console.say(f"note: {notice}")

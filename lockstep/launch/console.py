@@ -30,15 +30,16 @@ _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left{
 
 
 class Console:
-    """Prints progress (with a bar on a terminal) and appends every line of it to <folder>/log.jsonl.
+    """Prints progress (with a bar on a terminal) and appends every line of it to a log.
 
-    steps_per_epoch: of the optimizer.
+    log: its path, in the run's folder. steps_per_epoch: of the optimizer. On other hosts than host 0 the log
+    has it all, the terminal only what host 0's does not have.
     """
 
-    def __init__(self, folder: Path, config: Config, steps_per_epoch: int) -> None:
-        self._config = config
-        self._scalars = Scalars(folder, steps_per_epoch) if config.tensorboard else None
-        self._path = folder / "log.jsonl"
+    def __init__(self, log: Path, config: Config, steps_per_epoch: int) -> None:
+        self._config, self._leads = config, not config.host
+        self._scalars = Scalars(log.parent, steps_per_epoch) if config.tensorboard and self._leads else None
+        self._path = log
         try:
             self._log = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (closed in close)
         except OSError as error:
@@ -55,19 +56,19 @@ class Console:
     def take(self, message: Any) -> None:
         """Shows and logs one message of trainer 0."""
         if isinstance(message, Tick):
-            if self._waiting.qsize() < _BACKLOG:
+            if self._leads and self._waiting.qsize() < _BACKLOG:
                 self._waiting.put(lambda: self._move_bar(message))
             return
         if isinstance(message, Notice):
             self.say(f"note: {message.text}")
         elif isinstance(message, Progress):
             self._waiting.put(lambda: self._show_numbers(message))
-            self.say(self._progress_line(message))
+            self._say_first(self._progress_line(message))
         elif isinstance(message, Validated):
             self.last_validation = message
             epochs = f"epoch {message.epoch}/{self._config.n_epochs}"
             self._waiting.put(self._end_bar)
-            self.say(f"{epochs}: {validation_text(message)} ({message.seconds:.1f} s)")
+            self._say_first(f"{epochs}: {validation_text(message)} ({message.seconds:.1f} s)")
         elif isinstance(message, Saved):
             self.last_saved = message
             self.say(f"saved {message.path}")
@@ -98,6 +99,11 @@ class Console:
     def say(self, text: str) -> None:
         """Prints a line on standard output, above the bar."""
         self._waiting.put(lambda: show(text, "stdout"))
+
+    def _say_first(self, text: str) -> None:
+        """What is the same on all hosts, on the first of them."""
+        if self._leads:
+            self.say(text)
 
     def close(self, last_words: str, stream: str) -> bool:
         """Ends the bar and says the last words of the run. Returns whether all has been shown."""

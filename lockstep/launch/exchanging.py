@@ -8,6 +8,7 @@ from lockstep.backends import Backend
 from lockstep.comm.group import Group
 from lockstep.config import Config
 from lockstep.exchange.transport import Transport
+from lockstep.hosts.everyone import Everyone
 from lockstep.network.program import Program
 from lockstep.sync import Rule
 from lockstep.sync.agreement import check_replicas
@@ -21,17 +22,19 @@ def open_exchange(
     group: Group,
     clock: Callable[[str], None],
     kept: dict[str, torch.Tensor],
+    everyone: Everyone,
 ) -> tuple[Transport, Rule, str]:
     """All trainers call it at once. Returns also a line on why it is this transport, or ''.
 
     clock: told when a phase of an exchange begins. kept: what the checkpoint to go on from holds of a rule.
-    Raises UserError where that exchange can't be had.
+    everyone: also the trainers of other hosts. Raises UserError where that exchange can't be had.
     """
     arena = program.arena
     transport, reason = backend.open_transport(config.exchange, arena.block, arena.flat, group)
-    if group.pipes:  # else nobody is met, and an event for each phase would cost time for nothing
+    transport = everyone.over_hosts(transport, arena.flat)
+    if everyone.world.size > 1:  # else nobody is met, and an event for each phase would cost time for nothing
         transport.clock = clock
-    check_replicas(group, arena, "the start")
+    check_replicas(group, arena, "the start", everyone.alike)
     rule = make_rule(config, program, transport, backend.memory, kept)
     if config.sync_batch_norm and group.pipes:  # a lone trainer has all pictures
         program.share_statistics(transport, backend.memory, clock)

@@ -73,13 +73,15 @@ class Child:
 class Ending:
     """How a run ended: exit code, the one message that says why, and the traceback of a bug.
 
-    lost: the name of the process that was killed or hangs, where that is why.
+    lost: the name of the process that was killed or hangs, where that is why. awaited: whom a process waited
+    for in vain that is not one of this host.
     """
 
     code: int
     message: str = ""
     traceback: str = ""
     lost: str = ""
+    awaited: str = ""
 
 
 class Processes:
@@ -139,8 +141,13 @@ class Processes:
         """The process numbers by name, for the log: what to attach a debugger to."""
         return {child.name: child.process.pid for child in self._children}
 
-    def watch(self, on_message: Callable[[Any], None]) -> Ending:
-        """Passes the children's messages on until all have left, or one has failed. Returns how it ended."""
+    def watch(
+        self, on_message: Callable[[Any], None], elsewhere: Callable[[], PeerProblem | None] = lambda: None
+    ) -> Ending:
+        """Passes the children's messages on until all have left, or one has failed. Returns how it ended.
+
+        elsewhere: says at once whether another host has failed.
+        """
         self._now = time.monotonic()  # of the last look: what is missing since, this process missed itself
         while any(child.process.exitcode is None or not child.is_well() for child in self._children):
             self._see_off()
@@ -149,6 +156,8 @@ class Processes:
             self._forgive(self._now - before - 2 * LISTEN_SECONDS)
             if any(not child.is_well() or self._is_stuck(child) for child in self._children):
                 return self._explain_failure(on_message)
+            if (failed := elsewhere()) is not None:
+                return Ending(1, str(failed), awaited=failed.peer)
             if self._interrupts.at_once:
                 return Ending(self._interrupts.code, "stopped at once, without saving")
             if self._interrupts.code and not self._asked_to_stop:
@@ -156,6 +165,10 @@ class Processes:
                 self._ask_to_stop()
         stopped = any(child.finished and child.finished.stopped for child in self._children)
         return Ending(self._interrupts.code if stopped else 0)
+
+    def doing(self) -> str:
+        """What each of them is at, in a line; any thread may ask."""
+        return "; ".join(f"{child.name}: {child.doing}" for child in list(self._children)) or "starting"
 
     def end(self) -> None:
         """Kills and reaps whoever is left. Harmless when called twice.
@@ -239,7 +252,7 @@ class Processes:
         if culprit.failure.kind == "user":
             return Ending(2, f"{culprit.name}: {culprit.failure.text}")
         text = f"{culprit.text} failed at {culprit.doing}: {culprit.failure.text}"
-        return Ending(1, text, culprit.failure.traceback)
+        return Ending(1, text, culprit.failure.traceback, awaited=culprit.failure.peer)
 
     def _follow(self, child: Child) -> tuple[Child, Child | None]:
         """From one that waited in vain to the one it waited for, and on: the last one is the cause.

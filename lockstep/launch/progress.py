@@ -1,4 +1,4 @@
-"""What trainer 0 tells the launcher while it trains."""
+"""What a host's first trainer tells the launcher while it trains."""
 
 import math
 import time
@@ -17,7 +17,7 @@ TICK_SECONDS = 0.25
 
 
 class Teller:
-    """Trainer 0's voice; the others' are silent. control: the pipe to the launcher."""
+    """The voice of a host's trainer 0; the others' are silent. control: the pipe to the launcher."""
 
     def __init__(self, control: Pipe, world: World, config: Config, recorder: Recorder) -> None:
         self._control, self._world, self._config, self._recorder = control, world, config, recorder
@@ -31,7 +31,7 @@ class Teller:
         self._begin = time.perf_counter()
 
     def tell(self, message: Any) -> None:
-        if self._world.rank == 0:
+        if self._world.local_rank == 0:
             self._control.send(message)
 
     def notice(self, *texts: str) -> None:

@@ -25,11 +25,14 @@ from lockstep.runs.plan import Plan
 
 
 class Saver:
-    """Trainer 0's: the others' have no room for a copy, and nothing is ever due. memory: of the device."""
+    """Of each host's trainer 0: the others' have no room for a copy, and nothing is ever due.
+
+    memory: of the device.
+    """
 
     def __init__(self, plan: Plan, world: World, program: Program, memory: Memory, teller: Teller) -> None:
         self._plan, self._config, self._program, self._teller = plan, plan.config, program, teller
-        self._world, self._is_first = world, world.rank == 0
+        self._world, self._is_first = world, world.local_rank == 0 and plan.writes
         self._thread = ThreadPoolExecutor(1, "saving")
         self._writing: Future[Path] | None = None
         self._began = time.monotonic()  # the last save, or the run

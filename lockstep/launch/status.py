@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 from lockstep.comm.pipes import Pipe
-from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.memory.host import HostBlock, HostMemory
 
@@ -84,13 +83,13 @@ def _unwritten(path: Path, error: OSError) -> UserError:
     return UserError(f"{path}: the trace can't be written: {error.strerror}; trace=false goes without it")
 
 
-def begin_trace(config: Config, folder: Path) -> None:
-    """With `trace`, has the processes that are started from now on write down what they do.
+def begin_trace(wanted: bool, folder: Path) -> None:
+    """If wanted, has the processes that are started from now on write down what they do.
 
     Raises UserError where there is no place for it.
     """
     os.environ.pop(TRACE, None)
-    if config.trace:
+    if wanted:
         shutil.rmtree(folder / "trace", ignore_errors=True)  # of an earlier start: its clock may be another
         try:
             (folder / "trace").mkdir()

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm.group import World
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.exchange import ALIGNMENT, Span
@@ -55,9 +54,18 @@ def factored_layers(model: nn.Module, config: Config, size: int) -> list[Factore
         if name is None or shared or len(calls) != 1 or n_rows % _N_TRIED:
             continue
         n_rows = n_rows // _N_TRIED * config.batch_size * config.accumulate
-        if len(config.devices) * n_rows * (n_inputs + n_outputs) < n_inputs * n_outputs:
+        if _pays(config, n_rows, n_inputs, n_outputs):
             found.append(FactoredLayer(name, n_outputs, n_inputs, n_rows, calls[0][1]))
     return found
+
+
+def _pays(config: Config, n_rows: int, n_inputs: int, n_outputs: int) -> bool:
+    """Whether factors of n_rows a trainer are smaller than what else would go: the gradient, which between
+    hosts goes out and comes back, all but the part of one of them."""
+    of_host = len(config.devices) * n_rows * (n_inputs + n_outputs)
+    if config.hosts > 1:
+        return of_host < 2 * n_inputs * n_outputs / config.hosts
+    return of_host < n_inputs * n_outputs
 
 
 _N_TRIED = 2  # pictures; of one, norms would have no variance
@@ -96,22 +104,25 @@ class _Product:
 
 
 class Factors:
-    """table: the factors of all trainers, a row of `block` each, of which this one writes its own.
+    """table: the factors of all trainers: (local rank, host, n). This one writes its own.
 
-    spans: of the arena, the weights that they are for. Where a trainer has had fewer pictures than it may,
-    its factors end with zeros.
+    transport: over the arenas. spans: of the arena, the weights that they are for. Where a trainer has had
+    fewer pictures than it may, its factors end with zeros.
     """
 
-    def __init__(self, layers: Sequence[FactoredLayer], arena: Arena, memory: Memory, world: World) -> None:
-        self.layers, self._arena, self._size = layers, arena, world.size
+    def __init__(
+        self, layers: Sequence[FactoredLayer], arena: Arena, memory: Memory, transport: Transport
+    ) -> None:
+        local, n_hosts = transport.group.world, transport.n_hosts
+        self.layers, self._arena, self._size = layers, arena, local.size * n_hosts
         self._numbers = {layer.name: number for number, layer in enumerate(layers)}
         n_elements = sum(layer.n_rows * (layer.n_inputs + layer.n_outputs) for layer in layers)
         n_elements = -(-n_elements // ALIGNMENT) * ALIGNMENT
         dtype = arena.flat.dtype
-        self.block: Block = memory.allocate(world.size * n_elements * dtype.itemsize, "factors of gradients")
-        self.table = self.block.tensor(dtype, (world.size, n_elements))
-        self._of_ranks = [_views(row, layers) for row in self.table]
-        self._own = self._of_ranks[world.rank]
+        self.block: Block = memory.allocate(self._size * n_elements * dtype.itemsize, "factors of gradients")
+        self.table = self.block.tensor(dtype, (local.size, n_hosts, n_elements))
+        self._of_ranks = [_views(row, layers) for host in self.table.unbind(1) for row in host]
+        self._own = self._of_ranks[transport.host * local.size + local.rank]
         self._of_all: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._products: dict[Span, _Product] = {}
         self.spans = [arena.span_of(layer.name) for layer in layers]

@@ -80,7 +80,7 @@ class Replica(Program):
     ) -> tuple[Gradients, ShardedUpdater, list[Span]]:
         factors, pieces = None, []
         if self._factored:
-            factors = Factors(self._factored, self.arena, memory, transport.group.world)
+            factors = Factors(self._factored, self.arena, memory, transport)
             pieces = factors.plan(transport, needs_norms(self._config))
         gradients = self._gradients = Gradients(self.model, self.arena, memory, factors)
         pieces += [piece for bucket in gradients.buckets for piece in transport.pieces(bucket)]
@@ -226,7 +226,7 @@ class Replica(Program):
                 buffer.add_(1)
 
     def _learn_parts(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
-        n_parts, size = self._config.parts or 1, len(self._config.devices)
+        n_parts, size = self._config.parts or 1, self._config.n_trainers
         assert self._parts
         self._parts.begin()
         for number, part in parts_of(batch, rank, size, n_parts):

@@ -22,9 +22,7 @@ def may_capture(config: Config, on_gpu: bool) -> bool:
     known = config.model.rpartition(":")[0] in ("", "torchvision", "timm")
     in_place = config.augment_on == "trainer" and config.accumulate == 1
     alone = (
-        config.parts is None
-        and not config.factors
-        and not (config.sync_batch_norm and len(config.devices) > 1)
+        config.parts is None and not config.factors and not (config.sync_batch_norm and config.n_trainers > 1)
     )
     return on_gpu and known and in_place and alone
 

@@ -33,7 +33,7 @@ from lockstep.runs import versions
 _RECORD = re.compile(r"epoch_(\d+)(?:_at_(\d+))?\.json")
 # Keys that may differ between a run and its resumption without being worth a word.
 _UNREMARKABLE = {"resume_train", "load_epoch", "run_name", "weights_dir", "n_epochs", "devices", "batch_size"}
-_UNREMARKABLE |= {"tensorboard", "report", "trace"}
+_UNREMARKABLE |= {"tensorboard", "report", "trace", "host", "meeting_point", "address"}
 
 
 @dataclass(frozen=True)

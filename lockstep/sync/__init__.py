@@ -29,11 +29,15 @@ class Meeting:
         self._group, self._name, self._payload, self._say = group, name, payload, say
         self.all_payloads: list[Any] | None = None
 
+    def take(self, payloads: list[Any]) -> None:
+        """What all have said at the first barrier. A run over several hosts passes it on."""
+        self.all_payloads = payloads
+
     def barrier(self, point: str) -> None:
         """For a transport's collectives. Raises PeerProblem naming who has not come."""
         self._say(f"{self._name}: meeting the others ({point})")
         if self.all_payloads is None:
-            self.all_payloads = self._group.all_gather(f"{self._name}: {point}", self._payload)
+            self.take(self._group.all_gather(f"{self._name}: {point}", self._payload))
         else:
             self._group.barrier(f"{self._name}: {point}")
         self._say(f"{self._name}: exchanging")

@@ -1,21 +1,27 @@
 """Whether replicas are still one: compared bit for bit, at the start, now and then, and in checkpoints."""
 
 import hashlib
+from collections.abc import Callable
 
 from lockstep.comm.group import Group
 from lockstep.comm.messages import Order
 from lockstep.errors import UserError
 from lockstep.network.arena import Arena
 
+Compare = Callable[[str, str], None]
 
-def check_replicas(group: Group, arena: Arena, when: str) -> None:
+
+def check_replicas(group: Group, arena: Arena, when: str, between_hosts: Compare | None = None) -> None:
     """Raises RuntimeError naming the first tensor that is not bitwise equal in all trainers.
 
-    One digest of everything is compared; digests by tensor travel only where that differs.
+    One digest of everything is compared; digests by tensor travel only where that differs. between_hosts:
+    compares the digest, at a time, with those of other hosts; None where there is no other.
     """
     digests = arena.digests()
     whole = hashlib.blake2b("".join(digests.values()).encode(), digest_size=16).hexdigest()
     if len(set(group.all_gather(f"comparing replicas at {when}", whole))) == 1:
+        if between_hosts:
+            between_hosts(whole, when)
         return
     first, *others = group.all_gather(f"looking for the difference between replicas at {when}", digests)
     for rank, theirs in enumerate(others, 1):
@@ -28,22 +34,25 @@ def check_replicas(group: Group, arena: Arena, when: str) -> None:
 class ReplicaCheck:
     """Compares replicas before checkpoints, and every `every` steps or at the first meeting after.
 
-    every: None for before checkpoints only.
+    every: None for before checkpoints only. between_hosts: as of check_replicas.
     """
 
-    def __init__(self, group: Group, arena: Arena, every: int | None) -> None:
-        self._group, self._arena, self._every = group, arena, every
+    def __init__(
+        self, group: Group, arena: Arena, every: int | None, between_hosts: Compare | None = None
+    ) -> None:
+        self._group, self._arena, self._every, self._between_hosts = group, arena, every, between_hosts
         self._n_steps = 0
 
     def before_saving(self, when: str) -> None:
         """Raises UserError where the arena holds what is not a number, and RuntimeError as check_replicas."""
         if not self._arena.flat.isfinite().all():
             raise UserError(f"there are weights that are not finite at {when}: lower learning_rate")
-        check_replicas(self._group, self._arena, when)
+        check_replicas(self._group, self._arena, when, self._between_hosts)
 
     def after_step(self, order: Order, equal: bool) -> None:
         """equal: whether replicas are to be equal now. Raises RuntimeError as check_replicas does."""
         self._n_steps += 1
-        if equal and self._every is not None and self._n_steps >= self._every and self._group.pipes:
+        alone = not self._group.pipes and self._between_hosts is None
+        if equal and self._every is not None and self._n_steps >= self._every and not alone:
             self._n_steps = 0
-            check_replicas(self._group, self._arena, str(order))
+            check_replicas(self._group, self._arena, str(order), self._between_hosts)

@@ -155,7 +155,7 @@ class _Factors:
 
     def exchange(self, meeting: Meeting) -> None:
         """At the end of backward."""
-        self._transport.exchange_rows(meeting.barrier)
+        self._transport.exchange_rows_of_hosts(meeting.barrier)
         self._factors.collect()
 
     def close(self) -> None:

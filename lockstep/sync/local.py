@@ -2,7 +2,8 @@
 
 Local SGD (Stich 2019, arXiv 1805.09767); with `from_epoch`, after epochs that are exact, post-local SGD (Lin,
 Stich, Patel, Jaggi 2020, arXiv 1808.07217). Weights, the optimizer's state, buffers and moving averages are
-averaged together: momenta that stay apart make it worse (docs/rules.md).
+averaged together: momenta that stay apart make it worse (docs/rules.md). Over several hosts it is these that
+step alone: the trainers of one host average weights and momenta after every step, as in `weights`.
 """
 
 from typing import Any
@@ -26,6 +27,7 @@ class Local(Weights):
     def __init__(self, transport: Transport, arena: Arena, args: dict[str, Any]) -> None:
         super().__init__(transport, arena)
         self._every, self._from_epoch = args["every"], args["from_epoch"]
+        self._within = transport.within()
         self._apart = False  # whether the steps since the last meeting were taken alone
 
     def is_due(self, order: Order, n_samples: int) -> bool:
@@ -36,6 +38,8 @@ class Local(Weights):
         optimizer.step()
         if meeting:
             self.average(meeting)
+        elif self._within is not self._transport:
+            self._within.all_reduce((0, self._transport.n_elements), "mean")
 
     def average(self, meeting: Meeting) -> None:
         """Makes all replicas one again."""
@@ -43,5 +47,6 @@ class Local(Weights):
 
     def promise(self, config: Config, model: nn.Module) -> str:
         since = f" after epoch {self._from_epoch}" if self._from_epoch else ""
-        text = f"rule: {config.rule}: trainers step alone and meet every {self._every} steps{since}"
+        who = "hosts" if config.hosts > 1 else "trainers"
+        text = f"rule: {config.rule}: {who} step alone and meet every {self._every} steps{since}"
         return f"{text}: this is another training than one trainer's"

@@ -35,7 +35,7 @@ class Weights(Rule):
 
 def inexact(parts: str, config: Config) -> str:
     """The line for a rule that is exact but for some parts."""
-    n_trainers = len(config.devices)
+    n_trainers = config.n_trainers
     text = f"{n_trainers} trainers are not exactly one with {n_trainers} times the batch"
     return f"{text}: {parts}" if parts and n_trainers > 1 else ""
 

@@ -1,0 +1,11 @@
+"""Several hosts: one launcher on each, which meet at an address, agree, and watch over each other.
+
+    torchrun.py   what torchrun's variables say
+    addresses.py  the meeting point, and which address of this host reaches it
+    store.py      a connection to torch.distributed's store, every wait of which has an end
+    meeting.py    how hosts come together, and what they tell each other
+    life.py       signs of life, and how each has ended
+    folders.py    runs' folders: which are shared, and checkpoints sent to hosts that lack them
+
+Between hosts go numbers and JSON, nothing else. torch is imported when a connection is made, not before.
+"""

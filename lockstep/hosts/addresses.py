@@ -1,0 +1,53 @@
+"""Addresses of hosts: where they meet, and where each can be reached by the others."""
+
+import errno
+import socket
+
+from lockstep.errors import UserError
+
+Address = tuple[str, int]  # an address and a port
+
+
+def show(point: Address) -> str:
+    """As it is written in a configuration."""
+    address, port = point
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def resolve(point: Address) -> Address:
+    """With the number of an address that may be a name. Raises UserError where nobody knows it."""
+    try:
+        found = socket.getaddrinfo(*point, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"meeting_point: {point[0]} is no address that is known here: {error}") from error
+    address = str(found[0][4][0])
+    if address in ("0.0.0.0", "::"):
+        raise UserError(f"meeting_point: must be one address of host 0's, not all of them ({point[0]})")
+    return address, point[1]
+
+
+def listen(point: Address) -> socket.socket:
+    """A socket that listens at the meeting point and nowhere else. Raises UserError where that can't be."""
+    family = socket.AF_INET6 if ":" in point[0] else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a run that ended may be seconds ago
+        listener.bind(point)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        why = {
+            errno.EADDRNOTAVAIL: "is no address of this host; it must be one of host 0's",
+            errno.EADDRINUSE: "is in use; take another port, or end what listens there",
+            errno.EACCES: "is a port that only root may use; take one above 1023",
+        }.get(error.errno or 0, f"can't be used: {error.strerror}")
+        raise UserError(f"meeting_point: {show(point)} {why}") from error
+    return listener
+
+
+def own_address(point: Address) -> str:
+    """The address of this host from which packets go to `point`. Nothing is sent. Raises OSError."""
+    family = socket.AF_INET6 if ":" in point[0] else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(point)
+        return str(probe.getsockname()[0])

@@ -1,0 +1,185 @@
+"""How the launchers of all hosts come together, and what they tell each other.
+
+Host 0 has the store, or torchrun has it. Whatever an earlier start has left in there counts for nothing: each
+host says hello with a number of its own that it has just drawn, host 0 answers with everyone's numbers and a
+name for this start, and everyone says that it has read its own there. What is told after that has this name
+before its key.
+"""
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lockstep.config.hosts import address_and_port
+from lockstep.errors import PeerProblem, UserError
+from lockstep.hosts.addresses import Address, listen, own_address, resolve, show
+from lockstep.hosts.store import Store, StoreLost, load_torch
+from lockstep.runs.plan import Joint
+
+T = TypeVar("T")
+
+LOOK_SECONDS = 0.05  # between two looks at the store for something that is awaited
+FAREWELL_SECONDS = 1.0  # in which others can read a last word in the store, before it goes away
+
+
+class HostFailed(PeerProblem):
+    """Another host has ended, or gives no sign of life. code: the exit code that this means here."""
+
+    def __init__(self, host: int, text: str, code: int = 1) -> None:
+        super().__init__(f"host {host}", text)
+        self.code = code
+
+
+class Meeting:
+    """What the hosts of one start tell each other: JSON, by key and host."""
+
+    def __init__(self, hosts: int, host: int, joint: Joint, store: Store) -> None:
+        self.hosts, self.host, self.joint, self._store = hosts, host, joint, store
+
+    def put(self, key: str, value: Any) -> None:
+        """Tells all hosts. Raises StoreLost."""
+        self._store.put(f"{key}/{self.host}", value)
+
+    def look(self, key: str, of_host: int) -> Any:
+        """What a host has told by now; None where it has not. Raises StoreLost."""
+        return self._store.look(f"{key}/{of_host}")
+
+    def get(self, key: str, seconds: float, of_host: int) -> Any:
+        """What a host tells. Raises HostFailed naming one that has ended or does not in time; StoreLost."""
+        return self.wait(lambda: self.look(key, of_host), seconds, of_host, f"told its {key}")
+
+    def wait(
+        self,
+        look: Callable[[], T | None],
+        seconds: float,
+        of_host: int,
+        what: str,
+        every: float = LOOK_SECONDS,
+    ) -> T:
+        """Looks until something is there. what: has the host not done, if not. Raises as `get` does."""
+        until = time.monotonic() + seconds
+        while (found := look()) is None:
+            if (end := self.look("end", of_host)) is not None:
+                raise ended(of_host, end)
+            if time.monotonic() > until:
+                raise HostFailed(of_host, f"host {of_host} has not {what} within {seconds:.0f} s")
+            time.sleep(every)
+        return found
+
+    def gather(self, key: str, value: Any, seconds: float) -> list[Any]:
+        """What all hosts tell, in order, this one included. Raises as `get` does."""
+        self.put(key, value)
+        return [self.get(key, seconds, host) for host in range(self.hosts)]
+
+    def connect(self, seconds: float) -> Store:
+        """Another connection to the same. Raises StoreLost."""
+        return Store.connect(self.joint.store, seconds).within(self.joint.prefix)
+
+    @property
+    def store(self) -> Store:
+        """For what is no JSON."""
+        return self._store
+
+
+def ended(host: int, end: Any) -> HostFailed:
+    """The error that says how a host has ended. end: what it has told."""
+    told = end if isinstance(end, dict) else {}
+    code = told.get("code")
+    text = str(told.get("text") or f"host {host}: its launcher has left")
+    return HostFailed(host, text, code if isinstance(code, int) and code else 1)
+
+
+def meet(hosts: int, host: int, point: str, address: str | None, seconds: float, own_store: bool) -> Meeting:
+    """Comes together with the launchers of all other hosts.
+
+    point: ADDRESS:PORT. address: where this host's trainers are to listen; None: which reaches `point`.
+    own_store: host 0 makes the store; else somebody else has it there. Raises UserError where this can't be,
+    or naming who has not come after so many seconds.
+    """
+    where = resolve(address_and_port(point))
+    load_torch()  # now, so that it does not count
+    until = time.monotonic() + seconds
+    if own_store and host == 0:
+        store = Store.serve(listen(where))
+        name = _invite(store, hosts, until)
+    else:
+        store, name = _reach(hosts, host, where, until)
+    try:
+        joint = Joint(where, name, address or own_address(where))
+    except OSError as error:
+        raise UserError(f"address: none of this host reaches {point}: {error.strerror}; name one") from error
+    return Meeting(hosts, host, joint, store.within(name))
+
+
+def _reach(hosts: int, host: int, where: Address, until: float) -> tuple[Store, str]:
+    """Comes together in a store that somebody else has; again where that one goes away meanwhile."""
+    while True:
+        try:
+            store = Store.connect(where, max(0.0, until - time.monotonic()))
+            return store, _invite(store, hosts, until) if host == 0 else _answer(store, host, hosts, until)
+        except StoreLost as error:
+            if time.monotonic() > until:
+                text = f"meeting_point: host 0 has not come to {show(where)}, as far as host {host} can see"
+                raise UserError(f"{text}: {error}") from error
+
+
+def _invite(store: Store, hosts: int, until: float) -> str:
+    """Host 0's part: invites whoever has said hello until all have read their number. The start's name."""
+    numbers: dict[str, Any] = {}
+    name = ""
+    while True:
+        hellos = {str(host): store.look(f"hello/{host}") for host in range(1, hosts)}
+        if hellos != numbers or not name:
+            numbers, name = hellos, secrets.token_hex(8)
+            store.put("invitation", {"name": name, "hosts": hosts, "numbers": numbers})
+        missing = [
+            host
+            for host, number in numbers.items()
+            if number is None or store.look(f"{name}/{host}") != number
+        ]
+        if not missing:
+            store.put(f"{name}/go", True)
+            return name
+        if time.monotonic() > until:
+            text = f"{_named(missing)} not come to the meeting point"
+            store.put("invitation", {"refused": text, "numbers": numbers})
+            time.sleep(FAREWELL_SECONDS)  # for those who are there to read it
+            raise UserError(f"meeting_point: {text}")
+        time.sleep(LOOK_SECONDS)
+
+
+def _answer(store: Store, host: int, hosts: int, until: float) -> str:
+    """The others' part. Returns the start's name."""
+    number, name = secrets.token_hex(8), ""
+    store.put(f"hello/{host}", number)
+    while True:
+        told = store.look("invitation")
+        numbers = told["numbers"] if isinstance(told, dict) else {}
+        if numbers.get(str(host)) == number:
+            if "refused" in told:
+                raise UserError(f"meeting_point: {told['refused']}")
+            if told["hosts"] != hosts:
+                raise UserError(f"hosts: {hosts} on host {host}, {told['hosts']} on host 0")
+            if told["name"] != name:
+                name = told["name"]
+                store.put(f"{name}/{host}", number)
+            if store.look(f"{name}/go"):
+                return str(name)
+        if time.monotonic() > until + FAREWELL_SECONDS:
+            raise UserError(f"meeting_point: {_why_not(numbers, host, number)}")
+        time.sleep(LOOK_SECONDS)
+
+
+def _why_not(numbers: dict[str, Any], host: int, number: str) -> str:
+    """Who is missing, as far as host 0's last invitation tells."""
+    if not numbers:
+        return "host 0 has not come to the meeting point"
+    if numbers.get(str(host)) not in (None, number):
+        return f"another launcher has come as host {host}, too: each needs a number of its own"
+    missing = [other for other, said in numbers.items() if said is None]
+    return f"{_named(missing or ['0'])} not come to the meeting point"
+
+
+def _named(hosts: list[str]) -> str:
+    return " and ".join(f"host {host}" for host in hosts) + (" has" if len(hosts) == 1 else " have")

@@ -1,0 +1,112 @@
+"""A transport over several hosts: one inside the host, and sums of each trainer's shard over the network.
+
+What a transport inside a host folds is then the sum of one host's trainers; its owner sums it with its likes
+on other hosts before it is used. Everything else stays inside the host.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lockstep.exchange import Op, Span
+from lockstep.exchange.transport import Barrier, Collective, Transport
+from lockstep.hosts.network import Network
+from lockstep.memory import Block
+
+
+class OverHosts(Transport):
+    """inside: the transport of this host. flat: the whole of this rank's block, (n,).
+
+    rounds: whether its sums may be rounded on the way, as `wire` says.
+    """
+
+    def __init__(self, inside: Transport, flat: torch.Tensor, network: Network, rounds: bool = False) -> None:
+        self._inside = inside
+        super().__init__(inside.group, inside.n_elements)
+        self._flat, self._network, self._rounds = flat, network, rounds
+        self.n_hosts, self.host = network.world.n_hosts, network.world.host
+        self.name = f"{inside.name} in {self.n_hosts} hosts, {network.name} between them"
+        self.chunk = inside.chunk
+
+    def within(self) -> Transport:
+        return self._inside
+
+    def all_reduce(self, span: Span, op: Op = "mean", barrier: Barrier | None = None) -> None:
+        self.reduce_scatter(span, op, barrier)
+        self._inside.all_gather(span, barrier)
+
+    def reduce_scatter(self, span: Span, op: Op = "mean", barrier: Barrier | None = None) -> None:
+        self._inside.reduce_scatter(span, op, barrier)
+        self._sum([span], op)
+
+    def all_gather(self, span: Span, barrier: Barrier | None = None) -> None:
+        """From the trainers of this host, as the others have the same."""
+        self._inside.all_gather(span, barrier)
+
+    def broadcast(self, span: Span, source: int, barrier: Barrier | None = None) -> None:
+        """source: a rank of this host."""
+        self._inside.broadcast(span, source, barrier)
+
+    def reduce(
+        self, others: Transport, spans: Sequence[Span], op: Op, barrier: Barrier | None = None
+    ) -> None:
+        """All of it: the sums of this rank's shards are there when it ends."""
+        assert isinstance(others, OverHosts)
+        self._inside.reduce(others._inside, spans, op, barrier)
+        for span in spans:
+            for piece in self.pieces(span):
+                others._inside.fold(piece, op)
+        others._sum(spans, op)
+
+    def spread(self, span: Span) -> None:
+        self._inside.spread(span)
+
+    def publish(self, spans: Sequence[Span], barrier: Barrier | None = None) -> None:
+        self._inside.publish(spans, barrier)
+
+    def exchange_rows(self, barrier: Barrier | None = None) -> None:
+        self._inside.exchange_rows(barrier)
+
+    def exchange_rows_of_hosts(self, barrier: Barrier | None = None) -> None:
+        row = self._flat.view(self.group.world.size, self.n_hosts, -1)[self.group.world.rank]
+        self._clock("exchange")
+        for host, theirs in enumerate(self._network.gather(row[self.host])):
+            if host != self.host:
+                row[host].copy_(theirs)
+        self._inside.exchange_rows(barrier)
+
+    def another(self, block: Block, flat: torch.Tensor) -> "OverHosts":
+        return OverHosts(self._inside.another(block, flat), flat, self._network, rounds=True)
+
+    def close(self) -> None:
+        self._inside.close()
+
+    @property
+    def clock(self) -> Callable[[str], None]:
+        return self._clock
+
+    @clock.setter
+    def clock(self, clock: Callable[[str], None]) -> None:
+        self._clock = self._inside.clock = clock
+
+    def _sum(self, spans: Sequence[Span], op: Op) -> None:
+        """Of this rank's shards."""
+        assert op in ("mean", "sum", "pairwise")
+        self._clock("exchange")
+        shards = [self._flat[slice(*self.shard(span))] for span in spans]
+        self._network.sum(shards, self._rounds)
+        if op == "mean":
+            for shard in shards:
+                shard.div_(self.n_hosts)
+
+    def offer(self, collective: Collective) -> None:
+        self._inside.offer(collective)
+
+    def accept(self) -> None:
+        self._inside.accept()
+
+    def work(self, collective: Collective) -> None:
+        self._inside.work(collective)
+
+    def settle(self, collective: Collective) -> None:
+        self._inside.settle(collective)

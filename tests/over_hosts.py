@@ -1,0 +1,113 @@
+"""Trainers of several hosts as processes of one test: those of a host have pipes, hosts have the network."""
+
+import multiprocessing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import make_config
+from safetensors.numpy import load_file
+from test_rules import Tensors, newest
+
+from lockstep.comm.group import Group, World
+from lockstep.comm.messages import Stop
+from lockstep.comm.pipes import Pipe
+from lockstep.config import Config
+from lockstep.config.rules import settle
+from lockstep.hosts.store import Store
+from lockstep.launch.ranks import DEADLINE, run_ranks
+from lockstep.launch.status import StatusBoard
+from lockstep.runs.plan import Plan
+from train_funcs import Trainer
+
+LOCAL = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Here:
+    """How trainers of a test reach each other."""
+
+    store: tuple[str, int]
+    prefix: str = "test"
+    address: str = LOCAL
+
+
+def serve() -> tuple[Store, Here]:
+    """A store on a free port of this machine, for as long as it is referred to."""
+    import socket
+
+    listener = socket.socket()
+    listener.bind((LOCAL, 0))
+    listener.listen()
+    here = Here(listener.getsockname())
+    return Store.serve(listener), here
+
+
+def make_group(rank: int, pipes: dict[int, Pipe], n_hosts: int) -> Group:
+    """Of the trainers of this one's host; ranks are those of all hosts."""
+    n_local = (len(pipes) + 1) // n_hosts
+    world = World.of_host(rank // n_local, n_hosts, n_local)[rank % n_local]
+    own = {other % n_local: pipe for other, pipe in pipes.items() if other // n_local == world.host}
+    return Group(world, own)
+
+
+def train_rank(
+    rank: int,
+    pipes: dict[int, Pipe],
+    config: Config,
+    place: Path,
+    here: Here,
+    double: bool,
+    start: Path | None,
+    stopped: bool,
+) -> tuple[Tensors, list[str]]:
+    """Trains to the end. The arena's tensors, and what a host's trainer 0 has told, by kind."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64 if double else torch.float32)
+    group = make_group(rank, pipes, config.hosts)
+    ours, launcher = multiprocessing.Pipe()
+    folder = place / f"host{group.everywhere.host}"
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    if start:
+        start = folder / "checkpoints" / start.name
+    plan = Plan(config, folder, start, here if config.hosts > 1 else None)
+    trainer = Trainer(plan, group, None, Pipe(ours, "the launcher", DEADLINE), StatusBoard.create())
+    if stopped and rank == len(pipes):
+        launcher.send(Stop())
+    assert trainer.run() == stopped
+    trainer.close()
+    told = []
+    while launcher.poll():
+        told.append(launcher.recv())
+    arena = trainer.program.arena.tensors
+    return {name: tensor.numpy().copy() for name, tensor in arena.items()}, told
+
+
+def train(
+    n_hosts: int,
+    n_local: int,
+    data: Path,
+    place: Path,
+    double: bool = True,
+    start: Path | None = None,
+    stopped: bool = False,
+    told: list[Any] | None = None,
+    **values: Any,
+) -> Tensors:
+    """The last checkpoint, which all hosts write alike. 8 pictures a step. told: gets host 0's words."""
+    fixed = {"data_folder": str(data), "para_load": False, "minibatch": 8, "shuffle_block": 3}
+    of_hosts = (
+        {"hosts": n_hosts, "host": 0, "meeting_point": "here:1", "run_name": "test"} if n_hosts > 1 else {}
+    )
+    config, _ = settle(make_config(devices=["cpu"] * n_local, **{**fixed, **of_hosts, **values}))
+    _store, here = serve()
+    arguments = config, place, here, double, start, stopped
+    first, *others = run_ranks(train_rank, n_hosts * n_local, *arguments)
+    for other, _ in others:
+        assert all(first[0][name].tobytes() == other[name].tobytes() for name in other)
+    files = [newest(place / f"host{host}") for host in range(n_hosts)]
+    assert len({path.read_bytes() for path in files}) == 1
+    if told is not None:
+        told += first[1]
+    return load_file(files[0])
