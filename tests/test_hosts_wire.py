@@ -53,7 +53,7 @@ def test_int8_rounds_at_random_with_the_mean_right_and_again_alike() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_numbers_that_ride_arrive_as_they_are(dtype: torch.dtype) -> None:
     """Through a sum of float32, which could not hold them."""
-    rows = [[1.0, 0.1, 2.0**53 - 1, -math.inf, 5e-324], [0.0, math.pi, -1e300, math.inf, -0.0]]
+    rows = [[1.0, 0.1, 7.0, 2.0**53 - 1, -math.inf, 5e-324], [0.0, math.pi, 1.0, -1e300, math.inf, -0.0]]
     assert len(rows[0]) == N_NUMBERS
     tables = [Riders(host, 2).encode(row, torch.empty(0, dtype=dtype)) for host, row in enumerate(rows)]
     assert Riders(0, 2).decode(tables[0] + tables[1]) == rows
