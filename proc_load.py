@@ -10,7 +10,7 @@ where a kernel does.
 import os
 from multiprocessing.connection import Connection
 
-from lockstep.backends import backend_of
+from lockstep.backends import loaders_backend
 from lockstep.comm.group import World
 from lockstep.comm.messages import Fill, Filled, Stop, Subtract
 from lockstep.comm.pipes import Pipe
@@ -32,7 +32,7 @@ def run_loader(
     os.environ["OMP_NUM_THREADS"] = "1"  # for torch, where it is needed: loaders are the parallelism
     board.say("opening the dataset")
     dataset = open_dataset(config)
-    backend = backend_of(config.devices[world.local_rank])
+    backend = loaders_backend(config, config.devices[world.local_rank])
     trainer = Pipe(connection, f"trainer {world.rank}", config.wait_deadline)
     dataset = subtracting(dataset, trainer.receive(Subtract, "the network's mean").mean)
     shape = trainer.receive(RingShape, "the ring's shape")

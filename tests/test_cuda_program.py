@@ -31,6 +31,13 @@ def on_cpus(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
         ),
         (("augment_on=loader",), TWO_DEVICES, "", "exchange: peer to peer: all 2 pairs proven"),
         pytest.param(
+            ("upload=trainer",),
+            ONE_DEVICE,
+            "",
+            "exchange: peer to peer: all 2 pairs proven",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ("para_load=false",),
             TWO_DEVICES,
             "lost",
@@ -163,6 +170,9 @@ def test_where_nothing_can_be_shared_a_lone_trainer_runs_and_a_loader_is_refused
     environment = simulation.set(no_ipc=1).environment()
     alone = program.run("n_epochs=1", "para_load=false", devices="[cuda:0]", environment=environment)
     assert alone.last_line().startswith("done")
+    words = ("n_epochs=1", "upload=trainer")
+    uploading = program.run(*words, devices="[cuda:0]", name="up", environment=environment)
+    assert_same(tensors(uploading, 1), tensors(alone, 1))
     staged = program.run(
         "n_epochs=2", "para_load=false", devices=TWO_DEVICES, name="two", environment=environment
     )
@@ -173,6 +183,7 @@ def test_where_nothing_can_be_shared_a_lone_trainer_runs_and_a_loader_is_refused
         words = program.run("n_epochs=1", devices="[cuda:0]", name="loader", code=2, environment=environment)
         line = words.last_line()
         assert "can't be shared between processes" in line and "/dev/shm" in line
+        assert "upload: trainer" in line
         assert "--ipc=host" in line and "para_load: false" in line
 
 

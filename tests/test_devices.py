@@ -192,7 +192,7 @@ def test_a_gpu_for_one_process_is_named_before_several_need_it(
 
     found = problem("cuda:1", para_load=True)
     assert "cuda:1 (NVIDIA H200, 0000:2A:00.0) is in compute mode Exclusive_Process, and 2 processes" in found
-    assert found.endswith("nvidia-smi -i 1 -c DEFAULT, or start NVIDIA's MPS, or para_load: false")
+    assert found.endswith("nvidia-smi -i 1 -c DEFAULT, or start NVIDIA's MPS, or upload: trainer")
     assert problem("cuda:0", "cuda:1", para_load=False) == ""
     assert problem("cuda:0", "cuda:0", para_load=False).endswith("or start NVIDIA's MPS")
     assert problem("cpu", "cpu", para_load=True) == ""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from conftest import make_config
 from simulated import Simulation
 
-from lockstep.backends import Backend, backend_of
+from lockstep.backends import Backend, backend_of, loaders_backend
 from lockstep.backends.host import HostBackend
 from lockstep.comm.messages import Fill, Filled, Order, Stop, Subtract
 from lockstep.comm.pipes import Pipe
@@ -32,7 +33,7 @@ GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 @dataclass(frozen=True)
 class Case:
-    """How minibatches get to the trainer. cut: the ring's events that are ignored, to see what they do."""
+    """How minibatches get to the trainer. cut: the ring's events or waits that are left out."""
 
     config: Config
     simulation: Simulation | None
@@ -42,6 +43,11 @@ class Case:
         if self.simulation:
             simulated.use(self.simulation)
         return backend_of(self.config.devices[0])
+
+    def loaders_backend(self) -> Backend:
+        if self.simulation and self.config.upload != "trainer":
+            simulated.use(self.simulation)
+        return loaders_backend(self.config, self.config.devices[0])
 
     def orders(self) -> Iterator[Order]:
         """Two epochs of 90 images by 16, the last minibatch with 10, and some validation, once none."""
@@ -56,7 +62,7 @@ def serve(case: Case, pipe: Pipe) -> None:
     """The loader, as in proc_load.py."""
     if case.cut == "filled":  # the slower side is the one that is not waited for
         case = replace(case, simulation=case.simulation.set(delay=20_000))  # type: ignore[union-attr]
-    backend, config = case.backend(), case.config
+    backend, config = case.loaders_backend(), case.config
     assert pipe.receive(Subtract, "the network's mean").mean is None
     shape = pipe.receive(RingShape, "the ring's shape")
     reader = Reader(config, open_dataset(config), shape.crop_size, print)
@@ -74,6 +80,8 @@ def feed_of(case: Case, backend: Backend, pipe: Pipe | None) -> Feed:
     config, network = case.config, SimpleNamespace(crop_size=CROP, mean=None)
     dataset = open_dataset(case.config)
     feed = open_feed(backend, config, dataset, network, case.orders(), print, pipe)
+    if case.cut in ("await_filled", "release"):
+        setattr(feed._ring, case.cut, lambda number: None)  # type: ignore[attr-defined]
     if case.cut == "filled":
         feed._ring.filled = backend.memory.events(config.n_slots)  # type: ignore[attr-defined]  # never recorded
     return feed
@@ -174,6 +182,27 @@ def test_bf16_images_are_the_rounded_ones(
     for ours, (images, *rest) in zip(found, expected, strict=True):
         rounded = torch.from_numpy(np.frombuffer(images, np.float32).copy()).bfloat16()
         assert ours == (rounded.view(torch.int16).numpy().tobytes(), *rest)
+
+
+@pytest.mark.parametrize("simulation_of", ["simulated", GPU], indirect=True)
+@pytest.mark.parametrize("values", [{}, {"rand_color": 0.1, "n_slots": 4, "read_threads": 2}], ids=str)
+def test_what_the_trainer_uploads_is_the_same(
+    shared_folder: Path, simulation_of: Simulation | None, values: dict[str, Any]
+) -> None:
+    wanted = run_ranks(load, 2, Case(configure(shared_folder, "cpu", **values), None))[0]
+    config = configure(shared_folder, "cuda:0", upload="trainer", **values)
+    assert run_ranks(load, 2, Case(config, simulation_of))[0] == wanted
+
+
+@pytest.mark.parametrize("cut", ["await_filled", "release"])
+def test_without_its_waits_an_upload_would_be_wrong(
+    shared_folder: Path,
+    simulation: Simulation,
+    expected: list[tuple[bytes, bytes, bytes]],
+    cut: str,
+) -> None:
+    case = Case(configure(shared_folder, "cuda:0", upload="trainer"), simulation.set(delay=20_000), cut)
+    assert run_ranks(load, 2, case)[0] != expected
 
 
 @pytest.mark.parametrize("cut", ["filled", "released"])

@@ -1,5 +1,5 @@
 """Is loading hidden? The step on pictures that a loader process reads, against the step on a resident batch;
-and where the kernel that crops and mirrors should run: in the trainer or in the loader."""
+where the kernel that crops and mirrors should run, in the trainer or in the loader; and who should copy."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +22,7 @@ PRECISION = "bf16"  # the fastest step is the hardest to feed
 _CASES: dict[str, dict[str, Any]] = {
     "augment_on: trainer": {"augment_on": "trainer"},
     "augment_on: loader": {"augment_on": "loader"},
+    "upload: trainer": {"upload": "trainer"},
     "augment_on: trainer, cuda_graph": {"augment_on": "trainer", "cuda_graph": True},
 }
 _PHASE_STEPS = 60
@@ -53,7 +54,7 @@ def run(setting: Setting, work: Path, record: Record) -> None:
     timed = take_turns(turns, first.synchronize, setting)
     cases = {name: _figures(name, timed, trainer, setting) for name, trainer in trainers.items()}
     record.keep("cases", cases)
-    rates = {name: cases[name]["loaded_images_per_second"] for name in list(_CASES)[:2] if name in cases}
+    rates = {name: cases[name]["loaded_images_per_second"] for name in list(_CASES)[:3] if name in cases}
     if len(rates) > 1:
         record.keep("faster", max(rates, key=lambda name: rates[name]))
     with record.attempt("closing"):

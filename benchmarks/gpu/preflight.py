@@ -25,11 +25,14 @@ from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.launch.ranks import try_ranks
+from lockstep.memory.host import HostMemory
+from lockstep.memory.pagelock import pagelock, unlock
 from lockstep.network.step_graph import StepGraph
 
 _SECONDS = 30.0  # for one probe; torch comes from a cold disk, perhaps
 _RECORDS = 1000
 _FLOATS = 1 << 20
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _ROOT = Path(__file__).resolve().parents[2]
 Probe = Callable[..., Any]
 
@@ -169,6 +172,39 @@ def copy_beside_kernels(rank: int, pipes: dict[int, Pipe], setting: Setting) -> 
     }
 
 
+def upload_beside_kernels(rank: int, pipes: dict[int, Pipe], setting: Setting) -> dict[str, float]:
+    """The trainer's own copies (`upload: trainer`): from a page-locked memory file, in a second stream.
+
+    Alone, and with as many multiplications behind each as take the same time; 1 is perfect overlap.
+    """
+    backend = _backend()
+    driver, size = backend.memory.driver, setting.copy_bytes // 4
+    host, block = HostMemory().allocate(size, "a probe"), backend.memory.allocate(size, "a probe")
+    pagelock(host)
+    beside, source = driver.Stream(_NON_BLOCKING), host.array(np.uint8, (size,))
+    seconds = 0.2 if setting.rehearsal else 1.5
+    multiply = _multiply(setting.matrix, backend)
+
+    def copy() -> None:
+        driver.memcpy_htod_async(block.pointer, source, beside)
+
+    rates = {"multiply": _rate(multiply, backend, seconds), "copy": _rate(copy, backend, seconds)}
+    n_each = max(1, round(rates["multiply"] / rates["copy"]))
+
+    def both() -> None:
+        copy()
+        for _ in range(n_each):
+            multiply()
+
+    together, possible = _rate(both, backend, seconds), min(rates["multiply"] / n_each, rates["copy"])
+    unlock(host)
+    return {
+        "copy_gb_per_second_alone": rates["copy"] * size / 1e9,
+        "copy_gb_per_second_together": together * size / 1e9,
+        "share_of_perfect_overlap": together / possible,
+    }
+
+
 def _multiply(size: int, backend: CudaBackend) -> Callable[[], object]:
     device = "cpu" if torch.version.cuda is None else backend.memory.device
     left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
@@ -248,4 +284,5 @@ _PROBES: dict[str, tuple[Probe, int]] = {
     "IPC memory": (share_memory, 2),
     "IPC events": (share_events, 2),
     "copies beside kernels": (copy_beside_kernels, 2),
+    "the trainer's own copies beside kernels": (upload_beside_kernels, 1),
 }

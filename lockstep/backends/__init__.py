@@ -74,3 +74,8 @@ def backend_of(device: str) -> Backend:
     from lockstep.backends.cuda import CudaBackend
 
     return CudaBackend(device)
+
+
+def loaders_backend(config: Config, device: str) -> Backend:
+    """The back end of the loader of a trainer on `device`, which need not be the trainer's (`upload`)."""
+    return backend_of("cpu" if config.upload == "trainer" else device)

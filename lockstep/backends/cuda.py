@@ -21,6 +21,7 @@ from lockstep.loading import Filler, Ring
 from lockstep.loading.cuda import AugmentingFiller, CudaFiller, CudaRing, RawFiller, RawRing, ReadyRing
 from lockstep.loading.reader import Reader
 from lockstep.loading.slots import RingShape
+from lockstep.loading.uploading import UploadRing
 from lockstep.memory import Block
 from lockstep.memory.cuda import CudaBlock, CudaMemory
 from lockstep.network import kernels
@@ -106,6 +107,9 @@ class CudaBackend(Backend):
             ready = RingShape(n_slots, config.batch_size, size, dtype, crop_size)
             return ReadyRing(self.memory, self.stream, ready)
         ready = RingShape(1, config.batch_size, size, dtype, crop_size)
+        if config.upload == "trainer" and config.para_load:
+            beside = self.memory.driver.Stream(_NON_BLOCKING)
+            return UploadRing(self.memory, self.stream, raw, ready, mean, beside)
         return RawRing(self.memory, self.stream, raw, ready, mean)
 
     def fill_directly(self, ring: Ring, reader: Reader) -> Filler:

@@ -172,10 +172,10 @@ def _find_obstacle(shown: list[Gpu]) -> str:
 def check_sharing(config: Config) -> None:
     """Raises UserError where several processes of a run need a GPU that lets in one only.
 
-    A loader beside its trainer is a second process; so is a second trainer on the same GPU. With NVIDIA's
-    multi-process service (MPS) all are clients of one.
+    A loader beside its trainer is a second process, unless the trainer uploads; so is a second trainer on the
+    same GPU. With NVIDIA's multi-process service (MPS) all are clients of one.
     """
-    users = Counter(config.devices * (2 if config.para_load else 1))
+    users = Counter(config.devices * (2 if config.para_load and config.upload != "trainer" else 1))
     shared = [device for device, number in users.items() if number > 1 and device != "cpu"]
     if not shared or _has_mps():
         return
@@ -183,7 +183,7 @@ def check_sharing(config: Config) -> None:
     for device in shared:
         gpu = shown[int(device.removeprefix("cuda:"))]
         if gpu.mode == "Exclusive_Process":
-            loader = ", or para_load: false" if config.devices.count(device) == 1 else ""
+            loader = ", or upload: trainer" if config.devices.count(device) == 1 else ""
             raise UserError(
                 f"{device} ({gpu}) is in compute mode Exclusive_Process, and {users[device]} processes "
                 f"of this run need it: nvidia-smi -i {gpu.index} -c DEFAULT, or start NVIDIA's MPS{loader}"

@@ -9,7 +9,7 @@ from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.loading import Filler, Ring
-from lockstep.loading.host import HostFiller, HostRing
+from lockstep.loading.host import HostFiller, HostRing, RawHostFiller
 from lockstep.loading.reader import Reader
 from lockstep.loading.slots import RingShape
 from lockstep.memory import Block
@@ -65,4 +65,7 @@ class HostBackend(Backend):
         return HostFiller(reader, ring.block, ring.shape)
 
     def receive_ring(self, trainer: Pipe, shape: RingShape, reader: Reader) -> Filler:
-        return HostFiller(reader, self.memory.receive(trainer, "the ring's memory"), shape)
+        kind = (
+            RawHostFiller if shape.dtype == "uint8" else HostFiller
+        )  # the trainer's device makes the images
+        return kind(reader, self.memory.receive(trainer, "the ring's memory"), shape)

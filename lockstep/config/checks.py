@@ -121,6 +121,8 @@ def _bad_combinations(config: "Config") -> Iterable[tuple[str, str]]:
         yield "warm_up_epochs", f"must be below n_epochs, {config.n_epochs}: {config.warm_up_epochs}"
     if config.cuda_graph is True and config.augment_on == "loader":
         yield "cuda_graph", "needs augment_on: trainer, which puts every minibatch into the same place"
+    if config.upload == "trainer" and config.augment_on == "loader" and config.para_load:
+        yield "upload", "trainer leaves no GPU to the loader: augment_on must be trainer"
     if config.cuda_graph is True and config.accumulate > 1:
         yield "cuda_graph", "captures steps of one minibatch: set accumulate: 1 and a larger batch_size"
     if config.run_name is not None and not _RUN_NAME.fullmatch(config.run_name):

@@ -95,6 +95,8 @@ class Config:
     cuda_graph: bool | Literal["auto"] = "auto"  # GPUs: a step is captured once and replayed
     exchange: Literal["auto", "p2p", "staged", "swap"] = "auto"  # GPUs
     augment_on: Literal["trainer", "loader"] = "trainer"  # GPUs: which process runs the kernel
+    # GPUs: who copies minibatches there: the loader by CUDA IPC, or the trainer; auto: the loader, so far
+    upload: Literal["auto", "loader", "trainer"] = "auto"
     kernels: Literal["all", "none", "lrn", "dropout", "pool", "sgd"] = (
         "all"  # GPUs: what is computed by kernels of ours
     )

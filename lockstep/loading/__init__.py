@@ -5,7 +5,8 @@ with `para_load: false`, in the trainer itself. Who may touch a slot is told by 
 on a GPU, events say when the device has come so far.
 
 orders.py says which minibatches are wanted, reader.py reads them and draws crops and mirrors, slots.py is
-where they lie, host.py and cuda.py are rings and fillers, feed.py is what the trainer's loop asks.
+where they lie, host.py, cuda.py and uploading.py are rings and fillers, feed.py is what the trainer's loop
+asks.
 """
 
 from abc import ABC, abstractmethod
@@ -39,6 +40,9 @@ class Ring(ABC):
     @abstractmethod
     def offer(self, pipe: Pipe) -> None:
         """Sends a loader all that it needs to fill the slots: the shape, then handles."""
+
+    def arrived(self, number: int, order: Order) -> None:  # noqa: B027 (most rings have nothing to do)
+        """As soon as a `Filled` is here, which may be before its minibatch is wanted."""
 
     @abstractmethod
     def await_filled(self, number: int) -> None:

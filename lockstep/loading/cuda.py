@@ -104,7 +104,7 @@ class CudaRing(Ring):
         if n_wrong:
             raise UserError(
                 f"{self._memory}: of {len(expected):,} bytes that the loader has copied there, {n_wrong:,} "
-                "are wrong in the trainer: CUDA IPC does not work here; para_load: false does without it"
+                "are wrong in the trainer: CUDA IPC does not work here; upload: trainer does without it"
             )
 
     def await_filled(self, number: int) -> None:

@@ -1,6 +1,7 @@
 """The trainer's side of loading: minibatches in the order of orders, from a loader process or made here."""
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
@@ -42,12 +43,17 @@ class LoaderFeed(Feed):
 
     def __init__(self, pipe: Pipe, ring: Ring, orders: Iterator[Order]) -> None:
         self._pipe, self._ring, self._orders = pipe, ring, orders
+        self._arrived: deque[Filled] = deque()
         ring.offer(pipe)
         for slot in range(ring.shape.n_slots):
             self._order(slot)
 
     def next(self) -> Order:
-        self._filled = self._pipe.receive(Filled, "its next minibatch")
+        while not self._arrived or self._pipe.poll():
+            filled = self._pipe.receive(Filled, "its next minibatch")
+            self._ring.arrived(filled.slot, filled.order)
+            self._arrived.append(filled)
+        self._filled = self._arrived.popleft()
         self._ring.await_filled(self._filled.slot)
         return self._filled.order
 

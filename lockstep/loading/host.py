@@ -1,4 +1,5 @@
-"""A ring in host memory: the loader crops, mirrors and subtracts the mean into the trainer's slots."""
+"""A ring in host memory: the loader crops, mirrors and subtracts the mean into the trainer's slots, or leaves
+that to the trainer's device."""
 
 import numpy as np
 
@@ -54,6 +55,20 @@ class HostFiller(Filler):
         self._augmenter.apply(raw.images[:n_samples], raw.crops[:n_samples], slot.images[:n_samples], shifts)
         slot.labels[:n_samples] = raw.labels[:n_samples]
         slot.samples[:n_samples] = raw.samples[:n_samples]
+
+    def close(self) -> None:
+        self._block.close()
+
+
+class RawHostFiller(Filler):
+    """Of a ring whose trainer copies to its device (uploading.py): as HostFiller, but slots are raw."""
+
+    def __init__(self, reader: Reader, block: HostBlock, shape: RingShape) -> None:
+        self._reader, self._block = reader, block
+        self._slots = shape.slots(block.array(np.uint8, (shape.n_bytes,)))
+
+    def fill(self, number: int, order: Order) -> None:
+        self._reader.read(order, self._slots[number])
 
     def close(self) -> None:
         self._block.close()

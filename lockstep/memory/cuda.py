@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 GRANULE = 2 << 20  # bytes
 _REMEDY = (
     "CUDA IPC needs one /dev/shm that all processes of a run can write to, on a system that has it (gVisor "
-    "has not): run them in one container with --shm-size, or with --ipc=host; para_load: false with one "
-    "trainer, or with exchange: staged, does without it (docs/install.md)"
+    "has not): run them in one container with --shm-size, or with --ipc=host; upload: trainer or "
+    "para_load: false, with one trainer or with exchange: staged, do without it (docs/install.md)"
 )
 
 
