@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from campaigns import sources
+from campaigns import peers, sources
 from campaigns.sources import N_CLASSES
 from lockstep.config import Config, Layer, read_command_line, read_yaml, resolve, to_yaml
 from lockstep.config.rules import settle
@@ -269,5 +269,6 @@ READERS = {
     "weights of theano_alexnet": Reader(make_theano_folder, ("*.npy", "*.yaml"), read_theano_folder),
     "pictures": Reader(sources.make_pictures, ("*.jpg",), sources.read_pictures, sources.read_picture),
     "tars": Reader(sources.make_tars, ("*.tar",), sources.read_tars),
+    "messages of a peer": Reader(peers.make_messages, ("*.bin",), peers.read_messages),
     "devkits and lists": Reader(sources.make_devkit, ("*.mat", "*.txt", "*.tar"), sources.read_devkit),
 }

@@ -28,6 +28,10 @@ class DeadlinePassed(PeerProblem):
     """The other process did not answer within `wait_deadline` seconds."""
 
 
+class Garbled(PeerProblem):
+    """What came over a pipe is not what a process of this program sends."""
+
+
 def nearest(key: str, known: Iterable[str]) -> str:
     """' (did you mean ...?)', or '' where nothing known is like `key`."""
     matches = difflib.get_close_matches(key, known, n=1, cutoff=0.6)

@@ -64,7 +64,7 @@ def make_trainer(
     place: Path,
     double: bool,
     start: Path | None = None,
-) -> tuple[Trainer, Any]:
+) -> tuple[Trainer, Pipe]:
     """A trainer in this process, and the launcher's end of its pipe.
 
     start: the tensors of a checkpoint to go on from.
@@ -75,7 +75,8 @@ def make_trainer(
     ours, launcher = multiprocessing.Pipe()
     control = Pipe(ours, "the launcher", DEADLINE)
     plan = Plan(config, place, start)
-    return Trainer(plan, Group.on_one_host(rank, pipes), None, control, StatusBoard.create()), launcher
+    trainer = Trainer(plan, Group.on_one_host(rank, pipes), None, control, StatusBoard.create())
+    return trainer, Pipe(launcher, f"trainer {rank}", DEADLINE)
 
 
 def train_rank(

@@ -14,8 +14,9 @@ from conftest import ROOT, named_memory, wait_until
 from limits import limit
 
 from lockstep.backends import backend_of
+from lockstep.comm import pipes as pipes_module
 from lockstep.comm.pipes import Pipe
-from lockstep.errors import DeadlinePassed, PeerLost, UserError
+from lockstep.errors import DeadlinePassed, Garbled, PeerLost, UserError
 from lockstep.launch.ranks import run_ranks
 from lockstep.launch.status import StatusBoard
 from lockstep.memory.host import HostMemory
@@ -164,7 +165,8 @@ def test_blocks_do_not_leak() -> None:
 def test_a_wait_ends_at_its_deadline_and_names_whom_it_waited_for() -> None:
     ours, theirs = multiprocessing.Pipe()
     pipe = Pipe(ours, "loader 7", 1)
-    theirs.send("here I am")  # until then it may be starting, which takes its time
+    peer = Pipe(theirs, "trainer 7", 1)
+    peer.send("here I am")  # until then it may be starting, which takes its time
     assert pipe.receive(str, "its first message") == "here I am"
     begin = time.monotonic()
     with pytest.raises(DeadlinePassed, match=r"waited 1 s for loader 7 \(its next minibatch\)") as caught:
@@ -176,7 +178,8 @@ def test_a_wait_ends_at_its_deadline_and_names_whom_it_waited_for() -> None:
 def test_a_pipe_that_nobody_empties_ends_in_an_error() -> None:
     ours, theirs = multiprocessing.Pipe()
     pipe = Pipe(ours, "loader 7", 1)
-    theirs.send("here I am")
+    peer = Pipe(theirs, "trainer 7", 1)
+    peer.send("here I am")
     pipe.receive(str, "its first message")
     with pytest.raises(DeadlinePassed, match="waited 1 s for loader 7 to read its messages"):
         for _ in range(10_000):
@@ -194,6 +197,22 @@ def test_a_closed_pipe_is_noticed_at_once() -> None:
         pipe.send("anyone there?")
     with pytest.raises(PeerLost):
         pipe.receive_descriptor("a descriptor")
+
+
+@pytest.mark.parametrize("place", [3, 10, 14, 40])
+def test_a_garbled_message_is_refused_before_it_is_unpickled(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its length, in either checksum, or in what they are of."""
+    ours, theirs = multiprocessing.Pipe()
+    sender, receiver = Pipe(ours, "trainer 0", 5), Pipe(theirs, "trainer 1", 5)
+    sender.send("x" * 100)
+    receiver._take_in()
+    receiver._incoming[place] ^= 1
+    monkeypatch.setattr(pipes_module.pickle, "loads", None)
+    assert receiver.poll()
+    with pytest.raises(Garbled, match="what trainer 1 sent is no message"):
+        receiver.receive(str, "a greeting")
 
 
 def test_status_boards_show_the_last_line_and_cut_long_ones() -> None:

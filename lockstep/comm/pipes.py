@@ -1,8 +1,9 @@
 """A pipe to another process whose every wait has a deadline and names whom it waits for.
 
-Messages go as multiprocessing.connection.Connection sends them (a length, then a pickle), so either end may
-be one. Unlike there, a process that sends takes in what comes meanwhile: two that send each other more than
-the kernel holds (some 200 KB) at once do not wait for each other for ever.
+A message is its length, two CRC-32 (of the length and of the rest), and a pickle: what some library has
+written into the wrong descriptor is refused, not believed. A process that sends takes in what comes
+meanwhile: two that send each other more than the kernel holds (some 200 KB) at once do not wait for each
+other for ever.
 """
 
 import array
@@ -13,21 +14,23 @@ import pickle
 import select
 import socket
 import struct
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
-from lockstep.errors import DeadlinePassed, PeerLost
+from lockstep.errors import DeadlinePassed, Garbled, PeerLost
 
 T = TypeVar("T")
 
 START_SECONDS = 120.0  # patience with a process that is starting: importing torch from a cold disk takes long
 _CHUNK = 1 << 20  # bytes taken from the socket at once
 _ROOM = socket.CMSG_SPACE(array.array("i").itemsize)  # for one descriptor: a read never spans two
-_LENGTH = struct.Struct("!i")
-_LONG = struct.Struct("!iQ")  # for messages of 2 GiB and more: -1, then the length
+_LENGTH = struct.Struct("!Q")
+_SUMS = struct.Struct("!II")
+_HEAD_BYTES = _LENGTH.size + _SUMS.size
 
 
 def _ancillary(descriptors: list[int]) -> list[tuple[int, int, bytes]]:
@@ -68,7 +71,8 @@ class Pipe:
     def receive(self, kind: type[T], what: str) -> T:
         """Waits for a message of type `kind`; `what` says, for the errors, what it is needed for.
 
-        Raises PeerLost when the peer has gone, DeadlinePassed when it does not answer in time.
+        Raises PeerLost when the peer has gone, DeadlinePassed when it does not answer in time, Garbled where
+        something else than a message came.
         """
         message = pickle.loads(self._receive_bytes(what))
         assert isinstance(message, kind), f"{self.peer} sent {message!r} where {kind} is due"
@@ -81,7 +85,7 @@ class Pipe:
     def poll(self) -> bool:
         """Whether a message, or the peer's end, is there to be received at once."""
         self._take_in()
-        return self._ended or self._whole_message() is not None
+        return self._ended or self._is_whole()
 
     def send_descriptor(self, descriptor: int) -> None:
         """Gives the peer a duplicate of an open file descriptor (SCM_RIGHTS, see unix(7))."""
@@ -111,9 +115,9 @@ class Pipe:
 
     def _queue(self, message: Any, descriptors: list[int]) -> None:
         body = ForkingPickler.dumps(message)
-        size = len(body)
-        head = _LENGTH.pack(size) if size < 1 << 31 else _LONG.pack(-1, size)
-        if size < _CHUNK:
+        length = _LENGTH.pack(len(body))
+        head = length + _SUMS.pack(zlib.crc32(length), zlib.crc32(body))
+        if len(body) < _CHUNK:
             self._outgoing.append((memoryview(head + bytes(body)), descriptors))
         else:  # not copied
             self._outgoing.append((memoryview(head), descriptors))
@@ -137,28 +141,35 @@ class Pipe:
 
     # -- receiving -------------------------------------------------------------------------------------------
 
-    def _receive_bytes(self, what: str) -> memoryview:
-        while (message := self._whole_message()) is None:
+    def _receive_bytes(self, what: str) -> bytes:
+        while not self._is_whole():
             if self._ended:
                 raise PeerLost(self.peer, f"{self.peer} has left its pipe ({what})")
             if not self._take_in() and not _within(self._patience, self._wait_to_receive):
                 raise DeadlinePassed(self.peer, f"waited {self._patience:g} s for {self.peer} ({what})")
-        start, stop = message
-        body = bytes(memoryview(self._incoming)[start:stop])
-        del self._incoming[:stop]
+        size, of_length, of_body = self._head()
+        with memoryview(self._incoming) as came:
+            body = bytes(came[_HEAD_BYTES : _HEAD_BYTES + size])
+            if zlib.crc32(came[: _LENGTH.size]) != of_length or zlib.crc32(body) != of_body:
+                raise Garbled(
+                    self.peer, f"what {self.peer} sent is no message ({what}): its checksum is wrong"
+                )
+        del self._incoming[: _HEAD_BYTES + size]
         self._patience = self._deadline
-        return memoryview(body)
+        return body
 
-    def _whole_message(self) -> tuple[int, int] | None:
-        """Where in what came the first message begins and ends; None as long as some of it is missing."""
-        if len(self._incoming) < _LENGTH.size:
-            return None
-        start, (size,) = _LENGTH.size, _LENGTH.unpack_from(self._incoming)
-        if size == -1:
-            if len(self._incoming) < _LONG.size:
-                return None
-            start, (_, size) = _LONG.size, _LONG.unpack_from(self._incoming)
-        return (start, start + size) if len(self._incoming) >= start + size else None
+    def _head(self) -> tuple[int, int, int]:
+        """Of the first message: its length, and the checksums of that and of the rest."""
+        (size,) = _LENGTH.unpack_from(self._incoming)
+        return size, *_SUMS.unpack_from(self._incoming, _LENGTH.size)
+
+    def _is_whole(self) -> bool:
+        """Whether the first message is there, or as much of it as shows that it is none."""
+        if len(self._incoming) < _HEAD_BYTES:
+            return False
+        size, of_length, _ = self._head()
+        is_none = zlib.crc32(self._incoming[: _LENGTH.size]) != of_length
+        return is_none or len(self._incoming) >= _HEAD_BYTES + size
 
     def _take_in(self) -> bool:
         """Takes what has come, without waiting. Returns whether that was anything, the end included."""

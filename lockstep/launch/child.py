@@ -19,7 +19,7 @@ from typing import Any
 
 from lockstep.comm.messages import Failed, Finished, Ready
 from lockstep.comm.pipes import Pipe
-from lockstep.errors import PeerLost, PeerProblem, UserError
+from lockstep.errors import Garbled, PeerLost, PeerProblem, UserError
 from lockstep.interrupts import die_with_parent
 from lockstep.launch.status import TRACE, StatusBoard
 
@@ -94,6 +94,8 @@ def _failure(error: BaseException) -> Failed:
         return Failed("user", text)
     if isinstance(error, MemoryError):
         return Failed("user", f"out of memory: {text}; lower batch_size or n_slots")
+    if isinstance(error, Garbled):  # nobody is lost
+        return Failed("crash", text)
     if isinstance(error, PeerProblem):
         return Failed("lost", text, peer=error.peer)
     return Failed("crash", f"{type(error).__name__}: {text}", traceback.format_exc())

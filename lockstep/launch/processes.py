@@ -19,7 +19,7 @@ from typing import Any
 
 from lockstep.comm.messages import Failed, Finished, Notice, Ready, Stop
 from lockstep.comm.pipes import START_SECONDS, Pipe
-from lockstep.errors import PeerProblem
+from lockstep.errors import Garbled, PeerProblem
 from lockstep.interrupts import STOP_SIGNAL, Interrupts
 from lockstep.launch.child import ChildStart, child_main
 from lockstep.launch.status import StatusBoard
@@ -206,6 +206,8 @@ class Processes:
             try:
                 while child.listening and child.control.poll():
                     self._take(child, child.control.receive(object, "a message"), on_message)
+            except Garbled as error:
+                child.failure, child.listening = Failed("crash", str(error)), False
             except PeerProblem:  # it has closed its end; its exit code says the rest
                 child.listening = False
 
