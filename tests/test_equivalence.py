@@ -75,7 +75,7 @@ def make_trainer(
     ours, launcher = multiprocessing.Pipe()
     control = Pipe(ours, "the launcher", DEADLINE)
     plan = Plan(config, place, start)
-    return Trainer(plan, Group.on_one_host(rank, pipes), None, control, StatusBoard.create()), launcher
+    return Trainer(plan, Group.on_one_host(rank, pipes), (), control, StatusBoard.create()), launcher
 
 
 def train_rank(

@@ -73,7 +73,7 @@ def serve(case: Case, pipe: Pipe) -> None:
 def feed_of(case: Case, backend: Backend, pipe: Pipe | None) -> Feed:
     config, network = case.config, SimpleNamespace(crop_size=CROP, mean=None)
     dataset = open_dataset(case.config)
-    feed = open_feed(backend, config, dataset, network, case.orders(), print, pipe)
+    feed = open_feed(backend, config, dataset, network, case.orders(), print, [pipe] if pipe else ())
     if case.cut == "filled":
         feed._ring.filled = backend.memory.events(config.n_slots)  # type: ignore[attr-defined]  # never recorded
     return feed
