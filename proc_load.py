@@ -34,7 +34,11 @@ def run_loader(
     dataset = open_dataset(config)
     backend = loaders_backend(config, config.devices[world.local_rank])
     trainer = Pipe(connection, f"trainer {world.rank}", config.wait_deadline)
-    dataset = subtracting(dataset, trainer.receive(Subtract, "the network's mean").mean)
+    first = trainer.receive(object, "the network's mean")
+    if isinstance(first, Stop):  # started in the place of a loader that nobody needed any more
+        return
+    assert isinstance(first, Subtract)
+    dataset = subtracting(dataset, first.mean)
     shape = trainer.receive(RingShape, "the ring's shape")
     filler = backend.receive_ring(trainer, shape, Reader(config, dataset, shape.crop_size, board.say))
     while True:

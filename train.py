@@ -131,16 +131,18 @@ def start_processes(
         for other in range(rank):
             peers[rank][other], peers[other][rank] = multiprocessing.Pipe()
     for rank, world in enumerate(worlds):
-        ours = theirs = None
+        ours: list[Connection] = []
         if config.para_load:
-            ours, theirs = multiprocessing.Pipe()
-            processes.start(f"loader {rank}", "proc_load:run_loader", (theirs, world, config))
+            pairs = [multiprocessing.Pipe() for _ in range(1 + config.loader_restarts)]
+            ours = [pair[0] for pair in pairs]
+            first, *spares = [(pair[1], world, config) for pair in pairs]
+            processes.start(f"loader {rank}", "proc_load:run_loader", first, spares=spares)
+            first[0].close()
         arguments = (plan, world, ours, peers[rank])
         processes.start(f"trainer {rank}", "train_funcs:run_trainer", arguments, speaker=rank == 0)
         # Only the children's copies are left, so that a child's death closes its pipes.
-        for connection in (ours, theirs, *peers[rank].values()):
-            if connection is not None:
-                connection.close()
+        for connection in (*ours, *peers[rank].values()):
+            connection.close()
 
 
 if __name__ == "__main__":

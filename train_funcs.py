@@ -5,7 +5,7 @@ arena is that arena. docs/how-it-works.md follows one step through all processes
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
 import torch
@@ -38,15 +38,15 @@ def run_trainer(
     board: StatusBoard,
     plan: Plan,
     world: World,
-    loader: Connection | None,
+    loaders: list[Connection],
     peers: dict[int, Connection],
 ) -> bool:
     """The process of a trainer, `world.rank`. Returns whether it stopped early because the launcher asked."""
     group = Group.connected(world, peers, plan.config.wait_deadline)
-    pipe = Pipe(loader, f"loader {world.rank}", plan.config.wait_deadline) if loader else None
+    pipes = [Pipe(each, f"loader {world.rank}", plan.config.wait_deadline) for each in loaders]
     board.say("opening the dataset and building the network")
     with computing(plan.config, world, board):
-        trainer = Trainer(plan, group, pipe, control, board)
+        trainer = Trainer(plan, group, pipes, control, board)
         stopped = trainer.run()
         trainer.close()
     return stopped
@@ -59,7 +59,7 @@ class Trainer:
         self,
         plan: Plan,
         group: Group,
-        loader: Pipe | None,
+        loaders: Sequence[Pipe],
         control: Pipe,
         board: StatusBoard,
         orders: Iterator[Order] | None = None,
@@ -86,7 +86,7 @@ class Trainer:
         self.orders = Orders(self.config, self.world, len(self.dataset.train), len(self.dataset.val))
         wanted = orders or self.orders.since(self.epoch, self.position)
         loading = self.backend, self.config, self.dataset, self.program
-        self.feed = open_feed(*loading, wanted, board.say, loader)
+        self.feed = open_feed(*loading, wanted, board.say, loaders)
 
     def run(self) -> bool:
         """Trains and validates epoch by epoch. Returns True when the launcher's Stop ended it early."""

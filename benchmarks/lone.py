@@ -51,12 +51,12 @@ class LoneTrainer:
     def __init__(self, config: Config, group: Group | None = None) -> None:
         self.config, group = config, group or Group.on_one_host(0, {})
         self._processes = Processes(DEADLINE)
-        loader = self._start_loader() if config.para_load else None
+        loaders = [self._start_loader()] if config.para_load else []
         control, self._launcher = multiprocessing.Pipe()
         self.trainer = Trainer(
             Plan(config, Path(), None),
             group,
-            loader,
+            loaders,
             Pipe(control, "the launcher", DEADLINE),
             StatusBoard.create(),
             endless(len(open_dataset(config).train), config.batch_size, group.world),

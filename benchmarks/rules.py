@@ -62,7 +62,7 @@ def train(rank: int, pipes: dict[int, Pipe], config: Config) -> dict[str, float]
     threading.Thread(target=hear, args=(theirs,), daemon=True).start()
     control = Pipe(launcher, "the launcher", DEADLINE)
     plan = Plan(config, Path(), None)  # nothing is written
-    trainer = Trainer(plan, Group.on_one_host(rank, pipes), None, control, StatusBoard.create())
+    trainer = Trainer(plan, Group.on_one_host(rank, pipes), (), control, StatusBoard.create())
     n_bytes, begin, begin_cpu = 0, time.perf_counter(), time.process_time()
     for _ in range(config.n_epochs):
         trainer.begin_epoch()

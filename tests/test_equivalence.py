@@ -75,7 +75,7 @@ def make_trainer(
     ours, launcher = multiprocessing.Pipe()
     control = Pipe(ours, "the launcher", DEADLINE)
     plan = Plan(config, place, start)
-    trainer = Trainer(plan, Group.on_one_host(rank, pipes), None, control, StatusBoard.create())
+    trainer = Trainer(plan, Group.on_one_host(rank, pipes), (), control, StatusBoard.create())
     return trainer, Pipe(launcher, f"trainer {rank}", DEADLINE)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from conftest import make_config
 
 from lockstep.comm.group import Group
-from lockstep.comm.messages import Fill, Filled, Order
+from lockstep.comm.messages import Fill, Filled, Order, Subtract
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.data import hkl
@@ -31,8 +31,9 @@ def test_every_free_slot_is_on_order_and_a_slot_in_use_is_not() -> None:
     ours, theirs = multiprocessing.Pipe()
     orders = [Order("train", 1, step, 0, 4, 0, 4) for step in range(1, 7)]
     ring = HostRing(RingShape(3, 4, (2, 2), "float32", 2))
-    feed = LoaderFeed(Pipe(ours, "loader 0", 5), ring, iter(orders))
+    feed = LoaderFeed([Pipe(ours, "loader 0", 5)], ring, iter(orders))
     loader = Pipe(theirs, "trainer 0", 5)
+    assert loader.receive(Subtract, "the mean").mean is None
     shape = loader.receive(RingShape, "the shape")
     assert shape == ring.shape
     block = HostMemory().receive(loader, "the ring")
@@ -63,7 +64,7 @@ def validate_rank(rank: int, pipes: dict[int, Pipe], config: Config) -> list[dic
     launcher, _keep_open = multiprocessing.Pipe()
     plan = Plan(config, Path("nowhere"), None)
     trainer = Trainer(
-        plan, Group.on_one_host(rank, pipes), None, Pipe(launcher, "launcher", 60), StatusBoard.create()
+        plan, Group.on_one_host(rank, pipes), (), Pipe(launcher, "launcher", 60), StatusBoard.create()
     )
     trainer.epoch = config.n_epochs
     trainer.feed._orders = trainer.orders.of("val", 1)  # type: ignore[attr-defined]

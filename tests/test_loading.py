@@ -79,7 +79,7 @@ def serve(case: Case, pipe: Pipe) -> None:
 def feed_of(case: Case, backend: Backend, pipe: Pipe | None) -> Feed:
     config, network = case.config, SimpleNamespace(crop_size=CROP, mean=None)
     dataset = open_dataset(case.config)
-    feed = open_feed(backend, config, dataset, network, case.orders(), print, pipe)
+    feed = open_feed(backend, config, dataset, network, case.orders(), print, [pipe] if pipe else ())
     if case.cut in ("await_filled", "release"):
         setattr(feed._ring, case.cut, lambda number: None)  # type: ignore[attr-defined]
     if case.cut == "filled":

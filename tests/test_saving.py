@@ -173,7 +173,9 @@ def test_what_goes_wrong_in_the_thread_reaches_the_trainer(tmp_path: Path, monke
         saver.finish()
     gate = Gate(monkeypatch)
     saver.save(1, 16, 90, [], {})
-    with pytest.raises(UserError, match=r"epoch_0001_at_16 is not written after 1 s: the disk is slow"):
+    with pytest.raises(
+        UserError, match="the checkpoint of epoch 1 at image 16 is not written after 1 s: the disk is slow"
+    ):
         saver.finish()
     gate.open.set()
     assert heard.messages == []

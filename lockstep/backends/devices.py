@@ -229,8 +229,13 @@ def _cost_of_bf16() -> list[str]:
 
 
 def check_keys(config: Config) -> None:
-    """Raises UserError for keys that ask for what only GPUs have, where `devices` are CPUs."""
+    """Raises UserError for keys that ask for what these devices can't do and others can."""
     if on_gpus(config.devices):
+        if config.loader_restarts:
+            raise UserError(
+                "loader_restarts: is for CPUs: a GPU's loader takes the events with it that its trainer "
+                "waits for; on_loss: restart goes on from the newest checkpoint instead"
+            )
         return
     asked = {"precision": config.precision == "tf32", "cuda_graph": config.cuda_graph is True}
     asked["exchange"] = config.exchange != "auto"

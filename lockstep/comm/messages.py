@@ -16,7 +16,8 @@ Numbers and text only; a tensor never goes through a pipe. One step, with one tr
        |                           |  <-- Arrived(worked) ------------- |
 
 Before its first order a loader gets `Subtract`, the ring's shape (slots.RingShape) and the handle of its
-memory.
+memory. So does one that is started in the place of a loader that died (`loader_restarts`), and then all
+orders that were not filled; it gets `Stop` where nothing is left to be done.
 
 No rank averages before all have updated, and none updates again before all shards are written. A `Fill` is
 also the release of its slot: the trainer sends it when it has done with what the slot held.

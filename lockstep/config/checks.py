@@ -23,6 +23,7 @@ _AT_LEAST = {
     "keep": 1,
     "label_smoothing": 0,
     "load_epoch": 0,
+    "loader_restarts": 0,
     "minibatch": 1,
     "momentum": 0,
     "n_classes": 1,
@@ -31,6 +32,7 @@ _AT_LEAST = {
     "pretrained_epoch": 0,
     "print_freq": 1,
     "rand_color": 0,
+    "read_retries": 0,
     "read_threads": 1,
     "restarts": 1,
     "seed": 0,
@@ -43,6 +45,7 @@ _AT_LEAST = {
 _ABOVE_0 = ("clip_norm", "ema_decay", "learning_rate", "lr_power", "save_minutes", "scale")
 _BELOW_1 = ("ema_decay", "label_smoothing", "momentum")
 _LARGEST = 2**31 - 1
+_MOST_RESTARTS = 100  # each has a pipe open from the start
 _RUN_NAME = re.compile(r"[\w+-][\w.+-]{0,99}")
 
 
@@ -104,6 +107,10 @@ def _bad_lists(config: "Config") -> Iterable[tuple[str, str]]:
 def _bad_combinations(config: "Config") -> Iterable[tuple[str, str]]:
     if config.resume_train == "auto" and config.run_name is None:
         yield "resume_train", "auto needs run_name, the run that begins or goes on"
+    if config.loader_restarts and not config.para_load:
+        yield "loader_restarts", "needs para_load: true; without it there is no loader to be lost"
+    if config.loader_restarts > _MOST_RESTARTS:
+        yield "loader_restarts", f"must be at most {_MOST_RESTARTS}, not {config.loader_restarts}"
     if config.use_nesterov_momentum and not (config.use_momentum and config.momentum > 0):
         yield "use_nesterov_momentum", "needs use_momentum: true and a momentum above 0"
     if config.use_nesterov_momentum and config.optimizer != "sgd":

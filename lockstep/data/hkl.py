@@ -9,10 +9,13 @@ Where the array lies in a file (hickle's source, each major version): `data` in 
 in versions 2 and 3.
 """
 
+import errno
 import io
+import itertools
 import os
 import pickle
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +35,8 @@ Layout = Literal[
 _NAMES = ("data", "data_0")
 _HICKLE = "5.0.3"  # whose layout `write` follows
 _HEADERS = 1 << 16  # bytes that a file has besides its array, at most
+_PAUSE_SECONDS = 0.1  # before a file is read again; twice as long each time, up to the longest
+_LONGEST_PAUSE = 1.0
 _NDARRAY = pickle.dumps(np.ndarray, protocol=4)
 
 
@@ -106,34 +111,54 @@ def as_c01b(array: HklArray) -> HklArray:
     return replace(array, shape=(batch, row, column, channel), layout="c01b")
 
 
-def read_rows(array: HklArray, first: int, out: np.ndarray) -> None:
+class _EndsTooEarly(OSError):
+    """A read has brought fewer bytes than the file has."""
+
+
+def read_rows(array: HklArray, first: int, out: np.ndarray, retries: int = 0) -> None:
     """Reads len(out) rows from row `first` on into `out`, a C-contiguous array of (rows, *row_shape).
 
     Images of either layout arrive as (row, column, channel). Of a c01b file all bytes are read, whatever the
-    number of rows. Raises UserError naming the file when it can't be read or has become shorter than it was.
+    number of rows. retries: how often it is read again after an error of the disk, with growing pauses.
+    Raises UserError naming the file when it can't be read, or is not the file that was inspected.
     """
     assert out.flags.c_contiguous and out.dtype == array.dtype and out.shape[1:] == array.row_shape
     assert first >= 0 and first + len(out) <= array.shape[0]
     if len(out) == 0:
         return
-    try:
-        if array.layout == "c01b":
-            _read_c01b(array, first, out)
-        elif array.offset is None:
-            with h5py.File(array.path, "r") as file:
-                file[array.name].read_direct(out, np.s_[first : first + len(out)])
-        else:
-            with _opened(array) as file:
-                _read_bytes(file.fileno(), array.offset + first * out[0].nbytes, out)
-    except (OSError, RuntimeError, KeyError) as error:
-        raise UserError(f"{array.path}: can't be read: {error}") from error
+    for n_tries in itertools.count(1):
+        try:
+            _read_rows(array, first, out)
+            return
+        except (OSError, RuntimeError, KeyError) as error:
+            if n_tries > retries or not _may_pass(error):
+                again = f" (tried {n_tries} times)" if n_tries > 1 else ""
+                raise UserError(f"{array.path}: can't be read{again}: {error}") from error
+        time.sleep(min(_PAUSE_SECONDS * 2 ** (n_tries - 1), _LONGEST_PAUSE))
+
+
+def _read_rows(array: HklArray, first: int, out: np.ndarray) -> None:
+    if array.layout == "c01b":
+        _read_c01b(array, first, out)
+    elif array.offset is None:
+        with _opened_by_hdf5(array) as file:
+            file[array.name].read_direct(out, np.s_[first : first + len(out)])
+    else:
+        with _opened(array) as raw:
+            _read_bytes(raw.fileno(), array.offset + first * out[0].nbytes, out)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether another try may bring what this one did not. HDF5 tells the system's error in words."""
+    told = f"errno = {errno.EIO}," in str(error)
+    return told or isinstance(error, _EndsTooEarly) or getattr(error, "errno", None) == errno.EIO
 
 
 def _read_c01b(array: HklArray, first: int, out: np.ndarray) -> None:
     batch, height, width, channels = array.shape
     stored = (channels, height, width, batch)
     if array.offset is None:
-        with h5py.File(array.path, "r") as file:
+        with _opened_by_hdf5(array) as file:
             images = file[array.name][...].reshape(channels, -1, batch)
         c01b.read_images(_copier(images), stored, first, out)
         return
@@ -156,10 +181,22 @@ def _copier(images: np.ndarray) -> Callable[[int, int, np.ndarray], None]:
 def _opened(array: HklArray) -> io.BufferedReader:
     """The file, open; raises OSError when it is not the one that was inspected."""
     file = open(array.path, "rb")  # noqa: SIM115 (the caller closes it)
-    if _stamp(os.fstat(file.fileno())) != array.stamp:
+    try:
+        _check_stamp(array, os.fstat(file.fileno()))
+    except OSError:
         file.close()
-        raise OSError("it was changed after the run had begun")
+        raise
     return file
+
+
+def _opened_by_hdf5(array: HklArray) -> h5py.File:
+    _check_stamp(array, os.stat(array.path))
+    return h5py.File(array.path, "r")
+
+
+def _check_stamp(array: HklArray, status: os.stat_result) -> None:
+    if _stamp(status) != array.stamp:
+        raise OSError("it was changed after the run had begun")
 
 
 def _read_bytes(descriptor: int, offset: int, out: np.ndarray) -> None:
@@ -167,7 +204,7 @@ def _read_bytes(descriptor: int, offset: int, out: np.ndarray) -> None:
     while view:
         n_bytes = os.preadv(descriptor, [view], offset)
         if n_bytes == 0:
-            raise OSError(f"the file ends {len(view)} bytes too early")
+            raise _EndsTooEarly(f"the file ends {len(view)} bytes too early")
         view, offset = view[n_bytes:], offset + n_bytes
 
 

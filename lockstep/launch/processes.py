@@ -9,12 +9,11 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from lockstep.comm.messages import Failed, Finished, Notice, Ready, Stop
@@ -22,6 +21,7 @@ from lockstep.comm.pipes import START_SECONDS, Pipe
 from lockstep.errors import Garbled, PeerProblem
 from lockstep.interrupts import STOP_SIGNAL, Interrupts
 from lockstep.launch.child import ChildStart, child_main
+from lockstep.launch.children import Child, close_connections
 from lockstep.launch.status import StatusBoard
 from lockstep.memory.leftovers import remove_leftovers
 
@@ -34,39 +34,6 @@ _HINTS: dict[int, str] = {
     signal.SIGKILL: " (by someone, or by the kernel for lack of memory: see dmesg)",
     signal.SIGBUS: " (shared memory or a file went away under it: see df and dmesg)",
 }
-
-
-@dataclass
-class Child:
-    """The launcher's view of one child."""
-
-    name: str
-    process: BaseProcess
-    control: Pipe
-    moved: float  # when it last gave a sign of life (monotonic clock)
-    board: StatusBoard | None = None
-    board_count: int = 0
-    listening: bool = True  # until it closes its end of the control pipe
-    failure: Failed | None = None
-    finished: Finished | None = None
-
-    @property
-    def text(self) -> str:
-        return f"{self.name} (pid {self.process.pid})"
-
-    @property
-    def doing(self) -> str:
-        return self.board.read() if self.board else "starting"
-
-    def notice_movement(self) -> None:
-        """Remembers the time when the status board has changed since the last call."""
-        count = self.board.count() if self.board else 0
-        if count != self.board_count:
-            self.board_count, self.moved = count, time.monotonic()
-
-    def is_well(self) -> bool:
-        """Working, or done: all that it was for is in place when it says so, however its process ends."""
-        return self.failure is None and (self.process.exitcode is None or self.finished is not None)
 
 
 @dataclass(frozen=True)
@@ -108,11 +75,24 @@ class Processes:
     def __exit__(self, *exception: object) -> None:
         self.end()
 
-    def start(self, name: str, entry: str, arguments: tuple[Any, ...], speaker: bool = False) -> None:
+    def start(
+        self,
+        name: str,
+        entry: str,
+        arguments: tuple[Any, ...],
+        speaker: bool = False,
+        spares: Sequence[tuple[Any, ...]] = (),
+    ) -> None:
         """Spawns a child that runs `entry` ('module:function'); see `child_main`.
 
-        The caller closes its own copies of connections among the arguments.
+        The caller closes its own copies of connections among the arguments. spares: arguments with which
+        `watch` starts it again when it is killed, each once; their connections are this object's to close.
         """
+        self._children.append(self._spawn(name, entry, arguments, spares, speaker))
+
+    def _spawn(
+        self, name: str, entry: str, arguments: tuple[Any, ...], spares: Sequence[Any], speaker: bool = False
+    ) -> Child:
         ours, theirs = self._context.Pipe()
         start = ChildStart(
             name,
@@ -131,7 +111,7 @@ class Processes:
             process.start()
         theirs.close()
         pipe = Pipe(ours, name, self._deadline)
-        self._children.append(Child(name, process, pipe, time.monotonic()))
+        return Child(name, entry, process, pipe, time.monotonic(), list(spares))
 
     def exit_codes(self) -> dict[str, int | None]:
         """By name; None of those that are still there."""
@@ -154,7 +134,7 @@ class Processes:
             self.listen(on_message, LISTEN_SECONDS)
             before, self._now = self._now, time.monotonic()
             self._forgive(self._now - before - 2 * LISTEN_SECONDS)
-            if any(not child.is_well() or self._is_stuck(child) for child in self._children):
+            if self._someone_fails() and not self._start_again(on_message):
                 return self._explain_failure(on_message)
             if (failed := elsewhere()) is not None:
                 return Ending(1, str(failed), awaited=failed.peer)
@@ -180,6 +160,8 @@ class Processes:
         for child in self._children:
             child.process.join(LEAVE_SECONDS)
             child.control.close()
+            for spare in child.spares:
+                close_connections(spare)
         gone = [child.process for child in self._children if child.process.exitcode is not None]
         remove_leftovers(process.pid for process in gone if process.pid is not None)
 
@@ -236,6 +218,22 @@ class Processes:
         # Later on, those who wait for it say so first, and better.
         patience = max(START_SECONDS, self._deadline) if starting else self._deadline + 3
         return self._now - child.moved > patience
+
+    def _someone_fails(self) -> bool:
+        return any(not child.is_well() or self._is_stuck(child) for child in self._children)
+
+    def _start_again(self, on_message: Callable[[Any], None]) -> bool:
+        """Starts those again that were killed and have spare arguments. Returns whether all are well then."""
+        self.listen(on_message, 0)  # the last words of those who have left since
+        for place, child in enumerate(self._children):
+            if child.spares and not child.is_well() and not child.failure:
+                text = f"{self._describe_silent(child)}; it is started again"
+                on_message(Notice(f"{text} (restarts left: {len(child.spares) - 1})"))
+                child.control.close()
+                arguments, *spares = child.spares
+                self._children[place] = self._spawn(child.name, child.entry, arguments, spares)
+                close_connections(arguments)
+        return not self._someone_fails()
 
     def _explain_failure(self, on_message: Callable[[Any], None]) -> Ending:
         begin = self._now = time.monotonic()

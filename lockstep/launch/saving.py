@@ -7,7 +7,9 @@ step in which it was seen.
 
 import math
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,6 +40,7 @@ class Saver:
         self._began = time.monotonic()  # the last save, or the run
         if self._is_first:
             self._room = _like(program.arena.flat, memory)
+            self._copies = program.arena.views_of_all(self._room)
 
     def is_due(self) -> bool:
         """Whether save_minutes have passed; not while one is being written, so that a slow disk is not
@@ -66,10 +69,12 @@ class Saver:
         self.finish()
         if not self._is_first:
             return
-        tensors = {**of_rule, **self._program.arena.copy_state(self._room)}
+        self._began, self._name = time.monotonic(), f"the checkpoint of epoch {epoch} at image {position}"
+        arena = self._program.arena
+        self._room.copy_(arena.flat)
+        tensors = {**of_rule, **arena.copies_outside(), **self._copies}
         place = epoch, position, n_samples, self._program.optimizer.learning_rate
-        state = State.now(*place, list(val_record), self._world.size, self._config)
-        self._name, self._began = state.name, time.monotonic()
+        state = partial(State.now, *place, list(val_record), self._world.size, self._config)
         self._writing = self._thread.submit(self._write, tensors, state)
 
     def finish(self) -> None:
@@ -79,7 +84,7 @@ class Saver:
         seconds = self._config.wait_deadline  # in slices, which a suspended run (Ctrl-Z) loses one of at most
         if not any(wait([self._writing], 1.0).done for _ in range(math.ceil(seconds))):
             raise UserError(
-                f"{self._plan.folder}: the checkpoint {self._name} is not written after {seconds:g} s: "
+                f"{self._plan.folder}: {self._name} is not written after {seconds:g} s: "
                 "the disk is slow or hangs; a longer wait_deadline has more patience"
             )
         self._settle(self._writing)
@@ -88,8 +93,10 @@ class Saver:
         self._writing = None
         self._teller.tell(Saved(str(writing.result())))
 
-    def _write(self, tensors: dict[str, torch.Tensor], state: State) -> Path:
-        path = checkpoint.save(self._plan.folder, tensors, state)
+    def _write(self, tensors: dict[str, torch.Tensor], make_state: Callable[[], State]) -> Path:
+        if not self._room.isfinite().all():
+            raise UserError(f"there are weights that are not finite in {self._name}: lower learning_rate")
+        path = checkpoint.save(self._plan.folder, tensors, make_state())
         if self._config.keep is not None:
             remove_older(path, self._config.keep)
         return path

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -39,20 +39,32 @@ class Feed(ABC):
 
 
 class LoaderFeed(Feed):
-    """A loader process fills the slots: while one is used, the others are being filled or wait full."""
+    """A loader process fills the slots: while one is used, the others are being filled or wait full.
 
-    def __init__(self, pipe: Pipe, ring: Ring, orders: Iterator[Order]) -> None:
-        self._pipe, self._ring, self._orders = pipe, ring, orders
+    pipes: to the loader, and to those that the launcher starts in its place when it dies. Such a one gets the
+    orders again that had not been filled. mean: what the network wants subtracted.
+    """
+
+    def __init__(
+        self,
+        pipes: Sequence[Pipe],
+        ring: Ring,
+        orders: Iterator[Order],
+        mean: tuple[float, ...] | None = None,
+    ) -> None:
+        self._ring, self._orders, self._mean = ring, orders, mean
+        self._pipe, *self._spares = pipes
+        free = zip(range(ring.shape.n_slots), orders, strict=False)
+        self._ordered = deque(Fill(slot, order) for slot, order in free)  # and not filled yet
         self._arrived: deque[Filled] = deque()
-        ring.offer(pipe)
-        for slot in range(ring.shape.n_slots):
-            self._order(slot)
+        self._begin()
 
     def next(self) -> Order:
         while not self._arrived or self._pipe.poll():
-            filled = self._pipe.receive(Filled, "its next minibatch")
-            self._ring.arrived(filled.slot, filled.order)
-            self._arrived.append(filled)
+            try:
+                self._arrive(self._pipe.receive(Filled, "its next minibatch"))
+            except PeerLost as lost:
+                self._replace(lost)
         self._filled = self._arrived.popleft()
         self._ring.await_filled(self._filled.slot)
         return self._filled.order
@@ -66,16 +78,51 @@ class LoaderFeed(Feed):
 
     def close(self) -> None:
         self._ring.let_go()
-        self._pipe.send(Stop())
+        self._send(Stop())
+        for spare in self._spares:  # for a loader that takes the place of one that nobody has missed
+            with suppress(PeerLost):
+                spare.send(Stop())
         with suppress(PeerLost):  # it answers what was ordered, lets go of the ring, and leaves
             while True:
                 self._pipe.receive(object, "to leave")
         self._ring.close()
 
+    def _arrive(self, filled: Filled) -> None:
+        self._ordered.popleft()  # a loader fills them in order
+        self._ring.arrived(filled.slot, filled.order)
+        self._arrived.append(filled)
+
     def _order(self, slot: int) -> None:
         order = next(self._orders, None)
-        if order is not None:
-            self._pipe.send(Fill(slot, order))
+        if order is None:
+            return
+        self._ordered.append(Fill(slot, order))
+        self._send(self._ordered[-1])
+
+    def _send(self, message: Fill | Stop) -> None:
+        """Where the loader has gone, `next` turns to another, after what this one has filled."""
+        try:
+            self._pipe.send(message)
+        except PeerLost:
+            if not self._spares:
+                raise
+
+    def _begin(self) -> None:
+        """Tells a loader all that it needs, and what is on order."""
+        try:
+            self._pipe.send(Subtract(self._mean))
+            self._ring.offer(self._pipe)
+            for fill in self._ordered:
+                self._pipe.send(fill)
+        except PeerLost as lost:
+            self._replace(lost)
+
+    def _replace(self, lost: PeerLost) -> None:
+        """Turns to the loader that is started in the place of one that has gone; raises where none is."""
+        if not self._spares:
+            raise lost
+        self._pipe = self._spares.pop(0)
+        self._begin()
 
 
 class DirectFeed(Feed):
@@ -115,18 +162,17 @@ def open_feed(
     network: Network,
     orders: Iterator[Order],
     say: Callable[[str], object],
-    loader: Pipe | None = None,
+    loaders: Sequence[Pipe] = (),
 ) -> Feed:
     """Wires ring, reader and feed: all that is needed for a network's minibatches to come.
 
-    loader: the process that fills the ring; None: this one does, when it needs a minibatch. dataset: with its
-    own mean or the network's, which is subtracted.
+    loaders: the process that fills the ring, and those in its place if it dies; none: this process does, when
+    it needs a minibatch. dataset: with its own mean or the network's, which is subtracted.
     """
     dataset = subtracting(dataset, network.mean)
-    if loader:
-        loader.send(Subtract(network.mean))
+    if loaders:
         ring = backend.make_ring(config, config.n_slots, network.crop_size, dataset.mean)
-        return LoaderFeed(loader, ring, orders)
+        return LoaderFeed(loaders, ring, orders, network.mean)
     ring = backend.make_ring(config, 1, network.crop_size, dataset.mean)
     filler = backend.fill_directly(ring, Reader(config, dataset, network.crop_size, say))
     return DirectFeed(filler, ring, orders)

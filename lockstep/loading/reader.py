@@ -67,12 +67,15 @@ class Reader:
         if self._pool is None:
             for file, first, out in reads:
                 self._say(f"{order}: reading {file.path}")
-                read_rows(file, first, out)
+                self._fetch(file, first, out)
             return
         wanted = list(reads)  # the GIL is let go of while bytes come
         self._say(f"{order}: reading {', '.join(sorted({file.path for file, _, _ in wanted}))}")
-        for _ in self._pool.map(lambda read: read_rows(*read), wanted):
+        for _ in self._pool.map(lambda read: self._fetch(*read), wanted):
             pass  # raises what a read has raised
+
+    def _fetch(self, file: HklArray, first: int, out: np.ndarray) -> None:
+        read_rows(file, first, out, self._config.read_retries)
 
     def _reads(self, order: Order, images: np.ndarray) -> Iterator[tuple[HklArray, int, np.ndarray]]:
         """File, first row, and where to: long runs of rows in pieces, so that all threads have some."""

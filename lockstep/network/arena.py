@@ -153,12 +153,10 @@ class Arena:
         apart = [self.views(kind, flat) for kind, flat in self.apart.items()]
         return {**self.tensors, **{name: view for each in apart for name, view in each.items()}, **self.local}
 
-    def copy_state(self, room: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The same as copies that stay as they are: of the arena's in `room`, (n,) in host memory."""
-        room.copy_(self.flat)
+    def copies_outside(self) -> dict[str, torch.Tensor]:
+        """What of the state does not lie in `flat`, copied into host memory."""
         outside = {name: value for name, value in self.state().items() if name not in self.tensors}
-        copies = {name: torch.empty_like(value, device="cpu").copy_(value) for name, value in outside.items()}
-        return {**copies, **self.views_of_all(room)}
+        return {name: torch.empty_like(value, device="cpu").copy_(value) for name, value in outside.items()}
 
     def load(self, state: dict[str, torch.Tensor], source: str) -> None:
         """Copies a checkpoint's tensors in.
