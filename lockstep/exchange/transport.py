@@ -123,6 +123,14 @@ class Transport(ABC):
         for span in spans:
             self.all_gather(span, barrier)
 
+    def sum_early(self, spans: Sequence[Span], op: Op) -> Callable[[int], None] | None:
+        """Where sums take long, and processors: what to call with the number of a span that is full.
+
+        Its sum then begins at once, and a later `reduce` from this transport finds it done. To be called for
+        all spans, in each step, before that. None: it can't. All ranks call it at once.
+        """
+        return None
+
     def open_marks(self, number: int) -> None:
         """Where it `overlaps`: makes marks, numbered from 0. All ranks call it at once."""
         raise NotImplementedError

@@ -34,7 +34,7 @@ class Everyone:
     """All trainers. group: those of this host. network: to the others, None where this is the only host."""
 
     def __init__(self, group: Group, network: Network | None) -> None:
-        self._group, self._network = group, network
+        self._group, self.network = group, network
         self.world: World = group.everywhere
 
     @classmethod
@@ -47,7 +47,7 @@ class Everyone:
     def meeting(self, name: str, stop: bool, sums: Sums | None, say: Callable[[str], None]) -> Meeting:
         """The end of a step. sums: of this trainer; in a step in which one has some, all have."""
         of_meeting = self._group, name, (stop, sums), say
-        return _MeetingOfHosts(self._network, *of_meeting) if self._network else Meeting(*of_meeting)
+        return _MeetingOfHosts(self.network, *of_meeting) if self.network else Meeting(*of_meeting)
 
     def told(self, meeting: Meeting) -> tuple[bool, list[Sums]]:
         """After a step: whether somebody wants to stop, and the sums of all trainers, or of all hosts.
@@ -56,38 +56,38 @@ class Everyone:
         """
         if meeting.all_payloads is None:
             return False, []
-        if self._network is None:
+        if self.network is None:
             stops, all_sums = zip(*meeting.all_payloads, strict=True)
             return any(stops), list(all_sums)
-        return any(row[0] for row in self._network.rows), [row[1:] for row in self._network.rows]
+        return any(row[0] for row in self.network.rows), [row[1:] for row in self.network.rows]
 
     def over_hosts(self, transport: Transport, flat: torch.Tensor) -> Transport:
         """One that reaches all hosts, of one that reaches this one. flat: this trainer's block, (n,)."""
-        return OverHosts(transport, flat, self._network) if self._network else transport
+        return OverHosts(transport, flat, self.network) if self.network else transport
 
     def begin_step(self, order: Order) -> None:
         """Before the backward pass of a step's first minibatch."""
-        if self._network:
-            self._network.begin_step(order.epoch, order.start)
+        if self.network:
+            self.network.begin_step(order.epoch, order.start)
 
     def any(self, point: str, wish: bool) -> bool:
         """Whether one of all trainers has the wish. Raises PeerProblem naming who has not come."""
         ours = any(self._group.all_gather(point, wish))
-        return any(wish for (wish,) in self._network.gather_row([float(ours)])) if self._network else ours
+        return any(wish for (wish,) in self.network.gather_row([float(ours)])) if self.network else ours
 
     def sums(self, point: str, row: Row) -> Row:
         """Of all trainers' rows. Raises as `any` does."""
         ours = _added(self._group.all_gather(point, row))
-        return _added(self._network.gather_row(ours)) if self._network else ours
+        return _added(self.network.gather_row(ours)) if self.network else ours
 
     @property
     def alike(self) -> Callable[[str, str], None] | None:
         """Of the digest of a replica, and when it is taken: raises RuntimeError where hosts differ in it."""
-        return self._compare if self._network else None
+        return self._compare if self.network else None
 
     def _compare(self, digest: str, when: str) -> None:
-        assert self._network
-        found = self._network.gather(torch.tensor(list(digest.encode()), dtype=torch.uint8))
+        assert self.network
+        found = self.network.gather(torch.tensor(list(digest.encode()), dtype=torch.uint8))
         for host, theirs in enumerate(found):
             if not torch.equal(theirs, found[0]):
                 raise RuntimeError(f"replicas differ at {when}: host {host} has not what host 0 has")

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.backends.devices import on_gpus
 from lockstep.comm.group import World
 from lockstep.comm.pipes import START_SECONDS
 from lockstep.config import Config
 from lockstep.data.randomness import Purpose, seed_of
 from lockstep.errors import DeadlinePassed, PeerLost, UserError
+from lockstep.hosts.early import EarlySums
 from lockstep.hosts.riders import Row
 from lockstep.hosts.sums import AllReduce, Connected, Rounded, Tree, Way
 from lockstep.hosts.wire import BFloat16, Int8, Wire
@@ -31,7 +33,8 @@ class Network:
     """A trainer's way to its likes. world: its place among all trainers. device: of what it sums.
 
     name: for people. rider: numbers that go with the next `sum`. rows: all hosts', of the last one that had a
-    rider. n_bytes: that this trainer has sent in sums and rows of factors, by way of calculation.
+    rider. early: sums in another thread, while there is a backward pass. n_bytes: that this trainer has sent
+    in sums and rows of factors, by way of calculation.
     """
 
     def __init__(
@@ -39,13 +42,14 @@ class Network:
     ) -> None:
         self.world, self.name, self._group, self._seed = world, name, group, config.seed
         self._deadline, self._device = config.wait_deadline, device
-        self._stages = _is_gpu(device) and name == "gloo"
+        self._stages = on_gpus([device]) and name == "gloo"
         others = [str(host) for host in range(world.n_hosts) if host != world.host]
         self.peer = f"trainer {world.local_rank} of host {' or '.join(others)}"
         place = group, self.wait, world.host, world.n_hosts
         self._exact: Way = Tree(*place) if config.parts is not None else AllReduce(*place)
         here = torch.device("cpu") if self._stages else device
         self._rounded = Rounded(*place, WIRES[config.wire](), here) if config.wire in WIRES else None
+        self.early: EarlySums | None = None
         self.rider: Row | None = None
         self.rows: list[Row] = []
         self.n_bytes = 0
@@ -166,13 +170,9 @@ def _takes_nccl(config: Config, device: torch.device) -> bool:
     """Raises UserError where NCCL is asked for and can't be had."""
     from torch.distributed import is_nccl_available
 
-    if config.network == "nccl" and not (_is_gpu(device) and is_nccl_available()):
+    if config.network == "nccl" and not (on_gpus([device]) and is_nccl_available()):
         raise UserError("network: nccl is for GPUs, and in torch for these: set gloo or auto")
     if config.network == "nccl" and config.parts is not None:
         raise UserError("network: parts are added along a tree, which is done by gloo: set gloo or auto")
-    wanted = config.network == "nccl" or (_is_gpu(device) and is_nccl_available())
+    wanted = config.network == "nccl" or (on_gpus([device]) and is_nccl_available())
     return wanted and config.network != "gloo" and config.parts is None
-
-
-def _is_gpu(device: torch.device) -> bool:
-    return torch.empty(0, device=device).is_cuda

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import Config
+from lockstep.data.dataset import Dataset
 from lockstep.errors import PeerProblem, UserError
-from lockstep.hosts import folders, torchrun
+from lockstep.hosts import agreement, folders, torchrun
 from lockstep.hosts.life import Life
 from lockstep.hosts.meeting import HostFailed, Meeting, meet
 from lockstep.interrupts import Interrupts
@@ -34,6 +35,9 @@ class Alone:
     def bring_checkpoint(self, config: Config) -> list[str]:
         """Where a run is resumed: has the newest checkpoint come here from whoever has it. Lines about it."""
         return []
+
+    def agree(self, config: Config, dataset: Dataset) -> None:
+        """Raises UserError on all hosts where they differ in what has to be alike."""
 
     def open_run(self, config: Config, n_train: int) -> Run:
         """As runfolder.open_run does; where the folder is another host's, it is that host's run."""
@@ -71,6 +75,9 @@ class Together(Alone):
         if config.resume_train:
             notices.append(folders.bring_newest(self.meeting, config, shared))
         return list(filter(None, notices))
+
+    def agree(self, config: Config, dataset: Dataset) -> None:
+        agreement.agree(self.meeting, agreement.facts_of(config, dataset), self._deadline)
 
     def open_run(self, config: Config, n_train: int) -> Run:
         run = super().open_run(config, n_train) if self.writes else None

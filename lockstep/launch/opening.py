@@ -27,4 +27,5 @@ def open_all(words: Words, models: Path, others: Alone) -> tuple[Config, Dataset
         check_content(dataset)
     if config.tensorboard:
         scalars.check_installed()
+    others.agree(config, dataset)
     return config, dataset, others.open_run(config, len(dataset.train))
