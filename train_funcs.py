@@ -44,7 +44,7 @@ def run_trainer(
 ) -> bool:
     """The process of a trainer, `world.rank`. Returns whether it stopped early because the launcher asked."""
     group = Group.connected(world, peers, plan.config.wait_deadline)
-    pipe = Pipe(loader, f"loader {world.rank}", plan.config.wait_deadline) if loader else None
+    pipe = Pipe(loader, f"loader {world.local_rank}", plan.config.wait_deadline) if loader else None
     board.say("opening the dataset and building the network")
     with computing(plan.config, world, board):
         trainer = Trainer(plan, group, pipe, control, board)
