@@ -28,12 +28,12 @@ def run_loader(
     world: World,
     config: Config,
 ) -> None:
-    """The loader process of trainer `world.rank`: serves its trainer until that says Stop."""
+    """The loader process of this host's trainer `world.local_rank`: serves it until it says Stop."""
     os.environ["OMP_NUM_THREADS"] = "1"  # for torch, where it is needed: loaders are the parallelism
     board.say("opening the dataset")
     dataset = open_dataset(config)
     backend = loaders_backend(config, config.devices[world.local_rank])
-    trainer = Pipe(connection, f"trainer {world.rank}", config.wait_deadline)
+    trainer = Pipe(connection, f"trainer {world.local_rank}", config.wait_deadline)
     first = trainer.receive(object, "the network's mean")
     if isinstance(first, Stop):  # started in the place of a loader that nobody needed any more
         return

@@ -67,6 +67,7 @@ class Running:
     process: "subprocess.Popen[str]"
     run_folder: Path
     output_file: Path
+    log: str = "log.jsonl"
 
     def wait(self, seconds: float = 60) -> int:
         """The exit code. seconds: as all limits, on an idle machine."""
@@ -80,7 +81,7 @@ class Running:
 
     def pids(self) -> dict[str, int]:
         """The process numbers of trainers and loaders, once the launcher has logged them."""
-        log = self.run_folder / "log.jsonl"
+        log = self.run_folder / self.log
         wait_until(lambda: log.exists() and "started" in log.read_text(), "the processes to be started")
         events = [json.loads(line) for line in log.read_text().splitlines()]
         started = [event for event in events if event["event"] == "started"][-1]

@@ -18,10 +18,12 @@ from lockstep.config.rules import settle
 from lockstep.hosts.store import Store
 from lockstep.launch.ranks import DEADLINE, run_ranks
 from lockstep.launch.status import StatusBoard
+from lockstep.network import gradients
 from lockstep.runs.plan import Plan
 from train_funcs import Trainer
 
 LOCAL = "127.0.0.1"
+_BUCKET = 1 << 22  # elements, the usual
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,10 @@ def train_rank(
     double: bool,
     start: Path | None,
     stopped: bool,
+    bucket: int,
 ) -> tuple[Tensors, list[str]]:
-    """Trains to the end. The arena's tensors, and what a host's trainer 0 has told, by kind."""
+    """Trains to the end. The arena's tensors, and what a host's trainer 0 has told. bucket: its elements."""
+    gradients._BUCKET = bucket
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64 if double else torch.float32)
     group = make_group(rank, pipes, config.hosts)
@@ -75,6 +79,8 @@ def train_rank(
     trainer = Trainer(plan, group, None, Pipe(ours, "the launcher", DEADLINE), StatusBoard.create())
     if stopped and rank == len(pipes):
         launcher.send(Stop())
+    early = trainer.everyone.network.early if trainer.everyone.network else None
+    assert early is None or (early.n_early > 0) == (bucket < _BUCKET)
     assert trainer.run() == stopped
     trainer.close()
     told = []
@@ -93,6 +99,7 @@ def train(
     start: Path | None = None,
     stopped: bool = False,
     told: list[Any] | None = None,
+    bucket: int = _BUCKET,
     **values: Any,
 ) -> Tensors:
     """The last checkpoint, which all hosts write alike. 8 pictures a step. told: gets host 0's words."""
@@ -102,7 +109,7 @@ def train(
     )
     config, _ = settle(make_config(devices=["cpu"] * n_local, **{**fixed, **of_hosts, **values}))
     _store, here = serve()
-    arguments = config, place, here, double, start, stopped
+    arguments = config, place, here, double, start, stopped, bucket
     first, *others = run_ranks(train_rank, n_hosts * n_local, *arguments)
     for other, _ in others:
         assert all(first[0][name].tobytes() == other[name].tobytes() for name in other)

@@ -35,6 +35,20 @@ def test_hosts_are_as_exact_as_trainers_of_one(data: Path, tmp_path: Path, value
     assert relative_difference(two, one) <= 1e-12
 
 
+@pytest.mark.parametrize("places", [(2, 2), (2, 1)], ids=["2x2", "2x1"])
+@pytest.mark.parametrize("factors", [False, True], ids=["gradients", "factors"])
+def test_sums_that_begin_early_have_the_same_bits(
+    data: Path, tmp_path: Path, places: tuple[int, int], factors: bool
+) -> None:
+    """Several buckets; in the last step of an epoch, of one picture, trainers have none."""
+    keys = {**SMOOTH, **FACTORS, "factors": factors, "minibatch": 4, "n_epochs": 1, "bucket": 1 << 13}
+    early = over_hosts.train(*places, data, tmp_path / "early", **keys)
+    late = over_hosts.train(*places, data, tmp_path / "late", **keys, overlap=False)
+    assert_same(early, late)
+    one = on_one(2, data, tmp_path / "one", **{k: keys[k] for k in keys if k != "bucket"})
+    assert relative_difference(early, one) <= 1e-12
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "accumulated adamw": {"optimizer": "adamw", "clip_norm": 0.5, "accumulate": 3},
     "factors": {**FACTORS, "minibatch": 4, "optimizer": "adamw"},

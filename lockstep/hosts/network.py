@@ -17,6 +17,7 @@ from lockstep.comm.pipes import START_SECONDS
 from lockstep.config import Config
 from lockstep.data.randomness import Purpose, seed_of
 from lockstep.errors import DeadlinePassed, PeerLost, UserError
+from lockstep.hosts.early import EarlySums
 from lockstep.hosts.riders import Row
 from lockstep.hosts.sums import AllReduce, Connected, Rounded, Tree, Way
 from lockstep.hosts.wire import BFloat16, Int8, Wire
@@ -32,7 +33,8 @@ class Network:
     """A trainer's way to its likes. world: its place among all trainers. device: of what it sums.
 
     name: for people. rider: numbers that go with the next `sum`. rows: all hosts', of the last one that had a
-    rider. n_bytes: that this trainer has sent in sums and rows of factors, by way of calculation.
+    rider. early: sums in another thread, while there is a backward pass. n_bytes: that this trainer has sent
+    in sums and rows of factors, by way of calculation.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Network:
         self._exact: Way = Tree(*place) if config.parts is not None else AllReduce(*place)
         here = torch.device("cpu") if self._stages else device
         self._rounded = Rounded(*place, WIRES[config.wire](), here) if config.wire in WIRES else None
+        self.early: EarlySums | None = None
         self.rider: Row | None = None
         self.rows: list[Row] = []
         self.n_bytes = 0

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lockstep.exchange import Op, Span
+from lockstep.exchange.host import HostTransport
 from lockstep.exchange.transport import Barrier, Collective, Transport
+from lockstep.hosts.early import EarlySums
 from lockstep.hosts.network import Network
 from lockstep.memory import Block
 
@@ -24,9 +26,10 @@ class OverHosts(Transport):
         self._inside = inside
         super().__init__(inside.group, inside.n_elements)
         self._flat, self._network, self._rounds = flat, network, rounds
-        self.n_hosts, self.host = network.world.n_hosts, network.world.host
-        self.name = f"{inside.name} in {self.n_hosts} hosts, {network.name} between them"
+        self._n_hosts, self._host = network.world.n_hosts, network.world.host
+        self.name = f"{inside.name} in {self._n_hosts} hosts, {network.name} between them"
         self.chunk = inside.chunk
+        self._early: EarlySums | None = None
 
     def within(self) -> Transport:
         return self._inside
@@ -37,6 +40,7 @@ class OverHosts(Transport):
 
     def reduce_scatter(self, span: Span, op: Op = "mean", barrier: Barrier | None = None) -> None:
         self._inside.reduce_scatter(span, op, barrier)
+        self._clock("exchange")
         self._sum([span], op)
 
     def all_gather(self, span: Span, barrier: Barrier | None = None) -> None:
@@ -52,11 +56,22 @@ class OverHosts(Transport):
     ) -> None:
         """All of it: the sums of this rank's shards are there when it ends."""
         assert isinstance(others, OverHosts)
-        self._inside.reduce(others._inside, spans, op, barrier)
-        for span in spans:
-            for piece in self.pieces(span):
-                others._inside.fold(piece, op)
-        others._sum(spans, op)
+        self._wait_for_early_sums()
+        left = spans[others._early.n_early :] if others._early else spans
+        self._inside.reduce(others._inside, left, op, barrier)
+        others._fold_and_sum(left, op)
+
+    def sum_early(self, spans: Sequence[Span], op: Op) -> Callable[[int], None] | None:
+        """All but the last, with which this step's small words ride, that are known when backward is over."""
+        if not isinstance(self._inside, HostTransport):
+            return None
+
+        def work(number: int) -> None:
+            self.group.barrier(f"gradients {number} are there")
+            self._fold_and_sum([spans[number]], op)
+
+        self._early = self._network.early = EarlySums(work, len(spans) - 1)
+        return self._early.mark
 
     def spread(self, span: Span) -> None:
         self._inside.spread(span)
@@ -68,10 +83,10 @@ class OverHosts(Transport):
         self._inside.exchange_rows(barrier)
 
     def exchange_rows_of_hosts(self, barrier: Barrier | None = None) -> None:
-        row = self._flat.view(self.group.world.size, self.n_hosts, -1)[self.group.world.rank]
-        self._clock("exchange")
-        for host, theirs in enumerate(self._network.gather(row[self.host])):
-            if host != self.host:
+        row = self._flat.view(self.group.world.size, self._n_hosts, -1)[self.group.world.rank]
+        self._wait_for_early_sums()
+        for host, theirs in enumerate(self._network.gather(row[self._host])):
+            if host != self._host:
                 row[host].copy_(theirs)
         self._inside.exchange_rows(barrier)
 
@@ -79,6 +94,8 @@ class OverHosts(Transport):
         return OverHosts(self._inside.another(block, flat), flat, self._network, rounds=True)
 
     def close(self) -> None:
+        if self._early:
+            self._early.close()
         self._inside.close()
 
     @property
@@ -89,15 +106,27 @@ class OverHosts(Transport):
     def clock(self, clock: Callable[[str], None]) -> None:
         self._clock = self._inside.clock = clock
 
-    def _sum(self, spans: Sequence[Span], op: Op) -> None:
-        """Of this rank's shards."""
-        assert op in ("mean", "sum", "pairwise")
+    def _wait_for_early_sums(self) -> None:
+        """They use the network, and the pipes inside this host: nobody else may meanwhile."""
         self._clock("exchange")
+        if self._network.early:
+            self._network.early.finish()
+
+    def _fold_and_sum(self, spans: Sequence[Span], op: Op) -> None:
+        """Of this rank's shards, when all of this host's are there."""
+        for span in spans:
+            for piece in self.pieces(span):
+                self._inside.fold(piece, op)
+        self._sum(spans, op)
+
+    def _sum(self, spans: Sequence[Span], op: Op) -> None:
+        """Over the network, what is folded inside this host."""
+        assert op in ("mean", "sum", "pairwise")
         shards = [self._flat[slice(*self.shard(span))] for span in spans]
         self._network.sum(shards, self._rounds)
         if op == "mean":
             for shard in shards:
-                shard.div_(self.n_hosts)
+                shard.div_(self._n_hosts)
 
     def offer(self, collective: Collective) -> None:
         self._inside.offer(collective)

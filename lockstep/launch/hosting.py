@@ -103,7 +103,7 @@ class Together(Alone):
 
     def conclude(self, ending: Ending) -> Ending:
         failed = self._word_of_another() if ending.awaited else None
-        if ending.message and failed is None and not ending.awaited.startswith("host "):
+        if ending.message and failed is None and not ending.message.startswith("host "):
             ending = dataclasses.replace(ending, message=f"host {self.host}: {ending.message}")
         if failed is None:
             self.tell(ending.code, ending.message)

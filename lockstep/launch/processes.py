@@ -244,7 +244,7 @@ class Processes:
             self.listen(on_message, 0.1)
         self.listen(on_message, 0)  # the last words of those who left since
         culprit, waiter = self._follow(min(self._children, key=self._innocence))
-        if waiter and waiter.failure:
+        if waiter and waiter.failure and culprit.failure is None:
             text = f"{self._describe_silent(culprit)}; {waiter.name} {waiter.failure.text}"
             return Ending(1, text, lost=culprit.name)
         if culprit.failure is None:

@@ -41,6 +41,8 @@ class Gradients(Rule):
         if config.overlap and transport.overlaps and not config.parts:
             self._transport.open_marks(len(self._buckets))
             self._gradients.when_full = self._transport.mark
+        elif config.overlap and not config.parts and config.accumulate == 1:  # each bucket is full but once
+            self._gradients.when_full = self._transport.sum_early(self._in_block(self._buckets), self._op)
         self._factors = _Factors(factors, transport) if factors else None
         if config.factors:
             names = ", ".join(layer.name for layer in factors.layers) if factors else ""
@@ -55,7 +57,7 @@ class Gradients(Rule):
         if self._factors:
             self._factors.exchange(meeting)
         self._weights.reduce(self._transport, self._in_block(self._buckets), self._op, meeting.barrier)
-        made = self._fold_beside() if self._gradients.when_full else set()
+        made = self._fold_beside() if self._transport.overlaps and self._gradients.when_full else set()
         if self._norms:
             made |= self._make(self._pieces, made)
             self._norms.exchange(meeting)

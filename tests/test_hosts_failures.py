@@ -1,0 +1,149 @@
+"""Whoever dies or stands still on any host, all hosts end soon and say which host, who, how and at what."""
+
+import os
+import signal
+import time
+
+import pytest
+from conftest import Program, Running, wait_until
+from limits import limit
+from two_hosts import end_well, remove, start, tensors_of
+
+FOREVER = ("n_epochs=100000", "snapshot_freq=1")
+POINTS = {
+    "the start": None,
+    "a step": "step 2/3",
+    "the save": "saved",
+}
+
+
+def assert_all_ended(running: list[Running], since: float, code: int, seconds: float) -> list[str]:
+    """Checks exit codes, time (on an idle machine), leftovers; returns the last lines."""
+    texts = []
+    for each in running:
+        assert each.wait(seconds) == code, all_said(running)
+        each.assert_nothing_left()
+        assert each.last_line().startswith("lockstep: "), each.output()
+        assert each.output().count("lockstep: ") == 1, each.output()
+        texts.append(each.last_line())
+    assert time.monotonic() - since < limit(seconds)
+    return texts
+
+
+def all_said(running: list[Running]) -> str:
+    return "\n".join(each.output() for each in running)
+
+
+def reach(running: list[Running], point: str | None) -> dict[str, int]:
+    """Waits until they are there. The pids of host 1, the launcher's too."""
+    pids = {"launcher": running[1].process.pid, **running[1].pids()}
+    if point:
+        running[0].wait_for_text(point)
+    return pids
+
+
+@pytest.mark.parametrize(
+    ("point", "victim"),
+    [
+        ("a step", "trainer 1"),
+        *(
+            pytest.param(point, victim, marks=pytest.mark.slow)
+            for point, victim in (
+                ("the start", "trainer 0"),
+                ("a step", "loader 0"),
+                ("the save", "trainer 0"),
+            )
+        ),
+    ],
+)
+def test_a_killed_process_of_another_host_is_named_by_all(program: Program, point: str, victim: str) -> None:
+    running = start(program, *FOREVER)
+    pids = reach(running, POINTS[point])
+    since = time.monotonic()
+    os.kill(pids[victim], signal.SIGKILL)
+    for line in assert_all_ended(running, since, 1, 10):
+        assert line.startswith(f"lockstep: host 1: {victim} (pid {pids[victim]}) was killed by SIGKILL"), (
+            all_said(running)
+        )
+        assert " at: " in line
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_launcher_is_missed_by_the_other_host(program: Program, victim: int) -> None:
+    running = start(program, *FOREVER)
+    reach(running, "step 2/3")
+    since = time.monotonic()
+    running[victim].process.kill()
+    assert running[1 - victim].wait(10) == 1, running[1 - victim].output()
+    line = running[1 - victim].last_line()
+    assert line.startswith(f"lockstep: host {victim}: its launcher "), line
+    assert " was at: " in line
+    assert time.monotonic() - since < limit(10)
+    for each in running:
+        each.assert_nothing_left()
+    assert f"the launcher (pid {running[victim].process.pid}) died" in running[victim].last_line()
+
+
+def test_a_process_that_stands_still_is_named_by_all(program: Program) -> None:
+    deadline = round(limit(6))
+    running = start(program, *FOREVER, f"wait_deadline={deadline}")
+    pids = reach(running, "step 2/3")
+    since = time.monotonic()
+    os.kill(pids["trainer 1"], signal.SIGSTOP)
+    for line in assert_all_ended(running, since, 1, 30):
+        assert line.startswith(f"lockstep: host 1: trainer 1 (pid {pids['trainer 1']}) has stood still"), (
+            all_said(running)
+        )
+
+
+def test_a_host_may_come_back_without_its_folder_and_with_another_number(program: Program) -> None:
+    words = ("snapshot_freq=1", "resume_train=auto")
+    unbroken = start(program, "n_epochs=3", *words, folders=("c", "d"))
+    end_well(unbroken)
+    end_well(start(program, "n_epochs=2", *words))
+    remove(program.place / "a" / "run")
+    again = start(program, "n_epochs=3", *words, folders=("b", "a"))
+    end_well(again)
+    assert "host 0 has the newest checkpoint, epoch_0002, and has sent it to host 1" in again[1].output()
+    assert (program.place / "a" / "run" / "host1.jsonl").exists()
+    for each in again:
+        assert tensors_of(each)["epoch_0003.safetensors"] == tensors_of(unbroken[0])["epoch_0003.safetensors"]
+
+
+@pytest.mark.slow
+def test_a_launcher_that_stands_still_is_missed(program: Program) -> None:
+    running = start(program, *FOREVER, f"wait_deadline={round(limit(6))}")
+    reach(running, "step 2/3")
+    os.kill(running[1].process.pid, signal.SIGSTOP)
+    assert running[0].wait(30) == 1
+    assert running[0].last_line().startswith("lockstep: host 1: its launcher has given no sign of life for ")
+    os.kill(running[1].process.pid, signal.SIGCONT)
+    assert running[1].wait(30) == 1
+    assert running[1].last_line().startswith("lockstep: host ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_host_that_is_asked_to_stop_stops_all_in_good_order(program: Program, asked: int) -> None:
+    running = start(program, *FOREVER)
+    reach(running, "step 2/3")
+    since = time.monotonic()
+    running[asked].process.send_signal(signal.SIGTERM)
+    for line in assert_all_ended(running, since, 143, 20):
+        assert line.startswith("lockstep: stopped as asked; saved")
+    wait_until(lambda: tensors_of(running[0]).keys() == tensors_of(running[1]).keys(), "equal checkpoints")
+
+
+@pytest.mark.slow
+def test_hosts_that_share_a_folder_write_it_once(program: Program) -> None:
+    words = ("snapshot_freq=1", "resume_train=auto")
+    for n_epochs in (1, 2):
+        running = start(program, f"n_epochs={n_epochs}", *words, folders=("shared", "shared"))
+        end_well(running)
+    assert "weights_dir is host 0's, which writes there alone" in running[1].output()
+    assert {path.name for path in running[0].run_folder.iterdir()} >= {
+        "log.jsonl",
+        "host1.jsonl",
+        "config.yaml",
+    }
+    assert list(tensors_of(running[0])) and "going on from" in running[1].output()
