@@ -1,4 +1,4 @@
-"""How launchers of several hosts come together: late, twice, never, among strangers; and what listens where."""
+"""How launchers of several hosts come together: late, twice, never, among strangers; what listens where."""
 
 import os
 import socket
