@@ -70,13 +70,14 @@ def train_rank(
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64 if double else torch.float32)
     group = make_group(rank, pipes, config.hosts)
-    ours, launcher = multiprocessing.Pipe()
+    ours, theirs = multiprocessing.Pipe()
+    launcher = Pipe(theirs, "the trainer", DEADLINE)
     folder = place / f"host{group.everywhere.host}"
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     if start:
         start = folder / "checkpoints" / start.name
     plan = Plan(config, folder, start, here if config.hosts > 1 else None)
-    trainer = Trainer(plan, group, None, Pipe(ours, "the launcher", DEADLINE), StatusBoard.create())
+    trainer = Trainer(plan, group, (), Pipe(ours, "the launcher", DEADLINE), StatusBoard.create())
     if stopped and rank == len(pipes):
         launcher.send(Stop())
     early = trainer.everyone.network.early if trainer.everyone.network else None
@@ -85,7 +86,7 @@ def train_rank(
     trainer.close()
     told = []
     while launcher.poll():
-        told.append(launcher.recv())
+        told.append(launcher.receive(object, "what it tells"))
     arena = trainer.program.arena.tensors
     return {name: tensor.numpy().copy() for name, tensor in arena.items()}, told
 
