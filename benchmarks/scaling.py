@@ -2,8 +2,8 @@
 
 A step is forward and backward of every stage of a network, the optimizer's update, and what devices send each
 other. In a reduce-scatter and an all-gather each device sends and receives 2 (n - 1) / n of the bytes, over a
-link that does one thing at a time. What is left out: devices that are slower than others in one step or
-another, several hosts' switches, loading.
+link that does one thing at a time. Hosts do the same with what their own devices have summed. What is left
+out: devices that are slower than others in one step or another, several hosts' switches, loading.
 """
 
 import math
@@ -58,6 +58,44 @@ def step_beneath(stages: list[Stage], update: float, link: Link, n: int, paramet
         now += stage.backward
         free = max(free, now) + link.seconds(parameter_bytes * stage.n_parameters, n)
     return max(now, free) + update
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How a number travels between hosts. seconds_per_element: to pack and unpack it, on a host."""
+
+    name: str
+    bytes_per_element: float
+    seconds_per_element: float = 0.0
+
+
+@dataclass(frozen=True)
+class FullLayer:
+    """A fully connected layer, whose gradient is the product of an (m, rows) and a (rows, n) matrix."""
+
+    m: int
+    n: int
+
+    def has_short_factors(self, rows: int, n_hosts: int) -> bool:
+        """Whether its rows are fewer numbers to send than its gradient; rows: of a host's minibatch."""
+        return rows * (self.m + self.n) < 2 * self.m * self.n / n_hosts
+
+
+def sum_of_hosts(link: Link, n_hosts: int, n_parameters: int, wire: Wire) -> float:
+    """Seconds in which hosts sum a gradient. link: a host's, which its devices share."""
+    packing = wire.seconds_per_element * n_parameters
+    return link.seconds(wire.bytes_per_element * n_parameters, n_hosts) + packing
+
+
+def factors_of_hosts(
+    link: Link, n_hosts: int, n_parameters: int, layers: list[FullLayer], rows: int, wire: Wire
+) -> float:
+    """Seconds in which hosts gather the rows of `layers` where those are shorter, and sum what is left."""
+    short = [layer for layer in layers if layer.has_short_factors(rows, n_hosts)]
+    n_rest = n_parameters - sum(layer.m * layer.n for layer in short)
+    n_bytes = 4 * rows * sum(layer.m + layer.n for layer in short)
+    gathering = (n_hosts - 1) * (n_bytes / link.bytes_per_second + link.seconds_per_hop)
+    return sum_of_hosts(link, n_hosts, n_rest, wire) + (gathering if short else 0.0)
 
 
 def speed_up(step: float, lone: float, n: int) -> float:

@@ -4,7 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.scaling import Link, Stage, lone_step, speed_up, step_after, step_beneath
+from benchmarks.scaling import (
+    FullLayer,
+    Link,
+    Stage,
+    Wire,
+    factors_of_hosts,
+    lone_step,
+    speed_up,
+    step_after,
+    step_beneath,
+    sum_of_hosts,
+)
 from benchmarks.simulate import GPU_BATCH, gpu_curves, gpu_stages
 
 seconds = st.floats(1e-6, 1.0)
@@ -35,6 +46,16 @@ def test_overlap_saves_time_and_nothing_is_faster_than_n_times(
     after = step_after(stages, update, link, n, parameter_bytes)
     assert lone <= beneath * (1 + 1e-9) and beneath <= after * (1 + 1e-9)
     assert 0 < speed_up(after, lone, n) <= n * (1 + 1e-9)
+
+
+def test_hosts_send_sums_or_rows() -> None:
+    link, wire = Link("one byte a second", 1.0, 0.25, ""), Wire("two bytes", 2.0, 0.5)
+    assert sum_of_hosts(link, 2, 40, wire) == 2 * 0.5 * 80 + 2 * 0.25 + 0.5 * 40
+    layer = FullLayer(10, 20)
+    assert layer.has_short_factors(6, 2) and not layer.has_short_factors(7, 2)
+    assert factors_of_hosts(link, 2, 240, [layer], 7, wire) == sum_of_hosts(link, 2, 240, wire)
+    rows = 4 * 6 * (10 + 20) + 0.25
+    assert factors_of_hosts(link, 2, 240, [layer], 6, wire) == sum_of_hosts(link, 2, 40, wire) + rows
 
 
 def test_gpus_take_the_rooflines_seconds() -> None:
