@@ -30,7 +30,7 @@ class Storage(Variable):
     __slots__ = ("cell", "copies", "device", "program", "version")
 
     def __init__(self, device: Device, layout: Layout | None, name: str = "", program: Any = None) -> None:
-        super().__init__(name)
+        Variable.__init__(self, name)
         self.device, self.program, self.version = device, program, 0
         self.cell = Cell(layout)
         self.copies: dict[Any, tuple[int, Array]] = {}
@@ -40,6 +40,7 @@ class Array(torch.Tensor):
     """A torch.Tensor whose value comes later. Shape and dtype are known at once; reading it waits."""
 
     memory: Storage
+    record: Callable[..., Any]  # recording.py's, which knows arrays; an import in each operation costs 1 us
     __torch_function__: Any = private.no_torch_function
 
     @staticmethod
@@ -56,9 +57,7 @@ class Array(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        from lockstep.flow.recording import record
-
-        return record(function, args, kwargs or {})
+        return cls.record(function, args, kwargs or {})
 
     @property
     def place(self) -> Device:

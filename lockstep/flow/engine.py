@@ -12,7 +12,7 @@ from lockstep.errors import UserError
 from lockstep.flow import trace
 from lockstep.flow.devices import Device
 from lockstep.flow.hazards import Uses, order
-from lockstep.flow.lanes import GRAPH, HERE, Failure, Lane, Operation
+from lockstep.flow.lanes import GRAPH, HERE, LISTEN, Failure, Lane, Operation
 
 _OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 _numbers = itertools.count()  # program order, of all engines together
@@ -130,6 +130,8 @@ class Engine:
         for used in (*reads, *writes):
             if not isinstance(used, Uses):
                 raise UserError(f"push: {used!r} is not a variable: engine.variable(name) makes them")
+        if device is not None and not isinstance(device, Device):
+            raise UserError(f"push: {device!r} is not a device: flow.cpus(n) and flow.cuda(i) make them")
         place = self.lane(self.devices[0] if device is None else device, lane)
         return self.submit(self.operation(function, place, name or "operation"), reads, writes, (), after)
 
@@ -255,7 +257,7 @@ class Engine:
         self._n_waiting += 1
         try:
             while not (condition() or self.closed):
-                self._changed.wait()
+                self._changed.wait(LISTEN)
         finally:
             self._n_waiting -= 1
 

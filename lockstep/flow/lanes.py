@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from lockstep.flow.devices import Device, Event
 
 GRAPH = threading.Lock()
+# Seconds of one wait, of which there are as many as it takes: Python's handler of a signal that came just
+# before, or to another thread, runs between two of them.
+LISTEN = 0.2
 
 
 class _Here(threading.local):
@@ -109,21 +112,27 @@ class Operation:
             if self.done:
                 return
             self._waiters = [*(self._waiters or ()), mine]
-        mine.acquire()  # without a deadline, but a signal's handler runs and may raise
+        while not mine.acquire(timeout=LISTEN):
+            pass  # a signal's handler runs and may raise
 
     def link(self, needs: list["Operation"], follows: list["Operation"]) -> None:
         """Makes it wait for those that have not finished. Holds GRAPH."""
+        after: list[Operation] = []
         for before in needs:
+            if before.lane.asynchronous and awaits(self, before):
+                after.append(before)
             if not before.done:
                 before._needed_by.append(self)
                 self._missing += 1
             elif before.failure is not None:
                 self._inherit(before.failure)
         for before in follows:
+            if before.lane.asynchronous and awaits(self, before):
+                after.append(before)
             if not before.done:
                 before._followed_by.append(self)
                 self._missing += 1
-        self._awaits = [b for b in (*needs, *follows) if b.lane.asynchronous and awaits(self, b)]
+        self._awaits = after
 
     def _inherit(self, failure: Failure) -> None:
         """Of several the first in program order, whatever failed first."""
@@ -256,7 +265,8 @@ class Lane:
             self._closing = True
             self._ready.notify_all()
         for worker in self._workers:
-            worker.join()
+            while worker.is_alive():
+                worker.join(LISTEN)
 
     def _work(self) -> None:
         HERE.lane = self

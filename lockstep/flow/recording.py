@@ -11,15 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
 from lockstep.flow import placement, private
-from lockstep.flow.arrays import (
-    Array,
-    Storage,
-    array,
-    array_leaves,
-    need_arrays,
-    need_values,
-    run,
-)
+from lockstep.flow.arrays import Array, Storage, array, array_leaves, need_arrays, need_values, run
 from lockstep.flow.devices import Device
 from lockstep.flow.instructions import Instruction, draw_seed
 from lockstep.flow.lanes import Operation
@@ -96,7 +88,8 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     views = kind.view or kind.changes_shape
     if not operands.arrays and (written or views or kind.refused or kind.aside):
         return _ordinary(kind, written, partial(function, *args, **kwargs))
-    _check_writing(kind, written)
+    if written or kind.refused:
+        _check_writing(kind, written)
     if views and operands.arrays[0].memory.cell.layout is not None:
         return _view(function, kind, args, kwargs, operands.arrays[0])
     device, line, phase = placement.place(operands.arrays, written[0] if written else None)
@@ -156,11 +149,12 @@ def _part(source: Array, part: torch.Tensor) -> Array:
 def _plan(step: Instruction, kind: Kind, operands: Operands, written: list[Array]) -> Any:
     """Finds out what comes out, and submits it."""
     inputs = [bring(tensor, step.device) for tensor in operands.tensors]
+    layouts = [array.memory.cell.layout for array in inputs]
     if "device" in operands.keywords:
         operands.keywords["device"] = step.device.torch_device
     step.template, step.keywords = operands.template, operands.keywords
     step.views = [array.view_of_memory() for array in inputs]
-    if kind.sparse or any(array.memory.cell.layout is None for array in inputs):
+    if kind.sparse or None in layouts:
         return _plan_sparse(step, kind, operands, inputs, written)
     key = (step.function, step.device.torch_device, *operands.key)
     try:
@@ -177,7 +171,7 @@ def _plan(step: Instruction, kind: Kind, operands: Operands, written: list[Array
         step.overwrites = 0
     program = placement.program_of(inputs)
     made = [None if layout is None else _made(step, layout, program) for layout in recipe.layouts]
-    submitted = submit(step, inputs, written, [array for array in made if array is not None])
+    submitted = _submit(program, step, inputs, written, [array for array in made if array is not None])
     if kind.check and isinstance(submitted, Operation):
         submitted.wait()  # it is a check: nobody could read what it makes
     leaves = [leaf if array is None else array for leaf, array in zip(recipe.leaves, made, strict=True)]
@@ -253,12 +247,15 @@ def _with_value(step: Instruction, value: Any) -> Any:
     return made
 
 
-def submit(
-    step: Instruction, inputs: Sequence[Array], written: Sequence[Array], made: Sequence[Array]
+def submit(step: Instruction, *arrays: Sequence[Array]) -> Any:
+    """To the program that is captured, or to the engine. arrays: inputs, written, made."""
+    return _submit(placement.program_of(arrays[0]), step, *arrays)
+
+
+def _submit(
+    program: Any, step: Instruction, inputs: Sequence[Array], written: Sequence[Array], made: Sequence[Array]
 ) -> Any:
-    """To the program that is captured, or to the engine."""
     memories = ([a.memory for a in inputs], [a.memory for a in written], [a.memory for a in made])
-    program = placement.program_of(inputs)
     if program is None:
         return run(step, *memories)
     program.see(inputs)
@@ -292,3 +289,6 @@ def record_call(
     step.line, step.phase, step.gives_result = placement.user_line(), "call", True
     operation: Operation = submit(step, inputs, list(writes), [])
     return operation
+
+
+Array.record = staticmethod(record)

@@ -50,7 +50,7 @@ class Trace:
     def save(self, path: str | Path) -> None:
         """Writes .json for Chrome and Perfetto, .html as a page of its own, or .dot for Graphviz.
 
-        Raises UserError for another suffix.
+        Raises UserError for another suffix, and where the file can't be written.
         """
         path = Path(path)
         writers = {".json": self._chrome, ".html": self._page, ".dot": self._dot}
@@ -58,7 +58,11 @@ class Trace:
             raise UserError(
                 f"{path}: a trace is saved as {', '.join(writers)}, not {path.suffix or 'without a suffix'}"
             )
-        path.write_text(writers[path.suffix](), encoding="utf-8")
+        text = writers[path.suffix]()
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path}: the trace can't be saved here: {error.strerror}") from error
 
     def summary(self) -> str:
         """Busy share of each lane, the critical path, and what a list schedule of these durations reaches."""
