@@ -138,12 +138,15 @@ def test_a_run_that_names_no_devices_takes_the_gpus_and_goes_on_there(
     program: Program, simulation: Simulation, on_cpus: Running
 ) -> None:
     environment = simulation.environment()
-    first = program.run("n_epochs=1", devices="[]", environment=environment)
+    every_step = "save_minutes=1e-9"
+    first = program.run("n_epochs=1", every_step, devices="[]", environment=environment)
     text = first.output()
     assert "devices: cuda:0, cuda:1; all visible GPUs" in text
     assert "simulated device 1, 0000:02:00.0" in text
+    for path in (first.run_folder / "checkpoints").glob("epoch_0001.*"):
+        path.unlink()  # it goes on from within the epoch
     second = program.run("n_epochs=2", "resume_train=true", devices=TWO_DEVICES, environment=environment)
-    assert "going on from" in second.output()
+    assert "checkpoints/epoch_0001_at_" in second.output()
     assert_same(tensors(second, 2), tensors(on_cpus, 2))
 
 

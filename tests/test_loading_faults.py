@@ -211,14 +211,14 @@ def loader_of(running: Running) -> int:
 
 @pytest.mark.parametrize("when", ["step 2/6", pytest.param("starting: ", marks=pytest.mark.slow)])
 def test_a_killed_loader_is_started_again_to_the_same_bits(program: Program, when: str) -> None:
-    words = ("n_epochs=6", "snapshot_freq=6", "cpu_threads=1")
+    words = ("n_epochs=30", "snapshot_freq=30", "cpu_threads=1")
     running = program.start(*words, "loader_restarts=1")
     running.wait_for_text(when)
     os.kill(loader_of(running), signal.SIGKILL)
     assert running.wait() == 0, running.output()
     told = f"note: loader 0 (pid {loader_of(running)}) was killed by SIGKILL"
     assert told in running.output() and "it is started again (restarts left: 0)" in running.output()
-    assert_same(tensors(running, 6), tensors(program.run(*words, name="unbroken"), 6))
+    assert_same(tensors(running, 30), tensors(program.run(*words, name="unbroken"), 30))
     running.assert_nothing_left()
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -179,6 +180,17 @@ def test_what_goes_wrong_in_the_thread_reaches_the_trainer(tmp_path: Path, monke
         saver.finish()
     gate.open.set()
     assert heard.messages == []
+
+
+@pytest.mark.slow
+def test_a_run_that_can_save_no_more_says_why(program: Program) -> None:
+    running = program.start("n_epochs=100000", "snapshot_freq=100000", EVERY_STEP)
+    running.wait_for_text("saved ")
+    (running.run_folder / "checkpoints").rename(running.run_folder / "elsewhere")
+    assert running.wait(20) == 2
+    words = r"lockstep: trainer 0: .*/checkpoints/epoch_\d+_at_\d+\.(safetensors|json): .*can't be "
+    assert re.match(words, running.last_line()) and "No such file" in running.last_line()
+    running.assert_nothing_left()
 
 
 def write_record(folder: Path, epoch: int, position: int, errors: list[float]) -> Path:
