@@ -3,6 +3,7 @@
 # make bench-peers  the same beside what people write without Lockstep
 # make check   lint, format, types, imports                         make demos      lockstep.synk's demos
 # make fuzz    files and words made bad at random (N=1000 of each kind, SEED=1)
+# make chaos   processes killed and stopped at random (N=500, SEED=1)      make soak   nothing grows (MINUTES=30)
 PYTHON ?= python3
 BIN := .venv/bin
 # pip compiles modules one after the other, and packages' tests with them: compileall does it on all cores, without.
@@ -11,9 +12,9 @@ COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing/_internal|sym
 DIGITS := data/digits/manifest.json
 .DEFAULT_GOAL := help
 
-.PHONY: help setup setup-test data train test test-all check format bench bench-peers rules fuzz demos clean
+.PHONY: help setup setup-test data train test test-all check format bench bench-peers rules fuzz chaos soak demos clean
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,6s/^# //p' Makefile
 
 # What training needs; the rest is for tests, checks and benchmarks.
 setup: .venv/.installed
@@ -69,10 +70,17 @@ bench-peers: .venv/.installed-test $(DIGITS)
 	$(BIN)/python -m benchmarks.peers
 
 # What every reader of files makes of bad ones: `make fuzz N=10000` takes about 20 minutes on two busy cores.
-N ?= 1000
 SEED ?= 1
 fuzz: .venv/.installed-test
-	$(BIN)/python -m campaigns.fuzz $(N) --seed $(SEED) $(ARGS)
+	$(BIN)/python -m campaigns.fuzz $(or $(N),1000) --seed $(SEED) $(ARGS)
+
+# Every kind of process killed, stopped and asked to stop: 500 cases take hours. Interrupted, it goes on.
+chaos: .venv/.installed-test $(DIGITS)
+	$(BIN)/python -m campaigns.chaos $(or $(N),500) --seed $(SEED) --results docs/results $(ARGS)
+
+MINUTES ?= 30
+soak: .venv/.installed-test $(DIGITS)
+	$(BIN)/python -m campaigns.soak $(MINUTES) $(ARGS)
 
 demos: .venv/.installed-test
 	demos/run.sh $(abspath $(BIN)/python)

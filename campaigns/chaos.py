@@ -125,10 +125,7 @@ def problems_of(run: Watched, case: Case, patience: float) -> Iterator[str]:
         yield f"its last line does not say '{word}': {run.last_line()}"
     if "Traceback" in run.text():
         yield "it showed a traceback"
-    until = time.monotonic() + seconds
-    while run.left() and time.monotonic() < until:
-        time.sleep(0.02)
-    if run.left():
+    if not run.wait_for_none_left(seconds):
         yield f"{len(run.left())} processes were left"
     if any((run.run_folder / "checkpoints").glob("*.json")):
         try:

@@ -73,6 +73,15 @@ class Watched:
         """Processes of its session that are still there."""
         return processes_of_session(self.process.pid)
 
+    def wait_for_none_left(self, seconds: float) -> bool:
+        """Whether all of its processes have gone in time: Python's resource tracker leaves a bit later."""
+        until = time.monotonic() + seconds
+        while self.left():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+        return True
+
     def end(self) -> None:
         """Kills what is left."""
         for pid in self.left():
