@@ -73,12 +73,12 @@ class Trainer:
         self.program: Program = Replica(self.config, self.dataset, self.backend.memory)
         self.dataset = subtracting(self.dataset, self.program.mean)
         self.recorder = Recorder(self.program.device, self.backend.stopwatch())
-        self.teller = Teller(control, self.world, self.config, self.recorder)
+        self.everyone = Everyone.joined(group, plan, self.program.arena.flat)
+        self.teller = Teller(control, self.everyone, self.config, self.recorder)
         self.program.tell = self.teller.notice
         beginning = begin(plan, self.program, board.say)
         self.epoch, self.position, self.val_record = beginning.epoch, beginning.position, beginning.val_record
         self.board.say("opening the arenas of the others")
-        self.everyone = Everyone.joined(group, plan, self.program.device)
         clock, parts = self.recorder.stopwatch.enter, (self.config, self.backend, self.program, group)
         self.transport, self.rule, proven = open_exchange(*parts, clock, beginning.of_rule, self.everyone)
         self.teller.notice(beginning.notice, self.backend.speed_up(self.program.model, self.config), proven)
@@ -135,7 +135,7 @@ class Trainer:
         meeting = self.everyone.meeting(str(order), *ours, self.board.say)
         self.rule.update(self.program.optimizer, meeting if due else None)
         self.recorder.stopwatch.leave()
-        self.recorder.count_step(self.rule.bytes_per_meeting() if due else 0)
+        self.recorder.count_step(self.rule.bytes_per_meeting() if due else 0, self.everyone.take_bytes())
         self.position = order.stop
         self.replicas.after_step(order, due and self.rule.equal)
         self.teller.tick(order, n_steps)

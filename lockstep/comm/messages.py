@@ -122,7 +122,8 @@ class Progress:
     images_per_second: float
     seconds_per_20: float  # "time per 20 iterations"
     seconds: dict[str, float]  # trainer 0's time by phase: load-wait, compute, meet, exchange
-    bytes_per_step: float = 0.0  # between trainer 0's memory and that of the others
+    bytes_per_step: float = 0.0  # between trainer 0's memory and that of the others of its host
+    network_bytes_per_step: float = 0.0  # that trainer 0 has sent to other hosts
 
 
 @dataclass(frozen=True)

@@ -45,13 +45,11 @@ class Transport(ABC):
     clock: told 'meet' and 'exchange' when these phases of a collective begin; a stopwatch's `enter`.
     chunk: how many elements are best folded, used and spread at a time; None: all at once.
     overlaps: whether the device folds what was marked while it computes something else.
-    n_hosts, host: over how many hosts it reaches, and which of them this is; `group` is of this host alone.
     """
 
     name: str
     chunk: int | None = None
     overlaps = False
-    n_hosts, host = 1, 0
 
     def __init__(self, group: Group, n_elements: int) -> None:
         self.group, self.n_elements = group, n_elements
@@ -156,9 +154,9 @@ class Transport(ABC):
         self.all_gather((0, self.n_elements), barrier)
 
     def exchange_rows_of_hosts(self, barrier: Barrier | None = None) -> None:
-        """The block is a table with a row a rank of this host, which has a part for each host.
+        """The block is a table with a row a rank of this host, in which there is a part for each host.
 
-        Likewise, with the part `host` of this rank's row, which comes into all blocks of all hosts.
+        Likewise, with this host's part of this rank's row, which comes into all blocks of all hosts.
         """
         self.exchange_rows(barrier)
 

@@ -8,6 +8,7 @@ import torch
 from lockstep.comm.group import Group, World
 from lockstep.comm.messages import Order
 from lockstep.exchange.transport import Transport
+from lockstep.hosts.cost import Cost
 from lockstep.hosts.network import Network
 from lockstep.hosts.over import OverHosts
 from lockstep.hosts.riders import N_NUMBERS, Row
@@ -36,13 +37,20 @@ class Everyone:
     def __init__(self, group: Group, network: Network | None) -> None:
         self._group, self.network = group, network
         self.world: World = group.everywhere
+        self._cost: Cost | None = None
 
     @classmethod
-    def joined(cls, group: Group, plan: Plan, device: torch.device) -> "Everyone":
-        """When all trainers are connected. Raises PeerProblem naming who has not come, UserError."""
+    def joined(cls, group: Group, plan: Plan, like: torch.Tensor) -> "Everyone":
+        """When all trainers are connected. like: what they will exchange, by its dtype and device.
+
+        Raises PeerProblem naming who has not come, UserError.
+        """
         if plan.joint is None:
             return cls(group, None)
-        return cls(group, Network.join(group.everywhere, plan.joint, plan.config, device))
+        network = Network.join(group.everywhere, plan.joint, plan.config, like.device)
+        everyone = cls(group, network)
+        everyone._cost = Cost(network, like.dtype, like.device)
+        return everyone
 
     def meeting(self, name: str, stop: bool, sums: Sums | None, say: Callable[[str], None]) -> Meeting:
         """The end of a step. sums: of this trainer; in a step in which one has some, all have."""
@@ -69,6 +77,18 @@ class Everyone:
         """Before the backward pass of a step's first minibatch."""
         if self.network:
             self.network.begin_step(order.epoch, order.start)
+
+    def take_bytes(self) -> int:
+        """Sent to other hosts since the last call."""
+        if self.network is None:
+            return 0
+        n_bytes, self.network.n_bytes = self.network.n_bytes, 0
+        return n_bytes
+
+    def cost(self, n_bytes: float, compute_seconds: float) -> str:
+        """Once: a line on what goes over the network in a step, beside its compute; '' where nothing does."""
+        cost, self._cost = self._cost, None
+        return cost.describe(n_bytes, compute_seconds) if cost else ""
 
     def any(self, point: str, wish: bool) -> bool:
         """Whether one of all trainers has the wish. Raises PeerProblem naming who has not come."""

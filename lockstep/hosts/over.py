@@ -26,8 +26,8 @@ class OverHosts(Transport):
         self._inside = inside
         super().__init__(inside.group, inside.n_elements)
         self._flat, self._network, self._rounds = flat, network, rounds
-        self.n_hosts, self.host = network.world.n_hosts, network.world.host
-        self.name = f"{inside.name} in {self.n_hosts} hosts, {network.name} between them"
+        self._n_hosts, self._host = network.world.n_hosts, network.world.host
+        self.name = f"{inside.name} in {self._n_hosts} hosts, {network.name} between them"
         self.chunk = inside.chunk
         self._early: EarlySums | None = None
 
@@ -83,10 +83,10 @@ class OverHosts(Transport):
         self._inside.exchange_rows(barrier)
 
     def exchange_rows_of_hosts(self, barrier: Barrier | None = None) -> None:
-        row = self._flat.view(self.group.world.size, self.n_hosts, -1)[self.group.world.rank]
+        row = self._flat.view(self.group.world.size, self._n_hosts, -1)[self.group.world.rank]
         self._wait_for_early_sums()
-        for host, theirs in enumerate(self._network.gather(row[self.host])):
-            if host != self.host:
+        for host, theirs in enumerate(self._network.gather(row[self._host])):
+            if host != self._host:
                 row[host].copy_(theirs)
         self._inside.exchange_rows(barrier)
 
@@ -126,7 +126,7 @@ class OverHosts(Transport):
         self._network.sum(shards, self._rounds)
         if op == "mean":
             for shard in shards:
-                shard.div_(self.n_hosts)
+                shard.div_(self._n_hosts)
 
     def offer(self, collective: Collective) -> None:
         self._inside.offer(collective)

@@ -4,11 +4,11 @@ import math
 import time
 from typing import Any
 
-from lockstep.comm.group import World
 from lockstep.comm.messages import Notice, Order, Progress, Tick
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.errors import UserError
+from lockstep.hosts.everyone import Everyone
 from lockstep.network.program import Program
 from lockstep.network.recorder import Recorder
 from lockstep.sync import Rule
@@ -19,8 +19,8 @@ TICK_SECONDS = 0.25
 class Teller:
     """The voice of a host's trainer 0; the others' are silent. control: the pipe to the launcher."""
 
-    def __init__(self, control: Pipe, world: World, config: Config, recorder: Recorder) -> None:
-        self._control, self._world, self._config, self._recorder = control, world, config, recorder
+    def __init__(self, control: Pipe, everyone: Everyone, config: Config, recorder: Recorder) -> None:
+        self._control, self._everyone, self._config, self._recorder = control, everyone, config, recorder
         self._ticked_at = 0.0
         self.begin()
 
@@ -31,7 +31,7 @@ class Teller:
         self._begin = time.perf_counter()
 
     def tell(self, message: Any) -> None:
-        if self._world.local_rank == 0:
+        if self._everyone.world.local_rank == 0:
             self._control.send(message)
 
     def notice(self, *texts: str) -> None:
@@ -59,6 +59,8 @@ class Teller:
         loss_sum, n_wrong, n_images, _ = (sum(column) for column in zip(*sums, strict=True))
         loss = loss_sum / n_images
         elapsed = time.perf_counter() - self._begin
+        recorded, n_steps_done = self._recorder, self._recorder.n_steps
+        seconds, network_bytes = recorded.stopwatch.seconds(), recorded.n_network_bytes / n_steps_done
         self.tell(
             Progress(
                 order.epoch,
@@ -68,11 +70,13 @@ class Teller:
                 loss,
                 n_wrong / n_images if self._config.print_train_error else None,
                 n_images / elapsed,
-                20 * elapsed / self._recorder.n_steps,
-                self._recorder.stopwatch.seconds(),
-                self._recorder.n_bytes / self._recorder.n_steps,
+                20 * elapsed / n_steps_done,
+                seconds,
+                recorded.n_bytes / n_steps_done,
+                network_bytes,
             )
         )
+        self.notice(self._everyone.cost(network_bytes, seconds["compute"] / n_steps_done))
         self.begin()
 
 

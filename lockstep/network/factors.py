@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.comm.group import World
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.exchange import ALIGNMENT, Span
@@ -106,23 +107,20 @@ class _Product:
 class Factors:
     """table: the factors of all trainers: (local rank, host, n). This one writes its own.
 
-    transport: over the arenas. spans: of the arena, the weights that they are for. Where a trainer has had
-    fewer pictures than it may, its factors end with zeros.
+    spans: of the arena, the weights that they are for. Where a trainer has had fewer pictures than it may,
+    its factors end with zeros.
     """
 
-    def __init__(
-        self, layers: Sequence[FactoredLayer], arena: Arena, memory: Memory, transport: Transport
-    ) -> None:
-        local, n_hosts = transport.group.world, transport.n_hosts
-        self.layers, self._arena, self._size = layers, arena, local.size * n_hosts
+    def __init__(self, layers: Sequence[FactoredLayer], arena: Arena, memory: Memory, world: World) -> None:
+        self.layers, self._arena, self._size = layers, arena, world.size
         self._numbers = {layer.name: number for number, layer in enumerate(layers)}
         n_elements = sum(layer.n_rows * (layer.n_inputs + layer.n_outputs) for layer in layers)
         n_elements = -(-n_elements // ALIGNMENT) * ALIGNMENT
         dtype = arena.flat.dtype
         self.block: Block = memory.allocate(self._size * n_elements * dtype.itemsize, "factors of gradients")
-        self.table = self.block.tensor(dtype, (local.size, n_hosts, n_elements))
+        self.table = self.block.tensor(dtype, (world.local_size, world.n_hosts, n_elements))
         self._of_ranks = [_views(row, layers) for host in self.table.unbind(1) for row in host]
-        self._own = self._of_ranks[transport.host * local.size + local.rank]
+        self._own = self._of_ranks[world.rank]
         self._of_all: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._products: dict[Span, _Product] = {}
         self.spans = [arena.span_of(layer.name) for layer in layers]

@@ -100,8 +100,8 @@ class StreamStopwatch(Stopwatch):
 class Recorder:
     """Seconds by phase, and sums of loss and errors that stay on the device until they are read.
 
-    n_steps, n_bytes: steps since the last reset, and what went between trainers in them. orders: their
-    minibatches, in order.
+    n_steps, n_bytes, n_network_bytes: steps since the last reset, and what went between trainers of this host
+    in them, and from here to other hosts. orders: their minibatches, in order.
     """
 
     def __init__(self, device: torch.device, stopwatch: Stopwatch) -> None:
@@ -111,12 +111,13 @@ class Recorder:
 
     def reset(self) -> None:
         self.stopwatch.reset()
-        self.n_steps = self.n_bytes = 0
+        self.n_steps = self.n_bytes = self.n_network_bytes = 0
         self.orders: list[Order] = []
         self._sums.zero_()  # in place: a captured step adds to this very tensor
 
-    def count_step(self, n_bytes: int) -> None:
+    def count_step(self, n_bytes: int, n_network_bytes: int = 0) -> None:
         """Counts a step of the optimizer, in which n_bytes went into or out of this trainer's memory."""
+        self.n_network_bytes += n_network_bytes
         self.n_steps += 1
         self.n_bytes += n_bytes
 

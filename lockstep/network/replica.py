@@ -76,7 +76,7 @@ class Replica(Program):
     ) -> tuple[Gradients, ShardedUpdater, list[Span]]:
         factors, pieces = None, []
         if self._factored:
-            factors = Factors(self._factored, self.arena, memory, transport)
+            factors = Factors(self._factored, self.arena, memory, transport.group.everywhere)
             pieces = factors.plan(transport, needs_norms(self._config))
         gradients = self._gradients = Gradients(self.model, self.arena, memory, factors)
         pieces += [piece for bucket in gradients.buckets for piece in transport.pieces(bucket)]

@@ -12,13 +12,14 @@ _MUCH = 0.10  # the share of the time above which waiting or averaging is worth 
 @dataclass(frozen=True)
 class TimeSplit:
     """shares: of each phase, together 1. seconds_per_step, bytes_per_step: between trainer 0's memory and the
-    others', None where the run does not tell.
+    others', network_bytes_per_step: from it to other hosts; None where the run does not tell.
     """
 
     shares: dict[str, float]
     seconds_per_step: float | None
     limit: str  # the phase to do something about
     bytes_per_step: float | None = None
+    network_bytes_per_step: float | None = None
 
 
 def split_time(run: RunLog) -> TimeSplit | None:
@@ -34,7 +35,8 @@ def split_time(run: RunLog) -> TimeSplit | None:
     lost = max(("load-wait", "meet", "exchange"), key=lambda phase: shares[phase])
     limit = lost if shares[lost] > _MUCH else "compute"
     sizes = [point.bytes_per_step for point in known if point.bytes_per_step is not None]
-    return TimeSplit(shares, _mean(steps), limit, _mean(sizes))
+    sent = [point.network_bytes_per_step for point in known if point.network_bytes_per_step is not None]
+    return TimeSplit(shares, _mean(steps), limit, _mean(sizes), _mean(sent))
 
 
 def _mean(values: list[float]) -> float | None:

@@ -30,6 +30,7 @@ class Point:
     seconds_per_step: float | None
     seconds: dict[str, float]
     bytes_per_step: float | None = None
+    network_bytes_per_step: float | None = None
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,7 @@ class _Reading:
                 per_20 / 20 if per_20 else None,
                 {phase: _number(seconds, phase) or 0.0 for phase in PHASES if phase in seconds},
                 _number(event, "bytes_per_step"),
+                _number(event, "network_bytes_per_step"),
             )
         )
 

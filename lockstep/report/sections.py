@@ -144,6 +144,8 @@ def _verdict(run: RunLog, split: TimeSplit, named: bool) -> str:
         per_step = f", {charts.milliseconds(seconds * share)} a step" if seconds else ""
         if phase == "exchange" and split.bytes_per_step:
             per_step += f" for {split.bytes_per_step / 1e6:,.1f} MB"
+        if phase == "exchange" and split.network_bytes_per_step:
+            per_step += f", and {split.network_bytes_per_step / 1e6:,.1f} MB to other hosts"
         text = f"{phase} {charts.rough_percent(share)}{per_step}: {meaning}"
         legend += f"<li>{page.swatch(phase)}{escape(text)}</li>"
     name = f"<h3>{escape(run.name)}</h3>" if named else ""
