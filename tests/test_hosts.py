@@ -1,0 +1,39 @@
+"""Two launchers on this machine train as one host does."""
+
+import json
+
+import pytest
+from conftest import Program
+from two_hosts import end_well, start, tensors_of
+
+KEYS = ("minibatch=16", "n_epochs=2", "snapshot_freq=1")
+
+
+def test_two_hosts_have_the_bits_of_one(program: Program) -> None:
+    """With parts: files of all checkpoints; losses in the log, bytes inside and outside of a host apart."""
+    words = (*KEYS, "parts=2")
+    two = start(program, *words, "run_name=run", "devices=[cpu]")
+    one = program.start(
+        *words, "cpu_threads=1", "run_name=run", f"weights_dir={program.place / 'one'}", devices="[cpu, cpu]"
+    )
+    one.run_folder = program.place / "one" / "run"
+    end_well([*two, one])
+    assert len(tensors_of(one)) == 2
+    assert tensors_of(two[0]) == tensors_of(two[1]) == tensors_of(one)
+    ours, theirs = (
+        [json.loads(line) for line in (run.run_folder / "log.jsonl").read_text().splitlines()]
+        for run in (two[0], one)
+    )
+    told, expected = ([each for each in log if each["event"] == "progress"] for log in (ours, theirs))
+    assert [(each["loss"], each["error"]) for each in told] == [(e["loss"], e["error"]) for e in expected]
+    assert all(each["network_bytes_per_step"] > 1e6 and not each["bytes_per_step"] for each in told)
+    assert all(each["bytes_per_step"] > 1e6 and not each["network_bytes_per_step"] for each in expected)
+    assert "note: network: " in two[0].output() and "ms of compute" in two[0].output()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["gradients", "weights", "local", "outer"])
+def test_every_rule_trains_over_hosts_of_two(program: Program, rule: str) -> None:
+    running = start(program, *KEYS, f"rule={rule}", "wire=bfloat16" if rule == "gradients" else "seed=0")
+    end_well(running)
+    assert len(tensors_of(running[0])) == 2 and tensors_of(running[0]) == tensors_of(running[1])
