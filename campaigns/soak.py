@@ -108,7 +108,7 @@ def second_in_same_folder(place: Path, words: list[str]) -> list[str]:
 
 def report(place: Path) -> list[str]:
     """Has the run's page written."""
-    command = [sys.executable, "-m", "lockstep.report", str(place / "run")]
+    command = [sys.executable, "-m", "lockstep.report", "--no-examples", str(place / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     is_there = (place / "run/report.html").exists()
     return [] if done.returncode == 0 and is_there else [f"no report: {done.stderr.strip()[-200:]}"]

@@ -16,15 +16,15 @@ class Watched:
     """train.py in a session of its own, so that its processes can be told from all others.
 
     words: key=value. folder: where its run's folder and its output go. With trace=true among the words, what
-    each process is at can be waited for.
+    each process is at can be waited for. command: another program in its place, without words.
     """
 
-    def __init__(self, folder: Path, words: list[str]) -> None:
+    def __init__(self, folder: Path, words: list[str], command: list[str] | None = None) -> None:
         self.output = folder / "output.txt"
         self.run_folder = folder / "run"
         self._offset = self.output.stat().st_size if self.output.exists() else 0
         with open(self.output, "a") as file:
-            command = [sys.executable, "train.py", f"weights_dir={folder}", "run_name=run", *words]
+            command = command or [sys.executable, "train.py", f"weights_dir={folder}", "run_name=run", *words]
             settings = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "cwd": ROOT}
             self.process = subprocess.Popen(command, start_new_session=True, **settings)
         self.since = time.time()
@@ -47,6 +47,19 @@ class Watched:
         started = [each for each in events if each["event"] == "started" and each["time"] >= self.since]
         names = started[-1] if started else {}
         return {name: pid for name, pid in names.items() if name.startswith(("trainer", "loader"))}
+
+    def children(self, words: str) -> list[int]:
+        """Its own child processes with these words in their command line, oldest first."""
+        found = []
+        for pid in self.left():
+            try:
+                parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except (FileNotFoundError, ProcessLookupError):  # gone since
+                continue
+            if parent == self.process.pid and words in line:
+                found.append(pid)
+        return sorted(found)
 
     def is_at(self, point: str) -> bool:
         """Whether a process has said by now that it is at something with these words in it."""
