@@ -26,7 +26,18 @@ from benchmarks import exchange
 from benchmarks.augmenting import make_folder
 from benchmarks.gpu import roofline
 from benchmarks.measure import table, write_results
-from benchmarks.scaling import Link, Stage, lone_step, speed_up, step_after, step_beneath
+from benchmarks.scaling import (
+    FullLayer,
+    Link,
+    Stage,
+    Wire,
+    factors_of_hosts,
+    lone_step,
+    speed_up,
+    step_after,
+    step_beneath,
+    sum_of_hosts,
+)
 from lockstep.launch.ranks import run_ranks
 from models.alexnet import Model
 
@@ -37,6 +48,15 @@ LINKS = (
     Link("PCIe 5 x16", 50e9, 10e-6, "50 GB/s, of 55.6 that NVIDIA's nvbandwidth shows"),
     Link("Ethernet, 100 Gb/s", 11e9, 30e-6, "11 GB/s, of 12.5 by definition"),
 )
+ETHERNETS = (
+    Link("1 Gb/s", 0.119e9, 50e-6, ""),
+    Link("10 Gb/s", 1.19e9, 30e-6, ""),
+    Link("100 Gb/s", 11.9e9, 30e-6, ""),
+    Link("400 Gb/s", 47.5e9, 30e-6, ""),
+)
+WIRES = (Wire("float32", 4), Wire("bfloat16", 2), Wire("int8", 1 + 4 / 256))
+FULL = [FullLayer(9216, 4096), FullLayer(4096, 4096), FullLayer(4096, 1000)]
+GPUS_OF_A_HOST, EVERY = 8, 16
 # images a second or speed-up by number of devices
 PUBLISHED = {
     "theano_alexnet, AlexNet, cuDNN R2 (2014, Table 1)": {1: 1.0, 2: 32.76 / 19.72},
@@ -62,6 +82,7 @@ def main() -> None:
     predicted = table("Speed-up that is predicted, each device with a minibatch of its own", rows)
     sources = "\n".join(f"- {link.name}: {link.source}" for link in LINKS)
     section = f"{checked}\n{predicted}\nGPUs: not measured. Links, each device its own:\n\n{sources}\n"
+    section += f"\n{tables_of_hosts(parts)}"
     section += "\n![The curves, and published ones](scaling.png)\n"
     write_results(words.folder, "scaling", [(section, parts)], "python -m benchmarks.simulate")
     draw(curves, words.folder / "scaling.png")
@@ -187,6 +208,44 @@ def gpu_curves() -> dict[str, dict[int, float]]:
             curves[f"{link.name}, {name}, weights after the step"] = after
             curves[f"{link.name}, {name}, bfloat16 gradients beneath it"] = beneath
     return curves
+
+
+def tables_of_hosts(parts: dict[str, Any]) -> str:
+    """Of hosts like this one, with two trainers on CPUs, and of hosts with GPUs."""
+    stages = gpu_stages(GPU_BATCH / ESTIMATE / lone_step(gpu_stages(1.0), 0.0))
+    gpus = step_beneath(stages, 0.0, LINKS[0], GPUS_OF_A_HOST, 4)
+    cpus = {int(n): seconds for n, seconds in parts["step_seconds"].items()}[2]
+    rows = host_rows(cpus, 2 * BATCH, ETHERNETS[:2], "CPUs")
+    rows += host_rows(gpus, GPUS_OF_A_HOST * GPU_BATCH, ETHERNETS[2:], f"{GPUS_OF_A_HOST} GPUs")
+    title = (
+        f"Hosts: speed-up that is predicted, of this one or of {GPUS_OF_A_HOST} GPUs at {ESTIMATE:,} images/s"
+    )
+    links = ", ".join(f"{link.name}: {link.bytes_per_second / 1e9:g} GB/s" for link in ETHERNETS)
+    notes = f"Without overlap of the network with the backward pass. {links}: 95 % of the line's bits."
+    return f"{table(title, [('hosts', *map(str, DEVICES[1:])), *rows])}\n{notes}\n"
+
+
+def host_rows(inside: float, n_rows: int, links: tuple[Link, ...], kind: str) -> list[tuple[str, ...]]:
+    """A row for each network and way. inside: seconds of a host's own step; n_rows: of a minibatch."""
+    n_parameters = exchange.N_ELEMENTS // 2
+    ways: dict[str, Callable[[Link, int], float]] = {
+        f"gradients, {wire.name}": lambda link, n, wire=wire: sum_of_hosts(link, n, n_parameters, wire)  # type: ignore[misc]
+        for wire in WIRES
+    }
+    ways["gradients, factors"] = lambda link, n: factors_of_hosts(
+        link, n, n_parameters, FULL, n_rows, WIRES[0]
+    )
+    ways[f"local, every {EVERY} steps"] = lambda link, n: (
+        sum_of_hosts(link, n, 2 * n_parameters, WIRES[0]) / EVERY
+    )
+    return [
+        (
+            f"{kind}, {link.name}, {name}",
+            *(f"{speed_up(inside + seconds(link, n), inside, n):.1f}" for n in DEVICES[1:]),
+        )
+        for link in links
+        for name, seconds in ways.items()
+    ]
 
 
 def gpu_stages(factor: float) -> list[Stage]:
