@@ -140,6 +140,14 @@ def test_large_outputs_fold_where_they_are(ranks: int) -> None:
             assert found.dtype == "float32" and found.shape == (size,)
             assert largest_error(found, np.full(size, expected)) < 1e-6
         assert largest_error(g(x, output_subset=[2])[0], np.full(size, max(parts))) < 1e-6
+        if n_rows > ranks:
+            mean, total, largest, least, product = g(x, num_slices=2)
+            cut = [np.split(part, [len(part) // 2]) for part in np.split(x, ends[1:-1])]
+            halves = [half.mean() for part in cut for half in part if len(half)]
+            assert largest_error(mean, np.full(size, x.mean())) < 1e-6
+            assert largest_error(total, np.full(size, np.sum(halves))) < 1e-6
+            assert largest_error(product, np.full(size, np.prod(halves))) < 1e-6
+            assert largest[0] == largest[-1] == max(halves) and least[0] == min(halves)
         if DEVICES and n_rows > 1:
             assert synk.session.current_team("").here.gpu.folder._n_elements == size, "folded on the GPU"
         if n_rows == 1 or n_rows == ranks:

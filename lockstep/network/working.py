@@ -98,11 +98,6 @@ class WorkingWeights:
         self._hand_over(weight)
         return gradient.float()
 
-    def hand_over(self) -> None:
-        """All gradients become autograd's, float32."""
-        for weight in list(self.gradients):
-            self._hand_over(weight)
-
     def step(self, optimizer: FusedSGD) -> None:
         """Takes the step of the weights whose gradients were kept, and writes their copies."""
         momentum, updates, updated = optimizer.momentum, [], set(self.gradients)

@@ -5,12 +5,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from lockstep.synk import rows
 from lockstep.synk.blocks import Span
 from lockstep.synk.commands import Meeting
-from lockstep.synk.results import RankPart, check_same_shape
+from lockstep.synk.folded import Folded
+from lockstep.synk.results import RankPart
 
 if TYPE_CHECKING:
     from lockstep.synk.here import Here
@@ -142,8 +141,7 @@ class _Part:
         """Every part starts from the values before; the variables get the fold of what the parts gave."""
         program, name = self._program, self._program.name
         before = {shared: shared.get() for shared in program.updated}
-        modes = program.output_modes
-        outputs = [Folded(modes[i], n_rows, f"{name}: output {i}") for i in self._call.outputs]
+        outputs = [program.folded(i, n_rows) for i in self._call.outputs]
         updates = {s: Folded(mode, n_rows, f"{name}: {s.name!r}") for s, mode in program.updated.items()}
         try:
             for first, last in parts:
@@ -151,7 +149,7 @@ class _Part:
                     shared.put(value.copy())
                 marks = program.marks()
                 with self._stored_rows(first, last):
-                    results = program.call(self._excerpt(first, last))
+                    results = program.call_part(self._excerpt(first, last))
                 program.check_marks(marks)
                 for folded, i in zip(outputs, self._call.outputs, strict=True):
                     folded.add(results[i], last - first)
@@ -173,39 +171,3 @@ class _Part:
             value if modes[i] is not None else None
             for i, value in zip(self._call.outputs, outputs, strict=True)
         ]
-
-
-_UFUNCS: dict[str, Any] = {
-    "avg": np.add,
-    "sum": np.add,
-    "max": np.maximum,
-    "min": np.minimum,
-    "prod": np.multiply,
-}
-
-
-class Folded:
-    """The fold of one output's parts, as they come. mode None: all parts in a list."""
-
-    def __init__(self, mode: str | None, n_rows: int, what: str) -> None:
-        self._mode, self._n_rows, self._what = mode, n_rows, what
-        self._parts: list[Any] = []
-
-    def add(self, value: Any, n_rows: int) -> None:
-        """One part, which stands for so many rows. It is copied."""
-        if self._mode in (None, "gather"):
-            self._parts.append(np.array(value))
-            return
-        value = np.asarray(value)
-        if self._mode == "avg":
-            value = value * value.dtype.type(n_rows / self._n_rows)
-        if not self._parts:
-            self._parts.append(np.array(value))
-            return
-        check_same_shape([self._parts[0].shape, value.shape], self._what, str(self._mode))
-        _UFUNCS[str(self._mode)](self._parts[0], value, out=self._parts[0])
-
-    def result(self) -> Any:
-        if self._mode is None:
-            return self._parts
-        return np.concatenate(self._parts) if self._mode == "gather" else self._parts[0]

@@ -159,13 +159,19 @@ def _like(given: Any, results: list[Any]) -> Any:
     return results if isinstance(given, list | tuple) else results[0]
 
 
+def _describe_count(values: Any) -> str:
+    is_list = isinstance(values, list | tuple)
+    return f"{len(values)}" if is_list else type(values).__name__
+
+
 def _arrays(shareds: list[Shared], shared_vars: Any, values: Any) -> list[np.ndarray]:
     """A value for each variable, as arrays of its dtype."""
     several = isinstance(shared_vars, list | tuple)
     listed = values if several else [values]
     if not isinstance(listed, list | tuple) or len(listed) != len(shareds):
         raise TypeError(
-            f"{len(shareds)} variables need a list of as many values, not {type(values).__name__}"
+            f"{', '.join(shared.name for shared in shareds)}: {len(shareds)} variables need a list of as "
+            f"many values, not {_describe_count(values)}"
         )
     found = []
     for shared, value in zip(shareds, listed, strict=True):

@@ -80,6 +80,13 @@ class Connect:
 
 
 @dataclass(frozen=True)
+class Preload:
+    """Import these modules, which will be needed."""
+
+    names: list[str]
+
+
+@dataclass(frozen=True)
 class Drop:
     """These blocks are not needed any more."""
 

@@ -230,14 +230,17 @@ def make_data(
     if value is not None and not hasattr(value, "__array__") and hasattr(value, "owner"):
         value, var = None, value  # a symbolic variable in the first place
     label = name or getattr(var, "name", None) or ""
+    what = f"data {label!r}" if label else "data()"
     model = var if var is not None or value is None else np.asarray(value)
     dtype = dtype if dtype is not None else getattr(model, "dtype", None)
     if ndim is None:
         ndim = len(shape) if shape is not None else getattr(model, "ndim", None)
     if dtype is None or ndim is None:
-        raise TypeError(f"data {label!r}: give a value, or a variable, or dtype and ndim (or shape)")
+        raise TypeError(f"{what}: give a value, or a variable, or dtype and ndim (or shape)")
+    if np.dtype(dtype).kind not in "biufcO":  # Python objects have words of their own
+        raise TypeError(f"{what}: {np.dtype(dtype)} is no type of numbers, which functions take")
     if shape is not None and len(shape) != ndim:
-        raise ValueError(f"data {label!r}: shape {tuple(shape)} has not {ndim} dimensions")
+        raise ValueError(f"{what}: shape {tuple(shape)} has not {ndim} dimensions")
     made = Data(team, dtype, ndim, minibatch, label)
     if shape is not None:
         made.set_shape(shape, oversize)

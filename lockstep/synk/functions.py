@@ -113,12 +113,13 @@ class Function:
         flags = [minibatch] * len(values) if isinstance(minibatch, bool) else list(minibatch)
         if len(flags) != len(values):
             raise TypeError(f"{self.name}: minibatch has {len(flags)} entries for {len(values)} inputs")
-        made = [
-            make_data(
-                self._team, value, None, spec.dtype, spec.ndim, None, flag, force_cast, oversize, spec.name
-            )
-            for spec, value, flag in zip(self._program.inputs, values, flags, strict=True)
-        ]
+        made = []
+        for spec, value, flag in zip(self._program.inputs, values, flags, strict=True):
+            kind = spec.dtype, spec.ndim, None, flag, force_cast, oversize, spec.name
+            try:
+                made.append(make_data(self._team, value, None, *kind))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{self.name}: input {error}") from None
         return made[0] if len(made) == 1 else tuple(made)
 
     def prepare(
@@ -217,7 +218,8 @@ class Function:
         whole = [data for data in divided if not data.minibatch]
         lengths = {data.name: len(data) for data in (divided if batch is None else whole or divided)}
         if batch is None and len(set(lengths.values())) > 1:
-            found = ", ".join(f"{name} has {length} rows" for name, length in lengths.items())
+            bare = {name.removeprefix(f"{self.name}: "): length for name, length in lengths.items()}
+            found = ", ".join(f"{name} has {length} rows" for name, length in bare.items())
             raise ValueError(f"{self.name}: {found}: without a batch they have to have as many")
         chosen = rows.choose(batch, min(lengths.values()), f"{self.name}: batch")
         n_rows = rows.count(chosen)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from lockstep.exchange import Op
-from lockstep.synk.results import Kept
+from lockstep.synk.folded import Folded
+from lockstep.synk.results import Kept, check_same_shape
 
 if TYPE_CHECKING:
     from lockstep.exchange.transport import Transport
@@ -69,6 +70,10 @@ class KeptOutputs:
         """Whether an output is better folded here than in host memory."""
         return torch.is_tensor(value) and value.dtype == torch.float32 and value.nbytes >= LARGE_BYTES
 
+    def folded(self, number: int, otherwise: Folded) -> "GpuFolded":
+        """Of an output's parts, on the GPU as far as they suit; otherwise: of those that do not."""
+        return GpuFolded(self._gpu, number, otherwise)
+
     def add(self, number: int, value: torch.Tensor) -> Kept:
         self._tensors[number] = value.detach()
         return Kept(tuple(value.shape))
@@ -81,3 +86,45 @@ class KeptOutputs:
 
     def clear(self) -> None:
         self._tensors.clear()
+
+
+_COMBINE: dict[str, Any] = {
+    "avg": torch.add,
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "prod": torch.mul,
+}
+
+
+class GpuFolded(Folded):
+    """The parts of output `number`: tensors that stay on the GPU as they come; others as in `host`."""
+
+    def __init__(self, gpu: "Gpu", number: int, host: Folded) -> None:
+        super().__init__(host.mode, host.n_rows, host.what)
+        self._gpu, self._number = gpu, number
+        self._total: torch.Tensor | None = None
+
+    def add(self, value: Any, n_rows: int) -> None:
+        if torch.is_tensor(value) and not self._parts:
+            self._gpu.compute(self._add, value.detach(), n_rows)
+            return
+        if self._total is not None:
+            check_same_shape([tuple(self._total.shape), value.shape], self.what, str(self.mode))
+            value = self._gpu.compute(torch.as_tensor, value, device=self._total.device)
+            self._gpu.compute(self._add, value, n_rows)
+            return
+        super().add(self._gpu.fetch(value) if torch.is_tensor(value) else value, n_rows)
+
+    def result(self) -> Any:
+        return super().result() if self._total is None else self._gpu.kept.add(self._number, self._total)
+
+    @torch.no_grad()
+    def _add(self, value: torch.Tensor, n_rows: int) -> None:
+        if self.mode == "avg":
+            value = value * float(np.float32(n_rows / self.n_rows))
+        if self._total is None:
+            self._total = value.clone()
+            return
+        check_same_shape([tuple(self._total.shape), tuple(value.shape)], self.what, str(self.mode))
+        _COMBINE[str(self.mode)](self._total, value, out=self._total)

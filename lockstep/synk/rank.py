@@ -34,6 +34,7 @@ from lockstep.synk.commands import (
     Go,
     NeedRoom,
     Open,
+    Preload,
     Problem,
     Ready,
     Run,
@@ -60,13 +61,18 @@ def main(descriptor: int) -> None:
     board.say("idle")
     pipe.send(Ready())
     board.send(pipe)
-    for name in start.preload:
-        importlib.import_module(name)
+    _preload(start.preload)
     profile = cProfile.Profile() if start.profile else None
     with suppress(PeerLost), profile or nullcontext():
         _Loop(pipe, Here(start.rank, start.size, start.caller, board)).serve()
     if profile:
         profile.dump_stats(f"synk_worker_{start.rank}.prof")
+
+
+def _preload(names: list[str]) -> None:
+    with suppress(ImportError):  # whoever needs it will say so
+        for name in names:
+            importlib.import_module(name)
 
 
 def _see_as_caller_sees(start: Start) -> None:
@@ -108,6 +114,8 @@ class _Loop:
                 self._open(message)
             elif isinstance(message, Connect):
                 self._connect(message)
+            elif isinstance(message, Preload):
+                _preload(message.names)
             elif isinstance(message, Drop):
                 for number in message.numbers:
                     self._here.blocks.drop(number)

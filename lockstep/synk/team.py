@@ -3,11 +3,11 @@
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.comm.group import Group, World
@@ -19,18 +19,19 @@ from lockstep.synk.commands import (
     Answer,
     Arrived,
     Close,
-    Connect,
     Drop,
     Go,
     Message,
     NeedRoom,
     Open,
+    Preload,
     Problem,
     Run,
     Step,
 )
 from lockstep.synk.here import Here, Turn, advance, perform
 from lockstep.synk.interrupts import RankLost, whole
+from lockstep.synk.preloading import Noticing, needed_for_graphs
 from lockstep.synk.shareds import Known
 from lockstep.synk.threads import Threads
 from lockstep.synk.workers import LEAVE_SECONDS, Worker, connect_all, end_worker, greet, start_worker
@@ -61,6 +62,7 @@ class Team:
         self.distributed = False
         self.closed = False
         self._lost: RankLost | None = None
+        self._noticing: Noticing | None = None
         self._pid = os.getpid()
         self.lock, self._busy = threading.RLock(), False  # one thread at a time
         self._released: deque[int] = deque()
@@ -78,6 +80,8 @@ class Team:
                     greet(worker)
             if devices:
                 self._take(devices, deadline)
+            elif "pytensor" not in sys.modules:
+                self._noticing = Noticing(self._preload)
         except BaseException:
             self.close()
             raise
@@ -86,13 +90,7 @@ class Team:
         """Pipes between all ranks, and each rank's GPU."""
         from lockstep.synk.gpu import UseGpus  # torch and PyCUDA come with it
 
-        ends = connect_all(self.size)
-        for worker in self.workers:
-            worker.pipe.send(Connect(deadline))
-            for _, end in sorted(ends[worker.rank].items()):
-                with end:
-                    worker.pipe.send_descriptor(end.fileno())
-        own = {rank: Connection(end.detach()) for rank, end in ends[self.rank].items()}
+        own = connect_all(self.workers, self.rank, deadline)
         self.here.group = Group.connected(World.on_one_host(self.size)[self.rank], own, deadline)
         self.ask("taking its GPU", UseGpus(devices))
 
@@ -151,6 +149,8 @@ class Team:
         if self.here.gpu is not None and self._lost is None:
             self._leave_gpus()
         self.closed = True
+        if self._noticing is not None:
+            self._noticing.stop()
         for worker in self.workers:
             with suppress(PeerProblem):
                 worker.pipe.send(Close())
@@ -158,6 +158,17 @@ class Team:
             end_worker(worker, 0 if self._lost else LEAVE_SECONDS)
         self.here.blocks.close()
         self.threads.restore()
+
+    def _preload(self) -> None:
+        """Unless a command is under way, or this is a forked child: then it can be done without."""
+        if self._pid == os.getpid() and self.lock.acquire(blocking=False):
+            try:
+                if not (self._busy or self.closed or self._lost):
+                    for worker in self.workers:
+                        with suppress(PeerProblem):  # the next command finds out, and says it
+                            worker.pipe.send(Preload(needed_for_graphs()))
+            finally:
+                self.lock.release()
 
     def _leave_gpus(self) -> None:
         from lockstep.synk.gpu import LeaveGpus

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -16,7 +16,8 @@ from pathlib import Path
 from lockstep.comm.pipes import Pipe
 from lockstep.launch.processes import describe_exit
 from lockstep.launch.status import StatusBoard
-from lockstep.synk.commands import Ready, Start
+from lockstep.synk.commands import Connect, Ready, Start
+from lockstep.synk.preloading import needed_for_graphs
 
 LEAVE_SECONDS = 5.0  # from Close to the end of a worker's process
 _THREADS = (
@@ -26,7 +27,6 @@ _THREADS = (
     "BLIS_NUM_THREADS",
     "NUMBA_NUM_THREADS",
 )
-_PRELOAD = ("pytensor",)  # of what functions need; torch takes too long to be imported on suspicion
 
 
 @dataclass
@@ -94,7 +94,7 @@ def start_worker(rank: int, size: int, caller: int, threads: int, profile: bool,
             os.getpid(),
             list(sys.path),
             os.environ.get("PYTHONPATH"),
-            [name for name in _PRELOAD if name in sys.modules],
+            needed_for_graphs() if "pytensor" in sys.modules else [],  # torch takes too long on suspicion
             profile,
         )
     )
@@ -107,8 +107,19 @@ def greet(worker: Worker) -> None:
     worker.board = StatusBoard.receive(worker.pipe)
 
 
-def connect_all(size: int) -> list[dict[int, socket.socket]]:
-    """A pair of sockets between any two ranks; by rank, by the other rank."""
+def connect_all(workers: Sequence[Worker], caller: int, deadline: float) -> dict[int, Connection]:
+    """Pipes between any two ranks. Gives the workers theirs; returns the caller's, by the other rank."""
+    ends = _pairs(len(workers) + 1)
+    for worker in workers:
+        worker.pipe.send(Connect(deadline))
+        for _, end in sorted(ends[worker.rank].items()):
+            with end:
+                worker.pipe.send_descriptor(end.fileno())
+    return {rank: Connection(end.detach()) for rank, end in ends[caller].items()}
+
+
+def _pairs(size: int) -> list[dict[int, socket.socket]]:
+    """Of sockets, between any two ranks; by rank, by the other rank."""
     ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
     for rank in range(size):
         for other in range(rank):

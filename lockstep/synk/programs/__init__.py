@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.synk import rows
+from lockstep.synk.folded import Folded
 from lockstep.synk.shareds import Shared
 
 
@@ -63,6 +64,14 @@ class Program(ABC):
     def call_whole(self, inputs: list[Any]) -> list[Any]:
         """The same for a call in one part, of which large outputs may stay on a device, `Kept`."""
         return self.call(inputs)
+
+    def call_part(self, inputs: list[Any]) -> list[Any]:
+        """The same for one part of several, whose outputs `folded` takes."""
+        return self.call(inputs)
+
+    def folded(self, number: int, n_rows: int) -> Folded:
+        """What folds the parts of an output; together they stand for n_rows."""
+        return Folded(self.output_modes[number], n_rows, f"{self.name}: output {number}")
 
     @abstractmethod
     def call_alone(self, inputs: list[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from lockstep.synk import rows
+from lockstep.synk.folded import Folded
 from lockstep.synk.programs import Asked, Input, Program
 from lockstep.synk.programs.tensors import TensorShared
 from lockstep.synk.results import FOLD_OPS, check_foldable, normalise_mode
@@ -58,15 +59,21 @@ class CallableProgram(Program):
         return [self._as_array(i, value) for i, value in enumerate(self._compute(inputs))]
 
     def call_whole(self, inputs: list[torch.Tensor]) -> list[Any]:
+        outputs = enumerate(self.call_part(inputs))
+        return [self._gpu.kept.add(i, value) if torch.is_tensor(value) else value for i, value in outputs]
+
+    def call_part(self, inputs: list[torch.Tensor]) -> list[Any]:
+        """Outputs that are better folded on the GPU are tensors there."""
         outputs = enumerate(self._compute(inputs))
-        if self._gpu is None:
-            return [self._as_array(i, value) for i, value in outputs]
-        folded = [mode in FOLD_OPS for mode in self.output_modes]
-        kept = self._gpu.kept
-        return [
-            kept.add(i, value) if folded[i] and kept.suits(value) else self._as_array(i, value)
-            for i, value in outputs
-        ]
+        return [value if self._stays(i, value) else self._as_array(i, value) for i, value in outputs]
+
+    def folded(self, number: int, n_rows: int) -> Folded:
+        made = super().folded(number, n_rows)
+        return made if self._gpu is None else self._gpu.kept.folded(number, made)
+
+    def _stays(self, number: int, value: Any) -> bool:
+        folds = self._gpu is not None and self.output_modes[number] in FOLD_OPS
+        return folds and bool(self._gpu.kept.suits(value))
 
     def call_alone(self, inputs: list[Any]) -> list[Any]:
         return self.call(self.excerpt([np.array(value) for value in inputs], [None] * len(inputs)))
