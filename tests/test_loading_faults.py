@@ -58,9 +58,9 @@ class Disk:
 def test_a_read_that_fails_for_a_while_changes_nothing(program: Program, tmp_path: Path) -> None:
     words = ("n_epochs=1", "cpu_threads=1")
     disk = Disk(tmp_path, "0001.hkl", EIO.format(n=2))
-    faulty = program.run(*words, name="faulty", environment=disk.environment)
+    faulty = program.run(*words, name="faulty", devices="[cpu]", environment=disk.environment)
     assert disk.n_reads > 2
-    assert_same(tensors(faulty, 1), tensors(program.run(*words, name="good"), 1))
+    assert_same(tensors(faulty, 1), tensors(program.run(*words, name="good", devices="[cpu]"), 1))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_read_that_goes_on_failing_is_named(
     program: Program, tmp_path: Path, fault: str, words: tuple[str, ...], told: str
 ) -> None:
     disk = Disk(tmp_path, "train_hkl/0001.hkl", fault.format(n=10**9))
-    running = program.run("n_epochs=3", *words, code=2, environment=disk.environment)
+    running = program.run("n_epochs=3", *words, code=2, devices="[cpu]", environment=disk.environment)
     who = "trainer" if "para_load=false" in words else "loader"
     assert re.match(rf"lockstep: {who} \d: .*train_hkl/0001\.hkl: can't be read", running.last_line())
     assert told in running.last_line()
@@ -178,14 +178,11 @@ def test_a_file_that_is_not_what_it_was_is_named_at_once(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [vanish, shrink])
-def test_a_file_that_goes_away_during_the_run_is_named(
-    folder: Path, program: Program, change: Callable[[Path], None]
-) -> None:
+def test_a_file_that_goes_away_during_the_run_is_named(folder: Path, program: Program) -> None:
     program.data = folder
     running = program.start("n_epochs=100000")
     running.wait_for_text("step 2/6")
-    change(folder / "train_hkl" / "0002.hkl")
+    vanish(folder / "train_hkl" / "0002.hkl")
     assert running.wait(20) == 2
     assert "train_hkl/0002.hkl: can't be read: " in running.last_line()
     running.assert_nothing_left()
@@ -209,16 +206,22 @@ def loader_of(running: Running) -> int:
     return running.pids()["loader 0"]
 
 
-@pytest.mark.parametrize("when", ["step 2/6", pytest.param("starting: ", marks=pytest.mark.slow)])
-def test_a_killed_loader_is_started_again_to_the_same_bits(program: Program, when: str) -> None:
+@pytest.mark.parametrize(
+    ("when", "trainers"),
+    [("step 2/12", "[cpu]"), pytest.param("starting: ", "[cpu, cpu]", marks=pytest.mark.slow)],
+    ids=["in a step", "at the start"],
+)
+def test_a_killed_loader_is_started_again_to_the_same_bits(
+    program: Program, when: str, trainers: str
+) -> None:
     words = ("n_epochs=30", "snapshot_freq=30", "cpu_threads=1")
-    running = program.start(*words, "loader_restarts=1")
+    running = program.start(*words, "loader_restarts=1", devices=trainers)
     running.wait_for_text(when)
     os.kill(loader_of(running), signal.SIGKILL)
     assert running.wait() == 0, running.output()
     told = f"note: loader 0 (pid {loader_of(running)}) was killed by SIGKILL"
     assert told in running.output() and "it is started again (restarts left: 0)" in running.output()
-    assert_same(tensors(running, 30), tensors(program.run(*words, name="unbroken"), 30))
+    assert_same(tensors(running, 30), tensors(program.run(*words, name="unbroken", devices=trainers), 30))
     running.assert_nothing_left()
 
 
