@@ -13,6 +13,7 @@ from conftest import Program, make_config
 from limits import limit
 from two_hosts import end_well, free_port, listened_on, start
 
+from lockstep.config import Layer, read_run, resolve, to_yaml
 from lockstep.errors import UserError
 from lockstep.hosts.addresses import listen
 from lockstep.hosts.folders import bring_newest
@@ -225,6 +226,17 @@ def test_a_meeting_point_that_is_not_ours_to_bind_is_refused(point: str, words: 
 def test_keys_that_need_others_or_are_no_address_are_refused(values: dict[str, object], key: str) -> None:
     with pytest.raises(UserError, match=f"^test: {key} |^default: {key} "):
         make_config(**values)
+
+
+def test_a_run_of_several_hosts_is_read_on_one_without_their_keys(tmp_path: Path) -> None:
+    """As validate.py, classify.py and a resumed run do."""
+    keys = {"hosts": 2, "host": 1, "meeting_point": "127.0.0.1:29500", "run_name": "x", "wire": "int8"}
+    config = make_config(**keys, address="127.0.0.1", seed=7)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    alone, _ = resolve([read_run(tmp_path / "config.yaml")])
+    assert (alone.hosts, alone.host, alone.wire, alone.seed) == (1, None, "float32", 7)
+    both, _ = resolve([read_run(tmp_path / "config.yaml", 2), Layer("test", {**keys, "host": 0})])
+    assert (both.hosts, both.host, both.address, both.wire) == (2, 0, None, "int8")
 
 
 def test_a_run_listens_where_it_was_told_alone_and_goes_on_among_strangers(program: Program) -> None:
