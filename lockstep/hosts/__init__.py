@@ -6,6 +6,11 @@
     meeting.py    how hosts come together, and what they tell each other
     life.py       signs of life, and how each has ended
     folders.py    runs' folders: which are shared, and checkpoints sent to hosts that lack them
+    agreement.py  what has to be alike on all hosts
+    network.py    a trainer's connections to those of its local rank on other hosts
+    sums.py       ways to a sum: all-reduce, along a tree, rounded (wire.py); riders.py: what goes with it
+    over.py       a transport over hosts, of one inside a host; early.py: its sums during backward
+    everyone.py   what trainers of all hosts tell each other besides; cost.py: what a step's sums cost
 
 Between hosts go numbers and JSON, nothing else. torch is imported when a connection is made, not before.
 """
