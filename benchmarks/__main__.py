@@ -17,6 +17,7 @@ from benchmarks import (
     executor,
     factors,
     flow,
+    hosts,
     reading,
     rule_steps,
     saving,
@@ -31,7 +32,7 @@ BENCHMARKS = {
     benchmark.__name__.removeprefix("benchmarks."): benchmark.run
     for benchmark in (
         exchange, updating, factors, rule_steps, reading, augmenting, decoding, starting, stepping, saving,
-        flow, sleeping, executor,
+        flow, sleeping, executor, hosts,
     )
 }  # fmt: skip
 
