@@ -101,7 +101,7 @@ def test_a_host_that_is_stopped_before_it_trains_tells_the_others() -> None:
     ]
     assert lives[0].problem() is None
     lives[1].end_now(143, "host 1: was stopped as asked, before training")
-    wait_until(lambda: lives[0].problem(), "the other's word")
+    wait_until(lives[0].problem, "the other's word")
     failed = lives[0].problem()
     assert failed and (failed.code, str(failed)) == (143, "host 1: was stopped as asked, before training")
     lives[1].leave()
@@ -118,7 +118,7 @@ def test_a_host_that_is_stopped_before_it_trains_tells_the_others() -> None:
     ],
 )
 def test_who_does_not_come_is_named_by_all_who_have(hosts: list[int], n_hosts: int, said: list[str]) -> None:
-    found = come_together(hosts, free_port(), 0.3, n_hosts)
+    found = come_together(hosts, free_port(), 1, n_hosts)
     for error, words in zip(found, said, strict=True):
         assert isinstance(error, UserError) and str(error).startswith("meeting_point: "), error
         assert words in str(error) and "\n" not in str(error)
@@ -127,7 +127,7 @@ def test_who_does_not_come_is_named_by_all_who_have(hosts: list[int], n_hosts: i
 def test_hosts_that_disagree_on_their_number_say_so() -> None:
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
-        three = pool.submit(come_together, [0], port, 0.3, 3)
+        three = pool.submit(come_together, [0], port, 1, 3)
         two = pool.submit(come_together, [1], port, 2, 2)
         assert "hosts: 2 on host 1, 3 on host 0" in str(two.result()[0])
         assert isinstance(three.result()[0], UserError)
