@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STOP_SIGNAL = signal.SIGUSR1  # child to launcher: I was asked to end; let us all stop in good order
@@ -26,6 +26,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.code = 0  # the exit code of a stopped run; 0 while nobody has asked to stop
         self.at_once = False
+        self.farewell: Callable[[], None] | None = None  # before leaving: tells launchers of other hosts
         self._last_words: str | None = None
         self._first = 0.0
 
@@ -48,6 +49,8 @@ class Interrupts:
         if self.code and self._last_words is not None:
             # Not by an exception: libraries swallow some, and threads that read files would be waited for.
             # What a launcher writes is whole at any moment.
+            if self.farewell is not None:
+                self.farewell()
             os.write(2, f"\nlockstep: {self._last_words}\n".encode())
             os._exit(self.code)
 

@@ -131,7 +131,9 @@ class Program:
         name: str = "run",
         devices: str = "[cpu, cpu]",
         environment: dict[str, str] | None = None,
+        through: tuple[str, ...] = (),
     ) -> Running:
+        """through: a command that replaces itself by the program."""
         output_file = self.place / f"output{len(self.started)}.txt"
         keys = {
             "data_folder": self.data,
@@ -145,7 +147,7 @@ class Program:
         }
         given = {word.partition("=")[0] for word in words}
         defaults = [f"{key}={value}" for key, value in keys.items() if key not in given]
-        command = [sys.executable, str(ROOT / "train.py"), *words, *defaults]
+        command = [*through, sys.executable, str(ROOT / "train.py"), *words, *defaults]
         with open(output_file, "w") as output:
             process = subprocess.Popen(
                 command,

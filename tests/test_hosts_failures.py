@@ -68,7 +68,7 @@ def test_a_killed_process_of_another_host_is_named_by_all(program: Program, poin
         assert " at: " in line
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_launcher_is_missed_by_the_other_host(program: Program, victim: int) -> None:
     running = start(program, *FOREVER)
     reach(running, "step 2/3")
@@ -84,6 +84,7 @@ def test_a_killed_launcher_is_missed_by_the_other_host(program: Program, victim:
     assert f"the launcher (pid {running[victim].process.pid}) died" in running[victim].last_line()
 
 
+@pytest.mark.slow
 def test_a_process_that_stands_still_is_named_by_all(program: Program) -> None:
     deadline = round(limit(6))
     running = start(program, *FOREVER, f"wait_deadline={deadline}")
@@ -96,6 +97,7 @@ def test_a_process_that_stands_still_is_named_by_all(program: Program) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_host_may_come_back_without_its_folder_and_with_another_number(program: Program) -> None:
     words = ("snapshot_freq=1", "resume_train=auto")
     unbroken = start(program, "n_epochs=3", *words, folders=("c", "d"))
@@ -132,6 +134,16 @@ def test_a_host_that_is_asked_to_stop_stops_all_in_good_order(program: Program, 
     for line in assert_all_ended(running, since, 143, 20):
         assert line.startswith("lockstep: stopped as asked; saved")
     wait_until(lambda: tensors_of(running[0]).keys() == tensors_of(running[1]).keys(), "equal checkpoints")
+
+
+@pytest.mark.slow
+def test_a_host_that_is_asked_to_stop_before_it_trains_tells_the_others(program: Program) -> None:
+    running = start(program, *FOREVER, "check_sums=true")
+    running[1].wait_for_text("# the resolved configuration")
+    running[1].process.send_signal(signal.SIGTERM)
+    for each in running:
+        assert each.wait(60) == 143, all_said(running)
+        each.assert_nothing_left()
 
 
 @pytest.mark.slow

@@ -2,9 +2,12 @@
 
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from conftest import Program, Running
+
+from campaigns.watching import processes_of_session
 
 PORTS = range(20000, 32000)  # below those that the kernel gives away
 
@@ -38,12 +41,40 @@ def start(
 
 
 def start_one(
-    program: Program, *words: str, folder: str, host: int = 0, devices: str = "[cpu, cpu]"
+    program: Program, *words: str, folder: str, host: int = 0, through: tuple[str, ...] = ()
 ) -> Running:
     place = program.place / folder
-    running = program.start(f"weights_dir={place}", "cpu_threads=1", *words, devices=devices)
+    running = program.start(f"weights_dir={place}", "cpu_threads=1", *words, through=through)
     running.run_folder, running.log = place / "run", f"host{host}.jsonl" if host else "log.jsonl"
     return running
+
+
+def listened_on(running: Running) -> set[str]:
+    """Addresses on which processes of a launcher's session accept connections over a network."""
+    links = {link for pid in processes_of_session(running.process.pid) for link in _links_of(pid)}
+    found = set()
+    for kind in ("tcp", "tcp6"):
+        path = Path(f"/proc/{running.process.pid}/net/{kind}")
+        for line in path.read_text().splitlines()[1:] if path.exists() else []:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in links:
+                found.add(_address_of(words[1].partition(":")[0]))
+    return found
+
+
+def _links_of(pid: int) -> list[str]:
+    found = []
+    with suppress(OSError):  # it leaves just now
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                found.append(os.readlink(path))
+    return found
+
+
+def _address_of(text: str) -> str:
+    """As the kernel writes it in /proc/net: words of 32 bits in the machine's order."""
+    packed = b"".join(bytes.fromhex(text[first : first + 8])[::-1] for first in range(0, len(text), 8))
+    return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
 
 
 def end_well(running: list[Running]) -> None:

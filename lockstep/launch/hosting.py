@@ -121,6 +121,14 @@ class Together(Alone):
             self.life.end(code, failure)
         self._told = True
 
+    def stop_now(self) -> None:
+        """From a signal's handler, before there are processes or after them."""
+        if not self._told:
+            self.life.end_now(
+                self._interrupts.code, f"host {self.host}: was stopped as asked, before training"
+            )
+        self._told = True
+
     def _word_of_another(self) -> HostFailed | None:
         """Who says, or lets be seen, that it has failed, soon after something here has failed for that."""
         until = time.monotonic() + WORD_SECONDS
@@ -144,6 +152,7 @@ def together(config: Config, interrupts: Interrupts) -> Iterator[Alone]:
     assert config.host is not None and config.meeting_point is not None, "checked"
     place = config.hosts, config.host, config.meeting_point, config.address
     others = Together(meet(*place, config.wait_deadline, not torchrun.has_store()), config, interrupts)
+    interrupts.farewell = others.stop_now
     try:
         yield others
     except HostFailed as failed:
