@@ -137,16 +137,6 @@ def test_a_host_that_is_asked_to_stop_stops_all_in_good_order(program: Program, 
 
 
 @pytest.mark.slow
-def test_a_host_that_is_asked_to_stop_before_it_trains_tells_the_others(program: Program) -> None:
-    running = start(program, *FOREVER, "check_sums=true")
-    running[1].wait_for_text("# the resolved configuration")
-    running[1].process.send_signal(signal.SIGTERM)
-    for each in running:
-        assert each.wait(60) == 143, all_said(running)
-        each.assert_nothing_left()
-
-
-@pytest.mark.slow
 def test_hosts_that_share_a_folder_write_it_once(program: Program) -> None:
     words = ("snapshot_freq=1", "resume_train=auto")
     for n_epochs in (1, 2):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Program, make_config
+from conftest import Program, make_config, wait_until
 from limits import limit
 from two_hosts import end_well, free_port, listened_on, start
 
@@ -17,6 +17,7 @@ from lockstep.config import Layer, read_run, resolve, to_yaml
 from lockstep.errors import UserError
 from lockstep.hosts.addresses import listen
 from lockstep.hosts.folders import bring_newest
+from lockstep.hosts.life import Life
 from lockstep.hosts.meeting import HostFailed, Meeting, meet
 from lockstep.hosts.store import Store
 from lockstep.runs import checkpoint
@@ -93,6 +94,20 @@ def test_what_an_earlier_start_left_in_the_store_counts_for_nothing() -> None:
     store.remove("invitation")
 
 
+def test_a_host_that_is_stopped_before_it_trains_tells_the_others() -> None:
+    """From a signal's handler, just before it leaves."""
+    lives = [
+        Life(each, lambda: "its dataset", limit(60)) for each in meetings(come_together([0, 1], free_port()))
+    ]
+    assert lives[0].problem() is None
+    lives[1].end_now(143, "host 1: was stopped as asked, before training")
+    wait_until(lives[0].problem, "the other's word")
+    failed = lives[0].problem()
+    assert failed and (failed.code, str(failed)) == (143, "host 1: was stopped as asked, before training")
+    lives[1].leave()
+    lives[0].leave()
+
+
 @pytest.mark.parametrize(
     ("hosts", "n_hosts", "said"),
     [
@@ -103,7 +118,7 @@ def test_what_an_earlier_start_left_in_the_store_counts_for_nothing() -> None:
     ],
 )
 def test_who_does_not_come_is_named_by_all_who_have(hosts: list[int], n_hosts: int, said: list[str]) -> None:
-    found = come_together(hosts, free_port(), 0.3, n_hosts)
+    found = come_together(hosts, free_port(), 1, n_hosts)
     for error, words in zip(found, said, strict=True):
         assert isinstance(error, UserError) and str(error).startswith("meeting_point: "), error
         assert words in str(error) and "\n" not in str(error)
@@ -112,10 +127,25 @@ def test_who_does_not_come_is_named_by_all_who_have(hosts: list[int], n_hosts: i
 def test_hosts_that_disagree_on_their_number_say_so() -> None:
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
-        three = pool.submit(come_together, [0], port, 0.3, 3)
+        three = pool.submit(come_together, [0], port, 1, 3)
         two = pool.submit(come_together, [1], port, 2, 2)
         assert "hosts: 2 on host 1, 3 on host 0" in str(two.result()[0])
         assert isinstance(three.result()[0], UserError)
+
+
+def test_a_host_that_would_listen_where_no_other_reaches_it_is_told() -> None:
+    """As where its name leads to 127.0.1.1."""
+    point = f"127.0.0.1:{free_port()}"
+    with ThreadPoolExecutor(2) as pool:
+        both = [
+            pool.submit(meet, 2, host, point, address, limit(10), True)
+            for host, address in enumerate(("127.0.1.1", "10.0.0.7"))
+        ]
+        for each in both:
+            with pytest.raises(
+                UserError, match=r"address: host 0 would listen on its loopback, 127\.0\.1\.1"
+            ):
+                each.result()
 
 
 def answer_with(words: bytes) -> Callable[[socket.socket], None]:

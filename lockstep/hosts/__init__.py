@@ -12,5 +12,6 @@
     over.py       a transport over hosts, of one inside a host; early.py: its sums during backward
     everyone.py   what trainers of all hosts tell each other besides; cost.py: what a step's sums cost
 
-Between hosts go numbers and JSON, nothing else. torch is imported when a connection is made, not before.
+Between hosts go numbers, JSON, and files of checkpoints; nothing is unpickled. What launchers use imports
+torch when a connection is made, not before.
 """

@@ -1,7 +1,9 @@
 """Addresses of hosts: where they meet, and where each can be reached by the others."""
 
 import errno
+import ipaddress
 import socket
+from collections.abc import Sequence
 
 from lockstep.errors import UserError
 
@@ -51,3 +53,21 @@ def own_address(point: Address) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(point)
         return str(probe.getsockname()[0])
+
+
+def check_reachable(addresses: Sequence[str]) -> None:
+    """addresses: where the trainers of each host listen. Raises UserError where others can't reach some."""
+    inside = [host for host, address in enumerate(addresses) if _is_loopback(address)]
+    if inside and len(inside) < len(addresses):
+        host = inside[0]
+        raise UserError(
+            f"address: host {host} would listen on its loopback, {addresses[host]}, where no other reaches "
+            "it: give it its address in the network, or a meeting_point in numbers"
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name, which may lead anywhere
+        return False

@@ -23,7 +23,7 @@ _LONGEST_ROUND = 2 * CALL_SECONDS + LIFE_SECONDS  # what took longer, this proce
 class Seen:
     """What is known of another launcher."""
 
-    count: int = -1  # of its signs of life
+    count: Any = None  # of its signs of life
     silence: float = 0.0  # seconds since it gave one, in which this process was awake
     doing: str = "starting"
     end: Any = None
@@ -110,7 +110,7 @@ class Life:
         before = time.monotonic()
         while not self._gone:
             try:
-                store = store or self._meeting.connect(CALL_SECONDS)
+                store = store or self._meeting.connect(2 * LIFE_SECONDS)
                 self._tell(store)
                 for host, seen in self._others.items():
                     self._look(store, host, seen)
@@ -135,10 +135,10 @@ class Life:
 
     def _look(self, store: Store, host: int, seen: Seen) -> None:
         told = store.look(f"life/{host}")
-        if told is None and seen.count >= 0:
+        if told is None and seen.count is not None:
             self._gone = "its store is another's now"
-        elif isinstance(told, dict) and told["count"] != seen.count:
-            seen.count, seen.doing, seen.silence = told["count"], str(told["at"]), 0.0
+        elif isinstance(told, dict) and told.get("count") != seen.count:
+            seen.count, seen.doing, seen.silence = told.get("count"), str(told.get("at")), 0.0
         end = store.look(f"end/{host}")
         seen.end = end if isinstance(end, dict) else None
         seen.bye = store.look(f"bye/{host}") is not None

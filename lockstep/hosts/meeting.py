@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from lockstep.config.hosts import address_and_port
 from lockstep.errors import PeerProblem, UserError
-from lockstep.hosts.addresses import Address, listen, own_address, resolve, show
+from lockstep.hosts.addresses import Address, check_reachable, listen, own_address, resolve, show
 from lockstep.hosts.store import Store, StoreLost, load_torch
 from lockstep.runs.plan import Joint
 
@@ -109,7 +109,13 @@ def meet(hosts: int, host: int, point: str, address: str | None, seconds: float,
         joint = Joint(where, name, address or own_address(where))
     except OSError as error:
         raise UserError(f"address: none of this host reaches {point}: {error.strerror}; name one") from error
-    return Meeting(hosts, host, joint, store.within(name))
+    meeting = Meeting(hosts, host, joint, store.within(name))
+    try:
+        check_reachable(meeting.gather("address", joint.address, seconds))
+    except UserError:
+        time.sleep(FAREWELL_SECONDS if host == 0 else 0)
+        raise
+    return meeting
 
 
 def _reach(hosts: int, host: int, where: Address, until: float) -> tuple[Store, str]:
