@@ -33,7 +33,7 @@ GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 @dataclass(frozen=True)
 class Case:
-    """How minibatches get to the trainer. cut: the ring's events or waits that are left out."""
+    """How minibatches get to the trainer. cut: the ring's events that are ignored, to see what they do."""
 
     config: Config
     simulation: Simulation | None
@@ -80,8 +80,6 @@ def feed_of(case: Case, backend: Backend, pipe: Pipe | None) -> Feed:
     config, network = case.config, SimpleNamespace(crop_size=CROP, mean=None)
     dataset = open_dataset(case.config)
     feed = open_feed(backend, config, dataset, network, case.orders(), print, [pipe] if pipe else ())
-    if case.cut in ("await_filled", "release"):
-        setattr(feed._ring, case.cut, lambda number: None)  # type: ignore[attr-defined]
     if case.cut == "filled":
         feed._ring.filled = backend.memory.events(config.n_slots)  # type: ignore[attr-defined]  # never recorded
     return feed
@@ -192,17 +190,6 @@ def test_what_the_trainer_uploads_is_the_same(
     wanted = run_ranks(load, 2, Case(configure(shared_folder, "cpu", **values), None))[0]
     config = configure(shared_folder, "cuda:0", upload="trainer", **values)
     assert run_ranks(load, 2, Case(config, simulation_of))[0] == wanted
-
-
-@pytest.mark.parametrize("cut", ["await_filled", "release"])
-def test_without_its_waits_an_upload_would_be_wrong(
-    shared_folder: Path,
-    simulation: Simulation,
-    expected: list[tuple[bytes, bytes, bytes]],
-    cut: str,
-) -> None:
-    case = Case(configure(shared_folder, "cuda:0", upload="trainer"), simulation.set(delay=20_000), cut)
-    assert run_ranks(load, 2, case)[0] != expected
 
 
 @pytest.mark.parametrize("cut", ["filled", "released"])
