@@ -5,6 +5,7 @@ it is to do there comes with the order. A line of JSON on standard input is an o
 `output` (a file), and `environment`. The answer is a line, too: the exit code, or minus a signal's number.
 """
 
+import ctypes
 import functools
 import json
 import multiprocessing
@@ -24,6 +25,7 @@ from lockstep.interrupts import Interrupts
 from lockstep.launch.processes import Processes
 from preprocessing import make_hkl
 
+_PR_SET_CHILD_SUBREAPER = 36
 IMPORTED_FOR_CHILDREN = (proc_load, train_funcs)
 
 
@@ -59,12 +61,17 @@ def run(order: dict[str, object]) -> int:
     if child == 0:
         become(order)
     _, status = os.waitpid(child, 0)
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, ChildProcessError):
         os.killpg(child, signal.SIGKILL)
+        while True:  # until all have gone, and with them their hold on the run's folder
+            os.waitpid(-child, 0)
     return os.waitstatus_to_exitcode(status)
 
 
 def main() -> None:
+    ctypes.CDLL(None).prctl(
+        _PR_SET_CHILD_SUBREAPER, 1
+    )  # orphans of a killed launcher become its own children
     torch.set_num_threads(1)  # a pool of threads does not outlive a fork
     multiprocessing.set_start_method("spawn")
     resource_tracker.ensure_running()
