@@ -42,7 +42,7 @@ def machine() -> dict[str, object]:
     """Where and with what a result was measured."""
     return {
         "date": date.today().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
         "processor": _processor(),
         "cores": count_cores(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
@@ -53,7 +53,7 @@ def machine() -> dict[str, object]:
     }
 
 
-def _commit() -> str:
+def commit() -> str:
     """What git says, or $LOCKSTEP_COMMIT where a copy of the files is not a checkout."""
     otherwise = os.environ.get("LOCKSTEP_COMMIT") or "unknown"
     if shutil.which("git") is None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.measure import table, write_results
+from benchmarks.measure import commit, table, write_results
 from campaigns.cases import STANDS_STILL, Case, cases
 from campaigns.watching import ROOT, Watched
 from lockstep.errors import UserError
@@ -130,7 +130,7 @@ def run_all(words: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 struck, problems = run_case(case, Path(place), words.patience)
                 kept = "broken" if problems else "kept" if struck else "kept; ended before it was hit"
                 entry = {"case": f"{number}: {case}", "kept": kept, "problems": problems}
-                entry |= {"program": case.program, "signal": case.signal}
+                entry |= {"program": case.program, "signal": case.signal, "commit": commit()}
                 print(json.dumps(entry), file=file, flush=True)
                 print(f"{number}/{words.n} {case}: {'; '.join(problems) or kept}", flush=True)
             yield entry
@@ -161,7 +161,8 @@ def report(words: argparse.Namespace, entries: list[dict[str, Any]]) -> int:
     rows = [("program", "what happened", "promises", "cases")]
     rows += [(*key, str(n)) for key, n in sorted(tally.items())]
     title = f"{words.n} programs of 1 to 4 processes, seed {words.seed}: {len(broken)} broken promises"
-    text = "\n".join([table(title, rows), *(f"- {line}" for line in broken)])
+    commits = ", ".join(sorted({entry["commit"] for entry in entries}))
+    text = "\n".join([table(title, rows), f"Commits: {commits}\n", *(f"- {line}" for line in broken)])
     print(text)
     if words.results:
         numbers = {"seed": words.seed, "cases": words.n, "broken": broken}
