@@ -68,7 +68,8 @@ def test_a_killed_process_of_another_host_is_named_by_all(program: Program, poin
         assert " at: " in line
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_launcher_is_missed_by_the_other_host(program: Program, victim: int) -> None:
     running = start(program, *FOREVER)
     reach(running, "step 2/3")

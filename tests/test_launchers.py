@@ -114,7 +114,7 @@ def test_a_host_that_is_stopped_before_it_trains_tells_the_others() -> None:
         ([0, 1], 3, ["host 2 has not come", "host 2 has not come"]),
         pytest.param([0], 3, ["host 1 and host 2 have not come"], marks=pytest.mark.slow),
         pytest.param([1], 2, ["host 0 has not come"], marks=pytest.mark.slow),
-        ([0, 1, 1], 3, ["host 2 has not come", "host", "host"]),
+        pytest.param([0, 1, 1], 3, ["host 2 has not come", "host", "host"], marks=pytest.mark.slow),
     ],
 )
 def test_who_does_not_come_is_named_by_all_who_have(hosts: list[int], n_hosts: int, said: list[str]) -> None:
@@ -269,6 +269,7 @@ def test_a_run_of_several_hosts_is_read_on_one_without_their_keys(tmp_path: Path
     assert (both.hosts, both.host, both.address, both.wire) == (2, 0, None, "int8")
 
 
+@pytest.mark.slow
 def test_a_run_listens_where_it_was_told_alone_and_goes_on_among_strangers(program: Program) -> None:
     port, over = free_port(), threading.Event()
     running = start(program, "n_epochs=8", "snapshot_freq=8", port=port)

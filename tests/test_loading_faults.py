@@ -55,6 +55,7 @@ class Disk:
         return len(self._told.read_text().splitlines()) if self._told.exists() else 0
 
 
+@pytest.mark.slow
 def test_a_read_that_fails_for_a_while_changes_nothing(program: Program, tmp_path: Path) -> None:
     words = ("n_epochs=1", "cpu_threads=1")
     disk = Disk(tmp_path, "0001.hkl", EIO.format(n=2))

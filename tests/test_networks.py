@@ -189,8 +189,8 @@ def test_another_end_of_a_cosine_is_told(tmp_path: Path) -> None:
 def test_the_launcher_imports_nothing_for_it() -> None:
     code = (
         "import sys, train; from lockstep.config import Config; models = train.HERE / 'models'; "
-        "train.check_model(Config(model='alexnet'), models); "
-        "train.check_model(Config(model='torch.nn:Linear'), models); "
+        "from lockstep.launch.models import check_model; "
+        "check_model(Config(model='alexnet'), models); check_model(Config(model='torch.nn:Linear'), models); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

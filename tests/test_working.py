@@ -96,7 +96,8 @@ def train(
     ("values", "n_trainers"),
     [
         *((values, 1) for values in CASES.values()),
-        *((CASES[name], 2) for name in ("sgd", "sharded", "outer")),
+        (CASES["sgd"], 2),
+        *(pytest.param(CASES[name], 2, marks=pytest.mark.slow) for name in ("sharded", "outer")),
     ],
     ids=[*(f"{name}, 1 trainer" for name in CASES), *(f"{name}, 2" for name in ("sgd", "sharded", "outer"))],
 )
