@@ -17,7 +17,7 @@ from benchmarks.synk import N_RANKS, in_turns
 from lockstep import synk
 from lockstep.synk import calling, team
 from lockstep.synk.programs import callables
-from models.resnet20 import Model
+from models import resnet20
 
 BATCH = 64
 N_PICTURES = 2048
@@ -25,11 +25,10 @@ ROUNDS = 5
 
 
 class Training:
-    """A network, its data, and a step of SGD, on all ranks or on one."""
+    """A network, its data, and a step of SGD, on all ranks or on one. side: rows and columns of a picture."""
 
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.net = synk.share(Model(10))
+    def __init__(self, network: torch.nn.Module, n_classes: int, side: int, n_pictures: int) -> None:
+        self.net, self.n_pictures = synk.share(network), n_pictures
         optimizer, net = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9), self.net
 
         def compute(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -45,25 +44,24 @@ class Training:
         self.update = synk.function(update, None, updates=[synk.weights(self.net)], name="update")
         synk.distribute()
         random = np.random.default_rng(0)
-        self.x = random.normal(size=(N_PICTURES, 3, 32, 32)).astype(np.float32)
-        self.y = random.integers(0, 10, N_PICTURES)
+        self.x = random.standard_normal((n_pictures, 3, side, side), np.float32)
+        self.y = random.integers(0, n_classes, n_pictures)
         self.data = synk.data(self.x), synk.data(self.y)
 
     def step(self, n_rows: int, shuffle: bool, all_reduce: bool) -> None:
-        self.compute(*self.data, batch=choose(n_rows, shuffle))
+        self.compute(*self.data, batch=self.choose(n_rows, shuffle))
         if all_reduce:
             synk.all_reduce(synk.grads(self.net))
         self.update()
 
-    def step_alone(self, shuffle: bool) -> None:
-        batch = choose(BATCH, shuffle)
+    def step_alone(self, n_rows: int, shuffle: bool) -> None:
+        batch = self.choose(n_rows, shuffle)
         self.compute.alone(self.x[batch], self.y[batch])
         self.update.alone()
 
-
-def choose(n_rows: int, shuffle: bool) -> Any:
-    """Rows of a batch."""
-    return np.random.default_rng(1).permutation(N_PICTURES)[:n_rows] if shuffle else slice(0, n_rows)
+    def choose(self, n_rows: int, shuffle: bool) -> Any:
+        """Rows of a batch."""
+        return np.random.default_rng(1).permutation(self.n_pictures)[:n_rows] if shuffle else slice(0, n_rows)
 
 
 def ablations(training: Training) -> tuple[list[tuple[str, ...]], dict[str, Any]]:
@@ -71,7 +69,7 @@ def ablations(training: Training) -> tuple[list[tuple[str, ...]], dict[str, Any]
     rows: list[tuple[str, ...]] = [("batch", "shuffle", "all_reduce", "x CPU time", "x wall")]
     numbers = {}
     for shuffle in (True, False):
-        functions: dict[str, Callable[[], object]] = {"one": lambda s=shuffle: training.step_alone(s)}
+        functions: dict[str, Callable[[], object]] = {"one": lambda s=shuffle: training.step_alone(BATCH, s)}
         for n_rows in (BATCH, BATCH * N_RANKS):
             for reduces in (True, False):
                 functions[f"{n_rows} {reduces}"] = lambda n=n_rows, s=shuffle, r=reduces: training.step(
@@ -114,7 +112,7 @@ def split(training: Training, n_steps: int = 10) -> tuple[list[tuple[str, ...]],
     reducing = 0.0
     begin = time.perf_counter()
     for _ in range(n_steps):
-        training.compute(*training.data, batch=choose(BATCH * N_RANKS, True))
+        training.compute(*training.data, batch=training.choose(BATCH * N_RANKS, True))
         waited, start = seconds["waiting for the slowest, and messages"], time.perf_counter()
         synk.all_reduce(synk.grads(training.net))
         reducing += time.perf_counter() - start
@@ -136,7 +134,8 @@ def run() -> tuple[str, dict[str, Any]]:
     torch.set_num_threads(1)
     synk.fork(N_RANKS)
     try:
-        training = Training()
+        torch.manual_seed(0)
+        training = Training(resnet20.Model(10), 10, 32, N_PICTURES)
         training.step(BATCH, True, True)
         speeds, numbers = ablations(training)
         parts, seconds = split(training)

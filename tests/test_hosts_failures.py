@@ -10,10 +10,12 @@ from limits import limit
 from two_hosts import end_well, remove, start, tensors_of
 
 FOREVER = ("n_epochs=100000", "snapshot_freq=1")
-POINTS = {
-    "the start": None,
-    "a step": "step 2/3",
-    "the save": "saved",
+POINTS = {"the start": None, "a step": "step 2/3", "the save": "saved"}  # what host 0 shows
+TRACED = {  # what a process of host 1 says that it is at
+    "the sum in the host": "meeting the others",
+    "the sum over the network": "exchanging",
+    "validation": "validating",
+    "saving": "saving a checkpoint",
 }
 
 
@@ -37,7 +39,10 @@ def all_said(running: list[Running]) -> str:
 def reach(running: list[Running], point: str | None) -> dict[str, int]:
     """Waits until they are there. The pids of host 1, the launcher's too."""
     pids = {"launcher": running[1].process.pid, **running[1].pids()}
-    if point:
+    if point in TRACED.values():
+        traces = running[1].run_folder / "trace"
+        wait_until(lambda: any(point in path.read_text() for path in traces.glob("*.txt")), point)
+    elif point:
         running[0].wait_for_text(point)
     return pids
 
@@ -52,13 +57,17 @@ def reach(running: list[Running], point: str | None) -> dict[str, int]:
                 ("the start", "trainer 0"),
                 ("a step", "loader 0"),
                 ("the save", "trainer 0"),
+                ("the sum in the host", "trainer 0"),
+                ("the sum over the network", "trainer 1"),
+                ("validation", "loader 1"),
+                ("saving", "trainer 0"),
             )
         ),
     ],
 )
 def test_a_killed_process_of_another_host_is_named_by_all(program: Program, point: str, victim: str) -> None:
-    running = start(program, *FOREVER)
-    pids = reach(running, POINTS[point])
+    running = start(program, *FOREVER, "trace=true")
+    pids = reach(running, {**POINTS, **TRACED}[point])
     since = time.monotonic()
     os.kill(pids[victim], signal.SIGKILL)
     for line in assert_all_ended(running, since, 1, 10):

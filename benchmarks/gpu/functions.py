@@ -5,6 +5,7 @@ cost beside plain PyTorch in one process.
 """
 
 import importlib.util
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -36,7 +37,8 @@ def run(setting: Setting, work: Path, record: Record) -> None:
 
     synk.fork(devices=["cuda:0", "cuda:0"])
     try:
-        for name, measure in (("calls", measure_calls), ("steps", measure_steps)):
+        measures = {"calls": measure_calls, "steps": measure_steps, "paper": measure_paper}
+        for name, measure in measures.items():
             with record.attempt(name):
                 record.keep(name, measure(setting))
     finally:
@@ -105,6 +107,24 @@ def measure_steps(setting: Setting) -> dict[str, float]:
     for n_rows in _ROWS[: 1 if setting.rehearsal else None]:
         functions[f"{n_rows} rows, two ranks"] = partial(step, *data, batch=n_rows)
         functions[f"{n_rows} rows, plain PyTorch"] = partial(step_plainly, n_rows)
+    return take_turns(functions, setting)
+
+
+def measure_paper(setting: Setting) -> dict[str, float]:
+    """Milliseconds of a step of ResNet-50, as Stooke and Abbeel 2017 take it (section 6): one rank alone, and
+    two with as many pictures in all, and each. A rehearsal has ResNet-20 and fewer pictures.
+    """
+    from benchmarks.synk_paper import BATCH, Training
+
+    network = importlib.import_module(f"models.{setting.residual_model}").Model(10)
+    n_rows, side = (4, 32) if setting.rehearsal else (BATCH, 224)
+    training = Training(network, 10, side, 4 * n_rows)
+    functions: dict[str, Callable[[], object]] = {
+        f"{n_rows} pictures, one rank alone": partial(training.step_alone, n_rows, True)
+    }
+    for n_all, shuffle, reduces in itertools.product((n_rows, 2 * n_rows), (True, False), (True, False)):
+        how = f"{'' if shuffle else 'not '}shuffled, {'with' if reduces else 'without'} all_reduce"
+        functions[f"{n_all} pictures, two ranks, {how}"] = partial(training.step, n_all, shuffle, reduces)
     return take_turns(functions, setting)
 
 

@@ -226,7 +226,12 @@ def _resnet50(figures: Figures) -> Iterator[str]:
 def _functions(figures: Figures) -> Iterator[str]:
     if "functions" in figures:
         yield f"lockstep.synk: {figures['functions']}.\n"
-    for name, head in (("calls", "call"), ("steps", "step of SGD, an MLP of 784-500-500-10")):
+    heads = {
+        "calls": "call",
+        "steps": "step of SGD, an MLP of 784-500-500-10",
+        "paper": "step of SGD, ResNet-50 in float32 (Stooke and Abbeel 2017, section 6)",
+    }
+    for name, head in heads.items():
         if name in figures:
             rows: Rows = [(head, "ms"), *((what, f"{ms:.3f}") for what, ms in figures[name].items())]
             yield table(f"lockstep.synk's {name}, two ranks on one GPU (which is no speed-up)", rows)
