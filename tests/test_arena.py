@@ -219,6 +219,22 @@ def test_digests_show_a_single_bit() -> None:
     assert changed == ["weights/bias"]
 
 
+@pytest.mark.parametrize("place", [0, 1023, 1024, 99_999])
+def test_digests_show_one_bit_and_two_numbers_that_have_changed_places(place: int) -> None:
+    """In a tensor of many rows of 1,024 numbers, and in what is left behind them."""
+    arena = Arena(nn.Linear(1000, 100, bias=False), HostMemory())
+    weights, before = arena.tensors["weights/weight"].view(-1), arena.digests()
+    for bit in (0, 31):
+        weights.view(torch.int32)[place] ^= -(2**31) if bit == 31 else 1
+        assert arena.digests() != before
+        weights.view(torch.int32)[place] ^= -(2**31) if bit == 31 else 1
+    assert arena.digests() == before
+    for other in (50_000, place ^ 2):
+        weights[[place, other]] = weights[[other, place]]
+        assert arena.digests() != before
+        weights[[place, other]] = weights[[other, place]]
+
+
 def test_step_policy_falls_after_the_given_epochs() -> None:
     config = make_config(learning_rate=1.0, lr_step=[2, 4])
     rates = [learning_rate(config, epoch, []) for epoch in range(1, 7)]

@@ -9,6 +9,7 @@ the same ones.
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,6 +17,7 @@ from lockstep.errors import UserError
 from lockstep.memory import Block, Memory
 
 ALIGNMENT = 16  # elements; every tensor starts on a cache line
+_ROW_BYTES = 4096  # of the table of which a digest is made
 _FLOATS = (torch.float32, torch.float64)
 
 
@@ -141,12 +143,9 @@ class Arena:
         averages[len(weights) :].lerp_(buffers, 1 - decay)
 
     def digests(self) -> dict[str, str]:
-        """A digest of each tensor's bytes: equal digests, equal bits."""
+        """A digest of each tensor's bytes, which shows every single bit (see `_digest`)."""
         flat = self.flat.cpu().numpy()
-        return {
-            name: hashlib.blake2b(flat[start:stop].data, digest_size=8).hexdigest()
-            for name, (start, stop) in self._spans.items()
-        }
+        return {name: _digest(flat[start:stop].view(np.uint8)) for name, (start, stop) in self._spans.items()}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything that a checkpoint holds, by name; views, not copies. Some lie channels last."""
@@ -250,6 +249,21 @@ def _view(elements: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 def _is_channels_last(source: torch.Tensor) -> bool:
     return source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last)
+
+
+def _digest(content: np.ndarray) -> str:
+    """Of bytes, (n,), nearly as fast as memory is read; BLAKE2 of all of them takes ten times as long.
+
+    They are laid out as a table of 64-bit numbers, of which BLAKE2 gets the sums of rows and of columns, and
+    what is left behind the table. A number that differs shows in both sums, two that have changed places in
+    one of them. It is for errors, not for adversaries.
+    """
+    in_table = len(content) // _ROW_BYTES * _ROW_BYTES
+    table = content[:in_table].view(np.uint64).reshape(-1, _ROW_BYTES // 8)
+    digest = hashlib.blake2b(content[in_table:].data, digest_size=8)
+    for axis in (0, 1):
+        digest.update(table.sum(axis).data)
+    return digest.hexdigest()
 
 
 def _padded(n_elements: int) -> int:
