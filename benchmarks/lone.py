@@ -52,7 +52,8 @@ class LoneTrainer:
         self.config, group = config, group or Group.on_one_host(0, {})
         self._processes = Processes(DEADLINE)
         loaders = [self._start_loader()] if config.para_load else []
-        control, self._launcher = multiprocessing.Pipe()
+        control, launcher = multiprocessing.Pipe()
+        self._launcher = Pipe(launcher, "the trainer", DEADLINE)
         self.trainer = Trainer(
             Plan(config, Path(), None),
             group,
@@ -73,7 +74,7 @@ class LoneTrainer:
     def use(self, feed: Feed) -> None:
         """Takes its minibatches from `feed` from now on."""
         while self._launcher.poll():  # ticks that nobody wants to see
-            self._launcher.recv()
+            self._launcher.receive(object, "a tick")
         self.trainer.feed = feed
 
     def close(self) -> None:

@@ -485,8 +485,10 @@ def test_buckets_that_are_folded_beside_leave_numpys_bits(place: Place, n_ranks:
 
 
 def test_without_its_marks_an_update_beside_would_be_wrong(simulation: Simulation) -> None:
+    """Where pauses are drawn at random it may be right by luck, but not every time."""
     place = Place("cuda", False, simulation.set(delay=1500))
-    assert run_ranks(update_beside, 2, place, False)[0] != expected_updates(2, "mean")
+    wrong = (run_ranks(update_beside, 2, place, False)[0] != expected_updates(2, "mean") for _ in range(8))
+    assert any(wrong)
 
 
 # -- proof ---------------------------------------------------------------------------------------------------

@@ -291,7 +291,10 @@ def test_two_gpus(doctor: Doctor, simulation: Simulation) -> None:
     assert doctor.sections["Devices"]["devices"].startswith("cuda:0, cuda:1; all visible GPUs")
     second = doctor.sections["Device cuda:1"]
     assert second["device"].startswith("simulated device 1, 0000:02:00.0, compute capability 9.0, 1.0 of 1.0")
-    assert second["kernels"] == "augment and dropout and fold and lrn and pool compiled for sm_90 and loaded"
+    assert (
+        second["kernels"]
+        == "augment and dropout and fold and lrn and pool and sgd compiled for sm_90 and loaded"
+    )
     assert second["torch"] == "computes in PyCUDA's memory and stream"
     assert re.fullmatch(
         r"[\d.]+ GB/s from .*\([\d.]+ while .*, [\d.]+ back .*, [\d.]+ on .*", second["copies"]

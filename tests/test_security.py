@@ -318,7 +318,7 @@ def test_git_inherits_no_descriptor(
     listing: Path, kept_open: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert measure._commit() == "unknown"
+    assert measure.commit() == "unknown"
     assert (tmp_path / "open").read_text().split() == ["0", "1", "2"]
 
 
