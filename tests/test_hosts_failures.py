@@ -12,7 +12,9 @@ from two_hosts import end_well, remove, start, tensors_of
 FOREVER = ("n_epochs=100000", "snapshot_freq=1")
 POINTS = {"the start": None, "a step": "step 2/3", "the save": "saved"}  # what host 0 shows
 TRACED = {  # what a process of host 1 says that it is at
+    "the sum in the host": "meeting the others",
     "the sum over the network": "exchanging",
+    "the update": "forward, backward, update",
     "validation": "validating",
 }
 
@@ -55,7 +57,9 @@ def reach(running: list[Running], point: str | None) -> dict[str, int]:
                 ("the start", "trainer 0"),
                 ("a step", "loader 0"),
                 ("the save", "trainer 0"),
+                ("the sum in the host", "trainer 0"),
                 ("the sum over the network", "trainer 1"),
+                ("the update", "trainer 0"),
                 ("validation", "loader 1"),
             )
         ),
