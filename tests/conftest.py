@@ -119,6 +119,11 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 60) 
         time.sleep(0.02)
 
 
+def goes_wrong(once: Callable[[], bool]) -> bool:
+    """Whether it does in one of several tries: a pause drawn at random or a busy core may hide it once."""
+    return any(once() for _ in range(8))
+
+
 class Program:
     """Starts train.py on a dataset folder, with the run's folder in a temporary place."""
 
