@@ -28,6 +28,7 @@ from lockstep.hosts.network import Network
 from lockstep.hosts.over import OverHosts
 from lockstep.launch.ranks import run_ranks
 from lockstep.memory.host import HostMemory
+from lockstep.memory.malloc import keep_freed_memory
 
 N_HOSTS, N_LOCAL = 2, 2
 N_ELEMENTS = 60_965_224  # of AlexNet
@@ -62,6 +63,7 @@ class Trainer:
         self, rank: int, pipes: dict[int, Pipe], place: Place, n_local: int, n_elements: int
     ) -> None:
         torch.set_num_threads(1)
+        keep_freed_memory()  # as trainers do
         self.host, self.rank = rank // n_local, rank
         _enter(place.namespaces[self.host])
         own = {other % n_local: pipe for other, pipe in pipes.items() if other // n_local == self.host}

@@ -101,26 +101,38 @@ class Rounded(Way):
         return self.sum_with(tensor, [0.0] * N_NUMBERS)[1]
 
     def sum_with(self, tensor: torch.Tensor, row: Row) -> tuple[list[Row], int]:
-        parts = self._parts(tensor)
+        n_each = -(-len(tensor) // (self.n_hosts * BLOCK)) * BLOCK  # numbers of a part
+        n_bytes = self._wire.n_bytes(n_each)
         rider = torch.tensor(row, dtype=torch.float64, device=tensor.device).view(torch.uint8)
-        ours = torch.stack([torch.cat([self._pack(part), rider]) for part in parts])
+        ours = torch.empty((self.n_hosts, n_bytes + len(rider)), dtype=torch.uint8, device=tensor.device)
+        parts = [tensor[first : first + n_each] for first in range(0, len(tensor), n_each)]
+        for part, packed in zip(parts, ours, strict=False):
+            self._wire.pack(_filled_up(part, n_each), packed[:n_bytes], self.generator)
+        ours[len(parts) :] = 0  # of hosts for which nothing is left
+        ours[:, n_bytes:] = rider
         theirs = torch.empty_like(ours)
         self.wait(self.group.alltoall_base(theirs.view(-1), ours.view(-1), [], []))
-        n_numbers = ours.shape[1] - len(rider)
-        total = torch.stack([self._wire.unpack(each[:n_numbers]) for each in theirs]).sum(0)
-        sums = [torch.empty_like(ours[0, :n_numbers]) for _ in range(self.n_hosts)]
-        self.wait(self.group.allgather([sums], [self._pack(total)]))
-        whole = torch.cat([self._wire.unpack(each) for each in sums])
-        tensor.copy_(whole[: len(tensor)])
-        rows = [each[n_numbers:].clone().view(torch.float64).tolist() for each in theirs]
-        return rows, (self.n_hosts - 1) * (ours[0].nbytes + sums[0].nbytes)
+        sums = self._gather(self._added([each[:n_bytes] for each in theirs]), n_bytes)
+        for part, packed in zip(parts, sums, strict=False):
+            part.copy_(self._wire.unpack(packed)[: len(part)])
+        rows = [each[n_bytes:].clone().view(torch.float64).tolist() for each in theirs]
+        return rows, (self.n_hosts - 1) * (ours[0].nbytes + n_bytes)
 
-    def _parts(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The numbers and zeros behind them: (host, n), n a multiple of BLOCK."""
-        n_each = -(-len(tensor) // (self.n_hosts * BLOCK)) * BLOCK
-        padded = tensor.new_zeros(self.n_hosts * n_each)
-        padded[: len(tensor)].copy_(tensor)
-        return padded.view(self.n_hosts, n_each)
+    def _added(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        total = self._wire.unpack(parts[0]).float()
+        for part in parts[1:]:
+            total += self._wire.unpack(part)
+        return total
 
-    def _pack(self, values: torch.Tensor) -> torch.Tensor:
-        return self._wire.pack(values, self.generator)
+    def _gather(self, total: torch.Tensor, n_bytes: int) -> list[torch.Tensor]:
+        """Every host's sum, packed."""
+        ours = torch.empty(n_bytes, dtype=torch.uint8, device=total.device)
+        self._wire.pack(total, ours, self.generator)
+        sums = [torch.empty_like(ours) for _ in range(self.n_hosts)]
+        self.wait(self.group.allgather([sums], [ours]))
+        return sums
+
+
+def _filled_up(part: torch.Tensor, n: int) -> torch.Tensor:
+    """The last part, which may be shorter than the others, with zeros behind it; others as they are."""
+    return part if len(part) == n else torch.nn.functional.pad(part, (0, n - len(part)))

@@ -22,12 +22,12 @@ class Wire(ABC):
         """Of so many numbers, a multiple of BLOCK."""
 
     @abstractmethod
-    def pack(self, values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """values: (n,), n a multiple of BLOCK. Returns uint8, (n_bytes(n),)."""
+    def pack(self, values: torch.Tensor, packed: torch.Tensor, generator: torch.Generator) -> None:
+        """values: (n,), n a multiple of BLOCK. packed: uint8, (n_bytes(n),), is written."""
 
     @abstractmethod
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        """What `pack` has made, as float32, (n,). What was not finite is not finite."""
+        """What `pack` has made, as floating-point numbers, (n,). What was not finite is not finite."""
 
 
 class BFloat16(Wire):
@@ -36,11 +36,11 @@ class BFloat16(Wire):
     def n_bytes(self, n_elements: int) -> int:
         return 2 * n_elements
 
-    def pack(self, values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        return values.to(torch.bfloat16).view(torch.uint8)
+    def pack(self, values: torch.Tensor, packed: torch.Tensor, generator: torch.Generator) -> None:
+        packed.view(torch.bfloat16).copy_(values)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        return packed.view(torch.bfloat16).float()
+        return packed.view(torch.bfloat16)
 
 
 class Int8(Wire):
@@ -51,13 +51,13 @@ class Int8(Wire):
     def n_bytes(self, n_elements: int) -> int:
         return n_elements + 4 * (n_elements // BLOCK)
 
-    def pack(self, values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def pack(self, values: torch.Tensor, packed: torch.Tensor, generator: torch.Generator) -> None:
         blocks = values.float().view(-1, BLOCK)
         scales = blocks.abs().amax(1, keepdim=True) / _LARGEST  # not a number where one of the block is not
         chance = torch.rand(blocks.shape, generator=generator, device=blocks.device)
         steps = torch.nan_to_num(blocks / scales) + chance  # a block of zeros has a scale of 0
-        numbers = steps.floor_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
-        return torch.cat([numbers.view(-1).view(torch.uint8), scales.view(-1).view(torch.uint8)])
+        packed[: len(values)].view(torch.int8).copy_(steps.floor_().clamp_(-_LARGEST, _LARGEST).view(-1))
+        packed[len(values) :].view(torch.float32).copy_(scales.view(-1))
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         n_elements = len(packed) * BLOCK // (BLOCK + 4)
