@@ -21,11 +21,12 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from benchmarks.measure import medians, table, verdict, write_results
-from benchmarks.scaling import FullLayer, Link, Wire, factors_of_hosts, sum_of_hosts
+from benchmarks.scaling import ALEXNETS_FULL, BFLOAT16, FLOAT32, Link, factors_of_hosts, sum_of_hosts
 from lockstep.comm.group import Group, World
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config, Layer, resolve
 from lockstep.exchange.host import HostTransport
+from lockstep.hosts.addresses import listen
 from lockstep.hosts.network import Network
 from lockstep.hosts.over import OverHosts
 from lockstep.launch.ranks import run_ranks
@@ -36,7 +37,7 @@ N_HOSTS, N_LOCAL = 2, 2
 N_ELEMENTS = 60_965_224  # of AlexNet
 N_CONVOLVED = 2_469_696  # of these, what has no factors
 ROWS = 128  # a host, of each fully connected layer
-ROW = (9216 + 4096) + (4096 + 4096) + (4096 + 1000)
+ROW = sum(layer.m + layer.n for layer in ALEXNETS_FULL)
 N_BUCKETS, N_OVERLAPPED = 8, 25_600_000
 AIMS = {"flat": 1.8, "float32": 2.3, "bfloat16": 1.35, "factors": 0.3, "hidden": 0.7}
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
@@ -175,13 +176,11 @@ def run() -> tuple[str, dict[str, Any]]:
 def predict(inside: float) -> dict[str, float]:
     """Seconds of sums over the link, by benchmarks/scaling.py. inside: of a sum of all in a host."""
     link = Link("1 Gbit/s", 0.119e9, 50e-6, "95 % of the line's bits")
-    layers = [FullLayer(9216, 4096), FullLayer(4096, 4096), FullLayer(4096, 1000)]
-    float32, bfloat16 = Wire("float32", 4), Wire("bfloat16", 2)
     return {
-        "float32": inside + sum_of_hosts(link, N_HOSTS, N_ELEMENTS, float32),
-        "bfloat16": inside + sum_of_hosts(link, N_HOSTS, N_ELEMENTS, bfloat16),
+        "float32": inside + sum_of_hosts(link, N_HOSTS, N_ELEMENTS, FLOAT32),
+        "bfloat16": inside + sum_of_hosts(link, N_HOSTS, N_ELEMENTS, BFLOAT16),
         "factors": inside * N_CONVOLVED / N_ELEMENTS
-        + factors_of_hosts(link, N_HOSTS, N_ELEMENTS, layers, ROWS, float32),
+        + factors_of_hosts(link, N_HOSTS, N_ELEMENTS, ALEXNETS_FULL, ROWS, FLOAT32),
     }
 
 
@@ -201,17 +200,8 @@ def _enter(namespace: str) -> None:
 
 
 def _serve(place: Place) -> TCPStore:
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of the run before this one
-    listener.bind((place.addresses[0], place.port))
-    listener.listen()
-    return TCPStore(
-        place.addresses[0],
-        place.port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    point = place.addresses[0], place.port
+    return TCPStore(*point, is_master=True, wait_for_workers=False, master_listen_fd=listen(point).detach())
 
 
 def _free_port() -> int:

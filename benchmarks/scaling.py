@@ -81,6 +81,10 @@ class FullLayer:
         return rows * (self.m + self.n) < 2 * self.m * self.n / n_hosts
 
 
+FLOAT32, BFLOAT16, INT8 = Wire("float32", 4), Wire("bfloat16", 2), Wire("int8", 1 + 4 / 256)
+ALEXNETS_FULL = [FullLayer(9216, 4096), FullLayer(4096, 4096), FullLayer(4096, 1000)]
+
+
 def sum_of_hosts(link: Link, n_hosts: int, n_parameters: int, wire: Wire) -> float:
     """Seconds in which hosts sum a gradient. link: a host's, which its devices share."""
     packing = wire.seconds_per_element * n_parameters

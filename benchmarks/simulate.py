@@ -27,10 +27,12 @@ from benchmarks.augmenting import make_folder
 from benchmarks.gpu import roofline
 from benchmarks.measure import table, write_results
 from benchmarks.scaling import (
-    FullLayer,
+    ALEXNETS_FULL,
+    BFLOAT16,
+    FLOAT32,
+    INT8,
     Link,
     Stage,
-    Wire,
     factors_of_hosts,
     lone_step,
     speed_up,
@@ -54,8 +56,6 @@ ETHERNETS = (
     Link("100 Gb/s", 11.9e9, 30e-6, ""),
     Link("400 Gb/s", 47.5e9, 30e-6, ""),
 )
-WIRES = (Wire("float32", 4), Wire("bfloat16", 2), Wire("int8", 1 + 4 / 256))
-FULL = [FullLayer(9216, 4096), FullLayer(4096, 4096), FullLayer(4096, 1000)]
 GPUS_OF_A_HOST, EVERY = 8, 16
 # images a second or speed-up by number of devices
 PUBLISHED = {
@@ -230,13 +230,13 @@ def host_rows(inside: float, n_rows: int, links: tuple[Link, ...], kind: str) ->
     n_parameters = exchange.N_ELEMENTS // 2
     ways: dict[str, Callable[[Link, int], float]] = {
         f"gradients, {wire.name}": lambda link, n, wire=wire: sum_of_hosts(link, n, n_parameters, wire)  # type: ignore[misc]
-        for wire in WIRES
+        for wire in (FLOAT32, BFLOAT16, INT8)
     }
     ways["gradients, factors"] = lambda link, n: factors_of_hosts(
-        link, n, n_parameters, FULL, n_rows, WIRES[0]
+        link, n, n_parameters, ALEXNETS_FULL, n_rows, FLOAT32
     )
     ways[f"local, every {EVERY} steps"] = lambda link, n: (
-        sum_of_hosts(link, n, 2 * n_parameters, WIRES[0]) / EVERY
+        sum_of_hosts(link, n, 2 * n_parameters, FLOAT32) / EVERY
     )
     return [
         (

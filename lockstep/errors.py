@@ -32,6 +32,11 @@ class Garbled(PeerProblem):
     """What came over a pipe is not what a process of this program sends."""
 
 
+def first_line(error: BaseException) -> str:
+    """What a library's error says, for one line of ours: others write pages. At most 200 characters."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
 def nearest(key: str, known: Iterable[str]) -> str:
     """' (did you mean ...?)', or '' where nothing known is like `key`."""
     matches = difflib.get_close_matches(key, known, n=1, cutoff=0.6)

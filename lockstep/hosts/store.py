@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from lockstep.errors import PeerProblem
+from lockstep.errors import PeerProblem, first_line
 from lockstep.hosts.addresses import Address, show
 
 STORE = "host 0"  # has the store
@@ -126,7 +126,7 @@ class _Calls:
         except queue.Empty:
             raise StoreLost(f"{STORE}, which has the store, has not answered for {seconds:.0f} s") from None
         if error is not None:
-            raise StoreLost(f"{STORE}, which has the store, is gone: {_first_line(error)}") from error
+            raise StoreLost(f"{STORE}, which has the store, is gone: {first_line(error)}") from error
         return found
 
     def _work(self) -> None:
@@ -136,7 +136,3 @@ class _Calls:
                 answer.put((function(), None))
             except Exception as error:  # of torch's own kinds, which are not known before it is imported
                 answer.put((None, error))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

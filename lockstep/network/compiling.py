@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.errors import first_line
+
 
 class Compiled:
     """Calls a network: compiled for whole minibatches, which all have one size, else as it is.
@@ -33,7 +35,7 @@ class Compiled:
             Exception
         ) as error:  # whatever a compiler meets; an error of the network's own comes again below
             self._compiled = None
-            words = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            words = first_line(error)
             tell(f"compile: this network can't be compiled here, so torch computes it as ever: {words}")
             return self._model(images)
         self._is_proven = True
