@@ -76,7 +76,7 @@ fuzz: .venv/.installed-test
 
 # Every kind of process killed, stopped and asked to stop: 500 cases take hours. Interrupted, it goes on.
 chaos: .venv/.installed-test $(DIGITS)
-	$(BIN)/python -m campaigns.chaos $(or $(N),500) --seed $(SEED) --results docs/results $(ARGS)
+	$(BIN)/python -m campaigns.chaos $(or $(N),500) --seed $(SEED) $(ARGS)
 
 MINUTES ?= 30
 soak: .venv/.installed-test $(DIGITS)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def free_port() -> int:
+    """A port of this host that nobody has at this moment, below those that the kernel gives away itself."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 class Watched:
@@ -40,8 +54,10 @@ class Watched:
 
     def pids(self) -> dict[str, int]:
         """Numbers of trainers and loaders by name; empty before they are started."""
-        log = self.run_folder / "log.jsonl"
-        if not log.exists():
+        log = next(
+            (path for path in self.run_folder.glob("*.jsonl")), None
+        )  # of hosts after the first: host<k>
+        if not log:
             return {}
         events = [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line[-1:] == "\n"]
         started = [each for each in events if each["event"] == "started" and each["time"] >= self.since]

@@ -1,12 +1,11 @@
 """What of campaigns.chaos can be seen without killing anybody; tests/test_ending.py kills."""
 
-import argparse
 from pathlib import Path
 
 import pytest
 
 from campaigns import chaos
-from campaigns.cases import PROGRAMS, RULES, SIGNALS, cases
+from campaigns.cases import HOSTS, PROGRAMS, RULES, SIGNALS, cases
 
 
 def test_cases_are_the_same_for_a_seed_and_cover_what_there_is() -> None:
@@ -17,6 +16,7 @@ def test_cases_are_the_same_for_a_seed_and_cover_what_there_is() -> None:
     assert {case.rule for case in found} == {*RULES, "none"}
     assert {case.n_processes for case in found} == {1, 2, 3, 4}
     kinds = {case.victim.split()[0] for case in found} | {case.victim for case in found}
+    assert {case.host for case in found if case.program == HOSTS} == {0, 1}
     assert kinds >= {"launcher", "trainer", "loader", "rank", "the helper", "the group"}
 
 
@@ -30,22 +30,40 @@ def test_an_interrupted_campaign_goes_on_and_counts_every_case_once(
             ran.append(-1)
             raise KeyboardInterrupt
         ran.append(len(ran))
-        return True, ["it had not ended 10 s after"] if len(ran) == 2 else []
+        problems = ["it had not ended 10 s after"] if len(ran) == 2 else []
+        return {"kept": "broken" if problems else "kept", "problems": problems, "seconds": 0.1}
 
     monkeypatch.setattr(chaos, "run_case", run_case)
-    words = ["5", "--state", str(tmp_path / "state"), "--results", str(tmp_path)]
+    words = ["5", "--results", str(tmp_path)]
     assert chaos.main(words) == 130
     assert "the same command goes on" in capsys.readouterr().err
     assert chaos.main(words) == 1
     assert len(ran) == 3 + 1 + 2
     text = (tmp_path / "chaos.md").read_text()
-    assert "5 programs of 1 to 4 processes, seed 1: 1 broken promises" in text
+    assert "5 cases, seed 1: 1 broken promises" in text
     assert "it had not ended 10 s after" in text
 
 
+def keep_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {"kept": "kept", "problems": [], "seconds": None}
+    monkeypatch.setattr(chaos, "run_case", lambda case, place, patience: dict(entry))
+
+
 def test_another_seed_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chaos, "run_case", lambda case, place, patience: (True, []))
-    for seed in (1, 2):
-        words = argparse.Namespace(n=3, seed=seed, state=tmp_path, patience=1.0)
-        assert len(list(chaos.run_all(words))) == 3
-    assert len(list(tmp_path.glob("seed_*.jsonl"))) == 2
+    keep_all(monkeypatch)
+    for seed in ("1", "2"):
+        assert chaos.main(["3", "--seed", seed, "--results", str(tmp_path)]) == 0
+        assert len((tmp_path / f"chaos_{seed}.jsonl").read_text().splitlines()) == 3
+
+
+def test_shares_make_up_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep_all(monkeypatch)
+    words = ["20", "--results", str(tmp_path), "--share"]
+    assert chaos.main([*words, "1/2"]) == 0
+    assert "of 20 are left to others" in capsys.readouterr().out
+    assert not (tmp_path / "chaos.md").exists()
+    assert chaos.main([*words, "2/2"]) == 0
+    assert len((tmp_path / "chaos_1.jsonl").read_text().splitlines()) == 20
+    assert "20 cases" in (tmp_path / "chaos.md").read_text()
