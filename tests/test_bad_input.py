@@ -197,6 +197,7 @@ def damage(path: Path) -> None:
         file.write(b"damaged!")
 
 
+@pytest.mark.slow
 def test_half_written_and_damaged_checkpoints_are_passed_over_or_refused(program: Program) -> None:
     running = program.run("n_epochs=3", "snapshot_freq=1")
     checkpoints = running.run_folder / "checkpoints"
@@ -239,6 +240,7 @@ def test_an_edited_record_is_refused(tmp_path: Path, key: str, value: object) ->
         verify(record)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused_by_its_tensors(program: Program, folder: Path) -> None:
     """The same configuration, but the dataset has more classes now."""
     program.run("n_epochs=1", devices="[cpu]")

@@ -77,6 +77,7 @@ def check_expectation(section: dict[str, str], name: str, table: dict[str, list[
     assert [(float(number.replace(",", "")), row) for number, row in found] == expected
 
 
+@pytest.mark.slow
 def test_without_a_gpu_all_else_is_measured(doctor: Doctor) -> None:
     doctor.run()
     assert [title for title in doctor.sections if title] == [

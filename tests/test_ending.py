@@ -98,7 +98,7 @@ def test_nobody_outlives_a_launcher_whose_terminal_is_gone(program: Program) -> 
 
 @pytest.mark.parametrize("victim", ["trainer 1", pytest.param("loader 0", marks=pytest.mark.slow)])
 def test_a_process_that_stands_still_is_found(program: Program, victim: str) -> None:
-    deadline = round(limit(6))
+    deadline = round(limit(3))
     running = program.start(*FOREVER, f"wait_deadline={deadline}")
     running.wait_for_text("step 2/6")
     pid = running.pids()[victim]

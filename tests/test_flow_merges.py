@@ -185,12 +185,13 @@ def two_processes(folder: Path, settings: str) -> list[Any]:
     return [pickle.loads(path.read_bytes()) for path in paths]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         "{}",
-        pytest.param("{'strategy': 'reduce', 'sparse': True}", marks=pytest.mark.slow),
-        pytest.param("{'compress': 'int8'}", marks=pytest.mark.slow),
+        "{'strategy': 'reduce', 'sparse': True}",
+        "{'compress': 'int8'}",
     ],
 )
 def test_two_processes_are_one_network(tmp_path: Path, settings: str) -> None:

@@ -142,7 +142,7 @@ def sum_with_one_that_goes(rank: int, pipes: dict[int, Pipe], here: Here, how: s
     return f"{caught.type.__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize("how", ["dies", "stands still"])
+@pytest.mark.parametrize("how", ["dies", pytest.param("stands still", marks=pytest.mark.slow)])
 def test_whoever_is_missing_in_a_sum_is_named(how: str) -> None:
     _store, here = over_hosts.serve()
     told, other = try_ranks(sum_with_one_that_goes, 2, here, how, seconds=limit(60))

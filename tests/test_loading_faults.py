@@ -207,9 +207,10 @@ def loader_of(running: Running) -> int:
     return running.pids()["loader 0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "trainers"),
-    [("step 2/12", "[cpu]"), pytest.param("starting: ", "[cpu, cpu]", marks=pytest.mark.slow)],
+    [("step 2/12", "[cpu]"), ("starting: ", "[cpu, cpu]")],
     ids=["in a step", "at the start"],
 )
 def test_a_killed_loader_is_started_again_to_the_same_bits(

@@ -20,11 +20,12 @@ def kill_after_a_checkpoint(running: Running, victim: str) -> None:
     os.kill(running.pids()[victim], signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "devices", "left"),
     [
         (("on_loss=restart",), "[cpu, cpu]", 2),
-        pytest.param(("on_loss=shrink", "minibatch=16", "parts=2"), "[cpu, cpu]", 1, marks=pytest.mark.slow),
+        (("on_loss=shrink", "minibatch=16", "parts=2"), "[cpu, cpu]", 1),
     ],
     ids=["restart", "shrink"],
 )

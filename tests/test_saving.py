@@ -66,6 +66,7 @@ def test_from_within_an_epoch_a_run_goes_on_to_the_bits_of_the_unbroken_one(
     assert_same(tensors(resumed, 2), tensors(unbroken, 2))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_from_within_its_epoch(program: Program) -> None:
     """The newest checkpoint is torn, as a disk may do it, and named."""
     words = ("n_epochs=400", "snapshot_freq=400", EVERY_STEP, "keep=3", "cpu_threads=1")

@@ -27,14 +27,14 @@ def run_suite(environment: dict[str, str], devices: str, transport: str, which: 
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # PyCUDA is built the first time
 @pytest.mark.parametrize(
     ("devices", "fault", "transport", "which"),
     [
-        # the quick ones have no optimizer: torch takes seconds to make its first one
         ("cuda:0 cuda:1", "", "PeerTransport", "large_outputs or single_tensor or buffers"),
-        pytest.param("cuda:0 cuda:1", "lost", "StagedTransport", "test", marks=pytest.mark.slow),
-        pytest.param("cuda:0 cuda:0 cuda:1", "", "PeerTransport", "test", marks=pytest.mark.slow),
+        ("cuda:0 cuda:1", "lost", "StagedTransport", "test"),
+        ("cuda:0 cuda:0 cuda:1", "", "PeerTransport", "test"),
     ],
 )
 def test_the_suite_of_callables_on_simulated_gpus(

@@ -45,6 +45,7 @@ def first_line(text: str) -> tuple[float, float, float]:
     return float(match[1]), float(match[2]), float(match[3])
 
 
+@pytest.mark.slow
 def test_it_repeats_what_training_said_on_any_devices(trained: Running) -> None:
     lines = (trained.run_folder / "log.jsonl").read_text().splitlines()
     told = [event for event in map(json.loads, lines) if event["event"] == "validated"]
