@@ -60,6 +60,7 @@ def problems_of(run: Watched, case: Case, host: int, patience: float) -> Iterato
     still = STANDS_STILL[case.program] if in_vain or case.signal == "SIGSTOP" else 0
     seconds = patience * (ENDS_IN + still)
     code = run.code(patience * WHOLE_RUN if 0 in expected else seconds)
+    all_left = run.wait_for_none_left(seconds)  # the last word on a launcher's death comes after it
     is_done = "\ndone" in run.text()
     if code is None:
         yield f"it had not ended {seconds:.0f} s after"
@@ -69,7 +70,7 @@ def problems_of(run: Watched, case: Case, host: int, patience: float) -> Iterato
         yield f"its last line does not say '{word}': {run.last_line()}"
     if case.is_training and "Traceback" in run.text():
         yield "it showed a traceback"
-    if not run.wait_for_none_left(seconds):
+    if not all_left:
         yield f"{len(run.left())} processes were left"
 
 
