@@ -236,7 +236,26 @@ def mangle_tar(dice: Dice, content: bytes) -> bytes:
     return content[:at] + bytes(header) + content[at + 512 :]
 
 
+def mangle_requests(dice: Dice, content: bytes) -> bytes:
+    """Requests to torch's store: a length or a count is another, or one request is another kind's."""
+    numbers = ((at, int.from_bytes(content[at : at + 8], "little")) for at in range(len(content) - 8))
+    lengths = [at for at, number in numbers if 0 < number < 600]
+    kind = dice.randrange(3)
+    if kind == 0 or not lengths:
+        key = struct.pack("<Q", dice.choice((1, 9, *ODD_NUMBERS)) % 2**64) + b"/host 0/x"
+        count = struct.pack("<Q", dice.choice((1, 2, 200_000)))[: dice.choice((0, 8))]
+        request = bytes([dice.randrange(20)]) + count
+        at = dice.choice((10, len(content), dice.randrange(len(content) + 1)))  # 10: after its hello
+        return content[:at] + request + key * dice.choice((1, 2, 300)) + content[at:]
+    at = dice.choice(lengths)
+    if kind == 1 and at:
+        return content[: at - 1] + bytes([dice.randrange(20)]) + content[at:]
+    number = dice.choice((*ODD_NUMBERS, 8192, 8193, 8 << 20, (8 << 20) + 1, 131_072)) % 2**64
+    return content[:at] + struct.pack("<Q", number) + content[at + 8 :]
+
+
 _BY_ENDING = {
+    ".requests": mangle_requests,
     ".hkl": mangle_hkl,
     ".json": mangle_json,
     ".jsonl": mangle_json,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from campaigns import peers, sources
+from campaigns import peers, sources, strangers, telling
 from campaigns.sources import N_CLASSES
 from lockstep.config import Config, Layer, read_command_line, read_yaml, resolve, to_yaml
 from lockstep.config.rules import settle
@@ -40,7 +40,8 @@ Files = dict[str, bytes]
 class Reader:
     """make: writes good files into an empty folder. victims: patterns of those to be made bad. read: reads
     the folder and raises ValueError (UserError) where it can't. named: what a message may name instead of a
-    path in the folder. read_one: reads one file, where each stands for itself.
+    path in the folder. read_one: reads one file, where each stands for itself. may: what Python's audit
+    hooks call what it does that others must not.
     """
 
     make: Callable[[Path], None]
@@ -48,6 +49,7 @@ class Reader:
     read: Callable[[Path], object]
     read_one: Callable[[Path], object] | None = None
     named: tuple[str, ...] = ()
+    may: tuple[str, ...] = ()
 
     @functools.cached_property
     def files(self) -> Files:
@@ -270,5 +272,14 @@ READERS = {
     "pictures": Reader(sources.make_pictures, ("*.jpg",), sources.read_pictures, sources.read_picture),
     "tars": Reader(sources.make_tars, ("*.tar",), sources.read_tars),
     "messages of a peer": Reader(peers.make_messages, ("*.bin",), peers.read_messages),
+    "bytes at the meeting point": Reader(
+        strangers.make_conversation, ("*.requests",), strangers.send_to_store, may=("socket.connect",)
+    ),
+    "what hosts tell each other": Reader(
+        telling.make_words,
+        ("*%2F*.json", "invitation.json"),
+        telling.hear_words,
+        named=("host 0", "host 1", "hosts:", "meeting_point:"),
+    ),
     "devkits and lists": Reader(sources.make_devkit, ("*.mat", "*.txt", "*.tar"), sources.read_devkit),
 }

@@ -4,8 +4,9 @@ import errno
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from lockstep.files import checksum
 from lockstep.runs.folder import verify
 
 ERRORS = ("ENOSPC", "EIO", "EROFS", "EDQUOT", "EINTR")
+OF_READS = ("EIO", "EINTR", "short")
+LAST = 0  # stands for the number of the last one
 END = "run/checkpoints/epoch_0002.safetensors"
 
 
@@ -33,30 +36,40 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 
 @dataclass
 class Training:
-    """A run of two epochs, and where it stood after the first. operations: of its second start."""
+    """A run of two epochs, and where it stood after the first.
+
+    operations: of its second start, on its own files. reads: how many there were then, by file, of all files.
+    """
 
     runner: Runner
     data: Path
     begun: Path
     end: dict[str, np.ndarray]
     operations: list[tuple[str, str]]
+    reads: Counter[str]
 
-    def start(self, folder: Path, n_epochs: int = 2, fault: Fault | None = None) -> Ended:
+    def start(
+        self, folder: Path, n_epochs: int = 2, fault: Fault | None = None, below: Path | None = None
+    ) -> Ended:
+        """below: which folder has the fault, `folder` or the dataset's."""
         keys = {"data_folder": self.data, "weights_dir": folder, "run_name": "run", "n_epochs": n_epochs}
         keys |= {"devices": "[cpu]", "n_classes": 7, "batch_size": 8, "shuffle_block": 4, "print_freq": 3}
         keys |= {"cpu_threads": 1, "para_load": "false", "snapshot_freq": 1, "resume_train": "auto"}
-        return self.runner.run("train.py", [f"{key}={value}" for key, value in keys.items()], folder, fault)
+        words = [f"{key}={value}" for key, value in keys.items()]
+        return self.runner.run("train.py", words, below or folder, fault)
 
 
 @pytest.fixture(scope="module")
 def training(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Training:
     place = tmp_path_factory.mktemp("training")
-    training = Training(runner, make_folder(place / "set", 24, 8), place / "begun", {}, [])
+    training = Training(runner, make_folder(place / "set", 24, 8), place / "begun", {}, [], Counter())
     first = training.start(training.begun, n_epochs=1)
     assert first.code == 0, first.output
-    shutil.copytree(training.begun, place / "unbroken")
-    unbroken = training.start(place / "unbroken")
-    assert unbroken.code == 0, unbroken.output
+    for name, below in (("again", training.data), ("unbroken", None)):
+        shutil.copytree(training.begun, place / name)
+        unbroken = training.start(place / name, below=below)
+        assert unbroken.code == 0, unbroken.output
+        training.reads.update(name for kind, name in unbroken.operations if kind == "read")
     training.end, training.operations = load_file(place / "unbroken" / END), unbroken.operations
     return training
 
@@ -69,7 +82,7 @@ def assert_named(ended: Ended, fault: Fault, start: str) -> None:
         assert ended.code in (1, -9), f"{fault}: {ended.code}, {ended.output}"
         assert ended.code == -9 or "was killed by SIGKILL" in ended.last_line()
         return
-    if fault.error == "EINTR" and ended.code == 0:  # it was done again
+    if fault.error in ("EINTR", "short") and ended.code == 0:  # it was done again, or to its end
         return
     assert ended.code in (1, 2), f"{fault}: {ended.code}, {ended.output}"
     line, name = ended.last_line(), Path(fault.name).name
@@ -112,10 +125,63 @@ def test_a_run_loses_nothing_by(fault: Fault, training: Training, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_run_loses_nothing_by_any_operation_that_fails(training: Training, tmp_path: Path) -> None:
-    faults = list(each_once(training.operations, ERRORS))
+    faults = list(each_once([each for each in training.operations if each[0] != "read"], ERRORS))
     assert {fault.kind for fault in faults} >= {"open", "write", "fsync", "rename"}
     for fault in faults:
         check_training(training, fault, tmp_path / "runs")
+
+
+def check_reading(training: Training, fault: Fault, folder: Path) -> None:
+    """What holds for a read that fails, of a file of the run or of the dataset."""
+    shutil.copytree(training.begun, folder)
+    below = folder if fault.name.startswith("run/") else training.data
+    ended = training.start(folder, fault=fault, below=below)
+    assert ended.fired and "Traceback" not in ended.output, f"{fault}: {ended.output}"
+    if fault.error == "EIO" and not is_read_again(fault):
+        assert_named(ended, fault, "lockstep: ")
+        assert ended.code == 2
+        ended = training.start(folder)
+    assert ended.code == 0, f"{fault}: {ended.output}"
+    assert_same(load_file(folder / END), training.end)
+    shutil.rmtree(folder)
+
+
+def is_read_again(fault: Fault) -> bool:
+    """Pictures are (`read_retries`); headers of their files are read at the start, by HDF5."""
+    return fault.name.endswith(".hkl") and fault.nth > 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("read", "run/checkpoints/epoch_0001.safetensors", 1, "EIO"),
+        Fault("read", "labels/train_labels.npy", 2, "EIO"),
+        Fault("read", "val_hkl/0000.hkl", 1, "EIO"),
+        Fault("read", "train_hkl/0000.hkl", LAST, "EIO"),
+        Fault("read", "train_hkl/0000.hkl", LAST, "short"),
+    ],
+    ids=str,
+)
+def test_a_read_that_fails_is_named_or_done_again(fault: Fault, training: Training, tmp_path: Path) -> None:
+    fault = replace(fault, nth=fault.nth or training.reads[fault.name])
+    check_reading(training, fault, tmp_path / "runs")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_any_read_that_fails_is_named_or_done_again(training: Training, tmp_path: Path) -> None:
+    """The first and the last of each file, with every error."""
+    assert {name.split("/")[0] for name in training.reads} == {
+        "run",
+        "train_hkl",
+        "val_hkl",
+        "labels",
+        "misc",
+    }
+    for name, n_reads in training.reads.items():
+        for error in OF_READS:
+            for nth in {1, n_reads}:
+                check_reading(training, Fault("read", named_again(name), nth, error), tmp_path / "runs")
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """How launchers of several hosts come together: late, twice, never, among strangers; what listens where."""
 
+import os
+import resource
 import socket
 import threading
 import time
@@ -276,8 +278,12 @@ def test_a_run_listens_where_it_was_told_alone_and_goes_on_among_strangers(progr
     for each in running:
         each.pids()
     running[0].wait_for_text("epoch 1 step 2/3")
+    launcher = running[0].process.pid
+    n_descriptors = len(os.listdir(f"/proc/{launcher}/fd")) + 20  # which the strangers will take
+    resource.prlimit(launcher, resource.RLIMIT_NOFILE, (n_descriptors, n_descriptors))
     stranger = threading.Thread(target=bother, args=(port, over))
     stranger.start()
+    wait_until(lambda: len(os.listdir(f"/proc/{launcher}/fd")) == n_descriptors, "strangers to take them all")
     assert [listened_on(each) for each in running] == [{"127.0.0.1"}, {"127.0.0.1"}]
     end_well(running)
     over.set()

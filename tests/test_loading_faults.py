@@ -254,7 +254,8 @@ def _command(pid: str) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_on_gpus_loaders_are_not_started_again() -> None:
-    config = make_config(loader_restarts=1, devices=["cuda:0"])
-    with pytest.raises(UserError, match="loader_restarts: is for CPUs: a GPU's loader takes the events"):
-        devices.check_keys(config)
+def test_on_gpus_loaders_that_upload_are_not_started_again() -> None:
+    keys = {"loader_restarts": 1, "devices": ["cuda:0"]}
+    with pytest.raises(UserError, match="loader_restarts: needs upload: trainer on GPUs: a loader that"):
+        devices.check_keys(make_config(**keys))
+    devices.check_keys(make_config(**keys, upload="trainer"))

@@ -231,10 +231,10 @@ def _cost_of_bf16() -> list[str]:
 def check_keys(config: Config) -> None:
     """Raises UserError for keys that ask for what these devices can't do and others can."""
     if on_gpus(config.devices):
-        if config.loader_restarts:
+        if config.loader_restarts and config.upload != "trainer":
             raise UserError(
-                "loader_restarts: is for CPUs: a GPU's loader takes the events with it that its trainer "
-                "waits for; on_loss: restart goes on from the newest checkpoint instead"
+                "loader_restarts: needs upload: trainer on GPUs: a loader that uploads takes the events with "
+                "it that its trainer waits for"
             )
         return
     asked = {"precision": config.precision == "tf32", "cuda_graph": config.cuda_graph is True}

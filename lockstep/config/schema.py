@@ -82,7 +82,7 @@ class Config:
     read_threads: int = 1  # of a loader
     n_slots: int = 3  # minibatches in a loader's ring
     read_retries: int = 2  # times that a file is read again after an error of the disk
-    loader_restarts: int = 0  # CPUs: times that each loader is started again when it was killed
+    loader_restarts: int = 0  # times that each loader is started again when it was killed
 
     # Where to train
     devices: tuple[str, ...] = ()

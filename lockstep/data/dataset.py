@@ -8,6 +8,7 @@ manifest.json                                   what is in each file (optional)
 Folders of theano_alexnet are read too: see lockstep/data/old_folders.py.
 """
 
+import io
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -185,9 +186,13 @@ def _check_images(file: HklArray) -> None:
 def read_array(path: Path) -> np.ndarray:
     """One .npy file. Raises UserError naming it where it is not whole, or needs unpickling."""
     try:
-        array = np.load(path, allow_pickle=False)
+        content = path.read_bytes()  # NumPy would take an error of the disk for the end of the file
     except FileNotFoundError as error:
         raise UserError(f"{path}: there is no such file") from error
+    except OSError as error:
+        raise UserError(f"{path}: can't be read: {error.strerror}") from error
+    try:
+        array = np.load(io.BytesIO(content), allow_pickle=False)
     except Exception as error:  # whatever NumPy meets in a file that is something else
         raise UserError(f"{path}: is not a whole .npy file of numbers or names: {error}") from error
     if not isinstance(array, np.ndarray):

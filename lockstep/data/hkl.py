@@ -26,7 +26,7 @@ import numpy as np
 
 from lockstep.data import c01b
 from lockstep.errors import UserError
-from lockstep.files import write_bytes
+from lockstep.files import cause_of, write_bytes
 
 Layout = Literal[
     "b01c", "c01b"
@@ -76,7 +76,8 @@ def inspect(path: str | Path) -> HklArray:
         RuntimeError,
         KeyError,
     ) as error:  # what h5py raises for odd bytes
-        raise UserError(f"{path}: is not a whole .hkl (HDF5) file: {error}") from error
+        what = "can't be read" if getattr(error, "errno", None) else "is not a whole .hkl (HDF5) file"
+        raise UserError(f"{path}: {what}: {cause_of(error)}") from error
 
 
 def _find_array(path: str, file: h5py.File) -> HklArray:
@@ -133,7 +134,8 @@ def read_rows(array: HklArray, first: int, out: np.ndarray, retries: int = 0) ->
         except (OSError, RuntimeError, KeyError) as error:
             if n_tries > retries or not _may_pass(error):
                 again = f" (tried {n_tries} times)" if n_tries > 1 else ""
-                raise UserError(f"{array.path}: can't be read{again}: {error}") from error
+                words = " ".join(str(error).split())  # HDF5's are several lines
+                raise UserError(f"{array.path}: can't be read{again}: {words}") from error
         time.sleep(min(_PAUSE_SECONDS * 2 ** (n_tries - 1), _LONGEST_PAUSE))
 
 

@@ -10,6 +10,7 @@ from lockstep.config import Config
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.hosts.meeting import Meeting
+from lockstep.hosts.told import one_line
 from lockstep.runs import versions
 
 Facts = dict[str, Any]
@@ -43,9 +44,8 @@ def agree(meeting: Meeting, facts: Facts, seconds: float) -> None:
         for name in {**first, **theirs}:
             ours, other = (each.get(name, "nothing") for each in (first, theirs))
             if ours != other:
-                raise UserError(
-                    f"{name}: {ours} on host 0, {other} on host {host}: it has to be the same on all hosts"
-                )
+                values = f"{one_line(ours)} on host 0, {one_line(other)} on host {host}"
+                raise UserError(f"{one_line(name)}: {values}: it has to be the same on all hosts")
 
 
 def _digest_of(dataset: Dataset) -> str:

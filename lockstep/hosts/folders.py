@@ -17,9 +17,10 @@ from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.files import checksum, publish, write_text
 from lockstep.hosts.meeting import Meeting
-from lockstep.runs.folder import Checkpoint, find_checkpoint, read_state, record
+from lockstep.hosts.told import as_record, refusal
+from lockstep.runs.folder import Checkpoint, State, find_checkpoint, read_state, record
 
-_NAME = re.compile(r"epoch_\d+(_at_\d+)?")
+_NAME = re.compile(r"epoch_\d{1,19}(_at_\d{1,19})?", re.ASCII)
 PIECE = 4 << 20  # bytes; the store takes 8 MiB
 _AHEAD = 2  # pieces that are in the store at once
 _SOON = 0.005  # seconds between two looks for a piece
@@ -39,6 +40,15 @@ class Newest:
         state = checkpoint.state
         position = state.position if "_at_" in state.name else sys.maxsize
         return cls(state.epoch, position, state.name, state.sha256)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What goes before a checkpoint's pieces: its record, the run's config.yaml or '', the bytes to come."""
+
+    state: dict[str, Any]
+    config: str
+    size: int
 
 
 def is_shared(meeting: Meeting, weights_dir: Path, seconds: float) -> bool:
@@ -72,8 +82,9 @@ def bring_newest(meeting: Meeting, config: Config, shared: bool) -> str:
     folder = Path(config.weights_dir) / str(config.run_name)
     mine = _find(folder)
     told = vars(Newest.of(mine)) if mine else {}
-    found = meeting.gather("newest", {"shared": shared, **told}, config.wait_deadline)
-    known = {host: _read(each) for host, each in enumerate(found)}
+    found = meeting.gather("newest", told, config.wait_deadline)
+    sharing = meeting.gather("shares", shared, config.wait_deadline)
+    known = {host: _read(each, host) for host, each in enumerate(found)}
     there = {host: newest for host, newest in known.items() if newest is not None}
     if not there:
         return ""
@@ -85,7 +96,7 @@ def bring_newest(meeting: Meeting, config: Config, shared: bool) -> str:
                 f"run_name: host {sender} and host {host} have different checkpoints {newest.name} of "
                 f"{config.run_name}: they are of different runs; move one away or take another run_name"
             )
-    receivers = [host for host, each in enumerate(found) if not each["shared"] and known[host] != newest]
+    receivers = [host for host, shares in enumerate(sharing) if not shares and known[host] != newest]
     if not receivers:
         return ""
     if meeting.host == sender and mine is not None:
@@ -104,12 +115,13 @@ def _find(folder: Path) -> Checkpoint | None:
         return None
 
 
-def _read(told: dict[str, Any]) -> Newest | None:
-    if "name" not in told:
+def _read(told: dict[str, Any], host: int) -> Newest | None:
+    if not told:
         return None
-    if not _NAME.fullmatch(told["name"]):
-        raise UserError(f"run_name: a host has a checkpoint with an impossible name: {told['name']!r}")
-    return Newest(told["epoch"], told["position"], told["name"], told["sha256"])
+    newest = as_record(Newest, told, host, "newest")
+    if not _NAME.fullmatch(newest.name):
+        raise refusal(host, "newest", told)
+    return newest
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
@@ -124,14 +136,9 @@ def _send(
     path, store = checkpoint.path, meeting.store
     saved = folder / "config.yaml"
     try:
-        meeting.put(
-            "record",
-            {
-                "state": json.loads(path.with_suffix(".json").read_text()),
-                "config": saved.read_text(encoding="utf-8") if saved.exists() else "",
-                "size": path.stat().st_size,
-            },
-        )
+        state = json.loads(path.with_suffix(".json").read_text())
+        config = saved.read_text(encoding="utf-8") if saved.exists() else ""
+        meeting.put("record", vars(_Sent(state, config, path.stat().st_size)))
         for number, piece in enumerate(_pieces(path)):
             _await_taken(meeting, receivers, number - _AHEAD, seconds)
             store.put_bytes(f"piece/{number}", piece)
@@ -147,7 +154,7 @@ def _await_taken(meeting: Meeting, receivers: list[int], number: int, seconds: f
         return
     for host in receivers:
         meeting.wait(
-            lambda host=host: True if (meeting.look("taken", host) or 0) > number else None,  # type: ignore[misc]
+            lambda host=host: _has_taken(meeting.look("taken", host), number),  # type: ignore[misc]
             seconds,
             host,
             f"taken piece {number} of the checkpoint",
@@ -156,28 +163,46 @@ def _await_taken(meeting: Meeting, receivers: list[int], number: int, seconds: f
     meeting.store.remove(f"piece/{number}")
 
 
+def _has_taken(told: Any, number: int) -> bool | None:
+    """None where it has not yet, as `wait` wants it."""
+    return True if type(told) is int and told > number else None
+
+
 def _receive(meeting: Meeting, newest: Newest, folder: Path, sender: int, seconds: float) -> None:
-    told = meeting.get("record", seconds, sender)
+    told = as_record(_Sent, meeting.get("record", seconds, sender), sender, "record")
     path = folder / "checkpoints" / f"{newest.name}.safetensors"
     temporary = path.with_name(f".{path.name}.tmp")
+    description = temporary.with_suffix(".json")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if told["config"] and not (folder / "config.yaml").exists():
-            write_text(folder / "config.yaml", told["config"])
+        description.write_text(json.dumps(told.state))
+        state = _read_record(description, sender)
+        if (state.name, state.sha256) != (newest.name, newest.sha256):
+            raise refusal(sender, "record", told.state)
         with open(temporary, "wb") as file:
-            for number in range(-(-told["size"] // PIECE)):
+            for number in range(-(-told.size // PIECE)):
                 file.write(_take(meeting, number, sender, seconds))
                 meeting.put("taken", number + 1)
         if checksum(temporary) != newest.sha256:
             raise UserError(f"{path}: has come damaged from host {sender}: its checksum is another")
+        if told.config and not (folder / "config.yaml").exists():
+            write_text(folder / "config.yaml", told.config)
         publish(temporary, path)
-        description = path.with_suffix(".json")
-        write_text(description, json.dumps(told["state"], indent=1))
-        record(path, read_state(description))
+        record(path, state)
+    except UnicodeEncodeError as error:
+        raise refusal(sender, "record", ascii(told.config)) from error
     except OSError as error:
         raise UserError(f"{path}: can't be written: {error.strerror}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        for leftover in (temporary, description):
+            leftover.unlink(missing_ok=True)
+
+
+def _read_record(path: Path, sender: int) -> State:
+    try:
+        return read_state(path)
+    except UserError as error:  # which names a file that is about to go
+        raise refusal(sender, "record", str(error).removeprefix(f"{path}: ")) from error
 
 
 def _take(meeting: Meeting, number: int, sender: int, seconds: float) -> bytes:

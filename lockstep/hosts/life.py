@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.hosts.meeting import HostFailed, Meeting, ended
+from lockstep.hosts.meeting import HostFailed, Meeting, ended, exit_code
 from lockstep.hosts.store import CALL_SECONDS, Store, StoreLost
+from lockstep.hosts.told import one_line
 
 LIFE_SECONDS = 1.0  # between two signs
 ALARMED_SECONDS = 3.0  # of silence that are enough where something else says that a host is gone
@@ -28,6 +29,18 @@ class Seen:
     doing: str = "starting"
     end: Any = None
     bye: bool = False
+
+    def look(self, store: Store, host: int) -> bool:
+        """At what it has told by now. Returns whether the store is still the one that it was."""
+        told = store.look(f"life/{host}")
+        if told is None and self.count is not None:
+            return False
+        if isinstance(told, dict) and told.get("count") != self.count:
+            self.count, self.doing, self.silence = told.get("count"), one_line(told.get("at")), 0.0
+        end = store.look(f"end/{host}")
+        self.end = end if isinstance(end, dict) else None
+        self.bye = store.look(f"bye/{host}") is not None
+        return True
 
 
 class Life:
@@ -67,8 +80,7 @@ class Life:
 
     def code(self) -> int:
         """The exit code of another host that was stopped as asked, 0 where none was."""
-        codes = [seen.end.get("code", 0) for seen in self._others.values() if seen.end is not None]
-        return max(codes, default=0)
+        return max((exit_code(seen.end) for seen in self._others.values()), default=0)
 
     def end(self, code: int, failure: str = "") -> None:
         """Tells the others how this one has ended. failure: which host, what and how; empty: none."""
@@ -113,7 +125,8 @@ class Life:
                 store = store or self._meeting.connect(2 * LIFE_SECONDS)
                 self._tell(store)
                 for host, seen in self._others.items():
-                    self._look(store, host, seen)
+                    if not seen.look(store, host):
+                        self._gone = "its store is another's now"
                 self._unanswered = ""
             except StoreLost as error:
                 store, self._unanswered = None, str(error)
@@ -132,13 +145,3 @@ class Life:
         for key in list(self._said):
             store.put(f"{key}/{self._meeting.host}", self._said[key])
             del self._said[key]
-
-    def _look(self, store: Store, host: int, seen: Seen) -> None:
-        told = store.look(f"life/{host}")
-        if told is None and seen.count is not None:
-            self._gone = "its store is another's now"
-        elif isinstance(told, dict) and told.get("count") != seen.count:
-            seen.count, seen.doing, seen.silence = told.get("count"), str(told.get("at")), 0.0
-        end = store.look(f"end/{host}")
-        seen.end = end if isinstance(end, dict) else None
-        seen.bye = store.look(f"bye/{host}") is not None

@@ -15,11 +15,13 @@ from lockstep.config.hosts import address_and_port
 from lockstep.errors import PeerProblem, UserError
 from lockstep.hosts.addresses import Address, check_reachable, listen, own_address, resolve, show
 from lockstep.hosts.store import Store, StoreLost, load_torch
+from lockstep.hosts.told import as_type, one_line
 from lockstep.runs.plan import Joint
 
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.05  # between two looks at the store for something that is awaited
+LONGEST = 2000  # letters of a line of another host's
 FAREWELL_SECONDS = 1.0  # in which others can read a last word in the store, before it goes away
 
 
@@ -68,9 +70,13 @@ class Meeting:
         return found
 
     def gather(self, key: str, value: Any, seconds: float) -> list[Any]:
-        """What all hosts tell, in order, this one included. Raises as `get` does."""
+        """What all hosts tell, in order, this one included: values of one type.
+
+        Raises as `get` does, and UserError where a host tells one of another type.
+        """
         self.put(key, value)
-        return [self.get(key, seconds, host) for host in range(self.hosts)]
+        hint = type(value)
+        return [as_type(self.get(key, seconds, host), hint, host, key) for host in range(self.hosts)]
 
     def connect(self, seconds: float) -> Store:
         """Another connection to the same. Raises StoreLost."""
@@ -85,9 +91,14 @@ class Meeting:
 def ended(host: int, end: Any) -> HostFailed:
     """The error that says how a host has ended. end: what it has told."""
     told = end if isinstance(end, dict) else {}
-    code = told.get("code")
-    text = str(told.get("text") or f"host {host}: its launcher has left")
-    return HostFailed(host, text, code if isinstance(code, int) and code else 1)
+    text = one_line(told.get("text") or f"host {host}: its launcher has left", LONGEST)
+    return HostFailed(host, text, exit_code(end) or 1)
+
+
+def exit_code(end: Any) -> int:
+    """What a host tells of it at its end; 0 where that is none."""
+    code = end.get("code") if isinstance(end, dict) else None
+    return code if type(code) is int and 0 < code < 256 else 0
 
 
 def meet(hosts: int, host: int, point: str, address: str | None, seconds: float, own_store: bool) -> Meeting:
@@ -135,7 +146,7 @@ def _invite(store: Store, hosts: int, until: float) -> str:
     numbers: dict[str, Any] = {}
     name = ""
     while True:
-        hellos = {str(host): store.look(f"hello/{host}") for host in range(1, hosts)}
+        hellos = {str(host): _number(store.look(f"hello/{host}")) for host in range(1, hosts)}
         if hellos != numbers or not name:
             numbers, name = hellos, secrets.token_hex(8)
             store.put("invitation", {"name": name, "hosts": hosts, "numbers": numbers})
@@ -161,20 +172,26 @@ def _answer(store: Store, host: int, hosts: int, until: float) -> str:
     store.put(f"hello/{host}", number)
     while True:
         told = store.look("invitation")
-        numbers = told["numbers"] if isinstance(told, dict) else {}
+        numbers = told.get("numbers") if isinstance(told, dict) else {}
+        numbers = numbers if isinstance(numbers, dict) else {}  # else it is no invitation of this version
         if numbers.get(str(host)) == number:
             if "refused" in told:
-                raise UserError(f"meeting_point: {told['refused']}")
-            if told["hosts"] != hosts:
-                raise UserError(f"hosts: {hosts} on host {host}, {told['hosts']} on host 0")
-            if told["name"] != name:
-                name = told["name"]
+                raise UserError(f"meeting_point: {one_line(told['refused'], LONGEST)}")
+            if told.get("hosts") != hosts:
+                raise UserError(f"hosts: {hosts} on host {host}, {one_line(told.get('hosts'))} on host 0")
+            if told.get("name") != name:
+                name = as_type(_number(told.get("name")), str, 0, "invitation")
                 store.put(f"{name}/{host}", number)
             if store.look(f"{name}/go"):
                 return str(name)
         if time.monotonic() > until + FAREWELL_SECONDS:
             raise UserError(f"meeting_point: {_why_not(numbers, host, number)}")
         time.sleep(LOOK_SECONDS)
+
+
+def _number(told: Any) -> str | None:
+    """One that a launcher has drawn; None for anything else."""
+    return told if isinstance(told, str) and len(told) == len(secrets.token_hex(8)) else None
 
 
 def _why_not(numbers: dict[str, Any], host: int, number: str) -> str:

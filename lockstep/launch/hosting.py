@@ -15,6 +15,7 @@ from lockstep.errors import PeerProblem, UserError
 from lockstep.hosts import agreement, folders, torchrun
 from lockstep.hosts.life import Life
 from lockstep.hosts.meeting import HostFailed, Meeting, meet
+from lockstep.hosts.told import as_record, one_line, refusal
 from lockstep.interrupts import Interrupts
 from lockstep.launch.processes import Ending, Processes
 from lockstep.runs import folder as runfolder
@@ -52,6 +53,14 @@ class Alone:
         return ending
 
 
+@dataclasses.dataclass(frozen=True)
+class _RunThere:
+    """Host 0's run: the name of its folder, and of the record of the checkpoint it goes on from, or ''."""
+
+    folder: str
+    start: str
+
+
 class Together(Alone):
     """A launcher that has come together with others."""
 
@@ -65,10 +74,11 @@ class Together(Alone):
         self.writes = True
 
     def bring_checkpoint(self, config: Config) -> list[str]:
-        wishes = self.meeting.gather("resume_train", config.resume_train, self._deadline)
+        wishes = self.meeting.gather("resume_train", str(config.resume_train), self._deadline)
         for host, wish in enumerate(wishes):
             if wish != wishes[0]:
-                raise UserError(f"resume_train: {wishes[0]} on host 0, {wish} on host {host}")
+                values = f"{one_line(wishes[0])} on host 0, {one_line(wish)} on host {host}"
+                raise UserError(f"resume_train: {values}")
         shared = folders.is_shared(self.meeting, Path(config.weights_dir), self._deadline)
         self.writes = not shared
         notices = ["weights_dir is host 0's, which writes there alone"] if shared else []
@@ -83,9 +93,9 @@ class Together(Alone):
         run = super().open_run(config, n_train) if self.writes else None
         if self.host == 0 and run:
             start = run.start.path.with_suffix(".json").name if run.start else ""
-            self.meeting.put("run", {"parent": str(run.folder.name), "start": start})
-        told = self.meeting.get("run", self._deadline, 0)
-        run = run or self._run_of_host_0(Path(config.weights_dir) / told["parent"], told["start"])
+            self.meeting.put("run", vars(_RunThere(run.folder.name, start)))
+        there = as_record(_RunThere, self.meeting.get("run", self._deadline, 0), 0, "run")
+        run = run or self._run_of_host_0(Path(config.weights_dir), there)
         mine = run.start.state.sha256 if run.start else "nothing"
         for host, sha256 in enumerate(self.meeting.gather("start", mine, self._deadline)):
             if sha256 != mine:
@@ -93,8 +103,12 @@ class Together(Alone):
                 raise UserError(f"{text} of {config.run_name}")
         return run
 
-    def _run_of_host_0(self, folder: Path, start: str) -> Run:
-        found = runfolder.verify(folder / "checkpoints" / start) if start else None
+    def _run_of_host_0(self, weights_dir: Path, there: "_RunThere") -> Run:
+        names = [name for name in (there.folder, there.start) if name]
+        if not there.folder or any(name in (".", "..") or name != Path(name).name for name in names):
+            raise refusal(0, "run", vars(there))
+        folder = weights_dir / there.folder
+        found = runfolder.verify(folder / "checkpoints" / there.start) if there.start else None
         return Run(folder, found, [], open(os.devnull))  # host 0 has the lock
 
     def watch(self, processes: Processes, on_message: Callable[[Any], None]) -> Ending:

@@ -4,10 +4,11 @@
 
      FAULTS_FOLDER   only what happens below it is looked at (an absolute path without symbolic links)
      FAULTS_LOG      a file that gets a line for every operation there: its kind, a space, the path
-     FAULTS_KIND     of the operation that fails: open, write, fsync, rename, unlink or mkdir
+     FAULTS_KIND     of the operation that fails: open, read, write, fsync, rename, unlink or mkdir
      FAULTS_NAME     the path, from FAULTS_FOLDER on; a pattern of fnmatch(3)
      FAULTS_NTH      which of those with this kind and name; the first is 1. Counted over all processes
-     FAULTS_ERROR    a number for errno, or "kill": the process kills itself, in a write after half of the bytes
+     FAULTS_ERROR    a number for errno, or "kill": the process kills itself, in a write after half of the bytes;
+                     or "short": a read brings half of the bytes that it could
      FAULTS_LASTS    when set, what could fail for the same reason fails from then on: the disk stays full
      FAULTS_COUNT    a file for counting them
      FAULTS_FIRED    a file that is written when it happens: the number of the process                      */
@@ -29,6 +30,7 @@
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 #define TORN (-1) /* what `fault` returns where the process is to die */
+#define SHORT (-2) /* and where a read is to bring less */
 
 static int is_of_use(const char *text) { return text && *text; }
 
@@ -78,6 +80,7 @@ static int strike(int error) {
 
 /* Whether a disk that is full or can't be written to fails this operation, too. */
 static int is_alike(int error, const char *kind, int makes) {
+    if (!strcmp(kind, "read")) return 0;
     if (error == EROFS) return strcmp(kind, "fsync") && (makes || strcmp(kind, "open"));
     return !strcmp(kind, "write") || !strcmp(kind, "mkdir") || (!strcmp(kind, "open") && makes);
 }
@@ -93,7 +96,7 @@ static int fault(const char *kind, int base, const char *name, int makes) {
     }
     if (!is_of_use(wanted)) return 0;
     const char *error = getenv("FAULTS_ERROR");
-    int number = strcmp(error, "kill") ? atoi(error) : TORN;
+    int number = !strcmp(error, "kill") ? TORN : !strcmp(error, "short") ? SHORT : atoi(error);
     if (!access(getenv("FAULTS_FIRED"), F_OK)) return is_of_use(getenv("FAULTS_LASTS")) && is_alike(number, kind, makes) ? number : 0;
     if (strcmp(kind, wanted) || fnmatch(getenv("FAULTS_NAME"), here, 0)) return 0;
     if (count() != atoi(getenv("FAULTS_NTH"))) return 0;
@@ -136,6 +139,39 @@ OPENS(open64)
     }
 OPENS_AT(openat)
 OPENS_AT(openat64)
+
+ssize_t read(int file, void *bytes, size_t count) {
+    int error = fault("read", file, NULL, 0);
+    return error && error != SHORT ? refuse(error) : syscall(SYS_read, file, bytes, error && count > 1 ? count / 2 : count);
+}
+
+ssize_t pread(int file, void *bytes, size_t count, off_t offset) {
+    int error = fault("read", file, NULL, 0);
+    return error && error != SHORT ? refuse(error) : syscall(SYS_pread64, file, bytes, error && count > 1 ? count / 2 : count, offset);
+}
+
+ssize_t pread64(int file, void *bytes, size_t count, off64_t offset) {
+    return pread(file, bytes, count, offset);
+}
+
+/* Of one part, as all of ours are; of several the first alone where it is to be short. */
+ssize_t preadv64v2(int file, const struct iovec *parts, int count, off64_t offset, int flags) {
+    int error = fault("read", file, NULL, 0);
+    struct iovec half = {parts->iov_base, parts->iov_len > 1 ? parts->iov_len / 2 : parts->iov_len};
+    if (error == SHORT) return syscall(SYS_preadv2, file, &half, 1, (long)offset, 0L, flags);
+    return error ? refuse(error) : syscall(SYS_preadv2, file, parts, count, (long)offset, 0L, flags);
+}
+
+ssize_t preadv64(int file, const struct iovec *parts, int count, off64_t offset) {
+    return preadv64v2(file, parts, count, offset, 0);
+}
+
+size_t fread(void *bytes, size_t size, size_t count, FILE *file) {
+    int error = fileno(file) > 2 ? fault("read", fileno(file), NULL, 0) : 0;
+    if (!error || error == SHORT) return REAL(fread)(bytes, size, error && count > 1 ? count / 2 : count, file);
+    refuse(error);
+    return 0;
+}
 
 ssize_t write(int file, const void *bytes, size_t count) {
     int error = fault("write", file, NULL, 1);

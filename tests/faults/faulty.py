@@ -28,13 +28,13 @@ class Fault:
     kind: str
     name: str  # below the folder; a pattern
     nth: int
-    error: str  # of errno's names, or 'kill'
+    error: str  # of errno's names, 'kill', or of a read 'short'
 
     def __str__(self) -> str:
         return f"{self.error} in {self.kind} {self.nth} of {self.name}"
 
     def environment(self) -> dict[str, str]:
-        number = "kill" if self.error == "kill" else str(getattr(errno, self.error))
+        number = str(getattr(errno, self.error, self.error))
         lasts = "1" if self.error in LASTING else ""
         return {
             "FAULTS_KIND": self.kind,
