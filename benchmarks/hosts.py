@@ -80,7 +80,7 @@ class Trainer:
 
     def over_hosts(self, wire: str) -> OverHosts:
         joint = _Joint((self._place.addresses[0], self._place.port), wire, self._place.addresses[self.host])
-        network = Network.join(self.group.everywhere, joint, _config(wire), self.flat.device)
+        network = Network.join(self.group.everywhere, joint, config_of(wire), self.flat.device)
         return OverHosts(self.inside, self.flat, network, rounds=True)
 
     def flat_gloo(self) -> ProcessGroupGloo:
@@ -143,7 +143,7 @@ def time_overlap(rank: int, pipes: dict[int, Pipe], place: Place) -> dict[str, f
 def run() -> tuple[str, dict[str, Any]]:
     """The table and the numbers."""
     head = ("61 M gradients, 2 hosts x 2 trainers", "seconds", "aim", "predicted (measured / predicted)")
-    here = Place(("", ""), ("127.0.0.1", "127.0.0.1"), _free_port())
+    here = Place(("", ""), ("127.0.0.1", "127.0.0.1"), free_port())
     seconds = run_ranks(time_sums, N_HOSTS * N_LOCAL, here, ("float32", "flat"), 5)[0]
     times = seconds["flat"] / seconds["float32"]
     rows = [
@@ -184,7 +184,8 @@ def predict(inside: float) -> dict[str, float]:
     }
 
 
-def _config(wire: str) -> Config:
+def config_of(wire: str) -> Config:
+    """Of a host of two with this `wire`."""
     keys = {"hosts": N_HOSTS, "host": 0, "meeting_point": "10.0.0.1:1", "run_name": "benchmark"}
     return resolve([Layer("benchmark", {**keys, "wire": wire})])[0]
 
@@ -204,7 +205,8 @@ def _serve(place: Place) -> TCPStore:
     return TCPStore(*point, is_master=True, wait_for_workers=False, master_listen_fd=listen(point).detach())
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of this host's loopback, that nobody has at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
