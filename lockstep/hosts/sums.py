@@ -4,7 +4,7 @@ Each leaves equal bits on all hosts.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from lockstep.hosts.wire import BLOCK, Wire
 
 Connected = Any  # torch's ProcessGroupGloo or ProcessGroupNCCL, whose stubs share no base with these methods
 Wait = Callable[..., None]  # takes works of torch.distributed, and ends when they are done
+_PIECE = 1024 * BLOCK  # numbers of a part that are packed at once
+_AHEAD = 2  # pieces that are on their way at once, there and back
 
 
 class Way(ABC):
@@ -88,7 +90,8 @@ class Tree(_Exact):
 class Rounded(Way):
     """Each host adds up one part of the numbers, as they come over the wire, and sends the sum to all.
 
-    generator: for a wire that rounds at random; seeded by `begin`.
+    A part goes in pieces: while some are on their way, others are packed, added up and unpacked. generator:
+    for a wire that rounds at random; seeded by `begin`.
     """
 
     def __init__(
@@ -96,54 +99,64 @@ class Rounded(Way):
     ) -> None:
         super().__init__(group, wait, host, n_hosts)
         self._wire, self.generator = wire, torch.Generator(device)
+        self._others = [other for other in range(n_hosts) if other != host]
+        self._n_bytes = 0
 
     def sum(self, tensor: torch.Tensor) -> int:
         return self.sum_with(tensor, [0.0] * N_NUMBERS)[1]
 
     def sum_with(self, tensor: torch.Tensor, row: Row) -> tuple[list[Row], int]:
-        n_each = -(-len(tensor) // (self.n_hosts * BLOCK)) * BLOCK  # numbers of a part
-        n_bytes = self._wire.n_bytes(n_each)
-        rider = torch.tensor(row, dtype=torch.float64, device=tensor.device).view(torch.uint8)
-        ours = torch.empty((self.n_hosts, n_bytes + len(rider)), dtype=torch.uint8, device=tensor.device)
-        parts = [tensor[first : first + n_each] for first in range(0, len(tensor), n_each)]
-        for part, packed in zip(parts, ours, strict=False):
-            self._wire.pack(_filled_up(part, n_each), packed[:n_bytes], self.generator)
-        ours[len(parts) :] = 0  # of hosts for which nothing is left
-        ours[:, n_bytes:] = rider
+        rows, self._n_bytes = [row] * self.n_hosts, 0
+        pieces = [self._piece(n, values, rows) for n, values in self._cut(tensor)]
+        for number in range(len(pieces) + 2 * _AHEAD):
+            for each in (number, number - _AHEAD, number - 2 * _AHEAD):
+                if 0 <= each < len(pieces):
+                    next(pieces[each], None)
+        return rows, self._n_bytes
+
+    def _cut(self, tensor: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """How many numbers each piece has, and its numbers of every host's part; fewer at the end of all."""
+        n_each = max(1, -(-len(tensor) // (self.n_hosts * BLOCK))) * BLOCK  # numbers of a part
+        n_piece = n_each if tensor.is_cuda else _PIECE
+        for first in range(0, n_each, n_piece):
+            n = min(n_piece, n_each - first)
+            begins = [host * n_each + first for host in range(self.n_hosts)]
+            yield n, [tensor[begin : begin + n] for begin in begins]
+
+    def _piece(self, n: int, values: list[torch.Tensor], rows: list[Row]) -> Iterator[None]:
+        """Sums a piece in three goes; between them its numbers are on their way. rows: gets the others'."""
+        mine, n_bytes = values[self.host], self._wire.n_bytes(n)
+        rider = torch.tensor(rows[self.host], dtype=torch.float64, device=mine.device).view(torch.uint8)
+        ours = torch.empty((self.n_hosts, n_bytes + len(rider)), dtype=torch.uint8, device=mine.device)
         theirs = torch.empty_like(ours)
-        theirs[self.host] = ours[self.host]
-        self._swap(list(ours), list(theirs))
-        sums = self._gather(self._added([each[:n_bytes] for each in theirs]), n_bytes)
-        for part, packed in zip(parts, sums, strict=False):
-            part.copy_(self._wire.unpack(packed)[: len(part)])
-        rows = [each[n_bytes:].clone().view(torch.float64).tolist() for each in theirs]
-        return rows, (self.n_hosts - 1) * (ours[0].nbytes + n_bytes)
+        for host in self._others:
+            self._wire.pack(_filled_up(values[host], n), ours[host, :n_bytes], self.generator)
+        ours[:, n_bytes:] = rider
+        works = self._swap(list(ours), list(theirs))
+        yield
+        self.wait(*works)
+        for host in self._others:
+            mine += self._wire.unpack(theirs[host, :n_bytes])[: len(mine)]
+            rows[host] = theirs[host, n_bytes:].clone().view(torch.float64).tolist()
+        total = ours[self.host, :n_bytes]
+        self._wire.pack(_filled_up(mine, n), total, self.generator)
+        works = self._swap([total] * self.n_hosts, list(theirs[:, :n_bytes]))
+        mine.copy_(self._wire.unpack(total)[: len(mine)])  # as all the others have it
+        yield
+        self.wait(*works)
+        for host in self._others:
+            values[host].copy_(self._wire.unpack(theirs[host, :n_bytes])[: len(values[host])])
 
-    def _added(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        total = self._wire.unpack(parts[0]).float()
-        for part in parts[1:]:
-            total += self._wire.unpack(part)
-        return total
-
-    def _gather(self, total: torch.Tensor, n_bytes: int) -> list[torch.Tensor]:
-        """Every host's sum, packed."""
-        ours = torch.empty(n_bytes, dtype=torch.uint8, device=total.device)
-        self._wire.pack(total, ours, self.generator)
-        sums = [ours if host == self.host else torch.empty_like(ours) for host in range(self.n_hosts)]
-        self._swap([ours] * self.n_hosts, sums)
-        return sums
-
-    def _swap(self, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-        """Sends each other host its own, and receives from each.
+    def _swap(self, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> list[Any]:
+        """Begins to send each other host its own, and to receive from each.
 
         One by one with gloo, on CPUs: over a limited link its collectives of bytes take almost twice as long.
         """
+        self._n_bytes += len(self._others) * ours[0].nbytes
         if ours[0].is_cuda:  # NCCL, where sends and receives would have to be begun as one
-            self.wait(self.group.alltoall(theirs, ours))
-            return
-        others = [host for host in range(self.n_hosts) if host != self.host]
-        works = [self.group.recv([theirs[host]], host, 0) for host in others]
-        self.wait(*works, *(self.group.send([ours[host]], host, 0) for host in others))
+            return [self.group.alltoall(theirs, ours)]
+        works = [self.group.recv([theirs[host]], host, 0) for host in self._others]
+        return works + [self.group.send([ours[host]], host, 0) for host in self._others]
 
 
 def _filled_up(part: torch.Tensor, n: int) -> torch.Tensor:
