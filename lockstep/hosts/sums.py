@@ -14,7 +14,7 @@ from lockstep.hosts.wire import BLOCK, Wire
 
 Connected = Any  # torch's ProcessGroupGloo or ProcessGroupNCCL, whose stubs share no base with these methods
 Wait = Callable[..., None]  # takes works of torch.distributed, and ends when they are done
-_PIECE = 1024 * BLOCK  # numbers of a part that are packed at once
+PIECE = 1024 * BLOCK  # numbers that are packed and sent at once
 _AHEAD = 2  # pieces that are on their way at once, there and back
 
 
@@ -23,6 +23,7 @@ class Way(ABC):
 
     def __init__(self, group: Connected, wait: Wait, host: int, n_hosts: int) -> None:
         self.group, self.wait, self.host, self.n_hosts = group, wait, host, n_hosts
+        self.others = [other for other in range(n_hosts) if other != host]
 
     @abstractmethod
     def sum(self, tensor: torch.Tensor) -> int:
@@ -31,6 +32,27 @@ class Way(ABC):
     @abstractmethod
     def sum_with(self, tensor: torch.Tensor, row: Row) -> tuple[list[Row], int]:
         """The same, with a row of numbers. Returns also the rows of all hosts, by host."""
+
+    def swap(self, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> list[Any]:
+        """Begins to send each other host its own, and to receive from each; lists are by host.
+
+        One by one with gloo, on CPUs: over a limited link its collectives take up to twice as long.
+        """
+        if ours[0].is_cuda:  # NCCL, where sends and receives would have to be begun as one
+            return [self.group.alltoall(theirs, ours)]
+        works = [self.group.recv([theirs[host]], host, 0) for host in self.others]
+        return works + [self.group.send([ours[host]], host, 0) for host in self.others]
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every host's, (n,), by host."""
+        found = [torch.empty_like(tensor) for _ in range(self.n_hosts)]
+        works, n_piece = [], max(1, len(tensor)) if tensor.is_cuda else PIECE
+        for first in range(0, len(tensor), n_piece):
+            ours, *theirs = (each[first : first + n_piece] for each in (tensor, *found))
+            works += self.swap([ours] * self.n_hosts, theirs)
+        self.wait(*works)
+        found[self.host] = tensor
+        return found
 
 
 class _Exact(Way):
@@ -99,25 +121,24 @@ class Rounded(Way):
     ) -> None:
         super().__init__(group, wait, host, n_hosts)
         self._wire, self.generator = wire, torch.Generator(device)
-        self._others = [other for other in range(n_hosts) if other != host]
-        self._n_bytes = 0
 
     def sum(self, tensor: torch.Tensor) -> int:
         return self.sum_with(tensor, [0.0] * N_NUMBERS)[1]
 
     def sum_with(self, tensor: torch.Tensor, row: Row) -> tuple[list[Row], int]:
-        rows, self._n_bytes = [row] * self.n_hosts, 0
-        pieces = [self._piece(n, values, rows) for n, values in self._cut(tensor)]
+        rows, cut = [row] * self.n_hosts, list(self._cut(tensor))
+        pieces = [self._piece(n, values, rows) for n, values in cut]
         for number in range(len(pieces) + 2 * _AHEAD):
             for each in (number, number - _AHEAD, number - 2 * _AHEAD):
                 if 0 <= each < len(pieces):
                     next(pieces[each], None)
-        return rows, self._n_bytes
+        n_bytes = sum(2 * self._wire.n_bytes(n) + 8 * N_NUMBERS for n, _ in cut)
+        return rows, len(self.others) * n_bytes
 
     def _cut(self, tensor: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """How many numbers each piece has, and its numbers of every host's part; fewer at the end of all."""
         n_each = max(1, -(-len(tensor) // (self.n_hosts * BLOCK))) * BLOCK  # numbers of a part
-        n_piece = n_each if tensor.is_cuda else _PIECE
+        n_piece = n_each if tensor.is_cuda else PIECE
         for first in range(0, n_each, n_piece):
             n = min(n_piece, n_each - first)
             begins = [host * n_each + first for host in range(self.n_hosts)]
@@ -129,34 +150,23 @@ class Rounded(Way):
         rider = torch.tensor(rows[self.host], dtype=torch.float64, device=mine.device).view(torch.uint8)
         ours = torch.empty((self.n_hosts, n_bytes + len(rider)), dtype=torch.uint8, device=mine.device)
         theirs = torch.empty_like(ours)
-        for host in self._others:
+        for host in self.others:
             self._wire.pack(_filled_up(values[host], n), ours[host, :n_bytes], self.generator)
         ours[:, n_bytes:] = rider
-        works = self._swap(list(ours), list(theirs))
+        works = self.swap(list(ours), list(theirs))
         yield
         self.wait(*works)
-        for host in self._others:
+        for host in self.others:
             mine += self._wire.unpack(theirs[host, :n_bytes])[: len(mine)]
             rows[host] = theirs[host, n_bytes:].clone().view(torch.float64).tolist()
         total = ours[self.host, :n_bytes]
         self._wire.pack(_filled_up(mine, n), total, self.generator)
-        works = self._swap([total] * self.n_hosts, list(theirs[:, :n_bytes]))
+        works = self.swap([total] * self.n_hosts, list(theirs[:, :n_bytes]))
         mine.copy_(self._wire.unpack(total)[: len(mine)])  # as all the others have it
         yield
         self.wait(*works)
-        for host in self._others:
+        for host in self.others:
             values[host].copy_(self._wire.unpack(theirs[host, :n_bytes])[: len(values[host])])
-
-    def _swap(self, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> list[Any]:
-        """Begins to send each other host its own, and to receive from each.
-
-        One by one with gloo, on CPUs: over a limited link its collectives of bytes take almost twice as long.
-        """
-        self._n_bytes += len(self._others) * ours[0].nbytes
-        if ours[0].is_cuda:  # NCCL, where sends and receives would have to be begun as one
-            return [self.group.alltoall(theirs, ours)]
-        works = [self.group.recv([theirs[host]], host, 0) for host in self._others]
-        return works + [self.group.send([ours[host]], host, 0) for host in self._others]
 
 
 def _filled_up(part: torch.Tensor, n: int) -> torch.Tensor:
