@@ -2,9 +2,10 @@
 # Every GPU test and benchmark in one command, in less than nine minutes:  benchmarks/gpu.sh [folder] [options]
 #   folder       for the results, gpu-<date>.json, .md and .log; else $OUT, else docs/results
 #   --part n     1: what is worth most (preflight, AlexNet in bf16, layers, torch.compile, loading, the first tests);
-#                2: what one call has no time for (the other tests, exchange, fp32 and tf32, table1, ResNet-50, lockstep.synk and flow)
+#                2: what one call has no time for (the other tests, exchange, fp32 and tf32, table1, ResNet-50, lockstep.synk and flow,
+#                two hosts)
 #   --only a,b   these sections only, of those named above: preflight, alexnet, layers, compiled, loading, tests, tests2,
-#                exchange, precisions, table1, resnet50, functions, flow
+#                exchange, precisions, table1, resnet50, functions, flow, hosts
 #   --seconds n  for everything (500)
 #   --rehearse   small sizes on the simulated driver, without a GPU: shows that it works, and measures nothing
 # PYTHON names the Python (python3). PyCUDA may lie in a folder on PYTHONPATH. LOCKSTEP_COMMIT names the code where git can't.

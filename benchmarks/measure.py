@@ -38,6 +38,16 @@ def both_medians(
     return {name: tuple(map(statistics.median, both)) for name, both in columns.items()}  # type: ignore[misc]
 
 
+def processor_seconds(function: Callable[[], object], rounds: int = 5) -> float:
+    """The least of a few: with one thread it is what an idle core takes, whoever else uses the machine."""
+    found = []
+    for _ in range(rounds + 1):
+        begin = time.process_time()
+        function()
+        found.append(time.process_time() - begin)
+    return min(found[1:])
+
+
 def machine() -> dict[str, object]:
     """Where and with what a result was measured."""
     return {

@@ -62,7 +62,7 @@ def step_beneath(stages: list[Stage], update: float, link: Link, n: int, paramet
 
 @dataclass(frozen=True)
 class Wire:
-    """How a number travels between hosts. seconds_per_element: to pack and unpack it, on a host."""
+    """How a number travels between hosts. seconds_per_element: to pack, add up and unpack it."""
 
     name: str
     bytes_per_element: float
@@ -86,20 +86,35 @@ ALEXNETS_FULL = [FullLayer(9216, 4096), FullLayer(4096, 4096), FullLayer(4096, 1
 
 
 def sum_of_hosts(link: Link, n_hosts: int, n_parameters: int, wire: Wire) -> float:
-    """Seconds in which hosts sum a gradient. link: a host's, which its devices share."""
-    packing = wire.seconds_per_element * n_parameters
-    return link.seconds(wire.bytes_per_element * n_parameters, n_hosts) + packing
+    """Seconds in which hosts sum a gradient. link: a host's, which its devices share.
+
+    Some numbers are on their way while others are packed, so what takes longer counts.
+    """
+    sending = link.seconds(wire.bytes_per_element * n_parameters, n_hosts)
+    return max(sending, wire.seconds_per_element * n_parameters)
 
 
 def factors_of_hosts(
-    link: Link, n_hosts: int, n_parameters: int, layers: list[FullLayer], rows: int, wire: Wire
+    link: Link,
+    n_hosts: int,
+    n_parameters: int,
+    layers: list[FullLayer],
+    rows: int,
+    wire: Wire,
+    seconds_per_product: float = 0.0,
 ) -> float:
-    """Seconds in which hosts gather the rows of `layers` where those are shorter, and sum what is left."""
+    """Seconds in which hosts gather the rows of `layers` where those are shorter, and sum what is left.
+
+    seconds_per_product: of a number of a row with one of another, on a host, which makes products of the
+    other hosts' rows beside those that backward would have made.
+    """
     short = [layer for layer in layers if layer.has_short_factors(rows, n_hosts)]
-    n_rest = n_parameters - sum(layer.m * layer.n for layer in short)
+    if not short:
+        return sum_of_hosts(link, n_hosts, n_parameters, wire)
+    n_products = sum(layer.m * layer.n for layer in short)
     n_bytes = 4 * rows * sum(layer.m + layer.n for layer in short)
-    gathering = (n_hosts - 1) * (n_bytes / link.bytes_per_second + link.seconds_per_hop)
-    return sum_of_hosts(link, n_hosts, n_rest, wire) + (gathering if short else 0.0)
+    of_host = n_bytes / link.bytes_per_second + link.seconds_per_hop + rows * n_products * seconds_per_product
+    return sum_of_hosts(link, n_hosts, n_parameters - n_products, wire) + (n_hosts - 1) * of_host
 
 
 def speed_up(step: float, lone: float, n: int) -> float:

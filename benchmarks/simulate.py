@@ -13,8 +13,8 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +25,8 @@ import torch
 from benchmarks import exchange
 from benchmarks.augmenting import make_folder
 from benchmarks.gpu import roofline
-from benchmarks.measure import table, write_results
+from benchmarks.measure import processor_seconds, table, write_results
+from benchmarks.packing import time_packing, time_products
 from benchmarks.scaling import (
     ALEXNETS_FULL,
     BFLOAT16,
@@ -33,6 +34,7 @@ from benchmarks.scaling import (
     INT8,
     Link,
     Stage,
+    Wire,
     factors_of_hosts,
     lone_step,
     speed_up,
@@ -56,6 +58,7 @@ ETHERNETS = (
     Link("100 Gb/s", 11.9e9, 30e-6, ""),
     Link("400 Gb/s", 47.5e9, 30e-6, ""),
 )
+WIRES = FLOAT32, BFLOAT16, INT8
 GPUS_OF_A_HOST, EVERY = 8, 16
 # images a second or speed-up by number of devices
 PUBLISHED = {
@@ -104,6 +107,8 @@ def measure() -> dict[str, Any]:
         "update_seconds": time_update(),
         "exchange_bytes_per_second": 4 * exchange.N_ELEMENTS / seconds,
         "step_seconds": steps,
+        "packing_seconds_per_element": {wire.name: time_packing(wire.name) for wire in WIRES},
+        "seconds_per_product": time_products(2 * BATCH),
     }
 
 
@@ -139,9 +144,7 @@ def time_stages() -> list[Stage]:
         def forward(function=function, given=given) -> None:  # type: ignore[no-untyped-def]
             function(given)
 
-        times = {
-            name: _processor_seconds(way) for name, way in (("forward", forward), ("backward", backward))
-        }
+        times = {name: processor_seconds(way) for name, way in (("forward", forward), ("backward", backward))}
         n_parameters = sum(parameter.numel() for parameter in layer.parameters())
         found.append(Stage(name, times["forward"], times["backward"], n_parameters))
         x = out.detach()
@@ -167,17 +170,7 @@ def time_update() -> float:
     parameter = torch.zeros(exchange.N_ELEMENTS // 2, requires_grad=True)
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.SGD([parameter], lr=0.01, momentum=0.9, weight_decay=0.0005, fused=True)
-    return _processor_seconds(optimizer.step)
-
-
-def _processor_seconds(function: Callable[[], object], rounds: int = 5) -> float:
-    """The least of a few: with one thread it is what an idle core takes, whoever else uses the machine."""
-    found = []
-    for _ in range(rounds + 1):
-        begin = time.process_time()
-        function()
-        found.append(time.process_time() - begin)
-    return min(found[1:])
+    return processor_seconds(optimizer.step)
 
 
 def trained_step(folder: Path, n_trainers: int) -> float:
@@ -215,28 +208,40 @@ def tables_of_hosts(parts: dict[str, Any]) -> str:
     stages = gpu_stages(GPU_BATCH / ESTIMATE / lone_step(gpu_stages(1.0), 0.0))
     gpus = step_beneath(stages, 0.0, LINKS[0], GPUS_OF_A_HOST, 4)
     cpus = {int(n): seconds for n, seconds in parts["step_seconds"].items()}[2]
-    rows = host_rows(cpus, 2 * BATCH, ETHERNETS[:2], "CPUs")
-    rows += host_rows(gpus, GPUS_OF_A_HOST * GPU_BATCH, ETHERNETS[2:], f"{GPUS_OF_A_HOST} GPUs")
+    packed = [replace(w, seconds_per_element=parts["packing_seconds_per_element"][w.name]) for w in WIRES]
+    rows = host_rows(cpus, 2 * BATCH, ETHERNETS[:2], "CPUs", packed, parts["seconds_per_product"])
+    of_gpus = GPUS_OF_A_HOST * GPU_BATCH, ETHERNETS[2:], f"{GPUS_OF_A_HOST} GPUs", list(WIRES)
+    rows += host_rows(gpus, *of_gpus, 2 / roofline.H200_FLOPS / GPUS_OF_A_HOST)
     title = (
         f"Hosts: speed-up that is predicted, of this one or of {GPUS_OF_A_HOST} GPUs at {ESTIMATE:,} images/s"
     )
     links = ", ".join(f"{link.name}: {link.bytes_per_second / 1e9:g} GB/s" for link in ETHERNETS)
-    notes = f"Without overlap of the network with the backward pass. {links}: 95 % of the line's bits."
+    notes = (
+        f"Without overlap of the network with the backward pass. {links}: 95 % of the line's bits. Packing"
+    )
+    notes += " is measured on CPUs, and left out on GPUs."
     return f"{table(title, [('hosts', *map(str, DEVICES[1:])), *rows])}\n{notes}\n"
 
 
-def host_rows(inside: float, n_rows: int, links: tuple[Link, ...], kind: str) -> list[tuple[str, ...]]:
+def host_rows(
+    inside: float,
+    n_rows: int,
+    links: tuple[Link, ...],
+    kind: str,
+    wires: list[Wire],
+    seconds_per_product: float,
+) -> list[tuple[str, ...]]:
     """A row for each network and way. inside: seconds of a host's own step; n_rows: of a minibatch."""
     n_parameters = exchange.N_ELEMENTS // 2
     ways: dict[str, Callable[[Link, int], float]] = {
         f"gradients, {wire.name}": lambda link, n, wire=wire: sum_of_hosts(link, n, n_parameters, wire)  # type: ignore[misc]
-        for wire in (FLOAT32, BFLOAT16, INT8)
+        for wire in wires
     }
     ways["gradients, factors"] = lambda link, n: factors_of_hosts(
-        link, n, n_parameters, ALEXNETS_FULL, n_rows, FLOAT32
+        link, n, n_parameters, ALEXNETS_FULL, n_rows, wires[0], seconds_per_product
     )
     ways[f"local, every {EVERY} steps"] = lambda link, n: (
-        sum_of_hosts(link, n, 2 * n_parameters, FLOAT32) / EVERY
+        sum_of_hosts(link, n, 2 * n_parameters, wires[0]) / EVERY
     )
     return [
         (

@@ -90,6 +90,9 @@ def test_a_rehearsal_runs_all_sections(rehearsal: Path) -> None:
     assert "gloo" in exchanges["ms"]
     assert figures["functions"]["calls"].keys() >= {"an empty function"}
     assert len(figures["functions"]["calls"]) == 6 and len(figures["functions"]["steps"]) == 2
+    assert figures["hosts"]["sums of a group of one"]["ms"].keys() >= {"sum, float32", "sum, int8", "gather"}
+    assert figures["hosts"]["two hosts, one GPU, gloo"]["from one host with two trainers, relative"] < 1e-4
+    assert figures["hosts"]["two hosts, a GPU each, NCCL"] == "not rehearsed: there is no NCCL for CPUs"
     assert all(target["met"] is not None for target in content["targets"])
 
 
@@ -188,7 +191,7 @@ def test_figures_are_on_disk_while_their_section_runs(tmp_path: Path) -> None:
 def test_parts_hold_every_section_once_in_the_order_of_worth() -> None:
     assert program._read_words([]).only.split(",") == list(NAMES) == list(program._LIMITS)
     first, second = (program._read_words(["--part", part]).only.split(",") for part in ("1", "2"))
-    assert (*first, *second) == NAMES and first[:2] == ["preflight", "alexnet"] and second[-1] == "flow"
+    assert (*first, *second) == NAMES and first[:2] == ["preflight", "alexnet"] and second[-1] == "hosts"
 
 
 def test_a_section_for_which_there_is_no_time_is_recorded(

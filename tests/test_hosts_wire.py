@@ -1,5 +1,6 @@
 """What goes between hosts in fewer bits: how it is rounded, that hosts stay equal, and what rides with it."""
 
+import hashlib
 import math
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,19 @@ from typing import Any
 import over_hosts
 import pytest
 import torch
-from conftest import make_folder
+from conftest import make_config, make_folder
+from over_hosts import Here, make_group
 from test_equivalence import relative_difference
 from test_rules import SMOOTH, assert_same, newest
 
+from lockstep.comm.pipes import Pipe
+from lockstep.hosts.network import Network
 from lockstep.hosts.riders import N_NUMBERS, Riders
+from lockstep.hosts.sums import PIECE
 from lockstep.hosts.wire import BLOCK, BFloat16, Int8, Wire
+from lockstep.launch.ranks import run_ranks
+
+N_HOSTS = 3
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +86,33 @@ def test_rounded_runs_are_near_and_go_on(data: Path, tmp_path: Path, wire: str, 
     over_hosts.train(2, 1, data, tmp_path / "half", **{**keys, "n_epochs": 1})
     start = newest(tmp_path / "half" / "host0")
     assert_same(over_hosts.train(2, 1, data, tmp_path / "half", start=start, **keys), whole)
+
+
+def values_of(host: int, n: int) -> torch.Tensor:
+    return torch.randn(n, generator=generator(host))
+
+
+def sum_in_pieces(rank: int, pipes: dict[int, Pipe], here: Here, wire: str, n: int) -> tuple[Any, ...]:
+    """The bytes and relative error of a sum of n numbers, rows that went with it; and of what is gathered."""
+    config = make_config(wire=wire, hosts=N_HOSTS, host=0, meeting_point="here:1", run_name="test")
+    world = make_group(rank, pipes, N_HOSTS).everywhere
+    network = Network.join(world, here, config, torch.device("cpu"))
+    ours = values_of(rank, n)
+    gathered = [torch.equal(each, values_of(host, n)) for host, each in enumerate(network.gather(ours))]
+    network.rider = [float(rank)] * N_NUMBERS
+    network.sum([ours], rounded=True)
+    exact = torch.stack([values_of(host, n) for host in range(N_HOSTS)]).sum(0)
+    error = float((ours - exact).norm() / exact.norm())
+    return hashlib.sha256(ours.numpy().tobytes()).hexdigest(), error, network.rows, gathered
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [6 * PIECE + 100, pytest.param(100, marks=pytest.mark.slow)])
+def test_parts_go_in_pieces_and_hosts_have_the_same_sum(wire: str, n: int) -> None:
+    """Three hosts: the last part ends before its last piece, and two have none of a hundred numbers."""
+    _store, here = over_hosts.serve()
+    found = run_ranks(sum_in_pieces, N_HOSTS, here, wire, n)
+    assert len({digest for digest, *_ in found}) == 1
+    for _, error, rows, gathered in found:
+        assert 1e-4 < error < (0.03 if wire == "int8" else 0.01)
+        assert rows == [[float(host)] * N_NUMBERS for host in range(N_HOSTS)] and all(gathered)

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import socket
 import threading
 import time
@@ -13,7 +14,7 @@ import pytest
 import torch
 from conftest import Program, make_config, wait_until
 from limits import limit
-from two_hosts import end_well, free_port, listened_on, start
+from two_hosts import end_well, free_port, listened_on, start, start_one, tensors_of
 
 from lockstep.config import Layer, read_run, resolve, to_yaml
 from lockstep.errors import UserError
@@ -22,6 +23,7 @@ from lockstep.hosts.folders import bring_newest
 from lockstep.hosts.life import Life
 from lockstep.hosts.meeting import HostFailed, Meeting, meet
 from lockstep.hosts.store import Store
+from lockstep.interrupts import Interrupts
 from lockstep.runs import checkpoint
 from lockstep.runs.folder import State, find_checkpoint
 
@@ -36,7 +38,7 @@ def come_together(
     def come(host: int) -> Meeting | UserError:
         try:
             point = f"127.0.0.1:{port}"
-            return meet(n_hosts or len(hosts), host, point, None, limit(seconds), own_store)
+            return meet(n_hosts or len(hosts), host, point, None, limit(seconds), own_store, Interrupts())
         except UserError as error:
             return error
 
@@ -110,6 +112,33 @@ def test_a_host_that_is_stopped_before_it_trains_tells_the_others() -> None:
     lives[0].leave()
 
 
+@pytest.mark.parametrize(("leaving", "number"), [(1, signal.SIGINT), (0, signal.SIGTERM)])
+def test_a_host_that_is_stopped_at_the_meeting_leaves_at_once_and_is_named(
+    program: Program, leaving: int, number: signal.Signals
+) -> None:
+    """Two of three have come."""
+    port = free_port()
+    words = "hosts=3", f"meeting_point=127.0.0.1:{port}", "n_epochs=1"
+    both = [start_one(program, *words, f"host={host}", folder=str(host), host=host) for host in (0, 1)]
+    store = Store.connect(("127.0.0.1", port), limit(30))
+
+    def has_answered() -> bool:
+        told = store.look("invitation") or {"numbers": {}}
+        number = told["numbers"].get("1")
+        return number is not None and store.look(f"{told['name']}/1") == number
+
+    wait_until(has_answered, "both to be there")
+    since = time.monotonic()
+    both[leaving].process.send_signal(number)
+    for each in (both[leaving], both[1 - leaving]):
+        assert each.wait(10) == 128 + number, each.output()
+        each.assert_nothing_left()
+        assert each.output().count("lockstep: ") == 1, each.output()
+    assert time.monotonic() - since < limit(5)
+    assert both[leaving].last_line() == "lockstep: stopped as asked, before training began"
+    assert both[1 - leaving].last_line() == f"lockstep: host {leaving}: was stopped as asked, before training"
+
+
 @pytest.mark.parametrize(
     ("hosts", "n_hosts", "said"),
     [
@@ -140,7 +169,7 @@ def test_a_host_that_would_listen_where_no_other_reaches_it_is_told() -> None:
     point = f"127.0.0.1:{free_port()}"
     with ThreadPoolExecutor(2) as pool:
         both = [
-            pool.submit(meet, 2, host, point, address, limit(10), True)
+            pool.submit(meet, 2, host, point, address, limit(10), True, Interrupts())
             for host, address in enumerate(("127.0.1.1", "10.0.0.7"))
         ]
         for each in both:
@@ -238,7 +267,7 @@ def test_a_meeting_point_that_is_not_ours_to_bind_is_refused(point: str, words: 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         point = point.format(taken=listener.getsockname()[1])
         with pytest.raises(UserError, match=words) as caught:
-            meet(2, 0, point, None, limit(2), True)
+            meet(2, 0, point, None, limit(2), True, Interrupts())
     assert str(caught.value).startswith("meeting_point: ") and point.split(":")[0] in str(caught.value)
 
 
@@ -291,3 +320,16 @@ def test_a_run_listens_where_it_was_told_alone_and_goes_on_among_strangers(progr
     for each in running:
         assert each.last_line().startswith("done: ")
         each.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_hosts_meet_and_train_over_ipv6(program: Program) -> None:
+    point = f"meeting_point=[::1]:{free_port()}"
+    running = [
+        start_one(program, "hosts=2", f"host={host}", point, "n_epochs=4", folder=str(host), host=host)
+        for host in (0, 1)
+    ]
+    running[0].wait_for_text("epoch 1 step 2/3")
+    assert [listened_on(each) for each in running] == [{"::1"}, {"::1"}]
+    end_well(running)
+    assert tensors_of(running[0]) == tensors_of(running[1]) != {}

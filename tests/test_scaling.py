@@ -50,12 +50,17 @@ def test_overlap_saves_time_and_nothing_is_faster_than_n_times(
 
 def test_hosts_send_sums_or_rows() -> None:
     link, wire = Link("one byte a second", 1.0, 0.25, ""), Wire("two bytes", 2.0, 0.5)
-    assert sum_of_hosts(link, 2, 40, wire) == 2 * 0.5 * 80 + 2 * 0.25 + 0.5 * 40
+    assert sum_of_hosts(link, 2, 40, wire) == 2 * 0.5 * 80 + 2 * 0.25
+    assert sum_of_hosts(link, 2, 40, Wire("slow", 2.0, 3.0)) == 3.0 * 40  # packing goes on meanwhile
     layer = FullLayer(10, 20)
     assert layer.has_short_factors(6, 2) and not layer.has_short_factors(7, 2)
     assert factors_of_hosts(link, 2, 240, [layer], 7, wire) == sum_of_hosts(link, 2, 240, wire)
     rows = 4 * 6 * (10 + 20) + 0.25
     assert factors_of_hosts(link, 2, 240, [layer], 6, wire) == sum_of_hosts(link, 2, 40, wire) + rows
+    more = factors_of_hosts(link, 3, 240, [layer], 4, wire, 0.01) - factors_of_hosts(
+        link, 3, 240, [layer], 4, wire
+    )
+    assert more == pytest.approx(2 * 4 * 200 * 0.01)
 
 
 def test_gpus_take_the_rooflines_seconds() -> None:

@@ -261,6 +261,23 @@ def _flow(figures: Figures) -> Iterator[str]:
         yield table("flow: images a second", rows)
 
 
+def _hosts(figures: Figures) -> Iterator[str]:
+    if "sums of a group of one" in figures:
+        part = figures["sums of a group of one"]
+        rows: Rows = [(f"{part['floats']:,} floats in our memory, by {part['library']}", "ms")]
+        yield table(
+            "A host's sums, by itself", [*rows, *((name, f"{ms:.3f}") for name, ms in part["ms"].items())]
+        )
+    for name, found in figures.items():
+        if name.startswith("two hosts"):
+            words = (
+                found
+                if isinstance(found, str)
+                else ", ".join(f"{key}: {_short(value)}" for key, value in found.items())
+            )
+            yield f"{name[0].upper()}{name[1:]}: {words}.\n"
+
+
 _TABLES: dict[str, Callable[[Figures], Iterator[str]]] = {
     "preflight": _preflight,
     "alexnet": _alexnet,
@@ -275,4 +292,5 @@ _TABLES: dict[str, Callable[[Figures], Iterator[str]]] = {
     "resnet50": _resnet50,
     "functions": _functions,
     "flow": _flow,
+    "hosts": _hosts,
 }

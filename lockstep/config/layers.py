@@ -127,6 +127,9 @@ def read_command_line(words: list[str]) -> Layer:
         try:
             values[key] = _load(text)
         except _YAML_ERRORS as error:
+            if key == "meeting_point":  # an address of IPv6: its brackets begin a list in YAML
+                values[key] = text
+                continue
             raise UserError(f"{COMMAND_LINE}: {word!r}: the value can't be read") from error
     return Layer(COMMAND_LINE, values)
 

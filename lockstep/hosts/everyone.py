@@ -87,6 +87,11 @@ class Everyone:
         n_bytes, self.network.n_bytes = self.network.n_bytes, 0
         return n_bytes
 
+    @property
+    def has_cost(self) -> bool:
+        """Whether `cost` has a line to tell yet."""
+        return self._cost is not None
+
     def cost(self, n_bytes: float, compute_seconds: float) -> str:
         """Once: a line on what goes over the network in a step, beside its compute; '' where nothing does."""
         cost, self._cost = self._cost, None

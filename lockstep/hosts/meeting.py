@@ -9,6 +9,7 @@ before its key.
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from lockstep.config.hosts import address_and_port
@@ -16,6 +17,7 @@ from lockstep.errors import PeerProblem, UserError
 from lockstep.hosts.addresses import Address, check_reachable, listen, own_address, resolve, show
 from lockstep.hosts.store import Store, StoreLost, load_torch
 from lockstep.hosts.told import as_type, one_line
+from lockstep.interrupts import Interrupts
 from lockstep.runs.plan import Joint
 
 T = TypeVar("T")
@@ -23,6 +25,7 @@ T = TypeVar("T")
 LOOK_SECONDS = 0.05  # between two looks at the store for something that is awaited
 LONGEST = 2000  # letters of a line of another host's
 FAREWELL_SECONDS = 1.0  # in which others can read a last word in the store, before it goes away
+STOPPED = "was stopped as asked, before training"
 
 
 class HostFailed(PeerProblem):
@@ -101,21 +104,59 @@ def exit_code(end: Any) -> int:
     return code if type(code) is int and 0 < code < 256 else 0
 
 
-def meet(hosts: int, host: int, point: str, address: str | None, seconds: float, own_store: bool) -> Meeting:
+class _Farewell:
+    """What a host tells the others of the start that it has come to, where it is stopped meanwhile.
+
+    From a signal's handler: calls to the store may be begun while others wait for their answers.
+    """
+
+    def __init__(self, host: int, interrupts: Interrupts) -> None:
+        self._host, self._interrupts = host, interrupts
+        self._store: Store | None = None
+        interrupts.farewell = self
+
+    def name(self, store: Store, name: str) -> None:
+        """The start's name, by which those who are there can be told."""
+        self._store = store.within(name)
+
+    def __call__(self) -> None:
+        if self._store is None:
+            return
+        with suppress(StoreLost):  # nobody can be told then
+            self.put(HostFailed(self._host, f"host {self._host}: {STOPPED}", self._interrupts.code))
+
+    def put(self, end: HostFailed) -> None:
+        """Why this host leaves. Those who are there have the time to read it."""
+        assert self._store is not None
+        self._store.put(f"end/{self._host}", {"code": end.code, "text": str(end), "failed": True})
+        time.sleep(FAREWELL_SECONDS if self._host == 0 else 0)
+
+
+def meet(
+    hosts: int,
+    host: int,
+    point: str,
+    address: str | None,
+    seconds: float,
+    own_store: bool,
+    interrupts: Interrupts,
+) -> Meeting:
     """Comes together with the launchers of all other hosts.
 
     point: ADDRESS:PORT. address: where this host's trainers are to listen; None: which reaches `point`.
-    own_store: host 0 makes the store; else somebody else has it there. Raises UserError where this can't be,
-    or naming who has not come after so many seconds.
+    own_store: host 0 makes the store; else somebody else has it there. interrupts: get what is to be told
+    where this one is stopped. Raises UserError where this can't be, or naming who has not come after so many
+    seconds; HostFailed naming one that has left.
     """
     where = resolve(address_and_port(point))
     load_torch()  # now, so that it does not count
     until = time.monotonic() + seconds
+    farewell = _Farewell(host, interrupts)
     if own_store and host == 0:
         store = Store.serve(listen(where))
-        name = _invite(store, hosts, until)
+        name = _invite(store, hosts, until, farewell)
     else:
-        store, name = _reach(hosts, host, where, until)
+        store, name = _reach(hosts, host, where, until, farewell)
     try:
         joint = Joint(where, name, address or own_address(where))
     except OSError as error:
@@ -129,19 +170,21 @@ def meet(hosts: int, host: int, point: str, address: str | None, seconds: float,
     return meeting
 
 
-def _reach(hosts: int, host: int, where: Address, until: float) -> tuple[Store, str]:
+def _reach(hosts: int, host: int, where: Address, until: float, farewell: _Farewell) -> tuple[Store, str]:
     """Comes together in a store that somebody else has; again where that one goes away meanwhile."""
     while True:
         try:
             store = Store.connect(where, max(0.0, until - time.monotonic()))
-            return store, _invite(store, hosts, until) if host == 0 else _answer(store, host, hosts, until)
+            if host == 0:
+                return store, _invite(store, hosts, until, farewell)
+            return store, _answer(store, host, hosts, until, farewell)
         except StoreLost as error:
             if time.monotonic() > until:
                 text = f"meeting_point: host 0 has not come to {show(where)}, as far as host {host} can see"
                 raise UserError(f"{text}: {error}") from error
 
 
-def _invite(store: Store, hosts: int, until: float) -> str:
+def _invite(store: Store, hosts: int, until: float, farewell: _Farewell) -> str:
     """Host 0's part: invites whoever has said hello until all have read their number. The start's name."""
     numbers: dict[str, Any] = {}
     name = ""
@@ -149,6 +192,8 @@ def _invite(store: Store, hosts: int, until: float) -> str:
         hellos = {str(host): _number(store.look(f"hello/{host}")) for host in range(1, hosts)}
         if hellos != numbers or not name:
             numbers, name = hellos, secrets.token_hex(8)
+            if any(hellos.values()):
+                farewell.name(store, name)
             store.put("invitation", {"name": name, "hosts": hosts, "numbers": numbers})
         missing = [
             host
@@ -158,6 +203,10 @@ def _invite(store: Store, hosts: int, until: float) -> str:
         if not missing:
             store.put(f"{name}/go", True)
             return name
+        for host in numbers:
+            if (end := store.look(f"{name}/end/{host}")) is not None:
+                farewell.put(ended(int(host), end))
+                raise ended(int(host), end)
         if time.monotonic() > until:
             text = f"{_named(missing)} not come to the meeting point"
             store.put("invitation", {"refused": text, "numbers": numbers})
@@ -166,7 +215,7 @@ def _invite(store: Store, hosts: int, until: float) -> str:
         time.sleep(LOOK_SECONDS)
 
 
-def _answer(store: Store, host: int, hosts: int, until: float) -> str:
+def _answer(store: Store, host: int, hosts: int, until: float, farewell: _Farewell) -> str:
     """The others' part. Returns the start's name."""
     number, name = secrets.token_hex(8), ""
     store.put(f"hello/{host}", number)
@@ -181,9 +230,12 @@ def _answer(store: Store, host: int, hosts: int, until: float) -> str:
                 raise UserError(f"hosts: {hosts} on host {host}, {one_line(told.get('hosts'))} on host 0")
             if told.get("name") != name:
                 name = as_type(_number(told.get("name")), str, 0, "invitation")
+                farewell.name(store, name)
                 store.put(f"{name}/{host}", number)
             if store.look(f"{name}/go"):
                 return str(name)
+            if (end := store.look(f"{name}/end/0")) is not None:
+                raise ended(0, end)
         if time.monotonic() > until + FAREWELL_SECONDS:
             raise UserError(f"meeting_point: {_why_not(numbers, host, number)}")
         time.sleep(LOOK_SECONDS)

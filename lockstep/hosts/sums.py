@@ -4,7 +4,7 @@ Each leaves equal bits on all hosts.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from lockstep.hosts.wire import BLOCK, Wire
 
 Connected = Any  # torch's ProcessGroupGloo or ProcessGroupNCCL, whose stubs share no base with these methods
 Wait = Callable[..., None]  # takes works of torch.distributed, and ends when they are done
+PIECE = 1024 * BLOCK  # numbers that are packed and sent at once
+_AHEAD = 2  # pieces that are on their way at once, there and back
 
 
 class Way(ABC):
@@ -21,6 +23,7 @@ class Way(ABC):
 
     def __init__(self, group: Connected, wait: Wait, host: int, n_hosts: int) -> None:
         self.group, self.wait, self.host, self.n_hosts = group, wait, host, n_hosts
+        self.others = [other for other in range(n_hosts) if other != host]
 
     @abstractmethod
     def sum(self, tensor: torch.Tensor) -> int:
@@ -29,6 +32,27 @@ class Way(ABC):
     @abstractmethod
     def sum_with(self, tensor: torch.Tensor, row: Row) -> tuple[list[Row], int]:
         """The same, with a row of numbers. Returns also the rows of all hosts, by host."""
+
+    def swap(self, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> list[Any]:
+        """Begins to send each other host its own, and to receive from each; lists are by host.
+
+        One by one with gloo, on CPUs: over a limited link its collectives take up to twice as long.
+        """
+        if ours[0].is_cuda:  # NCCL, where sends and receives would have to be begun as one
+            return [self.group.alltoall(theirs, ours)]
+        works = [self.group.recv([theirs[host]], host, 0) for host in self.others]
+        return works + [self.group.send([ours[host]], host, 0) for host in self.others]
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every host's, (n,), by host."""
+        found = [torch.empty_like(tensor) for _ in range(self.n_hosts)]
+        works, n_piece = [], max(1, len(tensor)) if tensor.is_cuda else PIECE
+        for first in range(0, len(tensor), n_piece):
+            ours, *theirs = (each[first : first + n_piece] for each in (tensor, *found))
+            works += self.swap([ours] * self.n_hosts, theirs)
+        self.wait(*works)
+        found[self.host] = tensor
+        return found
 
 
 class _Exact(Way):
@@ -88,7 +112,8 @@ class Tree(_Exact):
 class Rounded(Way):
     """Each host adds up one part of the numbers, as they come over the wire, and sends the sum to all.
 
-    generator: for a wire that rounds at random; seeded by `begin`.
+    A part goes in pieces: while some are on their way, others are packed, added up and unpacked. generator:
+    for a wire that rounds at random; seeded by `begin`.
     """
 
     def __init__(
@@ -101,49 +126,47 @@ class Rounded(Way):
         return self.sum_with(tensor, [0.0] * N_NUMBERS)[1]
 
     def sum_with(self, tensor: torch.Tensor, row: Row) -> tuple[list[Row], int]:
-        n_each = -(-len(tensor) // (self.n_hosts * BLOCK)) * BLOCK  # numbers of a part
-        n_bytes = self._wire.n_bytes(n_each)
-        rider = torch.tensor(row, dtype=torch.float64, device=tensor.device).view(torch.uint8)
-        ours = torch.empty((self.n_hosts, n_bytes + len(rider)), dtype=torch.uint8, device=tensor.device)
-        parts = [tensor[first : first + n_each] for first in range(0, len(tensor), n_each)]
-        for part, packed in zip(parts, ours, strict=False):
-            self._wire.pack(_filled_up(part, n_each), packed[:n_bytes], self.generator)
-        ours[len(parts) :] = 0  # of hosts for which nothing is left
-        ours[:, n_bytes:] = rider
+        rows, cut = [row] * self.n_hosts, list(self._cut(tensor))
+        pieces = [self._piece(n, values, rows) for n, values in cut]
+        for number in range(len(pieces) + 2 * _AHEAD):
+            for each in (number, number - _AHEAD, number - 2 * _AHEAD):
+                if 0 <= each < len(pieces):
+                    next(pieces[each], None)
+        n_bytes = sum(2 * self._wire.n_bytes(n) + 8 * N_NUMBERS for n, _ in cut)
+        return rows, len(self.others) * n_bytes
+
+    def _cut(self, tensor: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """How many numbers each piece has, and its numbers of every host's part; fewer at the end of all."""
+        n_each = max(1, -(-len(tensor) // (self.n_hosts * BLOCK))) * BLOCK  # numbers of a part
+        n_piece = n_each if tensor.is_cuda else PIECE
+        for first in range(0, n_each, n_piece):
+            n = min(n_piece, n_each - first)
+            begins = [host * n_each + first for host in range(self.n_hosts)]
+            yield n, [tensor[begin : begin + n] for begin in begins]
+
+    def _piece(self, n: int, values: list[torch.Tensor], rows: list[Row]) -> Iterator[None]:
+        """Sums a piece in three goes; between them its numbers are on their way. rows: gets the others'."""
+        mine, n_bytes = values[self.host], self._wire.n_bytes(n)
+        rider = torch.tensor(rows[self.host], dtype=torch.float64, device=mine.device).view(torch.uint8)
+        ours = torch.empty((self.n_hosts, n_bytes + len(rider)), dtype=torch.uint8, device=mine.device)
         theirs = torch.empty_like(ours)
-        theirs[self.host] = ours[self.host]
-        self._swap(list(ours), list(theirs))
-        sums = self._gather(self._added([each[:n_bytes] for each in theirs]), n_bytes)
-        for part, packed in zip(parts, sums, strict=False):
-            part.copy_(self._wire.unpack(packed)[: len(part)])
-        rows = [each[n_bytes:].clone().view(torch.float64).tolist() for each in theirs]
-        return rows, (self.n_hosts - 1) * (ours[0].nbytes + n_bytes)
-
-    def _added(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        total = self._wire.unpack(parts[0]).float()
-        for part in parts[1:]:
-            total += self._wire.unpack(part)
-        return total
-
-    def _gather(self, total: torch.Tensor, n_bytes: int) -> list[torch.Tensor]:
-        """Every host's sum, packed."""
-        ours = torch.empty(n_bytes, dtype=torch.uint8, device=total.device)
-        self._wire.pack(total, ours, self.generator)
-        sums = [ours if host == self.host else torch.empty_like(ours) for host in range(self.n_hosts)]
-        self._swap([ours] * self.n_hosts, sums)
-        return sums
-
-    def _swap(self, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-        """Sends each other host its own, and receives from each.
-
-        One by one with gloo, on CPUs: over a limited link its collectives of bytes take almost twice as long.
-        """
-        if ours[0].is_cuda:  # NCCL, where sends and receives would have to be begun as one
-            self.wait(self.group.alltoall(theirs, ours))
-            return
-        others = [host for host in range(self.n_hosts) if host != self.host]
-        works = [self.group.recv([theirs[host]], host, 0) for host in others]
-        self.wait(*works, *(self.group.send([ours[host]], host, 0) for host in others))
+        for host in self.others:
+            self._wire.pack(_filled_up(values[host], n), ours[host, :n_bytes], self.generator)
+        ours[:, n_bytes:] = rider
+        works = self.swap(list(ours), list(theirs))
+        yield
+        self.wait(*works)
+        for host in self.others:
+            mine += self._wire.unpack(theirs[host, :n_bytes])[: len(mine)]
+            rows[host] = theirs[host, n_bytes:].clone().view(torch.float64).tolist()
+        total = ours[self.host, :n_bytes]
+        self._wire.pack(_filled_up(mine, n), total, self.generator)
+        works = self.swap([total] * self.n_hosts, list(theirs[:, :n_bytes]))
+        mine.copy_(self._wire.unpack(total)[: len(mine)])  # as all the others have it
+        yield
+        self.wait(*works)
+        for host in self.others:
+            values[host].copy_(self._wire.unpack(theirs[host, :n_bytes])[: len(values[host])])
 
 
 def _filled_up(part: torch.Tensor, n: int) -> torch.Tensor:

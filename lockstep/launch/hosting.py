@@ -14,7 +14,7 @@ from lockstep.data.dataset import Dataset
 from lockstep.errors import PeerProblem, UserError
 from lockstep.hosts import agreement, folders, torchrun
 from lockstep.hosts.life import Life
-from lockstep.hosts.meeting import HostFailed, Meeting, meet
+from lockstep.hosts.meeting import STOPPED, HostFailed, Meeting, meet
 from lockstep.hosts.told import as_record, one_line, refusal
 from lockstep.interrupts import Interrupts
 from lockstep.launch.processes import Ending, Processes
@@ -138,9 +138,7 @@ class Together(Alone):
     def stop_now(self) -> None:
         """From a signal's handler, before there are processes or after them."""
         if not self._told:
-            self.life.end_now(
-                self._interrupts.code, f"host {self.host}: was stopped as asked, before training"
-            )
+            self.life.end_now(self._interrupts.code, f"host {self.host}: {STOPPED}")
         self._told = True
 
     def _word_of_another(self) -> HostFailed | None:
@@ -165,7 +163,8 @@ def together(config: Config, interrupts: Interrupts) -> Iterator[Alone]:
         return
     assert config.host is not None and config.meeting_point is not None, "checked"
     place = config.hosts, config.host, config.meeting_point, config.address
-    others = Together(meet(*place, config.wait_deadline, not torchrun.has_store()), config, interrupts)
+    meeting = meet(*place, config.wait_deadline, not torchrun.has_store(), interrupts)
+    others = Together(meeting, config, interrupts)
     interrupts.farewell = others.stop_now
     try:
         yield others

@@ -14,6 +14,7 @@ from lockstep.network.recorder import Recorder
 from lockstep.sync import Rule
 
 TICK_SECONDS = 0.25
+_FEW = 4  # steps that tell what one costs; the first, which takes longer, is left out
 
 
 class Teller:
@@ -21,7 +22,7 @@ class Teller:
 
     def __init__(self, control: Pipe, everyone: Everyone, config: Config, recorder: Recorder) -> None:
         self._control, self._everyone, self._config, self._recorder = control, everyone, config, recorder
-        self._ticked_at = 0.0
+        self._ticked_at = self._first_compute = 0.0
         self.begin()
 
     def begin(self) -> None:
@@ -44,6 +45,13 @@ class Teller:
         if now - self._ticked_at >= TICK_SECONDS:
             self._ticked_at = now
             self.tell(Tick(order.stage, order.epoch, order.step, n_steps))
+        n_done = self._recorder.n_steps
+        if n_done in (1, _FEW) and self._everyone.has_cost:
+            compute = self._recorder.stopwatch.seconds()["compute"]
+            if n_done == 1:
+                self._first_compute = compute
+            else:
+                self._tell_cost((compute - self._first_compute) / (n_done - 1))
 
     def is_due(self, order: Order, n_steps: int, n_samples: int, meeting: bool) -> bool:
         """Whether a line of progress comes after this step: every print_freq steps, once in a short epoch.
@@ -60,7 +68,7 @@ class Teller:
         loss = loss_sum / n_images
         elapsed = time.perf_counter() - self._begin
         recorded, n_steps_done = self._recorder, self._recorder.n_steps
-        seconds, network_bytes = recorded.stopwatch.seconds(), recorded.n_network_bytes / n_steps_done
+        seconds = recorded.stopwatch.seconds()
         self.tell(
             Progress(
                 order.epoch,
@@ -73,11 +81,17 @@ class Teller:
                 20 * elapsed / n_steps_done,
                 seconds,
                 recorded.n_bytes / n_steps_done,
-                network_bytes,
+                recorded.n_network_bytes / n_steps_done,
             )
         )
-        self.notice(self._everyone.cost(network_bytes, seconds["compute"] / n_steps_done))
+        self._tell_cost(seconds["compute"] / n_steps_done)  # of a short epoch, or a rule that meets seldom
         self.begin()
+
+    def _tell_cost(self, compute_seconds: float) -> None:
+        """Once, when something has gone over the network. compute_seconds: of a step."""
+        recorded = self._recorder
+        if recorded.n_network_bytes:
+            self.notice(self._everyone.cost(recorded.n_network_bytes / recorded.n_steps, compute_seconds))
 
 
 def check_finite(loss: float, where: str) -> None:

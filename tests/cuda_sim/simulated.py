@@ -132,6 +132,7 @@ def compute_on_the_host(device: object, stream: Any) -> None:
 def _places_of_torch() -> list[tuple[Any, str]]:
     """Functions by which a trainer or rank has torch compute: what holds them, and their names."""
     import train_funcs
+    from lockstep.hosts.network import Network
     from lockstep.network.arena import Arena
     from lockstep.network.factors import Factors
     from lockstep.network.gradients import Gradients
@@ -148,6 +149,8 @@ def _places_of_torch() -> list[tuple[Any, str]]:
     return [
         (Replica, "forward_backward"),
         (Updater, "step"),
+        (Network, "sum"),
+        (Network, "gather"),
         (Gradients, "complete"),
         (Factors, "collect"),
         (ShardedUpdater, "average"),
