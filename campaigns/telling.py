@@ -22,6 +22,7 @@ from lockstep.hosts.addresses import check_reachable
 from lockstep.hosts.life import Seen
 from lockstep.hosts.meeting import Meeting
 from lockstep.hosts.store import Store
+from lockstep.interrupts import Interrupts
 from lockstep.launch.hosting import Together
 from lockstep.runs import checkpoint
 from lockstep.runs.folder import State
@@ -94,7 +95,11 @@ def config_of(host: int, weights_dir: Path, seconds: float) -> Config:
 def take_part(host: int, store: Store, weights_dir: Path, seconds: float) -> None:
     """All that a launcher reads of the other's, from its first word to its last one."""
     until = meeting.time.monotonic() + seconds
-    name = meeting._invite(store, 2, until) if host == 0 else meeting._answer(store, 1, 2, until)
+    farewell = meeting._Farewell(host, Interrupts())
+    if host == 0:
+        name = meeting._invite(store, 2, until, farewell)
+    else:
+        name = meeting._answer(store, 1, 2, until, farewell)
     config = config_of(host, weights_dir, seconds)
     of_host = Meeting(2, host, Joint(("127.0.0.1", 29500), name, "10.0.0.7"), store.within(name))
     launcher = _Host(of_host, seconds)
