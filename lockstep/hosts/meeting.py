@@ -203,8 +203,8 @@ def _invite(store: Store, hosts: int, until: float, farewell: _Farewell) -> str:
         if not missing:
             store.put(f"{name}/go", True)
             return name
-        for host in numbers:
-            if (end := store.look(f"{name}/end/{host}")) is not None:
+        for host, number in numbers.items():
+            if number and (end := store.look(f"{name}/end/{host}")) is not None:
                 farewell.put(ended(int(host), end))
                 raise ended(int(host), end)
         if time.monotonic() > until:
