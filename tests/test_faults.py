@@ -86,11 +86,11 @@ def assert_named(ended: Ended, fault: Fault, start: str) -> None:
         return
     assert ended.code in (1, 2), f"{fault}: {ended.code}, {ended.output}"
     line, name = ended.last_line(), Path(fault.name).name
-    name = "epoch_" if name == ".tmp*" else name.removesuffix(".tmp").strip(".*")
+    name = name.removesuffix(".tmp").strip(".*")
     assert line.startswith(start), f"{fault}: {line}"
     assert name in line, f"{fault}: {line}"
-    safetensors_own = name.endswith(".safetensors") and "No such file" in line  # whatever it is
-    assert safetensors_own or os.strerror(getattr(errno, fault.error)) in line, f"{fault}: {line}"
+    opened_by_safetensors = fault.kind == "open" and "No such file" in line  # whatever it is
+    assert opened_by_safetensors or os.strerror(getattr(errno, fault.error)) in line, f"{fault}: {line}"
 
 
 def check_training(training: Training, fault: Fault, folder: Path) -> None:
@@ -112,8 +112,8 @@ def check_training(training: Training, fault: Fault, folder: Path) -> None:
     "fault",
     [
         Fault("write", "run/log.jsonl", 2, "ENOSPC"),
-        Fault("write", "run/checkpoints/.tmp*", 1, "EIO"),
-        Fault("write", "run/checkpoints/.tmp*", 2, "kill"),
+        Fault("write", "run/checkpoints/.epoch_0002.safetensors.tmp", 1, "EIO"),
+        Fault("write", "run/checkpoints/.epoch_0002.safetensors.tmp", 2, "kill"),
         Fault("rename", "run/checkpoints/epoch_0002.json", 1, "EROFS"),
     ],
     ids=str,

@@ -122,9 +122,7 @@ class Runner:
 def named_again(name: str) -> str:
     """A pattern for a file's name from run to run: the letters that tempfile chooses are others."""
     *folders, last = Path(name).parts
-    if last.startswith(".tmp"):
-        last = ".tmp*"
-    elif last.startswith(".") and last.count(".") > 2:
+    if last.startswith(".") and last.count(".") > 2:
         last = f"{last.rpartition('.')[0]}.*"
     return "/".join([*folders, last])
 
