@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -64,13 +65,16 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> str:
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
     with open(path, "wb") as file:
-        parts = (
-            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for _, tensor in in_order
-        )
-        for part in (len(text).to_bytes(8, "little"), text, *parts):
+        contents = (_content(tensor) for _, tensor in in_order)
+        for part in chain[bytes | memoryview]((len(text).to_bytes(8, "little"), text), contents):
             digest.update(part)
             file.write(part)
     return digest.hexdigest()
+
+
+def _content(tensor: torch.Tensor) -> memoryview:
+    """Of a contiguous one in host memory without a copy."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def load(path: Path) -> dict[str, torch.Tensor]:
