@@ -14,9 +14,8 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
-from lockstep.errors import UserError
 from lockstep.hosts.addresses import Address, listen
-from lockstep.hosts.store import CALL_SECONDS, Store, StoreLost
+from lockstep.hosts.store import CALL_SECONDS, Store
 
 CONVERSATION = "conversation.requests"
 _HELLO = 10  # bytes: the store's magic number, and the first ping with its nonce
@@ -48,19 +47,17 @@ def make_conversation(folder: Path) -> None:
 
 
 def send_to_store(folder: Path) -> None:
-    """Says the bytes to the store, all at once, and hangs up. Raises UserError where a true host sees that.
+    """Says the bytes to the store, all at once, and hangs up.
 
-    That is where what it put there has gone, the store does not answer, or nobody else can come to it.
+    Raises what is a finding: AssertionError where what a true host has put there is gone, StoreLost where it
+    gets no answer, OSError where nobody else can come. Nothing is refused: the store hangs up, or hears on.
     """
     path = folder / CONVERSATION
     point, host = _live()
     host.put("true host", "is here")
     _say(point, path.read_bytes()[:_LONGEST] if path.exists() else b"")
-    try:
-        assert host.look("true host") == "is here", "what a true host has put there is gone"
-        _come(point)
-    except (StoreLost, OSError) as error:
-        raise UserError(f"{path}: {error}") from error
+    assert host.look("true host") == "is here", "what a true host has put there is gone"
+    _come(point)
 
 
 @functools.cache

@@ -72,14 +72,14 @@ def test_gpus_train_to_the_bits_of_cpus(
 def test_a_killed_loader_is_started_again_where_the_trainer_uploads(
     program: Program, simulation: Simulation
 ) -> None:
-    words, environment = ("n_epochs=10", "snapshot_freq=10"), simulation.environment()
+    words, environment = ("n_epochs=5", "snapshot_freq=5"), simulation.environment()
     gpu = ("upload=trainer", "loader_restarts=1")
     running = program.start(*words, *gpu, devices="[cuda:0]", environment=environment)
     running.wait_for_text("epoch 1 step 2/12")
     os.kill(running.pids()["loader 0"], signal.SIGKILL)
     assert running.wait() == 0, running.output()
     assert "it is started again (restarts left: 0)" in running.output()
-    assert_same(tensors(running, 10), tensors(program.run(*words, name="cpu", devices="[cpu]"), 10))
+    assert_same(tensors(running, 5), tensors(program.run(*words, name="cpu", devices="[cpu]"), 5))
     running.assert_nothing_left()
 
 

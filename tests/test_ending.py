@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, Program, Running, wait_until
 from limits import limit
+from saved import assert_same, tensors
 
 from lockstep.interrupts import Interrupts
 from lockstep.launch import processes
@@ -195,6 +198,39 @@ def fail_and_linger(control: object, board: object) -> None:
     """A child's work that fails, with a library that would wait for ever at its end, as CUDA may."""
     atexit.register(time.sleep, 100)
     raise ValueError("broken")
+
+
+def shared_things(running: Running) -> set[str]:
+    """Memory, pipes and sockets that a run's processes have open, by numbers that only they have."""
+    found = set()
+    for pid in running.leftovers():
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # it is closed just now
+                link = os.readlink(path)
+                if link.startswith(("/memfd:", "pipe:", "socket:")):
+                    found.add(f"{link} {path.stat().st_ino}")
+    return found
+
+
+@pytest.mark.slow
+def test_two_runs_of_one_configuration_at_once_share_nothing(program: Program) -> None:
+    """The death of one is nothing to the others, which end with the same bits."""
+    names = ("one", "two", "killed")
+    running = [program.start("n_epochs=20", "snapshot_freq=20", "cpu_threads=1", name=name) for name in names]
+    for each in running:
+        each.wait_for_text("epoch 1 step 2/6")
+    inherited = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()}
+    one, two, killed = (
+        {thing for thing in shared_things(each) if thing.split()[0] not in inherited} for each in running
+    )
+    assert len(one) > 4 and len(two) > 4
+    assert not one & two and not (one | two) & killed
+    running[2].process.kill()
+    for each in running[:2]:
+        assert each.wait() == 0, each.output()
+        each.assert_nothing_left()
+    assert_same(tensors(running[0], 20), tensors(running[1], 20))
+    running[2].assert_nothing_left()
 
 
 def test_a_process_that_fails_leaves_as_soon_as_it_has_said_so() -> None:

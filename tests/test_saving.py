@@ -14,12 +14,13 @@ import pytest
 import torch
 from conftest import Program, make_config, wait_until
 from limits import limit
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from saved import assert_same, tensors
 
 from lockstep.comm.group import World
 from lockstep.comm.messages import Saved
 from lockstep.errors import UserError
+from lockstep.files import checksum
 from lockstep.launch import saving
 from lockstep.launch.processes import Ending
 from lockstep.launch.recovery import next_try
@@ -36,6 +37,20 @@ EVERY_STEP = "save_minutes=1e-9"
 
 def names(folder: Path) -> list[str]:
     return [record.stem for record in records(folder)]
+
+
+def test_a_checkpoint_is_written_as_the_package_writes_it(tmp_path: Path) -> None:
+    """Of every dtype and shape, with names that JSON escapes."""
+    names = ("bool", "uint8", "int8", "int16", "float16", "bfloat16", "int32", "float32", "float64", "int64")
+    shapes = ((), (0, 2), (3,), (5, 7))
+    tensors = {
+        f"{name}/{shape}": torch.ones(shape, dtype=getattr(torch, name)) for name in names for shape in shapes
+    }
+    tensors |= {'a "quoted" \n é': torch.arange(12.0).view(3, 4).T, "b": torch.ones(2, requires_grad=True)}
+    found = checkpoint.write(tmp_path / "ours", tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert found == checksum(tmp_path / "ours")
 
 
 @pytest.mark.slow

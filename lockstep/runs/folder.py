@@ -194,9 +194,7 @@ def read_state(record: Path) -> State:
     odd = sorted(needed - content.keys()), sorted(content.keys() - {field.name for field in fields(State)})
     if any(odd):
         words = [
-            f"{what} {', '.join(keys)[:200]}"
-            for what, keys in zip(("lacks", "has"), odd, strict=True)
-            if keys
+            f"{what} {', '.join(keys)}" for what, keys in zip(("lacks", "has"), odd, strict=True) if keys
         ]
         raise UserError(f"{record}: is not a checkpoint record of this version: it {' and '.join(words)}")
     state = State(**content)

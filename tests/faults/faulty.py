@@ -122,18 +122,16 @@ class Runner:
 def named_again(name: str) -> str:
     """A pattern for a file's name from run to run: the letters that tempfile chooses are others."""
     *folders, last = Path(name).parts
-    if last.startswith(".tmp"):
-        last = ".tmp*"
-    elif last.startswith(".") and last.count(".") > 2:
+    if last.startswith(".") and last.count(".") > 2:
         last = f"{last.rpartition('.')[0]}.*"
     return "/".join([*folders, last])
 
 
 def each_once(operations: Iterable[tuple[str, str]], errors: Iterable[str]) -> Iterator[Fault]:
-    """A fault for every operation, the errors in turn; the first write of each file is torn, too."""
+    """A fault for each operation but reads, the errors in turn; the first write of a file is torn, too."""
     counts: Counter[tuple[str, str]] = Counter()
     in_turn = list(errors)
-    for number, (kind, name) in enumerate(operations):
+    for number, (kind, name) in enumerate(each for each in operations if each[0] != "read"):
         pattern = named_again(name)
         counts[kind, pattern] += 1
         yield Fault(kind, pattern, counts[kind, pattern], in_turn[number % len(in_turn)])
