@@ -147,7 +147,7 @@ class _Launchers:
             "rule": "gradients",
             "learning_rate": 0.001,
             "n_epochs": 1,
-            "print_freq": 1,
+            "print_freq": _N_FILES,
             "para_load": "false",
             "run_name": "run",
             **({"exchange": "staged"} if setting.rehearsal else {}),
