@@ -90,7 +90,7 @@ def test_a_rehearsal_runs_all_sections(rehearsal: Path) -> None:
     assert "gloo" in exchanges["ms"]
     assert figures["functions"]["calls"].keys() >= {"an empty function"}
     assert len(figures["functions"]["calls"]) == 6 and len(figures["functions"]["steps"]) == 2
-    assert figures["hosts"]["sums of a group of one"]["ms"].keys() >= {"sum, float32", "sum, int8", "gather"}
+    assert figures["hosts"]["sums of a group of one"]["ms"].keys() >= {"sum, int8", "all-gather"}
     assert figures["hosts"]["two hosts, one GPU, gloo"]["from one host with two trainers, relative"] < 1e-4
     assert figures["hosts"]["two hosts, a GPU each, NCCL"] == "not rehearsed: there is no NCCL for CPUs"
     assert all(target["met"] is not None for target in content["targets"])

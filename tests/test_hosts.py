@@ -1,10 +1,17 @@
 """Two launchers on this machine train as one host does."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from conftest import Program
+import torch
+from conftest import Program, make_config
 from two_hosts import end_well, start, tensors_of
+
+from lockstep.comm.messages import Notice, Order
+from lockstep.launch.progress import Teller
+from lockstep.network.recorder import HostStopwatch, Recorder
 
 KEYS = ("minibatch=16", "n_epochs=2", "snapshot_freq=1")
 
@@ -29,6 +36,20 @@ def test_two_hosts_have_the_bits_of_one(program: Program) -> None:
     assert all(each["network_bytes_per_step"] > 1e6 and not each["bytes_per_step"] for each in told)
     assert all(each["bytes_per_step"] > 1e6 and not each["network_bytes_per_step"] for each in expected)
     assert "note: network: " in two[0].output() and "ms of compute" in two[0].output()
+
+
+def test_what_an_exchange_costs_is_told_after_four_steps_of_which_the_first_does_not_count() -> None:
+    told: list[Any] = []
+    everyone: Any = SimpleNamespace(world=SimpleNamespace(local_rank=0), has_cost=True)
+    everyone.cost = lambda n_bytes, seconds: f"{n_bytes:g} bytes beside {seconds:g} s"
+    watch = HostStopwatch()
+    recorder = Recorder(torch.device("cpu"), watch)
+    teller = Teller(SimpleNamespace(send=told.append), everyone, make_config(), recorder)  # type: ignore[arg-type]
+    for step, seconds in enumerate((9.0, 1.0, 2.0, 3.0, 9.0), 1):
+        watch._seconds["compute"] += seconds
+        recorder.count_step(0, 100)
+        teller.tick(Order("train", 1, step, 0, 1, 0, 1), 20)
+    assert [each.text for each in told if isinstance(each, Notice)] == ["100 bytes beside 2 s"]
 
 
 @pytest.mark.slow

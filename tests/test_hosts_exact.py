@@ -18,6 +18,7 @@ from test_rules import FACTORS, SMOOTH, Tensors, assert_same, newest
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import PeerProblem
 from lockstep.hosts.network import Network
+from lockstep.hosts.sums import PIECE
 from lockstep.launch.ranks import try_ranks
 
 
@@ -122,10 +123,11 @@ def test_a_wish_to_stop_reaches_all_hosts_and_the_run_goes_on_as_it_was(
     assert_same(over_hosts.train(2, 1, data, tmp_path / "broken", start=start, **keys), whole)
 
 
-def sum_with_one_that_goes(rank: int, pipes: dict[int, Pipe], here: Here, how: str) -> str:
+def sum_with_one_that_goes(rank: int, pipes: dict[int, Pipe], here: Here, how: str, wire: str) -> str:
     """Rank 1 leaves, or does not come; what the others are told, and how soon."""
     group = make_group(rank, pipes, len(pipes) + 1)
-    config = make_config(devices=["cpu"], wait_deadline=2.0)
+    keys = {"hosts": 2, "host": 0, "meeting_point": "here:1", "run_name": "test", "wire": wire}
+    config = make_config(devices=["cpu"], wait_deadline=2.0, **keys)
     network = Network.join(group.everywhere, here, config, torch.device("cpu"))
     network.sum([torch.ones(3)])
     if rank == 1:
@@ -135,7 +137,7 @@ def sum_with_one_that_goes(rank: int, pipes: dict[int, Pipe], here: Here, how: s
         return ""
     begin = time.monotonic()
     with pytest.raises(PeerProblem) as caught:
-        network.sum([torch.ones(1000)])
+        network.sum([torch.ones(6 * PIECE)], rounded=True)  # three pieces of each part, where it is rounded
     assert time.monotonic() - begin < limit(5)
     if how == "stands still":
         pipes[1].send("end")
@@ -143,9 +145,10 @@ def sum_with_one_that_goes(rank: int, pipes: dict[int, Pipe], here: Here, how: s
 
 
 @pytest.mark.parametrize("how", ["dies", pytest.param("stands still", marks=pytest.mark.slow)])
-def test_whoever_is_missing_in_a_sum_is_named(how: str) -> None:
+@pytest.mark.parametrize("wire", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_whoever_is_missing_in_a_sum_is_named(how: str, wire: str) -> None:
     _store, here = over_hosts.serve()
-    told, other = try_ranks(sum_with_one_that_goes, 2, here, how, seconds=limit(60))
+    told, other = try_ranks(sum_with_one_that_goes, 2, here, how, wire, seconds=limit(60))
     assert not told.problem, told.traceback
     words = (
         "PeerLost: trainer 0 of host 1 has left" if how == "dies" else "waited 2 s for trainer 0 of host 1"

@@ -65,7 +65,7 @@ def run(setting: Setting, work: Path, record: Record) -> None:
 
 
 def measure_sums(rank: int, pipes: dict[int, Pipe], setting: Setting) -> dict[str, Any]:
-    """What a host sends and gets back by itself, each as it is between others: right, and in what time.
+    """Milliseconds of what a host does for a sum, by itself; right, in our memory and in turn in our stream.
 
     In a rehearsal gloo stands for NCCL.
     """
@@ -85,7 +85,7 @@ def measure_sums(rank: int, pipes: dict[int, Pipe], setting: Setting) -> dict[st
     ways: dict[str, Callable[[], object]] = {
         f"sum, {wire}": partial(_sum, network, tensor) for wire, network in networks.items()
     }
-    ways["gather"] = lambda: tensor.copy_(networks["float32"].gather(tensor)[0])
+    ways["all-gather"] = partial(_gather, networks["float32"], tensor)
     figures: dict[str, Any] = {"library": networks["float32"].name, "floats": n_elements}
     figures["ms"] = {name: _time(name, way, tensor, found, block, backend) for name, way in ways.items()}
     del store
@@ -98,6 +98,13 @@ def _sum(network: Network, tensor: torch.Tensor) -> None:
     network.sum([tensor], rounded=True)
     if network.rows != [row]:
         raise ArithmeticError(f"{row} came back as {network.rows}")
+
+
+def _gather(network: Network, tensor: torch.Tensor) -> None:
+    """Into another memory and back: a sum of one host's alone leaves everything in its place."""
+    found = torch.empty_like(tensor)
+    network.wait(network._exact.group.allgather([[found]], [tensor]))
+    tensor.copy_(found)
 
 
 def _time(
@@ -140,7 +147,7 @@ class _Launchers:
             "rule": "gradients",
             "learning_rate": 0.001,
             "n_epochs": 1,
-            "print_freq": 1,
+            "print_freq": _N_FILES,
             "para_load": "false",
             "run_name": "run",
             **({"exchange": "staged"} if setting.rehearsal else {}),

@@ -4,7 +4,7 @@ A trainer sums its own shard with those of its likes on the other hosts. So all 
 link at once, and what is summed inside a host crosses it once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from lockstep.runs.plan import Joint
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+_WHAT = "a sum over the network"
 WIRES: dict[str, type[Wire]] = {"bfloat16": BFloat16, "int8": Int8}
 
 
@@ -45,7 +46,7 @@ class Network:
         self._stages = on_gpus([device]) and name == "gloo"
         others = [str(host) for host in range(world.n_hosts) if host != world.host]
         self.peer = f"trainer {world.local_rank} of host {' or '.join(others)}"
-        place = group, self.wait, world.host, world.n_hosts
+        place = group, self.begin, self.wait, world.host, world.n_hosts
         self._exact: Way = Tree(*place) if config.parts is not None else AllReduce(*place)
         here = torch.device("cpu") if self._stages else device
         self._rounded = Rounded(*place, WIRES[config.wire](), here) if config.wire in WIRES else None
@@ -102,9 +103,14 @@ class Network:
         """All hosts' rows, in order, each as long as this one. Raises as `sum` does."""
         return [each.tolist() for each in self.gather(torch.tensor(row, dtype=torch.float64))]
 
+    def begin(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """A work of the group's. Raises PeerProblem where it is known by now that a host has gone."""
+        with _problems(self.peer, _WHAT, self._deadline):
+            return method(*arguments)
+
     def wait(self, *works: Any) -> None:
         """Until what was begun is done. Raises PeerProblem."""
-        with _problems(self.peer, "a sum over the network", self._deadline):
+        with _problems(self.peer, _WHAT, self._deadline):
             for work in works:
                 work.wait(timedelta(seconds=self._deadline))
 

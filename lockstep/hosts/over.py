@@ -35,13 +35,16 @@ class OverHosts(Transport):
         return self._inside
 
     def all_reduce(self, span: Span, op: Op = "mean", barrier: Barrier | None = None) -> None:
-        self.reduce_scatter(span, op, barrier)
-        self._inside.all_gather(span, barrier)
+        self.reduce(self, [span], op, barrier)
+        for piece in self.pieces(span):
+            self.spread(piece)
+        self.publish([span], barrier)
 
     def reduce_scatter(self, span: Span, op: Op = "mean", barrier: Barrier | None = None) -> None:
         self._inside.reduce_scatter(span, op, barrier)
         self._clock("exchange")
-        self._sum([span], op)
+        self._share(self.shard(span), op)
+        self._sum([span])
 
     def all_gather(self, span: Span, barrier: Barrier | None = None) -> None:
         """From the trainers of this host, as the others have the same."""
@@ -117,16 +120,18 @@ class OverHosts(Transport):
         for span in spans:
             for piece in self.pieces(span):
                 self._inside.fold(piece, op)
-        self._sum(spans, op)
+                self._share(piece, op)
+        self._sum(spans)
 
-    def _sum(self, spans: Sequence[Span], op: Op) -> None:
-        """Over the network, what is folded inside this host."""
+    def _share(self, span: Span, op: Op) -> None:
+        """What is folded inside this host becomes its share: now, while a core's cache holds it."""
         assert op in ("mean", "sum", "pairwise")
-        shards = [self._flat[slice(*self.shard(span))] for span in spans]
-        self._network.sum(shards, self._rounds)
         if op == "mean":
-            for shard in shards:
-                shard.div_(self._n_hosts)
+            self._flat[slice(*span)].div_(self._n_hosts)
+
+    def _sum(self, spans: Sequence[Span]) -> None:
+        """Over the network, the shares of all hosts."""
+        self._network.sum([self._flat[slice(*self.shard(span))] for span in spans], self._rounds)
 
     def offer(self, collective: Collective) -> None:
         self._inside.offer(collective)

@@ -13,16 +13,17 @@ from lockstep.hosts.riders import N_NUMBERS, Riders, Row
 from lockstep.hosts.wire import BLOCK, Wire
 
 Connected = Any  # torch's ProcessGroupGloo or ProcessGroupNCCL, whose stubs share no base with these methods
-Wait = Callable[..., None]  # takes works of torch.distributed, and ends when they are done
+Begin = Callable[..., Any]  # takes a method of the group and its arguments, and returns a work
+Wait = Callable[..., None]  # takes works, and ends when they are done
 PIECE = 1024 * BLOCK  # numbers that are packed and sent at once
 _AHEAD = 2  # pieces that are on their way at once, there and back
 
 
 class Way(ABC):
-    """group: a trainer of each host. wait: for works; raises where a host is gone or late."""
+    """group: a trainer of each host. begin, wait: both raise where a host is gone, or late."""
 
-    def __init__(self, group: Connected, wait: Wait, host: int, n_hosts: int) -> None:
-        self.group, self.wait, self.host, self.n_hosts = group, wait, host, n_hosts
+    def __init__(self, group: Connected, begin: Begin, wait: Wait, host: int, n_hosts: int) -> None:
+        self.group, self.begin, self.wait, self.host, self.n_hosts = group, begin, wait, host, n_hosts
         self.others = [other for other in range(n_hosts) if other != host]
 
     @abstractmethod
@@ -39,9 +40,9 @@ class Way(ABC):
         One by one with gloo, on CPUs: over a limited link its collectives take up to twice as long.
         """
         if ours[0].is_cuda:  # NCCL, where sends and receives would have to be begun as one
-            return [self.group.alltoall(theirs, ours)]
-        works = [self.group.recv([theirs[host]], host, 0) for host in self.others]
-        return works + [self.group.send([ours[host]], host, 0) for host in self.others]
+            return [self.begin(self.group.alltoall, theirs, ours)]
+        works = [self.begin(self.group.recv, [theirs[host]], host, 0) for host in self.others]
+        return works + [self.begin(self.group.send, [ours[host]], host, 0) for host in self.others]
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every host's, (n,), by host."""
@@ -70,7 +71,7 @@ class AllReduce(_Exact):
     """The library's own."""
 
     def sum(self, tensor: torch.Tensor) -> int:
-        self.wait(self.group.allreduce([tensor]))
+        self.wait(self.begin(self.group.allreduce, [tensor]))
         return 2 * tensor.nbytes * (self.n_hosts - 1) // self.n_hosts
 
 
@@ -102,9 +103,9 @@ class Tree(_Exact):
         """Sends and receives at once; neither where there is nothing."""
         works: list[Any] = []
         if len(theirs):
-            works.append(self.group.recv([theirs], partner, 0))
+            works.append(self.begin(self.group.recv, [theirs], partner, 0))
         if len(ours):
-            works.append(self.group.send([ours], partner, 0))
+            works.append(self.begin(self.group.send, [ours], partner, 0))
         self.wait(*works)
         return ours.nbytes
 
@@ -117,9 +118,16 @@ class Rounded(Way):
     """
 
     def __init__(
-        self, group: Connected, wait: Wait, host: int, n_hosts: int, wire: Wire, device: torch.device
+        self,
+        group: Connected,
+        begin: Begin,
+        wait: Wait,
+        host: int,
+        n_hosts: int,
+        wire: Wire,
+        device: torch.device,
     ) -> None:
-        super().__init__(group, wait, host, n_hosts)
+        super().__init__(group, begin, wait, host, n_hosts)
         self._wire, self.generator = wire, torch.Generator(device)
 
     def sum(self, tensor: torch.Tensor) -> int:

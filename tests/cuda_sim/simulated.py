@@ -133,6 +133,7 @@ def _places_of_torch() -> list[tuple[Any, str]]:
     """Functions by which a trainer or rank has torch compute: what holds them, and their names."""
     import train_funcs
     from lockstep.hosts.network import Network
+    from lockstep.hosts.over import OverHosts
     from lockstep.network.arena import Arena
     from lockstep.network.factors import Factors
     from lockstep.network.gradients import Gradients
@@ -151,6 +152,7 @@ def _places_of_torch() -> list[tuple[Any, str]]:
         (Updater, "step"),
         (Network, "sum"),
         (Network, "gather"),
+        (OverHosts, "_share"),
         (Gradients, "complete"),
         (Factors, "collect"),
         (ShardedUpdater, "average"),
