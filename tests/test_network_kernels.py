@@ -96,7 +96,8 @@ def normalise(
     results = []
     for shape, form in CASES:
         norm = LocalResponseNorm(*form)
-        assert kernels.install(nn.Sequential(norm), make_config(), backend.memory, backend.stream) == ""
+        ways = kernels.install(nn.Sequential(norm), make_config(), backend.memory, backend.stream)
+        assert ways == {"lrn": kernels.OURS, "dropout": "no such layer", "pool": "no such layer"}
         x, gradient = (tensor.to(device) for tensor in example(shape, dtype))
         assert norm.kernel is not None and norm.kernel.takes(x, norm)
         y = norm(x.requires_grad_())
@@ -169,8 +170,8 @@ def test_a_kernel_that_cant_be_built_is_done_without(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("lockstep.kernels.load", fail)
     memory: Any = SimpleNamespace(driver=None)
     norm = LocalResponseNorm()
-    text = kernels.install(nn.Sequential(norm), make_config(), memory, None)
-    assert text == "lrn is computed by torch, because its kernel can't be had: no compiler"
+    ways = kernels.install(nn.Sequential(norm), make_config(), memory, None)
+    assert ways["lrn"] == f"{kernels.NOT_HAD}: no compiler"
     assert norm.kernel is None and norm(torch.ones(1, 3, 1, 1)).shape == (1, 3, 1, 1)
 
 

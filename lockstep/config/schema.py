@@ -99,7 +99,7 @@ class Config:
     augment_on: Literal["trainer", "loader"] = "trainer"  # GPUs: which process runs the kernel
     # GPUs: who copies minibatches there: the loader by CUDA IPC, or the trainer; auto: the loader, so far
     upload: Literal["auto", "loader", "trainer"] = "auto"
-    kernels: Literal["all", "none", "lrn", "dropout", "pool", "sgd"] = (
+    kernels: Literal["all", "none", "lrn", "dropout", "pool", "sgd", "blocks"] = (
         "all"  # GPUs: what is computed by kernels of ours
     )
     on_loss: Literal["stop", "restart", "shrink"] = "stop"  # when a process is killed or hangs
