@@ -216,7 +216,8 @@ def _row(update: Update) -> tuple[float, ...]:
     if update.gradient.data_ptr() % (_NUMBERS * update.gradient.element_size()):
         update.gradient = update.gradient.clone()  # a view from somewhere in a tensor
     momenta = 0 if update.momenta is None else update.momenta.data_ptr()
-    pointers = update.weight.data_ptr(), momenta, update.gradient.data_ptr(), update.copy.data_ptr()
+    copy = 0 if update.copy is None else update.copy.data_ptr()
+    pointers = update.weight.data_ptr(), momenta, update.gradient.data_ptr(), copy
     return *pointers, len(update.weight), update.rate, update.decay
 
 
