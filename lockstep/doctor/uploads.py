@@ -112,7 +112,7 @@ def _train(backend: "CudaBackend", group: Group, loader: Pipe) -> Times:
         compute.do()
         beside.synchronize()
 
-    alone = [_median(each) for each in (compute.do, copy.do, both)]
+    alone = _median(compute.do), _median(copy.do), _median(both)
     unlock(host)
     try:
         block.send(loader)

@@ -1,6 +1,6 @@
 // SGD with momentum on float32 weights with bfloat16 gradients, which writes the weights' bfloat16 copies where they are wanted:
-// one pass over what lockstep/network/working.py else does in several. The arithmetic is that of torch's fused SGD on GPUs: scalars are
-// doubles, and each line's result is rounded to float32.
+// one pass over what lockstep/network/working.py else does in several. The arithmetic is that of torch's fused SGD on GPUs:
+// scalars are doubles, and each line's result is rounded to float32.
 //
 // blockIdx.y is the tensor; a thread takes four neighbouring numbers, and what is left of a tensor one by one.
 
