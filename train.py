@@ -93,11 +93,9 @@ def try_once(
     saved = run.folder / "config.yaml"
 
     def on_message(message: object) -> None:
-        if isinstance(message, Started):  # not before: a refused start must not replace a good run's file
-            if others.writes:
-                write_text(saved, text)
-        else:
-            console.take(message)
+        if isinstance(message, Started) and others.writes:  # before, it would replace a good run's file
+            write_text(saved, text)
+        console.take(message)
 
     try:
         console.say(f"# the resolved configuration, kept in {saved}\n{text}")

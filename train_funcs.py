@@ -90,7 +90,7 @@ class Trainer:
 
     def run(self) -> bool:
         """Trains and validates epoch by epoch. Returns True when the launcher's Stop ended it early."""
-        self.teller.tell(Started())
+        self.teller.tell(Started({**self.program.ways}))
         self.teller.notice(*notices_of(self.config, self.dataset.image_shape, self.program, self.rule))
         stopped, n_epochs = False, self.config.n_epochs
         while self.epoch <= n_epochs and not stopped:

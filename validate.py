@@ -27,7 +27,7 @@ from tqdm import tqdm
 from lockstep import config as configuration
 from lockstep.backends import devices
 from lockstep.comm.group import World
-from lockstep.comm.messages import Predictions
+from lockstep.comm.messages import Notice, Predictions
 from lockstep.config import Config
 from lockstep.data.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
@@ -108,6 +108,8 @@ def evaluate(
             if isinstance(message, Predictions):
                 evaluation.take(message)
                 bar.update(len(message.labels))
+            elif isinstance(message, Notice):
+                show(f"note: {message.text}", "stderr")
 
         for world in World.on_one_host(len(config.devices)):
             arguments = (plan, world, n_views)

@@ -97,6 +97,7 @@ def test_files_of_theano_alexnet_are_understood(tmp_path: Path) -> None:
         ("subtract_mean=median", "subtract_mean must be 'image' or 'channel' or 'none' or a list"),
         ("rule=gradient", "rule must be 'auto' or 'weights' or 'gradients'"),
         ("rule=gradient", "or 'gossip', not 'gradient' (did you mean 'gradients'?)"),
+        ("rule=momenta", "not 'momenta': take gradients, which is the same step with less work"),
         ("rule=local rule_args={evry: 2}", "local has no evry (did you mean 'every'?)"),
         ("rule_args={every: 2}", "rule_args can't be used: auto has no every (it has none)"),
         ("rule=local rule_args={every: 0}", "every must be at least 1, not 0"),

@@ -4,18 +4,30 @@ torch computes on the host here, so what is compared is everything else: memory,
 their order, and how runs end.
 """
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Program, Running
+from conftest import ROOT, Program, Running
 from saved import assert_same, tensors
 from simulated import Simulation
 
 pytestmark = pytest.mark.timeout(600)  # PyCUDA is built the first time
 ONE_DEVICE, TWO_DEVICES = "[cuda:0, cuda:0]", "[cuda:0, cuda:1]"
+STRIDED = """
+from torch import nn
+
+class Net(nn.Sequential):
+    input_size, input_scale = 31, 1 / 64
+
+    def __init__(self, n_classes):
+        super().__init__(nn.Conv2d(3, 8, 7, 4, 1), nn.ReLU(), nn.Flatten(), nn.LazyLinear(n_classes))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +125,45 @@ def test_other_steps_train_to_the_bits_of_cpus(
     theirs = program.run(*words, name="cpu")
     assert_same(tensors(ours, 2), tensors(theirs, 2))
     assert {array.dtype for array in tensors(ours, 2).values() if array.dtype.kind == "f"} == {np.dtype("f4")}
+
+
+def ways(running: Running) -> dict[str, str]:
+    """Which way each part was computed, as the log has it."""
+    events = map(json.loads, (running.run_folder / "log.jsonl").read_text().splitlines())
+    (found,) = [event["ways"] for event in events if event["event"] == "ways"]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("augment_on", "kernels"), [("trainer", "all"), ("loader", "blocks"), ("loader", "none")]
+)
+def test_pictures_in_blocks_train_to_the_bits_of_cpus(
+    program: Program, simulation: Simulation, tmp_path: Path, augment_on: str, kernels: str
+) -> None:
+    """In training, in its validation, and in validate.py."""
+    (tmp_path / "strided.py").write_text(STRIDED)
+    simulated = simulation.environment()
+    simulated["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
+    on_host = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    words = ("n_epochs=1", "model=strided:Net", "conv_forms=space_to_depth", "rand_mirror=true")
+    more = f"augment_on={augment_on}", f"kernels={kernels}"
+    ours = program.run(*words, *more, devices="[cuda:0]", name="gpu", environment=simulated)
+    theirs = program.run(*words, devices="[cpu]", name="cpu", environment=on_host)
+    assert_same(tensors(ours, 1), tensors(theirs, 1))
+    taken = "torch, by kernels: none" if kernels == "none" else "our kernel"
+    assert ways(ours)["blocks"] == taken and ways(theirs)["blocks"] == "torch, on CPUs"
+    assert ways(ours)["augment"] == f"our kernel, in the {augment_on}"
+    assert ways(ours)["conv_forms"] == ways(theirs)["conv_forms"] == "space_to_depth: 0"
+    assert ways(ours)["cuda_graph"].startswith("not captured: on CPUs")  # as far as torch knows
+    command = [sys.executable, str(ROOT / "validate.py"), str(ours.run_folder)]
+    answers = set()
+    for device, environment in (("cuda:0", simulated), ("cpu", on_host)):
+        words = (*command, f"devices=[{device}]")
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and "can't be had" not in done.stderr, done.stderr
+        answers.add(done.stdout.splitlines()[0])
+    assert len(answers) == 1
 
 
 @pytest.mark.slow

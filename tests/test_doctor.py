@@ -17,7 +17,7 @@ from simulated import Simulation
 
 from lockstep.backends import devices
 from lockstep.comm.pipes import Pipe
-from lockstep.doctor import choice, links, storage
+from lockstep.doctor import choice, links, storage, uploads
 from lockstep.doctor.report import Report
 from lockstep.errors import UserError
 from lockstep.exchange.proof import Pair
@@ -278,6 +278,19 @@ def test_pairs_that_the_driver_denies_are_not_wrong(capsys: pytest.CaptureFixtur
     assert " ".join(lines[3]).endswith("can't access 0000:02:00.0; runs go through host memory")
 
 
+def test_what_to_set_upload_to_is_what_was_faster() -> None:
+    def advice(trainer: float, loader: float | None) -> list[str]:
+        return [line.text for line in uploads.describe(uploads.Times(0.04, 0.03, trainer, loader, "no IPC"))]
+
+    assert advice(0.04, 0.06)[1:] == [
+        "60.0 ms for 40.0 ms of kernels and 30.0 ms of copies",
+        "trainer, which is 1.50 times as fast",
+    ]
+    for trainer, loader in ((0.04, 0.041), (0.06, 0.04)):
+        assert advice(trainer, loader)[-1] == "auto, which is loader: trainer is no faster"
+    assert advice(0.04, None)[1:] == ["does not work here: no IPC", "trainer"]
+
+
 # ---- the whole program on the simulated driver
 
 
@@ -305,6 +318,10 @@ def test_two_gpus(doctor: Doctor, simulation: Simulation) -> None:
     assert diagonal == other == "-" and float(up) > 0 and float(down) > 0
     for kind in ("peer to peer", "staged through host memory"):
         assert re.fullmatch(r"16 MiB of each trainer averaged in [\d.]+ ms", peers[kind])
+    copying = doctor.sections["Copies to cuda:0 beside kernels of its trainer"]
+    for way in ("upload: trainer", "upload: loader"):
+        assert re.fullmatch(r"[\d.]+ ms for [\d.]+ ms of kernels and [\d.]+ ms of copies", copying[way])
+    assert copying["set upload to"].startswith(("auto, which is loader", "trainer, which is"))
     table = rates(doctor.sections[LOADING])
     assert set(table) == {"disk", "page cache", "copy to the GPU"}
     check_expectation(doctor.sections[LOADING], "from the disk, then", table)

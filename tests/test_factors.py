@@ -18,7 +18,7 @@ from lockstep.memory.host import HostMemory
 from lockstep.network.arena import Arena
 from lockstep.network.factors import FactoredLayer, Factors
 from lockstep.network.gradients import Gradients
-from lockstep.network.step_graph import may_capture
+from lockstep.network.step_graph import why_not_captured
 
 SIZES = {"first": (100, 512), "wide": (201, 100), "odd": (99, 201)}
 
@@ -99,5 +99,5 @@ def test_a_weight_that_something_else_uses_too_is_refused() -> None:
 
 def test_a_step_with_factors_is_not_captured_unasked() -> None:
     config = make_config(**{**FACTORS, "model": "alexnet"})
-    assert not may_capture(config, on_gpu=True)
-    assert may_capture(make_config(model="alexnet"), on_gpu=True)
+    assert why_not_captured(config, on_gpu=True) == "factors: true"
+    assert not why_not_captured(make_config(model="alexnet"), on_gpu=True)

@@ -74,7 +74,8 @@ def test_a_rehearsal_runs_all_sections(rehearsal: Path) -> None:
     assert figures["preflight"]["IPC events"]["records"] == 1000
     left = figures["preflight"]["/dev/shm after a kill"]
     assert left["while"] == left["after"] == left["removed"] and len(left["after"]) == 3
-    assert {"conv2, dense", "LRN 96 x 27 x 27: our kernel"} <= figures["layers"]["layers"].keys()
+    rows = {"conv2, dense", "LRN 96 x 27 x 27: our kernel", "augment, forward: blocks for conv1"}
+    assert rows <= figures["layers"]["layers"].keys()
     assert len(figures["compiled"]["steps"]) == 3
     assert figures["loading"]["reader"].keys() == {f"{n} threads, images/s" for n in (1, 2, 4)}
     assert figures["loading"]["faster"] in figures["loading"]["cases"]

@@ -11,11 +11,13 @@ import build
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, make_config
+from torch import nn
 
 from lockstep.data.augment import Augmenter
 from lockstep.exchange import OPS, Op, Span
 from lockstep.exchange.fold import fold
+from lockstep.network import convolution
 
 KERNELS = sorted((ROOT / "lockstep" / "kernels").glob("*.cu"))
 
@@ -122,8 +124,40 @@ def test_augment_agrees_with_the_host_at_every_crop_mirrored_and_not(
     out = torch.full((expected.numel() + guard,), torch.nan, dtype=dtype)
     arrays = images, crops, shifts, mean
     pointers = *(array.ctypes.data for array in arrays), out.data_ptr()
-    packed = struct.pack("5Q3i", *pointers, height, width, size)
+    packed = struct.pack("5Q5i", *pointers, height, width, size, 1, 0)
     name = f"augment_{str(dtype).removeprefix('torch.')}"
     launch(library, name, packed, blocks=size, rows=len(places), threads=8)  # 21 numbers: they go round
+    assert torch.equal(out[:-guard].view(expected.shape), expected.to(dtype))
+    assert out[-guard:].isnan().all()
+
+
+# A convolution's window, stride and padding, the picture's rows and columns: as AlexNet's, as ResNet's, where
+# some of the picture is left over, where much is added.
+@pytest.mark.parametrize("form", [(11, 4, 0, 19), (7, 2, 3, 16), (3, 2, 0, 12), (5, 4, 2, 14)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_augment_lays_pictures_in_the_blocks_that_a_convolution_takes(
+    library: ctypes.CDLL, dtype: torch.dtype, form: tuple[int, int, int, int]
+) -> None:
+    window, stride, padding, size = form
+    n_images, height, width = 6, size + 3, size + 2
+    random = np.random.default_rng(1)
+    images = random.integers(0, 256, (n_images, height, width, 3), dtype=np.uint8)
+    mean = random.uniform(0, 255, (height, width, 3)).astype(np.float32)
+    crops = random.integers(0, (4, 3, 2), (n_images, 3), dtype=np.int32)
+    shifts = random.normal(0, 5, (n_images, 3)).astype(np.float32)
+    made = np.empty((n_images, size, size, 3), np.float32)
+    Augmenter(mean, size).apply(images, crops, made, shifts)
+    layer = nn.Conv2d(3, 5, window, stride, padding)
+    convolution.install(layer, make_config(conv_forms="space_to_depth"))
+    assert isinstance(layer, convolution.Convolution)
+    blocks = layer.blocks_of(size)
+    expected = layer.stack(torch.from_numpy(made).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    assert blocks and expected.shape == (n_images, blocks.count, blocks.count, 3 * stride**2)
+    guard = 64
+    out = torch.full((expected.numel() + guard,), torch.nan, dtype=dtype)
+    pointers = *(array.ctypes.data for array in (images, crops, shifts, mean)), out.data_ptr()
+    packed = struct.pack("5Q5i", *pointers, height, width, size, blocks.size, blocks.padding)
+    name = f"augment_{str(dtype).removeprefix('torch.')}"
+    launch(library, name, packed, blocks=blocks.count, rows=n_images, threads=8)
     assert torch.equal(out[:-guard].view(expected.shape), expected.to(dtype))
     assert out[-guard:].isnan().all()

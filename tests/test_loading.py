@@ -12,6 +12,7 @@ import simulated
 import torch
 from conftest import goes_wrong, make_config
 from simulated import Simulation
+from torch import nn
 
 from lockstep.backends import Backend, backend_of, loaders_backend
 from lockstep.backends.host import HostBackend
@@ -24,7 +25,8 @@ from lockstep.errors import UserError
 from lockstep.launch.ranks import run_ranks
 from lockstep.loading.feed import Feed, open_feed
 from lockstep.loading.reader import Reader
-from lockstep.loading.slots import RingShape
+from lockstep.loading.slots import Blocks, RingShape
+from lockstep.network import convolution
 
 pytestmark = pytest.mark.timeout(600)  # PyCUDA is built the first time
 CROP = 32
@@ -33,11 +35,13 @@ GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 @dataclass(frozen=True)
 class Case:
-    """How minibatches get to the trainer. cut: the ring's events that are ignored, to see what they do."""
+    """How minibatches get to the trainer. cut: the ring's events that are ignored, to see what they do.
+    blocks: in which pictures are wanted."""
 
     config: Config
     simulation: Simulation | None
     cut: str = ""
+    blocks: Blocks | None = None
 
     def backend(self) -> Backend:
         if self.simulation:
@@ -77,7 +81,7 @@ def serve(case: Case, pipe: Pipe) -> None:
 
 
 def feed_of(case: Case, backend: Backend, pipe: Pipe | None) -> Feed:
-    config, network = case.config, SimpleNamespace(crop_size=CROP, mean=None)
+    config, network = case.config, SimpleNamespace(crop_size=CROP, mean=None, blocks=case.blocks)
     dataset = open_dataset(case.config)
     feed = open_feed(backend, config, dataset, network, case.orders(), print, [pipe] if pipe else ())
     if case.cut == "filled":
@@ -190,6 +194,33 @@ def test_what_the_trainer_uploads_is_the_same(
     wanted = run_ranks(load, 2, Case(configure(shared_folder, "cpu", **values), None))[0]
     config = configure(shared_folder, "cuda:0", upload="trainer", **values)
     assert run_ranks(load, 2, Case(config, simulation_of))[0] == wanted
+
+
+@pytest.mark.parametrize("simulation_of", ["simulated", GPU], indirect=True)
+@pytest.mark.parametrize(
+    "values",
+    [{"augment_on": "trainer"}, {"augment_on": "loader"}, {"upload": "trainer"}, {"para_load": False}],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_pictures_in_blocks_are_those_of_the_cpu_rearranged(
+    shared_folder: Path,
+    simulation_of: Simulation | None,
+    expected: list[tuple[bytes, bytes, bytes]],
+    values: dict[str, Any],
+    precision: str,
+) -> None:
+    layer = nn.Conv2d(3, 4, 7, 2, 3)
+    convolution.install(layer, make_config(conv_forms="space_to_depth"))
+    config = configure(shared_folder, "cuda:0", precision=precision, **values)
+    case = Case(config, simulation_of, blocks=layer.blocks_of(CROP))  # type: ignore[operator]
+    found = run_ranks(load, 1 + config.para_load, case)[0]
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    for ours, (images, *rest) in zip(found, expected, strict=True):
+        pictures = torch.frombuffer(bytearray(images) or bytearray(4), dtype=torch.float32)
+        pictures = pictures[: len(images) // 4].view(-1, CROP, CROP, 3).permute(0, 3, 1, 2)
+        wanted = layer.stack(pictures).permute(0, 2, 3, 1).to(dtype)  # type: ignore[operator]
+        assert ours == (wanted.contiguous().view(torch.uint8).numpy().tobytes(), *rest)
 
 
 @pytest.mark.parametrize("cut", ["filled", "released"])

@@ -96,7 +96,8 @@ def normalise(
     results = []
     for shape, form in CASES:
         norm = LocalResponseNorm(*form)
-        assert kernels.install(nn.Sequential(norm), make_config(), backend.memory, backend.stream) == ""
+        ways = kernels.install(nn.Sequential(norm), make_config(), backend.memory, backend.stream)
+        assert ways == {"lrn": kernels.OURS, "dropout": "no such layer", "pool": "no such layer"}
         x, gradient = (tensor.to(device) for tensor in example(shape, dtype))
         assert norm.kernel is not None and norm.kernel.takes(x, norm)
         y = norm(x.requires_grad_())
@@ -169,8 +170,8 @@ def test_a_kernel_that_cant_be_built_is_done_without(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("lockstep.kernels.load", fail)
     memory: Any = SimpleNamespace(driver=None)
     norm = LocalResponseNorm()
-    text = kernels.install(nn.Sequential(norm), make_config(), memory, None)
-    assert text == "lrn is computed by torch, because its kernel can't be had: no compiler"
+    ways = kernels.install(nn.Sequential(norm), make_config(), memory, None)
+    assert ways["lrn"] == f"{kernels.NOT_HAD}: no compiler"
     assert norm.kernel is None and norm(torch.ones(1, 3, 1, 1)).shape == (1, 3, 1, 1)
 
 
@@ -250,17 +251,18 @@ def in_doubles(update: Update, momentum: float, nesterov: bool) -> list[np.ndarr
             before = (before + update.decay * weight.astype(np.float64)).astype(np.float32)
             gradient = (before + momentum * velocity.astype(np.float64)).astype(np.float32)
     weight = (weight.astype(np.float64) - update.rate * gradient.astype(np.float64)).astype(np.float32)
-    return [weight, *found, torch.from_numpy(weight).bfloat16().float().numpy()]
+    copies = [] if update.copy is None else [torch.from_numpy(weight).bfloat16().float().numpy()]
+    return [weight, *found, *copies]
 
 
 def some_updates(device: str, has_momenta: bool) -> list[Update]:
-    """More tensors than one launch takes, of odd sizes, with different rates, some without decay."""
+    """More tensors than one launch takes, of odd sizes, with other rates, some without decay or copies."""
     random, updates = torch.Generator().manual_seed(3), []
     for number in range(70):
         n = (1, 3, 4, 7, 1030)[number % 5]
         tensors = [torch.randn(n, generator=random).to(device) for _ in range(3)]
         copy = torch.zeros(n, dtype=torch.bfloat16, device=device)
-        update = Update(tensors[0], copy, tensors[1].bfloat16())
+        update = Update(tensors[0], copy if number % 11 else None, tensors[1].bfloat16())
         update.momenta = tensors[2] if has_momenta else None
         update.rate, update.decay = 0.1 / (1 + number % 3), (5e-4, 0.0)[number % 2]
         updates.append(update)
@@ -276,10 +278,8 @@ def take_a_step(
     updates = some_updates(device, momentum > 0)
     kernels.SgdKernel(backend.memory, backend.stream).step(updates, momentum, nesterov)
     backend.stream.synchronize()
-    tensors = [
-        [each.weight, *([] if each.momenta is None else [each.momenta]), each.copy] for each in updates
-    ]
-    return [[tensor.float().cpu().numpy() for tensor in each] for each in tensors]
+    tensors = [[each.weight, each.momenta, each.copy] for each in updates]
+    return [[tensor.float().cpu().numpy() for tensor in each if tensor is not None] for each in tensors]
 
 
 @pytest.mark.parametrize("simulation_of", ["simulated", GPU], indirect=True)

@@ -102,6 +102,26 @@ def report(*runs: Path, options: tuple[str, ...] = ("--no-examples",)) -> Page:
     return Page(runs[0] / "report.html")
 
 
+def test_the_page_says_which_way_each_part_was_computed(run: Path) -> None:
+    """As was told before the first step, but for what came since."""
+    events = lines_of(run)
+    place, event = next((n, event) for n, event in enumerate(events) if event["event"] == "ways")
+    assert event["ways"]["average"] == "shared host memory, rule: weights"
+    event["ways"]["cuda_graph"] = "to be captured"
+    events[place + 1 : place + 1] = [
+        {"event": "notice", "time": event["time"], "text": text}
+        for text in ("cuda_graph: captured at last", "elsewhere: nothing of this kind")
+    ]
+    write_lines(run, events)
+    words = report(run).words
+    for expected in ("Which way each part was computed", "torch, on CPUs", "captured at last"):
+        assert expected in words
+    assert "to be captured" not in words and "nothing of this kind" not in words
+    del events[place]["ways"]
+    write_lines(run, events)
+    assert "Which way" not in report(run).words
+
+
 def test_a_run_gets_a_page_that_needs_nothing_else(run: Path) -> None:
     page = report(run, options=())
     for words in ("Learning", "Where the time goes", "First-layer filters", "Most confused classes"):

@@ -9,12 +9,12 @@ from torch import nn
 
 from lockstep.config import Layer, read_yaml, resolve
 from lockstep.errors import UserError
-from lockstep.network.step_graph import StepGraph, may_capture
+from lockstep.network.step_graph import StepGraph, why_not_captured
 
 
 def test_auto_captures_what_is_the_same_in_every_step() -> None:
     def captures(on_gpu: bool = True, **keys: object) -> bool:
-        return may_capture(make_config(**keys), on_gpu)
+        return not why_not_captured(make_config(**keys), on_gpu)
 
     assert captures() and captures(model="torchvision:resnet18")
     assert not captures(False) and captures(False, cuda_graph=True)

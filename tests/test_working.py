@@ -1,5 +1,6 @@
 """Weights kept in bfloat16 beside their masters: the bits of autocast, whatever steps on them."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,19 @@ def test_a_lone_sgd_writes_the_copies_itself(shared_folder: Path) -> None:
         for name in names | {"unused.weight"}:
             copy, master = copies[f"weights/{name}"], arena.tensors[f"weights/{name}"]
             assert torch.equal(copy, master.bfloat16()), name
+
+
+def test_with_trainers_on_other_hosts_alone_copies_are_made_from_the_mean(shared_folder: Path) -> None:
+    keys = {"model": "test_working:Net", "precision": "bf16", "data_folder": str(shared_folder)}
+    config = dataclasses.replace(make_config(**keys, devices=["cpu"], rule="weights"), hosts=2)
+    replica = Replica(config, open_dataset(config), HostMemory())
+    replica.begin_epoch(1, 90, 0.05)
+    replica.forward_backward(make_batch(1, 8), 8, 0, recorder())
+    kept = replica._working
+    assert kept is not None and kept.gradients
+    before = kept._flat.clone()
+    replica.optimizer.step()
+    assert kept.stale and torch.equal(kept._flat, before)
 
 
 def test_a_layer_outside_autocast_takes_its_masters(shared_folder: Path) -> None:

@@ -91,17 +91,21 @@ def profile(turn: Turn, synchronize: Callable[[], object]) -> list[tuple[str, fl
 def make_trainers(
     setting: Setting, folder: Path, record: Record, precisions: tuple[str, ...]
 ) -> dict[str, LoneTrainer]:
-    """One of each precision, without and with a graph; those last: a capture that fails can leave traces."""
+    """One of each precision, without and with a graph; those last: a capture that fails can leave traces.
+
+    In bf16 there is also one with convolutions in other forms.
+    """
     trainers = {}
-    for graph in (False, True):
-        for precision in precisions:
-            name = f"Lockstep {precision}{', cuda_graph' * graph}"
+    for graph, form in ((False, "plain"), (True, "plain"), (True, "all")):
+        for precision in precisions if form == "plain" else {"bf16"} & {*precisions}:
+            others = "" if form == "plain" else f", conv_forms: {form}"
+            name = f"Lockstep {precision}{', cuda_graph' * graph}{others}"
             if graph and setting.rehearsal:
                 record.keep("not rehearsed", "cuda_graph: torch computes on the CPU")
                 continue
             with record.attempt(name):
-                keys: dict[str, Any] = {"precision": precision, "cuda_graph": graph, "para_load": False}
-                trainer = LoneTrainer(setting, folder, **keys)
+                keys: dict[str, Any] = {"precision": precision, "cuda_graph": graph, "conv_forms": form}
+                trainer = LoneTrainer(setting, folder, para_load=False, **keys)
                 try_out(trainer.turn(trainer.resident), trainer.synchronize)
                 trainers[name] = trainer
     return trainers

@@ -1,4 +1,5 @@
 """AlexNet's layers one by one, forward and backward in bf16: our kernels beside torch's, groups beside none.
+Forward alone: cuDNN's convolution with ReLU, which has no backward pass, and the kernel that crops pictures.
 
 Each is timed alone on the device; what a step takes is more than the sum where launches or caches cost.
 """
@@ -8,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -17,6 +19,8 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.turns import device_turns
 from lockstep.backends.cuda import CudaBackend
 from lockstep.config import Config, Layer, resolve
+from lockstep.loading.cuda import AugmentKernel
+from lockstep.loading.slots import Blocks, RingShape
 from lockstep.network import convolution, dropout, kernels
 from lockstep.network.lrn import LocalResponseNorm
 from lockstep.network.pool import ReluMaxPool
@@ -61,9 +65,21 @@ def _layers(setting: Setting, backend: CudaBackend) -> dict[str, Callable[[], Ca
         for text, n_groups in groups.items() if form[-1] > 1 else ((name, 1),):
             shape, new_form = _shape(setting, channels, size), (*form[:-1], n_groups)
             layers[text] = partial(_convolution, shape, new_form, place, not name.startswith("conv1"))
-    layers["conv1, conv_forms: space_to_depth"] = partial(
-        _convolution_in, "space_to_depth", _shape(setting, 3, 227), (96, 11, 4, 0, 1), place
-    )
+    pictures, conv1 = _shape(setting, 3, 227), (96, 11, 4, 0, 1)
+    for text, in_blocks in (("torch makes the blocks", False), ("in blocks already", True)):
+        name = f"conv1, conv_forms: space_to_depth, {text}"
+        layers[name] = partial(_convolution_in, "space_to_depth", pictures, conv1, place, in_blocks)
+    for text, in_blocks in (("pictures", False), ("blocks for conv1", True)):
+        layers[f"augment, forward: {text}"] = partial(_augment, setting, in_blocks, backend)
+    for name in ("conv3", "conv4") if not setting.rehearsal else ():  # behind the others pooling comes first
+        channels, size, form = _CONVOLUTIONS[name]
+        for text, way in {
+            "conv2d, relu": _relu_behind,
+            "cudnn_convolution_relu": torch.cudnn_convolution_relu,
+        }.items():
+            layers[f"{name} and ReLU, forward: {text}"] = partial(
+                _forward, way, _shape(setting, channels, size), form, place
+            )
     for name, (channels, size) in _NORMALISED.items():
         shape = _shape(setting, channels, size)
         layers[f"{name}: our kernel"] = partial(_with_kernels, LocalResponseNorm(), shape, place, backend)
@@ -104,9 +120,9 @@ def _module(module: nn.Module, shape: tuple[int, ...], place: str) -> Callable[[
 
 
 def _with_kernels(module: nn.Module, shape: tuple[int, ...], place: str, backend: CudaBackend) -> Any:
-    problem = kernels.install(nn.Sequential(module), Config(), backend.memory, backend.stream)
-    if problem:
-        raise RuntimeError(problem)
+    ways = kernels.install(nn.Sequential(module), Config(), backend.memory, backend.stream)
+    if kernels.OURS not in ways.values():
+        raise RuntimeError(str(ways))
     return _module(module, shape, place)
 
 
@@ -137,20 +153,55 @@ def _convolution(
 
 
 def _convolution_in(
-    form: str, shape: tuple[int, ...], sizes: tuple[int, ...], place: str
+    form: str, shape: tuple[int, ...], sizes: tuple[int, ...], place: str, in_blocks: bool
 ) -> Callable[[], object]:
-    """Forward, and backward for the weights, by a layer in another form."""
+    """Forward, and backward for the weights, by a layer in another form. in_blocks: pictures come so."""
     outputs, kernel, stride, padding, groups = sizes
     x = _random(shape, place)
     layer = nn.Conv2d(shape[1], outputs, kernel, stride, padding, 1, groups, bias=False)
     layer = layer.to(place, x.dtype)
     convolution.install(layer, resolve([Layer("benchmark", {"conv_forms": form})])[0])
     gradient = _random(tuple(layer(x).shape), place)
+    if in_blocks:
+        assert isinstance(layer, convolution.Convolution)
+        x = layer.stack(x).contiguous(memory_format=torch.channels_last)
 
     def step() -> None:
         torch.autograd.grad(layer(x), layer.weight, gradient)
 
     return step
+
+
+def _augment(setting: Setting, in_blocks: bool, backend: CudaBackend) -> Callable[[], object]:
+    """The kernel from raw pictures to those that the network takes, in bfloat16; all crops are the corner."""
+    memory, batch_size = backend.memory, setting.batch_size
+    whole, crop = (32, 27) if setting.rehearsal else (256, 227)
+    blocks = Blocks(4, 0, (crop - 11) // 4 + 3) if in_blocks else None
+    side = blocks.count if blocks else crop
+    raw = RingShape(1, batch_size, (whole, whole), "uint8", crop)
+    out = RingShape(1, batch_size, (side, side), "bfloat16", crop, blocks)
+    kernel = AugmentKernel(memory, backend.stream, np.zeros((whole, whole, 3), np.float32), raw, out)
+    given, made = (memory.allocate(shape.n_bytes, "pictures") for shape in (raw, out))
+    memory.upload(given, np.zeros(raw.n_bytes, np.uint8))
+
+    def step() -> None:  # with a hold on both blocks, whose memory would go with them
+        kernel.launch(given.pointer, made.pointer, batch_size)
+
+    return step
+
+
+def _forward(
+    way: Callable[..., object], shape: tuple[int, ...], form: tuple[int, ...], place: str
+) -> Callable[[], object]:
+    """A convolution with ReLU, without a gradient."""
+    outputs, kernel, stride, padding, groups = form
+    x, weight = _random(shape, place), _random((outputs, shape[1] // groups, kernel, kernel), place)
+    bias = torch.zeros(outputs, dtype=x.dtype, device=place)
+    return partial(way, x, weight, bias, (stride,) * 2, (padding,) * 2, (1, 1), groups)
+
+
+def _relu_behind(*arguments: Any) -> torch.Tensor:
+    return F.conv2d(*arguments).relu_()
 
 
 def _update(n_elements: int, place: str, backend: CudaBackend) -> Callable[[], object]:

@@ -14,7 +14,7 @@ from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.loading import Filler, Ring
 from lockstep.loading.reader import Reader
-from lockstep.loading.slots import RingShape
+from lockstep.loading.slots import Blocks, RingShape
 from lockstep.memory import Block, Memory
 
 if TYPE_CHECKING:  # a loader for CPUs has no need of torch
@@ -36,7 +36,10 @@ class Backend(ABC):
 
     @abstractmethod
     def speed_up(self, program: "Program", config: Config) -> str:
-        """Makes a program use what this device has for it. Returns what a user should know."""
+        """Makes a program use what this device has for it, and adds to its `ways`.
+
+        Returns what a user should know.
+        """
 
     @abstractmethod
     def stopwatch(self) -> "Stopwatch":
@@ -53,8 +56,13 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def make_ring(self, config: Config, n_slots: int, crop_size: int, mean: np.ndarray) -> Ring:
-        """The trainer's ring. mean: float32 (row, column, 3), which also tells the size of raw images."""
+    def make_ring(
+        self, config: Config, n_slots: int, crop_size: int, mean: np.ndarray, blocks: Blocks | None = None
+    ) -> Ring:
+        """The trainer's ring. mean: float32 (row, column, 3), which also tells the size of raw images.
+
+        blocks: in which the network takes its images, where `speed_up` has found that this device makes them.
+        """
 
     @abstractmethod
     def fill_directly(self, ring: Ring, reader: Reader) -> Filler:

@@ -20,16 +20,18 @@ from lockstep.exchange.transport import Transport
 from lockstep.loading import Filler, Ring
 from lockstep.loading.cuda import AugmentingFiller, CudaFiller, CudaRing, RawFiller, RawRing, ReadyRing
 from lockstep.loading.reader import Reader
-from lockstep.loading.slots import RingShape
+from lockstep.loading.slots import Blocks, RingShape
 from lockstep.loading.uploading import UploadRing
 from lockstep.memory import Block
 from lockstep.memory.cuda import CudaBlock, CudaMemory
 from lockstep.network import kernels
+from lockstep.network.blocks import blocks_for
 from lockstep.network.precision import image_dtype
 from lockstep.network.program import Program
 from lockstep.network.recorder import Stopwatch, StreamStopwatch
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: never waits for the default stream
+_BY_BLOCKS = ("space_to_depth", "all")
 
 
 def start_torch(device: str, stream: Any) -> None:
@@ -57,11 +59,15 @@ class CudaBackend(Backend):
 
     def speed_up(self, program: Program, config: Config) -> str:
         place = config, self.memory, self.stream
-        problems = [kernels.install(program.model, *place)]
-        working = program.optimizer.working
-        if working:
-            problems.append(kernels.install_update(working, *place))
-        return "; ".join(filter(None, problems))
+        ways = kernels.install(program.model, *place)
+        ways |= kernels.install_update(program.optimizer.working, *place)
+        ways["blocks"] = _lay_in_blocks(program, config)
+        process = "loader" if config.augment_on == "loader" and config.para_load else "trainer"
+        ways["augment"] = f"our kernel, in the {process}"
+        upload = "trainer" if config.upload == "trainer" or not config.para_load else "loader"
+        ways["upload"] = f"by the {upload} (upload: {config.upload})"
+        program.ways = {**program.ways, **ways}
+        return "; ".join(f"{name}: {way}" for name, way in ways.items() if kernels.NOT_HAD in way)
 
     def stopwatch(self) -> Stopwatch:
         return StreamStopwatch(self.memory.driver.Event, self.stream)
@@ -99,14 +105,16 @@ class CudaBackend(Backend):
             f"exchange: {kind} can't be had: {problems[0]}; {iommu()}; use exchange: auto or staged"
         )
 
-    def make_ring(self, config: Config, n_slots: int, crop_size: int, mean: np.ndarray) -> CudaRing:
+    def make_ring(
+        self, config: Config, n_slots: int, crop_size: int, mean: np.ndarray, blocks: Blocks | None = None
+    ) -> CudaRing:
         height, width, _ = mean.shape
         raw = RingShape(n_slots, config.batch_size, (height, width), "uint8", crop_size)
-        size, dtype = (crop_size, crop_size), image_dtype(config)
+        side = blocks.count if blocks else crop_size
+        form: tuple[Any, ...] = config.batch_size, (side, side), image_dtype(config), crop_size, blocks
         if config.augment_on == "loader" and config.para_load:
-            ready = RingShape(n_slots, config.batch_size, size, dtype, crop_size)
-            return ReadyRing(self.memory, self.stream, ready)
-        ready = RingShape(1, config.batch_size, size, dtype, crop_size)
+            return ReadyRing(self.memory, self.stream, RingShape(n_slots, *form))
+        ready = RingShape(1, *form)
         if config.upload == "trainer" and config.para_load:
             beside = self.memory.driver.Stream(_NON_BLOCKING)
             return UploadRing(self.memory, self.stream, raw, ready, mean, beside)
@@ -132,3 +140,13 @@ class CudaBackend(Backend):
         filler.prove()
         self.memory.send_events(trainer, filler.filled)
         return filler
+
+
+def _lay_in_blocks(program: Program, config: Config) -> str:
+    """Has the augmenting kernel lay pictures in blocks, where the network takes them. Returns which way."""
+    if config.conv_forms not in _BY_BLOCKS:
+        return f"pictures stay as they are, by conv_forms: {config.conv_forms}"
+    if not kernels.is_asked("blocks", config):
+        return f"torch, by kernels: {config.kernels}"
+    program.blocks, problem = blocks_for(program.model, program.crop_size, program.arena.flat)
+    return kernels.OURS if program.blocks else f"torch: {problem}"

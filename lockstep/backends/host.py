@@ -11,7 +11,7 @@ from lockstep.config import Config
 from lockstep.loading import Filler, Ring
 from lockstep.loading.host import HostFiller, HostRing, RawHostFiller
 from lockstep.loading.reader import Reader
-from lockstep.loading.slots import RingShape
+from lockstep.loading.slots import Blocks, RingShape
 from lockstep.memory import Block
 from lockstep.memory.host import HostBlock, HostMemory
 from lockstep.memory.malloc import keep_freed_memory
@@ -38,6 +38,9 @@ class HostBackend(Backend):
 
     def speed_up(self, program: "Program", config: Config) -> str:
         """torch's own way is the one."""
+        kernels = ("lrn", "dropout", "pool", "sgd", "blocks")
+        ways = dict.fromkeys(kernels, "torch, on CPUs") | {"augment": "on the host, where slots are filled"}
+        program.ways = {**program.ways, **ways, "upload": "nothing to copy on CPUs"}
         return ""
 
     def stopwatch(self) -> "Stopwatch":
@@ -56,7 +59,10 @@ class HostBackend(Backend):
         n_threads = torch.get_num_threads()
         return HostTransport.open(block, arena.numpy().dtype, len(arena), group, n_threads), ""
 
-    def make_ring(self, config: Config, n_slots: int, crop_size: int, mean: np.ndarray) -> HostRing:
+    def make_ring(
+        self, config: Config, n_slots: int, crop_size: int, mean: np.ndarray, blocks: Blocks | None = None
+    ) -> HostRing:
+        assert blocks is None
         size = (crop_size, crop_size)
         return HostRing(RingShape(n_slots, config.batch_size, size, "float32", crop_size))
 

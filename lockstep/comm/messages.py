@@ -90,7 +90,12 @@ class Ready:
 
 @dataclass(frozen=True)
 class Started:
-    """Trainer 0 to the launcher: all trainers are there, with equal replicas; the first step comes next."""
+    """Trainer 0 to the launcher: all trainers are there, with equal replicas; the first step comes next.
+
+    ways: which way its parts are computed, by name, in words.
+    """
+
+    ways: dict[str, str]
 
 
 @dataclass(frozen=True)

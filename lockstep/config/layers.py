@@ -28,6 +28,8 @@ COMMAND_LINE = "command line"
 _YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, OverflowError, RecursionError)
 _OF_HOSTS = {"hosts", "host", "meeting_point", "address"}
 _MOST_VALUES = 100_000  # in a file, its aliases followed
+# What there is not, and what does it (docs/decisions.md, "The exchange").
+_INSTEAD = {("rule", "momenta"): ": take gradients, which is the same step with less work"}
 
 
 @dataclass(frozen=True)
@@ -164,5 +166,7 @@ def _checked(source: str, key: str, value: Any, hint: Any) -> Any:
     try:
         return convert(value, hint)
     except TypeError:
-        meant = nearest(value, words_of(hint)) if isinstance(value, str) else ""
+        meant = ""
+        if isinstance(value, str):
+            meant = _INSTEAD.get((key, value)) or nearest(value, words_of(hint))
         raise UserError(f"{source}: {key} must be {describe(hint)}, not {value!r}{meant}") from None

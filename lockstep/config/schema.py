@@ -97,9 +97,9 @@ class Config:
     cuda_graph: bool | Literal["auto"] = "auto"  # GPUs: a step is captured once and replayed
     exchange: Literal["auto", "p2p", "staged", "swap"] = "auto"  # GPUs
     augment_on: Literal["trainer", "loader"] = "trainer"  # GPUs: which process runs the kernel
-    # GPUs: who copies minibatches there: the loader by CUDA IPC, or the trainer; auto: the loader, so far
+    # GPUs: who copies minibatches there: the loader by CUDA IPC, or the trainer; auto: the loader
     upload: Literal["auto", "loader", "trainer"] = "auto"
-    kernels: Literal["all", "none", "lrn", "dropout", "pool", "sgd"] = (
+    kernels: Literal["all", "none", "lrn", "dropout", "pool", "sgd", "blocks"] = (
         "all"  # GPUs: what is computed by kernels of ours
     )
     on_loss: Literal["stop", "restart", "shrink"] = "stop"  # when a process is killed or hangs

@@ -20,7 +20,7 @@ from pathlib import Path
 from lockstep import config as configuration
 from lockstep.backends import devices
 from lockstep.config import COMMAND_LINE, Config, Layer
-from lockstep.doctor import cards, choice, links, loading, machine, software
+from lockstep.doctor import cards, choice, links, loading, machine, software, uploads
 from lockstep.doctor.report import Report
 
 
@@ -39,6 +39,7 @@ def main() -> int:
     if devices.on_gpus(chosen):
         copies = cards.examine(report, chosen)
         links.examine(report, chosen)
+        uploads.examine(report, chosen[0])
     report.title("Files")
     scratch = machine.existing(runs)
     report.attempt("files", lambda: loading.examine(report, batches, scratch, chosen, copies))

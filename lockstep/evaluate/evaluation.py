@@ -1,5 +1,6 @@
 """Validation on its own: what one trainer does of it, and what the launcher makes of the answers."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 
 from lockstep.backends import backend_of
 from lockstep.comm.group import World
-from lockstep.comm.messages import Order, Predictions
+from lockstep.comm.messages import Notice, Order, Predictions
 from lockstep.comm.pipes import Pipe
 from lockstep.data.dataset import open_dataset
 from lockstep.data.sampling import minibatches, share
@@ -31,13 +32,16 @@ def run_validator(control: Pipe, board: StatusBoard, plan: Plan, world: World, n
 
 
 def _predict_share(control: Pipe, board: StatusBoard, plan: Plan, world: World, n_views: int) -> bool:
-    config = plan.config
+    config = dataclasses.replace(plan.config, para_load=False)  # there are no loaders here
     board.say("opening the dataset and the checkpoint")
     dataset = open_dataset(config)
     backend = backend_of(config.devices[world.local_rank])
     backend.start_computing(config)
     assert plan.start
     replica, dataset = open_trained(config, dataset, backend.memory, plan.start)
+    notice = backend.speed_up(replica, config)
+    if notice and world.rank == 0:
+        control.send(Notice(notice))
     orders = list(orders_of(len(dataset.val), config.batch_size, world, n_views))
     feed = open_feed(backend, config, dataset, replica, iter(orders), board.say)
     stopped = False

@@ -1,6 +1,6 @@
-// SGD with momentum on float32 weights with bfloat16 gradients, which writes the weights' bfloat16 copies too: one pass over
-// what lockstep/network/working.py else does in several. The arithmetic is that of torch's fused SGD on GPUs: scalars are
-// doubles, and each line's result is rounded to float32.
+// SGD with momentum on float32 weights with bfloat16 gradients, which writes the weights' bfloat16 copies where they are wanted:
+// one pass over what lockstep/network/working.py else does in several. The arithmetic is that of torch's fused SGD on GPUs:
+// scalars are doubles, and each line's result is rounded to float32.
 //
 // blockIdx.y is the tensor; a thread takes four neighbouring numbers, and what is left of a tensor one by one.
 
@@ -11,7 +11,7 @@
 struct Tensor {
     float *weight, *momenta; // momenta: null without momentum
     const bfloat16 *gradient;
-    bfloat16 *copy;
+    bfloat16 *copy; // null where weights change again before they are used
     unsigned long long n;
     double rate, decay;
 };
@@ -52,12 +52,14 @@ extern "C" __global__ void sgd(const __grid_constant__ Tensors tensors, double m
         ((float4 *)at.weight)[i] = weights;
         if (at.momenta)
             ((float4 *)at.momenta)[i] = momenta;
-        ((Bfloats4 *)at.copy)[i] = copies;
+        if (at.copy)
+            ((Bfloats4 *)at.copy)[i] = copies;
     }
     for (unsigned long long i = at.n / 4 * 4 + thread; i < at.n; i += stride) {
         float weight = update(
             at.weight[i], widen(at.gradient[i]), at.momenta ? at.momenta + i : nullptr, momentum, nesterov, at);
         at.weight[i] = weight;
-        narrow(at.copy + i, weight);
+        if (at.copy)
+            narrow(at.copy + i, weight);
     }
 }

@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lockstep.comm.messages import Notice, Progress, Saved, Tick, Validated
+from lockstep.comm.messages import Notice, Progress, Saved, Started, Tick, Validated
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.launch.processes import Ending
@@ -58,6 +58,9 @@ class Console:
         if isinstance(message, Tick):
             if self._leads and self._waiting.qsize() < _BACKLOG:
                 self._waiting.put(lambda: self._move_bar(message))
+            return
+        if isinstance(message, Started):
+            self.log("ways", {"ways": message.ways})
             return
         if isinstance(message, Notice):
             self.say(f"note: {message.text}")

@@ -7,6 +7,7 @@ import torch
 from lockstep.backends import Backend
 from lockstep.comm.group import Group
 from lockstep.config import Config
+from lockstep.config.rules import rule_of
 from lockstep.exchange.transport import Transport
 from lockstep.hosts.everyone import Everyone
 from lockstep.network.program import Program
@@ -32,7 +33,10 @@ def open_exchange(
     arena = program.arena
     transport, reason = backend.open_transport(config.exchange, arena.block, arena.flat, group)
     transport = everyone.over_hosts(transport, arena.flat)
-    if everyone.world.size > 1:  # else nobody is met, and an event for each phase would cost time for nothing
+    alone = everyone.world.size == 1
+    way = "nobody to average with" if alone else f"{transport.name}, rule: {rule_of(config)}"
+    program.ways = {**program.ways, "average": way}
+    if not alone:  # else nobody is met, and an event for each phase would cost time for nothing
         transport.clock = clock
     check_replicas(group, arena, "the start", everyone.alike)
     rule = make_rule(config, program, transport, backend.memory, kept)

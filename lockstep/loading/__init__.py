@@ -23,8 +23,9 @@ if TYPE_CHECKING:  # a loader for CPUs has no need of torch
 
 @dataclass(frozen=True)
 class Batch:
-    """A trainer's part of a minibatch: images (n, 3, size, size) lying channels last, labels and sample
-    numbers int64 (n,), all on the network's device. Views: valid until the feed's `release`."""
+    """A trainer's part of a minibatch: images (n, 3, size, size), in blocks (n, channel, count, count), lying
+    channels last, labels and sample numbers int64 (n,), all on the network's device. Views: valid until the
+    feed's `release`."""
 
     order: Order
     images: "torch.Tensor"

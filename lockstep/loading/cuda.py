@@ -6,8 +6,9 @@ by the trainer behind its last use. A wait refers to the last record that was is
 `Filled` and `Fill` see to the order of the calls. Before the first minibatch the loader writes known bytes,
 and the trainer looks whether they have come: where sharing does not work, that is said at once.
 
-Crop, mirror, mean and conversion are one kernel. It runs in the trainer (RawRing, RawFiller), between two
-steps, or in the loader (ReadyRing, AugmentingFiller), beside them, if the device can run both at once.
+Crop, mirror, mean and conversion are one kernel, which lays pictures in blocks where the network takes them
+so. It runs in the trainer (RawRing, RawFiller), between two steps, or in the loader (ReadyRing,
+AugmentingFiller), beside them, if the device can run both at once.
 
 This file has run on the simulated driver of the tests only, not on a GPU yet.
 """
@@ -24,7 +25,7 @@ from lockstep.comm.pipes import Pipe
 from lockstep.errors import UserError
 from lockstep.loading import Batch, Filler, Ring, batch_of
 from lockstep.loading.reader import Reader
-from lockstep.loading.slots import RingShape
+from lockstep.loading.slots import Blocks, RingShape
 from lockstep.memory.cuda import CudaBlock, CudaMemory
 
 _THREADS = 256
@@ -59,15 +60,16 @@ class AugmentKernel:
         if not n_images:
             return
         height, width = self._raw.image_size
+        blocks = self._out.blocks or Blocks(1, 0, self._out.crop_size)
         self._kernel(
             np.uint64(raw + self._raw.head_bytes),
             np.uint64(raw + self._raw.crops_at),
             np.uint64(raw + self._raw.shifts_at),
             np.uint64(self._mean.pointer),
             np.uint64(out + self._out.head_bytes),
-            *(np.int32(number) for number in (height, width, self._out.crop_size)),
+            *map(np.int32, (height, width, self._out.crop_size, blocks.size, blocks.padding)),
             block=(_THREADS, 1, 1),
-            grid=(self._out.crop_size, n_images),
+            grid=(blocks.count, n_images),
             stream=self._stream,
         )
 

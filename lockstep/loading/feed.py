@@ -13,6 +13,7 @@ from lockstep.data.dataset import Dataset, subtracting
 from lockstep.errors import PeerLost
 from lockstep.loading import Batch, Filler, Ring
 from lockstep.loading.reader import Reader
+from lockstep.loading.slots import Blocks
 
 if TYPE_CHECKING:
     from lockstep.backends import Backend
@@ -149,10 +150,12 @@ class DirectFeed(Feed):
 
 
 class Network(Protocol):
-    """What loading has to know of a network. mean: what it wants subtracted from R, G and B, or None."""
+    """What loading has to know of a network. mean: what it wants subtracted from R, G and B, or None.
+    blocks: in which a GPU's kernel is to make its pictures, or None."""
 
     crop_size: int
     mean: tuple[float, ...] | None
+    blocks: Blocks | None
 
 
 def open_feed(
@@ -170,9 +173,10 @@ def open_feed(
     it needs a minibatch. dataset: with its own mean or the network's, which is subtracted.
     """
     dataset = subtracting(dataset, network.mean)
+    size, blocks = network.crop_size, network.blocks
     if loaders:
-        ring = backend.make_ring(config, config.n_slots, network.crop_size, dataset.mean)
+        ring = backend.make_ring(config, config.n_slots, size, dataset.mean, blocks)
         return LoaderFeed(loaders, ring, orders, network.mean)
-    ring = backend.make_ring(config, 1, network.crop_size, dataset.mean)
-    filler = backend.fill_directly(ring, Reader(config, dataset, network.crop_size, say))
+    ring = backend.make_ring(config, 1, size, dataset.mean, blocks)
+    filler = backend.fill_directly(ring, Reader(config, dataset, size, say))
     return DirectFeed(filler, ring, orders)

@@ -18,12 +18,26 @@ _ITEM_BYTES = {"uint8": 1, "float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """How a first convolution takes pictures by space-to-depth (lockstep/network/convolution.py).
+
+    Blocks of `size` x `size` pixels, whose numbers are channels: (row in the block, column in the block, 3).
+    `count` of them each way, from `padding` rows and columns before the picture on. What of them lies outside
+    of the picture is zero; what of the picture lies behind them is left out.
+    """
+
+    size: int
+    padding: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Slot(Generic[Array]):
     """One minibatch, all of it in one contiguous piece of memory, as arrays of NumPy or tensors.
 
     labels, samples: int64 (batch,). crops: int32 (batch, 3), each image's row, column and whether to mirror
     it (0 or 1). shifts: float32 (batch, 3), what is added to its red, green and blue. images: (batch, row,
-    column, 3) of the ring's dtype.
+    column, channel) of the ring's dtype.
     """
 
     labels: Array
@@ -38,7 +52,7 @@ class RingShape:
     """What both ends of a ring must agree on.
 
     A slot holds images of `image_size` (rows, columns): raw ones of the dataset in uint8, or what the network
-    takes, `crop_size` square, in its dtype.
+    takes, `crop_size` square, in its dtype, or these in `blocks`, of which `image_size` is the count then.
     """
 
     n_slots: int
@@ -46,6 +60,11 @@ class RingShape:
     image_size: tuple[int, int]
     dtype: Dtype
     crop_size: int
+    blocks: Blocks | None = None
+
+    @property
+    def n_channels(self) -> int:
+        return 3 * self.blocks.size**2 if self.blocks else 3
 
     @property
     def crops_at(self) -> int:
@@ -65,7 +84,7 @@ class RingShape:
     @property
     def image_bytes(self) -> int:
         rows, columns = self.image_size
-        return rows * columns * 3 * _ITEM_BYTES[self.dtype]
+        return rows * columns * self.n_channels * _ITEM_BYTES[self.dtype]
 
     @property
     def slot_bytes(self) -> int:
@@ -103,7 +122,7 @@ class RingShape:
                 view(first + self.crops_at // 2, "int64", (size,)),
                 view(first + self.crops_at, "int32", (size, 3)),
                 view(first + self.shifts_at, "float32", (size, 3)),
-                view(first + self.head_bytes, self.dtype, (size, *self.image_size, 3)),
+                view(first + self.head_bytes, self.dtype, (size, *self.image_size, self.n_channels)),
             )
             for first in range(0, self.n_bytes, self.slot_bytes)
         ]

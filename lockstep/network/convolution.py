@@ -2,6 +2,7 @@
 
 space_to_depth: a convolution with a stride and few channels is one without a stride on blocks of pixels,
 stride by stride, whose channels lie one behind the other; its weights are padded with zeros to whole blocks.
+Pictures may come in blocks already, from a GPU's kernel (blocks.py).
 dense: groups are one convolution, whose weights are zero between groups.
 """
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.config import Config
+from lockstep.loading.slots import Blocks
 from lockstep.network.working import operand
 
 _MOST_CHANNELS = 4  # of pictures, for which libraries' strided convolutions are slow
@@ -23,13 +25,35 @@ class Convolution(nn.Conv2d):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = operand(self, "weight"), operand(self, "bias")
-        if "space_to_depth" in self.forms and _has_blocks(self):
-            return _on_blocks(x, weight, bias, self.stride[0], _padding(self))
-        if "dense" in self.forms and 1 < self.groups <= _MOST_GROUPS and self.padding_mode == "zeros":
+        if self.takes_blocks():
+            blocks = x if x.shape[1] != self.in_channels else self.stack(x)
+            return F.conv2d(blocks, _stack_weight(weight, self.stride[0]), bias)
+        if self.is_dense():
             filled = _fill(weight, self.groups)
             return F.conv2d(x, filled, bias, self.stride, self.padding, self.dilation)
         plain: torch.Tensor = self._conv_forward(x, weight, bias)
         return plain
+
+    def takes_blocks(self) -> bool:
+        """Whether it computes by space-to-depth, which is for it."""
+        return "space_to_depth" in self.forms and _has_blocks(self)
+
+    def is_dense(self) -> bool:
+        """Whether it computes its groups as one convolution."""
+        return "dense" in self.forms and 1 < self.groups <= _MOST_GROUPS and self.padding_mode == "zeros"
+
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        """Pictures (n, channel, row, column) in blocks: what no window reaches goes, below zero; what whole
+        blocks need comes."""
+        window, stride, behind = self.kernel_size[0], self.stride[0], []
+        for length, pad in zip(reversed(x.shape[2:]), reversed(_padding(self)), strict=True):
+            behind += [pad, stride * _count(length, window, stride, pad) - length - pad]
+        return _stack(F.pad(x, behind), stride)
+
+    def blocks_of(self, size: int) -> Blocks | None:
+        """Those of pictures with `size` rows and columns; None where padding differs in both directions."""
+        (pad, other), stride = _padding(self), self.stride[0]
+        return Blocks(stride, pad, _count(size, self.kernel_size[0], stride, pad)) if pad == other else None
 
 
 def install(model: nn.Module, config: Config) -> None:
@@ -57,27 +81,23 @@ def _padding(layer: nn.Conv2d) -> tuple[int, int]:
     return rows, columns
 
 
-def _on_blocks(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: int, padding: tuple[int, int]
-) -> torch.Tensor:
-    """x: (n, channel, row, column). weight: (out, channel, size, size). What F.conv2d makes of them."""
-    size, (rows, columns) = weight.shape[2], x.shape[2:]
-    blocks = -(-size // stride)  # of the window
-    behind = []
-    for length, pad in ((columns, padding[1]), (rows, padding[0])):
-        n_out = (length + 2 * pad - size) // stride + 1
-        # what no window reaches goes, below zero; what whole blocks need comes
-        behind += [pad, stride * (n_out - 1 + blocks) - length - pad]
-    x = F.pad(x, behind)
-    missing = blocks * stride - size
-    return F.conv2d(_stack(x, stride), _stack(F.pad(weight, (0, missing, 0, missing)), stride), bias)
+def _count(length: int, window: int, stride: int, pad: int) -> int:
+    """Blocks in a direction that windows reach."""
+    return (length + 2 * pad - window) // stride + -(-window // stride)
+
+
+def _stack_weight(weight: torch.Tensor, stride: int) -> torch.Tensor:
+    """weight: (out, channel, size, size), of which what is missing to whole blocks is zero."""
+    missing = -weight.shape[2] % stride
+    return _stack(F.pad(weight, (0, missing, 0, missing)), stride)
 
 
 def _stack(x: torch.Tensor, stride: int) -> torch.Tensor:
     """(n, channel, row, column) to (n, number in block, row of block, column of block), channels last."""
     n, channels, rows, columns = x.shape
     parts = x.permute(0, 2, 3, 1).reshape(n, rows // stride, stride, columns // stride, stride, channels)
-    moved = parts.permute(0, 1, 3, 2, 4, 5).reshape(n, rows // stride, columns // stride, -1)
+    shape = n, rows // stride, columns // stride, stride * stride * channels
+    moved = parts.permute(0, 1, 3, 2, 4, 5).reshape(shape)
     return moved.permute(0, 3, 1, 2)
 
 

@@ -5,7 +5,8 @@ Each has its plain way in torch, which is taken on CPUs, for what the kernel doe
 not run on a GPU yet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,11 @@ _TENSOR = np.dtype(
     + [(name, "f8") for name in ("rate", "decay")]
 )
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+OURS, NOT_HAD = "our kernel", "torch, because our kernel can't be had"
 
 
-def install(model: nn.Module, config: Config, memory: CudaMemory, stream: Any) -> str:
-    """Makes the model's layers use the kernels that `kernels` asks for. Returns, for people, which do not.
+def install(model: nn.Module, config: Config, memory: CudaMemory, stream: Any) -> dict[str, str]:
+    """Makes the model's layers use the kernels that `kernels` asks for. Returns which way each goes.
 
     A kernel that can't be built for this device is done without.
     """
@@ -46,30 +48,43 @@ def install(model: nn.Module, config: Config, memory: CudaMemory, stream: Any) -
         "dropout": (SampleDropout, DropoutKernel),
         "pool": (ReluMaxPool, PoolKernel),
     }
-    problems = []
+    ways = {}
     for name, (kind, make) in layers.items():
         found = [module for module in model.modules() if isinstance(module, kind)]
-        if not found or config.kernels not in ("all", name):
-            continue
-        try:
-            kernel = make(memory, stream)
-        except UserError as error:
-            problems.append(f"{name} is computed by torch, because its kernel can't be had: {error}")
-            continue
-        for module in found:
-            module.kernel = kernel
-    return "; ".join(problems)
+        if found:
+            ways[name] = _give(found, name, config, partial(make, memory, stream))
+        else:
+            ways[name] = "no such layer"
+    return ways
 
 
-def install_update(working: WorkingWeights, config: Config, memory: CudaMemory, stream: Any) -> str:
+def install_update(
+    working: WorkingWeights | None, config: Config, memory: CudaMemory, stream: Any
+) -> dict[str, str]:
     """The same for SGD on weights with bfloat16 copies."""
-    if config.kernels not in ("all", "sgd") or not working.keeps_gradients:
-        return ""
+    if working is None or not working.keeps_gradients:
+        return {
+            "sgd": "torch: our kernel is for sgd with precision: bf16, where each trainer takes its own step"
+        }
+    return {"sgd": _give([working], "sgd", config, partial(SgdKernel, memory, stream))}
+
+
+def is_asked(name: str, config: Config) -> bool:
+    """Whether `kernels` leaves this to a kernel of ours."""
+    return config.kernels in ("all", name)
+
+
+def _give(users: Sequence[Any], name: str, config: Config, make: Callable[[], Any]) -> str:
+    """One kernel to all that use it."""
+    if not is_asked(name, config):
+        return f"torch, by kernels: {config.kernels}"
     try:
-        working.kernel = SgdKernel(memory, stream)
+        kernel = make()
     except UserError as error:
-        return f"sgd is computed by torch, because its kernel can't be had: {error}"
-    return ""
+        return f"{NOT_HAD}: {error}"
+    for user in users:
+        user.kernel = kernel
+    return OURS
 
 
 class LrnKernel:
@@ -201,7 +216,8 @@ def _row(update: Update) -> tuple[float, ...]:
     if update.gradient.data_ptr() % (_NUMBERS * update.gradient.element_size()):
         update.gradient = update.gradient.clone()  # a view from somewhere in a tensor
     momenta = 0 if update.momenta is None else update.momenta.data_ptr()
-    pointers = update.weight.data_ptr(), momenta, update.gradient.data_ptr(), update.copy.data_ptr()
+    copy = 0 if update.copy is None else update.copy.data_ptr()
+    pointers = update.weight.data_ptr(), momenta, update.gradient.data_ptr(), copy
     return *pointers, len(update.weight), update.rate, update.decay
 
 

@@ -4,8 +4,9 @@ Replica is the one for torch networks.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from lockstep.errors import UserError
 from lockstep.exchange import Span
 from lockstep.exchange.transport import Transport
 from lockstep.loading import Batch
+from lockstep.loading.slots import Blocks
 from lockstep.memory import Memory
 from lockstep.network.arena import Arena
 from lockstep.network.gradients import Gradients
@@ -27,8 +29,9 @@ class Program(ABC):
 
     model: the network. arena: everything that trainers exchange and checkpoints hold. optimizer: takes steps
     on it. crop_size: rows and columns of the pictures that it takes. mean: what it wants subtracted from R, G
-    and B, or None: the dataset's mean. device: where batches have to be. tell: called with what a user should
-    know of how it trains.
+    and B, or None: the dataset's mean. blocks: in which a GPU's kernel is to make its pictures, or None.
+    device: where batches have to be. ways: which way its parts are computed, by name, in words. tell: called
+    with what a user should know of how it trains; 'NAME: ...' is news of one of the ways.
     """
 
     model: nn.Module
@@ -36,7 +39,9 @@ class Program(ABC):
     optimizer: Updater | ShardedUpdater
     crop_size: int
     mean: tuple[float, ...] | None
+    blocks: Blocks | None = None
     device: torch.device
+    ways: Mapping[str, str] = MappingProxyType({})
     tell: Callable[[str], object] = staticmethod(lambda text: None)
 
     @abstractmethod

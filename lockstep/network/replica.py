@@ -25,8 +25,9 @@ from lockstep.network.parts import PartSums, parts_of, parts_within
 from lockstep.network.program import Program
 from lockstep.network.recorder import Recorder, rounded
 from lockstep.network.sharded import ShardedUpdater, needs_norms
-from lockstep.network.step_graph import StepGraph, may_capture
+from lockstep.network.step_graph import StepGraph, why_not_captured
 from lockstep.network.updater import Updater
+from lockstep.network.ways import ways_of
 from lockstep.network.working import WorkingWeights
 from lockstep.optim import states_of
 from lockstep.runs import checkpoint
@@ -63,10 +64,11 @@ class Replica(Program):
         self._batch_keys = torch.zeros(config.batch_size, dtype=torch.int32, device=self.device)
         self._generators = _generators(self.arena.flat)
         self._gradients: Gradients | None = None
-        self._graph = self._step_graph() if may_capture(config, self.arena.flat.is_cuda) else None
+        self._graph = None if why_not_captured(config, self.arena.flat.is_cuda) else self._step_graph()
         self._parts: PartSums | None = None
         self._statistics: batch_norm.Statistics | None = None
         self._compiled = Compiled(self.model, config.batch_size) if config.compile else None
+        self.ways = ways_of(self.model, config, self.arena.flat.is_cuda)
 
     def load(self, tensors: Path) -> dict[str, torch.Tensor]:
         """Raises UserError where the checkpoint is broken or of another network."""
@@ -169,8 +171,9 @@ class Replica(Program):
             self._working.refresh()
         if self._config.precision != "bf16":
             images = images.to(dtype)
-        if self._scale is not None:
-            images = images * self._scale.to(images.dtype)
+        if self._scale is not None:  # of colours, which in blocks come again and again
+            scaled = torch.unflatten(images, 1, (-1, 3)) * self._scale.to(images.dtype)
+            images = scaled.flatten(1, 2)
         with precision.autocast(self._config, self.device):
             if self._compiled and self.model.training:
                 outputs = self._compiled(images, self.tell)

@@ -10,21 +10,28 @@ from lockstep.errors import UserError
 from lockstep.network.gradients import Gradients
 from lockstep.network.working import WorkingWeights
 
+_KNOWN = ("", "torchvision", "timm")  # where networks are from whose steps are all alike
 _WARM_UP = 3  # runs before one is captured: libraries choose algorithms and allocate in the first ones
 
 
-def may_capture(config: Config, on_gpu: bool) -> bool:
-    """Whether steps are to be captured: as asked, or, with `auto`, on GPUs, where the code is the same
-    in every step. What the Python of a network from elsewhere does from one step to the next, nobody knows.
+def why_not_captured(config: Config, on_gpu: bool) -> str:
+    """Why steps are not to be captured, in words; '' where they are.
+
+    With `auto` they are on GPUs, where the code is the same in every step. What the Python of a network from
+    elsewhere does from one step to the next, nobody knows.
     """
     if config.cuda_graph != "auto":
-        return bool(config.cuda_graph)
-    known = config.model.rpartition(":")[0] in ("", "torchvision", "timm")
-    in_place = config.augment_on == "trainer" and config.accumulate == 1
-    alone = (
-        config.parts is None and not config.factors and not (config.sync_batch_norm and config.n_trainers > 1)
-    )
-    return on_gpu and known and in_place and alone
+        return "" if config.cuda_graph else "as asked"
+    reasons = {
+        "on CPUs": not on_gpu,
+        f"{config.model} may do something else in each step": config.model.rpartition(":")[0] not in _KNOWN,
+        "augment_on: loader puts minibatches in several places": config.augment_on == "loader",
+        f"accumulate: {config.accumulate}": config.accumulate > 1,
+        f"parts: {config.parts}": config.parts is not None,
+        "factors: true": config.factors,
+        "sync_batch_norm: true": config.sync_batch_norm and config.n_trainers > 1,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 class StepGraph:

@@ -14,8 +14,8 @@ from lockstep.optim.fused import FusedSGD
 class Updater:
     """The optimizer that the configuration names, with its state in the arena, and the moving averages.
 
-    working: the weights' bfloat16 copies, if there are any. SGD writes them as it steps; after any other step
-    they are stale, and where there are other trainers, with whom weights are averaged.
+    working: the weights' bfloat16 copies, if there are any. SGD writes them as it steps, unless weights are
+    then averaged with those of other trainers; after that, and after any other step, they are stale.
     """
 
     def __init__(
@@ -25,6 +25,7 @@ class Updater:
         self.inner = make_optimizer(model, arena, config)
         if working:
             working.keeps_gradients = type(self.inner) is FusedSGD and config.clip_norm is None
+            working.averaged = config.n_trainers > 1 or rule_of(config) != "weights"
         self.learning_rate = config.learning_rate
 
     def set_learning_rate(self, rate: float) -> None:
@@ -57,4 +58,3 @@ class Updater:
         if working.gradients:
             assert type(self.inner) is FusedSGD
             working.step(self.inner)
-            working.stale = len(self._config.devices) > 1 or rule_of(self._config) != "weights"

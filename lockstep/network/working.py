@@ -21,7 +21,7 @@ _LAYERS = (nn.Conv2d, nn.Linear)  # whose weights and biases autocast takes in b
 
 
 class UpdateKernel(Protocol):
-    """SGD with momentum in one launch, with bfloat16 gradients, that writes the copies too (kernels.py)."""
+    """SGD with momentum in one launch, with bfloat16 gradients, that can write copies too (kernels.py)."""
 
     def step(self, updates: "Sequence[Update]", momentum: float, nesterov: bool) -> None:
         """Of all tensors."""
@@ -30,12 +30,13 @@ class UpdateKernel(Protocol):
 class Update:
     """What a step does with one parameter; all of n elements, in the same order in memory.
 
-    weight, copy, gradient: (n,). momenta: (n,), or None without momentum. rate, decay: of this parameter.
+    weight, gradient: (n,). copy: (n,), or None where it is not wanted. momenta: (n,), or None without
+    momentum. rate, decay: of this parameter.
     """
 
     __slots__ = ("copy", "decay", "gradient", "momenta", "rate", "weight")
 
-    def __init__(self, weight: torch.Tensor, copy: torch.Tensor, gradient: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, copy: torch.Tensor | None, gradient: torch.Tensor) -> None:
         self.weight, self.copy, self.gradient = weight, copy, gradient
         self.momenta: torch.Tensor | None = None
         self.rate = self.decay = 0.0
@@ -46,7 +47,8 @@ class WorkingWeights:
 
     stale: whether weights have changed since the copies were made. keeps_gradients: whether the first
     gradient of a weight in a step is kept as it comes, in `gradients`, for `step`; else all are autograd's.
-    kernel: takes the step on a GPU, where a trainer has set it.
+    averaged: whether weights change again after each step, so that it writes no copies. kernel: takes the
+    step on a GPU, where a trainer has set it.
     """
 
     def __init__(self, model: nn.Module, arena: Arena) -> None:
@@ -65,7 +67,7 @@ class WorkingWeights:
                 module.working = self  # type: ignore[assignment]
                 own = [value for value in module.parameters(recurse=False) if _is_once(value, uses)]
                 self._copies |= {value: views[f"working/{names[value]}"] for value in own}
-        self.stale, self.keeps_gradients = True, False
+        self.stale, self.keeps_gradients, self.averaged = True, False, False
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.kernel: UpdateKernel | None = None
         self._scratch: torch.Tensor | None = None
@@ -99,7 +101,7 @@ class WorkingWeights:
         return gradient.float()
 
     def step(self, optimizer: FusedSGD) -> None:
-        """Takes the step of the weights whose gradients were kept, and writes their copies."""
+        """Takes the step of the weights whose gradients were kept; writes all copies, unless averaged."""
         momentum, updates, updated = optimizer.momentum, [], set(self.gradients)
         for group in optimizer.param_groups:
             for weight in group["params"]:
@@ -115,6 +117,9 @@ class WorkingWeights:
             self.kernel.step(updates, momentum, optimizer.nesterov)
         else:
             self._step(optimizer, updates)
+        self.stale = self.averaged
+        if self.averaged:
+            return
         for weight in self._copies.keys() - updated:  # whose gradients were autograd's
             self._copies[weight].copy_(weight.detach())
 
@@ -128,7 +133,7 @@ class WorkingWeights:
             gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
         span = self._spans[weight]
         flat = gradient.as_strided((weight.numel(),), (1,))
-        return Update(self._masters[span], self._flat[span], flat)
+        return Update(self._masters[span], None if self.averaged else self._flat[span], flat)
 
     @torch.no_grad()
     def _step(self, optimizer: FusedSGD, updates: "list[Update]") -> None:
@@ -142,7 +147,8 @@ class WorkingWeights:
                 gradient = self._scratch[: len(weight)].copy_(each.gradient[here])
                 momenta = [] if each.momenta is None else [each.momenta[here]]
                 optimizer.update([weight], [gradient], momenta, each.rate, each.decay)
-                each.copy[here].copy_(weight)
+                if each.copy is not None:
+                    each.copy[here].copy_(weight)
 
 
 class _Copy(torch.autograd.Function):

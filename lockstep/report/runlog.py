@@ -54,6 +54,7 @@ class RunLog:
     validations: list[Validation] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
+    ways: dict[str, str] = field(default_factory=dict)  # which way each part was computed
     n_starts: int = 0
     seconds: float = 0.0
     last_time: float | None = None  # of the last line, in seconds since 1970
@@ -127,6 +128,10 @@ class _Reading:
             kind = event["event"]
             if kind == "started":
                 self._start(event)
+            elif kind == "ways":
+                self._run.ways = _mapping(event.get("ways"))
+            elif kind == "notice":
+                self._notice(str(event.get("text")))
             elif kind == "progress":
                 self._progress(event)
             elif kind == "validated":
@@ -153,6 +158,12 @@ class _Reading:
         run.ending = None
         run.versions = _mapping(event.get("versions"))
         run.machine = _mapping(event.get("machine"))
+
+    def _notice(self, text: str) -> None:
+        """'NAME: ...' is news of one of the ways."""
+        name, _, words = text.partition(": ")
+        if name in self._run.ways:
+            self._run.ways[name] = words
 
     def _progress(self, event: dict[str, Any]) -> None:
         epoch, step, n_steps = (_number(event, key) for key in ("epoch", "step", "n_steps"))

@@ -97,12 +97,14 @@ def examples(run: RunLog, n_images: int) -> str:
 
 def configuration(runs: list[RunLog]) -> str:
     configs = [run.config for run in runs]
+    ways = [run.ways for run in runs]
     made_with = [{**run.versions, **run.machine} for run in runs]
+    titles = "Configuration", "Which way each part was computed", "Versions and machine"
     if len(runs) > 1:
-        parts = page.comparison(runs, configs), page.comparison(runs, made_with)
+        parts = [page.comparison(runs, values) for values in (configs, ways, made_with)]
     else:
-        parts = page.keys(configs[0], _changed(runs[0])), page.keys(made_with[0])
-    return page.section("Configuration", parts[0]) + page.section("Versions and machine", parts[1])
+        parts = [page.keys(configs[0], _changed(runs[0])), page.keys(ways[0]), page.keys(made_with[0])]
+    return "".join(page.section(title, part) for title, part in zip(titles, parts, strict=True))
 
 
 def _changed(run: RunLog) -> set[str]:

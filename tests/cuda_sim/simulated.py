@@ -169,6 +169,7 @@ def _places_of_torch() -> list[tuple[Any, str]]:
         (assembling, "in_host_memory"),
         (apart, "in_host_memory"),  # which has the function by its name
         (Replica, "count_errors"),
+        (Replica, "log_probabilities"),
         (Arena, "digests"),
         (Arena, "state"),
         (train_funcs.Trainer, "save"),
