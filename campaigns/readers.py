@@ -233,7 +233,11 @@ def read_weights(folder: Path) -> None:
 def begin_with(path: Path, **keys: object) -> None:
     config = config_of(pretrained=str(path), **keys)
     model = network()
-    start_with(config, model, Arena(model, HostMemory(), ("momenta",)))
+    arena = Arena(model, HostMemory(), ("momenta",))
+    try:
+        start_with(config, model, arena)
+    finally:
+        arena.block.close()  # a memory file for each of ten thousand cases would be too many
 
 
 def make_theano_folder(folder: Path) -> None:
