@@ -7,26 +7,7 @@ from pathlib import Path
 
 from conftest import Program, Running
 
-from campaigns.watching import processes_of_session
-
-PORTS = range(20000, 32000)  # below those that the kernel gives away
-
-
-def free_port() -> int:
-    """One that nobody has at this moment, and another in every process of the tests."""
-    for number in range(len(PORTS)):
-        port = PORTS[(os.getpid() * 97 + number + _given[0]) % len(PORTS)]
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            _given[0] += number + 1
-            return port
-    raise AssertionError("no port is free")
-
-
-_given = [0]
+from campaigns.watching import free_port, processes_of_session
 
 
 def start(
