@@ -25,6 +25,7 @@ from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.launch.ranks import try_ranks
+from lockstep.memory.cuda import NON_BLOCKING
 from lockstep.memory.host import HostMemory
 from lockstep.memory.pagelock import pagelock, unlock
 from lockstep.network.step_graph import StepGraph
@@ -32,7 +33,6 @@ from lockstep.network.step_graph import StepGraph
 _SECONDS = 30.0  # for one probe; torch comes from a cold disk, perhaps
 _RECORDS = 1000
 _FLOATS = 1 << 20
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _ROOT = Path(__file__).resolve().parents[2]
 Probe = Callable[..., Any]
 
@@ -181,7 +181,7 @@ def upload_beside_kernels(rank: int, pipes: dict[int, Pipe], setting: Setting) -
     driver, size = backend.memory.driver, setting.copy_bytes // 4
     host, block = HostMemory().allocate(size, "a probe"), backend.memory.allocate(size, "a probe")
     pagelock(host)
-    beside, source = driver.Stream(_NON_BLOCKING), host.array(np.uint8, (size,))
+    beside, source = driver.Stream(NON_BLOCKING), host.array(np.uint8, (size,))
     seconds = 0.2 if setting.rehearsal else 1.5
     multiply = _multiply(setting.matrix, backend)
 

@@ -23,14 +23,13 @@ from lockstep.loading.reader import Reader
 from lockstep.loading.slots import Blocks, RingShape
 from lockstep.loading.uploading import UploadRing
 from lockstep.memory import Block
-from lockstep.memory.cuda import CudaBlock, CudaMemory
+from lockstep.memory.cuda import NON_BLOCKING, CudaBlock, CudaMemory
 from lockstep.network import kernels
 from lockstep.network.blocks import blocks_for
 from lockstep.network.precision import image_dtype
 from lockstep.network.program import Program
 from lockstep.network.recorder import Stopwatch, StreamStopwatch
 
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: never waits for the default stream
 _BY_BLOCKS = ("space_to_depth", "all")
 
 
@@ -49,7 +48,7 @@ class CudaBackend(Backend):
 
     def __init__(self, device: str) -> None:
         self.memory = CudaMemory(device)
-        self.stream = self.memory.driver.Stream(_NON_BLOCKING)
+        self.stream = self.memory.driver.Stream(NON_BLOCKING)
 
     def start_computing(self, config: Config) -> None:
         try:
@@ -116,7 +115,7 @@ class CudaBackend(Backend):
             return ReadyRing(self.memory, self.stream, RingShape(n_slots, *form))
         ready = RingShape(1, *form)
         if config.upload == "trainer" and config.para_load:
-            beside = self.memory.driver.Stream(_NON_BLOCKING)
+            beside = self.memory.driver.Stream(NON_BLOCKING)
             return UploadRing(self.memory, self.stream, raw, ready, mean, beside)
         return RawRing(self.memory, self.stream, raw, ready, mean)
 

@@ -26,7 +26,6 @@ _MOST_LAUNCHES = 500  # a device's queue takes about a thousand
 _ROUNDS = 5
 _SECONDS = 120.0  # torch is imported from a cold disk, perhaps
 _CLEARLY = 1.05  # times as long: less may be chance
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: never waits for the default stream
 _WHERE = "minibatches to the device"
 
 
@@ -97,13 +96,14 @@ def _examine(rank: int, pipes: dict[int, Pipe], device: str) -> Times | None:
 
 def _train(backend: "CudaBackend", group: Group, loader: Pipe) -> Times:
     """Computes alone, copies alone in a second stream, does both; then computes while the loader copies."""
+    from lockstep.memory.cuda import NON_BLOCKING
     from lockstep.memory.host import HostMemory
     from lockstep.memory.pagelock import pagelock, unlock
 
     memory, driver = backend.memory, backend.memory.driver
     block, host = memory.allocate(_BYTES, _WHERE), HostMemory().allocate(_BYTES, _WHERE)
     pagelock(host)
-    source, beside = host.array(np.uint8, (_BYTES,)), driver.Stream(_NON_BLOCKING)
+    source, beside = host.array(np.uint8, (_BYTES,)), driver.Stream(NON_BLOCKING)
     compute = _sized(_kernel(backend), backend.stream)
     copy = _sized(partial(driver.memcpy_htod_async, block.pointer, source, beside), beside)
 

@@ -22,7 +22,7 @@ from lockstep.exchange import OPS, Op, Span
 from lockstep.exchange.direct import DirectTransport
 from lockstep.exchange.transport import Collective
 from lockstep.memory import Block
-from lockstep.memory.cuda import CudaBlock, CudaMemory
+from lockstep.memory.cuda import NON_BLOCKING, CudaBlock, CudaMemory
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,6 @@ MOST_RANKS = 16  # as in kernels/fold.cu
 _THREADS = 256
 _FLOATS = 4  # that one thread takes
 _FLOAT_BYTES = 4
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: never waits for the default stream
 
 
 class FoldKernel:
@@ -124,7 +123,7 @@ class PeerTransport(DirectTransport):
 
     def open_marks(self, number: int) -> None:
         self._marks, self._peers_marks = self._open_events(number)
-        self._beside, (self._joined,) = self._memory.driver.Stream(_NON_BLOCKING), self._memory.events(1)
+        self._beside, (self._joined,) = self._memory.driver.Stream(NON_BLOCKING), self._memory.events(1)
         self._kernel_beside = FoldKernel(self._memory, self._beside)
 
     def mark(self, number: int) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 GRANULE = 2 << 20  # bytes
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: never waits for the default stream
 _REMEDY = (
     "CUDA IPC needs one /dev/shm that all processes of a run can write to, on a system that has it (gVisor "
     "has not): run them in one container with --shm-size, or with --ipc=host; upload: trainer or "

@@ -19,7 +19,7 @@ from lockstep.exchange.p2p import MOST_RANKS, PeerTransport
 from lockstep.exchange.proof import prove
 from lockstep.exchange.staged import StagedTransport
 from lockstep.exchange.transport import Transport
-from lockstep.memory.cuda import CudaBlock, CudaMemory
+from lockstep.memory.cuda import NON_BLOCKING, CudaBlock, CudaMemory
 from lockstep.synk import rows
 from lockstep.synk.commands import Meeting
 from lockstep.synk.gpu_folds import Folder, KeptOutputs
@@ -27,15 +27,13 @@ from lockstep.synk.gpu_folds import Folder, KeptOutputs
 if TYPE_CHECKING:
     from lockstep.synk.here import Here
 
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: never waits for the default stream
-
 
 class Gpu:
     """device: cuda:<n>, this rank's. group: pipes to all other ranks."""
 
     def __init__(self, device: str, group: Group) -> None:
         self.memory, self.group = CudaMemory(device), group
-        self.stream = self.memory.driver.Stream(_NON_BLOCKING)
+        self.stream = self.memory.driver.Stream(NON_BLOCKING)
         self._inputs: dict[
             int, tuple[np.ndarray, CudaBlock]
         ] = {}  # page-locked memory, and where it is copied to
