@@ -7,8 +7,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # pip compiles modules one after the other, and packages' tests with them: compileall does it on all cores, without.
+# Ours are compiled, too: the processes of a first run would each do it for themselves.
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e
-COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing/_internal|sympy|networkx)/' .venv/lib || true
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing/_internal|sympy|networkx)/' .venv/lib lockstep preprocessing || true
 DIGITS := data/digits/manifest.json
 .DEFAULT_GOAL := help
 

@@ -65,7 +65,7 @@ def problems_of(run: Watched, case: Case, host: int, patience: float) -> Iterato
     if code is None:
         yield f"it had not ended {seconds:.0f} s after"
     elif code not in expected and not (is_done and code == 0):
-        yield f"its exit code is {code}, not {expected[0]}"
+        yield f"its exit code is {code}, not {expected[0]}: {run.last_line()}"
     elif began and code in expected and word not in run.last_line():
         yield f"its last line does not say '{word}': {run.last_line()}"
     if case.is_training and "Traceback" in run.text():

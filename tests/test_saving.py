@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,6 +198,20 @@ def test_what_goes_wrong_in_the_thread_reaches_the_trainer(tmp_path: Path, monke
         saver.finish()
     gate.open.set()
     assert heard.messages == []
+
+
+def test_a_run_looks_for_room_on_the_disk_before_its_first_step(program: Program) -> None:
+    (program.place / "runs").mkdir()
+    on_a_small_disk = f'mount -t tmpfs -o size=256k small {program.place}/runs && exec "$@"'
+    unshare = ("unshare", "--user", "--map-root-user", "--mount")
+    if subprocess.run([*unshare, "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("this machine's users may not mount a file system of their own")
+    running = program.start(through=(*unshare, "sh", "-c", on_a_small_disk, "sh"), devices="[cpu]")
+    assert running.wait(20) == 2
+    words = r"lockstep: trainer 0: .*/runs/run: a checkpoint takes \S+ MB, and \S+ MB are free on its disk: "
+    assert re.match(words, running.last_line()) and "weights_dir" in running.last_line()
+    assert " step 2/" not in running.output()
+    running.assert_nothing_left()
 
 
 @pytest.mark.slow

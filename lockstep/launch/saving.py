@@ -6,6 +6,7 @@ step in which it was seen.
 """
 
 import math
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -39,6 +40,7 @@ class Saver:
         self._writing: Future[Path] | None = None
         self._began = time.monotonic()  # the last save, or the run
         if self._is_first:
+            _check_disk(plan.folder, program.arena.flat.nbytes)
             self._room = _like(program.arena.flat, memory)
             self._copies = program.arena.views_of_all(self._room)
 
@@ -100,6 +102,16 @@ class Saver:
         if self._config.keep is not None:
             remove_older(path, self._config.keep)
         return path
+
+
+def _check_disk(folder: Path, n_bytes: int) -> None:
+    """Raises UserError where there is no room for one checkpoint more: hours later would be too late."""
+    free = shutil.disk_usage(folder).free
+    if n_bytes > free:
+        raise UserError(
+            f"{folder}: a checkpoint takes {n_bytes / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free on its "
+            "disk: make room, or set weights_dir to a folder on another disk"
+        )
 
 
 def _like(flat: torch.Tensor, memory: Memory) -> torch.Tensor:
