@@ -62,7 +62,7 @@ def test_every_free_slot_is_on_order_and_a_slot_in_use_is_not() -> None:
 
 def validate_rank(rank: int, pipes: dict[int, Pipe], config: Config) -> list[dict[str, float]]:
     launcher, _keep_open = multiprocessing.Pipe()
-    plan = Plan(config, Path("nowhere"), None)
+    plan = Plan(config, Path(), None)
     trainer = Trainer(
         plan, Group.on_one_host(rank, pipes), (), Pipe(launcher, "launcher", 60), StatusBoard.create()
     )
