@@ -125,8 +125,8 @@ class Console:
         if ending.message:
             return f"{ending.traceback}lockstep: {ending.message}"
         if ending.code:
-            saved = self.last_saved.path if self.last_saved else "nothing"
-            return f"lockstep: stopped as asked; saved {saved}; resume_train=True goes on"
+            saved = f"{self.last_saved.path}; resume_train=True goes on" if self.last_saved else "nothing"
+            return f"lockstep: stopped as asked; saved {saved}"
         assert self.last_validation, "a run validates at least once"
         return f"done: {validation_text(self.last_validation)}; files are in {self._path.parent}"
 

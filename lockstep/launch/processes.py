@@ -16,7 +16,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any
 
-from lockstep.comm.messages import Failed, Finished, Notice, Ready, Stop
+from lockstep.comm.messages import Failed, Finished, Notice, Ready, Started, Stop
 from lockstep.comm.pipes import START_SECONDS, Pipe
 from lockstep.errors import Garbled, PeerProblem
 from lockstep.interrupts import STOP_SIGNAL, Interrupts
@@ -62,7 +62,7 @@ class Processes:
         self._deadline = deadline
         self._stop_signal = STOP_SIGNAL if interrupts else None
         self._interrupts = interrupts or Interrupts()
-        self._asked_to_stop = False
+        self._asked_to_stop = self._has_begun = False
         self._children: list[Child] = []
         self._context = multiprocessing.get_context(method)
         resource_tracker.ensure_running()  # now: starting it unblocks the signals that `start` has blocked
@@ -122,11 +122,11 @@ class Processes:
         return {child.name: child.process.pid for child in self._children}
 
     def watch(
-        self, on_message: Callable[[Any], None], elsewhere: Callable[[], PeerProblem | None] = lambda: None
+        self, on_message: Callable[[Any], None], elsewhere: Callable[[], PeerProblem | None] | None = None
     ) -> Ending:
         """Passes the children's messages on until all have left, or one has failed. Returns how it ended.
 
-        elsewhere: says at once whether another host has failed.
+        elsewhere: where there are other hosts, says at once whether one has failed.
         """
         self._now = time.monotonic()  # of the last look: what is missing since, this process missed itself
         while any(child.process.exitcode is None or not child.is_well() for child in self._children):
@@ -136,10 +136,12 @@ class Processes:
             self._forgive(self._now - before - 2 * LISTEN_SECONDS)
             if self._someone_fails() and not self._start_again(on_message):
                 return self._explain_failure(on_message)
-            if (failed := elsewhere()) is not None:
+            if elsewhere and (failed := elsewhere()) is not None:
                 return Ending(1, str(failed), awaited=failed.peer)
             if self._interrupts.at_once:
                 return Ending(self._interrupts.code, "stopped at once, without saving")
+            if self._interrupts.code and not self._has_begun and not elsewhere:
+                return Ending(self._interrupts.code)  # nothing to save; other hosts leave in good order
             if self._interrupts.code and not self._asked_to_stop:
                 on_message(Notice("stopping after this step, and saving; once more to leave at once"))
                 self._ask_to_stop()
@@ -202,6 +204,7 @@ class Processes:
         elif isinstance(message, Finished):
             child.finished = message
         else:
+            self._has_begun = self._has_begun or isinstance(message, Started)
             on_message(message)
 
     def _see_off(self) -> None:
