@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from benchmarks.measure import commit, table, write_results
 from campaigns.cases import HOSTS, STANDS_STILL, Case, cases
 from campaigns.watching import ROOT, Watched
+from lockstep.comm.pipes import START_SECONDS
 from lockstep.errors import UserError
 
 ENDS_IN = 10.0  # seconds, on an idle machine
@@ -58,6 +59,8 @@ def problems_of(run: Watched, case: Case, host: int, patience: float) -> Iterato
     if in_vain and host != case.host:
         expected += NEVER_CAME
     still = STANDS_STILL[case.program] if in_vain or case.signal == "SIGSTOP" else 0
+    if case.signal == "SIGSTOP" and not began:
+        still = max(still, START_SECONDS)
     seconds = patience * (ENDS_IN + still)
     code = run.code(patience * WHOLE_RUN if 0 in expected else seconds)
     all_left = run.wait_for_none_left(seconds)  # the last word on a launcher's death comes after it
