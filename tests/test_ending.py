@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, Program, Running, wait_until
@@ -18,6 +19,7 @@ from saved import assert_same, tensors
 
 from lockstep.interrupts import Interrupts
 from lockstep.launch import processes
+from lockstep.launch.status import StatusBoard
 from lockstep.runs.folder import find_checkpoint
 
 FOREVER = ("n_epochs=100000", "snapshot_freq=1")
@@ -259,3 +261,25 @@ def test_a_process_that_is_done_and_does_not_leave_is_no_failure(monkeypatch: py
         begin = time.monotonic()
         assert children.watch(lambda message: None) == processes.Ending(0)
     assert time.monotonic() - begin < limit(50)
+
+
+def dawdle(control: object, board: StatusBoard) -> None:
+    """A child's work, in which it stands still for longer than it may."""
+    board.say("thinking")
+    time.sleep(6)
+    board.say("done")
+
+
+def test_a_process_that_moves_again_just_before_it_is_ended_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    explain, found = processes.Processes._explain_failure, []
+
+    def look(*arguments: Any) -> processes.Ending | None:
+        found.append(explain(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(processes.Processes, "_explain_failure", look)
+    monkeypatch.setattr(processes, "GATHER_SECONDS", limit(60))
+    with processes.Processes(0.5, Interrupts()) as children:
+        children.start("trainer 0", "test_ending:dawdle", ())
+        assert children.watch(lambda message: None) == processes.Ending(0)
+    assert found == [None]  # it was taken for one that hangs, once

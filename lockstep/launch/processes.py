@@ -134,8 +134,9 @@ class Processes:
             self.listen(on_message, LISTEN_SECONDS)
             before, self._now = self._now, time.monotonic()
             self._forgive(self._now - before - 2 * LISTEN_SECONDS)
-            if self._someone_fails() and not self._start_again(on_message):
-                return self._explain_failure(on_message)
+            failing = self._someone_fails() and not self._start_again(on_message)
+            if failing and (ending := self._explain_failure(on_message)):
+                return ending
             if elsewhere and (failed := elsewhere()) is not None:
                 return Ending(1, str(failed), awaited=failed.peer)
             if self._interrupts.at_once:
@@ -238,7 +239,8 @@ class Processes:
                 close_connections(arguments)
         return not self._someone_fails()
 
-    def _explain_failure(self, on_message: Callable[[Any], None]) -> Ending:
+    def _explain_failure(self, on_message: Callable[[Any], None]) -> Ending | None:
+        """None where all that was wrong is that someone stood still, who has moved since."""
         begin = self._now = time.monotonic()
         while any(child.process.exitcode is None for child in self._children):
             in_vain = min(self._innocence(child) for child in self._children) == 2
@@ -246,6 +248,8 @@ class Processes:
                 break
             self.listen(on_message, 0.1)
         self.listen(on_message, 0)  # the last words of those who left since
+        if not self._someone_fails():
+            return None
         culprit, waiter = self._follow(min(self._children, key=self._innocence))
         if waiter and waiter.failure and culprit.failure is None:
             text = f"{self._describe_silent(culprit)}; {waiter.name} {waiter.failure.text}"
