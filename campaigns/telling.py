@@ -19,6 +19,7 @@ from lockstep.config import Config, Layer, resolve
 from lockstep.errors import PeerProblem, UserError
 from lockstep.hosts import agreement, meeting
 from lockstep.hosts.addresses import check_reachable
+from lockstep.hosts.endings import exit_code
 from lockstep.hosts.life import Seen
 from lockstep.hosts.meeting import Meeting
 from lockstep.hosts.store import Store
@@ -103,7 +104,9 @@ def take_part(host: int, store: Store, weights_dir: Path, seconds: float) -> Non
     config = config_of(host, weights_dir, seconds)
     of_host = Meeting(2, host, Joint(("127.0.0.1", 29500), name, "10.0.0.7"), store.within(name))
     launcher = _Host(of_host, seconds)
-    check_reachable(of_host.gather("address", "10.0.0.7", seconds))
+    addresses = of_host.gather("address", "10.0.0.7", seconds)
+    check_reachable(addresses)
+    meeting.places(of_host, addresses, 4711, seconds)
     launcher.bring_checkpoint(config)
     agreement.agree(of_host, _FACTS, seconds)
     with launcher.open_run(config, N_TRAIN).lock:
@@ -114,7 +117,7 @@ def take_part(host: int, store: Store, weights_dir: Path, seconds: float) -> Non
             seen.look(of_host.store, 1 - host)
         of_host.put("end", {"code": 0, "text": "", "failed": False})
         assert "\n" not in seen.doing
-        assert 0 <= meeting.exit_code(seen.end) < 256
+        assert 0 <= exit_code(seen.end) < 256
 
 
 def hear_words(folder: Path) -> None:

@@ -19,9 +19,10 @@ from two_hosts import end_well, free_port, listened_on, start, start_one, tensor
 from lockstep.config import Layer, read_run, resolve, to_yaml
 from lockstep.errors import UserError
 from lockstep.hosts.addresses import listen
+from lockstep.hosts.endings import HostFailed
 from lockstep.hosts.folders import bring_newest
 from lockstep.hosts.life import Life
-from lockstep.hosts.meeting import HostFailed, Meeting, meet
+from lockstep.hosts.meeting import Meeting, meet
 from lockstep.hosts.store import Store
 from lockstep.interrupts import Interrupts
 from lockstep.runs import checkpoint
@@ -258,7 +259,7 @@ def test_different_checkpoints_of_one_moment_are_of_different_runs(tmp_path: Pat
     ("point", "words"),
     [
         ("192.0.2.7:29500", "is no address of this host"),
-        ("0.0.0.0:29500", "must be one address of host 0's"),
+        ("0.0.0.0:29500", "must be one address, not all of a host's"),
         ("nowhere.invalid:29500", "is no address that is known here"),
         ("127.0.0.1:{taken}", "is in use"),
     ],

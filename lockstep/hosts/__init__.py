@@ -4,7 +4,8 @@
     addresses.py  the meeting point, and which address of this host reaches it
     store.py      a connection to torch.distributed's store, every wait of which has an end
     meeting.py    how hosts come together, and what they tell each other
-    life.py       signs of life, and how each has ended
+    lifelines.py  connections by which they notice that a launcher is gone
+    life.py       signs of life, and how each has ended (endings.py)
     folders.py    runs' folders: which are shared, and checkpoints sent to hosts that lack them
     agreement.py  what has to be alike on all hosts
     network.py    a trainer's connections to those of its local rank on other hosts

@@ -16,28 +16,24 @@ def show(point: Address) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def resolve(point: Address) -> Address:
+def resolve(point: Address, key: str = "meeting_point") -> Address:
     """With the number of an address that may be a name. Raises UserError where nobody knows it."""
     try:
         found = socket.getaddrinfo(*point, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"meeting_point: {point[0]} is no address that is known here: {error}") from error
+        raise UserError(f"{key}: {point[0]} is no address that is known here: {error}") from error
     address = str(found[0][4][0])
     if address in ("0.0.0.0", "::"):
-        raise UserError(f"meeting_point: must be one address of host 0's, not all of them ({point[0]})")
+        raise UserError(f"{key}: must be one address, not all of a host's ({point[0]})")
     return address, point[1]
 
 
 def listen(point: Address) -> socket.socket:
     """A socket that listens at the meeting point and nowhere else. Raises UserError where that can't be."""
-    family = socket.AF_INET6 if ":" in point[0] else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a run that ended may be seconds ago
-        listener.bind(point)
+        listener = bind(point)
         listener.listen(1024)
     except OSError as error:
-        listener.close()
         why = {
             errno.EADDRNOTAVAIL: "is no address of this host; it must be one of host 0's",
             errno.EADDRINUSE: "is in use; take another port, or end what listens there",
@@ -47,12 +43,27 @@ def listen(point: Address) -> socket.socket:
     return listener
 
 
+def bind(point: Address) -> socket.socket:
+    """A socket at that address and port, which does not listen yet. Raises OSError."""
+    bound = socket.socket(_family(point), socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a run that ended may be seconds ago
+        bound.bind(point)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
 def own_address(point: Address) -> str:
     """The address of this host from which packets go to `point`. Nothing is sent. Raises OSError."""
-    family = socket.AF_INET6 if ":" in point[0] else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(_family(point), socket.SOCK_DGRAM) as probe:
         probe.connect(point)
         return str(probe.getsockname()[0])
+
+
+def _family(point: Address) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in point[0] else socket.AF_INET
 
 
 def check_reachable(addresses: Sequence[str]) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.hosts.meeting import HostFailed, Meeting, ended, exit_code
+from lockstep.hosts.endings import HostFailed, ended, exit_code
+from lockstep.hosts.meeting import Meeting
 from lockstep.hosts.store import CALL_SECONDS, Store, StoreLost
 from lockstep.hosts.told import one_line
 
@@ -29,6 +30,7 @@ class Seen:
     doing: str = "starting"
     end: Any = None
     bye: bool = False
+    is_gone: bool = False
 
     def look(self, store: Store, host: int) -> bool:
         """At what it has told by now. Returns whether the store is still the one that it was."""
@@ -51,6 +53,7 @@ class Life:
         self._others = {host: Seen() for host in range(meeting.hosts) if host != meeting.host}
         self._gone = ""  # why the store will not answer any more
         self._unanswered = ""  # why it does not, just now
+        self._has_left = False
         self._count = 0
         self._said: dict[str, Any] = {}  # how this one ended, and good-bye
         self._wake = threading.Event()
@@ -63,6 +66,9 @@ class Life:
                 return ended(host, seen.end)
         if self._gone:
             return HostFailed(0, f"host 0: its launcher is gone, and the store with it; {self._last_seen(0)}")
+        for host, seen in self._others.items():
+            if seen.end is None and seen.is_gone:
+                return HostFailed(host, f"host {host}: its launcher is gone; {self._last_seen(host)}")
         patience = min(ALARMED_SECONDS, self._patience) if alarmed else self._patience
         for host, seen in self._others.items():
             if seen.end is None and seen.silence > patience:
@@ -109,9 +115,10 @@ class Life:
             missing = (
                 [seen for seen in self._others.values() if not seen.bye] if self._meeting.host == 0 else []
             )
-            if not self._said and all(seen.silence > ALARMED_SECONDS for seen in missing):
-                return
+            if not self._said and all(seen.is_gone or seen.silence > ALARMED_SECONDS for seen in missing):
+                break
             time.sleep(0.05)
+        self._has_left = True
 
     def _say(self, key: str, value: Any) -> None:
         self._said[key] = value
@@ -120,13 +127,15 @@ class Life:
     def _run(self) -> None:
         store: Store | None = None
         before = time.monotonic()
-        while not self._gone:
+        while not self._gone and not self._has_left:
             try:
                 store = store or self._meeting.connect(2 * LIFE_SECONDS)
                 self._tell(store)
                 for host, seen in self._others.items():
+                    is_gone = self._meeting.lifelines.has_ended(host)
                     if not seen.look(store, host):
                         self._gone = "its store is another's now"
+                    seen.is_gone = is_gone  # after the look: what it has told, it told before
                 self._unanswered = ""
             except StoreLost as error:
                 store, self._unanswered = None, str(error)

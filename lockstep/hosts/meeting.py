@@ -13,34 +13,28 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from lockstep.config.hosts import address_and_port
-from lockstep.errors import PeerProblem, UserError
+from lockstep.errors import UserError
 from lockstep.hosts.addresses import Address, check_reachable, listen, own_address, resolve, show
+from lockstep.hosts.endings import LONGEST, HostFailed, ended
+from lockstep.hosts.lifelines import Lifelines
 from lockstep.hosts.store import Store, StoreLost, load_torch
-from lockstep.hosts.told import as_type, one_line
+from lockstep.hosts.told import as_type, one_line, refusal
 from lockstep.interrupts import Interrupts
 from lockstep.runs.plan import Joint
 
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.05  # between two looks at the store for something that is awaited
-LONGEST = 2000  # letters of a line of another host's
 FAREWELL_SECONDS = 1.0  # in which others can read a last word in the store, before it goes away
 STOPPED = "was stopped as asked, before training"
 
 
-class HostFailed(PeerProblem):
-    """Another host has ended, or gives no sign of life. code: the exit code that this means here."""
-
-    def __init__(self, host: int, text: str, code: int = 1) -> None:
-        super().__init__(f"host {host}", text)
-        self.code = code
-
-
 class Meeting:
-    """What the hosts of one start tell each other: JSON, by key and host."""
+    """What the hosts of one start tell each other: JSON, by key and host. lifelines: to their launchers."""
 
     def __init__(self, hosts: int, host: int, joint: Joint, store: Store) -> None:
         self.hosts, self.host, self.joint, self._store = hosts, host, joint, store
+        self.lifelines = Lifelines()
 
     def put(self, key: str, value: Any) -> None:
         """Tells all hosts. Raises StoreLost."""
@@ -64,13 +58,17 @@ class Meeting:
     ) -> T:
         """Looks until something is there. what: has the host not done, if not. Raises as `get` does."""
         until = time.monotonic() + seconds
-        while (found := look()) is None:
+        while True:
+            is_gone = self.lifelines.has_ended(of_host)  # asked first: what it has told, it told before
+            if (found := look()) is not None:
+                return found
             if (end := self.look("end", of_host)) is not None:
                 raise ended(of_host, end)
+            if is_gone:
+                raise HostFailed(of_host, f"host {of_host}: its launcher is gone; it has not {what}")
             if time.monotonic() > until:
                 raise HostFailed(of_host, f"host {of_host} has not {what} within {seconds:.0f} s")
             time.sleep(every)
-        return found
 
     def gather(self, key: str, value: Any, seconds: float) -> list[Any]:
         """What all hosts tell, in order, this one included: values of one type.
@@ -89,19 +87,6 @@ class Meeting:
     def store(self) -> Store:
         """For what is no JSON."""
         return self._store
-
-
-def ended(host: int, end: Any) -> HostFailed:
-    """The error that says how a host has ended. end: what it has told."""
-    told = end if isinstance(end, dict) else {}
-    text = one_line(told.get("text") or f"host {host}: its launcher has left", LONGEST)
-    return HostFailed(host, text, exit_code(end) or 1)
-
-
-def exit_code(end: Any) -> int:
-    """What a host tells of it at its end; 0 where that is none."""
-    code = end.get("code") if isinstance(end, dict) else None
-    return code if type(code) is int and 0 < code < 256 else 0
 
 
 class _Farewell:
@@ -163,11 +148,27 @@ def meet(
         raise UserError(f"address: none of this host reaches {point}: {error.strerror}; name one") from error
     meeting = Meeting(hosts, host, joint, store.within(name))
     try:
-        check_reachable(meeting.gather("address", joint.address, seconds))
-    except UserError:
-        time.sleep(FAREWELL_SECONDS if host == 0 else 0)
+        addresses = meeting.gather("address", joint.address, seconds)
+        check_reachable(addresses)
+        port = meeting.lifelines.listen(joint.address)
+        for other, place in enumerate(places(meeting, addresses, port, seconds)):
+            if other != host:
+                meeting.lifelines.hold(other, place, seconds)
+    except (UserError, HostFailed) as error:
+        text = str(error) if isinstance(error, HostFailed) else f"host {host}: {error}"
+        with suppress(StoreLost):  # nobody can be told then
+            farewell.put(HostFailed(host, text, error.code))
         raise
     return meeting
+
+
+def places(meeting: Meeting, addresses: list[str], port: int, seconds: float) -> list[Address]:
+    """Where each host's launcher listens for the others. port: at which this one does. Raises as `gather`."""
+    ports = meeting.gather("port", port, seconds)
+    for host, told in enumerate(ports):
+        if not 0 < told < 1 << 16:
+            raise refusal(host, "port", told)
+    return list(zip(addresses, ports, strict=True))
 
 
 def _reach(hosts: int, host: int, where: Address, until: float, farewell: _Farewell) -> tuple[Store, str]:

@@ -13,8 +13,9 @@ from lockstep.config import Config
 from lockstep.data.dataset import Dataset
 from lockstep.errors import PeerProblem, UserError
 from lockstep.hosts import agreement, folders, torchrun
+from lockstep.hosts.endings import HostFailed
 from lockstep.hosts.life import Life
-from lockstep.hosts.meeting import STOPPED, HostFailed, Meeting, meet
+from lockstep.hosts.meeting import STOPPED, Meeting, meet
 from lockstep.hosts.told import as_record, one_line, refusal
 from lockstep.interrupts import Interrupts
 from lockstep.launch.processes import Ending, Processes

@@ -1,0 +1,87 @@
+"""Launchers of other hosts that end without a word are missed at once; who can't be reached is named."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import wait_until
+from limits import limit
+from two_hosts import free_port
+
+from lockstep.config.hosts import address_and_port
+from lockstep.errors import UserError
+from lockstep.hosts.addresses import listen
+from lockstep.hosts.endings import HostFailed
+from lockstep.hosts.life import Life
+from lockstep.hosts.lifelines import Lifelines
+from lockstep.hosts.meeting import meet
+from lockstep.hosts.store import Store
+from lockstep.interrupts import Interrupts
+
+COMES_AND_STAYS = """
+import sys, time
+from lockstep.hosts.meeting import meet
+from lockstep.interrupts import Interrupts
+here = meet(2, int(sys.argv[1]), sys.argv[2], None, float(sys.argv[3]), False, Interrupts())
+print("is here", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture(params=[1, pytest.param(0, marks=pytest.mark.slow)])
+def other(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], int, str]]:
+    """A launcher of another process, its number, and the meeting point, whose store is this process's."""
+    point = f"127.0.0.1:{free_port()}"
+    store = Store.serve(listen(address_and_port(point)))
+    words = [sys.executable, "-c", COMES_AND_STAYS, str(request.param), point, str(limit(30))]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process, request.param, point
+        finally:
+            process.kill()
+    store.remove("invitation")
+
+
+def test_a_launcher_that_is_killed_is_missed_at_once_by_all_who_met_it(
+    other: tuple[subprocess.Popen[str], int, str],
+) -> None:
+    """By who waits for its word and by who only watches. Who stands still is not gone."""
+    process, victim, point = other
+    here = meet(2, 1 - victim, point, None, limit(30), False, Interrupts())
+    life = Life(here, lambda: "its dataset", limit(60))
+    assert process.stdout and process.stdout.readline() == "is here\n"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(here.get, "number", limit(60), victim)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1)
+        assert not waiting.done() and life.problem() is None
+        since = time.monotonic()
+        process.kill()
+        gone = f"host {victim}: its launcher is gone; "
+        with pytest.raises(HostFailed, match=f"^{gone}it has not told its number$"):
+            waiting.result()
+    wait_until(life.problem, "the watch to see it, too")
+    assert str(life.problem()) == f"{gone}it was at: starting"
+    assert time.monotonic() - since < limit(5)
+    life.leave()
+
+
+def test_a_host_that_others_can_not_reach_says_so_before_it_trains() -> None:
+    """As with another machine's address, or behind a firewall."""
+    point = f"127.0.0.1:{free_port()}"
+    with ThreadPoolExecutor(2) as pool:
+        both = [
+            pool.submit(meet, 2, host, point, address, limit(10), True, Interrupts())
+            for host, address in enumerate(("192.0.2.7", "192.0.2.8"))
+        ]
+        for each in both:
+            with pytest.raises(
+                (UserError, HostFailed), match=r"address: this host can't listen at 192\.0\.2"
+            ):
+                each.result()
+    with pytest.raises(HostFailed, match=r"host 1: its launcher has ended, or a firewall is in the way, at"):
+        Lifelines().hold(1, ("127.0.0.1", free_port()), limit(5))
