@@ -150,6 +150,19 @@ def test_a_host_that_is_asked_to_stop_stops_all_in_good_order(program: Program, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_host_that_is_asked_to_stop_while_processes_start_stops_all_at_once(
+    program: Program, asked: int
+) -> None:
+    running = start(program, *FOREVER)
+    running[asked].pids()
+    since = time.monotonic()
+    running[asked].process.send_signal(signal.SIGINT)
+    for line in assert_all_ended(running, since, 130, 10):
+        assert line == f"lockstep: host {asked}: was stopped as asked, before training"
+
+
+@pytest.mark.slow
 def test_hosts_that_share_a_folder_write_it_once(program: Program) -> None:
     words = ("snapshot_freq=1", "resume_train=auto")
     for n_epochs in (1, 2):

@@ -118,6 +118,8 @@ class Together(Alone):
 
     def conclude(self, ending: Ending) -> Ending:
         failed = self._word_of_another() if ending.awaited else None
+        if ending.code and not ending.message and self._processes and not self._processes.has_begun:
+            ending = dataclasses.replace(ending, message=STOPPED)  # the others need not go on to a first step
         if ending.message and failed is None and not ending.message.startswith("host "):
             ending = dataclasses.replace(ending, message=f"host {self.host}: {ending.message}")
         if failed is None:

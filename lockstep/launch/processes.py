@@ -56,13 +56,14 @@ class Processes:
 
     deadline: seconds that one waits for another. interrupts: where the launcher has installed none, a child
     that is asked to end (SIGTERM) does so. method: how multiprocessing starts them, 'spawn' or 'forkserver'.
+    has_begun: whether training has.
     """
 
     def __init__(self, deadline: float, interrupts: Interrupts | None = None, method: str = "spawn") -> None:
         self._deadline = deadline
         self._stop_signal = STOP_SIGNAL if interrupts else None
         self._interrupts = interrupts or Interrupts()
-        self._asked_to_stop = self._has_begun = False
+        self._asked_to_stop = self.has_begun = False
         self._children: list[Child] = []
         self._context = multiprocessing.get_context(method)
         resource_tracker.ensure_running()  # now: starting it unblocks the signals that `start` has blocked
@@ -141,8 +142,8 @@ class Processes:
                 return Ending(1, str(failed), awaited=failed.peer)
             if self._interrupts.at_once:
                 return Ending(self._interrupts.code, "stopped at once, without saving")
-            if self._interrupts.code and not self._has_begun and not elsewhere:
-                return Ending(self._interrupts.code)  # nothing to save; other hosts leave in good order
+            if self._interrupts.code and not self.has_begun:
+                return Ending(self._interrupts.code)  # there is nothing to save
             if self._interrupts.code and not self._asked_to_stop:
                 on_message(Notice("stopping after this step, and saving; once more to leave at once"))
                 self._ask_to_stop()
@@ -205,7 +206,7 @@ class Processes:
         elif isinstance(message, Finished):
             child.finished = message
         else:
-            self._has_begun = self._has_begun or isinstance(message, Started)
+            self.has_begun = self.has_begun or isinstance(message, Started)
             on_message(message)
 
     def _see_off(self) -> None:
