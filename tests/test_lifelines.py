@@ -1,11 +1,13 @@
 """Launchers of other hosts that end without a word are missed at once; who can't be reached is named."""
 
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from conftest import wait_until
@@ -85,3 +87,24 @@ def test_a_host_that_others_can_not_reach_says_so_before_it_trains() -> None:
                 each.result()
     with pytest.raises(HostFailed, match=r"host 1: its launcher has ended, or a firewall is in the way, at"):
         Lifelines().hold(1, ("127.0.0.1", free_port()), limit(5))
+
+
+def test_strangers_on_a_launchers_port_change_nothing() -> None:
+    here, other = Lifelines(), Lifelines()
+    point = "127.0.0.1", here.listen("127.0.0.1")
+    strangers = []
+    for number in range(200):
+        if number == 100:
+            other.hold(0, point, limit(5))
+        strangers.append(socket.create_connection(point, limit(5)))
+        strangers[-1].setblocking(False)
+        with suppress(BlockingIOError):  # nobody reads it
+            strangers[-1].sendall(bytes(1_000_000))
+        if number % 2:
+            strangers[-1].close()
+    assert not other.has_ended(0)
+    del here  # as its process's end would
+    wait_until(lambda: other.has_ended(0), "the reset")
+    assert other.has_ended(0), "it stays so"
+    for stranger in strangers:
+        stranger.close()
