@@ -139,7 +139,8 @@ class Life:
                 self._unanswered = ""
             except StoreLost as error:
                 store, self._unanswered = None, str(error)
-                if isinstance(error.__cause__, ConnectionRefusedError):
+                refused = isinstance(error.__cause__, ConnectionRefusedError)
+                if refused or self._meeting.lifelines.has_ended(0):
                     self._gone = str(error)
             now = time.monotonic()
             for seen in self._others.values():
