@@ -112,7 +112,7 @@ def test_a_process_that_stands_still_is_named_by_all(program: Program) -> None:
 
 @pytest.mark.slow
 def test_a_host_may_come_back_without_its_folder_and_with_another_number(program: Program) -> None:
-    words = ("snapshot_freq=1", "resume_train=auto")
+    words = ("snapshot_freq=1", "resume_train=auto", "devices=[cpu]")
     unbroken = start(program, "n_epochs=3", *words, folders=("c", "d"))
     end_well(unbroken)
     end_well(start(program, "n_epochs=2", *words))
@@ -164,7 +164,7 @@ def test_a_host_that_is_asked_to_stop_while_processes_start_stops_all_at_once(
 
 @pytest.mark.slow
 def test_hosts_that_share_a_folder_write_it_once(program: Program) -> None:
-    words = ("snapshot_freq=1", "resume_train=auto")
+    words = ("snapshot_freq=1", "resume_train=auto", "devices=[cpu]")
     for n_epochs in (1, 2):
         running = start(program, f"n_epochs={n_epochs}", *words, folders=("shared", "shared"))
         end_well(running)

@@ -64,8 +64,8 @@ def start(program: Program, spaces: list[str], *words: str) -> list[Running]:
 def test_a_link_that_is_cut_ends_both_hosts_who_listen_where_they_said_alone(
     program: Program, spaces: list[str]
 ) -> None:
-    running = start(program, spaces, "n_epochs=100000", f"wait_deadline={round(limit(6))}")
-    running[0].wait_for_text("epoch 1 step 2/3")
+    running = start(program, spaces, "n_epochs=100000", "devices=[cpu]", f"wait_deadline={round(limit(6))}")
+    running[0].wait_for_text("epoch 1 step 2/6")
     assert [listened_on(each) for each in running] == [{address} for address in ADDRESSES]
     since = time.monotonic()
     ip("-n", spaces[0], "link", "set", f"ls{os.getpid()}a", "down")
@@ -86,8 +86,8 @@ def test_a_link_that_is_cut_ends_both_hosts_who_listen_where_they_said_alone(
 @pytest.mark.slow
 def test_a_host_that_goes_away_is_missed_by_the_other(program: Program, spaces: list[str]) -> None:
     """All of its processes at once, and not a packet to say so."""
-    running = start(program, spaces, "n_epochs=100000", f"wait_deadline={round(limit(6))}")
-    running[0].wait_for_text("epoch 1 step 2/3")
+    running = start(program, spaces, "n_epochs=100000", "devices=[cpu]", f"wait_deadline={round(limit(6))}")
+    running[0].wait_for_text("epoch 1 step 2/6")
     ip("-n", spaces[1], "link", "set", f"ls{os.getpid()}b", "down")
     for pid in running[1].leftovers():
         os.kill(pid, signal.SIGKILL)
