@@ -56,8 +56,8 @@ class Interrupts:
 
     def _take(self, number: int, frame: object) -> None:
         if not self.code:
+            self._first = time.monotonic()  # first: another signal may interrupt this handler anywhere
             self.code = 128 + (signal.SIGTERM if number == STOP_SIGNAL else number)
-            self._first = time.monotonic()
         elif number != STOP_SIGNAL and time.monotonic() - self._first > 1:
             self.at_once = True
         self._leave_if_asked()

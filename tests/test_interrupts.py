@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT, Program, Running, wait_until
 
 from lockstep.data.manifest import digest_of_labels
+from lockstep.interrupts import STOP_SIGNAL, Interrupts
 
 SECONDS = 10  # for an answer that takes milliseconds; without one, each of these waits would be for ever
 
@@ -132,3 +133,26 @@ def test_while_the_report_is_written(program: Program, tmp_path: Path) -> None:
     assert last.endswith(f"-m lockstep.report {running.run_folder}")
     assert "done: validation error" in running.output()
     assert not (running.run_folder / "report.html").exists()
+
+
+class Interrupted(Interrupts):
+    """While it takes a signal, another comes at each of its assignments, as from the rest of a group."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if getattr(self, "comes", None):
+            number, self.__dict__["comes"] = self.comes, None
+            self._take(number, None)
+            self.__dict__["comes"] = number
+
+
+@pytest.mark.parametrize("others", [STOP_SIGNAL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [STOP_SIGNAL, signal.SIGTERM])
+def test_a_signal_that_comes_within_anothers_handler_is_no_second_wish(number: int, others: int) -> None:
+    interrupts = Interrupted()
+    interrupts.__dict__["comes"] = others
+    interrupts._take(number, None)
+    assert interrupts.code == 128 + signal.SIGTERM and not interrupts.at_once
+    interrupts.__dict__.update(comes=None, _first=interrupts._first - 2)  # two seconds later
+    interrupts._take(signal.SIGTERM, None)
+    assert interrupts.at_once
