@@ -1,27 +1,28 @@
 # make train   set up, make the digits' dataset, train on it        make test       set up, run the tests
-# make bench   measure and print the tables of docs/results         make test-all   those too that take long
-# make bench-peers  the same beside what people write without Lockstep
+# make bench   run the CPU benchmarks, write docs/results           make test-all   run slow tests, too
+# make bench-peers  compare with other PyTorch programs
 # make check   lint, format, types, imports                         make demos      lockstep.synk's demos
-# make fuzz    files and words made bad at random (N=1000 of each kind, SEED=1)
-# make chaos   processes killed and stopped at random (N=500, SEED=1)      make soak   nothing grows (MINUTES=30)
+# make fuzz    damage files and arguments at random (N=1000 of each kind, SEED=1)
+# make chaos   send random signals to processes (N=500, SEED=1)      make soak   check that nothing grows (MINUTES=30)
+# make goodput kill processes every 15 s and measure what that costs (MINUTES=15)
 PYTHON ?= python3
 BIN := .venv/bin
-# pip compiles modules one after the other, and packages' tests with them: compileall does it on all cores, without.
-# Ours are compiled, too: the processes of a first run would each do it for themselves.
+# compileall compiles modules on all cores and leaves out the tests of packages; pip does neither.
+# It compiles our modules, too, which otherwise each process of a first run would do.
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e
 COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing/_internal|sympy|networkx)/' .venv/lib lockstep preprocessing || true
 DIGITS := data/digits/manifest.json
 .DEFAULT_GOAL := help
 
-.PHONY: help setup setup-test data train test test-all check format bench bench-peers rules fuzz chaos soak demos clean
+.PHONY: help setup setup-test data train test test-all check format bench bench-peers rules fuzz chaos soak goodput demos clean
 help:
-	@sed -n '1,6s/^# //p' Makefile
+	@sed -n '1,7s/^# //p' Makefile
 
-# What training needs; the rest is for tests, checks and benchmarks.
+# The dependencies of training, of the report and of the digits; setup-test adds those of tests, checks and benchmarks.
 setup: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(INSTALL) .
+	$(INSTALL) '.[report,demo]'
 	$(COMPILE)
 	@if command -v nvidia-smi >/dev/null; then tools/install_pycuda.sh $(BIN)/python || \
 		echo "note: PyCUDA could not be built (why: see above), so training will be on the CPU"; fi
@@ -62,7 +63,7 @@ format: .venv/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Four trainers on real pictures by each rule, with five seeds: 25 minutes on two busy cores; interrupted, it goes on.
+# Four trainers on real images by each rule, with five seeds: 25 minutes on two busy cores; the same command resumes it.
 rules: .venv/.installed $(DIGITS)
 	$(BIN)/python -m benchmarks.rules
 
@@ -72,18 +73,21 @@ bench: .venv/.installed-test $(DIGITS)
 bench-peers: .venv/.installed-test $(DIGITS)
 	$(BIN)/python -m benchmarks.peers
 
-# What every reader of files makes of bad ones: `make fuzz N=10000` takes about 20 minutes on two busy cores.
+# Damaged files for every reader: `make fuzz N=10000` takes about 20 minutes on two busy cores.
 SEED ?= 1
 fuzz: .venv/.installed-test
-	$(BIN)/python -m campaigns.fuzz $(or $(N),1000) --seed $(SEED) $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m campaigns.fuzz $(or $(N),1000) --seed $(SEED) $(ARGS)
 
-# Every kind of process killed, stopped and asked to stop: 500 cases take hours. Interrupted, it goes on.
+# Random signals to every kind of process: 500 cases take hours. The same command resumes it.
 chaos: .venv/.installed-test $(DIGITS)
-	$(BIN)/python -m campaigns.chaos $(or $(N),500) --seed $(SEED) $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m campaigns.chaos $(or $(N),500) --seed $(SEED) $(ARGS)
 
-MINUTES ?= 30
 soak: .venv/.installed-test $(DIGITS)
-	$(BIN)/python -m campaigns.soak $(MINUTES) $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m campaigns.soak $(or $(MINUTES),30) $(ARGS)
+
+# Runs whose processes are killed every 15 seconds, and unbroken ones: an hour for 15 minutes of each network.
+goodput: .venv/.installed-test $(DIGITS)
+	PYTHONPATH=tests $(BIN)/python -m campaigns.goodput $(or $(MINUTES),15) $(ARGS)
 
 demos: .venv/.installed-test
 	demos/run.sh $(abspath $(BIN)/python)

@@ -1,14 +1,14 @@
-"""What one loader does: wait for an order, read, crop and mirror, subtract the mean, fill the slot, answer.
+"""One loader: receive an order, read images, crop and mirror them, subtract the mean, fill a slot, answer.
 
-A loader is a process of its own beside each trainer (`para_load: True`). It works ahead, as many minibatches
-as the ring has free slots, while its trainer computes. With `para_load: False` the trainer uses the same
-reader and filler itself. What is read is in lockstep/loading/reader.py, how it gets into the slot in
-lockstep/loading: on a CPU the loader prepares the images; on a GPU it has the bytes copied to the device,
-where a kernel does.
+Each trainer has one loader process (`para_load: True`). While the trainer computes, its loader works ahead by
+as many batches as the ring has free slots. With `para_load: False` the trainer calls the same reader and
+filler itself. lockstep/loading/reader.py reads the images. On a CPU the loader crops and converts them; on a
+GPU it copies the bytes to the device, where a kernel does.
 """
 
-import os
 from multiprocessing.connection import Connection
+
+import torch
 
 from lockstep.backends import loaders_backend
 from lockstep.comm.group import World
@@ -28,19 +28,20 @@ def run_loader(
     world: World,
     config: Config,
 ) -> None:
-    """The loader process of this host's trainer `world.local_rank`: serves it until it says Stop."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # for torch, where it is needed: loaders are the parallelism
+    """Fill slots for this host's trainer `world.local_rank` until it sends Stop."""
+    torch.set_num_threads(1)  # loaders are parallel already
     board.say("opening the dataset")
     dataset = open_dataset(config)
     backend = loaders_backend(config, config.devices[world.local_rank])
-    trainer = Pipe(connection, f"trainer {world.local_rank}", config.wait_deadline)
+    trainer = Pipe(connection, f"trainer {world.local_rank}", config.timeout)
     first = trainer.receive(object, "the network's mean")
-    if isinstance(first, Stop):  # started in the place of a loader that nobody needed any more
+    if isinstance(first, Stop):  # restarted when no loader was needed any more
         return
     assert isinstance(first, Subtract)
     dataset = subtracting(dataset, first.mean)
     shape = trainer.receive(RingShape, "the ring's shape")
-    filler = backend.receive_ring(trainer, shape, Reader(config, dataset, shape.crop_size, board.say))
+    reader = Reader(config, dataset, shape.crop_size, board.say, shape.changes)
+    filler = backend.receive_ring(trainer, shape, reader)
     while True:
         board.say("waiting for an order")
         message = trainer.receive(object, "its next order")

@@ -1,18 +1,18 @@
-"""Trains a network on one or more devices, one trainer and one loader process each.
+"""Train a network on one or more devices, with one trainer and one loader process for each.
 
-    python train.py                                    config.yaml, on the devices that are there
+    python train.py                                    config.yaml, on all usable GPUs, else CPUs
     python train.py --spec spec_2gpu.yaml              the devices and batch size of a spec
     python train.py --config config_alexnet.yaml learning_rate=0.02 run_name=try2
-    python train.py resume_train=True                  the newest run goes on where it stopped, as it was
+    python train.py resume_train=True                  resume the newest run, with its own settings
     python train.py resume_train=True run_name=try2 load_epoch=20
 
-Later settings override earlier ones: config, then spec, then key=value. config.yaml explains every key.
-`python` is that of the environment that `make setup` makes: .venv/bin/python.
+Later settings override earlier ones: config, then spec, then key=value. config.yaml explains the keys.
+`python` is that of the environment that `make setup` creates: .venv/bin/python.
 
-This file is the launcher: it checks what it was given, starts the processes, watches them, and ends with an
-exit code: 0 the run is complete; 2 something given was wrong; 130 Ctrl-C (the step was finished and saved;
-press again to leave at once), 143 SIGTERM, likewise; 1 anything else, and the last line says who failed, how,
-and at what.
+This file is the launcher: it checks the settings, starts the processes, watches them, and exits with a code.
+Exit codes: 0 the run is complete; 2 a setting or file can't be used; 130 Ctrl-C (the step was finished and
+saved; press again to leave at once), 143 SIGTERM or SIGHUP (a closed terminal), likewise; 1 anything else,
+and the last line says which process failed, how, and what it was doing.
 """
 
 from lockstep.interrupts import Interrupts
@@ -21,127 +21,130 @@ if __name__ == "__main__":
     interrupts = Interrupts()
     interrupts.install("stopped as asked, before training began")  # now: the imports below take a second
 
-import itertools
+from lockstep.launch.template import Template
+
+if __name__ == "__main__":
+    template = Template(("train_funcs", "proc_load"), interrupts)  # imports torch beside the checks below
+
 import multiprocessing
 import os
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from lockstep import config as configuration
 from lockstep.backends import devices
-from lockstep.comm.group import World
 from lockstep.comm.messages import Started
 from lockstep.config import Config
 from lockstep.data.dataset import Dataset
 from lockstep.errors import PeerProblem, UserError
-from lockstep.files import write_text
-from lockstep.launch import commandline, recovery
-from lockstep.launch.announcing import announce
-from lockstep.launch.console import Console, show
-from lockstep.launch.hosting import Alone, leave, together
-from lockstep.launch.opening import open_all
-from lockstep.launch.processes import Ending, Processes
-from lockstep.launch.reporting import write_report
+from lockstep.launch import commandline
+from lockstep.launch.checks import open_all
+from lockstep.launch.console import Console, announce, show
+from lockstep.launch.hosting import SingleHost, leave, with_hosts
+from lockstep.launch.processes import ExitStatus, Processes, connect_all
+from lockstep.launch.recovery import Attempt, Context, Failures, Recovery, orders_of, worlds_of
+from lockstep.launch.reporting import live_report, write_report
 from lockstep.launch.status import begin_trace
-from lockstep.loading.orders import Orders
 from lockstep.runs import versions
-from lockstep.runs.folder import Run
-from lockstep.runs.plan import Plan
+from lockstep.runs.folder import RunFolder, keep_settings
 
 HERE = Path(__file__).resolve().parent
 
 
-def main(interrupts: Interrupts) -> int:
+def main(interrupts: Interrupts, template: Template | None = None) -> int:
+    """Run the program and return its exit code. Without a template, processes are spawned."""
     try:
         if not sys.platform.startswith("linux"):
-            raise UserError("Lockstep runs on Linux only: it stands on memfd and descriptor passing")
-        words = commandline.read_words(__doc__, HERE / "config.yaml")
-        with together(words.config, interrupts) as others:
-            config, dataset, run = open_all(words, HERE / "models", others)
-            code = train(config, dataset, run, interrupts, others)
-            if code == 0 and config.report and others.host == 0:
-                write_report(run.folder, HERE, interrupts)
+            raise UserError("Lockstep runs on Linux only: it needs memfd and descriptor passing")
+        arguments = commandline.parse_arguments(__doc__, HERE / "config.yaml")
+        failures = Failures()
+
+        def run_with(host: SingleHost) -> int:
+            config, dataset, run = open_all(arguments, HERE / "models", host, interrupts)
+            with live_report(config, run.folder, interrupts):
+                code = train(config, dataset, run, Context(host, interrupts, template, failures))
+            if code == 0 and config.report and host.host == 0:
+                write_report(run.folder, interrupts)
             return code
+
+        return with_hosts(arguments.config, interrupts, run_with)
     except (UserError, PeerProblem) as error:
         show(f"lockstep: {error}", "stderr")
         return error.code
 
 
-def train(config: Config, dataset: Dataset, run: Run, interrupts: Interrupts, others: Alone) -> int:
-    """Trains to the end, over losses of processes where `on_loss` says so. Returns the exit code."""
-    for n_restarts in itertools.count():
-        ending, console = try_once(config, dataset, run, interrupts, others)
-        going_on = None if interrupts.code else recovery.next_try(config, run, ending, n_restarts)
-        if going_on is None:
-            break
-        console.close(f"lockstep: {ending.message}", "stderr")
-        config, run = going_on
-    if not console.close(console.last_words(ending), "stderr" if ending.code else "stdout"):
-        os._exit(ending.code)  # the terminal takes no more; Python's own flush at its end would wait for it
-    return ending.code
+def train(config: Config, dataset: Dataset, run: RunFolder, context: Context) -> int:
+    """Train to the end, resuming after lost processes as `on_failure` says. Return the exit code."""
+    host, n_steps = context.host, orders_of(config, dataset).n_steps("train")
+    console = Console(run.folder / host.log, config, n_steps, host.writes)
+    recovery = Recovery(console, dataset, run.folder, context)
+    attempt: Attempt | None = Attempt(config, run)
+    while attempt:
+        exit_status, last_step = train_once(attempt, dataset, context, console, recovery)
+        exit_status, attempt = recovery.next(attempt, exit_status, last_step)
+    exit_status = host.conclude(exit_status)
+    console.log_ending(exit_status)
+    if not console.close(console.last_line(exit_status), "stderr" if exit_status.code else "stdout"):
+        os._exit(exit_status.code)  # the terminal is blocked; Python's own flush at exit would wait for it
+    return exit_status.code
 
 
-def try_once(
-    config: Config, dataset: Dataset, run: Run, interrupts: Interrupts, others: Alone
-) -> tuple[Ending, Console]:
-    """Runs all processes to their end."""
-    text = configuration.to_yaml(config)
-    worlds = World.of_host(config.host or 0, config.hosts, len(config.devices))
-    orders = Orders(config, worlds[0], len(dataset.train), len(dataset.val))
-    console = Console(run.folder / others.log, config, orders.n_steps("train"))
-    saved = run.folder / "config.yaml"
+def train_once(
+    attempt: Attempt, dataset: Dataset, context: Context, console: Console, recovery: Recovery
+) -> tuple[ExitStatus, tuple[int, int]]:
+    """Run all processes until they have exited. Return how they ended, and the last step: epoch, number."""
+    config, folder, host = attempt.config, attempt.run.folder, context.host
+    last_step = 0, 0
 
     def on_message(message: object) -> None:
-        if isinstance(message, Started) and others.writes:  # before, it would replace a good run's file
-            write_text(saved, text)
-        console.take(message)
+        if isinstance(message, Started) and host.writes:  # not earlier: it replaces a good run's settings
+            keep_settings(folder, config, dataset.description)
+        if not recovery.take(attempt, message):
+            console.take(message)
 
     try:
-        console.say(f"# the resolved configuration, kept in {saved}\n{text}")
-        announce(console, dataset, run, config, orders)
-        if others.writes and not (config.resume_train and saved.exists()):  # killed soon, it can go on
-            write_text(saved, text)
-        begin_trace(config.trace and others.writes, run.folder)
-        with Processes(config.wait_deadline, interrupts) as processes:
-            start_processes(processes, config, run, worlds, others)
+        if attempt.number == 0:
+            announce(console, dataset, attempt.run, config, orders_of(config, dataset))
+        is_resumed = config.resume_train and (folder / "config.yaml").exists()
+        if host.writes and not is_resumed:  # now: a run that is killed before its first step can be resumed
+            keep_settings(folder, config, dataset.description)
+        begin_trace(config.trace and host.writes, folder)
+        with Processes(config.timeout, context.interrupts, template=context.template) as processes:
+            start_processes(processes, attempt, host)
             machine = {"cores": devices.count_cores(), **devices.describe(config.devices)}
-            made_with = {"versions": versions.of_packages(), "machine": machine}
-            console.log("started", {**processes.pids(), **made_with})
-            console.say("starting: " + ", ".join(processes.pids()))
-            ending = others.watch(processes, on_message)
-    except UserError as error:  # the console says it, after all that it still has to show
-        ending = Ending(2, str(error))
-    ending = others.conclude(ending)
-    console.log_ending(ending)
-    return ending, console
+            software = {"versions": versions.of_packages(), "machine": machine}
+            console.log("started", {**processes.pids(), **software})
+            if attempt.number == 0:
+                console.say("starting: " + ", ".join(processes.pids()))
+            processes.is_to_pause = lambda: recovery.is_to_pause(attempt)
+            processes.is_overdue = lambda: recovery.is_overdue(config, context.interrupts)
+            exit_status = host.watch(processes, on_message, attempt.number)
+            last_step = processes.last_step()
+    except UserError as error:  # the console prints it, after the lines that still wait
+        exit_status = ExitStatus(2, str(error))
+    return exit_status, last_step
 
 
-def start_processes(
-    processes: Processes, config: Config, run: Run, worlds: list[World], others: Alone
-) -> None:
-    """Starts a trainer and, with para_load, a loader per device, with a pipe between all that talk."""
+def start_processes(processes: Processes, attempt: Attempt, host: SingleHost) -> None:
+    """Start a trainer and, with para_load, a loader for each device, connected by pipes."""
     devices.number_gpus_by_place()
-    start = run.start.path if run.start else None
-    plan = Plan(config, run.folder, start, others.joint, others.writes)
-    peers: list[dict[int, Connection]] = [{} for _ in worlds]
-    for rank in range(len(worlds)):
-        for other in range(rank):
-            peers[rank][other], peers[other][rank] = multiprocessing.Pipe()
+    config, worlds = attempt.config, worlds_of(attempt.config)
+    plan = attempt.plan(host.host_connection, host.writes)
+    peers = connect_all(len(worlds))
     for rank, world in enumerate(worlds):
-        ours: list[Connection] = []
-        if config.para_load:
-            pairs = [multiprocessing.Pipe() for _ in range(1 + config.loader_restarts)]
-            ours = [pair[0] for pair in pairs]
-            first, *spares = [(pair[1], world, config) for pair in pairs]
+        loaders: list[Connection] = []
+        if config.para_load:  # a pipe for the loader, and one for each of its restarts
+            pipes = [multiprocessing.Pipe() for _ in range(1 + config.loader_restarts)]
+            loaders = [trainer_end for trainer_end, _ in pipes]
+            first, *spares = [(loader_end, world, config) for _, loader_end in pipes]
             processes.start(f"loader {rank}", "proc_load:run_loader", first, spares=spares)
             first[0].close()
-        arguments = (plan, world, ours, peers[rank])
-        processes.start(f"trainer {rank}", "train_funcs:run_trainer", arguments, speaker=rank == 0)
-        # Only the children's copies are left, so that a child's death closes its pipes.
-        for connection in (*ours, *peers[rank].values()):
+        arguments = (plan, world, loaders, peers[rank])
+        processes.start(f"trainer {rank}", "train_funcs:run_trainer", arguments, reporting=rank == 0)
+        # Only the children keep their ends, so that a child's death closes its pipes.
+        for connection in (*loaders, *peers[rank].values()):
             connection.close()
 
 
 if __name__ == "__main__":
-    leave(main(interrupts))
+    leave(main(interrupts, template))

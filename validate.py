@@ -1,14 +1,15 @@
-"""Says how good a trained network is: top-1 and top-5 error and loss over all validation images, each once.
+"""Measure a trained network's top-1 and top-5 error and its loss on all validation images.
 
-    python validate.py runs/try1                              its newest checkpoint, on its own dataset
-    python validate.py runs/try1 --epoch 12 --ten-crops       the checkpoint of an epoch, ten views an image
+    python validate.py runs/try1                              the newest checkpoint, on its own dataset
+    python validate.py runs/try1 --epoch best                 the best checkpoint, by the key `monitor`
+    python validate.py runs/try1 --epoch 12 --ten-crops       the checkpoint of an epoch, ten views per image
+    python validate.py runs/try1 --json result.json --csv classes.csv      all metrics, by class, too
     python validate.py runs/try1 data_folder=data/other devices='[cuda:0, cuda:1]' batch_size=256
 
-key=value overrides the run's configuration. The result does not depend on devices or batch size, but for
-rounding.
+key=value overrides the run's configuration. The result depends on devices and batch size by rounding only.
 
-Exit code: 0 it is measured; 2 something given was wrong; 130 Ctrl-C, 143 SIGTERM; 1 anything else, and the
-last line says who failed, how, and at what.
+Exit code: 0 success; 2 an argument or file can't be used; 130 Ctrl-C, 143 SIGTERM or SIGHUP; 1 anything else,
+and the last line says which process failed, how, and what it was doing.
 """
 
 from lockstep.interrupts import Interrupts
@@ -27,65 +28,89 @@ from tqdm import tqdm
 from lockstep import config as configuration
 from lockstep.backends import devices
 from lockstep.comm.group import World
-from lockstep.comm.messages import Notice, Predictions
+from lockstep.comm.messages import Predictions, WarningMessage
 from lockstep.config import Config
+from lockstep.config.tasks import is_multilabel
 from lockstep.data.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
-from lockstep.evaluate.evaluation import Evaluation
+from lockstep.evaluate.evaluation import Evaluation, LabelEvaluation
+from lockstep.evaluate.files import write_csv, write_json
 from lockstep.launch.console import show
-from lockstep.launch.processes import Ending, Processes
+from lockstep.launch.processes import ExitStatus, Processes
+from lockstep.launch.validation import FEW_CLASSES
 from lockstep.loading.reader import N_VIEWS
-from lockstep.runs import folder as runfolder
-from lockstep.runs.folder import Checkpoint
-from lockstep.runs.plan import Plan
+from lockstep.runs import checkpoint_files
+from lockstep.runs.metrics import ClassMetrics
+from lockstep.runs.multilabel import LabelMetrics
+from lockstep.runs.network_source import check_importable
+from lockstep.runs.plan import RunPlan
+from lockstep.runs.state import Checkpoint
 
-N_WORST = 10  # classes that are listed
+N_WORST = 10  # classes to list
 
 
 def main(interrupts: Interrupts) -> int:
+    """Run the program and return its exit code."""
     try:
-        words = read_words()
-        config, checkpoint = open_checkpoint(words.run, words.epoch, words.overrides)
+        arguments = parse_arguments()
+        config, checkpoint = open_checkpoint(arguments.run, arguments.epoch, arguments.overrides)
         dataset = open_dataset(config)
-        n_views = N_VIEWS if words.ten_crops else 1
-        evaluation, ending = evaluate(config, checkpoint, len(dataset.val), n_views, interrupts)
-        if ending.code:
-            show(f"{ending.traceback}lockstep: {ending.message or 'stopped as asked'}", "stderr")
-            return ending.code
+        n_views = N_VIEWS if arguments.ten_crops else 1
+        evaluation = new_evaluation(config, dataset)
+        exit_status = evaluate(evaluation, config, checkpoint, len(dataset.val), n_views, interrupts)
+        if exit_status.code:
+            show(f"{exit_status.traceback}lockstep: {exit_status.message or 'stopped as asked'}", "stderr")
+            return exit_status.code
         report(evaluation, checkpoint, config, dataset, n_views)
+        write_files(evaluation, checkpoint, config, dataset, arguments)
         return 0
     except UserError as error:
         show(f"lockstep: {error}", "stderr")
         return 2
 
 
-def read_words() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument(
-        "--epoch", type=int, help="the checkpoint of this epoch (default: the newest whole one)"
+        "--epoch",
+        type=checkpoint_files.epoch_named,
+        default="latest",
+        help="the checkpoint to use: an epoch, best (by `monitor`) or latest (the newest whole one)",
     )
     parser.add_argument(
-        "--ten-crops", action="store_true", help="average the answers to ten views of an image"
+        "--ten-crops", action="store_true", help="average the predictions for ten views of each image"
     )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all metrics and the confusion matrix"
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a row of metrics per class")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override the run's configuration")
     return parser.parse_intermixed_args()
 
 
-def open_checkpoint(folder: Path, epoch: int | None, overrides: list[str]) -> tuple[Config, Checkpoint]:
-    """A run's configuration, with devices of today, and one of its checkpoints.
+def open_checkpoint(folder: Path, epoch: int | str, overrides: list[str]) -> tuple[Config, Checkpoint]:
+    """Return a run's configuration, with devices of this machine, and one of its checkpoints.
 
-    Raises UserError where there is no such run or checkpoint.
+    Args:
+        folder: The run's folder.
+        epoch: The checkpoint's epoch, 'best' or 'latest'.
+        overrides: Settings as key=value.
+
+    Raises:
+        UserError: There is no such run or checkpoint, or an override can't be used.
     """
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder}: is not a run's folder: it has no config.yaml")
-    checkpoint, notices = runfolder.find_checkpoint(folder, "latest" if epoch is None else epoch)
-    given = configuration.read_command_line(overrides)
-    config, more = configuration.resolve([configuration.read_run(folder / "config.yaml"), given])
-    for notice in [*notices, *more]:
-        show(f"note: {notice}", "stderr")
-    chosen = devices.normalise(config.devices) if "devices" in given.values else ()
+    checkpoint, notes = checkpoint_files.find_checkpoint(folder, epoch)
+    layer = configuration.read_command_line(overrides)
+    config, more_notes = configuration.resolve([configuration.read_run(folder / "config.yaml"), layer])
+    check_importable(folder, config.model)
+    for note in [*notes, *more_notes]:
+        show(f"note: {note}", "stderr")
+    chosen = devices.normalise(config.devices) if "devices" in layer.values else ()
     if chosen:
         devices.check(chosen)
     else:
@@ -93,53 +118,137 @@ def open_checkpoint(folder: Path, epoch: int | None, overrides: list[str]) -> tu
     return dataclasses.replace(config, devices=chosen), checkpoint
 
 
+def new_evaluation(config: Config, dataset: Dataset) -> Evaluation | LabelEvaluation:
+    """Return an evaluation without predictions."""
+    if is_multilabel(config):
+        return LabelEvaluation(len(dataset.val), dataset.n_classes, config.threshold)
+    return Evaluation(len(dataset.val))
+
+
 def evaluate(
-    config: Config, checkpoint: Checkpoint, n_images: int, n_views: int, interrupts: Interrupts
-) -> tuple[Evaluation, Ending]:
-    """Runs a trainer process per device over the validation images."""
-    evaluation = Evaluation(n_images)
-    plan = Plan(config, checkpoint.path.parent.parent, checkpoint.path)
+    evaluation: Evaluation | LabelEvaluation,
+    config: Config,
+    checkpoint: Checkpoint,
+    n_images: int,
+    n_views: int,
+    interrupts: Interrupts,
+) -> ExitStatus:
+    """Measure the validation images with one process per device."""
+    plan = RunPlan(config, checkpoint.path.parent.parent, checkpoint.path)
     with (
         tqdm(total=n_images, unit=" images", disable=None, leave=False) as bar,
-        Processes(config.wait_deadline, interrupts) as processes,
+        Processes(config.timeout, interrupts) as processes,
     ):
 
         def on_message(message: object) -> None:
             if isinstance(message, Predictions):
                 evaluation.take(message)
                 bar.update(len(message.labels))
-            elif isinstance(message, Notice):
+            elif isinstance(message, WarningMessage):
                 show(f"note: {message.text}", "stderr")
 
         for world in World.on_one_host(len(config.devices)):
             arguments = (plan, world, n_views)
-            name, speaks = f"trainer {world.rank}", world.rank == 0
-            processes.start(name, "lockstep.evaluate.evaluation:run_validator", arguments, speaks)
-        ending = processes.watch(on_message)
-    return evaluation, ending
+            processes.start(
+                f"trainer {world.rank}",
+                "lockstep.evaluate.evaluation:run_validator",
+                arguments,
+                reporting=world.rank == 0,
+            )
+        return processes.watch(on_message)
 
 
 def report(
-    evaluation: Evaluation, checkpoint: Checkpoint, config: Config, dataset: Dataset, n_views: int
+    evaluation: Evaluation | LabelEvaluation,
+    checkpoint: Checkpoint,
+    config: Config,
+    dataset: Dataset,
+    n_views: int,
 ) -> None:
-    """Prints the result, and the classes that are most often taken for others."""
-    found = evaluation.summary()
+    """Print the result, and the classes with the largest errors."""
+    summary = evaluation.summary()
     views = "the middle of each" if n_views == 1 else f"{n_views} views of each"
+    if isinstance(evaluation, LabelEvaluation):
+        where = f"{len(dataset.val):,} images of {config.data or config.data_folder} ({views})"
+        report_labels(evaluation.metrics(), summary["loss"], config.threshold, checkpoint, dataset, where)
+        return
+    top5 = f", {summary['error_top5']:.2%} top-5" if dataset.n_classes > FEW_CLASSES else ""
+    data = config.data or config.data_folder
+    means = evaluation.counts(dataset.n_classes).by_class().means()
     show(
-        f"{checkpoint.path}: error {found['error_top1']:.2%} top-1, {found['error_top5']:.2%} top-5, "
-        f"loss {found['loss']:.4f} on {len(dataset.val):,} images of {config.data_folder} ({views})",
+        f"{checkpoint.path}: error {summary['error_top1']:.2%} top-1{top5}, "
+        f"loss {summary['loss']:.4f} on {len(dataset.val):,} images of {data} ({views})",
+        "stdout",
+    )
+    show(
+        f"macro F1 {means['macro_f1']:.2%}, balanced accuracy {means['balanced_accuracy']:.2%}, weighted F1 "
+        f"{means['weighted_f1']:.2%}",
         "stdout",
     )
     names = dataset.class_names
     worst = evaluation.worst(N_WORST)
     if worst:
-        show("classes with the largest error, and what they are most often taken for:", "stdout")
-    for each in worst:
+        show("classes with the largest error, and the class most often predicted instead:", "stdout")
+    for row in worst:
         show(
-            f"  {each.error:6.1%} of {each.n_images:5,}  {names[each.label]}: "
-            f"{names[each.mistaken_for]} ({each.n_mistaken})",
+            f"  {row.error:6.1%} of {row.n_images:5,}  {names[row.label]}: "
+            f"{names[row.mistaken_for]} ({row.n_mistaken})",
             "stdout",
         )
+
+
+def report_labels(
+    metrics: LabelMetrics,
+    loss: float,
+    threshold: float,
+    checkpoint: Checkpoint,
+    dataset: Dataset,
+    where: str,
+) -> None:
+    """Print the result with several classes per image, and the classes with the least average precision."""
+    means, columns = metrics.means(), metrics.columns()
+    show(
+        f"{checkpoint.path}: mean average precision {means['mean_average_precision']:.2%}, "
+        f"loss {loss:.4f} on {where}",
+        "stdout",
+    )
+    show(
+        f"at a threshold of {threshold:g}: macro F1 {means['macro_f1']:.2%}, micro F1 "
+        f"{means['micro_f1']:.2%}, {means['label_error']:.2%} of the decisions are wrong",
+        "stdout",
+    )
+    rows = zip(
+        dataset.class_names, *(columns[name] for name in ("support", "average_precision", "f1")), strict=True
+    )
+    worst = sorted((row for row in rows if row[1]), key=lambda row: row[2])[:N_WORST]
+    show("classes with the least average precision, and their F1:", "stdout")
+    for name, support, precision, f1 in worst:
+        show(f"  {precision:6.1%} of {support:5,} images  {name}: F1 {f1:.1%}", "stdout")
+
+
+def write_files(
+    evaluation: Evaluation | LabelEvaluation,
+    checkpoint: Checkpoint,
+    config: Config,
+    dataset: Dataset,
+    arguments: argparse.Namespace,
+) -> None:
+    """Write the files that the command line names."""
+    names, counts = dataset.description.class_names, None
+    facts = {"checkpoint": str(checkpoint.path), "n_images": len(dataset.val), **evaluation.summary()}
+    metrics: ClassMetrics | LabelMetrics
+    if isinstance(evaluation, LabelEvaluation):
+        metrics = evaluation.metrics()
+        facts["threshold"] = config.threshold
+    else:
+        counts = evaluation.counts(dataset.n_classes)
+        metrics = counts.by_class()
+        if dataset.n_classes <= FEW_CLASSES:
+            del facts["error_top5"]
+    if arguments.json:
+        write_json(arguments.json, facts, metrics, names, counts)
+    if arguments.csv:
+        write_csv(arguments.csv, metrics, names)
 
 
 if __name__ == "__main__":

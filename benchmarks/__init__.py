@@ -1,5 +1,13 @@
-"""Measurements. `make bench` runs them all; each is also a module: python -m benchmarks.exchange
+"""Benchmarks by area. `make bench` runs those of the CPU; benchmarks/gpu.sh runs those of the GPU.
 
-Everything is measured as a ratio within one run, ours and the peer in turn, and reported as medians with the
-machine, the versions and the date. Nothing in here is a test: machines differ.
+    kernels/   single kernels              exchange/   collectives of one host
+    loading/   from a file to a batch      hosts/      collectives of several hosts, and their model
+    step/      a step and its parts        flow/       lockstep.flow
+    peers/     other libraries             synk/       lockstep.synk
+    gpu/       everything on GPUs
+
+drift.py, rules.py and simulate.py are programs over several areas. measure.py and lone.py are shared.
+
+Each comparison takes turns within one run, Lockstep and its peer, and reports medians with the machine, the
+versions and the date. None of these is a test, because machines differ.
 """

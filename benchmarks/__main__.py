@@ -1,8 +1,8 @@
-"""Runs all benchmarks, prints their tables, and keeps them in docs/results/.
+"""Run all benchmarks, print their tables and write them to docs/results/.
 
-    python -m benchmarks saving flow     only these, printed and not kept
+    python -m benchmarks saving flow     run only these, and only print their tables
 
-Each runs in a process of its own: how many threads one asks of torch is not to count for the next.
+Each benchmark runs in its own process, because the number of torch's threads is a setting of the process.
 """
 
 import argparse
@@ -10,41 +10,41 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from benchmarks import (
-    augmenting,
-    decoding,
-    exchange,
-    executor,
-    factors,
-    flow,
-    hosts,
-    reading,
-    rule_steps,
-    saving,
-    sleeping,
-    starting,
-    stepping,
-    updating,
-)
+from benchmarks.exchange import all_reduce
+from benchmarks.flow import executor, sleeping
+from benchmarks.flow import steps as flow
+from benchmarks.hosts import sums
+from benchmarks.loading import augmenting, changing, decoding, reading
 from benchmarks.measure import write_results
+from benchmarks.step import factors, rule_steps, saving, starting, stepping, updating
 
 BENCHMARKS = {
-    benchmark.__name__.removeprefix("benchmarks."): benchmark.run
-    for benchmark in (
-        exchange, updating, factors, rule_steps, reading, augmenting, decoding, starting, stepping, saving,
-        flow, sleeping, executor, hosts,
-    )
-}  # fmt: skip
+    "exchange": all_reduce.run,
+    "updating": updating.run,
+    "factors": factors.run,
+    "rule_steps": rule_steps.run,
+    "reading": reading.run,
+    "augmenting": augmenting.run,
+    "changing": changing.run,
+    "decoding": decoding.run,
+    "starting": starting.run,
+    "stepping": stepping.run,
+    "saving": saving.run,
+    "flow": flow.run,
+    "sleeping": sleeping.run,
+    "executor": executor.run,
+    "hosts": sums.run,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Measures; see CONTRIBUTING.md."
+        prog="python -m benchmarks", description="Run benchmarks; see CONTRIBUTING.md."
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(BENCHMARKS)}")
     names = parser.parse_args().names
     if unknown := [name for name in names if name not in BENCHMARKS]:
-        parser.error(f"there is no benchmark {unknown[0]} (there are: {', '.join(BENCHMARKS)})")
+        parser.error(f"unknown benchmark: {unknown[0]}. Choose from {', '.join(BENCHMARKS)}.")
     sections = []
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:

@@ -1,10 +1,10 @@
-"""How far are two trainers from one with twice the batch? Relative differences on the digits, step by step.
+"""The relative difference between two trainers and one with twice the batch, step by step on the digits.
 
     python -m benchmarks.drift
 
-One trainer with batches of 64 against two of 32, as `make train` trains: in float64, in float32, and in
-float32 with a net that has no kinks (no rectifiers, no maxima). As a measure of what rounding alone does:
-two runs of one trainer in float32, of which one begins with weights whose last bits are shaken.
+It compares one trainer with batches of 64 and two with batches of 32, in float64, in float32, and in float32
+with a smooth network (no ReLU, no maximum pooling). The effect of rounding only is measured by two runs of
+one trainer in float32, of which one starts with randomly changed last bits of the weights.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from lockstep.comm.pipes import Pipe
 from lockstep.config import Config, Layer, resolve
 from lockstep.launch.ranks import DEADLINE, run_ranks
 from lockstep.launch.status import StatusBoard
-from lockstep.runs.plan import Plan
+from lockstep.runs.plan import RunPlan
 from models import smallnet
 from train_funcs import Trainer
 
@@ -36,7 +36,7 @@ State = dict[str, np.ndarray]  # weights and momenta, each as one vector, float6
 
 
 class SmoothNet(smallnet.Model):
-    """smallnet with tanh for its rectifiers and means for its maxima."""
+    """smallnet with tanh instead of ReLU and average instead of maximum pooling."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         x = images / 64
@@ -46,12 +46,12 @@ class SmoothNet(smallnet.Model):
 
 
 def train(rank: int, pipes: dict[int, Pipe], config: Config, dtype: torch.dtype, shaken: bool) -> list[State]:
-    """The state after each of STEPS. shaken: whether the last bits of the first weights are."""
+    """Return the state after each of STEPS; `shaken` changes the last bits of the initial weights."""
     torch.set_num_threads(1)
     torch.set_default_dtype(dtype)
     launcher, _keep_open = multiprocessing.Pipe()
     control = Pipe(launcher, "the launcher", DEADLINE)
-    plan = Plan(config, Path(), None)  # nothing is written
+    plan = RunPlan(config, Path(), None)  # no checkpoints
     trainer = Trainer(plan, Group.on_one_host(rank, pipes), (), control, StatusBoard.create())
     if shaken:
         shake(trainer)
@@ -78,7 +78,7 @@ def vector_of(kind: str, tensors: dict[str, torch.Tensor]) -> np.ndarray:
 
 
 def shake(trainer: Trainer) -> None:
-    """Adds one to the last bit of weights, or takes it away, or does neither, at random."""
+    """Change the last bit of each weight at random by +1, -1 or 0."""
     generator = torch.Generator().manual_seed(0)
     for name, tensor in trainer.program.arena.tensors.items():
         if name.startswith("weights/"):
@@ -95,7 +95,7 @@ def states(n_trainers: int, model: str, dtype: torch.dtype, shaken: bool = False
 
 
 def differences(ours: list[State], theirs: list[State]) -> dict[str, list[float]]:
-    """Relative differences of weights and of momenta, after each of STEPS."""
+    """Return the relative differences of weights and of momenta after each of STEPS."""
     return {
         kind: [
             float(np.linalg.norm(a[kind] - b[kind]) / np.linalg.norm(b[kind]))
@@ -106,7 +106,7 @@ def differences(ours: list[State], theirs: list[State]) -> dict[str, list[float]
 
 
 def run() -> tuple[str, dict[str, Any]]:
-    """The table and the numbers."""
+    """Return the table and the numbers."""
     digits, smooth = "smallnet", "benchmarks.drift:SmoothNet"
     one = states(1, digits, torch.float32)
     pairs = {
@@ -122,7 +122,7 @@ def run() -> tuple[str, dict[str, Any]]:
     rows: list[tuple[str, ...]] = [("relative difference in", "of", *(f"after step {n}" for n in STEPS))]
     for name, found in numbers.items():
         rows += [(kind, name, *(f"{value:.0e}" for value in found[kind])) for kind in KINDS]
-    title = f"Drift: the digits' net at learning rate {RATE}, {BATCH} pictures a step"
+    title = f"Drift: the digits' net at learning rate {RATE}, {BATCH} images a step"
     return table(title, rows), {f"drift: {name}": found for name, found in numbers.items()}
 
 

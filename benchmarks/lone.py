@@ -1,4 +1,4 @@
-"""A trainer without a launcher, whose steps are timed: on what a loader brings, or on what is there."""
+"""A trainer without a launcher, to time its steps on batches from a loader or on a resident batch."""
 
 import itertools
 import multiprocessing
@@ -16,14 +16,14 @@ from lockstep.launch.ranks import DEADLINE
 from lockstep.launch.status import StatusBoard
 from lockstep.loading import Batch
 from lockstep.loading.feed import Feed
-from lockstep.runs.plan import Plan
+from lockstep.runs.plan import RunPlan
 from train_funcs import Trainer
 
-NEVER = 10**6  # steps between lines of progress: printing waits for the device
+NEVER = 10**6  # steps between lines of progress, because printing waits for the device
 
 
 class ResidentFeed(Feed):
-    """The same batch again and again: what a step costs when loading costs nothing."""
+    """A feed that repeats one batch, to measure a step without loading."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
@@ -35,17 +35,19 @@ class ResidentFeed(Feed):
         return self._batch
 
     def release(self) -> None:
-        """It stays."""
+        """Keep the batch."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 class LoneTrainer:
-    """The real trainer, with a loader process where `para_load` is set. Its orders never end.
+    """The real trainer, with a loader process if `para_load` is set, and with endless orders.
 
-    group: of several, who all make one at once; without, it is alone. loaded: the feed that it opened.
-    resident: a feed of one batch, views of whatever lies in that place.
+    Args:
+        group: The group of several trainers that start at the same time; by default a single trainer.
+
+    `loaded` is the feed that the trainer opened; `resident` repeats one batch.
     """
 
     def __init__(self, config: Config, group: Group | None = None) -> None:
@@ -55,7 +57,7 @@ class LoneTrainer:
         control, launcher = multiprocessing.Pipe()
         self._launcher = Pipe(launcher, "the trainer", DEADLINE)
         self.trainer = Trainer(
-            Plan(config, Path(), None),
+            RunPlan(config, Path(), None),
             group,
             loaders,
             Pipe(control, "the launcher", DEADLINE),
@@ -72,8 +74,8 @@ class LoneTrainer:
         self.trainer.train_step(NEVER)
 
     def use(self, feed: Feed) -> None:
-        """Takes its minibatches from `feed` from now on."""
-        while self._launcher.poll():  # ticks that nobody wants to see
+        """Take minibatches from `feed` from now on."""
+        while self._launcher.poll():  # progress messages, which are discarded
             self._launcher.receive(object, "a tick")
         self.trainer.feed = feed
 
@@ -91,7 +93,7 @@ class LoneTrainer:
 
 
 def endless(n_samples: int, size: int, world: World) -> Iterator[Order]:
-    """One trainer's training orders of full minibatches, `size` pictures each, epoch after epoch."""
+    """Yield one trainer's orders for full minibatches of `size` images, epoch after epoch."""
     whole = size * world.size
     for epoch in itertools.count(1):
         for step, (start, stop) in enumerate(minibatches(n_samples // whole * whole, whole), 1):

@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing in turns, tables, and a record of the machine."""
+"""Shared functions of the benchmarks: timing in turns, tables, and a record of the machine."""
 
 import json
 import os
@@ -19,14 +19,14 @@ from lockstep.backends.devices import count_cores
 
 
 def medians(functions: dict[str, Callable[[], object]], rounds: int = 9) -> dict[str, float]:
-    """Seconds of each function: the median over rounds in which all take turns, after a warm-up."""
+    """Return the seconds of each function: the median over rounds of turns, after a warm-up."""
     return {name: wall for name, (wall, _) in both_medians(functions, rounds).items()}
 
 
 def both_medians(
     functions: dict[str, Callable[[], object]], rounds: int = 9
 ) -> dict[str, tuple[float, float]]:
-    """The same, and the seconds of processor time of this process, which other processes disturb less."""
+    """Return the medians of seconds and of this process's CPU seconds, which other processes disturb less."""
     laps: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
     for number in range(rounds + 1):
         for name, function in functions.items():
@@ -39,7 +39,7 @@ def both_medians(
 
 
 def processor_seconds(function: Callable[[], object], rounds: int = 5) -> float:
-    """The least of a few: with one thread it is what an idle core takes, whoever else uses the machine."""
+    """Return the least CPU seconds of a few calls, which with one thread equal the time on an idle core."""
     found = []
     for _ in range(rounds + 1):
         begin = time.process_time()
@@ -49,7 +49,7 @@ def processor_seconds(function: Callable[[], object], rounds: int = 5) -> float:
 
 
 def machine() -> dict[str, object]:
-    """Where and with what a result was measured."""
+    """Return the machine and the versions of a measurement."""
     return {
         "date": date.today().isoformat(),
         "commit": commit(),
@@ -64,7 +64,7 @@ def machine() -> dict[str, object]:
 
 
 def commit() -> str:
-    """What git says, or $LOCKSTEP_COMMIT where a copy of the files is not a checkout."""
+    """Return git's commit, or $LOCKSTEP_COMMIT outside a checkout."""
     otherwise = os.environ.get("LOCKSTEP_COMMIT") or "unknown"
     if shutil.which("git") is None:
         return otherwise
@@ -80,14 +80,14 @@ def _processor() -> str:
 
 
 def table(title: str, rows: list[tuple[str, ...]]) -> str:
-    """A Markdown table; the first row is its head."""
+    """Return a Markdown table whose first row is the head."""
     head, *body = rows
     lines = [f"### {title}", "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in body), ""])
 
 
 def verdict(value: float, target: float, at_most: bool = False) -> str:
-    """What is aimed at, and whether it was reached."""
+    """Return a text with the target and whether it was met."""
     reached, sign = (value <= target, "<=") if at_most else (value >= target, ">=")
     return f"target {sign} {target:g}: {'pass' if reached else 'short'}"
 
@@ -95,7 +95,7 @@ def verdict(value: float, target: float, at_most: bool = False) -> str:
 def write_results(
     folder: Path, name: str, sections: list[tuple[str, dict[str, Any]]], command: str = "make bench"
 ) -> None:
-    """One Markdown and one JSON file with everything that was measured. command: what makes them."""
+    """Write a Markdown and a JSON file with all results, and the command that makes them."""
     where = machine()
     facts = ", ".join(f"{key} {value}" for key, value in where.items())
     text = "\n".join([f"# Results of `{command}`", "", facts, "", *(section for section, _ in sections)])

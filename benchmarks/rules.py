@@ -1,12 +1,12 @@
-"""What rules learn on real pictures: 4 trainers, 64 pictures a step, several seeds.
+"""Validation error of each rule on real images: 4 trainers, 64 images per step, several seeds.
 
     python -m benchmarks.rules            five seeds (make rules)
     python -m benchmarks.rules 2          two
 
-Momentum SGD, cosine, the quick start's net; the digits for 14 epochs of 23 steps, Fashion-MNIST for 2 of 938
-where data/fashion_mnist is a dataset folder. Error and loss are of the last epoch's validation, the mean over
-seeds and its standard error; bytes and seconds are trainer 0's, by epoch, and the least of all seeds, which
-other work has disturbed least. What was interrupted goes on where it was, from a journal beside the results.
+The quick start's network trains with momentum SGD and a cosine schedule: on the digits for 14 epochs of 23
+steps, and on Fashion-MNIST for 2 epochs of 938 steps if data/fashion_mnist is a dataset folder. Error and
+loss are those of the last validation, as mean and standard error over seeds. Bytes and seconds are trainer
+0's per epoch, the least over all seeds. A journal beside the results resumes an interrupted run.
 """
 
 import json
@@ -30,7 +30,7 @@ from lockstep.config import Config, Layer, resolve
 from lockstep.config.rules import settle
 from lockstep.launch.ranks import DEADLINE, run_ranks
 from lockstep.launch.status import StatusBoard
-from lockstep.runs.plan import Plan
+from lockstep.runs.plan import RunPlan
 from train_funcs import Trainer
 
 N_TRAINERS, SEEDS = 4, 5
@@ -40,7 +40,7 @@ DATASETS = {
     "the digits": ("data/digits", 14),
     "Fashion-MNIST": ("data/fashion_mnist", 2),
 }  # with their epochs
-KEYS: dict[str, Any] = {"learning_rate": 0.02, "lr_policy": "cosine", "minibatch": 64}
+KEYS: dict[str, Any] = {"learning_rate": 0.02, "lr_policy": "cosine", "global_batch_size": 64}
 RULES: dict[str, dict[str, Any]] = {
     "weights": {"rule": "weights"},
     "gradients": {"rule": "gradients"},
@@ -56,20 +56,20 @@ Results = dict[tuple[str, str, int], dict[str, float]]  # by dataset, rule and s
 
 
 def train(rank: int, pipes: dict[int, Pipe], config: Config) -> dict[str, float]:
-    """The last validation, and bytes, seconds and processor seconds by epoch."""
+    """Return the last validation, and bytes, seconds and CPU seconds per epoch."""
     torch.set_num_threads(1)
     launcher, theirs = multiprocessing.Pipe()
     threading.Thread(target=hear, args=(theirs,), daemon=True).start()
     control = Pipe(launcher, "the launcher", DEADLINE)
-    plan = Plan(config, Path(), None)  # nothing is written
+    plan = RunPlan(config, Path(), None)  # nothing is written
     trainer = Trainer(plan, Group.on_one_host(rank, pipes), (), control, StatusBoard.create())
     n_bytes, begin, begin_cpu = 0, time.perf_counter(), time.process_time()
     for _ in range(config.n_epochs):
         trainer.begin_epoch()
         while trainer.position < len(trainer.dataset.train):
-            trainer.train_step(sys.maxsize)  # so long an epoch that nothing is printed before print_freq
+            trainer.train_step(sys.maxsize)  # longer than an epoch: no lines of progress
             n_bytes, trainer.recorder.n_bytes = n_bytes + trainer.recorder.n_bytes, 0
-        with trainer.rule.as_one():
+        with trainer.rule.averaged():
             trainer.validate()
         trainer.epoch, trainer.position = trainer.epoch + 1, 0
     spent = time.perf_counter() - begin, time.process_time() - begin_cpu
@@ -79,7 +79,7 @@ def train(rank: int, pipes: dict[int, Pipe], config: Config) -> dict[str, float]
 
 
 def hear(connection: Connection) -> None:
-    """In the launcher's place: a trainer whose messages nobody takes waits in vain."""
+    """Receive a trainer's messages in place of the launcher, so that the trainer does not block."""
     with suppress(OSError):
         while os.read(connection.fileno(), 1 << 16):
             pass
@@ -97,13 +97,13 @@ def learn(dataset: str, rule: str, seed: int) -> dict[str, float]:
 
 
 def read_journal() -> Results:
-    """What an interrupted run has found."""
+    """Return the results of an interrupted run."""
     lines = JOURNAL.read_text().splitlines() if JOURNAL.exists() else []
     return {tuple(key): result for key, result in map(json.loads, lines)}
 
 
 def learn_all(datasets: list[str], n_seeds: int) -> Results:
-    """Rules take turns, so that a busy machine is busy for all."""
+    """Train all rules in turns, so that other work on the machine affects all of them."""
     found = read_journal()
     RESULTS.mkdir(parents=True, exist_ok=True)
     keys = [(data, rule, seed) for data in datasets for seed in range(n_seeds) for rule in RULES]
@@ -118,13 +118,13 @@ def learn_all(datasets: list[str], n_seeds: int) -> Results:
 
 
 def with_error(values: list[float], scale: float, digits: int) -> str:
-    """Their mean and its standard error."""
+    """Return the mean and its standard error."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
     return f"{scale * statistics.mean(values):.{digits}f} +- {scale * error:.{digits}f}"
 
 
 def section(dataset: str, found: Results, n_seeds: int) -> tuple[str, dict[str, Any]]:
-    """The table of a dataset, and the numbers."""
+    """Return the table of a dataset, and the numbers."""
     head = "rule", "error in %", "loss", "MB an epoch", "seconds an epoch", "seconds of a core"
     rows: list[tuple[str, ...]] = [head]
     numbers = {rule: [found[dataset, rule, seed] for seed in range(n_seeds)] for rule in RULES}
@@ -138,7 +138,7 @@ def section(dataset: str, found: Results, n_seeds: int) -> tuple[str, dict[str, 
 
 
 def remarks(datasets: list[str], found: Results) -> str:
-    """How the table is to be read."""
+    """Return the notes on how to read the table."""
     load = statistics.mean(result["load"] for result in found.values())
     lines = [
         "Seconds are trainer 0's, the least of all seeds: with four trainers on these cores, and other work",

@@ -1,9 +1,9 @@
-"""Predicts how AlexNet scales from 2 to 512 devices: python -m benchmarks.simulate [folder]
+"""A prediction of how AlexNet scales from 2 to 512 devices: python -m benchmarks.simulate [folder]
 
-Measures the parts of a step here (each stage's forward and backward pass, the update, an exchange between two
-processes), predicts from them the step of two trainers, measures that too, and says how far off it was. Then
-predicts GPUs from figures that others have published, for nobody has run this on one: stages at the rates of
-benchmarks/gpu/roofline.py, links at those of LINKS. Writes scaling.md, .json and .png into the folder.
+The program measures the parts of a step on this machine (forward and backward pass of each stage, the update,
+an exchange between two processes), predicts the step of two trainers, and compares it with a measurement. For
+GPUs it predicts from published figures: stages at the rates of benchmarks/gpu/roofline.py, and links at those
+of LINKS. It writes scaling.md, .json and .png into the folder.
 """
 
 import argparse
@@ -22,16 +22,13 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 
-from benchmarks import exchange
-from benchmarks.augmenting import make_folder
+from benchmarks.exchange import all_reduce
 from benchmarks.gpu import roofline
-from benchmarks.measure import processor_seconds, table, write_results
-from benchmarks.packing import time_packing, time_products
-from benchmarks.scaling import (
+from benchmarks.hosts.packing import time_packing, time_products
+from benchmarks.hosts.scaling import (
     ALEXNETS_FULL,
     BFLOAT16,
     FLOAT32,
-    INT8,
     Link,
     Stage,
     Wire,
@@ -42,6 +39,8 @@ from benchmarks.scaling import (
     step_beneath,
     sum_of_hosts,
 )
+from benchmarks.loading.augmenting import make_folder
+from benchmarks.measure import processor_seconds, table, write_results
 from lockstep.launch.ranks import run_ranks
 from models.alexnet import Model
 
@@ -58,7 +57,7 @@ ETHERNETS = (
     Link("100 Gb/s", 11.9e9, 30e-6, ""),
     Link("400 Gb/s", 47.5e9, 30e-6, ""),
 )
-WIRES = FLOAT32, BFLOAT16, INT8
+WIRES = FLOAT32, BFLOAT16
 GPUS_OF_A_HOST, EVERY = 8, 16
 # images a second or speed-up by number of devices
 PUBLISHED = {
@@ -93,19 +92,19 @@ def main() -> None:
 
 
 def measure() -> dict[str, Any]:
-    """The parts of a step with one thread, an exchange, and whole steps of one and two trainers."""
+    """Measure the parts of a step with one thread, an exchange, and whole steps of one and two trainers."""
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        seconds = run_ranks(exchange.measure, 2, store)[0]["lockstep"]
+        seconds = run_ranks(all_reduce.measure, 2, store)[0]["lockstep"]
         make_folder(Path(folder) / "set", N_STEPS * BATCH // 2)
         steps = {n: trained_step(Path(folder), n) for n in (1, 2)}
     return {
         "load_average": load,
         "stages": [vars(stage) for stage in time_stages()],
         "update_seconds": time_update(),
-        "exchange_bytes_per_second": 4 * exchange.N_ELEMENTS / seconds,
+        "exchange_bytes_per_second": 4 * all_reduce.N_ELEMENTS / seconds,
         "step_seconds": steps,
         "packing_seconds_per_element": {wire.name: time_packing(wire.name) for wire in WIRES},
         "seconds_per_product": time_products(2 * BATCH),
@@ -113,7 +112,7 @@ def measure() -> dict[str, Any]:
 
 
 def check(parts: dict[str, Any]) -> tuple[str, dict[str, dict[int, float]]]:
-    """The prediction for two trainers here beside what was measured; and the curve for more cores."""
+    """Compare prediction and measurement for two trainers, and predict the curve for more cores."""
     stages = [Stage(**stage) for stage in parts["stages"]]
     link = Link("memory", parts["exchange_bytes_per_second"], 0.0, "measured here")
     steps = {int(n): seconds for n, seconds in parts["step_seconds"].items()}
@@ -128,7 +127,7 @@ def check(parts: dict[str, Any]) -> tuple[str, dict[str, dict[int, float]]]:
 
 
 def time_stages() -> list[Stage]:
-    """Forward and backward of each of AlexNet's stages by itself, in float32, in processor time."""
+    """Measure CPU seconds of the forward and backward pass of each of AlexNet's stages, in float32."""
     model = Model(1000, "theano_alexnet").to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     x = torch.randn(BATCH, 3, 227, 227).to(memory_format=torch.channels_last)
     found = []
@@ -152,7 +151,7 @@ def time_stages() -> list[Stage]:
 
 
 def _stages(model: Model) -> list[tuple[str, torch.nn.Module, Any]]:
-    """A name, the layer that has parameters, and all that is done with it."""
+    """Yield the name of each stage, its layer with parameters, and its modules."""
     convolutions = {
         "conv1": lambda x: model._norm_and_pool(model.conv1(x)),
         "conv2": lambda x: model._norm_and_pool(model.conv2(x)),
@@ -167,14 +166,14 @@ def _stages(model: Model) -> list[tuple[str, torch.nn.Module, Any]]:
 
 
 def time_update() -> float:
-    parameter = torch.zeros(exchange.N_ELEMENTS // 2, requires_grad=True)
+    parameter = torch.zeros(all_reduce.N_ELEMENTS // 2, requires_grad=True)
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.SGD([parameter], lr=0.01, momentum=0.9, weight_decay=0.0005, fused=True)
     return processor_seconds(optimizer.step)
 
 
 def trained_step(folder: Path, n_trainers: int) -> float:
-    """Seconds of a step as train.py tells them, the median of its lines of progress but the first."""
+    """Return the seconds of a step that train.py prints: the median of all lines except the first."""
     keys = {
         "data_folder": folder / "set", "n_classes": 1000, "model": "alexnet", "batch_size": BATCH,
         "model_args": "{variant: theano_alexnet}", "devices": f"[{', '.join(['cpu'] * n_trainers)}]",
@@ -189,7 +188,7 @@ def trained_step(folder: Path, n_trainers: int) -> float:
 
 
 def gpu_curves() -> dict[str, dict[int, float]]:
-    """Each link with a step at the roofline, the hardest to scale, and at the estimate of this code's."""
+    """Return a curve per link, for a step at the roofline and at the estimate of this code's step."""
     floor = gpu_stages(1.0)
     slower = gpu_stages(GPU_BATCH / ESTIMATE / lone_step(floor, 0.0))
     curves = {}
@@ -204,7 +203,7 @@ def gpu_curves() -> dict[str, dict[int, float]]:
 
 
 def tables_of_hosts(parts: dict[str, Any]) -> str:
-    """Of hosts like this one, with two trainers on CPUs, and of hosts with GPUs."""
+    """Return the tables of CPU hosts like this one with two trainers, and of hosts with GPUs."""
     stages = gpu_stages(GPU_BATCH / ESTIMATE / lone_step(gpu_stages(1.0), 0.0))
     gpus = step_beneath(stages, 0.0, LINKS[0], GPUS_OF_A_HOST, 4)
     cpus = {int(n): seconds for n, seconds in parts["step_seconds"].items()}[2]
@@ -231,16 +230,21 @@ def host_rows(
     wires: list[Wire],
     seconds_per_product: float,
 ) -> list[tuple[str, ...]]:
-    """A row for each network and way. inside: seconds of a host's own step; n_rows: of a minibatch."""
-    n_parameters = exchange.N_ELEMENTS // 2
-    ways: dict[str, Callable[[Link, int], float]] = {
+    """Return a row per network and way of exchange.
+
+    Args:
+        inside: Seconds of a step within a host.
+        n_rows: Images of a minibatch.
+    """
+    n_parameters = all_reduce.N_ELEMENTS // 2
+    implementations: dict[str, Callable[[Link, int], float]] = {
         f"gradients, {wire.name}": lambda link, n, wire=wire: sum_of_hosts(link, n, n_parameters, wire)  # type: ignore[misc]
         for wire in wires
     }
-    ways["gradients, factors"] = lambda link, n: factors_of_hosts(
+    implementations["gradients, factors"] = lambda link, n: factors_of_hosts(
         link, n, n_parameters, ALEXNETS_FULL, n_rows, wires[0], seconds_per_product
     )
-    ways[f"local, every {EVERY} steps"] = lambda link, n: (
+    implementations[f"local, every {EVERY} steps"] = lambda link, n: (
         sum_of_hosts(link, n, 2 * n_parameters, wires[0]) / EVERY
     )
     return [
@@ -249,12 +253,12 @@ def host_rows(
             *(f"{speed_up(inside + seconds(link, n), inside, n):.1f}" for n in DEVICES[1:]),
         )
         for link in links
-        for name, seconds in ways.items()
+        for name, seconds in implementations.items()
     ]
 
 
 def gpu_stages(factor: float) -> list[Stage]:
-    """The roofline's seconds for 256 pictures, times `factor`, divided among layers by their operations."""
+    """Return the roofline's seconds for 256 images times `factor`, divided among layers by operations."""
     total = factor * roofline.seconds(roofline.H200_FLOPS, roofline.H200_BYTES)
     products = sum(layer.n_products * layer.macs for layer in roofline.LAYERS)
     return [
@@ -269,7 +273,7 @@ def gpu_stages(factor: float) -> list[Stage]:
 
 
 def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
-    """Speed-up by devices, both in powers of two; published ones with marks."""
+    """Draw the speed-up by number of devices, both in powers of two; markers are published results."""
     figure, axes = plt.subplots(figsize=(9, 6))
     axes.plot(DEVICES, DEVICES, color="0.8", label="as many times as fast")
     for number, (name, curve) in enumerate(curves.items()):

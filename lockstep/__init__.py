@@ -1,31 +1,53 @@
-"""What train.py, train_funcs.py and proc_load.py stand on: one room for each concern.
+"""The library of train.py, train_funcs.py and proc_load.py: one package for each concern.
 
-From the lowest up; a room imports those above it in this list, never those below (`make check` sees to it).
+The list goes from the lowest package to the highest. A package imports only those above it in the list;
+`make check` verifies that.
 
-    errors.py     what a user is told                    files.py   files that appear whole or not at all
-    interrupts.py Ctrl-C and SIGTERM                     typed.py   YAML values as the types of annotations
+    errors.py     exceptions with messages for users     files.py   files that appear complete or not at all
+    extras.py     packages that only some features need
+    interrupts.py Ctrl-C and SIGTERM                     typed.py   YAML values as annotated types
+    threads.py    functions in a thread that never delays the exit
+    objects.py    functions by name, and what lockstep.train passes
+    trace/        timelines for Perfetto and Chrome: a run's processes, and dataflow
     optim/        optimizers, one file each, and learning rates
-    config/       the keys of a run: their types, layers of files, what can't be
-    comm/         messages, pipes whose waits have deadlines, groups of processes
+    config/       the keys of a run: types, layers of files, and forbidden combinations
+    comm/         messages, pipes with timeouts, groups of processes
     memory/       blocks of host or device memory that other processes open
-    kernels/      CUDA kernels and how they are compiled
-    data/         files of pictures, datasets, manifests, the order of samples, randomness, augmentation
-    loading/      slots, rings and feeds: how minibatches come into memory
+    kernels/      CUDA kernels and their compilation
+    data/         image files, datasets, manifests, the order of samples, randomness, augmentation
+    loading/      slots, rings and feeds: how batches get into memory
     exchange/     collectives from memory to memory, and the proof that devices reach each other
-    runs/         a run's folder, its checkpoints, the versions that it was made with
-    network/      a network's tensors in one block, and what is done with a batch
+    runs/         a run's folder, its checkpoints, and the versions that it was made with
+    network/      a network's tensors in one block, and its forward and backward pass
     sync/         rules: what trainers exchange after a step, and when
-    backends/     what depends on the kind of device: CPUs, NVIDIA GPUs, which ones to use
-    flow/         dataflow: operations of torch that run when their inputs are ready
-    hosts/        several hosts: how they meet, agree, exchange and watch over each other
-    launch/       starting, watching and ending processes; what they say; the command line
+    backends/     code that depends on the kind of device: CPUs, NVIDIA GPUs, and the choice between them
+    flow/         dataflow: torch operations that run when their inputs are ready
+    hosts/        several hosts: rendezvous, agreement, exchange and heartbeats
+    launch/       starting, watching and ending processes; the console; the command line
     synk/         functions over data on several processes: Synkhronos's programming interface
-    evaluate/     validation on its own
+    verify/       checks of a run against its receipts
+    evaluate/     validation without training
     pretrained/   starting from weights that were trained elsewhere
-    export/       a trained network for other programs
-    report/       a page about a run
-    trace/        what a run's processes did and when, for Perfetto and Chrome
-    doctor/       what a machine has, and what is wrong with it
+    export/       trained networks for other programs
+    report/       a run's report as a web page
+    doctor/       checks of a machine and its devices
+    api.py        training from Python                   cli.py     the command `lockstep`
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.api import Run, RunFailed, resume, train
+    from lockstep.errors import UserError
+
 __version__ = "0.1.0"
+__all__ = ["Run", "RunFailed", "UserError", "resume", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the functions of the Python API when one is used: importing a part of the package stays fast."""
+    if name not in __all__:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    from lockstep import api, errors
+
+    return errors.UserError if name == "UserError" else getattr(api, name)

@@ -1,17 +1,21 @@
-"""The ways in which a run can fail that are not bugs."""
+"""Exceptions for failures of a run that are not bugs, and helpers for their messages."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Something the user gave (a key, a file, a device) can't be used; the message says what to do."""
+    """Something that the user gave (a key, a file, a device) can't be used. The message says what to do."""
 
-    code = 2  # of a launcher that ends with it
+    code = 2  # the launcher's exit code
+
+
+class DeviceFault(RuntimeError):
+    """This process's device has computed something else than others did."""
 
 
 class PeerProblem(RuntimeError):
-    """Something is wrong with the process called `peer`, seen by one that needs it."""
+    """A failure of another process, called `peer`, that this process depends on."""
 
     code = 1
 
@@ -21,23 +25,28 @@ class PeerProblem(RuntimeError):
 
 
 class PeerLost(PeerProblem):
-    """The other process has closed its end of a pipe: it has died or has left."""
+    """The other process has closed its end of a pipe: it died or exited."""
 
 
 class DeadlinePassed(PeerProblem):
-    """The other process did not answer within `wait_deadline` seconds."""
+    """The other process did not answer within `timeout` seconds."""
 
 
 class Garbled(PeerProblem):
-    """What came over a pipe is not what a process of this program sends."""
+    """The bytes received over a pipe are not a message of this program."""
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, for one line of ours: others write pages. At most 200 characters."""
+    """Return the first line of a library's error, at most 200 characters."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """' (did you mean ...?)', or '' where nothing known is like `key`."""
-    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f" (did you mean '{matches[0]}'?)" if matches else ""
+    """Return " (did you mean '...'?)" with the known name most like `key`, or '' if none is similar."""
+    match = nearest_of(key, known)
+    return f" (did you mean '{match}'?)" if match else ""
+
+
+def nearest_of(key: str, known: Iterable[str]) -> str:
+    """Return the known name most like `key`, or '' if none is similar."""
+    return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.6)), "")

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and their checksums."""
+"""Files that appear complete or not at all, and checksums of files."""
 
 import hashlib
 import io
@@ -13,17 +13,20 @@ from safetensors import SafetensorError
 
 from lockstep.errors import UserError
 
-_FAILURES = (OSError, RuntimeError, SafetensorError)  # of Python; of HDF5 and torch; of safetensors
+_WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # of Python; of HDF5 and torch; of safetensors
 
 
 def publish(temporary: str | Path, path: str | Path) -> None:
-    """Makes a finished temporary file durable, then gives it its name in one step.
+    """Flush a finished temporary file to the disk, then rename it atomically.
 
-    Who may read it is what the umask says.
+    Its permissions follow the umask.
+
+    Raises:
+        OSError: A step fails.
     """
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
-    os.chmod(temporary, 0o666 & ~_umask())  # those that tempfile makes are their owner's alone
+    os.chmod(temporary, 0o666 & ~_umask())  # tempfile creates files that only their owner can read
     os.replace(temporary, path)
     folder = os.open(Path(path).parent, os.O_RDONLY)
     try:
@@ -33,15 +36,19 @@ def publish(temporary: str | Path, path: str | Path) -> None:
 
 
 def _umask() -> int:
-    """Of this process, read without setting it: os.umask() would change it for all threads meanwhile."""
+    """Return the umask without setting it, as os.umask() would, for all threads."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))
 
 
 def write_with(path: Path, dump: Callable[[str], None]) -> None:
-    """Has `dump` write a temporary file beside `path`, and publishes that. Nothing is left where it fails.
+    """Write a file with a function that takes a path, completely or not at all.
 
-    Raises UserError naming `path` where the disk is full or can't be written to.
+    Args:
+        dump: Writes a temporary file beside `path`.
+
+    Raises:
+        UserError: The disk is full or can't be written. No temporary file is left.
     """
     temporary = None
     try:
@@ -52,13 +59,13 @@ def write_with(path: Path, dump: Callable[[str], None]) -> None:
     except BaseException as error:
         if temporary:
             _remove(Path(temporary))
-        if isinstance(error, _FAILURES):
+        if isinstance(error, _WRITE_ERRORS):
             raise UserError(f"{path}: can't be written: {cause_of(error)}") from error
         raise
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file, whole or not at all. Raises UserError where that fails."""
+    """Write a file, completely or not at all. Raise UserError on failure."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_bytes(content)
@@ -69,30 +76,39 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file of text in UTF-8. Raises UserError where that fails."""
+    """Write text in UTF-8, completely or not at all. Raise UserError on failure."""
     write_bytes(path, text.encode())
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
-    """Writes a .npy file. Raises UserError where that fails, and says why, which np.save does not."""
+    """Write a .npy file. Raise UserError on failure, with the cause, which np.save does not report."""
     file = io.BytesIO()
     np.save(file, array)
     write_bytes(path, file.getvalue())
 
 
 def cause_of(error: Exception) -> str:
-    """What went wrong with a file, in one line: the system's words where they are known."""
+    """Return the cause of a file error in one line: the system's message if there is an errno."""
     number = getattr(error, "errno", None)
     return os.strerror(number) if number else " ".join(str(error).split())
 
 
 def _remove(path: Path) -> None:
-    """A file that is of no use. Where it can't be removed either, that is not the news."""
+    """Remove a useless file. A failure to do so is not the error to report."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal. Raise OSError if it can't be read."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def program_folder() -> Path:
+    """Return the folder of train.py, config.yaml, models/ and preprocessing/.
+
+    It is the repository, or a folder inside the installed package.
+    """
+    packaged = Path(__file__).parent / "_program"
+    return packaged if packaged.is_dir() else packaged.parent.parent

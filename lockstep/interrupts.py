@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM in a launcher, from its first import to its last line.
+"""Handling of Ctrl-C, SIGTERM and SIGHUP in a launcher, from its first import to its last line.
 
-It imports next to nothing, so that a program can install it before its other imports.
+This module imports very little, so a program can install the handlers before its other imports.
 """
 
 import ctypes
@@ -8,74 +8,102 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-STOP_SIGNAL = signal.SIGUSR1  # child to launcher: I was asked to end; let us all stop in good order
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)  # opened now: between fork and exec nothing may be loaded
+STATUS_SIGNAL = signal.SIGUSR1  # from outside: say what every process is doing
+STOP_SIGNAL = signal.SIGUSR2  # from a child that received SIGTERM to the launcher: stop the run
+_STOP_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # from outside
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+_libc = ctypes.CDLL(None)  # opened now, since nothing may be loaded between fork and exec
 
 
 class Interrupts:
-    """What a launcher does with Ctrl-C and SIGTERM.
+    """A launcher's reaction to Ctrl-C, SIGTERM and SIGHUP.
 
-    Before its processes and after them there is nothing to save: it leaves in the middle of whatever it does.
-    From `note` on it notes the signal. Once: stop in good order. Again, a second later: at once. A second
-    later, because `timeout` and cluster managers send the same signal to a process and to its group.
+    While no processes run there is nothing to save, and a signal ends the program at once. After `note`,
+    signals are recorded: the first asks for an orderly stop; another one, at least a second later, for an
+    immediate end. The second's delay is needed because `timeout` and cluster managers send the same signal to
+    a process and to its group.
+
+    A closed terminal or a lost connection sends SIGHUP, which counts as a first SIGTERM. It is ignored if
+    this process inherited it as ignored (nohup).
+
+    Attributes:
+        code: The exit code of a stopped run; 0 while no stop has been requested.
+        at_once: Whether the run is to end without saving.
+        is_asked_for_status: Whether SIGUSR1 has arrived.
+        since: When the first signal came (monotonic clock).
+        farewell: Called before this class ends the program; reports to launchers of other hosts.
     """
 
     def __init__(self) -> None:
-        self.code = 0  # the exit code of a stopped run; 0 while nobody has asked to stop
-        self.at_once = False
-        self.farewell: Callable[[], None] | None = None  # before leaving: tells launchers of other hosts
-        self._last_words: str | None = None
-        self._first = 0.0
+        self.code = 0
+        self.at_once = self.is_asked_for_status = False
+        self.farewell: Callable[[], None] | None = None
+        self._last_line: str | None = None  # to end the program with; None while signals are only recorded
+        self.since = 0.0
 
-    def install(self, last_words: str) -> None:
-        """From now on signals are this object's, and end the program with `last_words`."""
-        for number in (signal.SIGINT, signal.SIGTERM, STOP_SIGNAL):
-            signal.signal(number, self._take)
-        self.leave(last_words)
+    def install(self, last_line: str) -> None:
+        """Install the signal handlers. A signal now ends the program with the message `last_line`."""
+        signal.signal(STATUS_SIGNAL, self._note_status)
+        for number in (*_STOP_REQUESTS, STOP_SIGNAL):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
+        self.leave(last_line)
 
     def note(self) -> None:
-        """From now on signals are noted: processes run, and want to be told before the launcher leaves."""
-        self._last_words = None
+        """Record signals from now on, because child processes must be stopped before the launcher exits."""
+        self._last_line = None
 
-    def leave(self, last_words: str) -> None:
-        """From now on a signal, or one that was noted before, ends the program at once with `last_words`."""
-        self._last_words = last_words
-        self._leave_if_asked()
+    def leave(self, last_line: str) -> None:
+        """End the program with `last_line` at the next signal, or at once if one was recorded."""
+        self._last_line = last_line
+        self._leave_if_requested()
 
-    def _leave_if_asked(self) -> None:
-        if self.code and self._last_words is not None:
-            # Not by an exception: libraries swallow some, and threads that read files would be waited for.
-            # What a launcher writes is whole at any moment.
+    def _leave_if_requested(self) -> None:
+        if self.code and self._last_line is not None:
+            # No exception: libraries swallow some, and Python would wait for threads that read files.
+            # The files that a launcher writes are complete at any moment.
             if self.farewell is not None:
                 self.farewell()
-            os.write(2, f"\nlockstep: {self._last_words}\n".encode())
+            with suppress(OSError):  # the terminal may be closed
+                os.write(2, f"\nlockstep: {self._last_line}\n".encode())
             os._exit(self.code)
 
-    def _take(self, number: int, frame: object) -> None:
+    def _note_status(self, number: int, frame: object) -> None:
+        self.is_asked_for_status = True
+
+    def _handle(self, number: int, frame: object) -> None:
         if not self.code:
-            self._first = time.monotonic()  # first: another signal may interrupt this handler anywhere
-            self.code = 128 + (signal.SIGTERM if number == STOP_SIGNAL else number)
-        elif number != STOP_SIGNAL and time.monotonic() - self._first > 1:
+            self.since = time.monotonic()  # before `code`: another signal may interrupt this
+            self.code = 128 + (number if number == signal.SIGINT else signal.SIGTERM)
+        elif number in (signal.SIGINT, signal.SIGTERM) and time.monotonic() - self.since > 1:
             self.at_once = True
-        self._leave_if_asked()
+        self._leave_if_requested()
 
     @contextmanager
     def ignored_by_children(self) -> Iterator[None]:
-        """Processes started inside ignore the signals from birth; one that comes meanwhile is kept."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+        """Have processes started inside the block ignore the signals; delay signals until its end."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_REQUESTS)
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _STOP_REQUESTS}
         try:
             yield
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_REQUESTS)
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Has the kernel send this process a signal when the one that started it ends (prctl(2))."""
+    """Have the kernel send this process a signal when its parent dies (prctl(2))."""
     _libc.prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent exits (prctl(2))."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_process_name(name: str) -> None:
+    """Set the name that top and ps show for this process, cut to 15 bytes (prctl(2))."""
+    _libc.prctl(_PR_SET_NAME, name.encode())

@@ -1,14 +1,14 @@
-"""Values as the types that a dataclass's annotations say: for keys that people write in YAML."""
+"""Conversion of YAML values to the types in a dataclass's annotations."""
 
 import types
 import typing
 from typing import Any, Literal
 
-_UNIONS = (types.UnionType, typing.Union)  # int | str, and what int | Literal[...] makes
+_UNIONS = (types.UnionType, typing.Union)  # int | str; int | Literal[...]
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """Returns `value` as the type `hint` says, or raises TypeError. Converts only what loses nothing."""
+    """Return `value` as the annotated type. Raise TypeError if that would lose information."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in _UNIONS:
         return _convert_to_one_of(value, options)
@@ -23,7 +23,7 @@ def convert(value: Any, hint: Any) -> Any:
     elif hint is float:
         return _convert_to_float(value)
     else:
-        matches = type(value) is hint  # not isinstance: True is no whole number here
+        matches = type(value) is hint  # not isinstance, since True is no whole number here
     if not matches:
         raise TypeError
     return value
@@ -39,7 +39,7 @@ def _convert_to_one_of(value: Any, options: tuple[Any, ...]) -> Any:
 
 
 def _convert_to_float(value: Any) -> float:
-    """YAML 1.1 reads 5e-4 (no point) as text; people mean the number."""
+    """Return a number. Text is accepted, since YAML 1.1 reads 5e-4 (without a point) as text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError
     try:
@@ -48,16 +48,18 @@ def _convert_to_float(value: Any) -> float:
         raise TypeError from None
 
 
-def words_of(hint: Any) -> tuple[str, ...]:
-    """The words that `convert` takes."""
+def literals_of(hint: Any) -> tuple[str, ...]:
+    """Return the literal texts that `convert` accepts."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return options
-    return tuple(word for option in options for word in words_of(option)) if origin in _UNIONS else ()
+    return (
+        tuple(literal for option in options for literal in literals_of(option)) if origin in _UNIONS else ()
+    )
 
 
 def describe(hint: Any) -> str:
-    """What `convert` takes, in the words of a user."""
+    """Describe what `convert` accepts, for a user."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in _UNIONS:
         return " or ".join(describe(option) for option in options)

@@ -1,20 +1,23 @@
-"""One network per file. A file exports `Model(n_classes, **model_args)`, an nn.Module with
+"""The networks that `model` can name, one per file: `model: alexnet` is alexnet.py.
 
-    input_size: int                     rows and columns of the square pictures it takes
-    forward(images) -> logits           float (batch, 3, input_size, input_size) -> float (batch, n_classes)
+A file exports `Model(n_classes, **model_args)`, an nn.Module with
 
-and, where it needs them,
+    input_size: int or (int, int)       rows and columns of the images that it takes
+    forward(images) -> logits           float (batch, channel, row, column) -> float (batch, n_classes)
 
+and, if it needs them,
+
+    n_channels: int = 3                 as an argument: the channels of the images
     input_mean: 3 numbers               subtracted from R, G and B instead of the dataset's mean image
-    input_scale: a number or 3          what pixels are multiplied by after that (1)
+    input_scale: a number or 3          factor of the pixels after that (1)
     aux_weights: numbers                forward, in training, returns (logits, aux1, ...): the loss of each
                                         aux is added with its weight; otherwise it returns logits alone
 
-Pictures come as RGB from 0 to 255, the mean subtracted and scaled as above, lying channels last. `nn.Dropout`
-is swapped for one whose masks follow the samples (lockstep/network/dropout.py). A file is chosen by its name:
-`model: alexnet`. Networks from elsewhere: docs/models.md.
+Images are RGB from 0 to 255, channels last, after subtraction and scaling. `nn.Dropout` is replaced by a
+layer whose masks depend on the samples (lockstep/network/dropout.py). Networks from elsewhere:
+docs/models.md.
 """
 
-# Of ImageNet's pictures, as torchvision and timm have them: the mean, and one over the standard deviation.
+# ImageNet's mean, and one over its standard deviation, as in torchvision and timm.
 IMAGENET_MEAN = (123.675, 116.28, 103.53)
 IMAGENET_SCALE = (1 / 58.395, 1 / 57.12, 1 / 57.375)

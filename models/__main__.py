@@ -18,26 +18,26 @@ CASES: tuple[tuple[str, int, dict[str, bool]], ...] = (
 
 
 def row(name: str, n_classes: int, args: dict[str, bool]) -> tuple[str, ...]:
-    """Of a network on torch's meta device, which has shapes and no memory."""
+    """Return the table's row of a network, built on torch's meta device, which allocates no memory."""
     with torch.device("meta"):
         model = importlib.import_module(f"models.{name}").Model(n_classes, **args)
-        picture = torch.empty(1, 3, model.input_size, model.input_size)
+        image = torch.empty(1, 3, model.input_size, model.input_size)
         with FlopCounterMode(display=False) as counter:
-            model.eval()(picture)
+            model.eval()(image)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
-    shown = ", ".join([name, *(f"`{key}: {str(value).lower()}`" for key, value in args.items())])
+    title = ", ".join([name, *(f"`{key}: {str(value).lower()}`" for key, value in args.items())])
     size = f"{model.input_size} x {model.input_size}"
-    return shown, size, str(n_classes), f"{n_parameters:,}", f"{counter.get_total_flops() / 2e6:,.0f} M"
+    return title, size, str(n_classes), f"{n_parameters:,}", f"{counter.get_total_flops() / 2e6:,.0f} M"
 
 
 def table() -> str:
-    """Markdown, one line a network."""
-    head = ("`model`", "pictures", "classes", "parameters", "multiply-adds a picture")
+    """Return the table in Markdown, one line for each network."""
+    head = ("`model`", "images", "classes", "parameters", "multiply-adds an image")
     rows = [head, ("---",) * len(head), *(row(*case) for case in CASES)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
 if __name__ == "__main__":
-    there = {path.stem for path in Path(__file__).parent.glob("[!_]*.py")}
-    assert there == {name for name, _, _ in CASES}, "a network is missing from the table"
+    files = {path.stem for path in Path(__file__).parent.glob("[!_]*.py")}
+    assert files == {name for name, _, _ in CASES}, "a network is missing from the table"
     print(table())

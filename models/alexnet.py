@@ -1,8 +1,8 @@
-"""AlexNet, in the three forms in which its results are known.
+"""AlexNet, in the three variants in which its results are published.
 
 Krizhevsky, Sutskever, Hinton 2012, "ImageNet classification with deep convolutional neural networks", section
 3.5: 96 - 256 (2 groups) - 384 - 384 (2 groups) - 256 (2 groups) - 4096 - 4096 - n_classes; 60,965,224
-parameters for 1,000.
+parameters for 1,000 classes.
 """
 
 from dataclasses import dataclass, replace
@@ -16,12 +16,19 @@ from lockstep.network.pool import ReluMaxPool
 
 
 @dataclass(frozen=True)
-class Form:
-    """In what the forms differ.
+class Variant:
+    """The details in which the variants differ.
 
-    order: of normalisation and pooling after conv1 and conv2. n, k, alpha, beta: of the normalisation;
-    alpha_over_n: its sum is divided by n, as in Caffe. groups: of conv2, conv4 and conv5. fc_std: of the
-    weights of fc6 and fc7 at the start; biases: what some start with, the others with zero.
+    Attributes:
+        order: Order of normalisation and pooling after conv1 and conv2: 'norm-pool' or 'pool-norm'.
+        k: Constant of the normalisation.
+        alpha_over_n: Whether alpha is divided by n, as in Caffe.
+        fc_std: Standard deviation of the initial weights of fc6 and fc7.
+        biases: Names and initial values of the biases that do not start at zero.
+        n: Channels that the normalisation sums.
+        alpha: Factor of the normalisation's sum.
+        beta: Exponent of the normalisation.
+        groups: Groups of conv2, conv4 and conv5.
     """
 
     order: str
@@ -47,17 +54,25 @@ def _biases(value: float, *layers: str) -> tuple[tuple[str, float], ...]:
 
 # caffe: its reference net, "CaffeNet". theano_alexnet: Ding et al. 2014, arXiv 1412.2302.
 VARIANTS = {
-    "published": Form("norm-pool", 2.0, False, 0.01, _biases(1.0, "conv2", "conv4", "conv5", "fc6", "fc7")),
-    "caffe": Form("pool-norm", 1.0, True, 0.005, _biases(1.0, "conv2", "conv4", "conv5", "fc6", "fc7")),
-    "theano_alexnet": Form("pool-norm", 2.0, False, 0.005, _biases(0.1, "conv2", "conv4", "fc6", "fc7")),
+    "published": Variant(
+        "norm-pool", 2.0, False, 0.01, _biases(1.0, "conv2", "conv4", "conv5", "fc6", "fc7")
+    ),
+    "caffe": Variant("pool-norm", 1.0, True, 0.005, _biases(1.0, "conv2", "conv4", "conv5", "fc6", "fc7")),
+    "theano_alexnet": Variant("pool-norm", 2.0, False, 0.005, _biases(0.1, "conv2", "conv4", "fc6", "fc7")),
 }
 
 
 class Model(nn.Module):
-    """AlexNet for 227 x 227 pictures (the paper says 224; its sizes need 227).
+    """AlexNet for 227 x 227 images (the paper says 224; its sizes need 227).
 
-    variant: 'published', 'caffe' or 'theano_alexnet'. options: fields of `Form` that differ from the
-    variant's. Raises ValueError or TypeError for those that there aren't.
+    Args:
+        variant: 'published', 'caffe' or 'theano_alexnet'.
+        dropout: Probability of dropping a feature of fc6 and fc7.
+        options: Fields of `Variant` that replace the variant's.
+
+    Raises:
+        ValueError: The variant or an option's value is unknown.
+        TypeError: An option is unknown.
     """
 
     input_size = 227
@@ -68,7 +83,7 @@ class Model(nn.Module):
         super().__init__()
         if variant not in VARIANTS:
             raise ValueError(f"variant is one of {', '.join(VARIANTS)}, not {variant!r}")
-        self.form = form = replace(VARIANTS[variant], **options)
+        self.variant = form = replace(VARIANTS[variant], **options)
         self.conv1 = nn.Conv2d(3, 96, 11, stride=4)
         self.conv2 = nn.Conv2d(96, 256, 5, padding=2, groups=form.groups)
         self.conv3 = nn.Conv2d(256, 384, 3, padding=1)
@@ -85,31 +100,31 @@ class Model(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Section 5: weights N(0, 0.01), biases above zero where rectifiers would start dead."""
-        biases = dict(self.form.biases)
+        """Initialise as in section 5: weights N(0, 0.01); some biases above zero against dead rectifiers."""
+        biases = dict(self.variant.biases)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.constant_(parameter, biases.get(name, 0.0))
             else:
-                std = self.form.fc_std if name in ("fc6.weight", "fc7.weight") else 0.01
+                std = self.variant.fc_std if name in ("fc6.weight", "fc7.weight") else 0.01
                 nn.init.normal_(parameter, std=std)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = self._norm_and_pool(self.conv1(images))  # 96 x 27 x 27
-        x = self._norm_and_pool(self.conv2(x))  # 256 x 13 x 13
+        x = self._norm_and_pool(self.conv1, images)  # 96 x 27 x 27
+        x = self._norm_and_pool(self.conv2, x)  # 256 x 13 x 13
         x = torch.relu(self.conv3(x))
         x = torch.relu(self.conv4(x))
-        x = self.relu_pool(self.conv5(x))  # 256 x 6 x 6
+        x = self.relu_pool.behind(self.conv5, x)  # 256 x 6 x 6
         x = self.dropout6(torch.relu(self.fc6(x.flatten(1))))
         x = self.dropout7(torch.relu(self.fc7(x)))
         logits: torch.Tensor = self.fc8(x)
         return logits
 
-    def _norm_and_pool(self, x: torch.Tensor) -> torch.Tensor:
-        """With the rectifier in front."""
+    def _norm_and_pool(self, convolution: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return the convolution, rectified, normalised and pooled in the variant's order."""
         result: torch.Tensor
-        if self.form.order == "norm-pool":
-            result = self.pool(self.norm(torch.relu(x)))
+        if self.variant.order == "norm-pool":
+            result = self.pool(self.norm(torch.relu(convolution(x))))
         else:
-            result = self.norm(self.relu_pool(x))
+            result = self.norm(self.relu_pool.behind(convolution, x))
         return result

@@ -1,8 +1,8 @@
 """GoogLeNet with its two auxiliary heads.
 
 Szegedy et al. 2014, "Going deeper with convolutions", arXiv 1409.4842, table 1 and section 5: 6,998,552
-parameters for 1,000 classes, 13,378,280 with the auxiliary heads. Section 6 does not say how weights began;
-they do as in Caffe's re-implementation, whose normalisation this has too.
+parameters for 1,000 classes, 13,378,280 with the auxiliary heads. Section 6 does not specify the initial
+weights; these are those of Caffe's re-implementation, and so is the normalisation.
 """
 
 import math
@@ -14,11 +14,12 @@ from lockstep.network.lrn import LocalResponseNorm
 
 
 def conv(n_in: int, n_out: int, size: int, stride: int = 1) -> nn.Sequential:
+    """Return a convolution that keeps the image's size at stride 1, and a rectifier."""
     return nn.Sequential(nn.Conv2d(n_in, n_out, size, stride, size // 2), nn.ReLU(inplace=True))
 
 
 class Inception(nn.Module):
-    """Four branches side by side: 1 x 1; 3 x 3 and 5 x 5, each behind a reducing 1 x 1; and pooling."""
+    """Four parallel branches: 1 x 1; 3 x 3 and 5 x 5, each after a reducing 1 x 1; and pooling."""
 
     def __init__(
         self, n_in: int, ones: int, threes: tuple[int, int], fives: tuple[int, int], pooled: int
@@ -35,7 +36,7 @@ class Inception(nn.Module):
 
 
 class Head(nn.Sequential):
-    """An auxiliary classifier on 14 x 14 features (section 5); it only helps to train."""
+    """An auxiliary classifier on 14 x 14 features, for training only (section 5)."""
 
     def __init__(self, n_in: int, n_classes: int, dropout: float) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class Head(nn.Sequential):
 
 
 class Model(nn.Module):
-    """GoogLeNet for 224 x 224 pictures. In training it returns (logits, of head 1, of head 2)."""
+    """GoogLeNet for 224 x 224 images. In training it returns (logits, logits of head 1, logits of head 2)."""
 
     input_size = 224
     aux_weights = (0.3, 0.3)
@@ -77,7 +78,7 @@ class Model(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Uniform with variance 1 / inputs; biases 0.2, those of classifiers zero."""
+        """Initialise weights uniformly with variance 1 / inputs; biases 0.2, classifiers' biases zero."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 classifies = name == "fc.bias" or name.endswith("classifier.bias")

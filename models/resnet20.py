@@ -1,7 +1,7 @@
-"""A residual net for 32 x 32 pictures: He et al. 2015, arXiv 1512.03385, section 4.2, with 6 n + 2 layers.
+"""A residual net for 32 x 32 images: He et al. 2015, arXiv 1512.03385, section 4.2, with 6 n + 2 layers.
 
-n = 3 makes ResNet-20, with 269,722 parameters for 10 classes. Shortcuts have none (option A): where the
-picture halves and the features double, they leave out every other pixel and add features that are zero.
+n = 3 is ResNet-20, with 269,722 parameters for 10 classes. Shortcuts have no parameters (option A): where the
+image halves and the features double, they skip every other pixel and pad the features with zeros.
 """
 
 import itertools
@@ -31,14 +31,14 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """conv 16, then n blocks each of 16, 32 and 64 features, mean over the picture, fc."""
+    """A convolution of 16 features, n blocks each of 16, 32 and 64 features, mean over the image, fc."""
 
     input_size = 32
     input_scale = 1 / 64  # about the spread of pixel values around their mean
 
-    def __init__(self, n_classes: int, n: int = 3) -> None:
+    def __init__(self, n_classes: int, n: int = 3, n_channels: int = 3) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
+        self.conv1 = nn.Conv2d(n_channels, 16, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
         sizes = [16, *(size for size in (16, 32, 64) for _ in range(n))]
         self.blocks = nn.Sequential(*(Block(*pair) for pair in itertools.pairwise(sizes)))
@@ -46,7 +46,7 @@ class Model(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """He et al. 2015, "Delving deep into rectifiers", eq. 10; the classifier's bias zero."""
+        """Initialise after He et al. 2015, "Delving deep into rectifiers", eq. 10; fc.bias is zero."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")

@@ -13,6 +13,7 @@ EXPANSION = 4
 
 
 def conv(n_in: int, n_out: int, size: int, stride: int = 1) -> nn.Conv2d:
+    """Return a convolution without bias that keeps the image's size at stride 1."""
     return nn.Conv2d(n_in, n_out, size, stride, size // 2, bias=False)
 
 
@@ -37,10 +38,12 @@ class Bottleneck(nn.Module):
 
 
 class Model(nn.Module):
-    """For 224 x 224 pictures.
+    """ResNet-50 for 224 x 224 images.
 
-    zero_init_residual: the last gain of each block starts at zero, so that blocks start as their shortcuts;
-    Goyal et al. 2017 (arXiv 1706.02677, section 5.1) found it to help large batches.
+    Args:
+        zero_init_residual: Starts the last gain of each block at zero, so that blocks start as their
+            shortcuts. Goyal et al. 2017 (arXiv 1706.02677, section 5.1) found that it helps with large
+            batches.
     """
 
     input_size = 224
@@ -64,7 +67,7 @@ class Model(nn.Module):
         return nn.Sequential(first, *(Bottleneck(4 * width, width, 1) for _ in range(n_blocks - 1)))
 
     def _initialise(self, zero_init_residual: bool) -> None:
-        """Convolutions as in He et al. 2015, "Delving deep into rectifiers", by outputs; fc N(0, 0.01)."""
+        """Initialise after He et al. 2015, "Delving deep into rectifiers", by outputs; fc N(0, 0.01)."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

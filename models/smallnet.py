@@ -1,4 +1,4 @@
-"""A small net for 32 x 32 pictures: 3 convolutions, 2 fully connected layers, about 358,000 parameters."""
+"""A small net for 32 x 32 images: 3 convolutions, 2 fully connected layers, about 358,000 parameters."""
 
 import torch
 from torch import nn
@@ -7,13 +7,13 @@ from lockstep.network.pool import ReluMaxPool
 
 
 class Model(nn.Module):
-    """conv 32 - pool - conv 64 - pool - conv 128 - pool - fc 128 - dropout - fc. All convolutions 3 x 3."""
+    """conv 32 - pool - conv 64 - pool - conv 128 - pool - fc 128 - dropout - fc, with 3 x 3 convolutions."""
 
     input_size = 32
 
-    def __init__(self, n_classes: int, dropout: float = 0.5) -> None:
+    def __init__(self, n_classes: int, dropout: float = 0.5, n_channels: int = 3) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 32, 3, padding=1)
+        self.conv1 = nn.Conv2d(n_channels, 32, 3, padding=1)
         self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
         self.conv3 = nn.Conv2d(64, 128, 3, padding=1)
         self.fc4 = nn.Linear(128 * 4 * 4, 128)
@@ -23,7 +23,7 @@ class Model(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """He et al. 2015, "Delving deep into rectifiers", eq. 10; biases zero."""
+        """Initialise after He et al. 2015, "Delving deep into rectifiers", eq. 10; biases are zero."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -31,9 +31,9 @@ class Model(nn.Module):
                 nn.init.kaiming_normal_(parameter, nonlinearity="relu")
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = images / 64  # the spread of pixel values about their mean, roughly
+        x = images / 64  # about the spread of pixel values around their mean
         for conv in (self.conv1, self.conv2, self.conv3):
-            x = self.pool(conv(x))
+            x = self.pool.behind(conv, x)
         x = torch.relu(self.fc4(x.flatten(1)))
         logits: torch.Tensor = self.fc5(self.dropout(x))
         return logits

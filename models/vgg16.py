@@ -1,7 +1,7 @@
-"""VGG-16, configuration D of Simonyan and Zisserman 2014, "Very deep convolutional networks for large-scale
-image recognition", arXiv 1409.1556: 138,357,544 parameters for 1,000 classes; 138,365,992 with batch norm.
+"""VGG-16, configuration D of Simonyan and Zisserman.
 
-Parameters have torchvision's names.
+"Very deep convolutional networks for large-scale image recognition", 2014, arXiv 1409.1556: 138,357,544
+parameters for 1,000 classes; 138,365,992 with batch normalisation. Parameters have torchvision's names.
 """
 
 import torch
@@ -13,7 +13,11 @@ STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512
 
 
 class Model(nn.Module):
-    """For 224 x 224 pictures. batch_norm: behind every convolution; it trains faster and needs no care."""
+    """VGG-16 for 224 x 224 images.
+
+    Args:
+        batch_norm: Adds batch normalisation after every convolution; it trains faster and is less sensitive.
+    """
 
     input_size = 224
     input_mean = IMAGENET_MEAN
@@ -43,7 +47,7 @@ class Model(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Glorot and Bengio 2010, as the footnote of section 3.1 advises; biases zero."""
+        """Initialise after Glorot and Bengio 2010, as section 3.1 advises in a footnote; biases are zero."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.xavier_uniform_(module.weight)

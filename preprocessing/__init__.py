@@ -1,1 +1,1 @@
-"""From folders of pictures to a dataset folder. Each script explains itself with --help."""
+"""Scripts that make dataset folders from images. Each has a --help."""

@@ -1,4 +1,4 @@
-"""The progress bars of the scripts."""
+"""Progress bars of the scripts."""
 
 import shutil
 import sys
@@ -6,12 +6,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-_RARELY = 60.0  # seconds between lines where nobody watches
+_RARELY = 60.0  # seconds between lines if standard error is not a terminal
 
 
 def progress_bar(total: int, unit: str, done: int = 0) -> "tqdm[Any]":
-    """A bar with units a second and time left; where standard error is no terminal, a line a minute."""
-    columns, rows = shutil.get_terminal_size()  # 80 x 24 where a terminal says that it has none
+    """Return a bar with speed and remaining time; without a terminal it prints a line per minute."""
+    columns, rows = shutil.get_terminal_size()  # 80 x 24 if a terminal reports 0 x 0
     watched = sys.stderr.isatty()
     return tqdm(
         total=total,

@@ -1,9 +1,9 @@
-"""Makes a dataset folder out of tasks: in parallel, beside its final place, going on where it was left."""
+"""Making of a dataset folder from tasks: in parallel, beside its final path, and resumable."""
 
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +13,11 @@ from typing import Any
 from lockstep.data.manifest import differing
 from lockstep.errors import UserError
 from preprocessing.bars import progress_bar
-from preprocessing.finish import Outcome, write_rest
+from preprocessing.finish import Outcome, write_left_out, write_rest
 from preprocessing.journal import NAME as JOURNAL
 from preprocessing.journal import Journal
-from preprocessing.tasks import Target, Task, make_files
+from preprocessing.listing import LeftOut
+from preprocessing.tasks import Record, Target, Task, make_files
 from preprocessing.workers import in_parallel
 
 _SPARE = 64 * 2**20  # bytes for labels, lists and the journal, on top of the images
@@ -26,7 +27,7 @@ _SPARE = 64 * 2**20  # bytes for labels, lists and the journal, on top of the im
 class Job:
     """A dataset folder to make.
 
-    `settings` go into the manifest, and must be the same when an interrupted job goes on.
+    `settings` are written to the manifest, and must be the same when an interrupted job resumes.
     """
 
     folder: Path
@@ -35,23 +36,37 @@ class Job:
     classes: list[str]
     class_names: list[str]
     settings: dict[str, Any]
+    left_out: tuple[LeftOut, ...] = ()  # files of the source that are not images
+    replaces: bool = False  # an earlier dataset, also an unfinished one of other images, is replaced
 
 
 def unfinished(folder: Path) -> Path:
-    """Where a dataset folder is made before it gets its name."""
+    """Return the temporary path at which a dataset folder is made."""
     return folder.with_name(f".{folder.name}.unfinished")
 
 
-def build(job: Job, n_workers: int, max_errors: int) -> Outcome:
-    """Makes the folder, or the rest of it. Raises UserError; what is done by then stays for the next run."""
-    if job.folder.exists():
-        raise UserError(f"{job.folder}: is there already; remove it, or name another target")
+Complete = Callable[[Path, dict[str, Record]], None]
+
+
+def build(job: Job, n_workers: int, max_errors: int, complete: Complete | None = None) -> Outcome:
+    """Make the folder, or the rest of it.
+
+    Args:
+        job: The dataset to make.
+        n_workers: The number of processes.
+        max_errors: The largest number of unusable images.
+        complete: Called with the unfinished folder and the tasks' records, to write more files into it.
+
+    Raises:
+        UserError: A file can't be used or written. Finished batches stay for the next run.
+    """
+    if job.folder.exists() and not job.replaces:
+        raise UserError(f"{job.folder}: exists already. Remove it, or name another target.")
     target = job.target
     settings = {**job.settings, "size": target.size, "batch": target.batch}
     settings |= {"layout": target.layout, "split": target.parts}
-    with _alone_in(target.folder):
-        journal = Journal(target.folder, settings, job.tasks, target.size)
-        journal.load()
+    with _locked(target.folder):
+        journal = _open_journal(job, settings)
         _check_errors(journal, max_errors)
         remaining = _remaining(job, journal)
         _check_space(job, remaining)
@@ -59,21 +74,57 @@ def build(job: Job, n_workers: int, max_errors: int) -> Outcome:
         try:
             _do(job, journal, remaining, n_workers, max_errors)
         except BaseException:
-            with suppress(UserError):  # the news is what stopped it
+            with suppress(UserError):  # report the error that stopped the work
                 journal.write()
             raise
         journal.write()
+        write_left_out(target.folder, job.left_out)
         outcome = write_rest(target, job.tasks, journal, (job.classes, job.class_names), settings)
+        if complete:
+            complete(target.folder, journal.records)
         journal.remove()
-        target.folder.rename(job.folder)
+        replace_folder(target.folder, job.folder)
     return outcome
 
 
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Holds the folder, which is made if need be. Raises UserError when another process does.
+def _open_journal(job: Job, settings: dict[str, Any]) -> Journal:
+    """Return the journal of an interrupted run, or a new one. Raise UserError if it is of another job."""
+    journal = Journal(job.target.folder, settings, job.tasks, job.target.size)
+    try:
+        journal.load()
+    except UserError:
+        if not job.replaces:
+            raise
+        for path in job.target.folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return journal
 
-    A process that is killed loses its hold. A folder that stays empty is removed.
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Rename `new` to `folder`. An earlier `folder` is removed; `recover` undoes an interruption."""
+    if folder.exists():
+        folder.rename(_replaced(folder))
+    new.rename(folder)
+    shutil.rmtree(_replaced(folder), ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Complete or undo a `replace_folder` that was interrupted."""
+    if folder.exists():
+        shutil.rmtree(_replaced(folder), ignore_errors=True)
+    elif _replaced(folder).exists():
+        _replaced(folder).rename(folder)
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock the folder, creating it if needed. Raise UserError if another process has locked it.
+
+    The kernel releases the lock of a killed process. A folder that stays empty is removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
@@ -81,7 +132,9 @@ def _alone_in(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"{folder}: another process is at work in it; wait for it, or stop it") from error
+            raise UserError(
+                f"{folder}: another process is working in it. Wait for it, or stop it."
+            ) from error
         yield
     finally:
         os.close(descriptor)
@@ -90,11 +143,12 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _prepare(target: Target) -> None:
-    """Makes the folders, and removes the temporary files of workers that were killed."""
+    """Make the folders, and remove the temporary files of killed workers."""
     for name in (target.split_folder("train"), target.split_folder("val"), "labels", "misc"):
         (target.folder / name).mkdir(exist_ok=True)
     for path in [*target.folder.glob("*/.*"), *target.folder.glob(f".{JOURNAL}.*")]:
-        path.unlink()
+        if not path.is_dir():
+            path.unlink()
 
 
 def _do(job: Job, journal: Journal, remaining: list[Task], n_workers: int, max_errors: int) -> None:
@@ -108,7 +162,7 @@ def _do(job: Job, journal: Journal, remaining: list[Task], n_workers: int, max_e
                 journal.add(task, record, sums)
                 bar.update(len(task.source.labels))
                 for bad in record.bad:
-                    bar.write(f"bad picture: {bad.place}: {bad.reason}")
+                    bar.write(f"bad image: {bad.place}: {bad.reason}")
                 _check_errors(journal, max_errors)
 
 
@@ -116,13 +170,13 @@ def _check_errors(journal: Journal, max_errors: int) -> None:
     if journal.n_bad() > max_errors:
         last = [bad for record in journal.records.values() for bad in record.bad][-1]
         raise UserError(
-            f"{last.place}: {last.reason}; that makes {journal.n_bad()} bad pictures, more than "
-            f"--max-errors {max_errors} (a higher one goes on)"
+            f"{last.place}: {last.reason}; that makes {journal.n_bad()} bad images, more than "
+            f"--max-errors {max_errors} (a higher one continues)"
         )
 
 
 def _remaining(job: Job, journal: Journal) -> list[Task]:
-    """The tasks to do: all but those whose files are there and have their checksums."""
+    """Return the tasks whose files are missing or differ from their checksums."""
     sums = {entry["file"]: entry["sha256"] for record in journal.records.values() for entry in record.files}
     if not sums:
         return [task for task in job.tasks if task.key not in journal.records]

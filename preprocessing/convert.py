@@ -1,14 +1,14 @@
-"""Rewrites a dataset folder of theano_alexnet's into today's layout.
+"""Convert a dataset folder of theano_alexnet to the present layout.
 
     python preprocessing/convert.py /scratch/ilsvrc12 data/imagenet
     python preprocessing/convert.py /scratch/ilsvrc12 data/imagenet --meta_clsloc_mat meta_clsloc.mat
 
-Such a folder trains as it is, too (docs/data.md); converted, rows are read without reading all of a file,
-there are checksums and names, and `shuffle: blocks` is fast. Sub-batches (_0, _1) are joined. Labels, the
-mean image and the names in misc/ come along. Like make_hkl.py it is parallel and goes on where it was
-stopped.
+Such a folder also trains without conversion (docs/data.md). A converted folder has checksums and names. Rows
+are read without the rest of their file, which makes `shuffle: blocks` fast. Sub-batches (_0, _1) are joined.
+Labels, the mean image and the names in misc/ are copied. Like make_hkl.py the script is parallel and
+resumable.
 
-Exit code: 0 the new folder is whole; 2 something given can't be used; 130 Ctrl-C.
+Exit code: 0: the new folder is complete. 2: an argument or a file can't be used. 130: Ctrl-C.
 """
 
 import argparse
@@ -29,15 +29,15 @@ _KEYS = ("train_folder", "val_folder", "label_folder", "mean_file")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code. `arguments`: those of the command line, for the tests."""
-    words = read_command_line(arguments)
+    """Return the exit status. `arguments` replaces those of the command line."""
+    options = read_command_line(arguments)
     try:
-        convert(words)
+        convert(options)
     except (UserError, OSError) as error:
         print(f"convert: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("convert: stopped as asked; the same command goes on", file=sys.stderr)
+        print("convert: stopped as asked; the same command resumes", file=sys.stderr)
         return 130
     return 0
 
@@ -60,31 +60,31 @@ def read_command_line(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def convert(words: argparse.Namespace) -> None:
-    """Makes words.new from words.old. Raises UserError naming the file that doesn't fit."""
-    if words.batch < 1 or words.workers < 1:
+def convert(options: argparse.Namespace) -> None:
+    """Make options.new from options.old. Raise UserError for a file that does not fit."""
+    if options.batch < 1 or options.workers < 1:
         raise UserError("--batch and --workers must be at least 1")
-    given = {key: getattr(words, key) for key in _KEYS if getattr(words, key)}
-    layer = Layer("command line", {"data_folder": str(words.old), **given})
+    given = {key: getattr(options, key) for key in _KEYS if getattr(options, key)}
+    layer = Layer("command line", {"data_folder": str(options.old), **given})
     dataset = open_dataset(resolve([layer])[0])
     size, width, _ = dataset.image_shape
     if size != width:
-        raise UserError(f"{words.old}: its images are {size} x {width}, not square")
+        raise UserError(f"{options.old}: its images are {size} x {width}, not square")
     tasks = [
         task
         for split, half in (("train", dataset.train), ("val", dataset.val))
-        for task in make_tasks(split, half, find_names(words.old, split, half), words.batch)
+        for task in make_tasks(split, half, find_names(options.old, split, half), options.batch)
     ]
-    classes = find_classes(words.old, dataset)
-    kit = devkit.read_meta(words.meta_clsloc_mat) if words.meta_clsloc_mat else None
+    classes = find_classes(options.old, dataset)
+    kit = devkit.read_meta(options.meta_clsloc_mat) if options.meta_clsloc_mat else None
     names = [kit.words.get(name, name) if kit else name for name in classes]
-    target = Target(unfinished(words.new), size, words.batch, "b01c", 1)
-    done = build(Job(words.new, target, tasks, classes, names, {}), words.workers, 0)
-    print(f"{done.n_train:,} training and {done.n_val:,} validation images in {words.new}")
+    target = Target(unfinished(options.new), size, options.batch, "b01c", 1)
+    done = build(Job(options.new, target, tasks, classes, names, {}), options.workers, 0)
+    print(f"{done.n_train:,} training and {done.n_val:,} validation images in {options.new}")
 
 
 def make_tasks(split: str, half: Split, names: list[str], batch: int) -> list[Task]:
-    """Batches of `batch` images, in the order of the old files."""
+    """Return tasks of `batch` images each, in the order of the old files."""
     tasks = []
     for number, start in enumerate(range(0, len(half), batch)):
         stop = min(start + batch, len(half))
@@ -100,7 +100,7 @@ def make_tasks(split: str, half: Split, names: list[str], batch: int) -> list[Ta
 
 
 def find_names(folder: Path, split: str, half: Split) -> list[str]:
-    """<class>/<file> of each image where the folder knows it, else the old file and the row."""
+    """Return <class>/<file> of each image if the folder has it, else the old file and the row."""
     lists = folder / "misc"
     try:
         names = read_order(folder, lists, split)
@@ -112,7 +112,7 @@ def find_names(folder: Path, split: str, half: Split) -> list[str]:
 
 
 def find_classes(folder: Path, dataset: Dataset) -> list[str]:
-    """The wnids, from misc/train.txt where it is there; otherwise the labels themselves."""
+    """Return the wnids of misc/train.txt, or the labels if it is missing."""
     if dataset.manifest:
         return list(dataset.manifest.classes)
     path = folder / "misc" / "train.txt"

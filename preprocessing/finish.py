@@ -1,4 +1,4 @@
-"""What a dataset folder has besides its batches: labels, lists of names, the mean image, the manifest."""
+"""The files of a dataset folder beside its batches: labels, lists of names, mean image, manifest."""
 
 import importlib.metadata
 import json
@@ -16,6 +16,7 @@ from lockstep.errors import UserError
 from lockstep.files import checksum, write_array, write_bytes, write_text
 from preprocessing.caffe_lists import Line, write_list
 from preprocessing.journal import Journal
+from preprocessing.listing import LEFT_OUT_LIST, Label, LeftOut, Listing, classes_of
 from preprocessing.tasks import Record, Target, Task
 
 BAD_LIST = "misc/bad_pictures.txt"
@@ -25,7 +26,7 @@ _PACKAGES = ("h5py", "numpy", "pillow", "simplejpeg", "torch")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Numbers of images and of bad pictures."""
+    """The numbers of images and of unusable images."""
 
     n_train: int
     n_val: int
@@ -39,23 +40,33 @@ def write_rest(
     classes: tuple[list[str], list[str]],
     facts: dict[str, Any],
 ) -> Outcome:
-    """Writes it all into target.folder, whose batches are complete.
+    """Write these files into target.folder, whose batches are complete.
 
-    classes: their names, and words for each. facts: what else the manifest is to say.
+    Args:
+        target: The folder and its layout.
+        tasks: All tasks of the dataset.
+        journal: The results of the tasks.
+        classes: The classes, and a readable name for each.
+        facts: Further entries of the manifest.
     """
     halves: dict[str, list[dict[str, Any]]] = {"train": [], "val": []}
     lines: dict[str, list[Line]] = {"train": [], "val": []}
     for task in tasks:
         record = journal.records[task.key]
-        kept = _kept_lines(task, record)
+        kept = _written_lines(task, record)
         lines[task.split] += kept
-        labels = np.array_split([label for _, label in kept], target.parts)
-        for entry, part in zip(record.files, labels, strict=False):  # no files where all pictures were bad
+        labels = np.array_split(
+            _label_array([label for _, label in kept], len(classes[0]), facts), target.parts
+        )
+        for entry, part in zip(
+            record.files, labels, strict=False
+        ):  # a task has no files if all its images were bad
             halves[task.split].append({**entry, "labels_sha256": digest_of_labels(part)})
     for split, entries in halves.items():
         if not entries:
-            raise UserError(f"no {split} picture could be used; {target.folder} has what there is")
-        _write_names_and_labels(target, split, lines[split])
+            raise UserError(f"no {split} image could be used; {target.folder} has what there is")
+        table = _label_array([label for _, label in lines[split]], len(classes[0]), facts)
+        _write_names_and_labels(target, split, lines[split], table)
     mean = _write_mean(target, journal)
     n_bad = _write_bad(target.folder, tasks, journal)
     others = sorted(path for folder in ("labels", "misc") for path in (target.folder / folder).iterdir())
@@ -74,8 +85,8 @@ def write_rest(
     return Outcome(len(lines["train"]), len(lines["val"]), n_bad)
 
 
-def _kept_lines(task: Task, record: Record) -> list[Line]:
-    """(name, label) of the images of a task that are in its files, in their order."""
+def _written_lines(task: Task, record: Record) -> list[Line]:
+    """Return (name, label) of the images in a task's files, in their order."""
     bad = {item.row: item for item in record.bad}
     return [
         (bad[row].instead or name if row in bad else name, label)
@@ -84,9 +95,23 @@ def _kept_lines(task: Task, record: Record) -> list[Line]:
     ]
 
 
-def _write_names_and_labels(target: Target, split: str, lines: list[Line]) -> None:
-    """What make_labels.py and make_train_val_txt.py write, and the names in the order of the files."""
-    labels = np.array([label for _, label in lines], np.int64)
+def task_fact(listing: Listing) -> dict[str, str]:
+    """Return the manifest's entry about the task; sets of one class for each image have none."""
+    return {} if listing.task == "classify" else {"task": listing.task}
+
+
+def _label_array(labels: list[Label], n_classes: int, facts: dict[str, Any]) -> np.ndarray:
+    """Return the class of each image, int64 (n,); or 0 or 1 for each of its classes, uint8 (n, class)."""
+    if facts.get("task") != "multilabel":
+        return np.array(labels, np.int64)
+    table = np.zeros((len(labels), n_classes), np.uint8)
+    for row, label in enumerate(labels):
+        table[row, list(classes_of(label))] = 1
+    return table
+
+
+def _write_names_and_labels(target: Target, split: str, lines: list[Line], labels: np.ndarray) -> None:
+    """Write the labels, the sorted lists, and the names in the order of the files."""
     write_labels(target.folder / "labels", split, labels, target.parts, target.batch)
     misc = target.folder / "misc"
     if split == "val":  # not shuffled
@@ -100,7 +125,7 @@ def _write_names_and_labels(target: Target, split: str, lines: list[Line]) -> No
 
 
 def write_labels(folder: Path, split: str, labels: np.ndarray, n_parts: int, batch: int) -> None:
-    """<split>_labels.npy, and those of theano_alexnet's halves or quarters where there are some."""
+    """Write <split>_labels.npy, and the labels of theano_alexnet's halves or quarters if needed."""
     write_array(folder / f"{split}_labels.npy", labels)
     if n_parts > 1:
         parts = theano_alexnet.split_labels(labels, n_parts, batch // n_parts)
@@ -109,7 +134,7 @@ def write_labels(folder: Path, split: str, labels: np.ndarray, n_parts: int, bat
 
 
 def _write_mean(target: Target, journal: Journal) -> dict[str, Any]:
-    """Saves the mean image as the layout wants it; returns what the manifest says about it."""
+    """Save the mean image in the folder's layout, and return its entries of the manifest."""
     mean = journal.sums.mean()
     old = target.layout == "c01b"
     write_array(
@@ -122,13 +147,21 @@ def _write_mean(target: Target, journal: Journal) -> dict[str, Any]:
 
 
 def _write_bad(folder: Path, tasks: list[Task], journal: Journal) -> int:
-    """A list of the bad pictures, where there are some. Returns how many."""
-    found = [bad for task in tasks for bad in journal.records[task.key].bad]
-    if found:
-        lines = [f"{bad.place}\t{bad.reason}\t{bad.instead or 'left out'}\n" for bad in found]
-        text = "picture\treason\tinstead\n" + "".join(lines)
+    """Write the list of unusable images, if any, and return their number."""
+    bad_images = [bad for task in tasks for bad in journal.records[task.key].bad]
+    if bad_images:
+        lines = [f"{bad.place}\t{bad.reason}\t{bad.instead or 'left out'}\n" for bad in bad_images]
+        text = "image\treason\tinstead\n" + "".join(lines)
         write_bytes(folder / BAD_LIST, text.encode("utf-8", "surrogateescape"))
-    return len(found)
+    return len(bad_images)
+
+
+def write_left_out(folder: Path, left_out: tuple[LeftOut, ...]) -> None:
+    """Write the list of files that were left out, if any, before `write_rest`."""
+    (folder / LEFT_OUT_LIST).unlink(missing_ok=True)  # left by an interrupted run
+    if left_out:
+        text = "file\treason\n" + "".join(f"{place}\t{reason}\n" for place, reason in left_out)
+        write_bytes(folder / LEFT_OUT_LIST, text.encode("utf-8", "surrogateescape"))
 
 
 def _versions() -> dict[str, str]:

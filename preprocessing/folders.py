@@ -1,41 +1,96 @@
-"""Pictures in folders: one folder for each class, or all in one folder."""
+"""Images in folders: one folder per class, or all in one folder."""
 
+import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.errors import UserError
-from preprocessing.listing import Picture, is_picture, require_pictures
+from preprocessing.formats import why_no_image
+from preprocessing.listing import LeftOut, SourceImage, require_images, why_hidden
 
 
 def find_classes(folder: Path) -> list[str]:
-    """The sorted names of the class folders. Raises UserError where there are none."""
-    classes = sorted(entry.name for entry in _scan(folder) if entry.is_dir())
+    """Return the sorted names of the class folders. Raise UserError if there are none."""
+    classes = class_names(folder)
     if not classes:
         raise UserError(f"{folder}: holds no class folders")
     return classes
 
 
+def class_names(folder: Path) -> list[str]:
+    """Return the sorted names of the class folders, if there are any."""
+    return sorted(entry.name for entry in _scan(folder) if _is_class(entry))
+
+
 def has_class_folders(folder: Path) -> bool:
-    return any(entry.is_dir() for entry in _scan(folder))
+    return bool(class_names(folder))
 
 
-def list_class_folders(folder: Path, classes: list[str]) -> list[Picture]:
-    """Every picture in <folder>/<class>/, by class, then by name. Raises UserError for an unknown class."""
+def list_class_folders(folder: Path, classes: list[str], left_out: list[LeftOut]) -> list[SourceImage]:
+    """Return every image in <folder>/<class>/ and below, by class, then by name.
+
+    Args:
+        folder: The folder of the class folders.
+        classes: The names of all classes.
+        left_out: Gets the files that are not images of a class.
+
+    Raises:
+        UserError: A folder is not one of `classes`, or there are no images.
+    """
     unknown = sorted(set(find_classes(folder)) - set(classes))
     if unknown:
-        raise UserError(f"{folder / unknown[0]}: the training pictures have no such class")
-    pictures = [
-        Picture(f"{name}/{file}", label, f"{folder}/{name}/{file}")
+        raise UserError(f"{folder / unknown[0]}: the training images have no such class")
+    images = [
+        SourceImage(f"{name}/{file}", label, f"{folder}/{name}/{file}")
         for label, name in enumerate(classes)
         if (folder / name).is_dir()
-        for file in find_pictures(folder / name)
+        for file in find_images(folder / name, left_out)
     ]
-    return require_pictures(pictures, folder)
+    for entry in sorted(_scan(folder), key=lambda entry: entry.name):
+        if not _is_class(entry):
+            reason = _why_left_out(entry) or "an image outside of the class folders"
+            left_out.append(LeftOut(entry.path, reason))
+    return require_images(images, folder)
 
 
-def find_pictures(folder: Path) -> list[str]:
-    """The sorted names of the pictures in one folder."""
-    return sorted(entry.name for entry in _scan(folder) if is_picture(entry.name))
+def find_images(folder: Path, left_out: list[LeftOut]) -> list[str]:
+    """Return the sorted names of the images in a folder and its sub-folders, relative to it."""
+    return sorted(_walk(folder, "", left_out, tuple(folder.resolve().parents)))
+
+
+def _walk(folder: Path, prefix: str, left_out: list[LeftOut], above: tuple[Path, ...]) -> Iterator[str]:
+    """Yield the names of the images below a folder. above: its parent folders, to detect cycles."""
+    above = (*above, folder.resolve())
+    for entry in sorted(_scan(folder), key=lambda entry: entry.name):
+        reason = _why_left_out(entry)
+        if reason is None and entry.is_dir() and Path(entry.path).resolve() in above:
+            reason = "a link to a folder that it lies in"
+        if reason is not None:
+            left_out.append(LeftOut(entry.path, reason))
+        elif entry.is_dir():
+            yield from _walk(Path(entry.path), f"{prefix}{entry.name}/", left_out, above)
+        else:
+            yield prefix + entry.name
+
+
+def _why_left_out(entry: "os.DirEntry[str]") -> str | None:
+    """Return the reason to leave out an entry, or None for an image or a folder."""
+    hidden = why_hidden(entry.name)
+    if hidden or entry.is_dir():
+        return hidden
+    return why_no_image(entry.name, lambda: _regular(entry))
+
+
+def _regular(entry: "os.DirEntry[str]") -> str:
+    """Return the path of a regular file. Raise OSError for others, such as a pipe."""
+    if os.path.exists(entry.path) and not entry.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return entry.path
+
+
+def _is_class(entry: "os.DirEntry[str]") -> bool:
+    return entry.is_dir() and not why_hidden(entry.name)
 
 
 def _scan(folder: Path) -> list[os.DirEntry[str]]:

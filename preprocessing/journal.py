@@ -1,4 +1,4 @@
-"""What is done of a dataset folder, so that an interrupted run goes on where it was."""
+"""The record of finished tasks, from which an interrupted run resumes."""
 
 import hashlib
 import io
@@ -16,13 +16,13 @@ from preprocessing.sums import PixelSums
 from preprocessing.tasks import Record, Task
 
 NAME = ".journal.npz"
-_SHARE = 0.03  # of the time may go into writing the journal
+_SHARE = 0.03  # largest share of time for writing the journal
 
 
 class Journal:
-    """Records of finished tasks and the sums of their images, kept in one file that is replaced as a whole.
+    """The results of finished tasks and the sums of their images, in one file that is replaced atomically.
 
-    A task that was finished after the last writing is done again, with the same result.
+    A task that finished after the last write is repeated, with the same result.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], tasks: list[Task], size: int) -> None:
@@ -34,7 +34,7 @@ class Journal:
         self.sums = PixelSums(size)
 
     def load(self) -> None:
-        """Takes up an earlier run's, if there is one. Raises UserError if that was about something else."""
+        """Load the journal of an earlier run, if any. Raise UserError if it had other settings or images."""
         if not self._path.exists():
             return
         again = f"; give those again, or remove {self._path.parent} to begin anew"
@@ -44,20 +44,21 @@ class Journal:
                 total, squares = file["total"], file["squares"]
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise UserError(
-                f"{self._path}: can't be read ({error}); remove its folder to begin anew"
+                f"{self._path}: can't be read ({error}); remove its folder to start again"
             ) from error
         for key, value in content["settings"].items():
             if self._settings.get(key) != value:
                 raise UserError(
-                    f"{self._path.parent}: was begun with {key} {value}, not {self._settings.get(key)}{again}"
+                    f"{self._path.parent}: was started with {key} {value}, "
+                    f"not {self._settings.get(key)}{again}"
                 )
         if content["tasks"] != self._digest:
-            raise UserError(f"{self._path.parent}: was begun with other pictures{again}")
+            raise UserError(f"{self._path.parent}: was started with other images{again}")
         self.records = {key: Record.from_json(record) for key, record in content["records"].items()}
         self.sums.total, self.sums.squares, self.sums.count = total, squares, content["count"]
 
     def add(self, task: Task, record: Record, sums: PixelSums | None) -> None:
-        """Notes a finished task; writes now and then. One that had to be done again is counted once."""
+        """Record a finished task, and write the journal now and then. A repeated task counts once."""
         if sums and task.key not in self.records:
             self.sums.merge(sums)
         self.records[task.key] = record
@@ -65,7 +66,7 @@ class Journal:
             self.write()
 
     def write(self) -> None:
-        """Raises UserError where the disk is full; the file of before stays then."""
+        """Write the journal. If the disk is full, keep the former file and raise UserError."""
         begin = time.monotonic()
         content = {
             "settings": self._settings,
@@ -88,7 +89,7 @@ class Journal:
 
 
 def _digest(tasks: list[Task]) -> str:
-    """Of the names and labels of all images in their order."""
+    """Return a digest of the names and labels of all images in their order."""
     digest = hashlib.sha256()
     for task in tasks:
         digest.update(f"{task.key}\n".encode())

@@ -1,7 +1,7 @@
-"""Turns pictures into a dataset folder to train from.
+"""Make a dataset folder from images.
 
     python preprocessing/make_hkl.py data/digits_jpeg data/digits --size 36
-    python preprocessing/make_hkl.py my_pictures data/mine --resize crop --on-error skip
+    python preprocessing/make_hkl.py my_images data/mine --resize crop --val-split 0.2
     python preprocessing/make_hkl.py /data/imagenet data/imagenet      folders or the original tars
     python preprocessing/make_hkl.py toy /data/imagenet data/toy       10 batches of each, to try things out
     python preprocessing/make_hkl.py                                   as preprocessing/paths.yaml says
@@ -9,16 +9,21 @@
         --valtxt_filename val.txt --tar_root_dir data/mine             Caffe's lists
 
 SOURCE is a folder with
-    train/<class>/*.JPEG and val/<class>/*.JPEG (or .jpg, .jpeg, .png, .webp), or
+    train/<class>/... and val/<class>/... (or valid, validation, test), with images in any format of Pillow's,
+        in sub-folders too, or
+    <class>/..., of which --val-split becomes the validation images, or
+    labels.csv or labels.parquet with the columns path and label, and the images, likewise split; with
+        --task multilabel, a label is any number of names separated by ';', or there is a column of 0 and 1
+        for each class, or
     train/<wnid>/*.JPEG, val/*.JPEG and ImageNet's devkit (unpacked or not), or
     ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz, which are not unpacked,
-    or train.txt and val.txt as Caffe has them, with the pictures in train/ and val/, or where the lists say.
+    or Caffe's train.txt and val.txt, with the images in train/ and val/, or at the paths of the lists.
 
 TARGET becomes the dataset folder (docs/data.md describes it). It is made beside TARGET and renamed at the
-end, so it is whole or not there. Stopped or killed at any moment, the same command goes on, and the result is
-the same. Classes are numbered in the order of their sorted names, as theano_alexnet and Caffe do.
+end, so it is either complete or missing. After an interruption the same command resumes, with the same
+result. Classes are numbered in the order of their sorted names, as in theano_alexnet and Caffe.
 
-Exit code: 0 the dataset is whole; 2 something given, or a picture, can't be used; 130 Ctrl-C.
+Exit code: 0: the dataset is complete. 2: an argument or an image can't be used. 130: Ctrl-C.
 """
 
 import argparse
@@ -27,31 +32,39 @@ import os
 import sys
 from pathlib import Path
 
-from lockstep.data.manifest import RESIZES
+from lockstep.config.tasks import MONITORED
+from lockstep.data.manifest import ORIENTATIONS, RESIZES
 from lockstep.errors import UserError
 from preprocessing.build import Job, build, unfinished
-from preprocessing.finish import BAD_LIST
-from preprocessing.inputs import Paths, add_path_options, make_listing, read_paths
-from preprocessing.pictures import ORIENTATIONS, Geometry
+from preprocessing.finish import BAD_LIST, task_fact
+from preprocessing.images import Geometry
+from preprocessing.inputs import VAL_SPLIT, add_path_options, is_plain, list_images, read_paths
+from preprocessing.listing import LEFT_OUT_LIST, Listing, summary_of
 from preprocessing.plan import Settings, make_tasks
-from preprocessing.tasks import Target
+from preprocessing.tasks import OnError, Target
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code. `arguments`: those of the command line, for the tests."""
-    for stream in (sys.stdout, sys.stderr):  # a file's name may be bytes that are no text
+    """Return the exit status. `arguments` replaces those of the command line."""
+    for stream in (sys.stdout, sys.stderr):  # file names may be bytes that are not text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     words = read_command_line(arguments)
     try:
         mode, source, target = split_words(words.words)
         paths = read_paths(words, source, target)
-        make_dataset(paths, read_settings(words, mode == "toy"), words.workers, words.max_errors)
+        own_images = source is not None and is_plain(paths, source)
+        settings = read_settings(words, mode == "toy", own_images)
+        folder = Path(paths.tar_root_dir or "")
+        if folder.exists():
+            raise UserError(f"{folder}: exists already. Remove it, or name another target.")
+        listing = list_images(paths, source, words.val_split, words.task)
+        make_dataset(listing, folder, settings, words.workers, words.max_errors)
     except (UserError, OSError) as error:
         print(f"make_hkl: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("make_hkl: stopped as asked; the same command goes on", file=sys.stderr)
+        print("make_hkl: stopped as asked; the same command resumes", file=sys.stderr)
         return 130
     return 0
 
@@ -61,31 +74,38 @@ def read_command_line(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    words = "toy: 10 batches of each half; the pictures; the folder to make (what paths.yaml says)"
+    words = "toy: 10 batches of each half; the images; the folder to make (what paths.yaml says)"
     add("words", nargs="*", metavar="[toy|full] [SOURCE TARGET]", help=words)
     add("--size", type=int, default=256, help="rows and columns of the images (256)")
     resize = (
-        "squash: all of the picture, as theano_alexnet (the default); crop: short side to --size, then the "
+        "squash: all of the image, as theano_alexnet (the default); crop: short side to --size, then the "
         "middle, as Caffe; pad: long side to --size, then black"
     )
     add("--resize", choices=RESIZES, default="squash", help=resize)
-    orientation = "apply: turn pictures as the camera noted (EXIF); ignore, as theano_alexnet (the default)"
-    add("--orientation", choices=ORIENTATIONS, default="ignore", help=orientation)
+    orientation = "apply: turn images as the camera noted (EXIF; the default); ignore, as theano_alexnet"
+    add("--orientation", choices=ORIENTATIONS, default="apply", help=orientation)
     add("--batch", type=int, default=256, help="images in a file (256)")
-    add("--seed", type=int, default=0, help="seed of the training pictures' order (0)")
+    add("--seed", type=int, default=0, help="seed of the training images' order (0)")
     layout = "c01b: files, folders and labels for theano_alexnet's own code, as hickle 2 wrote them"
     add("--layout", choices=["b01c", "c01b"], default="b01c", help=layout)
-    add("--split", type=int, default=1, help="c01b: files that a batch is divided into: 1, 2 or 4 (1)")
-    on_error = f"at a bad picture: stop; leave it out; take the next of its class. {BAD_LIST} lists them"
-    add("--on-error", choices=["stop", "skip", "replace"], default="stop", help=on_error)
-    add("--max-errors", type=int, default=100, help="end it at more bad pictures than this (100)")
+    add("--split", default="1", help="c01b: files that a batch is divided into: 1, 2 or 4 (1)")
+    on_error = (
+        "at a bad image: stop; skip: leave it out; replace: take the next of its class (own images: skip; "
+        f"ImageNet, lists and c01b: stop). {BAD_LIST} lists them"
+    )
+    add("--on-error", choices=["stop", "skip", "replace"], help=on_error)
+    add("--max-errors", type=int, default=100, help="end it at more bad images than this (100)")
+    split = f"own images without validation images: the share to validate on ({VAL_SPLIT})"
+    add("--val-split", type=float, default=VAL_SPLIT, help=split)
+    task = "multilabel: images have any number of classes, as labels.csv says (docs/multilabel.md)"
+    add("--task", choices=list(MONITORED), default="classify", help=task)
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (one a core)")
     add_path_options(parser)
     return parser.parse_intermixed_args(arguments)
 
 
 def split_words(words: list[str]) -> tuple[str, Path | None, Path | None]:
-    """(toy or full, SOURCE, TARGET)"""
+    """Return ("toy" or "full", SOURCE, TARGET)."""
     mode = words.pop(0) if words and words[0] in ("toy", "full") else "full"
     if not words:
         return mode, None, None
@@ -94,26 +114,35 @@ def split_words(words: list[str]) -> tuple[str, Path | None, Path | None]:
     return mode, Path(words[0]), Path(words[1])
 
 
-def read_settings(words: argparse.Namespace, toy: bool) -> Settings:
+def read_settings(words: argparse.Namespace, toy: bool, own_images: bool) -> Settings:
+    """Return the checked options. Raise UserError for values that can't work."""
     geometry = Geometry(words.size, words.resize, words.orientation)
-    settings = Settings(geometry, words.batch, words.seed, words.layout, words.split, words.on_error, toy)
+    if words.split not in ("1", "2", "4"):
+        raise UserError(
+            f"--split: {words.split} is not 1, 2 or 4, the number of files that --layout c01b divides a "
+            "batch into. --val-split is the share of images to validate on."
+        )
+    if not 0 < words.val_split < 1:
+        raise UserError(f"--val-split: {words.val_split:g} is not between 0 and 1")
+    parts = int(words.split)
+    usual: OnError = "skip" if own_images and words.layout == "b01c" else "stop"
+    on_error = words.on_error or usual
+    settings = Settings(geometry, words.batch, words.seed, words.layout, parts, on_error, toy)
     settings.check()
     if words.workers < 1 or words.max_errors < 0:
         raise UserError("--workers must be at least 1, --max-errors at least 0")
     return settings
 
 
-def make_dataset(paths: Paths, settings: Settings, n_workers: int, max_errors: int) -> None:
-    """Makes the dataset folder paths.tar_root_dir. Raises UserError naming the file that can't be used."""
-    folder = Path(paths.tar_root_dir or "")
-    if folder.exists():
-        raise UserError(f"{folder}: is there already; remove it, or name another target")
-    listing = make_listing(paths)
+def make_dataset(listing: Listing, folder: Path, settings: Settings, n_workers: int, max_errors: int) -> None:
+    """Make a dataset folder. Raise UserError for a file that can't be used."""
     print(
-        f"{len(listing.train):,} training and {len(listing.val):,} validation pictures of "
+        f"{len(listing.train):,} training and {len(listing.val):,} validation images of "
         f"{len(listing.classes):,} classes",
         flush=True,
     )
+    for line in summary_of(listing.left_out):
+        print(line, flush=True)
     target = Target(
         unfinished(folder), settings.geometry.size, settings.batch, settings.layout, settings.parts
     )
@@ -122,15 +151,19 @@ def make_dataset(paths: Paths, settings: Settings, n_workers: int, max_errors: i
         "orientation": settings.geometry.orientation,
         "seed": settings.seed,
         **({"on_error": settings.on_error} if settings.on_error != "stop" else {}),
+        **task_fact(listing),
     }
-    job = Job(folder, target, make_tasks(listing, settings), listing.classes, listing.class_names, chosen)
+    tasks, names = make_tasks(listing, settings), listing.class_names
+    job = Job(folder, target, tasks, listing.classes, names, chosen, listing.left_out)
     done = build(job, n_workers, max_errors)
     print(
         f"{done.n_train:,} training and {done.n_val:,} validation images of "
         f"{len(listing.classes):,} classes in {folder}"
     )
     if done.n_bad:
-        print(f"{done.n_bad:,} bad pictures are listed in {folder / BAD_LIST}")
+        print(f"{done.n_bad:,} bad images are listed in {folder / BAD_LIST}")
+    if listing.left_out:
+        print(f"{len(listing.left_out):,} files that were left out are listed in {folder / LEFT_OUT_LIST}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Writes the labels of a dataset folder anew, from Caffe-style lists and the order of its images.
+"""Write the labels of a dataset folder again, from Caffe's lists and the order of its images.
 
     python preprocessing/make_labels.py data/imagenet --lists data/imagenet/misc
     python preprocessing/make_labels.py /scratch/ilsvrc12 --lists /scratch/ilsvrc12/misc --split 2 --batch 256
 
-make_hkl.py does this by itself. Alone it is for a folder whose labels were lost, or one of theano_alexnet's:
-the order is in misc/train_order.txt, or its shuffled_train_filenames.npy, and in val.txt. With --split the
-labels of halves (_0, _1) or quarters are written too.
+make_hkl.py also writes the labels. This script is for a folder whose labels were lost, also of
+theano_alexnet. The order is in misc/train_order.txt or theano_alexnet's shuffled_train_filenames.npy, and in
+val.txt. --split also writes the labels of halves (_0, _1) or quarters.
 
-Exit code: 0 the labels are written; 2 something given can't be used.
+Exit code: 0: the labels are written. 2: an argument can't be used.
 """
 
 import argparse
@@ -18,12 +18,12 @@ import numpy as np
 
 from lockstep.data.dataset import read_array
 from lockstep.errors import UserError
-from preprocessing.caffe_lists import read_list
+from preprocessing.caffe_lists import read_list, read_names
 from preprocessing.finish import IMAGE_LISTS, write_labels
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code. `arguments`: those of the command line, for the tests."""
+    """Return the exit status. `arguments` replaces those of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,37 +47,37 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def find_labels(folder: Path, lists: Path, split: str) -> np.ndarray:
-    """int64, one an image, in the order of the files. Raises UserError naming a picture without one."""
+    """Return one int64 label per image, in the order of the files. Raise UserError if one is missing."""
     path = lists / f"{split}.txt"
     labels: dict[str, int | None] = {}
     for name, label in read_list(path):
-        short = Path(name).name  # theano_alexnet's order has whole paths; file names are unique in ImageNet
+        short = Path(name).name  # theano_alexnet's order has full paths; file names are unique in ImageNet
         labels[short] = label if labels.get(short, label) == label else None
         labels[name] = label
-    found = []
+    image_labels = []
     for name in read_order(folder, lists, split):
         known = labels.get(name, labels.get(Path(name).name))
         if known is None:
             raise UserError(f"{path}: has no line for {name}, which is in {folder}")
-        found.append(known)
-    return np.array(found, np.int64)
+        image_labels.append(known)
+    return np.array(image_labels, np.int64)
 
 
 def read_order(folder: Path, lists: Path, split: str) -> list[str]:
-    """The names of one half's images in the order of the files. Raises UserError if that is unknown."""
-    if split == "val":  # not shuffled, here or in theano_alexnet
-        return [name for name, _ in read_list(lists / "val.txt")]
+    """Return the names of one half's images in the order of the files. Raise UserError if it is unknown."""
+    if split == "val":  # shuffled neither here nor in theano_alexnet
+        return read_names(lists / "val.txt")
     own = folder / IMAGE_LISTS[split]
     if own.exists():
-        return [name for name, _ in read_list(own)]
+        return read_names(own)
     path = folder / "misc" / "shuffled_train_filenames.npy"
     try:
         names = read_array(path)
     except UserError as error:
-        raise UserError(f"{own} is not there: {error}") from error
+        raise UserError(f"{own} is missing: {error}") from error
     if names.dtype.kind not in "SU" or names.ndim != 1:
         raise UserError(f"{path}: holds {names.dtype} of shape {names.shape}, not names")
-    if names.dtype.kind == "U":  # NumPy makes texts of whatever numbers are there
+    if names.dtype.kind == "U":  # NumPy decodes any numbers as text
         codes = np.frombuffer(names.tobytes(), np.dtype("u4").newbyteorder(names.dtype.byteorder))
         if codes.max(initial=0) > sys.maxunicode:
             raise UserError(f"{path}: holds names that are not text")

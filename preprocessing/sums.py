@@ -1,16 +1,16 @@
-"""Sums over training images, for the mean image and for mean and standard deviation of each colour.
+"""Sums over training images, for the mean image and the mean and standard deviation of each color channel.
 
-Sums of whole numbers are exact and the same in any order, so neither the number of workers nor an
-interruption changes a bit of the mean; only its division is in float64.
+Sums of integers are exact and independent of their order, so neither the number of workers nor an
+interruption changes a bit of the mean. Only its division is in float64.
 """
 
 import numpy as np
 
-_CHUNK = 257  # as many times 255 fits into uint16
+_CHUNK = 257  # 257 times 255 fits into uint16
 
 
 class PixelSums:
-    """total: uint64 (row, column, 3); squares: uint64 (3,), over all pixels; count: images."""
+    """Sums of pixels: total is uint64 (row, column, 3), squares uint64 (3,), count the number of images."""
 
     def __init__(self, size: int) -> None:
         self.total = np.zeros((size, size, 3), np.uint64)
@@ -18,7 +18,7 @@ class PixelSums:
         self.count = 0
 
     def add(self, images: np.ndarray) -> None:
-        """images: uint8 (batch, row, column, 3)."""
+        """Add images, uint8 (batch, row, column, 3)."""
         squares = np.zeros(self.total.shape, np.uint64)
         for first in range(0, len(images), _CHUNK):
             chunk = images[first : first + _CHUNK]
@@ -33,17 +33,17 @@ class PixelSums:
         self.count += other.count
 
     def mean(self) -> np.ndarray:
-        """The mean image: float64 (row, column, 3)."""
+        """Return the mean image: float64 (row, column, 3)."""
         mean: np.ndarray = self.total / self.count
         return mean
 
     def channel_mean(self) -> np.ndarray:
-        """float64 (3,)"""
+        """Return the mean of each channel: float64 (3,)."""
         mean: np.ndarray = self.total.sum((0, 1)) / self._pixels
         return mean
 
     def channel_std(self) -> np.ndarray:
-        """float64 (3,), over all pixels of all images"""
+        """Return the standard deviation of each channel over all pixels: float64 (3,)."""
         variance: np.ndarray = self.squares / self._pixels - self.channel_mean() ** 2
         std: np.ndarray = np.sqrt(np.maximum(variance, 0))
         return std

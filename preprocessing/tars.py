@@ -1,22 +1,24 @@
-"""ImageNet's tars, listed without unpacking: a tar is not compressed, so a member is a stretch of its bytes.
+"""Listing of ImageNet's tars without unpacking: tars are not compressed, so a member is a range of bytes.
 
-ILSVRC2012_img_train.tar holds a tar for each class, n01440764.tar say, which holds its pictures;
-ILSVRC2012_img_val.tar holds pictures. Only headers are read, about one in 100 KB.
+ILSVRC2012_img_train.tar holds a tar per class, such as n01440764.tar, with the images of the class.
+ILSVRC2012_img_val.tar holds images. Only headers are read, about one per 100 KB.
 """
 
 import tarfile
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from lockstep.errors import UserError
-from preprocessing.listing import Picture, is_picture, require_pictures
+from preprocessing.formats import why_no_image
+from preprocessing.listing import LeftOut, SourceImage, require_images, why_hidden
 
 _BLOCK = 512
 
 
 class Member(NamedTuple):
-    """A file in a tar; `offset` and `n_bytes` count in the outermost file."""
+    """A file in a tar. `offset` and `n_bytes` refer to the outermost file."""
 
     name: str
     offset: int
@@ -24,7 +26,7 @@ class Member(NamedTuple):
 
 
 class _Window:
-    """A stretch of an open file, as a file of its own: enough for tarfile to read headers."""
+    """A range of an open file as a file object, sufficient for tarfile to read headers."""
 
     def __init__(self, file: BinaryIO, start: int, n_bytes: int) -> None:
         self._file, self._start, self._n_bytes, self._place = file, start, n_bytes, 0
@@ -42,8 +44,13 @@ class _Window:
         return self._place
 
 
-def list_train_tar(path: Path) -> tuple[list[str], list[Picture]]:
-    """The sorted classes, and the pictures by class, then by name. Raises UserError naming a broken tar."""
+def list_train_tar(path: Path, left_out: list[LeftOut]) -> tuple[list[str], list[SourceImage]]:
+    """Return the sorted classes, and the images by class, then by name. Raise UserError for a damaged tar.
+
+    Args:
+        path: The training tar.
+        left_out: Gets the members that are not images.
+    """
     with _open(path) as file:
         inner = {
             Path(member.name).stem: member
@@ -51,40 +58,50 @@ def list_train_tar(path: Path) -> tuple[list[str], list[Picture]]:
             if member.name.endswith(".tar")
         }
         if not inner:
-            raise UserError(f"{path}: holds no tars of classes, as ILSVRC2012_img_train.tar does")
+            raise UserError(f"{path}: holds no tars of classes, unlike ILSVRC2012_img_train.tar")
         classes = sorted(inner)
-        pictures = []
+        images = []
         for label, name in enumerate(classes):
             members = _members(file, inner[name], path)
-            pictures += _pictures(members, label, path, f"{name}/")
-    return classes, require_pictures(pictures, path)
+            images += _images_of(members, label, path, f"{name}/", left_out)
+    return classes, require_images(images, path)
 
 
-def list_class_tars(folder: Path, paths: list[Path]) -> tuple[list[str], list[Picture]]:
-    """The same for a folder of the classes' tars, one level unpacked."""
-    pictures = []
+def list_class_tars(
+    folder: Path, paths: list[Path], left_out: list[LeftOut]
+) -> tuple[list[str], list[SourceImage]]:
+    """Return the sorted classes, and the images by class, of a folder with a tar per class."""
+    images = []
     classes = sorted(path.stem for path in paths)
     for label, name in enumerate(classes):
         path = folder / f"{name}.tar"
         with _open(path) as file:
             members = _members(file, Member(str(path), 0, path.stat().st_size), path)
-            pictures += _pictures(members, label, path, f"{name}/")
-    return classes, require_pictures(pictures, folder)
+            images += _images_of(members, label, path, f"{name}/", left_out)
+    return classes, require_images(images, folder)
 
 
-def list_flat_tar(path: Path) -> list[Picture]:
-    """The pictures of ILSVRC2012_img_val.tar by name, without labels (-1)."""
+def list_flat_tar(path: Path, left_out: list[LeftOut]) -> list[SourceImage]:
+    """Return the images of ILSVRC2012_img_val.tar by name, without labels (-1)."""
     with _open(path) as file:
         members = _members(file, Member(str(path), 0, path.stat().st_size), path)
-        return require_pictures(_pictures(members, -1, path, ""), path)
+        return require_images(_images_of(members, -1, path, "", left_out), path)
 
 
-def _pictures(members: Iterator[Member], label: int, path: Path, prefix: str) -> list[Picture]:
-    return [
-        Picture(prefix + Path(member.name).name, label, str(path), member.offset, member.n_bytes)
-        for member in sorted(members)
-        if is_picture(member.name)
-    ]
+def _images_of(
+    members: Iterator[Member], label: int, path: Path, prefix: str, left_out: list[LeftOut]
+) -> list[SourceImage]:
+    images = []
+    for member in sorted(members):
+        name = Path(member.name).name
+        image = SourceImage(prefix + name, label, str(path), member.offset, member.n_bytes)
+        hidden = next(filter(None, map(why_hidden, Path(member.name).parts)), None)
+        reason = hidden or why_no_image(name, lambda: BytesIO(image.read()))  # noqa: B023 (called at once)
+        if reason is None:
+            images.append(image)
+        else:
+            left_out.append(LeftOut(image.place, reason))
+    return images
 
 
 def _open(path: Path) -> BinaryIO:
@@ -95,17 +112,17 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _members(file: BinaryIO, tar: Member, path: Path) -> Iterator[Member]:
-    """The files in a tar that is a stretch of `file`. Raises UserError where it is broken or cut off.
+    """Yield the files in a tar that is a range of `file`. Raise UserError if it is damaged or truncated.
 
-    tarfile takes rubbish between members for the end; a whole tar ends with a block of zeros.
+    tarfile mistakes damaged headers for the end. A complete tar ends with a block of zeros.
     """
     where = path if tar.offset == 0 else f"{path}: {tar.name}"
     window = _Window(file, tar.offset, tar.n_bytes)
     try:
         with tarfile.TarFile(fileobj=window, mode="r") as archive:  # type: ignore[arg-type]
             while (member := archive.next()) is not None:
-                archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep them all
-                if member.size < 0:  # tarfile would go back, and round and round
+                archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep all of them in memory
+                if member.size < 0:  # tarfile would loop forever
                     raise UserError(f"{where}: is damaged: {member.name} has a size below 0")
                 if member.offset_data + member.size > tar.n_bytes:
                     raise UserError(f"{where}: is cut off in the middle of {member.name}")

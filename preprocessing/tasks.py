@@ -1,4 +1,4 @@
-"""The work of one worker: a batch of images, from its sources to its .hkl file (or two, or four)."""
+"""The work of a worker: a batch of images, from its sources to its .hkl file or files."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,15 +11,15 @@ from lockstep.data import old_folders as theano_alexnet
 from lockstep.data.hkl import HklArray, Layout
 from lockstep.errors import UserError
 from lockstep.files import checksum
-from preprocessing.listing import Picture
-from preprocessing.pictures import BadPicture, Geometry, to_image
+from preprocessing.images import BadImage, Geometry, Shape, to_sized_image
+from preprocessing.listing import Label, SourceImage
 from preprocessing.sums import PixelSums
 
 OnError = Literal["stop", "skip", "replace"]
 
 
 class Bad(NamedTuple):
-    """A picture that can't be used: its row in the batch, where it lies, why, and what came instead."""
+    """An unusable image: its row in the batch, its path, the reason, and its replacement."""
 
     row: int
     place: str
@@ -28,85 +28,120 @@ class Bad(NamedTuple):
 
 
 class Source(Protocol):
-    """Where a batch's images come from."""
+    """The origin of a batch's images."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
     @property
-    def labels(self) -> tuple[int, ...]: ...
-    def load(self) -> tuple[np.ndarray, list[Bad]]:
-        """uint8 (batch, row, column, 3), without those that are bad and not replaced; and the bad ones."""
+    def labels(self) -> tuple[Label, ...]: ...
+    def load(self) -> "Loaded":
+        """Return the images without unusable ones, and a list of those."""
         ...
 
 
-@dataclass(frozen=True)
-class PictureBatch:
-    """Pictures to decode. `spares`: for on_error replace, the one to take instead of each."""
+class Loaded(NamedTuple):
+    """The images of a batch, uint8 (batch, row, column, 3), the unusable ones, and each image's own shape.
 
-    pictures: tuple[Picture, ...]
-    spares: tuple[Picture, ...]
+    `shapes` is empty where the shapes of the source files are not known.
+    """
+
+    images: np.ndarray
+    bad: list[Bad]
+    shapes: list[Shape]
+
+
+class StoredImage(NamedTuple):
+    """An image that an earlier dataset holds: its file, its row there, and the source file's own shape."""
+
+    file: HklArray
+    row: int
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """A batch of images to decode.
+
+    Attributes:
+        spares: The replacement of each image, for on_error: replace; else empty.
+        stored: For each image None, or where an earlier dataset holds it; empty without such a dataset.
+    """
+
+    sources: tuple[SourceImage, ...]
+    spares: tuple[SourceImage, ...]
     geometry: Geometry
     on_error: OnError
+    stored: tuple[StoredImage | None, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(picture.name for picture in self.pictures)
+        return tuple(source.name for source in self.sources)
 
     @property
-    def labels(self) -> tuple[int, ...]:
-        return tuple(picture.label for picture in self.pictures)
+    def labels(self) -> tuple[Label, ...]:
+        return tuple(source.label for source in self.sources)
 
-    def load(self) -> tuple[np.ndarray, list[Bad]]:
+    def load(self) -> Loaded:
         size = self.geometry.size
-        images = np.empty((len(self.pictures), size, size, 3), np.uint8)
+        images = np.empty((len(self.sources), size, size, 3), np.uint8)
         bad: list[Bad] = []
-        n_images = 0
-        for row, picture in enumerate(self.pictures):
+        shapes: list[Shape] = []
+        for row, source in enumerate(self.sources):
+            place = images[len(shapes) : len(shapes) + 1]
             try:
-                images[n_images] = read_picture(picture, self.geometry)
-            except BadPicture as error:
+                shapes.append(self._read(row, place))
+            except BadImage as error:
                 if self.on_error == "stop":
                     raise UserError(
-                        f"{picture.place}: can't be used: {error} (--on-error skip or replace goes on)"
+                        f"{source.place}: can't be used: {error} (--on-error skip or replace continues)"
                     ) from error
-                bad.append(Bad(row, picture.place, str(error), None))
+                bad.append(Bad(row, source.place, str(error), None))
                 if self.on_error == "skip":
                     continue
-                images[n_images] = self._replacement(row)
+                place[0], shape = self._replacement(row)
+                shapes.append(shape)
                 bad[-1] = bad[-1]._replace(instead=self.spares[row].name)
-            n_images += 1
-        return images[:n_images], bad
+        return Loaded(images[: len(shapes)], bad, shapes)
 
-    def _replacement(self, row: int) -> np.ndarray:
+    def _read(self, row: int, out: np.ndarray) -> Shape:
+        """Read an image into `out`, uint8 (1, size, size, 3). Return the shape that its file has."""
+        stored = self.stored[row] if self.stored else None
+        if stored:
+            hkl.read_rows(stored.file, stored.row, out)
+            return stored.shape
+        out[0], shape = read_source_image(self.sources[row], self.geometry)
+        return shape
+
+    def _replacement(self, row: int) -> tuple[np.ndarray, Shape]:
         try:
-            return read_picture(self.spares[row], self.geometry)
-        except BadPicture as error:
+            return read_source_image(self.spares[row], self.geometry)
+        except BadImage as error:
             raise UserError(
-                f"{self.pictures[row].place}: can't be used, nor can {self.spares[row].place}, the next of "
-                f"its class: {error} (--on-error skip goes on without it)"
+                f"{self.sources[row].place}: can't be used, nor can {self.spares[row].place}, the next of "
+                f"its class: {error} (--on-error skip continues without it)"
             ) from error
 
 
 @dataclass(frozen=True)
 class StoredBatch:
-    """Images that are in .hkl files already: (file, first row, number of rows), one after the other."""
+    """A batch of images from .hkl files: a sequence of (file, first row, number of rows)."""
 
     runs: tuple[tuple[HklArray, int, int], ...]
     names: tuple[str, ...]
-    labels: tuple[int, ...]
+    labels: tuple[Label, ...]
 
-    def load(self) -> tuple[np.ndarray, list[Bad]]:
+    def load(self) -> Loaded:
         images = np.empty((len(self.labels), *self.runs[0][0].row_shape), np.uint8)
         done = 0
         for file, first, count in self.runs:
             hkl.read_rows(file, first, images[done : done + count])
             done += count
-        return images, []
+        return Loaded(images, [], [])
 
 
 @dataclass(frozen=True)
 class Task:
-    """Batch number `number` of 'train' or 'val'."""
+    """The making of batch number `number` of 'train' or 'val'."""
 
     split: str
     number: int
@@ -119,13 +154,19 @@ class Task:
 
 @dataclass(frozen=True)
 class Target:
-    """How files are written. `parts`: c01b only, into how many files a batch is divided (1, 2 or 4)."""
+    """The folder and layout of the files.
+
+    Attributes:
+        parts: Files per batch (1, 2 or 4); more than 1 for c01b only.
+        with_shapes: Whether records have the shape of every source file, which takes memory.
+    """
 
     folder: Path
     size: int
     batch: int
     layout: Layout
     parts: int
+    with_shapes: bool = False
 
     def split_folder(self, split: str) -> str:
         if self.layout == "b01c":
@@ -133,38 +174,44 @@ class Target:
         return f"{split}_hkl_b{self.batch}_b_{self.batch // self.parts}"  # theano_alexnet's name
 
     def names(self, task: Task) -> list[str]:
-        """The files of a task, relative to the folder."""
+        """Return the files of a task, relative to the folder."""
         stem = f"{self.split_folder(task.split)}/{task.number:04d}"
         return [f"{stem}{suffix}.hkl" for suffix in theano_alexnet.SUFFIXES[self.parts]]
 
 
 @dataclass(frozen=True)
 class Record:
-    """What has become of a task; kept in the journal as JSON."""
+    """The result of a task, stored in the journal as JSON."""
 
     files: list[dict[str, Any]] = field(default_factory=list)
     bad: list[Bad] = field(default_factory=list)
+    shapes: list[Shape] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Record":
-        return cls(value["files"], [Bad(*bad) for bad in value["bad"]])
+        shapes = [(rows, columns) for rows, columns in value.get("shapes", [])]
+        return cls(value["files"], [Bad(*bad) for bad in value["bad"]], shapes)
 
 
-def read_picture(picture: Picture, geometry: Geometry) -> np.ndarray:
-    """uint8 (size, size, 3). Raises BadPicture."""
+def read_source_image(source: SourceImage, geometry: Geometry) -> tuple[np.ndarray, Shape]:
+    """Return a decoded image, uint8 (size, size, 3), and the shape that its file has.
+
+    Raises:
+        BadImage: The image can't be used.
+    """
     try:
-        return to_image(picture.read(), geometry)
+        return to_sized_image(source.read(), geometry, source.name)
     except OSError as error:
-        raise BadPicture(error.strerror or str(error)) from error
+        raise BadImage(error.strerror or str(error)) from error
 
 
 def make_files(task: Task, target: Target) -> tuple[Record, PixelSums | None]:
-    """Makes the files of a batch; each appears whole or not at all. Sums are of training images only."""
-    images, bad = task.source.load()
-    record = Record([], bad)
+    """Make the files of a batch, each written atomically. Sums are of training images only."""
+    images, bad, shapes = task.source.load()
+    record = Record([], bad, shapes if target.with_shapes else [])
     if len(images):
         for name, part in zip(target.names(task), np.array_split(images, target.parts), strict=True):
             path = target.folder / name

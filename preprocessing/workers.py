@@ -1,4 +1,4 @@
-"""Worker processes that do tasks, and die with the process that started them."""
+"""Worker processes that run tasks, and end with the process that started them."""
 
 import ctypes
 import multiprocessing
@@ -23,11 +23,13 @@ _PR_SET_PDEATHSIG = 1
 def in_parallel(
     function: Callable[[Item], Result], items: Iterable[Item], n_workers: int
 ) -> Generator[tuple[Item, Result], None, None]:
-    """Each item with function(item), in the order in which they are ready.
+    """Yield each item with function(item), in the order of completion.
 
-    With one worker this process does the work itself. Two items a worker are under way at a time, so memory
-    does not grow with the number of items. When the caller stops early, items that are being worked on are
-    waited for, so that nothing is left half-done. Raises UserError when a worker dies.
+    With one worker this process does the work. At most two items per worker are in progress, so memory does
+    not grow with the number of items. If the caller stops early, items in progress are finished first.
+
+    Raises:
+        UserError: A worker was killed.
     """
     if n_workers == 1:
         torch.set_num_threads(1)
@@ -39,7 +41,7 @@ def in_parallel(
     under_way: dict[Future[Result], Item] = {}
     try:
         for item in items:
-            with _deaf_to_interrupts():  # for the workers that this may start
+            with _interrupts_blocked():  # workers that start now inherit it
                 future = executor.submit(function, item)
             under_way[future] = item
             if len(under_way) >= 2 * n_workers:
@@ -48,8 +50,8 @@ def in_parallel(
             yield from _next_ones(under_way)
     except BrokenProcessPool as error:
         raise UserError(
-            "a worker process was killed, perhaps because memory ran out: the same command goes on "
-            "where it was; --workers takes fewer"
+            "a worker process was killed, perhaps because memory ran out: the same command "
+            "resumes; --workers starts fewer"
         ) from error
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
@@ -61,8 +63,8 @@ def _next_ones(under_way: dict[Future[Result], Item]) -> Iterator[tuple[Item, Re
 
 
 @contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Ctrl-C is the parent's to answer: processes started in here never hear of it, the parent does later."""
+def _interrupts_blocked() -> Iterator[None]:
+    """Block Ctrl-C: child processes never get it, and this process gets it after the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -71,8 +73,8 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 
 def _begin(parent: int) -> None:
-    """When the parent dies, the kernel kills its workers."""
+    """Ask the kernel to kill this worker when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    torch.set_num_threads(1)  # the processes are the parallelism
+    torch.set_num_threads(1)  # the processes already use all cores

@@ -1,4 +1,4 @@
-"""What the tests share: dataset folders, the program, the simulated driver, and the rings for real GPUs."""
+"""Fixtures for all tests: dataset folders, train.py as a process, the simulated driver, markers for GPUs."""
 
 import functools
 import importlib.util
@@ -17,19 +17,20 @@ import build
 import limits
 import numpy as np
 import pytest
+from campaigns.watching import processes_of_session
 from limits import limit
 from simulated import Simulation
 
-from campaigns.watching import processes_of_session
 from lockstep.config import Config, Layer, resolve
 from lockstep.data import hkl
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = 36  # smallnet's 32 and a margin to crop from
+BUILD_SECONDS = 600  # for a test that may be the first to build PyCUDA
 
 
 def make_folder(folder: Path, n_train: int = 90, n_val: int = 33, size: int = SIZE) -> Path:
-    """A dataset folder of random pictures, without a manifest; the last files are partial ones."""
+    """Write a dataset folder of random images without a manifest; the last file of each split is shorter."""
     random, rows, n_classes = np.random.default_rng(1), 32, 7
     for split, n_images in (("train", n_train), ("val", n_val)):
         (folder / f"{split}_hkl").mkdir(parents=True)
@@ -46,13 +47,13 @@ def make_folder(folder: Path, n_train: int = 90, n_val: int = 33, size: int = SI
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset folder for tests that only read it."""
+    """Return a dataset folder for tests that only read it."""
     return make_folder(tmp_path_factory.mktemp("data") / "set")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A dataset folder for tests that break it."""
+    """Return a dataset folder for tests that change it."""
     return make_folder(tmp_path / "set")
 
 
@@ -62,7 +63,7 @@ def make_config(**values: object) -> Config:
 
 @dataclass
 class Running:
-    """The program, started in a session of its own so that its processes can be told from all others."""
+    """A running train.py. It has its own session, which identifies all of its processes."""
 
     process: "subprocess.Popen[str]"
     run_folder: Path
@@ -70,7 +71,7 @@ class Running:
     log: str = "log.jsonl"
 
     def wait(self, seconds: float = 60) -> int:
-        """The exit code. seconds: as all limits, on an idle machine."""
+        """Wait for the exit status. The time limit applies to an idle machine and is scaled on others."""
         return self.process.wait(limit(seconds))
 
     def output(self) -> str:
@@ -80,7 +81,7 @@ class Running:
         return self.output().rstrip().splitlines()[-1]
 
     def pids(self) -> dict[str, int]:
-        """The process numbers of trainers and loaders, once the launcher has logged them."""
+        """Return the process ids of trainers and loaders, once the launcher has logged them."""
         log = self.run_folder / self.log
         wait_until(lambda: log.exists() and "started" in log.read_text(), "the processes to be started")
         events = [json.loads(line) for line in log.read_text().splitlines()]
@@ -92,26 +93,26 @@ class Running:
         assert text in self.output(), self.output()
 
     def assert_nothing_left(self) -> None:
-        """Python's own resource tracker leaves a few milliseconds after the launcher."""
+        """Assert that no process is left. Python's resource tracker exits shortly after the launcher."""
         wait_until(lambda: self.leftovers() == [], "all processes of the run to be gone", 5)
 
     def leftovers(self) -> list[int]:
-        """Processes of its session that are still there."""
+        """Return the processes of its session that still run."""
         return processes_of_session(self.process.pid)
 
     def shared_files(self) -> list[str]:
-        """Events that CUDA keeps for its trainers and loaders, which have their process in their name."""
+        """Return CUDA's files for events of its trainers and loaders; their names contain the process id."""
         pids = {f"{pid:x}" for pid in self.pids().values()}
         return [path.name for path in Path("/dev/shm").glob("cuda.shm.*") if path.name.split(".")[3] in pids]
 
 
 def named_memory() -> set[str]:
-    """What has a name in /dev/shm, but for events of simulated GPUs, which other tests have at this time."""
+    """Return the names in /dev/shm, without events of simulated GPUs, which concurrent tests use."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("cuda.shm.")}
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
-    """seconds: on an idle machine."""
+    """Wait until the condition holds. The time limit applies to an idle machine."""
     seconds = limit(seconds)
     until = time.monotonic() + seconds
     while not condition():
@@ -120,12 +121,12 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 60) 
 
 
 def goes_wrong(once: Callable[[], bool]) -> bool:
-    """Whether it does in one of several tries: a pause drawn at random or a busy core may hide it once."""
+    """Return whether one of several attempts fails; a random pause or a busy core may hide an error once."""
     return any(once() for _ in range(8))
 
 
 class Program:
-    """Starts train.py on a dataset folder, with the run's folder in a temporary place."""
+    """Starts train.py on a dataset folder; its run folders are temporary."""
 
     def __init__(self, data: Path, place: Path) -> None:
         self.data, self.place = data, place
@@ -139,7 +140,11 @@ class Program:
         environment: dict[str, str] | None = None,
         through: tuple[str, ...] = (),
     ) -> Running:
-        """through: a command that replaces itself by the program."""
+        """Start the program.
+
+        Args:
+            through: A command that executes the program, such as nohup.
+        """
         output_file = self.place / f"output{len(self.started)}.txt"
         keys = {
             "data_folder": self.data,
@@ -185,14 +190,13 @@ def program(shared_folder: Path, tmp_path: Path):
 
 
 @pytest.fixture(scope="session")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """PyCUDA, the simulated driver and the kernels for the host. PyCUDA is built the first time."""
+def parts() -> tuple[Path, Path, Path]:
+    """Return PyCUDA, the simulated driver and the kernels for the host, built on first use."""
     toolkit = build.toolkit()
     if toolkit is None:
         pytest.skip("no CUDA toolkit here (nvcc with its headers, and g++) to build PyCUDA with")
-    folder = tmp_path_factory.mktemp("parts")
     site = build.build_pycuda(toolkit)
-    return site, build.build_driver(folder, toolkit, build.names_needed(site)), build.build_kernels(folder)
+    return site, build.build_driver(toolkit, build.names_needed(site)), build.build_kernels()
 
 
 @pytest.fixture
@@ -204,16 +208,16 @@ def simulation(parts: tuple[Path, Path, Path], tmp_path: Path) -> Simulation:
 
 @pytest.fixture
 def torchvision() -> Any:
-    """The package, where it is installed; tests need it to compare with."""
+    """Return torchvision, which some tests compare with, or skip the test."""
     try:
         return importlib.import_module("torchvision")
-    except Exception as error:  # not installed, or not of this torch
+    except Exception as error:  # not installed, or built for another torch
         pytest.skip(f"torchvision can't be imported: {error}")
 
 
 @functools.cache
 def missing_for_gpus(n_gpus: int) -> str:
-    """Why a test that needs so many real GPUs can't run here, or ''."""
+    """Return why a test that needs this many real GPUs cannot run here, or ''."""
     import torch
 
     if torch.cuda.device_count() < n_gpus:
@@ -222,15 +226,17 @@ def missing_for_gpus(n_gpus: int) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell's background jobs begin with Ctrl-C ignored, and so would the programs whose Ctrl-C is tested.
+    # A shell's background jobs inherit Ctrl-C as ignored; programs whose Ctrl-C is tested must not.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     limits.measure(len(config.getoption("tx", [])))
-    if importlib.util.find_spec("hypothesis"):  # a machine that only runs the GPUs' tests may have none
+    if importlib.util.find_spec("hypothesis"):  # it may be missing where only GPU tests run
         from hypothesis import HealthCheck, settings
 
-        # How long an example takes, or is looked for, tells of the machine and not of the code. CI draws the
-        # same examples every time: what fails there is what was changed.
+        # The duration of an example depends on the machine. CI draws the same examples every time, so that
+        # a failure there is caused by the change.
         settings.register_profile(
             "lockstep",
             deadline=None,
@@ -241,18 +247,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every test's own limit (pytest-timeout's) grows with the others."""
+    """Scale the time limit of every test (pytest-timeout) like all other limits."""
     if not config.pluginmanager.hasplugin("timeout"):
         return
     usual = config.getoption("timeout") or float(config.getini("timeout"))
     for item in items:
         mark = item.get_closest_marker("timeout")
-        seconds = limit(mark.args[0] if mark else usual)
+        seconds = mark.args[0] if mark else usual
+        if "parts" in getattr(item, "fixturenames", ()):
+            seconds = max(seconds, BUILD_SECONDS)
+        seconds = limit(seconds)
         item.add_marker(pytest.mark.timeout(seconds), append=False)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """`gpu`: one GPU; `multigpu(n)`: n of them. Elsewhere such tests are skipped, and say why."""
+    """Skip a test marked `gpu` or `multigpu(n)` on a machine with fewer GPUs."""
     needed = [1 for _ in item.iter_markers("gpu")]
     needed += [mark.args[0] for mark in item.iter_markers("multigpu")]
     if needed and missing_for_gpus(max(needed)):

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import roofline
+from benchmarks.gpu.images import dataset_folder
 from benchmarks.gpu.lone import LoneTrainer, PlainTraining, compute_in
 from benchmarks.gpu.machine import query
-from benchmarks.gpu.pictures import dataset_folder
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.turns import Turn, device_turns, take_turns, try_out
+from benchmarks.gpu.turns import Turn, device_turns, take_turns_kept, try_out
 
 PLAIN, TORCHVISION = "plain PyTorch, same network", "plain PyTorch, torchvision's AlexNet"
 _TORCHVISION_SIZE = 224  # what that network is made for
@@ -43,9 +43,8 @@ def measure(setting: Setting, work: Path, record: Record, precisions: tuple[str,
         peers = _make_peers(first, setting, record)
     turns = {name: trainer.turn(trainer.resident) for name, trainer in trainers.items()}
     turns.update({name: peer.turn() for name, peer in peers.items()})
-    timed = take_turns(turns, first.synchronize, setting)
+    timed = take_turns_kept(turns, first.synchronize, setting, record)
     for name, figures in timed.items():
-        figures["images_per_second"] = setting.batch_size / figures["ms"] * 1e3
         if name != TORCHVISION:  # another network, with less to do
             figures["share_of_roofline"] = figures["images_per_second"] / roofline.images_per_second()
     record.keep("steps", timed)
@@ -71,7 +70,7 @@ def measure(setting: Setting, work: Path, record: Record, precisions: tuple[str,
 
 
 def profile(turn: Turn, synchronize: Callable[[], object]) -> list[tuple[str, float, float]]:
-    """Where a step's time goes on the device: a kernel's name, its ms a step, its launches a step."""
+    """The time of a step on the device: a kernel's name, its ms a step, its launches a step."""
     kinds = torch.profiler.ProfilerActivity
     kind = kinds.CUDA if torch.cuda.is_available() else kinds.CPU
     turn.prepare()
@@ -93,18 +92,18 @@ def make_trainers(
 ) -> dict[str, LoneTrainer]:
     """One of each precision, without and with a graph; those last: a capture that fails can leave traces.
 
-    In bf16 there is also one with convolutions in other forms.
+    In bf16 others have convolutions in other forms: the first by space-to-depth, and all that have one.
     """
     trainers = {}
-    for graph, form in ((False, "plain"), (True, "plain"), (True, "all")):
+    for graph, form in ((False, "plain"), (True, "plain"), (True, "space_to_depth"), (True, "all")):
         for precision in precisions if form == "plain" else {"bf16"} & {*precisions}:
-            others = "" if form == "plain" else f", conv_forms: {form}"
+            others = "" if form == "plain" else f", conv_layout: {form}"
             name = f"Lockstep {precision}{', cuda_graph' * graph}{others}"
             if graph and setting.rehearsal:
                 record.keep("not rehearsed", "cuda_graph: torch computes on the CPU")
                 continue
             with record.attempt(name):
-                keys: dict[str, Any] = {"precision": precision, "cuda_graph": graph, "conv_forms": form}
+                keys: dict[str, Any] = {"precision": precision, "cuda_graph": graph, "conv_layout": form}
                 trainer = LoneTrainer(setting, folder, para_load=False, **keys)
                 try_out(trainer.turn(trainer.resident), trainer.synchronize)
                 trainers[name] = trainer

@@ -1,15 +1,15 @@
-"""Plain PyTorch with torch.compile, the fastest that one writes oneself, beside Lockstep's captured step."""
+"""Plain PyTorch with torch.compile beside Lockstep's captured step."""
 
 import importlib
 from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.images import dataset_folder
 from benchmarks.gpu.lone import LoneTrainer, PlainTraining, compute_in
-from benchmarks.gpu.pictures import dataset_folder
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.turns import take_turns, try_out
+from benchmarks.gpu.turns import take_turns_kept, try_out
 
 _MODES = ("default", "reduce-overhead")
 
@@ -32,9 +32,6 @@ def run(setting: Setting, work: Path, record: Record) -> None:
             peer.model = torch.compile(peer.model, **options)
             try_out(peer.turn(), trainer.synchronize)
             turns[f"plain PyTorch, torch.compile, {mode}"] = peer.turn()
-    timed = take_turns(turns, trainer.synchronize, setting)
-    for figures in timed.values():
-        figures["images_per_second"] = setting.batch_size / figures["ms"] * 1e3
-    record.keep("steps", timed)
+    take_turns_kept(turns, trainer.synchronize, setting, record)
     with record.attempt("closing"):
         trainer.close()

@@ -35,7 +35,7 @@ _FLOAT = 4  # bytes
 
 
 def run(setting: Setting, work: Path, record: Record) -> None:
-    """The peer-to-peer kernel by itself first: what goes wrong with the others must not cost its figures."""
+    """The peer-to-peer kernel alone first: what goes wrong with the others must not cost its figures."""
     for place, devices in places().items():
         store = str(work / f"store{len(set(devices))}")
         for what, function in (("the kernel", measure_kernel), ("exchanges", measure_exchanges)):

@@ -17,7 +17,7 @@ from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.turns import Turn, take_turns
 from lockstep import flow
-from lockstep.flow import gpu, merge
+from lockstep.flow import collectives, gpu
 from lockstep.flow.gpu import Cuda
 
 PLAIN = "plain PyTorch, same network"
@@ -152,7 +152,7 @@ def pair() -> list[int]:
 
 
 def merging(setting: Setting) -> dict[str, float]:
-    """Milliseconds of a step that merges beside backward, of one that merges at its end, of merging alone."""
+    """Milliseconds of a step that merges beside backward, of one that merges at its end, of merging only."""
     n = setting.batch_size // 2
     ours = {
         "beside backward": Training(setting, pair(), n),
@@ -164,12 +164,12 @@ def merging(setting: Setting) -> dict[str, float]:
     finally:
         for training in ours.values():
             training.engine.close()
-    found["alone"] = merging_alone(setting) * 1e3
+    found["alone"] = merging_only(setting) * 1e3
     found["share hidden"] = (found["at its end"] - found["beside backward"]) / found["alone"]
     return found
 
 
-def merging_alone(setting: Setting) -> float:
+def merging_only(setting: Setting) -> float:
     devices: list[Cuda] = [flow.cuda(number) for number in pair()]
     shapes = [p.shape for p in network(setting).parameters()]
     with flow.Engine(devices):
@@ -177,7 +177,7 @@ def merging_alone(setting: Setting) -> float:
         for device in devices:
             with flow.device(device):
                 parts.append([flow.ones(shape) for shape in shapes])
-        return best(lambda: merge.reduce(parts, devices[0], in_all=True))
+        return best(lambda: collectives.reduce(parts, devices[0], in_all=True))
 
 
 def speeds(setting: Setting) -> dict[str, float]:

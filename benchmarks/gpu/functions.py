@@ -24,6 +24,7 @@ _NEEDED = ("cloudpickle", "threadpoolctl")
 _SMALL = 650_000  # floats: the gradient of an MLP
 _N_INPUTS, _N_HIDDEN, _N_CLASSES = 784, 500, 10
 _ROWS = (256, 2048)
+_PAPER_CALLS = 3  # in one turn: nine ablations of ResNet-50 in eight rounds are many steps
 
 
 def run(setting: Setting, work: Path, record: Record) -> None:
@@ -112,20 +113,20 @@ def measure_steps(setting: Setting) -> dict[str, float]:
 
 def measure_paper(setting: Setting) -> dict[str, float]:
     """Milliseconds of a step of ResNet-50, as Stooke and Abbeel 2017 take it (section 6): one rank alone, and
-    two with as many pictures in all, and each. A rehearsal has ResNet-20 and fewer pictures.
+    two with as many images in all, and each. A rehearsal has ResNet-20 and fewer images.
     """
-    from benchmarks.synk_paper import BATCH, Training
+    from benchmarks.synk.paper import BATCH, Training
 
     network = importlib.import_module(f"models.{setting.residual_model}").Model(10)
     n_rows, side = (4, 32) if setting.rehearsal else (BATCH, 224)
     training = Training(network, 10, side, 4 * n_rows)
     functions: dict[str, Callable[[], object]] = {
-        f"{n_rows} pictures, one rank alone": partial(training.step_alone, n_rows, True)
+        f"{n_rows} images, one rank alone": partial(training.single_step, n_rows, True)
     }
     for n_all, shuffle, reduces in itertools.product((n_rows, 2 * n_rows), (True, False), (True, False)):
         how = f"{'' if shuffle else 'not '}shuffled, {'with' if reduces else 'without'} all_reduce"
-        functions[f"{n_all} pictures, two ranks, {how}"] = partial(training.step, n_all, shuffle, reduces)
-    return take_turns(functions, setting)
+        functions[f"{n_all} images, two ranks, {how}"] = partial(training.step, n_all, shuffle, reduces)
+    return take_turns(functions, setting, min(_PAPER_CALLS, setting.exchange_calls))
 
 
 def make_mlp() -> torch.nn.Module:
@@ -134,22 +135,25 @@ def make_mlp() -> torch.nn.Module:
     return torch.nn.Sequential(*layers, torch.nn.Tanh(), torch.nn.Linear(_N_HIDDEN, _N_CLASSES))
 
 
-def take_turns(functions: dict[str, Callable[[], Any]], setting: Setting) -> dict[str, float]:
+def take_turns(
+    functions: dict[str, Callable[[], Any]], setting: Setting, n_calls: int | None = None
+) -> dict[str, float]:
     """Milliseconds a call, of several one after the other, until this rank's device is done; medians."""
     from lockstep.synk import session
 
-    gpu = session.current_team("a benchmark").here.gpu
+    gpu = session.current_team("a benchmark").context.gpu
     assert gpu is not None
+    n_calls = n_calls or setting.exchange_calls
     taken: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(setting.n_rounds + 1):
         for name, function in functions.items():
             gpu.stream.synchronize()
             begin = time.perf_counter()
-            for _ in range(setting.exchange_calls):
+            for _ in range(n_calls):
                 function()
             gpu.stream.synchronize()
             if number:  # the first round warms up
-                taken[name].append((time.perf_counter() - begin) * 1e3 / setting.exchange_calls)
+                taken[name].append((time.perf_counter() - begin) * 1e3 / n_calls)
     return {name: median(values) for name, values in taken.items()}
 
 

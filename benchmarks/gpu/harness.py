@@ -1,4 +1,4 @@
-"""Runs a section as a process with a limit, and leaves nothing of it behind.
+"""The process of a section, with a time limit and complete cleanup.
 
 A section that crashes or hangs costs the others nothing but time: it is killed with everything that it has
 started, and recorded as failed with the last lines of its output.
@@ -18,7 +18,7 @@ from typing import Any
 
 LAST_LINES = 15
 LOOK_SECONDS = 3.0
-KILL_SECONDS = 10.0  # who is stuck inside the driver may outlast a kill
+KILL_SECONDS = 10.0  # a process stuck inside the driver may survive a kill
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def run(
 ) -> Outcome:
     """Runs a section for `seconds` at most. Its output goes to the end of `log`, its record into `folder`.
 
-    watch: told every few seconds how far it has come.
+    watch: Called every few seconds with the progress so far.
     """
     record = folder / f"{section.name}.json"
     mark = f"{section.name}-{uuid.uuid4().hex}"
@@ -129,7 +129,7 @@ def _read(record: Path, reason: str) -> Outcome:
 
 
 def _end_all(mark: str) -> None:
-    """Kills whatever a section has started and left, in whatever session: they have its mark from it."""
+    """Kill all processes that a section left, in any session; they inherit a mark in their environment."""
     until = time.monotonic() + KILL_SECONDS
     while (found := _marked(mark.encode())) and time.monotonic() < until:
         for pid in found:

@@ -20,24 +20,24 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.gpu.exchange import places
-from benchmarks.gpu.pictures import dataset_folder
+from benchmarks.gpu.images import dataset_folder
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
-from benchmarks.hosts import config_of, free_port
+from benchmarks.hosts.sums import config_of, free_port
 from lockstep.backends.cuda import CudaBackend
 from lockstep.comm.group import World
 from lockstep.comm.pipes import Pipe
 from lockstep.hosts.addresses import listen
-from lockstep.hosts.network import Network
-from lockstep.hosts.riders import N_NUMBERS
+from lockstep.hosts.network import HostNetwork
 from lockstep.hosts.store import Store
+from lockstep.hosts.sums import N_NUMBERS
 from lockstep.launch.ranks import try_ranks
-from lockstep.runs.plan import Joint
+from lockstep.runs.plan import HostConnection
 
 _ROOT = Path(__file__).resolve().parents[2]
 _HERE = "127.0.0.1"
 _N_FILES = 4  # a step each: few enough for rounding not to grow
-# Of the momenta, the largest relative difference: hosts that learn alone differ by about 1.
+# Of the momenta, the largest relative difference: hosts that learn separately differ by about 1.
 _ROUNDING = 0.01
 _ALONE, _SHARED, _APART = "one host, two trainers", "two hosts, one GPU, gloo", "two hosts, a GPU each, NCCL"
 _SUMS = "sums of a group of one"
@@ -79,28 +79,30 @@ def measure_sums(rank: int, pipes: dict[int, Pipe], setting: Setting) -> dict[st
     tensor, found = block.tensor(torch.float32, (n_elements,)), np.empty(n_elements, np.float32)
     world = World.of_host(0, 1, 1)[0]
     networks = {
-        wire: Network.join(world, Joint(point, wire, _HERE), config_of(wire), tensor.device)
-        for wire in ("float32", "bfloat16", "int8")
+        wire: HostNetwork.join(world, HostConnection(point, wire, _HERE), config_of(wire), tensor.device)
+        for wire in ("float32", "bfloat16")
     }
-    ways: dict[str, Callable[[], object]] = {
+    implementations: dict[str, Callable[[], object]] = {
         f"sum, {wire}": partial(_sum, network, tensor) for wire, network in networks.items()
     }
-    ways["all-gather"] = partial(_gather, networks["float32"], tensor)
+    implementations["all-gather"] = partial(_gather, networks["float32"], tensor)
     figures: dict[str, Any] = {"library": networks["float32"].name, "floats": n_elements}
-    figures["ms"] = {name: _time(name, way, tensor, found, block, backend) for name, way in ways.items()}
+    figures["ms"] = {
+        name: _time(name, way, tensor, found, block, backend) for name, way in implementations.items()
+    }
     del store
     return figures
 
 
-def _sum(network: Network, tensor: torch.Tensor) -> None:
-    """With a rider, so that it goes through a copy."""
-    network.rider = row = [float(number) for number in range(N_NUMBERS)]
-    network.sum([tensor], rounded=True)
-    if network.rows != [row]:
-        raise ArithmeticError(f"{row} came back as {network.rows}")
+def _sum(network: HostNetwork, tensor: torch.Tensor) -> None:
+    """Sum with a row of numbers, so that the tensor goes through a copy."""
+    row = [float(number) for number in range(N_NUMBERS)]
+    rows = network.sum_with_row([tensor], row, rounded=True)
+    if rows != [row]:
+        raise ArithmeticError(f"{row} came back as {rows}")
 
 
-def _gather(network: Network, tensor: torch.Tensor) -> None:
+def _gather(network: HostNetwork, tensor: torch.Tensor) -> None:
     """Into another memory and back: a sum of one host's alone leaves everything in its place."""
     found = torch.empty_like(tensor)
     network.wait(network._exact.group.allgather([[found]], [tensor]))
@@ -124,7 +126,7 @@ def _time(
         backend.memory.driver.memcpy_dtoh_async(found, block.pointer, backend.stream)
         backend.stream.synchronize()
         taken.append((time.perf_counter() - begin) * 1e3)
-        n_wrong = int((np.abs(found - 2 * value) > value / 50).sum())  # int8 rounds to 127 steps
+        n_wrong = int((np.abs(found - 2 * value) > value / 50).sum())  # bfloat16 has 8 bits
         if n_wrong:
             raise ArithmeticError(f"{name}: {n_wrong} of {len(found)} numbers are wrong")
     return median(taken[1:])
@@ -158,13 +160,13 @@ class _Launchers:
         until = time.monotonic() + seconds
         started: dict[str, subprocess.Popen[bytes]] = {}
         for case, hosts in cases.items():
-            point = f"meeting_point={_HERE}:{free_port()}"
+            point = f"rendezvous={_HERE}:{free_port()}"
             for host, devices in enumerate(hosts):
                 keys = {**self._keys, "weights_dir": self._folder(case, host).parent}
                 words = [f"{key}={value}" for key, value in keys.items()]
                 words.append(f"devices=[{', '.join(devices)}]")
                 if len(hosts) > 1:
-                    words += [f"hosts={len(hosts)}", f"host={host}", point, f"network={network}"]
+                    words += [f"n_hosts={len(hosts)}", f"host_rank={host}", point, f"network={network}"]
                 print("--- train.py", *words, flush=True)
                 command = [sys.executable, "train.py", *words]
                 started[f"{case}, host {host}"] = subprocess.Popen(command, cwd=_ROOT)
@@ -175,15 +177,15 @@ class _Launchers:
 
     def compare(self, case: str) -> dict[str, Any]:
         """Of two hosts with each other and with one that has two trainers. Raises ArithmeticError."""
-        ours, theirs, alone = (self._tensors(*place) for place in ((case, 0), (case, 1), (_ALONE, 0)))
+        ours, theirs, single = (self._tensors(*place) for place in ((case, 0), (case, 1), (_ALONE, 0)))
         if not all(torch.equal(ours[name], theirs[name]) for name in ours):
             raise ArithmeticError("the two hosts have not the same weights, bit by bit")
         momenta = [name for name in ours if name.startswith("momenta/")]
-        worst = max(float((ours[name] - alone[name]).norm() / alone[name].norm()) for name in momenta)
+        worst = max(float((ours[name] - single[name]).norm() / single[name].norm()) for name in momenta)
         if not worst <= _ROUNDING:
             raise ArithmeticError(f"a momentum differs by {worst:.2g} of itself from that of one host")
         lines = map(json.loads, (self._folder(case, 0) / "log.jsonl").read_text().splitlines())
-        notices = [line["text"] for line in lines if line["event"] == "notice"]
+        notices = [line["text"] for line in lines if line["event"] == "warning"]
         return {
             "hosts are equal": "to the bit",
             "from one host with two trainers, relative": worst,

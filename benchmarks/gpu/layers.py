@@ -1,7 +1,7 @@
 """AlexNet's layers one by one, forward and backward in bf16: our kernels beside torch's, groups beside none.
-Forward alone: cuDNN's convolution with ReLU, which has no backward pass, and the kernel that crops pictures.
+Forward only: cuDNN's convolution with ReLU, which has no backward pass, and the kernel that crops images.
 
-Each is timed alone on the device; what a step takes is more than the sum where launches or caches cost.
+Each is timed separately on the device; what a step takes is more than the sum where launches or caches cost.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,15 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.turns import device_turns
 from lockstep.backends.cuda import CudaBackend
 from lockstep.config import Config, Layer, resolve
-from lockstep.loading.cuda import AugmentKernel
-from lockstep.loading.slots import Blocks, RingShape
+from lockstep.config.augmentation import device_changes
+from lockstep.data.preparing import Preparer
+from lockstep.kernels.augment import AugmentKernel
+from lockstep.kernels.sgd import SgdKernel
+from lockstep.loading.slots import BlockLayout, RingShape
 from lockstep.network import convolution, dropout, kernels
+from lockstep.network.low_precision import Update
 from lockstep.network.lrn import LocalResponseNorm
 from lockstep.network.pool import ReluMaxPool
-from lockstep.network.working import Update
 
 # channels, rows and columns of the input; outputs, kernel, stride, padding, groups
 _CONVOLUTIONS = {
@@ -37,6 +40,11 @@ _CONVOLUTIONS = {
 }
 _NORMALISED = {"LRN 96 x 27 x 27": (96, 27), "LRN 256 x 13 x 13": (256, 13)}
 _POOLED = {"pool1": (96, 55), "pool2": (256, 27), "pool5": (256, 13)}
+_CHANGES: dict[str, dict[str, Any]] = {
+    "resized crops": {"crop": "random_resized"},
+    "resized crops, jittered": {"crop": "random_resized", "color_jitter": 0.4},
+    "resized crops, erased and mixed": {"crop": "random_resized", "random_erasing": 0.25, "mixup": 0.2},
+}
 _CALLS = 10
 
 
@@ -67,10 +75,12 @@ def _layers(setting: Setting, backend: CudaBackend) -> dict[str, Callable[[], Ca
             layers[text] = partial(_convolution, shape, new_form, place, not name.startswith("conv1"))
     pictures, conv1 = _shape(setting, 3, 227), (96, 11, 4, 0, 1)
     for text, in_blocks in (("torch makes the blocks", False), ("in blocks already", True)):
-        name = f"conv1, conv_forms: space_to_depth, {text}"
+        name = f"conv1, conv_layout: space_to_depth, {text}"
         layers[name] = partial(_convolution_in, "space_to_depth", pictures, conv1, place, in_blocks)
-    for text, in_blocks in (("pictures", False), ("blocks for conv1", True)):
+    for text, in_blocks in (("images", False), ("blocks for conv1", True)):
         layers[f"augment, forward: {text}"] = partial(_augment, setting, in_blocks, backend)
+    for text, keys in _CHANGES.items():
+        layers[f"augment, forward: {text}"] = partial(_augment, setting, False, backend, keys)
     for name in ("conv3", "conv4") if not setting.rehearsal else ():  # behind the others pooling comes first
         channels, size, form = _CONVOLUTIONS[name]
         for text, way in {
@@ -120,9 +130,9 @@ def _module(module: nn.Module, shape: tuple[int, ...], place: str) -> Callable[[
 
 
 def _with_kernels(module: nn.Module, shape: tuple[int, ...], place: str, backend: CudaBackend) -> Any:
-    ways = kernels.install(nn.Sequential(module), Config(), backend.memory, backend.stream)
-    if kernels.OURS not in ways.values():
-        raise RuntimeError(str(ways))
+    implementations = kernels.install(nn.Sequential(module), Config(), backend.memory, backend.stream)
+    if kernels.INSTALLED not in implementations.values():
+        raise RuntimeError(str(implementations))
     return _module(module, shape, place)
 
 
@@ -130,7 +140,7 @@ def _dropout(which: str, shape: tuple[int, ...], place: str, backend: CudaBacken
     model = nn.Sequential(nn.Dropout())
     layers = dropout.install(model)
     kernels.install(
-        model, resolve([Layer("benchmark", {"kernels": which})])[0], backend.memory, backend.stream
+        model, resolve([Layer("benchmark", {"custom_kernels": which})])[0], backend.memory, backend.stream
     )
     dropout.set_keys(layers, torch.arange(shape[0], dtype=torch.int32, device=place))
     return _module(model, shape, place)
@@ -155,12 +165,12 @@ def _convolution(
 def _convolution_in(
     form: str, shape: tuple[int, ...], sizes: tuple[int, ...], place: str, in_blocks: bool
 ) -> Callable[[], object]:
-    """Forward, and backward for the weights, by a layer in another form. in_blocks: pictures come so."""
+    """Forward, and backward for the weights, by a layer in another form. in_blocks: images come so."""
     outputs, kernel, stride, padding, groups = sizes
     x = _random(shape, place)
     layer = nn.Conv2d(shape[1], outputs, kernel, stride, padding, 1, groups, bias=False)
     layer = layer.to(place, x.dtype)
-    convolution.install(layer, resolve([Layer("benchmark", {"conv_forms": form})])[0])
+    convolution.install(layer, resolve([Layer("benchmark", {"conv_layout": form})])[0])
     gradient = _random(tuple(layer(x).shape), place)
     if in_blocks:
         assert isinstance(layer, convolution.Convolution)
@@ -172,22 +182,40 @@ def _convolution_in(
     return step
 
 
-def _augment(setting: Setting, in_blocks: bool, backend: CudaBackend) -> Callable[[], object]:
-    """The kernel from raw pictures to those that the network takes, in bfloat16; all crops are the corner."""
+def _augment(
+    setting: Setting, in_blocks: bool, backend: CudaBackend, keys: dict[str, Any] | None = None
+) -> Callable[[], object]:
+    """The kernels from raw images to those of the network, in bfloat16; plain crops are the corner."""
     memory, batch_size = backend.memory, setting.batch_size
     whole, crop = (32, 27) if setting.rehearsal else (256, 227)
-    blocks = Blocks(4, 0, (crop - 11) // 4 + 3) if in_blocks else None
+    blocks = BlockLayout(4, 0, (crop - 11) // 4 + 3) if in_blocks else None
     side = blocks.count if blocks else crop
-    raw = RingShape(1, batch_size, (whole, whole), "uint8", crop)
-    out = RingShape(1, batch_size, (side, side), "bfloat16", crop, blocks)
+    config = resolve([Layer("benchmark", keys or {})])[0]
+    changes = device_changes(config)
+    raw = RingShape(1, batch_size, (whole, whole), "uint8", (crop, crop), changes=changes)
+    out = RingShape(1, batch_size, (side, side), "bfloat16", (crop, crop), blocks=blocks)
     kernel = AugmentKernel(memory, backend.stream, np.zeros((whole, whole, 3), np.float32), raw, out)
-    given, made = (memory.allocate(shape.n_bytes, "pictures") for shape in (raw, out))
-    memory.upload(given, np.zeros(raw.n_bytes, np.uint8))
+    given, made = (memory.allocate(shape.n_bytes, "images") for shape in (raw, out))
+    memory.upload(given, _with_draws(raw, config))
 
     def step() -> None:  # with a hold on both blocks, whose memory would go with them
         kernel.launch(given.pointer, made.pointer, batch_size)
 
     return step
+
+
+def _with_draws(raw: RingShape, config: Config) -> np.ndarray:
+    """Return a raw slot of black images with a configuration's draws, uint8 (n_bytes,)."""
+    memory = np.zeros(raw.n_bytes, np.uint8)
+    slot, samples = raw.slots(memory)[0], np.arange(raw.batch_size)
+    if raw.changes and slot.changes is not None:
+        preparer = Preparer(config, raw.image_size, raw.crop_size, np.zeros(raw.n_colors), raw.changes)
+        preparer.draw(True, 1, len(samples))
+        no_crops = np.zeros((len(samples), 3), np.int32)
+        preparer.describe(samples, samples, no_crops, slot.changes[: len(samples)])
+    if slot.pairs is not None:
+        slot.pairs["own"], slot.pairs["partner"], slot.pairs["weight"] = samples, samples[::-1], 128
+    return memory
 
 
 def _forward(
@@ -208,7 +236,7 @@ def _update(n_elements: int, place: str, backend: CudaBackend) -> Callable[[], o
     weight, low = torch.zeros(n_elements, device=place), torch.bfloat16
     update = Update(weight, weight.to(low), torch.ones(n_elements, dtype=low, device=place))
     update.momenta, update.rate, update.decay = torch.zeros_like(weight), 0.01, 0.0005
-    return partial(kernels.SgdKernel(backend.memory, backend.stream).step, [update], 0.9, False)
+    return partial(SgdKernel(backend.memory, backend.stream).step, [update], 0.9, False)
 
 
 def _sgd(n_elements: int, place: str) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""Is loading hidden? The step on pictures that a loader process reads, against the step on a resident batch;
+"""Is loading hidden? The step on images that a loader process reads, against the step on a resident batch;
 where the kernel that crops and mirrors should run, in the trainer or in the loader; and who should copy."""
 
 import time
@@ -10,35 +10,40 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
+from benchmarks.gpu.images import dataset_folder
 from benchmarks.gpu.lone import LoneTrainer
-from benchmarks.gpu.pictures import dataset_folder
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.turns import Turn, device_turns, take_turns, try_out
 from lockstep.data import hkl
+from lockstep.data.hkl import HklArray
 
 PRECISION = "bf16"  # the fastest step is the hardest to feed
+# All but `augment_on: loader`, whose step can't be captured, run as a captured step: `cuda_graph` is auto.
 _CASES: dict[str, dict[str, Any]] = {
-    "augment_on: trainer": {"augment_on": "trainer"},
-    "augment_on: loader": {"augment_on": "loader"},
-    "upload: trainer": {"upload": "trainer"},
-    "augment_on: trainer, cuda_graph": {"augment_on": "trainer", "cuda_graph": True},
+    "augment_on: trainer": {"read_threads": 1},
+    "augment_on: loader": {"augment_on": "loader", "read_threads": 1},
+    "upload: trainer": {"upload": "trainer", "read_threads": 1},
+    "read_threads: 4": {"read_threads": 4},
+    "upload: trainer, read_threads: 4": {"upload": "trainer", "read_threads": 4},
 }
 _PHASE_STEPS = 60
+_PEER = "DataLoader, 12 workers, pin_memory"
+_PEER_WORKERS = 12
 
 
 def run(setting: Setting, work: Path, record: Record) -> None:
     folder = dataset_folder(setting, work)
     trainers: dict[str, LoneTrainer] = {}
     for name, keys in _CASES.items():
-        if setting.rehearsal and keys.get("cuda_graph"):
-            record.keep("not rehearsed", "cuda_graph: torch computes on the CPU")
-            continue
         with record.attempt(name):
             trainer = LoneTrainer(setting, folder, precision=PRECISION, shuffle_block=32, **keys)
             try_out(trainer.turn(trainer.loaded), trainer.synchronize)
             trainers[name] = trainer
+    with record.attempt(_PEER):
+        record.keep("peer", {_PEER: _peer(setting, folder), "DALI": "not measured: it is not installed"})
     with record.attempt("reader"):
         record.keep("reader", _read_in_threads(setting, folder))
     if not trainers:
@@ -50,11 +55,15 @@ def run(setting: Setting, work: Path, record: Record) -> None:
     for name, trainer in trainers.items():
         turns[f"{name}: resident"] = trainer.turn(trainer.resident)
         turns[f"{name}: loaded"] = trainer.turn(trainer.loaded)
-        turns[f"{name}: loader alone"] = _loader_alone(trainer)
-    timed = take_turns(turns, first.synchronize, setting)
+        turns[f"{name}: loader alone"] = _single_loader(trainer)
+
+    def keep(so_far: dict[str, dict[str, float]]) -> None:
+        record.keep("turns", so_far)
+
+    timed = take_turns(turns, first.synchronize, setting, keep)
     cases = {name: _figures(name, timed, trainer, setting) for name, trainer in trainers.items()}
     record.keep("cases", cases)
-    rates = {name: cases[name]["loaded_images_per_second"] for name in list(_CASES)[:3] if name in cases}
+    rates = {name: cases[name]["loaded_images_per_second"] for name in cases}
     if len(rates) > 1:
         record.keep("faster", max(rates, key=lambda name: rates[name]))
     with record.attempt("closing"):
@@ -80,7 +89,7 @@ def _figures(
     }
 
 
-def _loader_alone(trainer: LoneTrainer) -> Turn:
+def _single_loader(trainer: LoneTrainer) -> Turn:
     """Minibatches as fast as they come, with nothing done but what makes them ready: the loader's limit."""
 
     def take() -> None:
@@ -92,7 +101,7 @@ def _loader_alone(trainer: LoneTrainer) -> Turn:
 
 
 def _read_in_threads(setting: Setting, folder: Path) -> dict[str, float]:
-    """Pictures a second from the page cache by 1, 2 and 4 threads, each with its part of every minibatch."""
+    """Images a second from the page cache by 1, 2 and 4 threads, each with its part of every minibatch."""
     files = [hkl.inspect(path) for path in sorted((folder / "train_hkl").glob("*.hkl"))][: setting.n_files]
     out = np.zeros((setting.batch_size, *files[0].row_shape), np.uint8)
     found = {}
@@ -108,6 +117,53 @@ def _read_in_threads(setting: Setting, folder: Path) -> dict[str, float]:
                 rates.append(len(files) * setting.batch_size / (time.perf_counter() - begin))
         found[f"{n_threads} threads, images/s"] = median(rates)
     return found
+
+
+class _Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """The same files as arrays that are mapped, one image an item, with a crop and a mirror at random."""
+
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        self._paths = sorted((folder / "train_hkl").glob("*.hkl"))
+        self._rows, self._margin = setting.batch_size, setting.picture // 8
+        self._size = setting.picture - self._margin
+        self._files: dict[int, HklArray] = {}
+
+    def __len__(self) -> int:
+        return len(self._paths) * self._rows
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        file, row = divmod(number, self._rows)
+        if file not in self._files:
+            self._files[file] = hkl.inspect(self._paths[file])
+        picture = np.empty((1, *self._files[file].row_shape), np.uint8)
+        hkl.read_rows(self._files[file], row, picture)
+        top, left, mirror = torch.randint(0, self._margin, (3,)).tolist()
+        crop = torch.from_numpy(picture[0, top : top + self._size, left : left + self._size])
+        crop = crop.permute(2, 0, 1)
+        return (crop.flip(2) if mirror % 2 else crop).contiguous(), 0
+
+
+def _peer(setting: Setting, folder: Path) -> float:
+    """Images/s of a DataLoader with workers and pin_memory, with the copy to the device and nothing else."""
+    on_gpu = torch.cuda.is_available()
+    loader = torch.utils.data.DataLoader(
+        _Pictures(setting, folder),
+        setting.batch_size,
+        shuffle=True,
+        drop_last=True,
+        num_workers=2 if setting.rehearsal else _PEER_WORKERS,
+        pin_memory=on_gpu,
+        multiprocessing_context="spawn",  # this process has CUDA
+    )
+    n_batches, begin = 0, 0.0
+    for images, _ in loader:
+        if not n_batches:
+            begin = time.perf_counter()  # the first one has its workers' start in it
+        images.to("cuda:0" if on_gpu else "cpu", non_blocking=True)
+        n_batches += 1
+    if on_gpu:
+        torch.cuda.synchronize()
+    return (n_batches - 1) * setting.batch_size / (time.perf_counter() - begin)
 
 
 def _copies(first: LoneTrainer, setting: Setting) -> dict[str, float]:

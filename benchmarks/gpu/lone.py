@@ -1,4 +1,4 @@
-"""The lone trainer on a GPU, with times by events, and a step in plain PyTorch to hold it against."""
+"""The single trainer on a GPU, timed by events, and a step in plain PyTorch to compare it with."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from benchmarks.gpu.turns import Turn, stage_milliseconds
 from benchmarks.lone import NEVER
 from lockstep.config import Layer, resolve
 from lockstep.loading.feed import Feed
-from lockstep.network import precision
+from lockstep.network import low_precision
 
 _STAGE_STEPS = 20
 
@@ -30,7 +30,7 @@ class LoneTrainer(lone.LoneTrainer):
             "data_folder": str(data_folder),
             "devices": ["cuda:0"],
             "print_freq": NEVER,
-            "wait_deadline": 600,  # loaders wait for the others' turns
+            "timeout": 600,  # loaders wait for the others' turns
             **keys,
         }
         super().__init__(resolve([Layer("benchmark", values)])[0])
@@ -41,7 +41,7 @@ class LoneTrainer(lone.LoneTrainer):
         return Turn(lambda: self.use(feed), self.step)
 
     def synchronize(self) -> None:
-        """Waits for all streams of the device's context, torch's too."""
+        """Wait for all streams of the device's context, including torch's."""
         self.driver.Context.synchronize()
 
     def phases(self, feed: Feed, n_steps: int) -> dict[str, float]:
@@ -60,7 +60,7 @@ class LoneTrainer(lone.LoneTrainer):
         """Milliseconds of a step on resident data by stages, on the device."""
         program, turn = self.trainer.program, self.turn(self.resident)
         return stage_milliseconds(
-            turn, program.model, program.optimizer.inner, self.driver.Event, self.stream, _STAGE_STEPS
+            turn, program.model, program.optimizer, self.driver.Event, self.stream, _STAGE_STEPS
         )
 
     def mean_loss(self) -> float:
@@ -69,7 +69,7 @@ class LoneTrainer(lone.LoneTrainer):
         return loss / n_images
 
     def use(self, feed: Feed) -> None:
-        precision.configure(self.config)
+        low_precision.configure(self.config)
         compute_in(self.stream, self.device)
         super().use(feed)
 

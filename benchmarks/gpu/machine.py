@@ -1,4 +1,4 @@
-"""The record of the machine: what benchmarks/measure.py knows, and what the driver says of the GPUs."""
+"""The record of the machine: the facts of benchmarks/measure.py, and the driver's facts about the GPUs."""
 
 import shutil
 import subprocess

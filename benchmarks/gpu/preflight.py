@@ -1,4 +1,4 @@
-"""What all else stands on, in half a minute: each probe in processes of its own, none can spoil another.
+"""Probes of the features that everything else needs, in about a minute, each in its own processes.
 
 A probe that fails says which of the ways below will not work on this machine, before minutes go into them.
 """
@@ -24,13 +24,15 @@ from lockstep.backends.cuda import CudaBackend
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
+from lockstep.kernels.dropout import DropoutKernel
 from lockstep.launch.ranks import try_ranks
 from lockstep.memory.cuda import NON_BLOCKING
 from lockstep.memory.host import HostMemory
 from lockstep.memory.pagelock import pagelock, unlock
+from lockstep.network.dropout import install as install_dropout
 from lockstep.network.step_graph import StepGraph
 
-_SECONDS = 30.0  # for one probe; torch comes from a cold disk, perhaps
+_SECONDS = 45.0  # for one probe; torch comes from a cold disk, perhaps
 _RECORDS = 1000
 _FLOATS = 1 << 20
 _ROOT = Path(__file__).resolve().parents[2]
@@ -68,18 +70,25 @@ def torch_computes_in_our_memory(rank: int, pipes: dict[int, Pipe], setting: Set
 
 
 def capture(rank: int, pipes: dict[int, Pipe], setting: Setting) -> str:
-    """A convolution's forward and backward pass captured in PyCUDA's stream, and fused SGD behind it."""
+    """Capture a pass of convolutions and of our own kernel, launched by PyCUDA, and fused SGD behind it."""
     if setting.rehearsal:
         return "not rehearsed: torch computes on the CPU"
     backend = _backend()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).to(backend.memory.device)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Dropout(0.1), nn.Conv2d(8, 8, 3))
+    model.to(backend.memory.device)
+    dropouts = install_dropout(model)
+    for layer in dropouts:
+        layer.kernel = DropoutKernel(backend.memory, backend.stream)
+        layer.keys = torch.arange(16, dtype=torch.int32, device=backend.memory.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
     images = torch.randn(16, 3, 32, 32, device=backend.memory.device)
-    told: list[str] = []
+    received: list[str] = []
     losses = torch.zeros(20, device=backend.memory.device)
 
     def learn() -> None:
+        for layer in dropouts:
+            layer.n_calls = 0
         loss = model(images).square().mean()
         loss.backward()
         losses[0].copy_(loss.detach())
@@ -87,13 +96,13 @@ def capture(rank: int, pipes: dict[int, Pipe], setting: Setting) -> str:
     graph = StepGraph(model, must=True)
     history = []
     for _ in range(20):
-        graph.run(learn, told.append)
+        graph.run(learn, received.append)
         optimizer.step()
         optimizer.zero_grad()
         history.append(float(losses[0]))
     if not all(later < earlier for earlier, later in pairwise(history)):
         raise ArithmeticError(f"the loss does not fall when replayed: {history}")
-    return told[0]
+    return received[0]
 
 
 def share_memory(rank: int, pipes: dict[int, Pipe], setting: Setting) -> str:
@@ -196,12 +205,12 @@ def upload_beside_kernels(rank: int, pipes: dict[int, Pipe], setting: Setting) -
         for _ in range(n_each):
             multiply()
 
-    together, possible = _rate(both, backend, seconds), min(rates["multiply"] / n_each, rates["copy"])
+    combined, possible = _rate(both, backend, seconds), min(rates["multiply"] / n_each, rates["copy"])
     unlock(host)
     return {
         "copy_gb_per_second_alone": rates["copy"] * size / 1e9,
-        "copy_gb_per_second_together": together * size / 1e9,
-        "share_of_perfect_overlap": together / possible,
+        "copy_gb_per_second_together": combined * size / 1e9,
+        "share_of_perfect_overlap": combined / possible,
     }
 
 

@@ -1,4 +1,4 @@
-"""What a section has found so far, in a file that is whole at any moment."""
+"""The results of a section so far, in a file that is written atomically."""
 
 import json
 import os
@@ -23,7 +23,7 @@ class Record:
         self._write()
 
     def keep(self, name: str, figures: Any) -> None:
-        """Keeps figures; a second call with the same name replaces them."""
+        """Record figures; a second call with the same name replaces them."""
         self._content["figures"][name] = figures
         self._write()
 
@@ -46,7 +46,7 @@ class Record:
         return self._until - 5 - time.monotonic()
 
     def complete(self) -> bool:
-        """The section has come to its end. Returns whether nothing has failed."""
+        """Mark the section as complete. Return whether nothing has failed."""
         self._content["complete"] = True
         self._write()
         return not self._content["problems"]

@@ -1,6 +1,6 @@
 """Rehearsals: PyCUDA on the simulated driver of the tests, and a program `nvidia-smi` that lists its devices.
 
-torch computes on the CPU there, so that what is torch.cuda's (graphs, NCCL) is left out.
+torch computes on the CPU, so that a rehearsal leaves out all parts of torch.cuda, such as graphs and NCCL.
 """
 
 import json
@@ -15,9 +15,10 @@ HERE = Path(__file__).resolve().parents[2] / "tests" / "cuda_sim"
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """For processes that are to be on the simulated driver, which is built in `folder`.
+    """Return the environment of processes on the simulated driver, whose devices are files in `folder`.
 
-    Raises UserError where there is no CUDA toolkit to build PyCUDA with.
+    Raises:
+        UserError: There is no CUDA toolkit to build PyCUDA with.
     """
     sys.path.insert(0, str(HERE))
     import build
@@ -28,21 +29,21 @@ def environment(folder: Path) -> dict[str, str]:
         raise UserError("a rehearsal needs the CUDA toolkit (nvcc with its headers) and g++")
     (folder / "devices").mkdir()
     site = build.build_pycuda(toolkit)
-    driver = build.build_driver(folder, toolkit, build.names_needed(site))
-    parts = (site, driver, build.build_kernels(folder), folder / "devices")
+    driver = build.build_driver(toolkit, build.names_needed(site))
+    parts = (site, driver, build.build_kernels(), folder / "devices")
     found: dict[str, str] = simulated.Simulation(*parts, {}).set(proof_bytes=1 << 16).environment()
-    return {**found, "OMP_NUM_THREADS": "1"}  # so that it does not take longer where others work too
+    return {**found, "OMP_NUM_THREADS": "1"}  # more threads would be slower on a busy machine
 
 
 def flow_on_the_host() -> None:
-    """Devices of lockstep.flow whose values are torch's on the CPU."""
+    """Let torch compute the values of lockstep.flow's devices on the CPU."""
     import simulated
 
     simulated.compute_flow_on_the_host()
 
 
 def join() -> None:
-    """Puts this process onto the simulated driver that its environment names."""
+    """Use the simulated driver that the environment names in this process."""
     sys.path.insert(0, str(HERE))
     import simulated
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.gpu.alexnet import PLAIN, make_trainers
+from benchmarks.gpu.images import dataset_folder
 from benchmarks.gpu.lone import PlainTraining, compute_in
-from benchmarks.gpu.pictures import dataset_folder
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.turns import take_turns, try_out
+from benchmarks.gpu.turns import take_turns_kept, try_out
 
 
 def run(setting: Setting, work: Path, record: Record) -> None:
@@ -28,10 +28,7 @@ def run(setting: Setting, work: Path, record: Record) -> None:
         peer = PlainTraining(network, batch.images / 64, batch.labels)
         try_out(peer.turn(), first.synchronize)
         turns[PLAIN] = peer.turn()
-    timed = take_turns(turns, first.synchronize, setting)
-    for figures in timed.values():
-        figures["images_per_second"] = setting.batch_size / figures["ms"] * 1e3
-    record.keep("steps", timed)
+    take_turns_kept(turns, first.synchronize, setting, record)
     with record.attempt("closing"):
         for trainer in trainers.values():
             trainer.close()

@@ -1,10 +1,10 @@
-"""How fast AlexNet's training step could be at best on a GPU: its floating-point operations, and its bytes.
+"""A lower bound for AlexNet's training step on a GPU, from its floating-point operations and its bytes.
 
 Each kernel that a well-built step needs takes at least the longer of two times: its operations over the rate
 of the matrix units, its bytes over the rate of the memory (each input read once, each output written once,
 activations in bfloat16). The sum over the kernels is the floor of a step that runs them one after the other.
 
-For a batch of 256 pictures of 227 x 227, in theano_alexnet's form, which pools before it normalises:
+For a batch of 256 images of 227 x 227, in theano_alexnet's form, which pools before it normalises:
 - convolutions and fully connected layers: forward, and two products of the same size backward (the first
   convolution has no use for its input's gradient): 1,059 GFLOP;
 - pooling, normalisation, and rectifiers that no pooling follows: their tensors in and out;
@@ -13,7 +13,7 @@ For a batch of 256 pictures of 227 x 227, in theano_alexnet's form, which pools 
 - crop, mirror and mean: uint8 256 x 256 x 3 in, bfloat16 227 x 227 x 3 out.
 
 With 790 TFLOP/s and 4.3 TB/s, as an H200 shows in a matrix product of 8,192 x 8,192 in bfloat16 and in a
-copy on the device, that is 1.98 ms: 129,000 pictures a second. Only by fusing kernels, or by running
+copy on the device, that is 1.98 ms: 129,000 images a second. Only by fusing kernels, or by running
 memory-bound ones beside others, could a step take less.
 """
 
@@ -27,7 +27,7 @@ _BFLOAT16 = 2
 
 @dataclass(frozen=True)
 class _Layer:
-    """macs: multiplications and additions of the forward pass for one picture; parameters: with biases."""
+    """macs: multiplications and additions of the forward pass for one image; parameters: with biases."""
 
     macs: int
     parameters: int
@@ -58,12 +58,12 @@ _RECTIFIED = (13 * 13 * 384, 13 * 13 * 384)  # after the third and fourth convol
 
 
 def gflop() -> float:
-    """Of one training step of 256 pictures."""
+    """Of one training step of 256 images."""
     return sum(2 * layer.macs * _BATCH * layer.n_products for layer in LAYERS) / 1e9
 
 
 def seconds(flops: float, bytes_per_second: float) -> float:
-    """The floor of one training step of 256 pictures."""
+    """The floor of one training step of 256 images."""
 
     def moved(n_elements: float) -> float:
         return n_elements * _BATCH * _BFLOAT16 / bytes_per_second

@@ -1,9 +1,9 @@
-"""How much is measured: in earnest, and in a rehearsal."""
+"""The sizes of a measurement, and those of a rehearsal."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.exchange import N_ELEMENTS
+from benchmarks.exchange.all_reduce import N_ELEMENTS
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu.exchange import places
-from benchmarks.gpu.pictures import dataset_folder
+from benchmarks.gpu.images import dataset_folder
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
 
@@ -86,5 +86,5 @@ def read_log(events: list[dict[str, Any]]) -> dict[str, Any]:
         "images_per_second": median(line["images_per_second"] for line in lines),
         "shares": {phase: sum(line["seconds"][phase] for line in lines) / total for phase in phases},
         "lines": len(lines),
-        "notices": [event["text"] for event in events if event["event"] == "notice"],
+        "notices": [event["text"] for event in events if event["event"] == "warning"],
     }

@@ -13,10 +13,10 @@ from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
 
 _ROOT = Path(__file__).resolve().parents[2]
-_SECONDS = 120  # for one test, where pytest-timeout is there and the test asks for nothing else
-_WORKERS = 4  # side by side, where pytest-xdist is there
-# Those that look at how much of the device's memory is in use; nobody else may use it then.
-_ALONE = "memory_comes_back"
+_SECONDS = 120  # for one test, where pytest-timeout is installed and the test asks for nothing else
+_WORKERS = 4  # side by side, where pytest-xdist is installed
+# Tests of how much of the device's memory is in use, by all processes: no other test may run beside them.
+_ALONE = "memory_comes_back or nothing_leaks"
 # What a rehearsal runs, for want of a GPU.
 _REHEARSED = """
 import pytest
@@ -29,8 +29,14 @@ def test_that_is_skipped(): pytest.skip("needs 2 NVIDIA GPUs")
 
 # First what most depends on, then one whole training run; the rest is for another call.
 _FIRST = (
-    ("test_network_kernels.py", "test_conformance.py", "test_loading.py"),
-    ("test_gpu.py", "-k", "augments or (trains_as_cpus and 16)"),
+    (
+        "network/test_network_kernels.py",
+        "exchange/test_conformance.py",
+        "loading/test_loading.py",
+        "-k",
+        f"not ({_ALONE})",
+    ),
+    ("kernels/test_gpu.py", "-k", "augments or (trains_as_cpus and 16)"),
 )
 
 
@@ -43,12 +49,13 @@ def run(setting: Setting, work: Path, record: Record) -> None:
 
 
 def run_rest(setting: Setting, work: Path, record: Record) -> None:
-    """All the other tests that need a GPU; those last that nobody else may be there for."""
+    """All the other tests that need a GPU; those last that must run alone."""
     if setting.rehearsal:
         _run_all([("test_rehearsed.py", "-k", "passes")], _rehearsed(work), work, record)
         return
-    others = (*_FIRST[1][:1], "-k", f"not {_ALONE} and not ({_FIRST[1][2]})")
-    calls = [others, ("test_gpu.py", "-k", _ALONE), ("test_synk_gpu.py",)]
+    others = (*_FIRST[1][:1], "-k", f"not ({_ALONE}) and not ({_FIRST[1][2]})")
+    calls = [others, ("kernels/test_gpu.py", "exchange/test_conformance.py", "-k", _ALONE)]
+    calls += [("synk/test_synk_gpu.py", "flow/test_flow_cuda.py")]
     _run_all(calls, _ROOT / "tests", work, record)
 
 

@@ -1,4 +1,4 @@
-"""The tests for GPUs that the section `tests` has left out."""
+"""The tests for GPUs that the section `tests` leaves out."""
 
 from pathlib import Path
 

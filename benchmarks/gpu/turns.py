@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
 
 _WARM_STEPS = 8  # before each turn's clock: caches, clocks, and a loader's ring, which was full in advance
@@ -42,10 +43,14 @@ def try_out(turn: Turn, synchronize: Callable[[], object]) -> None:
 
 
 def take_turns(
-    turns: dict[str, Turn], synchronize: Callable[[], object], setting: Setting
+    turns: dict[str, Turn],
+    synchronize: Callable[[], object],
+    setting: Setting,
+    keep: Callable[[dict[str, dict[str, float]]], object] = lambda so_far: None,
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds a step of each: the median over the rounds, the least and the most.
+    """Return milliseconds a step of each: the median over the rounds, the least and the most.
 
+    keep: Called with the results so far after each round, so that a section that is stopped keeps them.
     host_ms: what the host takes to issue a step to an idle device; where it is no less than ms, the host is
     the bottleneck. A round before those that count chooses how many steps fill a turn.
     """
@@ -54,7 +59,26 @@ def take_turns(
     for _ in range(setting.n_rounds):
         for name, turn in turns.items():
             laps[name].append(_lap(turn, n_steps[name], synchronize))
-    return {name: {**_summary(laps[name]), "steps_a_turn": n_steps[name]} for name in turns}
+        found = {name: {**_summary(laps[name]), "steps_a_turn": n_steps[name]} for name in turns}
+        keep(found)
+    return found
+
+
+def add_rates(steps: dict[str, dict[str, float]], setting: Setting) -> dict[str, dict[str, float]]:
+    """Return the steps with images/s beside the milliseconds."""
+    rates = {name: setting.batch_size / figures["ms"] * 1e3 for name, figures in steps.items()}
+    return {name: {**figures, "images_per_second": rates[name]} for name, figures in steps.items()}
+
+
+def take_turns_kept(
+    turns: dict[str, Turn], synchronize: Callable[[], object], setting: Setting, record: Record
+) -> dict[str, dict[str, float]]:
+    """Return `take_turns` with images/s, kept as the record's "steps" after each round."""
+
+    def keep(so_far: dict[str, dict[str, float]]) -> None:
+        record.keep("steps", add_rates(so_far, setting))
+
+    return add_rates(take_turns(turns, synchronize, setting, keep), setting)
 
 
 def _count_steps(turn: Turn, synchronize: Callable[[], object], setting: Setting) -> int:

@@ -1,5 +1,5 @@
-"""Lockstep beside what people write without it, on CPUs: `make bench-peers`.
+"""Lockstep beside other PyTorch programs on CPUs: `make bench-peers`.
 
-Each contender is a process of its own (contender.py), so that no setting of one reaches another; they take
-turns, a few steps each, so that all meet the same neighbours on the machine. `__main__.py` compares.
+Each contender runs in its own process (contender.py), so that settings stay separate. Contenders take turns
+of a few steps, so that other work on the machine affects all of them. `__main__.py` compares them.
 """

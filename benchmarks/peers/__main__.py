@@ -1,6 +1,6 @@
-"""Compares all contenders in turns: python -m benchmarks.peers, or make bench-peers.
+"""Compare all contenders in turns: python -m benchmarks.peers, or make bench-peers.
 
-Prints a table with ratios, targets, and whether each is met; keeps it in docs/results/peers.md and .json.
+The table of ratios and targets is printed and written to docs/results/peers.md and .json.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _DUELS = (
 
 
 def pairs(repeats: int, folder: str) -> dict[str, Any]:
-    """Images a second of two trainers and of DistributedDataParallel, in turns."""
+    """Return the images per second of two trainers and of DistributedDataParallel, in turns."""
     rates = [(pair.lockstep(Path(folder), n), pair.ddp(Path(folder), n)) for n in range(repeats)]
     mine, theirs = (median(column) for column in zip(*rates, strict=True))
     return {"Lockstep": mine, "DistributedDataParallel": theirs, "ratio": median(a / b for a, b in rates)}
@@ -51,7 +51,7 @@ def main() -> None:
         found = numbers["two processes, digits"] = pairs(words.repeats, folder)
     section = table(f"The same network, data and batch of {BATCH}, in turns; least to most", rows)
     rates = f"{found['Lockstep']:,.0f} images/s, {found['DistributedDataParallel']:,.0f}"
-    section += f"\nTwo processes, digits, {2 * BATCH} pictures a step: Lockstep with two loaders, and "
+    section += f"\nTwo processes, digits, {2 * BATCH} images a step: Lockstep with two loaders, and "
     section += f"DistributedDataParallel on gloo without loading: {rates}: {found['ratio']:.2f} x.\n"
     print(section)
     write_results(words.results, "peers", [(section, numbers)], "make bench-peers")

@@ -1,5 +1,7 @@
-"""One contender: python -m benchmarks.peers.contender NAME; takes `n` steps for each line `n` on its standard
-input, and answers with the seconds that they took. The same network, data, batch and optimizer for all.
+"""The process of one contender: python -m benchmarks.peers.contender NAME
+
+For each line `n` on standard input it takes `n` steps and prints their seconds. All contenders have the same
+network, data, batch size and optimizer.
 """
 
 import importlib
@@ -26,20 +28,20 @@ _DIGITS, _SIZE = Path("data/digits"), 32
 
 
 class StockNorm(nn.LocalResponseNorm):
-    """torch's own, with alpha as the paper has it."""
+    """torch's normalization with the paper's definition of alpha."""
 
     def __init__(self) -> None:
         super().__init__(5, 5 * 1e-4, 0.75, 2.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """In float32: it has no bfloat16 on CPUs."""
+        """Normalize in float32, because torch has no bfloat16 version for CPUs."""
         with torch.autocast("cpu", enabled=False):
             return super().forward(x.float()).to(x.dtype)
 
 
 def lockstep_step(precision: str) -> Step:
-    """The trainer itself, on data that is there."""
-    from benchmarks.augmenting import make_folder
+    """Return the trainer's step on a resident batch."""
+    from benchmarks.loading.augmenting import make_folder
 
     folder = Path(os.environ["PEERS_FOLDER"], f"lockstep-{precision}")
     if not folder.exists():
@@ -51,7 +53,7 @@ def lockstep_step(precision: str) -> Step:
 
 
 def stock_step(precision: str, network: nn.Module | None = None) -> Step:
-    """A loop as tutorials have it: contiguous tensors, torch's layers, SGD as it comes."""
+    """Return the step of a tutorial's loop: contiguous tensors, torch's layers, default SGD."""
     if network is None:
         network = importlib.import_module("models.alexnet").Model(1000, "theano_alexnet")
         network.norm = StockNorm()
@@ -60,30 +62,30 @@ def stock_step(precision: str, network: nn.Module | None = None) -> Step:
 
 
 def torchvision_step(precision: str) -> Step:
-    """torchvision's AlexNet: a smaller network, without normalisation."""
+    """Return the step of torchvision's AlexNet, a smaller network without normalization."""
     return stock_step(precision, importlib.import_module("torchvision.models").alexnet(num_classes=1000))
 
 
 def lockstep_loop() -> Step:
-    """The digits' net on what a loader process brings."""
+    """Return the step of the digits' network with a loader process."""
     lone = _lone(data_folder=str(_DIGITS), model="smallnet")
     lone.use(lone.loaded)
     return lone.step
 
 
 def dataloader_loop() -> Step:
-    """The same net, pictures from the folder of JPEGs by a DataLoader with one worker."""
+    """Return the step of the same network with a DataLoader that reads JPEGs in one worker."""
     loader = torch.utils.data.DataLoader(Jpegs(), BATCH, shuffle=True, num_workers=1, drop_last=True)
     return _training(_smallnet(), _endless(lambda: iter(loader)).__next__, "fp32")
 
 
 def hickle_loop() -> Step:
-    """The same net, in theano_alexnet's order: hickle.load, float32 less the mean, then crop and mirror."""
+    """Return the step of the same network with theano_alexnet's loading: hickle, mean, crop, mirror."""
     return _training(_smallnet(), _endless(_hickle_epoch).__next__, "fp32")
 
 
 class Jpegs(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """The digits' pictures, cropped at random."""
+    """The digits' images with random crops."""
 
     def __init__(self) -> None:
         root = Path("data/digits_jpeg/train")
@@ -144,7 +146,7 @@ def _training(network: nn.Module, batch: Callable[[], Any], precision: str) -> S
 
 def _lone(**keys: Any) -> LoneTrainer:
     common = {"devices": ["cpu"], "print_freq": NEVER, "batch_size": BATCH, "learning_rate": 1e-6}
-    return LoneTrainer(resolve([Layer("benchmark", {**common, "wait_deadline": 3600, **keys})])[0])
+    return LoneTrainer(resolve([Layer("benchmark", {**common, "timeout": 3600, **keys})])[0])
 
 
 CONTENDERS: dict[str, Callable[[], Step]] = {

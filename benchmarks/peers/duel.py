@@ -1,4 +1,4 @@
-"""Two contenders, each a process of its own, that take turns."""
+"""Two contenders that take turns, each in its own process."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ PROGRAM = [sys.executable, "-m", "benchmarks.peers.contender"]
 
 
 class Contender:
-    """A process that takes steps when it is told to."""
+    """A process that takes steps on request."""
 
     def __init__(self, name: str, folder: str) -> None:
         command = [*PROGRAM, name]
@@ -21,7 +21,7 @@ class Contender:
             raise RuntimeError(f"{name} can't begin: see above")
 
     def take(self, n_steps: int) -> tuple[float, float]:
-        """Seconds a step: by the clock, and of its processor time."""
+        """Return the wall and CPU seconds per step."""
         assert self._process.stdin is not None
         print(n_steps, file=self._process.stdin, flush=True)
         wall, used = (float(word) / n_steps for word in self._answer().split())
@@ -38,7 +38,7 @@ class Contender:
 
 
 def duel(ours: str, theirs: str, n_steps: int, repeats: int, folder: str) -> dict[str, Any]:
-    """Milliseconds a step of both, in turns: medians, least and most; the ratio's median over the repeats."""
+    """Return milliseconds per step of both, in turns (median, least, most), and the median ratio."""
     contenders = [Contender(name, folder) for name in (ours, theirs)]
     laps = [[contender.take(n_steps) for contender in contenders] for _ in range(repeats)]
     for contender in contenders:
@@ -52,7 +52,7 @@ def duel(ours: str, theirs: str, n_steps: int, repeats: int, folder: str) -> dic
 
 
 def columns(found: dict[str, Any], ours: str, theirs: str) -> tuple[str, ...]:
-    """Of a duel, for people: milliseconds of both, least to most, and both ratios."""
+    """Return the columns of a duel: milliseconds of both, least to most, and both ratios."""
     times = (found[name] for name in (ours, theirs))
     spans = tuple(f"{time['ms']:.1f} ({time['least']:.1f} to {time['most']:.1f})" for time in times)
     return *spans, f"{found['ratio']:.2f} x", f"{found['ratio of processor time']:.2f} x"

@@ -1,4 +1,4 @@
-"""Two trainers beside DistributedDataParallel on gloo with two processes: same net, same global batch."""
+"""Two trainers beside DistributedDataParallel on gloo with the same network and global batch."""
 
 import importlib
 import json
@@ -20,7 +20,7 @@ _STEPS = 40
 
 
 def train(rank: int, pipes: dict[int, Pipe], store: str) -> float:
-    """Images a second of both, on a batch that is there: there is no loading to wait for."""
+    """Return the images per second of both on a resident batch, without loading."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     network = torch.nn.parallel.DistributedDataParallel(importlib.import_module("models.smallnet").Model(10))
@@ -43,7 +43,7 @@ def ddp(folder: Path, number: int) -> float:
 
 
 def lockstep(folder: Path, number: int) -> float:
-    """By train.py with two trainers, two loaders, and files: the median over its lines of progress."""
+    """Return the speed of train.py with two trainers, two loaders and files: the median over its lines."""
     keys = {"weights_dir": folder, "run_name": f"run{number}", "devices": "[cpu,cpu]", "n_epochs": 2}
     keys |= {"batch_size": BATCH, "cpu_threads": 1, "print_freq": 10, "data_folder": "data/digits"}
     words = [f"{key}={value}" for key, value in keys.items()]

@@ -1,4 +1,4 @@
-"""Data: arrays in memory that all ranks map. What is in one need not be copied again for any call."""
+"""Data: arrays in memory that all ranks map, so that a call need not copy them."""
 
 import numpy as np
 
@@ -18,12 +18,12 @@ x.set_value(random.normal(size=(2000, 10)), oversize=1.1)  # another shape; new 
 room = x.alloc_size
 x.set_value(random.normal(size=(2100, 10)))  # fits: no new memory
 assert x.alloc_size == room
-x.set_length(2150)  # rows that are there stay
+x.set_length(2150)  # existing rows are kept
 x.set_value(random.normal(size=(100, 8)))
 assert x.alloc_size == room
 x.free_memory()  # the only way to make alloc_size smaller
 print("after free_memory:", x, "room for:", x.alloc_size)
 
 single = synk.data(dtype="float32", ndim=2)
-single.set_value(random.normal(size=(3, 3)), force_cast=True)  # float64 to float32 loses something: say so
+single.set_value(random.normal(size=(3, 3)), force_cast=True)  # float64 to float32 loses information
 assert single.dtype == np.float32

@@ -1,4 +1,4 @@
-"""batch: which rows of the inputs a call uses. Every rank takes its share out of the memory that all map."""
+"""batch: the rows of the inputs that a call uses. Every rank reads its share from shared memory."""
 
 import numpy as np
 import pytensor.tensor as pt

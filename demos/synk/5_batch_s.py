@@ -1,4 +1,4 @@
-"""batch_s: which rows each rank uses of what it has stored, in shared variables that scatter has filled."""
+"""batch_s: the rows that each rank uses of its own shared variables, which scatter has filled."""
 
 import numpy as np
 import pytensor

@@ -1,4 +1,4 @@
-"""What the demos of training share: scikit-learn's handwritten digits, and a network for them."""
+"""Helpers of the training demos: scikit-learn's handwritten digits, and a network for them."""
 
 from itertools import pairwise
 from typing import Any
@@ -31,6 +31,6 @@ def build_mlp(x: Any, sizes: tuple[int, ...] = (64, 64, 10)) -> tuple[Any, list[
 
 
 def loss_and_error(scores: Any, y: Any) -> tuple[Any, Any]:
-    """Mean cross entropy, and the share of pictures that are mistaken."""
+    """Mean cross entropy, and the share of images that are mistaken."""
     chosen = pt.special.log_softmax(scores, axis=1)[pt.arange(y.shape[0]), y]
     return -chosen.mean(), pt.neq(scores.argmax(axis=1), y).mean()

@@ -1,4 +1,4 @@
-"""Digits from host memory: a batch is chosen by row numbers, and every rank takes its share of them."""
+"""Training on digits in host memory: row numbers choose a batch, and every rank reads its share."""
 
 import numpy as np
 import pytensor.tensor as pt

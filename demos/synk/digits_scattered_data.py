@@ -1,4 +1,4 @@
-"""Digits that every rank has stored, its own part of them: nothing but the numbers of a batch is sent."""
+"""Training on digits that are divided among the ranks once: a call sends only the row numbers of a batch."""
 
 import numpy as np
 import pytensor
@@ -23,7 +23,7 @@ validate = synk.function([x, y], [loss, error])
 synk.distribute()
 synk.scatter([x_stored, y_stored], [x_train, y_train])
 lengths = synk.get_lengths(x_stored)
-print("pictures by rank:", lengths)
+print("images by rank:", lengths)
 
 for epoch in range(10):
     random, losses = np.random.default_rng(epoch), []

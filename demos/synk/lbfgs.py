@@ -1,4 +1,4 @@
-"""Full-batch L-BFGS by SciPy: loss and gradient of all pictures, by all ranks, in slices to save memory."""
+"""Full-batch L-BFGS with SciPy: all ranks compute loss and gradient of all images in slices."""
 
 import numpy as np
 import pytensor.tensor as pt

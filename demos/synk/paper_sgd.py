@@ -1,4 +1,4 @@
-"""The paper's program (Stooke and Abbeel 2017, figure 5): a serial one, and the lines with synk are new."""
+"""The paper's program (Stooke and Abbeel 2017, figure 5): a serial program with a few new lines for synk."""
 
 import numpy as np
 import pytensor.tensor as pt

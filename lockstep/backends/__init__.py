@@ -1,7 +1,7 @@
-"""What depends on the kind of device, in one place: `HostBackend` for CPUs, `CudaBackend` for NVIDIA GPUs.
+"""Everything that depends on the kind of device: `HostBackend` for CPUs, `CudaBackend` for NVIDIA GPUs.
 
-A trainer and its loader each have one (host.py, cuda.py); the rest of the program does not ask what it runs
-on. devices.py says which devices there are and which a run takes; gpus.py lists NVIDIA's for it.
+A trainer and its loader each have a back end (host.py, cuda.py); the rest of the program does not depend on
+the device. `devices.py` chooses and checks a run's devices; `gpus.py` lists NVIDIA GPUs for it.
 """
 
 from abc import ABC, abstractmethod
@@ -14,10 +14,10 @@ from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.loading import Filler, Ring
 from lockstep.loading.reader import Reader
-from lockstep.loading.slots import Blocks, RingShape
+from lockstep.loading.slots import BlockLayout, RingShape
 from lockstep.memory import Block, Memory
 
-if TYPE_CHECKING:  # a loader for CPUs has no need of torch
+if TYPE_CHECKING:  # a loader for CPUs does not import torch
     import torch
 
     from lockstep.exchange.transport import Transport
@@ -26,55 +26,86 @@ if TYPE_CHECKING:  # a loader for CPUs has no need of torch
 
 
 class Backend(ABC):
-    """The parts of a trainer or loader that depend on its device."""
+    """The parts of a trainer or loader that depend on its device.
+
+    Attributes:
+        memory: The device's allocator.
+    """
 
     memory: Memory
 
     @abstractmethod
     def start_computing(self, config: Config) -> None:
-        """Prepares torch in this process, which is a trainer."""
+        """Prepare torch in this trainer's process, including its switches for precision and determinism.
+
+        Raises:
+            UserError: torch cannot use the device.
+        """
 
     @abstractmethod
     def speed_up(self, program: "Program", config: Config) -> str:
-        """Makes a program use what this device has for it, and adds to its `ways`.
+        """Make a program use this device's kernels, and add to its `implementations`.
 
-        Returns what a user should know.
+        Returns:
+            A message for the user, or ''.
         """
 
     @abstractmethod
     def stopwatch(self) -> "Stopwatch":
-        """Measures the time that the device takes."""
+        """Return a stopwatch of the device's time."""
 
     @abstractmethod
     def open_transport(
         self, kind: str, block: Block, arena: "torch.Tensor", group: Group
     ) -> "tuple[Transport, str]":
-        """The transport between all trainers, who call it at once, and why it is this one.
+        """Return the transport between all trainers, which call this at once, and why it was chosen.
 
-        kind: `exchange` in the configuration. block: where this trainer's arena lies; arena: all of it.
-        Raises UserError where that kind can't be had.
+        Args:
+            kind: `exchange` in the configuration.
+            block: The block of this trainer's arena.
+            arena: The whole arena, (n,).
+            group: All trainers of this host.
+
+        Raises:
+            UserError: That kind of exchange does not work here.
         """
 
     @abstractmethod
     def make_ring(
-        self, config: Config, n_slots: int, crop_size: int, mean: np.ndarray, blocks: Blocks | None = None
+        self,
+        config: Config,
+        n_slots: int,
+        crop_size: tuple[int, int],
+        mean: np.ndarray,
+        blocks: BlockLayout | None = None,
+        n_labels: int = 0,
     ) -> Ring:
-        """The trainer's ring. mean: float32 (row, column, 3), which also tells the size of raw images.
+        """Return the trainer's ring.
 
-        blocks: in which the network takes its images, where `speed_up` has found that this device makes them.
+        Args:
+            n_slots: Number of slots.
+            crop_size: Rows and columns of the network's images.
+            mean: The mean image, float32 (row, column, channel), of the size of stored images.
+            blocks: Blocks in which the network takes its images, if `speed_up` found that this device writes
+                them.
+            n_labels: Numbers in the label of an image, with `task: multilabel`.
         """
 
     @abstractmethod
     def fill_directly(self, ring: Ring, reader: Reader) -> Filler:
-        """A filler in the trainer's own process."""
+        """Return a filler in the trainer's own process."""
 
     @abstractmethod
     def receive_ring(self, trainer: Pipe, shape: RingShape, reader: Reader) -> Filler:
-        """A filler in the loader's process, of the ring that the trainer offers."""
+        """Return a filler in the loader's process, of the ring to which the trainer connects it."""
 
 
 def backend_of(device: str) -> Backend:
-    """The back end for 'cpu' or 'cuda:<n>'. Raises UserError where the device can't be used."""
+    """Return the back end for 'cpu' or 'cuda:<n>'.
+
+    Raises:
+        UserError: The device cannot be used.
+    """
     if device == "cpu":
         from lockstep.backends.host import HostBackend
 
@@ -85,5 +116,5 @@ def backend_of(device: str) -> Backend:
 
 
 def loaders_backend(config: Config, device: str) -> Backend:
-    """The back end of the loader of a trainer on `device`, which need not be the trainer's (`upload`)."""
+    """Return the back end of a trainer's loader, which with `upload: trainer` is that of CPUs."""
     return backend_of("cpu" if config.upload == "trainer" else device)

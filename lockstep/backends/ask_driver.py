@@ -1,8 +1,8 @@
-"""Lists the GPUs as nvidia-smi would, by the driver's library: for where that program is missing.
+"""A program that lists the GPUs as nvidia-smi would, by the driver's library, where nvidia-smi is missing.
 
-A program of its own, which `gpus.py` starts and can kill: a driver that hangs holds up whoever asks it, and
-whoever has asked keeps CUDA for good. Prints a line per GPU with the fields of `gpus.QUERY`; one line on
-standard error and exit code 1 where that fails. It uses the standard library only.
+`gpus.py` runs it as a process, which it can kill: a hanging driver blocks its caller, and a process that has
+initialised CUDA keeps it initialised. It prints a line per GPU with the fields of `gpus.QUERY`, or one line
+on standard error with exit status 1. It uses the standard library only.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ _MODES = {0: "Default", 2: "Prohibited", 3: "Exclusive_Process"}  # CUcomputemod
 
 
 def main() -> None:
+    """Print one line for each GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -47,7 +48,7 @@ def _fields(driver: ctypes.CDLL, index: int) -> list[str]:
 
 
 def _version(driver: ctypes.CDLL) -> str:
-    """The driver's own where the kernel tells it, else that of its CUDA."""
+    """Return the driver's version if the kernel module shows it, else the version of its CUDA."""
     if VERSION.exists():
         words = VERSION.read_text().split()
         return next((word for word in words if word.replace(".", "").isdigit() and "." in word), "unknown")

@@ -1,6 +1,6 @@
 """NVIDIA GPUs: PyCUDA's memory, stream and events, in which torch computes.
 
-This file has run on the simulated driver of the tests only, not on a GPU yet.
+This file has run on the tests' simulated driver only, not on a GPU yet.
 """
 
 from typing import Any
@@ -12,6 +12,7 @@ from lockstep.backends import Backend
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
+from lockstep.config.augmentation import device_changes, makes_images
 from lockstep.errors import UserError
 from lockstep.exchange.p2p import MOST_RANKS, PeerTransport, SwapTransport
 from lockstep.exchange.proof import iommu, prove
@@ -19,14 +20,14 @@ from lockstep.exchange.staged import StagedTransport
 from lockstep.exchange.transport import Transport
 from lockstep.loading import Filler, Ring
 from lockstep.loading.cuda import AugmentingFiller, CudaFiller, CudaRing, RawFiller, RawRing, ReadyRing
-from lockstep.loading.reader import Reader
-from lockstep.loading.slots import Blocks, RingShape
+from lockstep.loading.reader import Reader, mean_of_raw, raw_shape
+from lockstep.loading.slots import BlockLayout, RingShape
 from lockstep.loading.uploading import UploadRing
 from lockstep.memory import Block
 from lockstep.memory.cuda import NON_BLOCKING, CudaBlock, CudaMemory
-from lockstep.network import kernels
-from lockstep.network.blocks import blocks_for
-from lockstep.network.precision import image_dtype
+from lockstep.network import kernels, low_precision
+from lockstep.network.convolution import blocks_for
+from lockstep.network.low_precision import image_dtype
 from lockstep.network.program import Program
 from lockstep.network.recorder import Stopwatch, StreamStopwatch
 
@@ -34,7 +35,11 @@ _BY_BLOCKS = ("space_to_depth", "all")
 
 
 def start_torch(device: str, stream: Any) -> None:
-    """Makes torch compute on the device, in PyCUDA's stream. Raises RuntimeError where it can't."""
+    """Make torch compute on the device, in PyCUDA's stream.
+
+    Raises:
+        RuntimeError: torch cannot use the device.
+    """
     torch.cuda.init()  # type: ignore[no-untyped-call]
     place = torch.device(device)
     torch.cuda.set_device(place)
@@ -42,7 +47,11 @@ def start_torch(device: str, stream: Any) -> None:
 
 
 class CudaBackend(Backend):
-    """stream: a trainer's, in which it computes, or a loader's, in which it copies."""
+    """The back end of 'cuda:<n>'.
+
+    Attributes:
+        stream: The stream in which a trainer computes, or a loader copies.
+    """
 
     memory: CudaMemory
 
@@ -51,6 +60,7 @@ class CudaBackend(Backend):
         self.stream = self.memory.driver.Stream(NON_BLOCKING)
 
     def start_computing(self, config: Config) -> None:
+        low_precision.configure(config)
         try:
             start_torch(self.memory.device, self.stream)
         except (RuntimeError, AssertionError) as error:  # AssertionError: a build without CUDA
@@ -58,15 +68,17 @@ class CudaBackend(Backend):
 
     def speed_up(self, program: Program, config: Config) -> str:
         place = config, self.memory, self.stream
-        ways = kernels.install(program.model, *place)
-        ways |= kernels.install_update(program.optimizer.working, *place)
-        ways["blocks"] = _lay_in_blocks(program, config)
+        implementations = kernels.install(program.model, *place)
+        implementations |= kernels.install_update(program.optimizer.low_precision, *place)
+        implementations["blocks"] = _enable_blocks(program, config)
         process = "loader" if config.augment_on == "loader" and config.para_load else "trainer"
-        ways["augment"] = f"our kernel, in the {process}"
+        implementations["augment"] = _augmentation(config, f"{kernels.INSTALLED}, in the {process}")
         upload = "trainer" if config.upload == "trainer" or not config.para_load else "loader"
-        ways["upload"] = f"by the {upload} (upload: {config.upload})"
-        program.ways = {**program.ways, **ways}
-        return "; ".join(f"{name}: {way}" for name, way in ways.items() if kernels.NOT_HAD in way)
+        implementations["upload"] = f"by the {upload} (upload: {config.upload})"
+        program.implementations = {**program.implementations, **implementations}
+        return "; ".join(
+            f"{name}: {way}" for name, way in implementations.items() if kernels.UNAVAILABLE in way
+        )
 
     def stopwatch(self) -> Stopwatch:
         return StreamStopwatch(self.memory.driver.Event, self.stream)
@@ -86,37 +98,52 @@ class CudaBackend(Backend):
         return makers[kind](self.memory, self.stream, block, len(arena), group), reason
 
     def _choose(self, kind: str, group: Group) -> tuple[str, str]:
-        """The kind of exchange that works here, and why."""
+        """Return the kind of exchange that works here, and why."""
         if not group.pipes:
-            return "p2p", ""  # nobody to exchange with
+            return "p2p", ""  # a single trainer exchanges nothing
         if kind == "staged":
             return kind, "as asked"
         pairs = prove(self.memory, self.stream, group)
         problems = [pair.problem for pair in pairs if pair.problem]
         if not problems:
             slowest = min(pair.gb_per_second for pair in pairs)
-            return kind.replace(
-                "auto", "p2p"
-            ), f"all {len(pairs)} pairs proven, the slowest at {slowest:.0f} GB/s"
+            reason = f"all {len(pairs)} pairs proven, the slowest at {slowest:.0f} GB/s"
+            return kind.replace("auto", "p2p"), reason
         if kind == "auto":
             return "staged", f"{problems[0]}; {iommu()}"
         raise UserError(
-            f"exchange: {kind} can't be had: {problems[0]}; {iommu()}; use exchange: auto or staged"
+            f"exchange: {kind} can't be had: {problems[0]}; {iommu()}. Use exchange: auto or staged."
         )
 
     def make_ring(
-        self, config: Config, n_slots: int, crop_size: int, mean: np.ndarray, blocks: Blocks | None = None
+        self,
+        config: Config,
+        n_slots: int,
+        crop_size: tuple[int, int],
+        mean: np.ndarray,
+        blocks: BlockLayout | None = None,
+        n_labels: int = 0,
     ) -> CudaRing:
-        height, width, _ = mean.shape
-        raw = RingShape(n_slots, config.batch_size, (height, width), "uint8", crop_size)
-        side = blocks.count if blocks else crop_size
-        form: tuple[Any, ...] = config.batch_size, (side, side), image_dtype(config), crop_size, blocks
+        changes, n_colors = device_changes(config), mean.shape[2]
+        raw = raw_shape(config, n_slots, mean.shape, crop_size, changes, n_labels)
+        mean = mean_of_raw(config, mean, crop_size)
+        size = (blocks.count, blocks.count) if blocks else crop_size
+        form: tuple[Any, ...] = (
+            config.batch_size,
+            size,
+            image_dtype(config),
+            crop_size,
+            n_colors,
+            blocks,
+            changes,
+            n_labels,
+        )
         if config.augment_on == "loader" and config.para_load:
             return ReadyRing(self.memory, self.stream, RingShape(n_slots, *form))
         ready = RingShape(1, *form)
         if config.upload == "trainer" and config.para_load:
-            beside = self.memory.driver.Stream(NON_BLOCKING)
-            return UploadRing(self.memory, self.stream, raw, ready, mean, beside)
+            copy_stream = self.memory.driver.Stream(NON_BLOCKING)
+            return UploadRing(self.memory, self.stream, raw, ready, mean, copy_stream)
         return RawRing(self.memory, self.stream, raw, ready, mean)
 
     def fill_directly(self, ring: Ring, reader: Reader) -> Filler:
@@ -129,23 +156,37 @@ class CudaBackend(Backend):
         block = self.memory.receive(trainer, "the ring's memory")
         if block.pci_bus_id != self.memory.pci_bus_id:
             raise UserError(
-                f"{self.memory} is another device than {trainer.peer}'s, {block.pci_bus_id}: "
-                "CUDA_VISIBLE_DEVICES must be the same in all processes"
+                f"{self.memory} is another device than {trainer.peer}'s, {block.pci_bus_id}. "
+                "Set the same CUDA_VISIBLE_DEVICES in all processes."
             )
         released = self.memory.receive_events(trainer, "its events")
         kind: type[CudaFiller] = RawFiller if shape.dtype == "uint8" else AugmentingFiller
         filled = self.memory.shared_events(shape.n_slots)
         filler = kind(self.memory, self.stream, reader, shape, block, released, filled)
-        filler.prove()
+        filler.write_probe()
         self.memory.send_events(trainer, filler.filled)
         return filler
 
 
-def _lay_in_blocks(program: Program, config: Config) -> str:
-    """Has the augmenting kernel lay pictures in blocks, where the network takes them. Returns which way."""
-    if config.conv_forms not in _BY_BLOCKS:
-        return f"pictures stay as they are, by conv_forms: {config.conv_forms}"
+def _augmentation(config: Config, kernel: str) -> str:
+    """Return where images are augmented."""
+    changes = device_changes(config)
+    if changes and changes.crops:
+        return f"{kernel}: {changes}, mean and conversion"
+    if makes_images(config):
+        rest = f"{changes}, mean" if changes else "mean"
+        return f"images by the loader's core, {rest} and conversion by {kernel}"
+    return kernel
+
+
+def _enable_blocks(program: Program, config: Config) -> str:
+    """Have the augmentation kernel write images in blocks if the network takes them; return the outcome."""
+    if config.conv_layout not in _BY_BLOCKS:
+        return f"images stay as they are, by conv_layout: {config.conv_layout}"
     if not kernels.is_asked("blocks", config):
-        return f"torch, by kernels: {config.kernels}"
-    program.blocks, problem = blocks_for(program.model, program.crop_size, program.arena.flat)
-    return kernels.OURS if program.blocks else f"torch: {problem}"
+        return f"torch, by custom_kernels: {config.custom_kernels}"
+    rows, columns = program.crop_size
+    if rows != columns or config.n_channels not in (None, 3):
+        return "torch: the kernel makes blocks of square images with three channels"
+    program.blocks, problem = blocks_for(program.model, rows, program.arena.flat)
+    return kernels.INSTALLED if program.blocks else f"torch: {problem}"

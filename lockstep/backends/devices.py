@@ -1,6 +1,6 @@
-"""Which devices there are, and which of those that were asked for can be used.
+"""The devices of this machine, and which of them a run uses.
 
-Runs in the launcher, which never touches CUDA and never imports torch or PyCUDA: it looks at what is
+It runs in the launcher, which never touches CUDA and never imports torch or PyCUDA. So it looks at what is
 installed, and asks the driver by `lockstep/backends/gpus.py`.
 """
 
@@ -17,18 +17,23 @@ from lockstep.backends.gpus import Gpu, list_gpus, visible
 from lockstep.config import Config
 from lockstep.errors import UserError
 
-# What tells the Linux inside Windows (WSL 2) from others: its kernel's name, and its way to the GPU.
+# Linux inside Windows (WSL 2) shows in its kernel's name, and in the device file of its GPU.
 KERNEL_VERSION = Path("/proc/version")
 WINDOWS_GPU = Path("/dev/dxg")
 _CPUINFO = Path("/proc/cpuinfo")
-_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # as Linux names them on x86 and on ARM
+_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names of bfloat16 instructions, on x86 and on ARM
+_MOST_READERS = 4
 _GPU = re.compile(r"(?:gpu|cuda:)(\d+)")
 _ON_CPU = "to train on the CPU: --spec spec_cpu.yaml"
 _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*True")
 
 
 def normalise(devices: tuple[str, ...]) -> tuple[str, ...]:
-    """Writes every device as 'cpu' or 'cuda:<n>'. Raises UserError for anything else, or for a mixture."""
+    """Return every device as 'cpu' or 'cuda:<n>'.
+
+    Raises:
+        UserError: A name is not a device, or CPUs and GPUs are mixed.
+    """
     names = tuple(_normalise_one(device) for device in devices)
     if "cpu" in names and len(set(names)) > 1:
         raise UserError(f"devices: a run is on CPUs or on GPUs, not on both: {', '.join(names)}")
@@ -40,23 +45,23 @@ def _normalise_one(device: str) -> str:
         return device
     match = _GPU.fullmatch(device)
     if not match:
-        raise UserError(f"devices: {device!r} is not a device; write cpu, cuda:0 or gpu0")
+        raise UserError(f"devices: {device!r} is not a device. Write cpu, cuda:0 or gpu0.")
     return f"cuda:{int(match.group(1))}"
 
 
 def on_gpus(devices: Iterable[object]) -> bool:
-    """Whether any of these devices, torch's or names as `normalise` writes them, is a GPU."""
+    """Return whether any device, torch's or a name from `normalise`, is a GPU."""
     return any(str(device).partition(":")[0] != "cpu" for device in devices)
 
 
 def choose() -> tuple[tuple[str, ...], str]:
-    """The devices of a run that names none, and why: all visible GPUs if they can be used, else CPUs."""
+    """Return the devices of a run that names none, and why: all visible GPUs if usable, else CPUs."""
     cpus = ("cpu",) * min(2, count_cores())
     try:
         gpus, shown = _look()
     except UserError as error:
         return cpus, f"{error}; training on the CPU"
-    obstacle = _find_obstacle(shown) if shown else f"{_setting_text()} hides what is here"
+    obstacle = _find_obstacle(shown) if shown else f"{_setting_text()} hides them"
     if obstacle:
         return cpus, f"{_count(gpus)} here, but {obstacle}; training on the CPU"
     names = tuple(f"cuda:{number}" for number in range(len(shown)))
@@ -65,9 +70,13 @@ def choose() -> tuple[tuple[str, ...], str]:
 
 
 def check(devices: tuple[str, ...], otherwise: str = _ON_CPU) -> None:
-    """Raises UserError when a device is not there or can't be used. devices: as `normalise` writes them.
+    """Check that the devices, as `normalise` returns them, exist and can be used.
 
-    otherwise: what to do without it.
+    Args:
+        otherwise: What to do without them, for the error.
+
+    Raises:
+        UserError: A device is missing or cannot be used.
     """
     numbers = [int(device.removeprefix("cuda:")) for device in devices if device != "cpu"]
     if not numbers:
@@ -88,24 +97,24 @@ def check(devices: tuple[str, ...], otherwise: str = _ON_CPU) -> None:
 
 
 def notices(devices: tuple[str, ...]) -> list[str]:
-    """What a user of these devices should know, and need not change."""
+    """Return warnings about these devices' environment that need no change."""
     if not on_gpus(devices):
         return []
-    found = []
+    warnings = []
     for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if _EXPANDABLE.search(os.environ.get(key, "")):
-            found.append(
+            warnings.append(
                 f"{key} sets expandable_segments:True, which can't be shared between processes; harmless "
                 "here, because PyCUDA allocates what is shared"
             )
     order = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if order != "PCI_BUS_ID":
-        found.append(f"CUDA_DEVICE_ORDER is {order}: if GPUs differ, cuda:0 may not be nvidia-smi's GPU 0")
-    return found
+        warnings.append(f"CUDA_DEVICE_ORDER is {order}: if GPUs differ, cuda:0 may not be nvidia-smi's GPU 0")
+    return warnings
 
 
 def describe(devices: tuple[str, ...]) -> dict[str, str]:
-    """The model of each device by its name, and the driver of GPUs, for the record."""
+    """Return the model of each device by its name, and the driver of GPUs, for the run's record."""
     if not on_gpus(devices):
         return {"cpu": _processor()}
     _, shown = _look()
@@ -114,37 +123,48 @@ def describe(devices: tuple[str, ...]) -> dict[str, str]:
 
 
 def number_gpus_by_place() -> None:
-    """Makes processes started from now on number GPUs by place on the PCI bus, as nvidia-smi does.
+    """Make processes that start from now on number GPUs by their place on the PCI bus, as nvidia-smi does.
 
-    By itself CUDA puts the fastest first: cuda:0 would be one GPU to this file and another to a trainer. What
-    the user has set stays.
+    CUDA's default puts the fastest GPU first: cuda:0 would be one GPU to this file and another to a trainer.
+    A setting of the user is not changed.
     """
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 
 def count_cores() -> int:
-    """Processor cores that this process may run on."""
+    """Return the number of processor cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def count_readers(devices: tuple[str, ...]) -> int:
+    """Return the default number of a loader's reading threads.
+
+    One thread reads 40,000 to 60,000 images a second, which only a GPU can train on. Each device's trainer
+    has a core to itself.
+    """
+    if not on_gpus(devices):
+        return 1
+    return max(1, min(_MOST_READERS, count_cores() // len(devices) - 1))
 
 
 def _processor() -> str:
     for line in _CPUINFO.read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
-    return platform.machine()  # ARM's kernel tells no name
+    return platform.machine()  # Linux on ARM has no model name
 
 
 def _look() -> tuple[list[Gpu], list[Gpu]]:
-    """All GPUs, and those that CUDA shows, in its order. Raises UserError as `list_gpus` and `visible` do."""
+    """Return all GPUs, and those that CUDA shows, in its order."""
     gpus = list_gpus()
     return gpus, visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _find_obstacle(shown: list[Gpu]) -> str:
-    """Why the visible GPUs can't be trained on, and the remedy; empty where they can.
+    """Return why the visible GPUs cannot be used, and the remedy; '' if they can.
 
-    All of them count, used or not: a process that sees a MIG instance sees no other GPU (NVIDIA's MIG user
-    guide, "CUDA Device Enumeration").
+    All visible GPUs count, used or not: a process that sees a MIG instance sees no other GPU (NVIDIA's MIG
+    user guide, "CUDA Device Enumeration").
     """
     if _is_wsl():
         return "this is Linux inside Windows (WSL), where CUDA IPC does not work"
@@ -163,17 +183,20 @@ def _find_obstacle(shown: list[Gpu]) -> str:
         return "PyCUDA is not installed: tools/install_pycuda.sh builds it (see docs/install.md)"
     torch_version = version("torch")
     if torch_version.endswith("+cpu"):
-        # Forced, because pip takes 2.13.0+cpu for the 2.13.0 that is asked for
+        # Force the installation, because pip accepts 2.13.0+cpu as the requested 2.13.0.
         install = "pip install --force-reinstall -c constraints.txt torch"
         return f"torch {torch_version} is a build without CUDA: {install} (see docs/install.md)"
     return ""
 
 
 def check_sharing(config: Config) -> None:
-    """Raises UserError where several processes of a run need a GPU that lets in one only.
+    """Check that no GPU admits fewer processes than this run needs.
 
-    A loader beside its trainer is a second process, unless the trainer uploads; so is a second trainer on the
-    same GPU. With NVIDIA's multi-process service (MPS) all are clients of one.
+    A loader beside its trainer is a second process on the GPU, unless the trainer uploads; so is a second
+    trainer on the same GPU. With NVIDIA's multi-process service (MPS) all are clients of one process.
+
+    Raises:
+        UserError: A GPU admits one process only, and the run needs several there.
     """
     users = Counter(config.devices * (2 if config.para_load and config.upload != "trainer" else 1))
     shared = [device for device, number in users.items() if number > 1 and device != "cpu"]
@@ -191,7 +214,7 @@ def check_sharing(config: Config) -> None:
 
 
 def _has_mps() -> bool:
-    """Whether the multi-process service listens where CUDA looks for it."""
+    """Return whether the multi-process service listens where CUDA looks for it."""
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
 
 
@@ -204,42 +227,52 @@ def _setting_text() -> str:
 
 
 def _count(gpus: list[Gpu]) -> str:
-    """'2 NVIDIA GPUs (NVIDIA H200, NVIDIA L4) are', each model once."""
+    """Return a text like '2 NVIDIA GPUs (NVIDIA H200, NVIDIA L4) are', with each model once."""
     models = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
     return f"{len(gpus)} NVIDIA GPU{'s' * (len(gpus) > 1)} ({models}) {'are' if len(gpus) > 1 else 'is'}"
 
 
 def notices_of_keys(config: Config) -> list[str]:
-    """What keys mean on these devices, beyond what they say."""
+    """Return warnings about keys whose effect depends on these devices."""
     if on_gpus(config.devices):
-        same = config.parts is None or config.deterministic
-        return [] if same else ["parts: GPUs give the same bits in every run with deterministic: true only"]
+        same = config.logical_ranks is None or config.deterministic
+        if same:
+            return []
+        return ["logical_ranks: GPUs give the same bits in every run with deterministic: true only"]
     return _cost_of_bf16() if config.precision == "bf16" else []
 
 
 def _cost_of_bf16() -> list[str]:
-    """That this processor has no instructions for bfloat16, and what that costs."""
+    """Return a warning if this processor has no instructions for bfloat16."""
     lines = _CPUINFO.read_text().splitlines() if _CPUINFO.exists() else []
-    words = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
-    if not words or _BF16 & set(words):
+    flags = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
+    if not flags or _BF16 & set(flags):
         return []
-    times = "1.3" if "avx512f" in words else "5"
+    times = "1.3" if "avx512f" in flags else "5"
     text = "precision: bf16: this processor has no instructions for bfloat16: a step may take"
     return [f"{text} {times} times as long as in fp32"]
 
 
 def check_keys(config: Config) -> None:
-    """Raises UserError for keys that ask for what these devices can't do and others can."""
+    """Check that these devices can do what the keys ask for.
+
+    Raises:
+        UserError: A key needs another kind of device.
+    """
     if on_gpus(config.devices):
+        if config.recheck_every and not config.deterministic:
+            raise UserError(
+                "recheck_every: GPUs compute the same bits again with deterministic: true only. Set it."
+            )
         if config.loader_restarts and config.upload != "trainer":
             raise UserError(
-                "loader_restarts: needs upload: trainer on GPUs: a loader that uploads takes the events with "
-                "it that its trainer waits for"
+                "loader_restarts: needs upload: trainer on GPUs: a loader that uploads takes events with "
+                "it when it exits, and its trainer waits for them. Set upload: trainer."
             )
         return
     asked = {"precision": config.precision == "tf32", "cuda_graph": config.cuda_graph is True}
     asked["exchange"] = config.exchange != "auto"
-    for key in (key for key, wanted in asked.items() if wanted):
+    for key in (key for key, is_set in asked.items() if is_set):
         raise UserError(
             f"{key}: {getattr(config, key)} is for GPUs only, and this run is on {config.devices[0]}"
         )

@@ -1,7 +1,8 @@
-"""Lists the NVIDIA GPUs of this machine by asking `nvidia-smi`, a program that comes with the driver.
+"""The NVIDIA GPUs of this machine, listed by `nvidia-smi`, a program that comes with the driver.
 
-The launcher asks a program, not CUDA, so that CUDA is not begun in a process that later starts others. Where
-there is no nvidia-smi, as in some containers, ask_driver.py asks the driver's library and answers alike.
+The launcher runs a program instead of calling CUDA, because a process that has initialised CUDA must not
+fork. Where nvidia-smi is missing, as in some containers, ask_driver.py calls the driver's library and prints
+the same.
 """
 
 import os
@@ -18,7 +19,7 @@ from lockstep.interrupts import die_with_parent
 QUERY = "index,uuid,pci.bus_id,name,driver_version,memory.total,mig.mode.current,compute_mode"
 NO_DRIVER = "there is no NVIDIA driver here"
 ASKER = Path(__file__).resolve().parent / "ask_driver.py"
-ANSWER_SECONDS = 30.0  # it wakes up GPUs that nobody uses, which takes seconds for each
+ANSWER_SECONDS = 30.0  # waking up an idle GPU takes seconds
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Gpu:
     pci_bus_id: str  # domain:bus:device.function, as lspci writes it
     name: str
     driver: str
-    memory_mib: int | None  # None where it has no memory of its own
+    memory_mib: int | None  # None for a GPU that shares the host's memory
     mig: bool  # divided into instances (Multi-Instance GPU)
     mode: str  # which processes may use it: Default (any), Exclusive_Process (one), Prohibited (none)
 
@@ -39,15 +40,19 @@ class Gpu:
 
 
 def list_gpus() -> list[Gpu]:
-    """All GPUs, by place on the PCI bus. Raises UserError where there is none, or no driver."""
+    """Return all GPUs, by place on the PCI bus.
+
+    Raises:
+        UserError: There is no GPU, or no driver.
+    """
     program = shutil.which("nvidia-smi")
     if program is not None:
         name = "nvidia-smi"
         answer = _ask(name, [program, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"])
     else:
-        name, everything = "the driver's library", {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        everything.pop("CUDA_VISIBLE_DEVICES", None)
-        answer = _ask(name, [sys.executable, "-I", str(ASKER)], everything)
+        name, environment = "the driver's library", {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+        answer = _ask(name, [sys.executable, "-I", str(ASKER)], environment)
         if answer.strip() == NO_LIBRARY:
             raise UserError(f"{NO_DRIVER} (no program nvidia-smi, no library libcuda.so.1)")
     gpus = read_listing(answer, name)
@@ -71,22 +76,28 @@ def _ask(name: str, command: list[str], environment: dict[str, str] | None = Non
     except OSError as error:
         raise UserError(f"{command[0]} can't be run: {error.strerror}") from error
     try:
-        output, complaint = process.communicate(timeout=ANSWER_SECONDS)
+        output, errors = process.communicate(timeout=ANSWER_SECONDS)
     except subprocess.TimeoutExpired as error:
-        process.kill()  # its end is not waited for: inside a driver that hangs, not even this ends it
+        process.kill()  # without waiting for its end: SIGKILL does not end a process in a hanging driver
         raise UserError(
             f"{name} has not answered for {ANSWER_SECONDS:g} s: the driver hangs; see dmesg"
         ) from error
     if process.returncode:
-        words = " ".join((output + complaint).split())[:300]  # it complains on either
-        raise UserError(f"{name} failed with exit code {process.returncode}: {words}")
+        text = " ".join((output + errors).split())[:300]  # nvidia-smi writes errors to either stream
+        raise UserError(f"{name} failed with exit code {process.returncode}: {text}")
     return output
 
 
 def read_listing(text: str, name: str = "nvidia-smi") -> list[Gpu]:
-    """Reads the answer to QUERY, a line of eight fields per GPU. Raises UserError for anything else.
+    """Return the GPUs in an answer to QUERY, which is a line of eight fields per GPU.
 
-    What the driver doesn't know or have is written in brackets: [N/A], [Unknown Error]. name: who answered.
+    The driver writes unknown values in brackets: [N/A], [Unknown Error].
+
+    Args:
+        name: The program that answered, for errors.
+
+    Raises:
+        UserError: The text is anything else.
     """
     return [_read_line(line, name) for line in text.splitlines() if line.strip()]
 
@@ -106,12 +117,16 @@ def _read_line(line: str, name_of_asked: str) -> Gpu:
 
 
 def visible(gpus: list[Gpu], setting: str | None) -> list[Gpu]:
-    """The GPUs that a process may use, in the order in which CUDA numbers them: the first is cuda:0.
+    """Return the GPUs that a process may use, in CUDA's order: the first is cuda:0.
 
-    setting: the value of CUDA_VISIBLE_DEVICES; None where it is not set, and all GPUs are visible. It is read
-    as the CUDA programming guide says ("CUDA Environment Variables"): a list of indices or of beginnings of
-    UUIDs. It ends before the first entry that names no GPU, or several; where it names a GPU twice, none is
-    visible. Raises UserError for a MIG instance.
+    Args:
+        setting: The value of CUDA_VISIBLE_DEVICES, or None if it is not set and all GPUs are visible. The
+            CUDA programming guide ("CUDA Environment Variables") defines it: a list of indices or of
+            beginnings of UUIDs. It ends before the first entry that names no GPU, or several. If it names a
+            GPU twice, none is visible.
+
+    Raises:
+        UserError: It names a MIG instance.
     """
     if setting is None:
         return gpus

@@ -11,7 +11,7 @@ from lockstep.config import Config
 from lockstep.loading import Filler, Ring
 from lockstep.loading.host import HostFiller, HostRing, RawHostFiller
 from lockstep.loading.reader import Reader
-from lockstep.loading.slots import Blocks, RingShape
+from lockstep.loading.slots import BlockLayout, RingShape
 from lockstep.memory import Block
 from lockstep.memory.host import HostBlock, HostMemory
 from lockstep.memory.malloc import keep_freed_memory
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class HostBackend(Backend):
-    """What computes loads torch when it is asked for; a loader asks for none of it."""
+    """The back end of 'cpu'. It imports torch only where it computes, so loaders start without it."""
 
     memory: HostMemory
 
@@ -33,14 +33,23 @@ class HostBackend(Backend):
         self.memory = HostMemory()
 
     def start_computing(self, config: Config) -> None:
-        """torch computes on a CPU without being told; what it has freed stays with the process."""
+        """Set torch's switches, and keep freed memory in this process."""
+        from lockstep.network import low_precision
+
+        low_precision.configure(config)
         keep_freed_memory()
 
     def speed_up(self, program: "Program", config: Config) -> str:
-        """torch's own way is the one."""
+        """Record that torch computes everything."""
         kernels = ("lrn", "dropout", "pool", "sgd", "blocks")
-        ways = dict.fromkeys(kernels, "torch, on CPUs") | {"augment": "on the host, where slots are filled"}
-        program.ways = {**program.ways, **ways, "upload": "nothing to copy on CPUs"}
+        implementations = dict.fromkeys(kernels, "torch, on CPUs") | {
+            "augment": "on the host, where slots are filled"
+        }
+        program.implementations = {
+            **program.implementations,
+            **implementations,
+            "upload": "nothing to copy on CPUs",
+        }
         return ""
 
     def stopwatch(self) -> "Stopwatch":
@@ -60,18 +69,25 @@ class HostBackend(Backend):
         return HostTransport.open(block, arena.numpy().dtype, len(arena), group, n_threads), ""
 
     def make_ring(
-        self, config: Config, n_slots: int, crop_size: int, mean: np.ndarray, blocks: Blocks | None = None
+        self,
+        config: Config,
+        n_slots: int,
+        crop_size: tuple[int, int],
+        mean: np.ndarray,
+        blocks: BlockLayout | None = None,
+        n_labels: int = 0,
     ) -> HostRing:
         assert blocks is None
-        size = (crop_size, crop_size)
-        return HostRing(RingShape(n_slots, config.batch_size, size, "float32", crop_size))
+        n_colors = mean.shape[2]
+        batch_size = config.batch_size
+        shape = RingShape(n_slots, batch_size, crop_size, "float32", crop_size, n_colors, n_labels=n_labels)
+        return HostRing(shape)
 
     def fill_directly(self, ring: Ring, reader: Reader) -> Filler:
         assert isinstance(ring, HostRing)
         return HostFiller(reader, ring.block, ring.shape)
 
     def receive_ring(self, trainer: Pipe, shape: RingShape, reader: Reader) -> Filler:
-        kind = (
-            RawHostFiller if shape.dtype == "uint8" else HostFiller
-        )  # the trainer's device makes the images
+        # Slots are raw if the trainer's device makes the images.
+        kind = RawHostFiller if shape.dtype == "uint8" else HostFiller
         return kind(reader, self.memory.receive(trainer, "the ring's memory"), shape)

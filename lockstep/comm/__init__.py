@@ -1,1 +1,1 @@
-"""How processes talk: typed messages over pipes whose every wait has a deadline, and groups of processes."""
+"""Communication of processes: typed messages, pipes with a deadline on every wait, and groups."""

@@ -1,4 +1,4 @@
-"""Which process this is among all that train together, and waiting for the others."""
+"""A process's rank among all trainers, and its group: all-gather and barrier over pipes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,10 +11,14 @@ from lockstep.comm.pipes import Pipe, send_to_all
 
 @dataclass(frozen=True)
 class World:
-    """A trainer's place among all trainers. It is handed down from the launcher, never computed again.
+    """A trainer's rank among all trainers. The launcher computes it once and passes it on.
 
-    rank: from 0 to size - 1. local_rank, local_size: the same among the trainers of its host. host: its
-    number; every host has as many trainers, whose ranks follow each other.
+    Attributes:
+        rank: From 0 to size - 1. The ranks of a host's trainers are consecutive.
+        size: The number of trainers; every host has as many.
+        local_rank: The rank among the trainers of its host.
+        local_size: The number of trainers of its host.
+        host: The rank of its host.
     """
 
     rank: int
@@ -25,28 +29,36 @@ class World:
 
     @classmethod
     def on_one_host(cls, size: int) -> "list[World]":
-        """The places of `size` trainers that share a host, by rank."""
+        """Return the worlds of `size` trainers that share a host, by rank."""
         return cls.of_host(0, 1, size)
 
     @classmethod
     def of_host(cls, host: int, n_hosts: int, local_size: int) -> "list[World]":
-        """The places of the trainers of one of several hosts, by local rank."""
+        """Return the worlds of the trainers of one of several hosts, by local rank."""
         first, size = host * local_size, n_hosts * local_size
         return [cls(first + rank, size, rank, local_size, host) for rank in range(local_size)]
 
     @property
     def n_hosts(self) -> int:
+        """The number of hosts."""
         return self.size // self.local_size
 
     def inside(self) -> "World":
-        """Its place among those of its own host, as if there were no other."""
+        """Return its world among the trainers of its own host, as if there were no other host."""
         return World(self.local_rank, self.local_size, self.local_rank, self.local_size, self.host)
 
 
 class Group:
-    """One process's pipes to all the others of its host, by rank. A lone process has none.
+    """One process's pipes to all other processes of its host.
 
-    world: its place among these. everywhere: its place among the processes of all hosts.
+    Args:
+        world: This process among the processes of all hosts.
+        pipes: By local rank; a lone process has none.
+
+    Attributes:
+        world: This process among those of its host.
+        everywhere: This process among those of all hosts.
+        pipes: As above, in rank order.
     """
 
     def __init__(self, world: World, pipes: Mapping[int, Pipe]) -> None:
@@ -56,23 +68,31 @@ class Group:
 
     @classmethod
     def connected(cls, world: World, connections: Mapping[int, Connection], deadline: float) -> "Group":
-        """Over connections to the other trainers of this host, by local rank.
+        """Return a group over connections to the other trainers of this host.
 
-        deadline: seconds that one waits for another.
+        Args:
+            world: This trainer among the trainers of all hosts.
+            connections: By local rank.
+            deadline: Seconds that one waits for another.
         """
         pipes = {rank: Pipe(end, f"trainer {rank}", deadline) for rank, end in connections.items()}
         return cls(world, pipes)
 
     @classmethod
     def on_one_host(cls, rank: int, pipes: Mapping[int, Pipe]) -> "Group":
-        """Of processes that share a host; one that has no pipes is alone."""
+        """Return a group of processes that share a host: this one and those that the pipes lead to."""
         return cls(World.on_one_host(len(pipes) + 1)[rank], pipes)
 
     def all_gather(self, point: str, payload: Any = None) -> list[Any]:
-        """Everyone's payload, in rank order, own included, when all have come to `point`.
+        """Return all processes' payloads, in rank order, this one's included, when all have arrived.
 
-        A payload of any size goes through, but it is copied and pickled: in a step, keep it small.
-        Raises PeerLost or DeadlinePassed naming the process that has not come.
+        Args:
+            point: The name of the barrier; it must be the same in all processes.
+            payload: Of any size. It is copied and pickled, so keep it small in a step.
+
+        Raises:
+            PeerLost: A process has exited; the message names it.
+            DeadlinePassed: A process has not arrived in time; the message names it.
         """
         send_to_all(self.pipes.values(), Arrived(point, payload))
         payloads = {self.world.rank: payload}
@@ -83,5 +103,5 @@ class Group:
         return [payloads[rank] for rank in sorted(payloads)]
 
     def barrier(self, point: str) -> None:
-        """Waits until all have come to `point`. Raises as `all_gather` does."""
+        """Wait until all processes have arrived at `point`. Raises as `all_gather`."""
         self.all_gather(point)

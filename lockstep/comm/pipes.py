@@ -1,9 +1,8 @@
-"""A pipe to another process whose every wait has a deadline and names whom it waits for.
+"""A pipe to another process: every wait has a deadline, and its error names the process that is awaited.
 
-A message is its length, two CRC-32 (of the length and of the rest), and a pickle: what some library has
-written into the wrong descriptor is refused, not believed. A process that sends takes in what comes
-meanwhile: two that send each other more than the kernel holds (some 200 KB) at once do not wait for each
-other for ever.
+A message is its length, two CRC-32 (of the length and of the rest), and a pickle. So bytes that a library
+writes into the wrong descriptor are refused. A process that sends also receives meanwhile: two processes that
+send each other more than the kernel holds (some 200 KB) at once do not deadlock.
 """
 
 import array
@@ -25,9 +24,11 @@ from lockstep.errors import DeadlinePassed, Garbled, PeerLost
 
 T = TypeVar("T")
 
-START_SECONDS = 120.0  # patience with a process that is starting: importing torch from a cold disk takes long
+START_SECONDS = 120.0  # deadline of a process's first message: importing torch from a cold disk takes long
 _CHUNK = 1 << 20  # bytes taken from the socket at once
-_ROOM = socket.CMSG_SPACE(array.array("i").itemsize)  # for one descriptor: a read never spans two
+_ROOM = socket.CMSG_SPACE(
+    array.array("i").itemsize
+)  # for one descriptor: a read never spans two messages with one
 _LENGTH = struct.Struct("!Q")
 _SUMS = struct.Struct("!II")
 _HEAD_BYTES = _LENGTH.size + _SUMS.size
@@ -39,14 +40,19 @@ def _ancillary(descriptors: list[int]) -> list[tuple[int, int, bytes]]:
 
 
 class _Descriptor:
-    """The message that a file descriptor travels with."""
+    """The message that accompanies a file descriptor."""
 
 
 class Pipe:
-    """One end of a duplex pipe to the process called `peer`, whose first message may take START_SECONDS.
+    """One end of a duplex pipe to another process, whose first message may take START_SECONDS.
 
-    It takes the connection over. `deadline` is in seconds. They are counted in slices, so that a run that was
-    suspended as a whole (Ctrl-Z) and resumed loses one slice at most, not the whole deadline.
+    Waits are counted in slices of a second, so that a run that is suspended as a whole (Ctrl-Z) and resumed
+    loses one slice, not the whole deadline.
+
+    Args:
+        connection: Is taken over.
+        peer: The other process's name, for errors.
+        deadline: Of every wait, in seconds.
     """
 
     def __init__(self, connection: Connection, peer: str, deadline: float) -> None:
@@ -54,48 +60,60 @@ class Pipe:
         self._socket = socket.socket(fileno=socket.dup(connection.fileno()))
         connection.close()
         self._deadline = deadline
-        self._patience = max(START_SECONDS, deadline)  # until the peer has shown that it is there
-        self._outgoing: deque[tuple[memoryview, list[int]]] = deque()  # parts, with descriptors to go along
+        self._patience = max(START_SECONDS, deadline)  # until the first message
+        self._outgoing: deque[tuple[memoryview, list[int]]] = deque()  # parts, with their descriptors
         self._incoming = bytearray()
         self._descriptors: deque[int] = deque()
         self._ended = False  # the peer has closed its end
 
     def send(self, message: Any) -> None:
-        """Sends a message, and takes in what the peer sends meanwhile.
+        """Send a message, and receive meanwhile.
 
-        Raises PeerLost where nobody is left to read it, DeadlinePassed when the peer lets the pipe fill up.
+        Raises:
+            PeerLost: The peer has closed its end.
+            DeadlinePassed: The peer does not read, and the pipe is full.
         """
         self._queue(message, [])
         _flush([self])
 
     def receive(self, kind: type[T], what: str) -> T:
-        """Waits for a message of type `kind`; `what` says, for the errors, what it is needed for.
+        """Wait for a message and return it.
 
-        Raises PeerLost when the peer has gone, DeadlinePassed when it does not answer in time, Garbled where
-        something else than a message came.
+        Args:
+            kind: Its type.
+            what: What it is needed for, for the errors.
+
+        Raises:
+            PeerLost: The peer has closed its end.
+            DeadlinePassed: No message arrived in time.
+            Garbled: What arrived is not a message.
         """
         message = pickle.loads(self._receive_bytes(what))
         assert isinstance(message, kind), f"{self.peer} sent {message!r} where {kind} is due"
         return message
 
     def fileno(self) -> int:
-        """For multiprocessing.connection.wait. Messages may be here already: `poll` first."""
+        """Return the descriptor, for multiprocessing.connection.wait. Call `poll` before waiting."""
         return self._socket.fileno()
 
     def poll(self) -> bool:
-        """Whether a message, or the peer's end, is there to be received at once."""
+        """Return whether `receive` would return or raise at once."""
         self._take_in()
         return self._ended or self._is_whole()
 
     def send_descriptor(self, descriptor: int) -> None:
-        """Gives the peer a duplicate of an open file descriptor (SCM_RIGHTS, see unix(7))."""
+        """Send the peer a duplicate of an open file descriptor (SCM_RIGHTS, see unix(7))."""
         self._queue(_Descriptor(), [descriptor])
         _flush([self])
 
     def receive_descriptor(self, what: str) -> int:
-        """The descriptor that the peer's `send_descriptor` sent; it is the caller's to close.
+        """Return the descriptor that the peer's `send_descriptor` sent. The caller closes it.
 
-        Raises OSError where this process had no room for one more.
+        Args:
+            what: What it is needed for, for the errors.
+
+        Raises:
+            OSError: This process has too many open files.
         """
         self.receive(_Descriptor, what)
         descriptor = self._descriptors.popleft()
@@ -104,7 +122,7 @@ class Pipe:
         return descriptor
 
     def close(self) -> None:
-        """Closes this end; the peer's next receive raises PeerLost."""
+        """Close this end; the peer's next receive raises PeerLost."""
         self._socket.close()
         for descriptor in self._descriptors:
             if descriptor >= 0:
@@ -124,11 +142,11 @@ class Pipe:
             self._outgoing.append((memoryview(body), []))
 
     def _send_some(self) -> bool:
-        """Sends what the kernel takes at once; whether nothing is left."""
+        """Send what the kernel takes without waiting. Return whether nothing is left."""
         while self._outgoing:
             part, descriptors = self._outgoing[0]
             try:
-                # not socket.send_fds, which takes no flags and would wait
+                # socket.send_fds takes no flags, and would wait
                 n_sent = self._socket.sendmsg([part], _ancillary(descriptors), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return False
@@ -148,9 +166,9 @@ class Pipe:
             if not self._take_in() and not _within(self._patience, self._wait_to_receive):
                 raise DeadlinePassed(self.peer, f"waited {self._patience:g} s for {self.peer} ({what})")
         size, of_length, of_body = self._head()
-        with memoryview(self._incoming) as came:
-            body = bytes(came[_HEAD_BYTES : _HEAD_BYTES + size])
-            if zlib.crc32(came[: _LENGTH.size]) != of_length or zlib.crc32(body) != of_body:
+        with memoryview(self._incoming) as incoming:
+            body = bytes(incoming[_HEAD_BYTES : _HEAD_BYTES + size])
+            if zlib.crc32(incoming[: _LENGTH.size]) != of_length or zlib.crc32(body) != of_body:
                 raise Garbled(
                     self.peer, f"what {self.peer} sent is no message ({what}): its checksum is wrong"
                 )
@@ -159,33 +177,35 @@ class Pipe:
         return body
 
     def _head(self) -> tuple[int, int, int]:
-        """Of the first message: its length, and the checksums of that and of the rest."""
+        """Return the first message's length, the checksum of the length and the checksum of the rest."""
         (size,) = _LENGTH.unpack_from(self._incoming)
         return size, *_SUMS.unpack_from(self._incoming, _LENGTH.size)
 
     def _is_whole(self) -> bool:
-        """Whether the first message is there, or as much of it as shows that it is none."""
+        """Return whether the first message is complete, or already known to be damaged."""
         if len(self._incoming) < _HEAD_BYTES:
             return False
         size, of_length, _ = self._head()
-        is_none = zlib.crc32(self._incoming[: _LENGTH.size]) != of_length
-        return is_none or len(self._incoming) >= _HEAD_BYTES + size
+        is_damaged = zlib.crc32(self._incoming[: _LENGTH.size]) != of_length
+        return is_damaged or len(self._incoming) >= _HEAD_BYTES + size
 
     def _take_in(self) -> bool:
-        """Takes what has come, without waiting. Returns whether that was anything, the end included."""
+        """Receive without waiting. Return whether anything arrived, the peer's end included."""
         if self._ended:
             return False
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
-            data, ancillary, found, _ = self._socket.recvmsg(_CHUNK, _ROOM, flags)
+            data, ancillary, received_flags, _ = self._socket.recvmsg(_CHUNK, _ROOM, flags)
         except BlockingIOError:
             return False
         except ConnectionResetError:
-            data, ancillary, found = b"", [], 0
+            data, ancillary, received_flags = b"", [], 0
         self._incoming += data
         for _, _, packed in ancillary:
             self._descriptors.extend(array.array("i", packed))
-        if found & socket.MSG_CTRUNC and not ancillary:  # the kernel drops what there is no room for
+        if (
+            received_flags & socket.MSG_CTRUNC and not ancillary
+        ):  # the kernel drops a descriptor beyond the limit
             self._descriptors.append(-1)
         self._ended = not data
         return True
@@ -197,9 +217,9 @@ class Pipe:
 
 
 def send_to_all(pipes: Collection[Pipe], message: Any) -> None:
-    """Sends a message over each pipe, and takes in what comes over any of them meanwhile.
+    """Send a message over each pipe, and receive over all of them meanwhile.
 
-    So nobody waits for ever where all send to all at once. Raises as `Pipe.send` does.
+    So processes that all send to all others at once do not deadlock. Raises as `Pipe.send`.
     """
     for pipe in pipes:
         pipe._queue(message, [])
@@ -207,7 +227,7 @@ def send_to_all(pipes: Collection[Pipe], message: Any) -> None:
 
 
 def _flush(pipes: Collection[Pipe]) -> None:
-    """Sends what is queued. What an interrupt leaves there goes before the next message."""
+    """Send what is queued. After an interrupt, the rest precedes the next message."""
     while waiting := [pipe for pipe in pipes if not pipe._send_some()]:
         first = waiting[0]
         if not _within(first._patience, lambda seconds: _take_in_or_wait(pipes, seconds)):
@@ -216,7 +236,7 @@ def _flush(pipes: Collection[Pipe]) -> None:
 
 
 def _take_in_or_wait(pipes: Collection[Pipe], seconds: float) -> bool:
-    """Takes in what comes, until something can be sent. Returns False where nothing happened in time."""
+    """Receive until something can be sent. Return False if nothing happened in time."""
     poll, by_number = select.poll(), {pipe.fileno(): pipe for pipe in pipes}
     for number, pipe in by_number.items():
         sending = select.POLLOUT if pipe._outgoing else 0
@@ -228,4 +248,5 @@ def _take_in_or_wait(pipes: Collection[Pipe], seconds: float) -> bool:
 
 
 def _within(seconds: float, happens: Callable[[float], bool]) -> bool:
+    """Call `happens` with slices of at most a second until it returns True or the seconds are over."""
     return any(happens(min(1.0, seconds)) for _ in range(math.ceil(seconds)))

@@ -1,4 +1,4 @@
-"""What a configuration may say beyond the types of its keys: ranges, and what goes with what."""
+"""Checks of a configuration beyond the types of its keys: ranges and combinations."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config import hosts, rules
+from lockstep.config import augmentation, hosts, rules, tasks
 from lockstep.errors import UserError
 from lockstep.optim import args_of
 
@@ -17,40 +17,76 @@ _AT_LEAST = {
     "accumulate": 1,
     "batch_size": 1,
     "check_every": 1,
+    "cutmix": 0,
     "cpu_threads": 1,
     "input_size": 1,
-    "hosts": 1,
-    "keep": 1,
+    "item_size": 1,
+    "n_hosts": 1,
+    "keep_checkpoints": 1,
     "label_smoothing": 0,
     "load_epoch": 0,
     "loader_restarts": 0,
-    "minibatch": 1,
+    "global_batch_size": 1,
+    "mix_off_epoch": 1,
+    "mix_prob": 0,
+    "mixup": 0,
     "momentum": 0,
+    "n_channels": 1,
     "n_classes": 1,
     "n_epochs": 1,
-    "n_slots": 2,  # one being filled, one being used
+    "patience": 1,
+    "val_freq": 1,
+    "n_slots": 2,  # one is filled while another is used
     "pretrained_epoch": 0,
     "print_freq": 1,
     "rand_color": 0,
+    "random_erasing": 0,
     "read_retries": 0,
+    "recheck_every": 1,
+    "rejoin_seconds": 0,
     "read_threads": 1,
-    "restarts": 1,
+    "rotate": 0,
+    "max_restarts": 1,
+    "min_lr": 0,
     "seed": 0,
     "shuffle_block": 1,
     "snapshot_freq": 1,
-    "wait_deadline": 1,
+    "timeout": 1,
+    "unfreeze_epoch": 2,
     "warm_up_epochs": 0,
     "weight_decay": 0,
 }
-_ABOVE_0 = ("clip_norm", "ema_decay", "learning_rate", "lr_power", "save_minutes", "scale")
-_BELOW_1 = ("ema_decay", "label_smoothing", "momentum")
+_SECONDS = ("checkpoint_minutes", "memory_checkpoint_seconds", "preempt_seconds")
+_ABOVE_0 = (
+    "layer_decay",
+    "clip_norm",
+    "ema_decay",
+    "learning_rate",
+    "lr_gamma",
+    "lr_power",
+    "scale",
+    "threshold",
+    *_SECONDS,
+    "val_split",
+)
+_BELOW_1 = ("ema_decay", "label_smoothing", "lr_gamma", "momentum", "threshold", "val_split")
 _LARGEST = 2**31 - 1
-_MOST_RESTARTS = 100  # each has a pipe open from the start
+_MOST_CHANNELS = 4
+_MOST_RESTARTS = 100  # each restart needs a pipe that is open from the start
+_OWN_FUNCTION = re.compile(r"[\w.]+:\w+")
 _RUN_NAME = re.compile(r"[\w+-][\w.+-]{0,99}")
 
 
 def check(config: "Config", sources: Mapping[str, str]) -> None:
-    """Raises UserError naming the key that can't work, and in `sources` where it came from."""
+    """Raise UserError for the first key whose value can't work.
+
+    Args:
+        config: The merged configuration.
+        sources: The file or "command line" that set each key; the message names it.
+
+    Raises:
+        UserError: A value is out of range, or a combination is impossible.
+    """
     for key, problem in _problems(config):
         raise UserError(f"{sources.get(key, 'default')}: {key} {problem}")
 
@@ -58,13 +94,16 @@ def check(config: "Config", sources: Mapping[str, str]) -> None:
 def _problems(config: "Config") -> Iterable[tuple[str, str]]:
     yield from _bad_numbers(config)
     yield from _bad_lists(config)
+    yield from _bad_datasets(config)
     yield from _bad_combinations(config)
+    yield from tasks.problems(config)
+    yield from augmentation.problems(config)
     yield from rules.problems(config)
     yield from hosts.problems(config)
 
 
 def _bad_numbers(config: "Config") -> Iterable[tuple[str, str]]:
-    """Single values that have the right type and can't work all the same."""
+    """Yield the keys whose numbers are out of range."""
     for key, least in _AT_LEAST.items():
         value = getattr(config, key)
         if isinstance(value, int | float) and not value >= least:
@@ -79,7 +118,7 @@ def _bad_numbers(config: "Config") -> Iterable[tuple[str, str]]:
     for key in _ABOVE_0:
         value = getattr(config, key)
         numbers = value if isinstance(value, tuple) else (value,)
-        if any(number is not None and not number > 0 for number in numbers):
+        if any(isinstance(number, int | float) and not number > 0 for number in numbers):
             yield key, f"must be above 0, not {value}"
     for key in _BELOW_1:
         value = getattr(config, key)
@@ -90,51 +129,121 @@ def _bad_numbers(config: "Config") -> Iterable[tuple[str, str]]:
 def _bad_lists(config: "Config") -> Iterable[tuple[str, str]]:
     if list(config.lr_step) != sorted(set(config.lr_step)):
         yield "lr_step", f"must rise: {list(config.lr_step)}"
-    mean = config.subtract_mean
-    if isinstance(mean, tuple) and (len(mean) != 3 or not all(0 <= number <= 255 for number in mean)):
-        yield "subtract_mean", f"as a list has 3 numbers from 0 to 255, for R, G and B: {list(mean)}"
-    if isinstance(config.scale, tuple) and len(config.scale) != 3:
-        yield "scale", f"as a list has 3 numbers, for R, G and B: {list(config.scale)}"
-    for key in ("model_args", "optimizer_args", "rule_args"):
+    if any(isinstance(at, float) for at in config.lr_step) and not all(0 < at < 1 for at in config.lr_step):
+        yield "lr_step", f"has whole epochs, or shares of the run above 0 and below 1: {list(config.lr_step)}"
+    yield from _bad_channels(config)
+    yield from _bad_class_weights(config)
+    for pattern, factor in config.learning_rates.items():
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+            yield "learning_rates", f"must have finite factors of at least 0: {pattern}: {factor!r}"
+    for key in ("model_args", "optimizer_args", "rule_args", "crop_args", "auto_augment_args"):
         if not _survives_json(getattr(config, key)):
-            yield key, f"may hold what JSON can keep, with texts as keys: {getattr(config, key)}"
+            yield key, f"must hold values that JSON can store, with text as keys: {getattr(config, key)}"
     try:
         args_of(config)
     except UserError as error:
         yield "optimizer_args", f"can't be used: {error}"
 
 
+def _bad_channels(config: "Config") -> Iterable[tuple[str, str]]:
+    """Yield the keys that do not suit the channels of the images, as far as these are known yet."""
+    n_channels = config.n_channels or 3
+    each = (
+        "3 numbers{}, for R, G and B"
+        if n_channels == 3
+        else f"{n_channels} numbers{{}}, one for each channel"
+    )
+    is_known = config.n_channels or config.data is None
+    mean, scale = config.subtract_mean, config.scale
+    if isinstance(mean, tuple):
+        in_range = all(0 <= number <= 255 for number in mean)
+        if not in_range or (is_known and len(mean) != n_channels):
+            yield "subtract_mean", f"as a list has {each.format(' from 0 to 255')}: {list(mean)}"
+    if isinstance(scale, tuple) and is_known and len(scale) != n_channels:
+        yield "scale", f"as a list has {each.format('')}: {list(scale)}"
+    if config.rand_color and n_channels != 3:
+        yield "rand_color", f"is for images with 3 channels, not {n_channels}"
+    if config.n_channels is not None and config.n_channels > _MOST_CHANNELS:
+        yield "n_channels", f"must be 1 to {_MOST_CHANNELS}, not {config.n_channels}"
+
+
+def _bad_datasets(config: "Config") -> Iterable[tuple[str, str]]:
+    """Yield the keys about datasets that are Python objects that can't work."""
+    for key in ("input_size", "item_size"):
+        size = getattr(config, key)
+        if isinstance(size, tuple) and (len(size) != 2 or min(size) < 1):
+            yield key, f"as a list has 2 numbers above 0, rows and columns: {list(size)}"
+    if config.data is None:
+        if config.item_size is not None:
+            yield "item_size", "is for datasets of `data`: set it, or leave item_size out"
+        return
+    if not re.fullmatch(r"[\w.]+:\w+", config.data):
+        yield "data", f"is not of the form package.module:function: {config.data!r} (a folder is data_folder)"
+    if config.subtract_mean == "image":
+        yield (
+            "subtract_mean",
+            "image is for dataset folders; datasets of `data` have a mean of each channel",
+        )
+    if config.check_sums:
+        yield "check_sums", "is for dataset folders, which have checksums, not for `data`"
+
+
+def _bad_class_weights(config: "Config") -> Iterable[tuple[str, str]]:
+    given = config.class_weights
+    values = given.values() if isinstance(given, Mapping) else given if isinstance(given, tuple) else ()
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            yield "class_weights", f"must be finite numbers of at least 0: {value!r}"
+
+
 def _bad_combinations(config: "Config") -> Iterable[tuple[str, str]]:
     if config.resume_train == "auto" and config.run_name is None:
-        yield "resume_train", "auto needs run_name, the run that begins or goes on"
+        yield "resume_train", "auto needs run_name, the run to start or resume"
     if config.loader_restarts and not config.para_load:
-        yield "loader_restarts", "needs para_load: true; without it there is no loader to be lost"
+        yield "loader_restarts", "needs para_load: true, because other runs have no loader process"
     if config.loader_restarts > _MOST_RESTARTS:
         yield "loader_restarts", f"must be at most {_MOST_RESTARTS}, not {config.loader_restarts}"
+    if config.sampler and config.shuffle != "blocks":
+        yield "sampler", f"draws single images in random order: set shuffle: blocks, not {config.shuffle}"
+    if config.loss and config.label_smoothing:
+        yield "label_smoothing", "is for cross-entropy: set it to 0, and smooth labels in your own loss"
+    if config.loss and not _OWN_FUNCTION.fullmatch(config.loss):
+        yield "loss", f"is <package.module>:<function>, not {config.loss!r}"
     if config.use_nesterov_momentum and not (config.use_momentum and config.momentum > 0):
         yield "use_nesterov_momentum", "needs use_momentum: true and a momentum above 0"
     if config.use_nesterov_momentum and config.optimizer != "sgd":
         yield "use_nesterov_momentum", f"is for optimizer: sgd, not {config.optimizer}"
-    if config.finetune and config.pretrained is None:
-        yield "finetune", "needs `pretrained`, the weights to start from"
-    as_it_was = not (config.finetune or config.pretrained_allow or config.pretrained_channels == "bgr")
-    if config.pretrained_part == "whole" and not as_it_was:
-        others = "finetune, pretrained_allow or pretrained_channels: bgr"
+    if config.new_head and config.pretrained is None:
+        yield "new_head", "needs `pretrained`, the weights to start from"
+    is_unchanged = not (config.new_head or config.pretrained_allow or config.pretrained_channels == "bgr")
+    if config.pretrained_part == "whole" and not is_unchanged:
+        others = "new_head, pretrained_allow or pretrained_channels: bgr"
         yield (
             "pretrained_part",
-            f"whole goes on with a training as it was: it can't be combined with {others}",
+            f"whole continues a training unchanged: it can't be combined with {others}",
         )
     if config.warm_up_epochs >= config.n_epochs:
-        yield "warm_up_epochs", f"must be below n_epochs, {config.n_epochs}: {config.warm_up_epochs}"
+        yield "warm_up_epochs", f"must be below n_epochs, {config.n_epochs}: {config.warm_up_epochs:g}"
+    if config.lr_policy == "auto" and config.val_freq > 1:
+        yield "val_freq", "must be 1 with lr_policy: auto, which compares the errors of consecutive epochs"
+    if config.layer_decay is not None and config.layer_decay > 1:
+        yield "layer_decay", f"must be at most 1, not {config.layer_decay:g}"
+    if config.min_lr > config.learning_rate:
+        yield "min_lr", f"must be at most learning_rate, {config.learning_rate:g}: {config.min_lr:g}"
+    for other in ("compile", "sync_batch_norm"):
+        if config.recompute and getattr(config, other):
+            yield "recompute", f"can't be combined with {other}: set one of them to false"
+    if config.recompute and config.cuda_graph is True:
+        yield "recompute", "can't be captured: set cuda_graph: false"
     if config.cuda_graph is True and config.augment_on == "loader":
-        yield "cuda_graph", "needs augment_on: trainer, which puts every minibatch into the same place"
+        yield "cuda_graph", "needs augment_on: trainer, which puts every batch at the same address"
     if config.upload == "trainer" and config.augment_on == "loader" and config.para_load:
-        yield "upload", "trainer leaves no GPU to the loader: augment_on must be trainer"
+        yield "upload", "trainer gives the loader no GPU: augment_on must be trainer"
     if config.cuda_graph is True and config.accumulate > 1:
-        yield "cuda_graph", "captures steps of one minibatch: set accumulate: 1 and a larger batch_size"
+        yield "cuda_graph", "captures steps of one batch: set accumulate: 1 and a larger batch_size"
     if config.run_name is not None and not _RUN_NAME.fullmatch(config.run_name):
-        words = "is a folder's name inside weights_dir, up to 100 letters, digits and -_.+"
-        yield "run_name", f"{words} : {config.run_name!r}"
+        form = "is a folder's name inside weights_dir, up to 100 letters, digits and -_.+"
+        yield "run_name", f"{form}: {config.run_name!r}"
 
 
 def _survives_json(value: dict[str, Any]) -> bool:

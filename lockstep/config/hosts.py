@@ -1,4 +1,4 @@
-"""What can't be where several hosts train together: keys that need others, and rules that don't go so far."""
+"""Checks of a configuration for several hosts: keys that need others, and rules that need one host."""
 
 import re
 from collections.abc import Iterable
@@ -10,70 +10,101 @@ from lockstep.optim import OPTIMIZERS
 if TYPE_CHECKING:
     from lockstep.config import Config
 
-_OF_HOSTS = {"host": None, "meeting_point": None, "address": None, "network": "auto", "wire": "float32"}
-_MEETING_POINT = re.compile(r"(?P<address>[^\s:]+|\[[0-9a-fA-F:.]+\]):(?P<port>\d{1,5})")
+_HOST_KEYS = {  # with the values that they have on one host
+    "host_rank": None,
+    "rendezvous": None,
+    "host_address": None,
+    "network": "auto",
+    "network_dtype": "float32",
+    "rejoin_seconds": 0.0,
+}
+_RENDEZVOUS = re.compile(r"(?P<address>[^\s:]+|\[[0-9a-fA-F:.]+\]):(?P<port>\d{1,5})")
 _PORTS = range(1, 1 << 16)
 
 
-def address_and_port(meeting_point: str) -> tuple[str, int]:
-    """The two halves of ADDRESS:PORT; an address of IPv6 stands in brackets. Raises ValueError."""
-    found = _MEETING_POINT.fullmatch(meeting_point)
-    if not found or int(found["port"]) not in _PORTS:
-        raise ValueError(meeting_point)
-    return found["address"].strip("[]"), int(found["port"])
+def address_and_port(rendezvous: str) -> tuple[str, int]:
+    """Return the address and the port of "ADDRESS:PORT", where an IPv6 address is in brackets.
+
+    Raises:
+        ValueError: The text has another form, or the port is no port.
+    """
+    match = _RENDEZVOUS.fullmatch(rendezvous)
+    if not match or int(match["port"]) not in _PORTS:
+        raise ValueError(rendezvous)
+    return match["address"].strip("[]"), int(match["port"])
 
 
 def problems(config: "Config") -> Iterable[tuple[str, str]]:
-    """Keys that can't work, and what is wrong with each."""
-    if config.hosts <= 1:
-        for key, usual in _OF_HOSTS.items():
-            if getattr(config, key) != usual:
-                yield key, "is for several hosts: it needs hosts, their number"
+    """Yield each key that can't work with this number of hosts, and the problem."""
+    if config.n_hosts <= 1:
+        for key, default in _HOST_KEYS.items():
+            if getattr(config, key) != default:
+                yield key, "is for several hosts: it needs n_hosts, the number of hosts"
         return
     if config.run_name is None:
-        yield "run_name", "must be given with hosts: all of them know the run by it"
-    yield from _bad_places(config)
+        yield "run_name", "must be given with n_hosts: it identifies the run on all hosts"
+    yield from _bad_addresses(config)
     yield from _bad_rules(config)
+    if config.rejoin_seconds and config.on_failure == "stop":
+        yield "rejoin_seconds", "needs on_failure: restart, because a run with stop does not resume"
 
 
-def _bad_places(config: "Config") -> Iterable[tuple[str, str]]:
-    if config.host is None:
-        yield "host", f"must say which of the hosts this is, 0 to {config.hosts - 1}"
-    elif not 0 <= config.host < config.hosts:
-        yield "host", f"must be from 0 to {config.hosts - 1}, for there are {config.hosts}: {config.host}"
-    if config.meeting_point is None:
-        yield "meeting_point", "must be given with hosts: ADDRESS:PORT of host 0"
+def _bad_addresses(config: "Config") -> Iterable[tuple[str, str]]:
+    if config.host_rank is None:
+        yield "host_rank", f"must be this host's number, 0 to {config.n_hosts - 1}"
+    elif not 0 <= config.host_rank < config.n_hosts:
+        yield (
+            "host_rank",
+            f"must be from 0 to {config.n_hosts - 1} with {config.n_hosts} hosts: {config.host_rank}",
+        )
+    if config.rendezvous is None:
+        yield "rendezvous", "must be given with n_hosts: ADDRESS:PORT of host 0"
         return
     try:
-        address_and_port(config.meeting_point)
+        address_and_port(config.rendezvous)
     except ValueError:
-        yield "meeting_point", f"must be ADDRESS:PORT of host 0, not {config.meeting_point!r}"
+        yield "rendezvous", f"must be ADDRESS:PORT of host 0, not {config.rendezvous!r}"
 
 
 def _bad_rules(config: "Config") -> Iterable[tuple[str, str]]:
-    n_hosts = f"{config.hosts} hosts"
-    if config.on_loss != "stop":
-        yield "on_loss", f"can't be {config.on_loss} with {n_hosts}: torchrun or Slurm starts all again"
+    n_hosts = f"{config.n_hosts} hosts"
+    if config.on_failure == "shrink":
+        yield "on_failure", f"can't be shrink with {n_hosts}, which need equally many devices: set restart"
     if config.load_epoch != "latest":
-        yield "load_epoch", f"must be latest with {n_hosts}: all go on from the newest that one of them has"
+        yield (
+            "load_epoch",
+            f"must be latest with {n_hosts}: all resume from the newest checkpoint of any host",
+        )
     if config.rule in ("elastic", "gossip"):
         yield "rule", f"{config.rule} is for one host: with {n_hosts} set gradients, weights, local or outer"
     if config.exchange == "swap":
         yield "exchange", f"swap is for one host: with {n_hosts} set auto, p2p or staged"
     if config.sync_batch_norm:
-        yield "sync_batch_norm", f"would meet over the network in every layer: with {n_hosts} set it to false"
-    if config.parts is not None and config.hosts & (config.hosts - 1):
-        yield "hosts", f"must be a power of two with parts, not {config.hosts}"
-    if config.wire != "float32" and (config.parts is not None or config.rule not in ("auto", "gradients")):
-        other = "parts, whose bits are exact" if config.parts is not None else f"rule: {config.rule}"
-        yield "wire", f"{config.wire} rounds gradients: it goes with rule: gradients, not with {other}"
+        yield (
+            "sync_batch_norm",
+            f"would synchronize over the network in every layer: with {n_hosts} set it to false",
+        )
+    if config.logical_ranks is not None and config.n_hosts & (config.n_hosts - 1):
+        yield "n_hosts", f"must be a power of two with logical_ranks, not {config.n_hosts}"
+    if config.network_dtype != "float32" and (
+        config.logical_ranks is not None or config.rule not in ("auto", "gradients")
+    ):
+        other = (
+            "logical_ranks, whose bits are exact"
+            if config.logical_ranks is not None
+            else f"rule: {config.rule}"
+        )
+        yield (
+            "network_dtype",
+            f"{config.network_dtype} rounds gradients: it goes with rule: gradients, not with {other}",
+        )
 
 
 def check_devices(config: "Config") -> None:
-    """Raises UserError where hosts of so many devices can't keep the rule."""
-    inside = config.hosts > 1 and len(config.devices) > 1
+    """Raise UserError if the rule is not exact for this number of hosts and devices."""
+    has_local_peers = config.n_hosts > 1 and len(config.devices) > 1
     exact = not (OPTIMIZERS[config.optimizer].inexact or config.clip_norm)
-    if inside and config.rule in ("local", "outer") and not exact:
+    if has_local_peers and config.rule in ("local", "outer") and not exact:
         what = "clip_norm" if config.clip_norm else f"optimizer: {config.optimizer}"
         raise UserError(
             f"rule: {config.rule} averages weights and momenta inside a host of several devices, which is "

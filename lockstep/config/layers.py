@@ -1,11 +1,12 @@
-"""Configurations in layers: config.yaml, then the spec, then the command line; the later one wins.
+"""Layers of a configuration: config.yaml, then the spec, then the command line; the later one wins.
 
-A key that is not, a value of the wrong type, a key given twice in one file and an impossible combination are
-each a `UserError` that names the file and the key. `yaml.safe_load` rules apply: nothing in a YAML file is
-ever executed.
+An unknown key, a value of the wrong type, a key given twice in one file and an impossible combination each
+raise a `UserError` that names the file and the key. The rules of `yaml.safe_load` apply: nothing in a YAML
+file is ever executed.
 """
 
 import dataclasses
+import functools
 import math
 import typing
 from collections import Counter
@@ -17,31 +18,39 @@ from typing import Any
 import yaml
 
 from lockstep.config.checks import check
-from lockstep.config.old_keys import translate
+from lockstep.config.old_keys import (
+    RENAMED,
+    did_you_mean,
+    suggestion,
+    translate,
+    with_new_names,
+)
 from lockstep.config.schema import Config
 from lockstep.errors import UserError, nearest
-from lockstep.typed import convert, describe, words_of
+from lockstep.files import program_folder
+from lockstep.typed import convert, describe, literals_of
 
 COMMAND_LINE = "command line"
+SHIPPED = program_folder() / "config.yaml"  # the defaults that users see
 # PyYAML lets the errors of int(), float() and date() through for tags like !!int x, and recursion for deep
 # nesting.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, OverflowError, RecursionError)
-_OF_HOSTS = {"hosts", "host", "meeting_point", "address"}
-_MOST_VALUES = 100_000  # in a file, its aliases followed
-# What there is not, and what does it (docs/decisions.md, "The exchange").
-_INSTEAD = {("rule", "momenta"): ": take gradients, which is the same step with less work"}
+_HOST_KEYS = {"n_hosts", "host_rank", "rendezvous", "host_address", "rejoin_seconds"}
+_DATA_PATHS = ("data_folder", "train_folder", "val_folder", "label_folder", "mean_file", "cache_folder")
+_MOST_VALUES = 100_000  # in a file, with its aliases expanded
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Where some keys came from (a file's name or 'command line') and what they are."""
+    """The keys that one source sets: a file, or the command line."""
 
     source: str
     values: Mapping[str, Any]
+    notices: tuple[str, ...] = ()  # for the user, about how the source was read
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """safe_load, but a key given twice is an error instead of a silent choice."""
+    """A `yaml.SafeLoader` that refuses a key given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -54,7 +63,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         number = super().construct_yaml_int(node)
-        if number.bit_length() > 10_000:  # Python doesn't even print it
+        if number.bit_length() > 10_000:  # Python refuses to print it
             problem = "a whole number of thousands of digits"
             raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
         return number
@@ -64,21 +73,21 @@ _UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _UniqueKeyLoader.const
 
 
 def _load(text: str) -> Any:
-    """What a text in YAML says. Raises one of _YAML_ERRORS, also where aliases make it huge or endless."""
+    """Return the value of a YAML text. Raise one of _YAML_ERRORS, also if aliases make it huge or endless."""
     loader = _UniqueKeyLoader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
         if _count_values(node, {}) > _MOST_VALUES:
-            raise yaml.YAMLError(f"with its aliases followed it holds more than {_MOST_VALUES:,} values")
+            raise yaml.YAMLError(f"with its aliases expanded it holds more than {_MOST_VALUES:,} values")
         return loader.construct_document(node)
     finally:
         loader.dispose()
 
 
 def _count_values(node: yaml.Node, known: dict[int, float]) -> float:
-    """Of a node and all below it, aliases followed; infinite where it is within itself."""
+    """Return the number of values in a node with aliases expanded: inf for a node that contains itself."""
     if id(node) not in known:
         known[id(node)] = math.inf
         parts = [] if isinstance(node, yaml.ScalarNode) else node.value
@@ -89,7 +98,11 @@ def _count_values(node: yaml.Node, known: dict[int, float]) -> float:
 
 
 def read_yaml(path: str | Path) -> Layer:
-    """Reads one YAML file of keys. Raises UserError where it is missing, not YAML or not a mapping."""
+    """Read the keys in a YAML file.
+
+    Raises:
+        UserError: The file is missing, not YAML or not a mapping.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -108,44 +121,81 @@ def read_yaml(path: str | Path) -> Layer:
 
 
 def read_run(path: Path, hosts: int = 1) -> Layer:
-    """A run's config.yaml, without what says on which hosts it was. hosts: on how many it is to be now.
+    """Read a run's config.yaml without the keys of its hosts.
 
-    Raises UserError as `read_yaml` does.
+    Args:
+        path: The run's config.yaml. It may hold the names that keys had in version 0.1.
+        hosts: The number of hosts of the run that uses the keys. `network` and `network_dtype` are kept only
+            for several hosts.
+
+    Raises:
+        UserError: The file is missing, not YAML or not a mapping.
     """
     layer = read_yaml(path)
-    dropped = _OF_HOSTS if hosts > 1 else _OF_HOSTS | {"network", "wire"}
-    return Layer(layer.source, {key: value for key, value in layer.values.items() if key not in dropped})
+    dropped = _HOST_KEYS if hosts > 1 else _HOST_KEYS | {"network", "network_dtype"}
+    values = with_new_names(layer.values)
+    return Layer(layer.source, {key: value for key, value in values.items() if key not in dropped})
 
 
-def read_command_line(words: list[str]) -> Layer:
-    """Turns ['learning_rate=0.02', ...] into a layer; values are read as YAML."""
+def read_command_line(arguments: list[str]) -> Layer:
+    """Read arguments such as 'learning_rate=0.02', whose values are YAML.
+
+    Raises:
+        UserError: An argument is not of the form key=value, or its value is not YAML.
+    """
     values: dict[str, Any] = {}
-    for word in words:
-        key, equals, text = word.partition("=")
+    notices: list[str] = []
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if argument.startswith("-"):
+            raise UserError(f"{COMMAND_LINE}: unknown option {key}{_as_key(key, text)}")
         if not equals or not key:
-            raise UserError(f"{COMMAND_LINE}: {word!r} is not of the form key=value")
+            raise UserError(f"{COMMAND_LINE}: {argument!r} is not of the form key=value")
         if key in values:
-            raise UserError(f"{COMMAND_LINE}: {key} is given twice")
+            notices.append(f"{COMMAND_LINE}: {key} is given twice: the last one counts, {argument}")
         try:
             values[key] = _load(text)
         except _YAML_ERRORS as error:
-            if key == "meeting_point":  # an address of IPv6: its brackets begin a list in YAML
+            if key == "rendezvous":  # the brackets of an IPv6 address begin a list in YAML
                 values[key] = text
                 continue
-            raise UserError(f"{COMMAND_LINE}: {word!r}: the value can't be read") from error
-    return Layer(COMMAND_LINE, values)
+            raise UserError(f"{COMMAND_LINE}: {argument!r}: the value can't be read") from error
+    return Layer(COMMAND_LINE, values, tuple(notices))
+
+
+def _as_key(option: str, text: str) -> str:
+    """Return how to write an unknown option as a key, or ''."""
+    name = option.lstrip("-").replace("-", "_")
+    if name in RENAMED:
+        return f": {name} is now {RENAMED[name]} (write '{RENAMED[name]}={text or '...'}', without dashes)"
+    known = [field.name for field in dataclasses.fields(Config)]
+    key = name if name in known else suggestion(name, known)
+    return f" (did you mean '{key}={text or '...'}', without dashes?)" if key else ""
 
 
 def resolve(layers: list[Layer]) -> tuple[Config, list[str]]:
-    """Merges the layers (the last wins) into a checked Config, and notices to print about old keys."""
+    """Merge layers into a checked configuration.
+
+    Args:
+        layers: The sources of keys; a later layer wins.
+
+    Returns:
+        The configuration, and warnings to print about obsolete keys and keys given twice.
+
+    Raises:
+        UserError: A key is unknown or has a former name, or a value can't work. The message names its source.
+    """
     hints = typing.get_type_hints(Config)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     notices: list[str] = []
     for layer in layers:
+        notices += layer.notices
         for key, value in translate(layer.source, layer.values, notices).items():
+            if key in RENAMED:
+                raise UserError(f"{layer.source}: {key} is now {RENAMED[key]}")
             if key not in hints:
-                raise UserError(f"{layer.source}: unknown key '{key}'{nearest(key, hints)}")
+                raise UserError(f"{layer.source}: unknown key '{key}'{did_you_mean(key, hints)}")
             values[key] = _checked(layer.source, key, value, hints[key])
             sources[key] = layer.source
     config = Config(**values)
@@ -153,13 +203,46 @@ def resolve(layers: list[Layer]) -> tuple[Config, list[str]]:
     return config, notices
 
 
+def with_absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys and values with absolute paths of the dataset.
+
+    The copy in a run's folder then holds for every working directory.
+    """
+    paths = {key: values[key] for key in _DATA_PATHS if isinstance(values.get(key), str)}
+    return {**values, **{key: str(Path(value).absolute()) for key, value in paths.items()}}
+
+
 def to_yaml(config: Config) -> str:
-    """The whole configuration as YAML that `--config` reads back to the same Config."""
+    """Return the whole configuration as YAML. `--config` reads it back to the same Config."""
     plain = {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in dataclasses.asdict(config).items()
     }
     return yaml.safe_dump(plain, sort_keys=False)
+
+
+@functools.cache
+def shipped() -> Config:
+    """Return the configuration of the program's config.yaml, or the schema's if that file is missing."""
+    return resolve([read_yaml(SHIPPED)] if SHIPPED.exists() else [])[0]
+
+
+def is_default(key: str, value: Any) -> bool:
+    """Return whether a value is the default: that of config.yaml if it has the key, else the schema's.
+
+    Args:
+        key: The name of a key.
+        value: Its value as in Config or as in YAML, where tuples are lists.
+    """
+    default = getattr(shipped(), key, None)
+    as_yaml = [list(each) if isinstance(each, tuple) else each for each in (value, default)]
+    return as_yaml[0] == as_yaml[1]
+
+
+def differences(config: Config) -> dict[str, Any]:
+    """Return the keys, with their values, that do not have their default."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {key: value for key, value in values.items() if not is_default(key, value)}
 
 
 def _checked(source: str, key: str, value: Any, hint: Any) -> Any:
@@ -168,5 +251,5 @@ def _checked(source: str, key: str, value: Any, hint: Any) -> Any:
     except TypeError:
         meant = ""
         if isinstance(value, str):
-            meant = _INSTEAD.get((key, value)) or nearest(value, words_of(hint))
+            meant = nearest(value, literals_of(hint))
         raise UserError(f"{source}: {key} must be {describe(hint)}, not {value!r}{meant}") from None

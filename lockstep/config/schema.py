@@ -1,133 +1,184 @@
-"""Every key of a configuration, its type and its default."""
+"""Every key of a configuration with its type and default. docs/configuration.md explains each one."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.config.augmentation import AutoAugmentName, CropName
 from lockstep.config.rules import RuleName
+from lockstep.config.tasks import Monitor, Task
 from lockstep.optim import OptimizerName
 from lockstep.optim.schedules import ScheduleName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Every key that config.yaml, a spec and the command line may hold, with its default."""
+    """All keys that config.yaml, a spec and the command line may hold."""
 
-    # What to train
+    # Network
     model: str = "smallnet"  # models/<model>.py, torchvision:<name>, timm:<name> or <package.module>:<Class>
-    model_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of it
-    input_size: int | None = None  # rows and columns; null: the model's
+    model_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the model
+    input_size: tuple[int, ...] | int | None = None  # rows and columns; null: the model's own size
     seed: int = 0
 
     # Resuming
-    resume_train: bool | Literal["auto"] = False  # auto: where the run has a checkpoint
+    resume_train: bool | Literal["auto"] = False  # auto: resume if the run has a checkpoint
     load_epoch: int | Literal["latest"] = "latest"
 
-    # Starting from weights that were trained elsewhere
+    # Pretrained weights
     pretrained: str | None = None
     pretrained_epoch: int | Literal["latest"] = "latest"
     pretrained_part: Literal["weights", "whole"] = "weights"
-    pretrained_lib_conv: Literal["cudnn", "cudaconvnet"] | None = (
-        None  # null: as the folder's config.yaml says
-    )
+    # null: what the config.yaml in the weights' folder says
+    pretrained_lib_conv: Literal["cudnn", "cudaconvnet"] | None = None
     pretrained_channels: Literal["rgb", "bgr"] = "rgb"
     pretrained_allow: tuple[str, ...] = ()
-    finetune: bool = False
+    new_head: bool = False
+
+    # Fine-tuning
+    freeze: tuple[str, ...] = ()  # patterns of parameters that are not trained
+    unfreeze_epoch: int | None = None  # the first epoch in which they are trained; null: they never are
+    learning_rates: dict[str, Any] = field(default_factory=dict)  # pattern: factor of the learning rate
+    layer_decay: float | None = None  # factor of the rate from each stage to the one before it; null: 1
 
     # Learning
+    task: Task = "classify"  # or multilabel: an image may have several classes, or none
     n_epochs: int = 20
     learning_rate: float = 0.01
-    label_smoothing: float = 0.0  # share of each label that all classes get, in training
-    accumulate: int = 1  # minibatches a step
+    label_smoothing: float = 0.0  # share of each training label that is spread over all classes
+    # weights of the loss by class, with mean 1 over the training images; null: all classes count alike;
+    # task: multilabel: weights of the images that have a class, beside those that lack it
+    class_weights: Literal["balanced"] | tuple[float, ...] | dict[str, Any] | None = None
+    loss: str | None = None  # <package.module>:<function>; null: (binary) cross-entropy
+    accumulate: int = 1  # batches per step
     optimizer: OptimizerName = "sgd"
     optimizer_args: dict[str, Any] = field(default_factory=dict)  # see lockstep/optim
-    clip_norm: float | None = None  # largest norm of a trainer's gradient; null: any
-    ema_decay: float | None = None  # of weights' moving averages, which validate then; null: none
+    clip_norm: float | None = None  # largest norm of a trainer's gradient; null: no clipping
+    ema_decay: float | None = None  # decay of the weights' moving average; null: none
     lr_policy: ScheduleName = "step"
-    lr_power: float = 1.0  # polynomial
-    warm_up_epochs: int = 0
-    lr_adapt_threshold: float = 0.01  # auto: least fall of the validation error in two epochs
-    lr_step: tuple[int, ...] = (20, 40)  # step: the rate falls to a tenth after these epochs
+    # auto: warm-ups and the policies that are curves by step, the others by epoch
+    lr_update: Literal["auto", "step", "epoch"] = "auto"
+    lr_power: float = 1.0  # exponent of lr_policy: polynomial
+    warm_up_epochs: float = 0.0
+    min_lr: float = 0.0  # the rate never falls below it; curves end at it
+    lr_adapt_threshold: float = 0.01  # lr_policy: auto: least fall of the validation error in two epochs
+    # lr_policy: step: the rate falls at these shares of the run, or after these whole epochs
+    lr_step: tuple[int | float, ...] = (0.55, 0.8)
+    lr_gamma: float = 0.1  # lr_policy: step and auto: the factor of a fall
     use_momentum: bool = True
     use_nesterov_momentum: bool = False
     momentum: float = 0.9
     weight_decay: float = 0.0005
 
-    # How trainers stay one
+    # Synchronization
     rule: RuleName = "auto"
     rule_args: dict[str, Any] = field(default_factory=dict)  # see lockstep/config/rules.py
-    minibatch: int | None = None  # pictures a step of all trainers; null: batch_size times their number
-    sync_batch_norm: bool = False  # batch normalisation by the statistics of all trainers' pictures
-    parts: int | None = None  # of a minibatch, with gradients added in a fixed order; null: one a trainer
-    factors: bool = False  # rule gradients: large layers exchange factors of gradients
-    overlap: bool = True  # rule gradients: gradients are summed while others are computed
+    global_batch_size: int | None = None  # images per step over all trainers; null: batch_size per trainer
+    sync_batch_norm: bool = False  # batch normalization with the statistics of all trainers' images
+    logical_ranks: int | None = None  # fixed number of parts of a batch; null: one part per trainer
+    # logical_ranks: how many each trainer computes; auto: by measured times
+    shares: Literal["equal", "auto"] | tuple[int, ...] = "equal"
+    factors: bool = False  # rule: gradients: large linear layers exchange factors of their gradients
+    overlap: bool = True  # rule: gradients: reduce gradients during the backward pass
+
+    # Validation
+    val_freq: int = 1  # epochs between validations; the last epoch is always validated
+    # the value that says which epoch is best; null: error_top1, task: multilabel: mean_average_precision
+    monitor: Monitor | None = None
+    threshold: float = 0.5  # task: multilabel: probability from which a class counts as predicted
+    patience: int | None = None  # epochs without a better `monitor` after which the run ends; null: never
 
     # Data
-    data_folder: str = "./data/digits"
+    data_folder: str = "./data/digits"  # a dataset folder, or a folder of images, which is converted
+    val_split: float = 0.1  # folders of images: the share to validate on, without validation images
+    cache_folder: str | None = None  # of converted images; null: <data_folder>.lockstep
+    data: str | None = None  # <package.module>:<function> that makes datasets, instead of data_folder
+    item_size: tuple[int, ...] | int | None = None  # to which the images of `data` are resized
+    n_channels: int | None = None  # of the images, 1 to 4; null: those that they have
     train_folder: str | None = None  # null: <data_folder>/train_hkl
     val_folder: str | None = None  # null: <data_folder>/val_hkl
     label_folder: str | None = None  # null: <data_folder>/labels
     mean_file: str | None = None  # null: <data_folder>/misc/img_mean.npy
-    n_classes: int | None = None  # null: as the dataset's manifest says
-    # the mean image, one mean per colour channel, or 3 numbers; null: the model's numbers, else image
+    n_classes: int | None = None  # null: the number in the dataset's manifest
+    # the mean image, one mean per color channel, or 3 numbers; null: the model's numbers, else image
     subtract_mean: Literal["image", "channel", "none"] | tuple[float, ...] | None = None
-    scale: float | tuple[float, ...] | None = None  # pixels' factor after that; null: the model's, else 1
+    scale: float | tuple[float, ...] | None = None  # factor of pixels after that; null: the model's, else 1
     check_sums: bool = False  # compare every file with the manifest's checksum before the start
     rand_crop: bool = True
     rand_mirror: bool = True
-    rand_color: float = 0.0  # strength of random shifts of intensity and colour (lockstep/data/colours.py)
-    batch_crop_mirror: bool = False  # one crop and mirror for a whole minibatch
+    rand_color: float = 0.0  # strength of random shifts of intensity and color (lockstep/data/colours.py)
+    batch_crop_mirror: bool = False  # one crop and mirror for a whole batch
+    crop: CropName | None = None  # of training images; null: random or center, by rand_crop
+    crop_args: dict[str, Any] = field(default_factory=dict)  # see lockstep/config/augmentation.py
+    rotate: float = 0.0  # largest angle in degrees
+    color_jitter: float | tuple[float, ...] = 0.0  # of brightness, contrast, saturation (and hue)
+    auto_augment: AutoAugmentName | None = None
+    auto_augment_args: dict[str, Any] = field(default_factory=dict)
+    augmentation: str | None = None  # a function of the user's, <package.module>:<function>
+    random_erasing: float = 0.0  # probability
+    mixup: float = 0.0  # alpha; 0: none
+    cutmix: float = 0.0  # alpha; 0: none
+    mix_prob: float = 1.0  # share of images that are mixed
+    mix_off_epoch: int | None = None  # the first epoch without mixing
     shuffle: Literal["none", "batches", "blocks"] = "blocks"
-    shuffle_block: int = 16  # rows (images) in a block of `shuffle: blocks`
+    shuffle_block: int = 16  # images in a block of shuffle: blocks
+    sampler: Literal["balanced", "sqrt"] | None = None  # shares of the classes in an epoch; null: as they are
     para_load: bool = True
-    read_threads: int = 1  # of a loader
-    n_slots: int = 3  # minibatches in a loader's ring
-    read_retries: int = 2  # times that a file is read again after an error of the disk
-    loader_restarts: int = 0  # times that each loader is started again when it was killed
+    read_threads: int | None = None  # per loader; null: up to 4 on GPUs with spare cores, else 1
+    n_slots: int = 3  # batches in a loader's ring
+    read_retries: int = 2  # further attempts to read a file after a disk error
+    loader_restarts: int = 0  # times that each killed loader is started again
 
-    # Where to train
+    # Devices
     devices: tuple[str, ...] = ()
     batch_size: int = 32  # per trainer
-    cpu_threads: int | None = None  # null: the cores, divided among the trainers
-    pin_cores: bool = False  # each trainer's threads stay on cores of its own
-    precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of products; weights are float32 always
-    # in which convolutions are computed, with the same weights
-    conv_forms: Literal["plain", "space_to_depth", "dense", "all"] = "plain"
+    cpu_threads: int | None = None  # per trainer; null: the cores divided by the number of trainers
+    pin_cores: bool = False  # bind each trainer's threads to cores of its own
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of matrix products; weights are always float32
+    conv_layout: Literal["plain", "space_to_depth", "dense", "all"] = "plain"
     deterministic: bool = False  # GPUs: the same bits in every run
-    compile: bool = False  # the training pass by torch.compile
-    cuda_graph: bool | Literal["auto"] = "auto"  # GPUs: a step is captured once and replayed
-    exchange: Literal["auto", "p2p", "staged", "swap"] = "auto"  # GPUs
-    augment_on: Literal["trainer", "loader"] = "trainer"  # GPUs: which process runs the kernel
-    # GPUs: who copies minibatches there: the loader by CUDA IPC, or the trainer; auto: the loader
-    upload: Literal["auto", "loader", "trainer"] = "auto"
-    kernels: Literal["all", "none", "lrn", "dropout", "pool", "sgd", "blocks"] = (
-        "all"  # GPUs: what is computed by kernels of ours
+    compile: bool = False  # run the training pass through torch.compile
+    recompute: bool = False  # run the forward pass of each stage again in the backward pass, to save memory
+    cuda_graph: bool | Literal["auto"] = "auto"  # GPUs: capture a step once and replay it
+    exchange: Literal["auto", "p2p", "staged", "swap"] = "auto"  # GPUs: the transport between trainers
+    # GPUs: the process that runs the augmentation kernels; cores: the loader's cores make images
+    augment_on: Literal["trainer", "loader", "cores"] = "trainer"
+    upload: Literal["auto", "loader", "trainer"] = (
+        "auto"  # GPUs: the process that copies batches to the device
     )
-    on_loss: Literal["stop", "restart", "shrink"] = "stop"  # when a process is killed or hangs
-    restarts: int = 3  # at most, of on_loss: restart or shrink
-    check_every: int | None = 1000  # steps between comparisons of replicas, bit for bit
-    wait_deadline: float = 120.0  # seconds that one process waits for another
+    # GPUs: the operations that use Lockstep's own kernels
+    custom_kernels: Literal["all", "none", "lrn", "dropout", "pool", "sgd", "blocks"] = "all"
+    # when a process dies or hangs; auto: restart with several trainers, else stop
+    on_failure: Literal["auto", "stop", "restart", "shrink"] = "auto"
+    max_restarts: int = 3  # failures without a new step, with on_failure: restart and shrink
+    # between checkpoints in memory; auto: 1 % of the time is spent on them; null: none
+    memory_checkpoint_seconds: float | Literal["auto"] | None = "auto"
+    preempt_seconds: float | None = None  # from SIGTERM until the machine is taken away; null: not known
+    check_every: int | None = 1000  # steps between bitwise comparisons of the replicas; null: never
+    recheck_every: int | None = None  # steps between checks of one logical rank's gradient; null: none
+    timeout: float = 120.0  # seconds that one process waits for another
 
-    # Over which hosts (lockstep/hosts)
-    hosts: int = 1  # that train together, each with a launcher of its own and as many devices
-    host: int | None = None  # the number of this one, from 0
-    meeting_point: str | None = None  # host 0's address:port
-    address: str | None = None  # of this host, where others reach it; null: that which reaches meeting_point
-    network: Literal["auto", "gloo", "nccl"] = "auto"  # what carries sums between hosts
-    wire: Literal["float32", "bfloat16", "int8"] = "float32"  # rule gradients: numbers between hosts
+    # Several hosts (lockstep/hosts)
+    n_hosts: int = 1  # each has its own launcher and the same number of devices
+    host_rank: int | None = None  # this host's number, from 0
+    rendezvous: str | None = None  # host 0's ADDRESS:PORT
+    host_address: str | None = None  # this host's address; null: the one that reaches the rendezvous
+    rejoin_seconds: float = 0.0  # for which a launcher that died is waited for; 0: the run ends
+    network: Literal["auto", "gloo", "nccl"] = "auto"  # backend of all-reduce between hosts
+    network_dtype: Literal["float32", "bfloat16"] = "float32"  # rule gradients: numbers between hosts
 
     # Output
     weights_dir: str = "./runs"
     run_name: str | None = None  # null: <model>-<date>-<time>
-    snapshot_freq: int = 5  # epochs
-    save_minutes: float | None = None  # between checkpoints within epochs; null: only by epochs
-    keep: int | None = None  # last checkpoints that stay, and the best; null: all
+    snapshot_freq: int = 5  # epochs between checkpoints
+    checkpoint_minutes: float | None = None  # minutes between checkpoints within epochs; null: none
+    keep_checkpoints: int | None = None  # number of newest checkpoints kept beside the best; null: all
     print_train_error: bool = True
-    print_freq: int = 20  # steps
-    trace: bool = False  # every process writes down what it does and when, for lockstep.trace
-    tensorboard: bool = False  # event files in the run's folder too
-    report: bool = False  # `python -m lockstep.report` at the end of a complete run
+    print_freq: int = 20  # steps between lines of progress
+    trace: bool = False  # every process records its spans of work for lockstep.trace
+    tensorboard: bool = False  # also write TensorBoard event files
+    report: bool | Literal["live"] = False  # write the report when the run is complete; live: during it, too
 
     @property
     def n_trainers(self) -> int:
-        """Of all hosts, once the devices are settled."""
-        return self.hosts * len(self.devices)
+        """The number of trainers on all hosts. It is right once `devices` is filled in."""
+        return self.n_hosts * len(self.devices)

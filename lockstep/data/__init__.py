@@ -1,4 +1,11 @@
-"""Datasets: files of pictures (hkl.py, c01b.py), what belongs together and is whole (manifest.py,
-dataset.py), theano_alexnet's folders (old_folders.py), the order of samples (sampling.py), what is drawn at
-random (randomness.py), and crops of pictures (augment.py).
+"""Datasets: their files, their order and their augmentation.
+
+hkl.py and c01b.py read files of images. dataset.py and manifest.py open and check a dataset folder, and
+old_folders.py theano_alexnet's. split.py is what loaders need of any dataset; items.py and survey.py make it
+of Python objects. description.py keeps what users of a trained network need. sampling.py orders the samples
+of an epoch, and randomness.py makes random choices reproducible.
+
+preparing.py makes the network's images of stored ones: boxes.py draws rectangles, policies.py and
+operations.py change images by Pillow, own.py by the user's function. mixing.py pairs images. augment.py
+converts them to float, with crop and mirror if those are the only changes, and colours.py shifts colors.
 """

@@ -1,39 +1,45 @@
-"""Crop, mirror, mean subtraction and shift of colour, from uint8 images to what a network takes."""
+"""Augmentation on the CPU: crop, mirror, mean subtraction and color shift, from uint8 to float32."""
 
 from typing import Any
 
 import numpy as np
 
-# Crops of so many rows and more are made by torch, which mirrors them several times as fast. Smaller ones are
-# made before torch has been called, and a loader of those need not import it.
+# torch mirrors large crops several times as fast as NumPy. NumPy handles crops with fewer rows than this, so
+# that a loader of small images need not import torch.
 TORCH_FROM = 72
 
 
 class Augmenter:
-    """Cuts a square out of each image, mirrors it where told, and subtracts the mean image's same part.
+    """A transform that crops and mirrors images and subtracts the mean image.
 
-    The mean is taken at the image's own place, before mirroring, as theano_alexnet did: the result is that of
-    subtracting from the whole image, cropping, then mirroring. Measured alternatives are in
-    docs/decisions.md.
+    The result equals that of subtracting the mean from the whole image, then cropping, then mirroring, as in
+    theano_alexnet.
 
-    mean: float32 (row, column, channel), of the images' size.
+    Args:
+        mean: The mean image: float32 (row, column, channel), of the images' size.
+        crop_size: Rows and columns of the crops.
     """
 
-    def __init__(self, mean: np.ndarray, crop_size: int) -> None:
-        assert crop_size <= min(mean.shape[:2])
+    def __init__(self, mean: np.ndarray, crop_size: tuple[int, int]) -> None:
+        assert all(crop <= whole for crop, whole in zip(crop_size, mean.shape[:2], strict=True))
         self._means = mean, np.ascontiguousarray(mean[:, ::-1])
         self._size = crop_size
 
     def apply(
         self, images: np.ndarray, crops: np.ndarray, out: np.ndarray, shifts: np.ndarray | None = None
     ) -> None:
-        """images: uint8 (batch, row, column, channel); crops: int32 (batch, 3), the row and column of the
-        corner in each image, and whether to mirror it; out: float32 (batch, size, size, channel), written
-        completely; shifts: float32 (batch, channel), added to each image's pixels at last."""
+        """Crop, mirror and shift a batch of images.
+
+        Args:
+            images: uint8 (batch, row, column, channel).
+            crops: int32 (batch, 3): the row and column of each crop's corner, and 1 to mirror it.
+            out: float32 (batch, *crop_size, channel), overwritten with the result.
+            shifts: float32 (batch, channel), added to all pixels of each image at the end.
+        """
         if shifts is None:
             shifts = np.empty((len(images), 0), np.float32)
-        arrays = images, out, np.tile(shifts, self._size)
-        if self._size < TORCH_FROM:
+        arrays = images, out, np.tile(shifts, self._size[1])
+        if self._size[0] < TORCH_FROM:
             self._apply(arrays, crops, self._means, _fill)
         else:
             import torch
@@ -42,17 +48,17 @@ class Augmenter:
             self._apply(map(torch.from_numpy, arrays), crops, means, _fill_by_torch)
 
     def _apply(self, arrays: Any, crops: np.ndarray, means: tuple[Any, ...], fill: Any) -> None:
-        """arrays: images, out, and what is added to every row of each image, or nothing."""
-        size = self._size
+        """Apply `fill` to each image. arrays: images, out, and the shifts of one row of each image."""
+        rows, columns = self._size
         for image, result, line, crop in zip(*arrays, crops.tolist(), strict=True):
             row, column, mirrored = crop
-            down = slice(row, row + size)
-            first = image.shape[1] - column - size if mirrored else column
-            mean = means[mirrored][down, first : first + size]
-            fill(result, image[down, column : column + size], mirrored, mean)
+            down = slice(row, row + rows)
+            first = image.shape[1] - column - columns if mirrored else column
+            mean = means[mirrored][down, first : first + columns]
+            fill(result, image[down, column : column + columns], mirrored, mean)
             if len(line):
-                rows = result.reshape(size, -1)  # a view
-                rows += line
+                flat = result.reshape(rows, -1)  # a view
+                flat += line
 
 
 def _fill(result: np.ndarray, crop: np.ndarray, mirrored: int, mean: np.ndarray) -> None:
@@ -62,6 +68,6 @@ def _fill(result: np.ndarray, crop: np.ndarray, mirrored: int, mean: np.ndarray)
 
 def _fill_by_torch(result: Any, crop: Any, mirrored: int, mean: Any) -> None:
     if mirrored:
-        # channels first for flip: it has a fast path for images that lie channels last
+        # flip has a fast path for images in channels-last memory, which it expects as (channel, row, column)
         crop = crop.permute(2, 0, 1).flip(2).permute(1, 2, 0)
     result.copy_(crop).sub_(mean)

@@ -1,46 +1,64 @@
-"""Shifts of intensity and colour: Krizhevsky, Sutskever, Hinton 2012, section 4.1.
+"""Random shifts of intensity and color: Krizhevsky, Sutskever, Hinton 2012, section 4.1.
 
-To every pixel of a training picture is added p1 a1 l1 + p2 a2 l2 + p3 a3 l3: p and l are eigenvectors and
-eigenvalues of the covariance of red, green and blue over the training set's pixels, a three Gaussian numbers
-of the picture's own. Eigenvalues depend on the unit of the pixels, which the paper does not name: here, as in
-most programs since, pixels are from 0 to 1 for that, and the shift is then brought to 0 to 255.
+Every pixel of a training image gets p1 a1 l1 + p2 a2 l2 + p3 a3 l3 added. p and l are the eigenvectors and
+eigenvalues of the covariance of red, green and blue over the training set's pixels. a are three Gaussian
+numbers per image. Eigenvalues depend on the unit of pixels, which the paper does not name. This module uses
+pixels from 0 to 1, as most programs do, and scales the shift to 0 to 255.
 """
 
 import numpy as np
 
-from lockstep.data.dataset import Split
-from lockstep.data.hkl import read_rows
 from lockstep.data.randomness import Purpose, generator
+from lockstep.data.split import Split
+from lockstep.errors import UserError
 
-_FILES, _ROWS = 32, 32  # 1,024 pictures of a large dataset, from all over it: 67 million pixels
+_FILES, _ROWS = 32, 32  # 1,024 images from the whole dataset: 67 million pixels; more files of fewer rows
 
 
 def principal_components(split: Split) -> np.ndarray:
-    """float64 (3, 3): in each row an eigenvalue times its eigenvector, in grey levels, the largest first.
+    """Return the principal components of the colors of about 1,024 images from evenly spaced files.
 
-    Of all pixels of up to 1,024 pictures, from evenly spaced files. Sums of whole numbers are exact, so every
-    process has the same bits. Raises UserError naming a file that can't be read.
+    Sums of integers are exact, so every process computes the same bits.
+
+    Returns:
+        float64 (3, 3): each row is an eigenvalue times its eigenvector, in gray levels, the largest first.
+
+    Raises:
+        UserError: A file can't be read; the message names it.
     """
     total, products, n_pixels = np.zeros(3), np.zeros((3, 3)), 0
-    chosen = np.unique(np.linspace(0, len(split.files) - 1, _FILES).round().astype(int))
-    for file in (split.files[number] for number in chosen):
-        images = np.empty((min(_ROWS, file.shape[0]), *file.row_shape), np.uint8)
-        read_rows(file, 0, images)
+    if split.image_shape[2] != 3:
+        raise UserError(
+            f"rand_color: is for images with 3 channels, not {split.image_shape[2]}. Set it to 0."
+        )
+    n_rows = [min(_ROWS, rows) for rows in split.file_rows]
+    chosen = np.unique(np.linspace(0, len(n_rows) - 1, _FILES * _ROWS // max(n_rows)).round().astype(int))
+    for file in chosen.tolist():
+        images = np.empty((n_rows[file], *split.image_shape), np.uint8)
+        split.read(file, 0, images)
         pixels = images.reshape(-1, 3).astype(np.float64)
         total += pixels.sum(0)
         products += pixels.T @ pixels
         n_pixels += len(pixels)
     mean = total / n_pixels
     values, vectors = np.linalg.eigh((products / n_pixels - np.outer(mean, mean)) / 255**2)
-    vectors *= np.sign(vectors.sum(0) + 1e-9)  # an eigenvector's sign is anybody's choice
+    vectors *= np.sign(vectors.sum(0) + 1e-9)  # fixes the sign of each eigenvector
     components: np.ndarray = 255 * (values.clip(0) * vectors).T[::-1]
     return components
 
 
 def draw_shifts(seed: int, epoch: int, strength: float, components: np.ndarray, n_samples: int) -> np.ndarray:
-    """What is added to R, G and B of each sample in an epoch, in grey levels: float32 (n_samples, 3).
+    """Return the color shifts of all samples in an epoch.
 
-    strength: the standard deviation of the Gaussian numbers; the paper's is 0.1.
+    Args:
+        seed: The run's seed.
+        epoch: The epoch's number.
+        strength: Standard deviation of the Gaussian numbers; 0.1 in the paper.
+        components: The result of `principal_components`.
+        n_samples: Number of samples in the epoch.
+
+    Returns:
+        float32 (n_samples, 3): shifts of R, G and B in gray levels.
     """
     amounts = strength * generator(seed, epoch, Purpose.COLOUR).standard_normal((n_samples, 3))
     first, second, third = (amounts[:, [number]] * components[number] for number in range(3))

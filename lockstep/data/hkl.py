@@ -1,12 +1,10 @@
-"""Reads and writes .hkl files that hold one array.
+"""Reading and writing of .hkl files that hold one array.
 
-Reading is our own: h5py finds the dataset, then the bytes are read straight into the caller's buffer at the
-dataset's offset. `hickle.load` unpickles what it finds, even from a file that should hold numbers only, is
-several times slower, and can't open the files of hickle 1 to 3. Writing lays down what hickle 5 does, so that
-it opens the file; hickle itself is not needed.
+h5py finds the dataset's offset; then the bytes are read directly into the caller's buffer. `hickle.load` is
+not used, because it unpickles the content, is several times slower, and can't open files of hickle 1 to 3.
+Written files have the layout of hickle 5, which can open them. hickle need not be installed.
 
-Where the array lies in a file (hickle's source, each major version): `data` in versions 1, 4 and 5; `data_0`
-in versions 2 and 3.
+The array's name in a file is `data` in versions 1, 4 and 5 of hickle, and `data_0` in versions 2 and 3.
 """
 
 import errno
@@ -34,17 +32,17 @@ Layout = Literal[
 
 _NAMES = ("data", "data_0")
 _HICKLE = "5.0.3"  # whose layout `write` follows
-_HEADERS = 1 << 16  # bytes that a file has besides its array, at most
-_PAUSE_SECONDS = 0.1  # before a file is read again; twice as long each time, up to the longest
+_HEADERS = 1 << 16  # largest number of bytes in a file beside its array
+_PAUSE_SECONDS = 0.1  # before a file is read again; doubled each time, up to a limit
 _LONGEST_PAUSE = 1.0
 _NDARRAY = pickle.dumps(np.ndarray, protocol=4)
 
 
 @dataclass(frozen=True)
 class HklArray:
-    """One array in a .hkl file. `offset` is its first byte, or None where only HDF5 can decode it.
+    """One array in a .hkl file. `offset` is its first byte, or None if only HDF5 can decode it.
 
-    `shape` begins with the rows (images), whatever the layout in the file is.
+    The first axis of `shape` are the rows (images), whatever the layout in the file.
     """
 
     path: str
@@ -52,7 +50,7 @@ class HklArray:
     shape: tuple[int, ...]
     dtype: np.dtype
     offset: int | None
-    stamp: tuple[int, int, int]  # of the file: inode, bytes, time of change in ns
+    stamp: tuple[int, int, int]  # of the file: inode, size in bytes, time of change in ns
     layout: Layout = "b01c"
 
     @property
@@ -61,10 +59,10 @@ class HklArray:
 
 
 def inspect(path: str | Path) -> HklArray:
-    """Finds the array in a .hkl file, reading its header only.
+    """Find the array in a .hkl file. Only its header is read.
 
-    Raises UserError naming the file where it is missing, truncated, not HDF5, or holds anything but one
-    array.
+    Raises:
+        UserError: The file is missing, truncated, not HDF5, or does not hold exactly one array.
     """
     try:
         with h5py.File(path, "r") as file:
@@ -75,7 +73,7 @@ def inspect(path: str | Path) -> HklArray:
         OSError,
         RuntimeError,
         KeyError,
-    ) as error:  # what h5py raises for odd bytes
+    ) as error:  # h5py raises these for damaged files
         what = "can't be read" if getattr(error, "errno", None) else "is not a whole .hkl (HDF5) file"
         raise UserError(f"{path}: {what}: {cause_of(error)}") from error
 
@@ -89,7 +87,7 @@ def _find_array(path: str, file: h5py.File) -> HklArray:
         raise UserError(f"{path}: its array is in another file, by a link: copy it into this one")
     if dataset.dtype.kind not in "uif" or dataset.ndim == 0:
         raise UserError(f"{path}: holds {dataset.dtype} of shape {dataset.shape}, not an array of numbers")
-    # None for chunked or compressed storage, and for arrays that were never written
+    # None for chunked or compressed storage, and for arrays without data
     offset = dataset.id.get_offset() if dataset.dtype.isnative else None
     status = os.stat(path)
     array = HklArray(path, names[0], dataset.shape, dataset.dtype.newbyteorder("="), offset, _stamp(status))
@@ -100,28 +98,33 @@ def _find_array(path: str, file: h5py.File) -> HklArray:
 
 
 def _is_here(file: h5py.File, name: str) -> bool:
-    """Whether an array's bytes are in the file itself: HDF5 knows three ways to have them in others."""
+    """Return whether an array's bytes are in the file itself. HDF5 has three ways to link to other files."""
     dataset = file[name]
     link = file.get(name, getlink=True)
     return isinstance(link, h5py.HardLink) and not dataset.external and not dataset.is_virtual
 
 
 def as_c01b(array: HklArray) -> HklArray:
-    """The same array, to be read as images that lie (channel, row, column, batch)."""
+    """Return the array as images in the layout (channel, row, column, batch)."""
     channel, row, column, batch = array.shape
     return replace(array, shape=(batch, row, column, channel), layout="c01b")
 
 
 class _EndsTooEarly(OSError):
-    """A read has brought fewer bytes than the file has."""
+    """A read returned fewer bytes than the file has."""
 
 
 def read_rows(array: HklArray, first: int, out: np.ndarray, retries: int = 0) -> None:
-    """Reads len(out) rows from row `first` on into `out`, a C-contiguous array of (rows, *row_shape).
+    """Read rows of an array. Images of either layout arrive as (row, column, channel).
 
-    Images of either layout arrive as (row, column, channel). Of a c01b file all bytes are read, whatever the
-    number of rows. retries: how often it is read again after an error of the disk, with growing pauses.
-    Raises UserError naming the file when it can't be read, or is not the file that was inspected.
+    Args:
+        array: The array; all bytes of a c01b file are read, whatever the number of rows.
+        first: The first row to read.
+        out: C-contiguous (rows, *row_shape), overwritten with len(out) rows.
+        retries: Further attempts after a disk error, with growing pauses.
+
+    Raises:
+        UserError: The file can't be read, or it changed since `inspect`. The message names it.
     """
     assert out.flags.c_contiguous and out.dtype == array.dtype and out.shape[1:] == array.row_shape
     assert first >= 0 and first + len(out) <= array.shape[0]
@@ -134,7 +137,7 @@ def read_rows(array: HklArray, first: int, out: np.ndarray, retries: int = 0) ->
         except (OSError, RuntimeError, KeyError) as error:
             if n_tries > retries or not _may_pass(error):
                 again = f" (tried {n_tries} times)" if n_tries > 1 else ""
-                words = " ".join(str(error).split())  # HDF5's are several lines
+                words = " ".join(str(error).split())  # HDF5's messages have several lines
                 raise UserError(f"{array.path}: can't be read{again}: {words}") from error
         time.sleep(min(_PAUSE_SECONDS * 2 ** (n_tries - 1), _LONGEST_PAUSE))
 
@@ -151,9 +154,9 @@ def _read_rows(array: HklArray, first: int, out: np.ndarray) -> None:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether another try may bring what this one did not. HDF5 tells the system's error in words."""
-    told = f"errno = {errno.EIO}," in str(error)
-    return told or isinstance(error, _EndsTooEarly) or getattr(error, "errno", None) == errno.EIO
+    """Return whether another attempt may succeed. HDF5 has the system's error only in its message."""
+    received = f"errno = {errno.EIO}," in str(error)
+    return received or isinstance(error, _EndsTooEarly) or getattr(error, "errno", None) == errno.EIO
 
 
 def _read_c01b(array: HklArray, first: int, out: np.ndarray) -> None:
@@ -181,7 +184,7 @@ def _copier(images: np.ndarray) -> Callable[[int, int, np.ndarray], None]:
 
 
 def _opened(array: HklArray) -> io.BufferedReader:
-    """The file, open; raises OSError when it is not the one that was inspected."""
+    """Open the file. Raise OSError if it is not the one that was inspected."""
     file = open(array.path, "rb")  # noqa: SIM115 (the caller closes it)
     try:
         _check_stamp(array, os.fstat(file.fileno()))
@@ -198,7 +201,7 @@ def _opened_by_hdf5(array: HklArray) -> h5py.File:
 
 def _check_stamp(array: HklArray, status: os.stat_result) -> None:
     if _stamp(status) != array.stamp:
-        raise OSError("it was changed after the run had begun")
+        raise OSError("it was changed after the start of the run")
 
 
 def _read_bytes(descriptor: int, offset: int, out: np.ndarray) -> None:
@@ -215,7 +218,7 @@ def _stamp(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def read(path: str | Path) -> np.ndarray:
-    """The whole array of a .hkl file."""
+    """Return the whole array of a .hkl file."""
     array = inspect(path)
     out = np.empty(array.shape, array.dtype)
     read_rows(array, 0, out)
@@ -223,16 +226,17 @@ def read(path: str | Path) -> np.ndarray:
 
 
 def write(path: str | Path, array: np.ndarray) -> None:
-    """Writes `array` as hickle 5 lays it down, so that hickle 4.1 and newer open it.
+    """Write `array` in the layout of hickle 5, which hickle 4.1 and newer open. The write is atomic.
 
-    The file appears whole or not at all. Raises UserError where the disk is full or can't be written to.
+    Raises:
+        UserError: The disk is full or can't be written to.
     """
     with _in_memory(array) as file:
         file.attrs["HICKLE_VERSION"] = _HICKLE
         file.attrs["HICKLE_PYTHON_VERSION"] = platform.python_version()
         dataset = file.create_dataset("data", data=np.ascontiguousarray(array))
         types = file.create_group("hickle_types_table", track_order=True)
-        # NumPy's type, pickled: what hickle makes of the dataset. It is read by hickle, never here.
+        # The pickled NumPy type. hickle requires it; Lockstep never reads it.
         kind = types.create_dataset("0", data=np.frombuffer(_NDARRAY, "S1").reshape(1, -1))
         kind.attrs["base_type"] = types.create_dataset("ndarray", data=h5py.Empty("S1")).ref
         dataset.attrs["np_dtype"] = array.dtype.str
@@ -241,9 +245,10 @@ def write(path: str | Path, array: np.ndarray) -> None:
 
 
 def write_hickle2(path: str | Path, array: np.ndarray) -> None:
-    """Writes `array` as hickle 2 laid it down: hickle 2 opens it; 1, and 3 on Python 3, do not.
+    """Write `array` in the layout of hickle 2, which only hickle 2 opens. The write is atomic.
 
-    As `write` otherwise.
+    Raises:
+        UserError: The disk is full or can't be written to.
     """
     text = h5py.string_dtype("ascii")
     with _in_memory(array) as file:
@@ -254,7 +259,7 @@ def write_hickle2(path: str | Path, array: np.ndarray) -> None:
 
 
 def _in_memory(array: np.ndarray) -> h5py.File:
-    """An HDF5 file without a disk: of one that the disk took half of, the library crashes as Python ends."""
+    """Make an HDF5 file in memory: the library crashes at exit if a full disk took half of a file."""
     room = array.nbytes + _HEADERS
     return h5py.File("memory", "w", libver="earliest", driver="core", backing_store=False, block_size=room)
 

@@ -1,8 +1,8 @@
-"""manifest.json: what a dataset folder holds, file by file, for the trainer's check before step 1.
+"""manifest.json: the contents of a dataset folder, file by file, which are checked before step 1.
 
-It is small whatever the number of images (1.3 MB for ImageNet), because every process of a run reads it:
-names of source pictures are in text files beside it (misc/train_order.txt, "name label" a line), which only
-tools read. Version 1 had names and labels in it; it is still read.
+Every process of a run reads it, so it is small (1.3 MB for ImageNet). The names of source images are in text
+files beside it, such as misc/train_order.txt, which only tools read. Version 1 had names and labels in the
+manifest; it is still read.
 """
 
 import hashlib
@@ -16,19 +16,22 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from lockstep.config.tasks import MONITORED, Task
 from lockstep.data.hkl import HklArray, Layout
 from lockstep.errors import UserError
 from lockstep.files import checksum
 
 MANIFEST_VERSION = 2
 NAME = "manifest.json"
-Resize = Literal["squash", "crop", "pad"]  # how pictures became square: see preprocessing/pictures.py
+Resize = Literal["squash", "crop", "pad"]  # how images became square: see preprocessing/images.py
 RESIZES: tuple[Resize, ...] = get_args(Resize)
+Orientation = Literal["apply", "ignore"]  # "apply": images were rotated as their EXIF data say
+ORIENTATIONS: tuple[Orientation, ...] = get_args(Orientation)
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One .hkl file. `file` is relative to the folder; digests are SHA-256, of the file and of its labels."""
+    """One .hkl file, relative to the folder, with the SHA-256 digests of the file and of its labels."""
 
     file: str
     n_images: int
@@ -39,9 +42,12 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the trainer needs to know.
+    """The contents of manifest.json.
 
-    class_names: words for people, one for each of `classes`. others: SHA-256 of labels, lists, mean image.
+    Attributes:
+        class_names: A readable name for each of `classes`.
+        others: SHA-256 of the labels, the lists and the mean image, by file name.
+        task: 'multilabel' if an image may have several classes, or none.
     """
 
     path: Path
@@ -52,24 +58,34 @@ class Manifest:
     val: tuple[FileEntry, ...]
     others: dict[str, str]
     resize: Resize
+    orientation: Orientation
+    task: Task = "classify"
 
     def checksums(self) -> dict[str, str]:
-        """SHA-256 of every file of the folder, by its name in it; of version 1 what there is."""
+        """Return the SHA-256 of every file by its name. Version 1 has only some of them."""
         return {entry.file: entry.sha256 for entry in self.train + self.val if entry.sha256} | self.others
 
+    def digest(self) -> str:
+        """Return a SHA-256 of the classes and of every file's name, content and labels."""
+        entries = [(each.file, each.sha256, each.labels_sha256) for each in self.train + self.val]
+        content: list[Any] = [self.classes, self.layout, entries, sorted(self.others.items())]
+        if self.task != "classify":
+            content.append(self.task)
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
     def folder_of(self, split: str) -> Path:
-        """Where the files of 'train' or 'val' lie."""
+        """Return the folder with the files of 'train' or 'val'."""
         entries: tuple[FileEntry, ...] = getattr(self, split)
         return self.path.parent / Path(entries[0].file).parent
 
 
 def digest_of_labels(labels: Any) -> str:
-    """SHA-256 of whole numbers as little-endian int64."""
+    """Return the SHA-256 of integers as little-endian int64."""
     return hashlib.sha256(np.asarray(labels).astype("<i8").tobytes()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a dataset folder, None where there is none. Raises UserError if it can't be used."""
+    """Return the manifest of a dataset folder, or None without one. Raise UserError if it can't be used."""
     path = folder / NAME
     if not path.exists():
         return None
@@ -88,7 +104,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def _parse(path: Path, content: dict[str, Any]) -> Manifest:
-    """Raises one of several errors where something is missing or of the wrong kind."""
+    """Parse the content. Raise one of several types of errors if something is missing or wrong."""
     version = content["version"]
     if version not in (1, MANIFEST_VERSION):
         raise ValueError(f"version {version}")
@@ -103,14 +119,21 @@ def _parse(path: Path, content: dict[str, Any]) -> Manifest:
     resize = content.get("resize", "squash")
     if resize not in RESIZES:
         raise UserError(f"{path}: resize must be one of {', '.join(RESIZES)}, not {resize!r}")
+    orientation = content.get("orientation", "ignore")
+    if orientation not in ORIENTATIONS:
+        raise UserError(f"{path}: orientation must be one of {', '.join(ORIENTATIONS)}, not {orientation!r}")
+    task = content.get("task", "classify")
+    if task not in MONITORED:
+        raise UserError(f"{path}: task must be one of {', '.join(MONITORED)}, not {task!r}")
     for name in (*(entry.file for half in halves.values() for entry in half), *others):
         if not _is_inside(name):
             raise UserError(f"{path}: names {name!r}, which is no file in its folder")
-    return Manifest(path, classes, names, layout, halves["train"], halves["val"], others, resize)
+    train, val = halves["train"], halves["val"]
+    return Manifest(path, classes, names, layout, train, val, others, resize, orientation, task)
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name can't lead out of the folder that it is relative to."""
+    """Return whether a relative name stays inside its folder."""
     place = PurePosixPath(name)
     return bool(place.parts) and not place.is_absolute() and ".." not in place.parts and name.isprintable()
 
@@ -118,7 +141,7 @@ def _is_inside(name: str) -> bool:
 def _entry(entry: dict[str, Any]) -> FileEntry:
     numbers = (entry["n_images"], entry["n_bytes"])
     if not all(type(number) is int for number in numbers):
-        raise TypeError("n_images and n_bytes are whole numbers")
+        raise TypeError("n_images and n_bytes must be integers")
     texts = [_text(entry[key]) for key in ("file", "sha256", "labels_sha256")]
     return FileEntry(texts[0], *numbers, *texts[1:])
 
@@ -130,7 +153,7 @@ def _entry_of_version_1(entry: dict[str, Any]) -> FileEntry:
 
 def _items(value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise TypeError("not a list with something in it")
+        raise TypeError("not a list, or an empty one")
     return value
 
 
@@ -141,7 +164,7 @@ def _text(value: Any) -> str:
 
 
 def check_files(entries: tuple[FileEntry, ...], files: tuple[HklArray, ...], labels: np.ndarray) -> None:
-    """Names, numbers of images, sizes and labels. Raises UserError naming the first file that differs."""
+    """Compare names, numbers of images, sizes and labels. Raise UserError for the first file that differs."""
     if len(entries) != len(files):
         where = Path(files[0].path).parent
         raise UserError(f"{where}: holds {len(files)} files, the manifest has {len(entries)}")
@@ -162,9 +185,12 @@ def check_files(entries: tuple[FileEntry, ...], files: tuple[HklArray, ...], lab
 def differing(
     folder: Path, checksums: dict[str, str], on_done: Callable[[str], object] = lambda name: None
 ) -> list[str]:
-    """Which of the files (name in `folder`: SHA-256) are missing or have another content, in order.
+    """Return the names of files that are missing or differ from their checksum, in order.
 
-    Reads on as many threads as there are cores. `on_done` is called with each name, from one thread.
+    Args:
+        folder: The folder of the files.
+        checksums: The SHA-256 of each file by its name.
+        on_done: Called with each name when it is checked, from one thread.
     """
 
     def is_different(name: str) -> bool:
@@ -173,17 +199,17 @@ def differing(
         except OSError:
             return True
 
-    found = []
+    names = []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for name, different in zip(checksums, pool.map(is_different, checksums), strict=True):
             if different:
-                found.append(name)
+                names.append(name)
             on_done(name)
-    return found
+    return names
 
 
 def check_sums(manifest: Manifest) -> None:
-    """Reads every file. Raises UserError naming the first one whose content is not what was written."""
+    """Read every file. Raise UserError for the first one whose content differs from its checksum."""
     wrong = differing(manifest.path.parent, manifest.checksums())
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""

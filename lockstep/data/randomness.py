@@ -1,7 +1,8 @@
-"""Every random choice is a function of (seed, epoch, sample, purpose), never of rank, process or restart.
+"""Random choices as functions of (seed, epoch, sample, purpose), independent of ranks and restarts.
 
-A choice for the samples of an epoch is a table, drawn at once from a Philox generator (Salmon et al. 2011,
-"Parallel random numbers: as easy as 1, 2, 3") keyed with (seed, epoch, purpose) and indexed by the sample.
+The choices for all samples of an epoch are one table, indexed by the sample. It is drawn at once from a
+Philox generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") keyed with (seed, epoch,
+purpose).
 """
 
 from enum import IntEnum
@@ -10,7 +11,7 @@ import numpy as np
 
 
 class Purpose(IntEnum):
-    """What a random choice is for. The numbers are part of what a seed means: never reuse one."""
+    """The purpose of a random choice. Runs depend on these numbers: never reuse one."""
 
     ORDER = 1
     CROP_ROW = 2
@@ -21,19 +22,32 @@ class Purpose(IntEnum):
     STEP = 7
     PAIRS = 8
     COLOUR = 9
-    WIRE = 10
+    # 10 was the rounding of an earlier network_dtype
+    SAMPLER = 11
+    BOX = 20
+    ROTATE = 21
+    JITTER = 22
+    AUTO_AUGMENT = 23
+    OWN = 24
+    ERASE = 25
+    MIX = 26
 
 
 def generator(seed: int, epoch: int, purpose: Purpose) -> np.random.Generator:
-    """A fresh generator for one purpose in one epoch."""
+    """Return a new generator for one purpose in one epoch."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, purpose])))
 
 
 def draw(seed: int, epoch: int, purpose: Purpose, n_samples: int, n_choices: int) -> np.ndarray:
-    """For each sample a whole number from 0 to n_choices - 1: int64 of shape (n_samples,)."""
+    """Return an integer from 0 to n_choices - 1 for each sample: int64 (n_samples,)."""
     return generator(seed, epoch, purpose).integers(n_choices, size=n_samples)
 
 
-def seed_of(purpose: Purpose, *words: int) -> int:
-    """A 64-bit seed for torch's own generator, well spread over whole numbers that may be close."""
-    return int(np.random.SeedSequence([purpose, *words]).generate_state(1, np.uint64)[0])
+def generator_of_sample(seed: int, epoch: int, purpose: Purpose, sample: int) -> np.random.Generator:
+    """Return a new generator for one purpose and one sample in one epoch."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, purpose, sample])))
+
+
+def seed_of(purpose: Purpose, *numbers: int) -> int:
+    """Return a 64-bit seed for torch's generator. Close numbers give unrelated seeds."""
+    return int(np.random.SeedSequence([purpose, *numbers]).generate_state(1, np.uint64)[0])

@@ -1,10 +1,11 @@
-"""The order of an epoch's samples, and how minibatches are cut from it.
+"""The order of an epoch's samples, and the batches cut from it.
 
-A *run* is a stretch of rows of one file. An epoch's order is a sequence of runs that holds every sample once;
-it knows nothing of devices, so N trainers with batches of B see what one trainer with batches of N x B sees.
+A *run* is a range of rows of one file. An epoch's order is a sequence of runs that holds every sample once.
+It does not depend on devices: N trainers with batches of B see the samples of one trainer with batches of N x
+B.
 
-A *position* counts samples from the epoch's start. A *minibatch* is what all trainers together take in one
-step, positions [start, stop); trainer r takes its share, a contiguous part.
+A *position* counts samples from the epoch's start. A *global batch* is the samples of all trainers in one
+step, positions [start, stop). Trainer r takes its share, a contiguous part.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ Shuffle = Literal["none", "batches", "blocks"]
 
 @dataclass(frozen=True)
 class Rows:
-    """`count` rows of file number `file`, from row `first` on."""
+    """A range of `count` rows of file number `file`, from row `first` on."""
 
     file: int
     first: int
@@ -30,42 +31,65 @@ class Rows:
 class EpochSamples:
     """The order of one epoch's samples.
 
-    shuffle 'none': file by file. 'batches': the files in random order, each read through (as theano_alexnet).
-    'blocks': every file is cut into blocks of `block` rows, and all blocks are put in random order.
+    Args:
+        file_rows: Number of rows in each file.
+        shuffle: 'none': the stored order. 'batches': the files in random order, as in theano_alexnet.
+            'blocks': blocks of `block` rows of all files in random order.
+        block: Rows per block of 'blocks'.
+        seed: The run's seed.
+        epoch: The epoch's number.
     """
 
     def __init__(
         self, file_rows: tuple[int, ...], shuffle: Shuffle, block: int, seed: int, epoch: int
     ) -> None:
         longest = block if shuffle == "blocks" else max(file_rows)
-        starts = [np.arange(0, rows, longest) for rows in file_rows]
-        files = np.repeat(np.arange(len(file_rows)), [len(start) for start in starts])
-        firsts = np.concatenate(starts)
-        counts = np.minimum(longest, np.asarray(file_rows)[files] - firsts)
+        sizes = np.asarray(file_rows)
+        n_runs = -(-sizes // longest)
+        files = np.repeat(np.arange(len(sizes)), n_runs)
+        firsts = longest * (np.arange(len(files)) - np.repeat(np.cumsum(n_runs) - n_runs, n_runs))
+        counts = np.minimum(longest, sizes[files] - firsts)
         if shuffle != "none":
             order = generator(seed, epoch, Purpose.ORDER).permutation(len(files))
             files, firsts, counts = files[order], firsts[order], counts[order]
         self._files, self._firsts, self._ends = files, firsts, np.cumsum(counts)
         self._counts = counts
-        self._file_starts = np.concatenate([[0], np.cumsum(file_rows)])
+        self._file_starts = np.concatenate([[0], np.cumsum(sizes)])
+
+    @classmethod
+    def listed(cls, file_rows: tuple[int, ...], samples: np.ndarray) -> "EpochSamples":
+        """Return the order that is these samples, int64 (n,), each of which is read separately."""
+        order = cls(file_rows, "none", 1, 0, 0)
+        order._files = np.searchsorted(order._file_starts, samples, side="right") - 1
+        order._firsts = samples - order._file_starts[order._files]
+        order._counts = np.ones(len(samples), np.int64)
+        order._ends = np.cumsum(order._counts)
+        return order
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def rows(self, start: int, stop: int) -> list[Rows]:
-        """The rows at positions [start, stop), in order."""
+        """Return the rows at positions [start, stop), in order."""
         assert 0 <= start <= stop <= len(self)
-        found = []
+        ranges = []
         run = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
             end, count = int(self._ends[run]), int(self._counts[run])
             first = int(self._firsts[run]) + start - (end - count)
-            found.append(Rows(int(self._files[run]), first, min(end, stop) - start))
+            ranges.append(Rows(int(self._files[run]), first, min(end, stop) - start))
             start, run = end, run + 1
-        return found
+        return ranges
+
+    def samples_at(self, positions: np.ndarray) -> np.ndarray:
+        """Return the samples at any positions: int64 (n,) to int64 (n,)."""
+        runs = np.searchsorted(self._ends, positions, side="right")
+        begins = self._ends[runs] - self._counts[runs]
+        samples: np.ndarray = self._file_starts[self._files[runs]] + self._firsts[runs] + positions - begins
+        return samples
 
     def samples(self, start: int, stop: int) -> np.ndarray:
-        """The samples at positions [start, stop) as int64; a sample's number is its row over all files."""
+        """Return the samples at positions [start, stop): int64, each its row's number over all files."""
         parts = [
             self._file_starts[rows.file] + rows.first + np.arange(rows.count)
             for rows in self.rows(start, stop)
@@ -74,14 +98,16 @@ class EpochSamples:
 
 
 def minibatches(n_samples: int, size: int, position: int = 0) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each minibatch from `position` on; the last one may be smaller than `size`."""
+    """Yield (start, stop) of each global batch from `position` on. The last one may be smaller."""
     for start in range(position, n_samples, size):
         yield start, min(start + size, n_samples)
 
 
 def share(start: int, stop: int, rank: int, n_trainers: int) -> tuple[int, int]:
-    """The part of a minibatch that a trainer takes: shares differ by one sample at most, and
-    trainer 0, which writes the checkpoints, always has one."""
+    """Return the (start, stop) of a trainer's share of a global batch.
+
+    Shares differ by one sample at most. Trainer 0, which writes the checkpoints, always has a sample.
+    """
 
     def boundary(number: int) -> int:
         return start + -(-(stop - start) * number // n_trainers)  # rounded up

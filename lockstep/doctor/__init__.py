@@ -1,1 +1,1 @@
-"""What a user needs to know before training, and what is wrong: python -m lockstep.doctor"""
+"""A check of the machine before training: python -m lockstep.doctor"""

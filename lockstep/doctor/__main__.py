@@ -1,16 +1,17 @@
-"""Tells what a user needs to know before training, and what is wrong, with the remedy.
+"""Check the machine before training, and name a remedy for each problem.
 
-    python -m lockstep.doctor                       files are read from a temporary file of 256 MB
-    python -m lockstep.doctor data/imagenet         ... from this dataset folder
+    python -m lockstep.doctor                       reads a temporary file of 256 MB
+    python -m lockstep.doctor data/imagenet         reads this dataset folder
     python -m lockstep.doctor --config config_alexnet.yaml
+    python -m lockstep.doctor --run runs/try1       measures nothing: which trainer did the others wait for?
 
-It measures for half a minute at most, on devices that nobody else should be using meanwhile. Of a
-configuration it takes devices, data_folder (train_folder) and weights_dir.
+It measures for half a minute at most. The devices should not be in use meanwhile. Of a configuration it reads
+devices, data_folder (train_folder) and weights_dir, and with logical_ranks what decides on their memory.
 
-Exit code 0: nothing is wrong, and a run would train on the devices that are named. 1: something is marked
-WRONG: a GPU that is here and not hidden can't be used, or does not do what it says; what was given can't be
-used; a package is broken. A run may be possible all the same, on CPUs or through host memory. GPUs that the
-driver keeps from each other, no GPU, and no driver are not wrong.
+Exit code 0: nothing is wrong, and a run would train on the named devices. 1: something is marked WRONG: a
+visible GPU can't be used or computes wrong results, an argument can't be used, or a package is broken. A run
+may still be possible, on CPUs or through host memory. It is not wrong to have no GPU or no driver, or GPUs
+whose driver denies access to each other.
 """
 
 import argparse
@@ -20,21 +21,24 @@ from pathlib import Path
 from lockstep import config as configuration
 from lockstep.backends import devices
 from lockstep.config import COMMAND_LINE, Config, Layer
-from lockstep.doctor import cards, choice, links, loading, machine, software, uploads
+from lockstep.doctor import cards, choice, links, loading, machine, software, sums, uploads, waiting
 from lockstep.doctor.report import Report
 
 
 def main() -> int:
-    words = _read_command_line()
+    arguments = _read_command_line()
     devices.number_gpus_by_place()
     report = Report()
+    if arguments.run:
+        return _examine_run(report, arguments.run)
     report.title("Software")
     report.show_all("software", software.describe)
-    config, batches = report.attempt("configuration", lambda: _read_config(words)) or (Config(), None)
+    config, batches = report.attempt("configuration", lambda: _read_config(arguments)) or (Config(), None)
     runs = Path(config.weights_dir)
     report.title("Machine")
     report.show_all("machine", lambda: machine.describe(runs))
     chosen = _choose(report, config)
+    report.show_all("logical ranks", lambda: sums.describe(config, chosen))
     copies = None
     if devices.on_gpus(chosen):
         copies = cards.examine(report, chosen)
@@ -43,6 +47,8 @@ def main() -> int:
     report.title("Files")
     scratch = machine.existing(runs)
     report.attempt("files", lambda: loading.examine(report, batches, scratch, chosen, copies))
+    report.title("If a trainer is slower than the others: the usual causes, by what progress lines name")
+    report.show_all("causes", waiting.causes)
     report.title(f"{report.n_wrong} wrong: see above" if report.n_wrong else "Nothing is wrong.")
     return 1 if report.n_wrong else 0
 
@@ -57,14 +63,21 @@ def _read_command_line() -> argparse.Namespace:
     parser.add_argument(
         "--config", help="a YAML file as train.py takes it; without, no configuration is read"
     )
+    parser.add_argument("--run", type=Path, help="a run's folder: name the trainer that the others wait for")
     return parser.parse_args()
 
 
-def _read_config(words: argparse.Namespace) -> tuple[Config, Path | None]:
-    """The configuration, and the folder of the training batches where anything was given that names one."""
-    layers = [configuration.read_yaml(words.config)] if words.config else []
-    if words.data_folder:
-        layers.append(Layer(COMMAND_LINE, {"data_folder": words.data_folder, "train_folder": None}))
+def _examine_run(report: Report, run: Path) -> int:
+    report.title(f"Who waits for whom in {run}")
+    report.show_all("the run", lambda: waiting.examine_run(run))
+    return 1 if report.n_wrong else 0
+
+
+def _read_config(arguments: argparse.Namespace) -> tuple[Config, Path | None]:
+    """Return the configuration, and the folder of the training batches if an argument names one."""
+    layers = [configuration.read_yaml(arguments.config)] if arguments.config else []
+    if arguments.data_folder:
+        layers.append(Layer(COMMAND_LINE, {"data_folder": arguments.data_folder, "train_folder": None}))
     config, _ = configuration.resolve(layers)
     batches = Path(config.train_folder or Path(config.data_folder) / "train_hkl")
     return config, batches if layers else None

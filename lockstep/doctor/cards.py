@@ -1,4 +1,4 @@
-"""Each GPU tried in a process of its own: memory, kernels, torch, and how fast it copies."""
+"""The test of each GPU in its own process: memory, kernels, torch, and the speed of copies."""
 
 import statistics
 from collections.abc import Callable
@@ -10,32 +10,33 @@ import numpy as np
 from lockstep import kernels
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
-from lockstep.doctor.report import Line, Report, failure
+from lockstep.doctor.report import Finding, Report, failure
 from lockstep.errors import PeerProblem, UserError
 from lockstep.launch.ranks import try_ranks
 
-if TYPE_CHECKING:  # they import torch, and the doctor also speaks where that is broken
+if TYPE_CHECKING:  # they import torch, which may be broken
     from lockstep.backends.cuda import CudaBackend
 
 COPY_BYTES = 64 << 20
-_COPIES = 4  # in a row, so that asking for them counts for little
+_COPIES = 4  # in a row, so that the time of the calls is negligible
 _ROUNDS = 7
-_SECONDS = 120.0  # torch is imported from a cold disk, perhaps
+_SECONDS = 120.0  # enough to import torch from a cold disk
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a process has to tell of its GPU. to_device: GB/s alone, and while all others copy too."""
+    """The result for one GPU. to_device: GB/s alone, and while all others copy too."""
 
-    lines: list[Line]
+    lines: list[Finding]
     to_device: tuple[float, float] | None = None
 
 
 def examine(report: Report, devices: tuple[str, ...]) -> tuple[float, float] | None:
-    """Shows what there is to tell of each device.
+    """Test each device and show the results.
 
-    Returns GB/s from the host to a device, of the slowest one alone and of all at once together; None where
-    they could not be measured.
+    Returns:
+        GB/s from host memory to a device: of the slowest device alone, and the sum of all at once. None if
+        they could not be measured.
     """
     outcomes = try_ranks(_examine, len(devices), devices, seconds=_SECONDS)
     for device, outcome in zip(devices, outcomes, strict=True):
@@ -48,7 +49,7 @@ def examine(report: Report, devices: tuple[str, ...]) -> tuple[float, float] | N
     speeds = [card.to_device for card in cards if card.to_device]
     if len(speeds) < len(devices):
         return None
-    return min(alone for alone, _ in speeds), sum(together for _, together in speeds)
+    return min(single for single, _ in speeds), sum(combined for _, combined in speeds)
 
 
 def _examine(rank: int, pipes: dict[int, Pipe], devices: tuple[str, ...]) -> Card:
@@ -60,15 +61,15 @@ def _examine(rank: int, pipes: dict[int, Pipe], devices: tuple[str, ...]) -> Car
         copies, to_device = _measure_copies(backend, Group.on_one_host(rank, pipes))
     except (UserError, PeerProblem, backend.memory.driver.Error) as error:
         at_fault = not isinstance(error, PeerProblem)
-        return Card([*lines, Line("copies", f"not measured: {error}", wrong=at_fault)])
+        return Card([*lines, Finding("copies", f"not measured: {error}", wrong=at_fault)])
     return Card([*lines, copies], to_device)
 
 
-def _try(name: str, step: "Callable[[CudaBackend], str]", backend: "CudaBackend") -> Line:
+def _try(name: str, step: "Callable[[CudaBackend], str]", backend: "CudaBackend") -> Finding:
     try:
-        return Line(name, step(backend))
+        return Finding(name, step(backend))
     except (UserError, RuntimeError, backend.memory.driver.Error) as error:  # RuntimeError: torch's
-        return Line(name, str(error), wrong=True)
+        return Finding(name, str(error), wrong=True)
 
 
 def _describe(backend: "CudaBackend") -> str:
@@ -92,7 +93,7 @@ def _load_kernels(backend: "CudaBackend") -> str:
 
 
 def _compute(backend: "CudaBackend") -> str:
-    """torch fills memory of PyCUDA, in PyCUDA's stream; PyCUDA reads it back."""
+    """Let torch fill PyCUDA's memory in PyCUDA's stream, and read it back with PyCUDA."""
     import torch
 
     from lockstep.config import Config
@@ -101,18 +102,18 @@ def _compute(backend: "CudaBackend") -> str:
     block = backend.memory.allocate(4096, "trying torch on it")
     block.tensor(torch.float32, (1024,)).fill_(7)
     backend.stream.synchronize()
-    found = np.empty(1024, np.float32)
-    backend.memory.driver.memcpy_dtoh(found, block.pointer)
+    result = np.empty(1024, np.float32)
+    backend.memory.driver.memcpy_dtoh(result, block.pointer)
     block.close()
-    if (found != 7).any():
-        raise UserError("what torch writes does not come into PyCUDA's memory: please report this")
+    if (result != 7).any():
+        raise UserError("what torch writes does not arrive in PyCUDA's memory: please report this")
     return "computes in PyCUDA's memory and stream"
 
 
 _STEPS = {"device": _describe, "kernels": _load_kernels, "torch": _compute}
 
 
-def _measure_copies(backend: "CudaBackend", group: Group) -> tuple[Line, tuple[float, float]]:
+def _measure_copies(backend: "CudaBackend", group: Group) -> tuple[Finding, tuple[float, float]]:
     memory, stream = backend.memory, backend.stream
     host = memory.pinned(COPY_BYTES)
     block, other = (memory.allocate(COPY_BYTES, "measuring copies") for _ in range(2))
@@ -130,20 +131,18 @@ def _measure_copies(backend: "CudaBackend", group: Group) -> tuple[Line, tuple[f
     for turn in range(group.world.size):
         group.barrier(f"turn {turn}")
         if turn == group.world.rank:
-            alone, back, inside = (_speed(copy, driver, stream) for copy in (to_device, to_host, within))
+            single, back, inside = (_speed(copy, driver, stream) for copy in (to_device, to_host, within))
     group.barrier("all at once")
-    together = _speed(to_device, driver, stream)
+    combined = _speed(to_device, driver, stream)
     block.close()
     other.close()
-    beside = f" ({together:.1f} while all devices copy)" if group.pipes else ""
-    text = (
-        f"{alone:.1f} GB/s from page-locked memory{beside}, {back:.1f} back to it, {inside:.1f} on the device"
-    )
-    return Line("copies", text), (alone, together)
+    beside = f" ({combined:.1f} while all devices copy)" if group.pipes else ""
+    text = f"{single:.1f} GB/s from page-locked memory{beside}, {back:.1f} back to it, {inside:.1f} on it"
+    return Finding("copies", text), (single, combined)
 
 
 def _speed(copy: Callable[[], None], driver: Any, stream: Any) -> float:
-    """GB/s: the median, after a warm-up."""
+    """Return the median GB/s after a warm-up."""
     milliseconds = []
     for _ in range(_ROUNDS + 1):
         begin, end = driver.Event(), driver.Event()

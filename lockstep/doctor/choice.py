@@ -1,44 +1,47 @@
-"""Which GPUs are here, and which devices a run would take."""
+"""The GPUs of this machine, and the devices that a run would use."""
 
 import os
 
 from lockstep.backends import devices
 from lockstep.backends.gpus import NO_DRIVER, Gpu, list_gpus, visible
-from lockstep.doctor.report import Line
+from lockstep.doctor.report import Finding
 from lockstep.errors import UserError
 
 
-def find_gpus() -> tuple[list[Gpu], list[Line]]:
-    """All GPUs, hidden ones too. It is wrong where there is a driver and it has none to show."""
+def find_gpus() -> tuple[list[Gpu], list[Finding]]:
+    """Return all GPUs, also hidden ones, and lines about them. A driver without GPUs is wrong."""
     try:
         gpus = list_gpus()
     except UserError as error:
-        return [], [Line("GPUs", f"none: {error}", wrong=not str(error).startswith(NO_DRIVER))]
-    return gpus, [Line(f"GPU {gpu.index}", _describe(gpu)) for gpu in gpus]
+        return [], [Finding("GPUs", f"none: {error}", wrong=not str(error).startswith(NO_DRIVER))]
+    return gpus, [Finding(f"GPU {gpu.index}", _describe(gpu)) for gpu in gpus]
 
 
-def choose(asked: tuple[str, ...], gpus: list[Gpu]) -> tuple[tuple[str, ...], list[Line]]:
-    """The devices of a run, and lines that say why.
+def choose(asked: tuple[str, ...], gpus: list[Gpu]) -> tuple[tuple[str, ...], list[Finding]]:
+    """Return the devices of a run, and lines with the reasons.
 
-    asked: `devices` of the configuration, empty where it leaves the choice. It is wrong where a device that
-    is asked for can't be used, or a GPU is here, and not hidden by CUDA_VISIBLE_DEVICES, that can't be used.
+    A line is wrong if a requested device or a visible GPU can't be used.
+
+    Args:
+        asked: `devices` of the configuration; empty if Lockstep chooses.
+        gpus: All GPUs of the machine.
     """
     if asked:
         try:
             chosen = devices.normalise(asked)
             devices.check(chosen)
         except UserError as error:
-            return devices.choose()[0], [Line("devices", str(error), wrong=True)]
-        line = Line("devices", f"{', '.join(chosen)}, as the configuration says")
+            return devices.choose()[0], [Finding("devices", str(error), wrong=True)]
+        line = Finding("devices", f"{', '.join(chosen)}, as the configuration says")
     else:
         chosen, reason = devices.choose()
         unused = not devices.on_gpus(chosen) and _offers(gpus)
-        line = Line("devices", f"{', '.join(chosen)}; {reason}", wrong=unused)
-    return chosen, [line, *(Line("note", text) for text in devices.notices(chosen))]
+        line = Finding("devices", f"{', '.join(chosen)}; {reason}", wrong=unused)
+    return chosen, [line, *(Finding("note", text) for text in devices.notices(chosen))]
 
 
 def _offers(gpus: list[Gpu]) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES leaves any of them."""
+    """Return whether CUDA_VISIBLE_DEVICES leaves any GPU visible."""
     try:
         return bool(visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
     except UserError:  # it names a MIG instance

@@ -1,4 +1,4 @@
-"""Whether GPUs reach each other's memory, and how fast trainers on them can average."""
+"""The test whether GPUs reach each other's memory, and how fast trainers on them can average."""
 
 import statistics
 import time
@@ -9,11 +9,11 @@ import numpy as np
 
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
-from lockstep.doctor.report import Line, Report, failure
+from lockstep.doctor.report import Finding, Report, failure
 from lockstep.errors import PeerProblem, UserError
 from lockstep.launch.ranks import try_ranks
 
-if TYPE_CHECKING:  # they import torch, and the doctor also speaks where that is broken
+if TYPE_CHECKING:  # they import torch, which may be broken
     from lockstep.backends.cuda import CudaBackend
     from lockstep.exchange.p2p import PeerTransport
     from lockstep.exchange.proof import Pair
@@ -22,12 +22,12 @@ if TYPE_CHECKING:  # they import torch, and the doctor also speaks where that is
 
 N_ELEMENTS = 4 << 20  # of each trainer's arena: 16 MiB
 _ROUNDS = 5
-_SECONDS = 120.0  # torch is imported from a cold disk, perhaps
+_SECONDS = 120.0  # enough to import torch from a cold disk
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One kind of exchange: how long it took to average, or why it can't be had."""
+    """One kind of exchange: the time of an average, or the reason why it can't be used."""
 
     name: str
     milliseconds: float
@@ -35,11 +35,11 @@ class Trial:
 
 
 def examine(report: Report, devices: tuple[str, ...]) -> None:
-    """Shows a table of all pairs, the machine's IOMMU, and the kinds of exchange, best first."""
+    """Show a table of all pairs, the machine's IOMMU, and the kinds of exchange, best first."""
     names = devices if len(devices) > 1 else devices * 2
     report.title("Peer to peer, GB/s: who (row) reads and writes whose memory (column), proven bit for bit")
     if len(set(names)) == 1:
-        report.show(Line("note", "two processes on the one GPU: inside its memory, over no link"))
+        report.show(Finding("note", "two processes on the one GPU: inside its memory, over no link"))
     outcomes = try_ranks(_examine, len(names), names, seconds=_SECONDS)
     for rank, outcome in enumerate(outcomes):
         if outcome.problem:
@@ -49,25 +49,25 @@ def examine(report: Report, devices: tuple[str, ...]) -> None:
         return
     pairs, iommu, _ = values[0]
     _show_pairs(report, names, pairs)
-    report.show(Line("IOMMU", iommu))
+    report.show(Finding("IOMMU", iommu))
     for number, trials in enumerate(zip(*(trials for _, _, trials in values), strict=False)):
         problem = "; ".join(dict.fromkeys(trial.problem for trial in trials if trial.problem))
         text = f"16 MiB of each trainer averaged in {trials[0].milliseconds:.2f} ms"
-        report.show(Line(trials[0].name, problem or text, wrong=bool(problem) and number == 0))
+        report.show(Finding(trials[0].name, problem or text, wrong=bool(problem) and number == 0))
 
 
 def _show_pairs(report: Report, names: tuple[str, ...], pairs: "list[Pair]") -> None:
     cells = {(pair.rank, pair.peer): _cell(pair) for pair in pairs}
     cells.update(((rank, rank), "-") for rank in range(len(names)))
-    report.show(Line("", "".join(f"{rank:>9}" for rank in range(len(names)))))
+    report.show(Finding("", "".join(f"{rank:>9}" for rank in range(len(names)))))
     for rank, name in enumerate(names):
         row = "".join(f"{cells.get((rank, peer), '?'):>9}" for peer in range(len(names)))
-        report.show(Line(f"{rank}: {name}", row))
+        report.show(Finding(f"{rank}: {name}", row))
     for pair in pairs:
         if pair.problem:
             remedy = "turn off the IOMMU and PCIe access control (ACS) in the firmware; till then "
             text = f"{pair.problem}; {remedy if _is_tried(pair) else ''}runs go through host memory"
-            report.show(Line(f"{pair.rank} -> {pair.peer}", text, wrong=_is_tried(pair)))
+            report.show(Finding(f"{pair.rank} -> {pair.peer}", text, wrong=_is_tried(pair)))
 
 
 def _cell(pair: "Pair") -> str:
@@ -77,7 +77,7 @@ def _cell(pair: "Pair") -> str:
 
 
 def _is_tried(pair: "Pair") -> bool:
-    """The driver may deny access: that is how many a machine is built, and nothing wrong with it."""
+    """Return whether a pair is tested. A driver that denies access is common and not wrong."""
     return pair.gb_per_second > 0
 
 
@@ -94,7 +94,7 @@ def _examine(
     trials = []
     if not any(pair.problem for pair in pairs):
         trials.append(_try(PeerTransport, backend, group))
-    if not any(trial.problem for trial in trials):  # else trainers are no longer in step
+    if not any(trial.problem for trial in trials):  # after a problem the trainers are no longer synchronized
         trials.append(_try(StagedTransport, backend, group))
     return pairs, iommu(), trials
 
@@ -106,9 +106,9 @@ def _try(kind: "type[PeerTransport | StagedTransport]", backend: "CudaBackend", 
         transport = kind(memory, stream, block, N_ELEMENTS, group)
         memory.upload(block, _values(group.world.rank))
         _step(transport, backend, group)
-        found = np.empty(N_ELEMENTS, np.float32)
-        memory.driver.memcpy_dtoh(found, block.pointer)
-        n_wrong = sum(group.all_gather("compared", int((found != _mean(group.world.size)).sum())))
+        result = np.empty(N_ELEMENTS, np.float32)
+        memory.driver.memcpy_dtoh(result, block.pointer)
+        n_wrong = sum(group.all_gather("compared", int((result != _mean(group.world.size)).sum())))
         seconds = statistics.median(_step(transport, backend, group) for _ in range(_ROUNDS))
         transport.close()
         block.close()
@@ -119,7 +119,7 @@ def _try(kind: "type[PeerTransport | StagedTransport]", backend: "CudaBackend", 
 
 
 def _step(transport: "Transport", backend: "CudaBackend", group: Group) -> float:
-    """Averages as a step does, and waits for the device. Returns seconds."""
+    """Average as a step does, wait for the device, and return the seconds."""
     group.barrier("ready")
     begin = time.perf_counter()
     transport.all_reduce((0, N_ELEMENTS), "mean")
@@ -133,7 +133,7 @@ def _values(rank: int) -> np.ndarray:
 
 
 def _mean(n_ranks: int) -> np.ndarray:
-    """In the kernel's order of additions."""
+    """Return the expected mean, with the kernel's order of additions."""
     total = _values(0)
     for rank in range(1, n_ranks):
         total += _values(rank)

@@ -1,4 +1,4 @@
-"""How many pictures a second loaders can bring: the least of all the rates on the way, each measured now."""
+"""The images per second that loaders can deliver: the lowest of the measured rates on their way."""
 
 import statistics
 import time
@@ -11,26 +11,30 @@ from lockstep.backends.devices import on_gpus
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.doctor import storage
-from lockstep.doctor.report import Line, Report
+from lockstep.doctor.report import Finding, Report
 from lockstep.doctor.storage import Sample
 from lockstep.launch.ranks import try_ranks
 
 SIZE, CROP, BATCH = 256, 227, 128
 PICTURE_BYTES = SIZE * SIZE * 3
 _ROUNDS = 3
-_SECONDS = 120.0  # torch is imported from a cold disk, perhaps
+_SECONDS = 120.0  # enough to import torch from a cold disk
 
-Rates = tuple[float, float]  # of one alone, and of all at once together
-Work = tuple[float, float]  # pictures a second: reading, and reading and preparing
+Rates = tuple[float, float]  # of one alone, and the sum of all at once
+Work = tuple[float, float]  # images per second: reading, and reading with preparing
 
 
 def examine(
     report: Report, batches: Path | None, scratch: Path, devices: tuple[str, ...], copies: Rates | None
 ) -> None:
-    """Measures, and shows what bounds loading, for one loader and for one beside each device.
+    """Measure and show what limits loading, for one loader and for one per device.
 
-    batches: a folder of .hkl files, or None. scratch: where a file may be written. copies: GB/s to the
-    devices; None where they are CPUs, or it is not known.
+    Args:
+        report: Gets the results.
+        batches: A folder of .hkl files, or None.
+        scratch: A folder in which a temporary file may be written.
+        devices: The devices of the run.
+        copies: GB/s to the devices; None for CPUs, or if unknown.
     """
     with storage.open_sample(batches, scratch) as sample:
         speeds, cached, lines = storage.measure(sample)
@@ -39,12 +43,12 @@ def examine(
         outcomes = try_ranks(_load, len(devices), cached, seconds=_SECONDS)
     problems = [outcome.problem for outcome in outcomes if outcome.problem]
     if problems:
-        report.show(Line("loaders", f"can't be tried: {problems[0]}", wrong=True))
+        report.show(Finding("loaders", f"can't be tried: {problems[0]}", wrong=True))
         return
     (read, prepare), _ = outcomes[0].value
     all_read, all_prepare = (sum(outcome.value[1][i] for outcome in outcomes) for i in (0, 1))
     rates = {"page cache": (read, all_read)}
-    if not on_gpus(devices):  # GPUs prepare pictures themselves
+    if not on_gpus(devices):  # GPUs prepare images in the trainer
         rates["read, crop, mirror, mean"] = prepare, all_prepare
     if copies:
         rates["copy to the GPU"] = _pictures(copies[0]), _pictures(copies[1])
@@ -53,35 +57,35 @@ def examine(
 
 
 def _show(report: Report, n_loaders: int, disk: dict[str, Rates], rates: dict[str, Rates]) -> None:
-    report.title(f"Loading: pictures of {SIZE} x {SIZE} x 3 bytes a second")
-    report.show(Line("", f"{'1 loader':>12}{f'all {n_loaders}':>12}"))
-    for name, (alone, together) in {**disk, **rates}.items():
-        report.show(Line(name, f"{alone:12,.0f}{together:12,.0f}"))
+    report.title(f"Loading: images of {SIZE} x {SIZE} x 3 bytes a second")
+    report.show(Finding("", f"{'1 loader':>12}{f'all {n_loaders}':>12}"))
+    for name, (single, combined) in {**disk, **rates}.items():
+        report.show(Finding(name, f"{single:12,.0f}{combined:12,.0f}"))
     if disk:
-        report.show(Line("from the disk, then", _least({**disk, **rates}, n_loaders)))
-    report.show(Line("from the page cache, then", _least(rates, n_loaders)))
+        report.show(Finding("from the disk, then", _least({**disk, **rates}, n_loaders)))
+    report.show(Finding("from the page cache, then", _least(rates, n_loaders)))
     report.show(
-        Line("not measured", "the network's speed, and what it leaves of the cores: train.py shows both")
+        Finding("not measured", "the network's speed, and what it leaves of the cores: train.py shows both")
     )
 
 
 def _least(rates: dict[str, Rates], n_loaders: int) -> str:
-    alone, together = (min(rates, key=lambda name: rates[name][i]) for i in (0, 1))
+    single, combined = (min(rates, key=lambda name: rates[name][i]) for i in (0, 1))
     return (
-        f"at most {rates[alone][0]:,.0f} with 1 loader ({alone}), "
-        f"{rates[together][1]:,.0f} with {n_loaders} ({together})"
+        f"at most {rates[single][0]:,.0f} with 1 loader ({single}), "
+        f"{rates[combined][1]:,.0f} with {n_loaders} ({combined})"
     )
 
 
 def _load(rank: int, pipes: dict[int, Pipe], sample: Sample) -> tuple[Work | None, Work]:
-    """Runs in each loader: what the first one does alone, and what each does beside the others."""
-    import torch  # not at the top: the doctor also speaks where torch is broken
+    """Measure in each loader process: the first one separately, then all at once."""
+    import torch  # imported late: the doctor also works if torch is broken
 
     torch.set_num_threads(1)
     group, work = Group.on_one_host(rank, pipes), _make_work(sample)
-    alone = work() if rank == 0 else None
+    single = work() if rank == 0 else None
     group.barrier("the first one has measured")
-    return alone, work()
+    return single, work()
 
 
 def _make_work(sample: Sample) -> Callable[[], Work]:
@@ -92,7 +96,7 @@ def _make_work(sample: Sample) -> Callable[[], Work]:
     random = np.random.default_rng(0)
     crops = random.integers(0, (SIZE - CROP, SIZE - CROP, 2), (BATCH, 3), dtype=np.int32)
     out = np.empty((BATCH, CROP, CROP, 3), np.float32)
-    augmenter = Augmenter(np.full((SIZE, SIZE, 3), 120, np.float32), CROP)
+    augmenter = Augmenter(np.full((SIZE, SIZE, 3), 120, np.float32), (CROP, CROP))
 
     def read() -> None:
         for _ in sample.read(buffer):
@@ -107,7 +111,7 @@ def _make_work(sample: Sample) -> Callable[[], Work]:
 
 
 def _rate(work: Callable[[], None], sample: Sample) -> float:
-    """Pictures a second, of bytes that are as many: the median, after a warm-up."""
+    """Return the median images per second after a warm-up."""
     seconds = []
     for _ in range(_ROUNDS + 1):
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Which versions of what are here, and what there is to compile kernels with."""
+"""The versions of packages, and the compiler of kernels."""
 
 import ctypes
 import importlib
@@ -11,29 +11,29 @@ from pathlib import Path
 from types import ModuleType
 
 import lockstep
-from lockstep.doctor.report import Line
+from lockstep.doctor.report import Finding
 from lockstep.errors import UserError
 from lockstep.kernels import nvrtc
 
 _INSTALL = "pip install -c constraints.txt -e . (see docs/install.md)"
 
 
-def describe() -> Iterator[Line]:
-    """A line for each thing that Lockstep stands on."""
-    yield Line("Python", f"{platform.python_version()}, {sys.executable}")
-    yield Line("Lockstep", f"{lockstep.__version__}, {Path(lockstep.__file__).parent}")
+def describe() -> Iterator[Finding]:
+    """Yield a line for each dependency."""
+    yield Finding("Python", f"{platform.python_version()}, {sys.executable}")
+    yield Finding("Lockstep", f"{lockstep.__version__}, {Path(lockstep.__file__).parent}")
     for name in ("torch", "numpy", "h5py"):
         yield _describe_package(name)
-    yield Line("PyCUDA", _pycuda())
-    yield Line("compiler for kernels", _compiler())
+    yield Finding("PyCUDA", _pycuda())
+    yield Finding("compiler for kernels", _compiler())
 
 
-def _describe_package(name: str) -> Line:
+def _describe_package(name: str) -> Finding:
     try:
         module = importlib.import_module(name)
-    except (ImportError, OSError) as error:  # OSError: a shared library that it needs can't be loaded
-        return Line(name, f"can't be imported: {error}: {_INSTALL}", wrong=True)
-    return Line(name, f"{module.__version__}{_cuda_of(module) if name == 'torch' else ''}")
+    except (ImportError, OSError) as error:  # OSError: a shared library can't be loaded
+        return Finding(name, f"can't be imported: {error}: {_INSTALL}", wrong=True)
+    return Finding(name, f"{module.__version__}{_cuda_of(module) if name == 'torch' else ''}")
 
 
 def _cuda_of(torch: ModuleType) -> str:
@@ -41,7 +41,7 @@ def _cuda_of(torch: ModuleType) -> str:
 
 
 def _pycuda() -> str:
-    """Not imported here: that would look for the driver."""
+    """Return PyCUDA's version without importing it, which would load the driver."""
     try:
         return version("pycuda")
     except PackageNotFoundError:
@@ -58,5 +58,5 @@ def _compiler() -> str:
 def _nvrtc_version(library: ctypes.CDLL) -> str:
     major, minor = ctypes.c_int(), ctypes.c_int()
     if library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)):
-        raise UserError(f"{library._name} does not tell its version: install nvidia-cuda-nvrtc anew")
+        raise UserError(f"{library._name} does not report its version: reinstall nvidia-cuda-nvrtc")
     return f"{major.value}.{minor.value}"

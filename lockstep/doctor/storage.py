@@ -1,4 +1,4 @@
-"""How fast files are read: from the disk, and from the page cache."""
+"""The speed of reading files, from the disk and from the page cache."""
 
 import os
 import re
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lockstep.doctor.report import Line
+from lockstep.doctor.report import Finding
 from lockstep.errors import UserError
 
 SAMPLE_BYTES = 256 << 20
-LEAST_BYTES = 16 << 20  # less is read too quickly to be timed
-_PIECE_BYTES = 32 << 20  # more than a processor's cache holds, as a minibatch
-_MOST_SECONDS = 4.0  # for a disk that is slow
+LEAST_BYTES = 16 << 20  # less is too fast to be measured
+_PIECE_BYTES = 32 << 20  # larger than a processor's cache, as a batch
+_MOST_SECONDS = 4.0  # limit for slow disks
 _IN_MEMORY = ("tmpfs", "ramfs")
 _ELSEWHERE = ("nfs", "cifs", "smb", "fuse", "9p", "virtiofs", "ceph", "lustre")
 _OCTAL = re.compile(r"\\(\d{3})")
@@ -23,14 +23,14 @@ _OCTAL = re.compile(r"\\(\d{3})")
 
 @dataclass(frozen=True)
 class Sample:
-    """The first n_bytes of these files, one after the other. text: what they are, in words."""
+    """The first n_bytes of a sequence of files. text: a description of them."""
 
     text: str
     paths: tuple[Path, ...]
     n_bytes: int
 
     def read(self, buffer: memoryview) -> Iterator[int]:
-        """Reads all of it into one and the same buffer, piece by piece; gives the bytes of each piece."""
+        """Read all of it into the same buffer, piece by piece, and yield the bytes of each piece."""
         left = self.n_bytes
         for path in self.paths:
             with open(path, "rb", buffering=0) as file:
@@ -41,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Speeds:
-    """GB/s. disk is None where it can't be known."""
+    """Speeds in GB/s. `disk` is None if it can't be measured."""
 
     disk: float | None
     cache: float
@@ -49,9 +49,10 @@ class Speeds:
 
 @contextmanager
 def open_sample(folder: Path | None, scratch: Path) -> Iterator[Sample]:
-    """Batch files of a dataset's folder; where none is given or it holds too little, a file in `scratch`.
+    """Open the batch files of a folder, or a temporary file in `scratch` if they are missing or too small.
 
-    Raises UserError where the folder that is given is not there.
+    Raises:
+        UserError: The folder does not exist.
     """
     paths, n_bytes = _find_batches(folder) if folder else ((), 0)
     if n_bytes >= LEAST_BYTES:
@@ -77,7 +78,7 @@ def _find_batches(folder: Path) -> tuple[tuple[Path, ...], int]:
 
 
 def _write(path: Path) -> None:
-    """Random bytes, which no file system can compress, on the disk when this returns."""
+    """Write random bytes, which no file system can compress, and flush them to the disk."""
     with open(path, "wb") as file:
         for _ in range(SAMPLE_BYTES // _PIECE_BYTES):
             file.write(os.urandom(_PIECE_BYTES))
@@ -85,8 +86,8 @@ def _write(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def measure(sample: Sample) -> tuple[Speeds, Sample, list[Line]]:
-    """The speeds, the part of the sample that is in the page cache now, and lines that tell of them."""
+def measure(sample: Sample) -> tuple[Speeds, Sample, list[Finding]]:
+    """Return the speeds, the part of the sample that is in the page cache now, and lines about both."""
     kind = filesystem(sample.paths[0])
     for path in sample.paths:
         _drop_from_cache(path)
@@ -95,31 +96,31 @@ def measure(sample: Sample) -> tuple[Speeds, Sample, list[Line]]:
     disk, cached = n_bytes / seconds / 1e9, replace(sample, n_bytes=n_bytes)
     n_bytes, seconds = sorted(_read(cached, buffer) for _ in range(3))[1]
     cache = n_bytes / seconds / 1e9
-    lines = [Line("files to read", f"{n_bytes / 1e6:,.0f} MB, {sample.text}; file system {kind}")]
+    lines = [Finding("files to read", f"{n_bytes / 1e6:,.0f} MB, {sample.text}; file system {kind}")]
     if kind in _IN_MEMORY:
-        lines.append(Line("disk", f"none: {kind} is memory"))
+        lines.append(Finding("disk", f"none: {kind} is memory"))
     else:
-        lines.append(Line("disk", f"{disk:.2f} GB/s{_doubt(kind, disk, cache)}"))
-    lines.append(Line("page cache", f"{cache:.2f} GB/s"))
+        lines.append(Finding("disk", f"{disk:.2f} GB/s{_doubt(kind, disk, cache)}"))
+    lines.append(Finding("page cache", f"{cache:.2f} GB/s"))
     return Speeds(None if kind in _IN_MEMORY else disk, cache), cached, lines
 
 
 def filesystem(path: Path) -> str:
-    """The type of the file system that a path is on (proc(5), /proc/self/mountinfo)."""
-    found: list[tuple[int, str]] = [(0, "unknown")]
+    """Return the type of a path's file system (proc(5), /proc/self/mountinfo)."""
+    mounts: list[tuple[int, str]] = [(0, "unknown")]
     place = path.absolute().resolve()
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         left, _, right = line.partition(" - ")
-        # A space is written \040
+        # a space is written \040
         mount = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), left.split()[4]))
         if mount == place or mount in place.parents:
-            found.append((len(mount.parts), right.split()[0]))
-    depth = max(depth for depth, _ in found)
-    return [kind for at, kind in found if at == depth][-1]  # the last one mounted hides the others
+            mounts.append((len(mount.parts), right.split()[0]))
+    depth = max(depth for depth, _ in mounts)
+    return [kind for at, kind in mounts if at == depth][-1]  # the last mount hides the others
 
 
 def _doubt(kind: str, disk: float, cache: float) -> str:
-    """Why the disk's figure may be that of some memory."""
+    """Return why the disk's speed may be that of a cache, or ''."""
     if kind == "overlay":
         return "; not to be trusted: what is below an overlay may keep its pages"
     if kind.startswith(_ELSEWHERE):
@@ -135,7 +136,7 @@ def _drop_from_cache(path: Path) -> None:
 
 
 def _read(sample: Sample, buffer: bytearray) -> tuple[int, float]:
-    """Bytes and seconds. Stops early where it takes too long."""
+    """Read the sample and return bytes and seconds. Stop at the time limit."""
     n_bytes, begin = 0, time.perf_counter()
     for piece in sample.read(memoryview(buffer)):
         n_bytes += piece

@@ -1,4 +1,4 @@
-"""Which process had better copy minibatches to a GPU (`upload`): each way beside kernels of the trainer."""
+"""The measurement for `upload`: copies of batches by the trainer or by the loader, beside kernels."""
 
 import statistics
 import time
@@ -11,38 +11,41 @@ import numpy as np
 
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
-from lockstep.doctor.report import Line, Report
+from lockstep.doctor.report import Finding, Report
 from lockstep.errors import PeerProblem, UserError
 from lockstep.launch.ranks import try_ranks
 
-if TYPE_CHECKING:  # they import torch, and the doctor also speaks where that is broken
+if TYPE_CHECKING:  # they import torch, which may be broken
     from lockstep.backends.cuda import CudaBackend
 
-_BYTES = 8 << 20  # of a copy
-_MOST_ELEMENTS = 1 << 24  # of each array that a kernel adds
-_LAUNCH = 2e-4  # seconds of a kernel, if it comes to that: launching counts for little then
-_TURN = 0.04  # seconds that the kernels of a round take by themselves, and the copies
-_MOST_LAUNCHES = 500  # a device's queue takes about a thousand
+_BYTES = 8 << 20  # per copy
+_MOST_ELEMENTS = 1 << 24  # per array of the kernel
+_LAUNCH = 2e-4  # least seconds of a kernel if possible, so that the time of launches is negligible
+_TURN = 0.04  # seconds of the kernels of a round alone, and of the copies alone
+_MOST_LAUNCHES = 500  # a device's queue holds about a thousand
 _ROUNDS = 5
-_SECONDS = 120.0  # torch is imported from a cold disk, perhaps
-_CLEARLY = 1.05  # times as long: less may be chance
-_WHERE = "minibatches to the device"
+_SECONDS = 120.0  # enough to import torch from a cold disk
+_CLEARLY = 1.05  # smaller ratios may be chance
+_WHERE = "batches to the device"
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of kernels and of copies by themselves, and of both at once, by who copies; None: it can't."""
+    """Seconds of kernels alone, of copies alone, and of both at once by the copying process.
+
+    `loader` is None if the loader can't copy, for the reason in `problem`.
+    """
 
     kernels: float
     copies: float
     trainer: float
     loader: float | None
-    problem: str = ""  # of the loader
+    problem: str = ""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked of a device `number` times in a row, then waited for."""
+    """An operation that is issued `number` times to a stream, which is then synchronized."""
 
     once: Callable[[], object]
     stream: Any
@@ -58,33 +61,33 @@ class Work:
 
 
 def examine(report: Report, device: str) -> None:
-    """Shows what both ways take on one device, and what to set. Nothing of it is wrong: one way is enough."""
+    """Measure both ways on one device and show which to set. None is wrong: one way is enough."""
     trainer, loader = try_ranks(_examine, 2, device, seconds=_SECONDS)
     report.title(f"Copies to {device} beside kernels of its trainer")
     if trainer.problem:
-        report.show(Line("upload", f"not measured: {trainer.problem}"))
+        report.show(Finding("upload", f"not measured: {trainer.problem}"))
         return
-    found: Times = trainer.value
-    for line in describe(replace(found, problem=loader.problem or found.problem)):
+    times: Times = trainer.value
+    for line in describe(replace(times, problem=loader.problem or times.problem)):
         report.show(line)
 
 
-def describe(found: Times) -> list[Line]:
-    """What was measured, and what to set."""
-    work = f"for {found.kernels * 1e3:.1f} ms of kernels and {found.copies * 1e3:.1f} ms of copies"
-    lines = [Line("upload: trainer", f"{found.trainer * 1e3:.1f} ms {work}")]
-    if found.loader is None:
-        lines.append(Line("upload: loader", f"does not work here: {found.problem}"))
-        return [*lines, Line("set upload to", "trainer")]
-    lines.append(Line("upload: loader", f"{found.loader * 1e3:.1f} ms {work}"))
+def describe(times: Times) -> list[Finding]:
+    """Return the lines about the measurement, the last with the recommended value."""
+    work = f"for {times.kernels * 1e3:.1f} ms of kernels and {times.copies * 1e3:.1f} ms of copies"
+    lines = [Finding("upload: trainer", f"{times.trainer * 1e3:.1f} ms {work}")]
+    if times.loader is None:
+        lines.append(Finding("upload: loader", f"does not work here: {times.problem}"))
+        return [*lines, Finding("set upload to", "trainer")]
+    lines.append(Finding("upload: loader", f"{times.loader * 1e3:.1f} ms {work}"))
     advice = "auto, which is loader: trainer is no faster"
-    if found.loader > _CLEARLY * found.trainer:
-        advice = f"trainer, which is {found.loader / found.trainer:.2f} times as fast"
-    return [*lines, Line("set upload to", advice)]
+    if times.loader > _CLEARLY * times.trainer:
+        advice = f"trainer, which is {times.loader / times.trainer:.2f} times as fast"
+    return [*lines, Finding("set upload to", advice)]
 
 
 def _examine(rank: int, pipes: dict[int, Pipe], device: str) -> Times | None:
-    """Rank 0 is the trainer, rank 1 the loader."""
+    """Measure on two ranks: rank 0 is the trainer, rank 1 the loader."""
     from lockstep.backends.cuda import CudaBackend
 
     backend, group = CudaBackend(device), Group.on_one_host(rank, pipes)
@@ -95,7 +98,7 @@ def _examine(rank: int, pipes: dict[int, Pipe], device: str) -> Times | None:
 
 
 def _train(backend: "CudaBackend", group: Group, loader: Pipe) -> Times:
-    """Computes alone, copies alone in a second stream, does both; then computes while the loader copies."""
+    """Measure kernels, copies in a second stream, both at once, and kernels while the loader copies."""
     from lockstep.memory.cuda import NON_BLOCKING
     from lockstep.memory.host import HostMemory
     from lockstep.memory.pagelock import pagelock, unlock
@@ -112,19 +115,19 @@ def _train(backend: "CudaBackend", group: Group, loader: Pipe) -> Times:
         compute.do()
         beside.synchronize()
 
-    alone = _median(compute.do), _median(copy.do), _median(both)
+    single = _median(compute.do), _median(copy.do), _median(both)
     unlock(host)
     try:
         block.send(loader)
         loader.send(copy.number)
-        together = statistics.median(_rounds(group, compute.do))
+        combined = statistics.median(_rounds(group, compute.do))
     except (UserError, PeerProblem, driver.Error) as error:
-        return Times(*alone, None, str(error))
-    return Times(*alone, together)
+        return Times(*single, None, str(error))
+    return Times(*single, combined)
 
 
 def _load(backend: "CudaBackend", group: Group, trainer: Pipe) -> None:
-    """Copies from page-locked memory of its own into the trainer's block."""
+    """Copy from the loader's page-locked memory into the trainer's block."""
     driver = backend.memory.driver
     block = backend.memory.receive(trainer, "its block")
     source, number = backend.memory.pinned(_BYTES), trainer.receive(int, "how many copies")
@@ -134,13 +137,13 @@ def _load(backend: "CudaBackend", group: Group, trainer: Pipe) -> None:
 
 
 def _kernel(backend: "CudaBackend") -> Callable[[], object]:
-    """Launches one that adds two arrays, of as many elements as take some time."""
-    from lockstep.exchange.p2p import FoldKernel
+    """Return a launch of a kernel that adds two arrays, long enough to take about _LAUNCH seconds."""
+    from lockstep.exchange.p2p import ReduceKernel
 
     arrays = [backend.memory.allocate(4 * _MOST_ELEMENTS, "kernels beside copies") for _ in range(2)]
-    kernel, addresses = FoldKernel(backend.memory, backend.stream), [array.pointer for array in arrays]
+    kernel, addresses = ReduceKernel(backend.memory, backend.stream), [array.pointer for array in arrays]
 
-    def launch(n_elements: int) -> None:  # with a hold on the arrays, whose memory would go with them
+    def launch(n_elements: int) -> None:  # the reference keeps the memory of the arrays alive
         assert arrays
         kernel.launch(addresses, addresses[:1], (0, n_elements), "mean")
 
@@ -155,7 +158,7 @@ def _kernel(backend: "CudaBackend") -> Callable[[], object]:
 
 
 def _sized(once: Callable[[], object], stream: Any) -> Work:
-    """As often as fills a turn."""
+    """Return the work repeated to take about _TURN seconds."""
     few = Work(once, stream, 4)
     few.do()
     number = round(_TURN * few.number / _seconds(few.do))
@@ -163,18 +166,18 @@ def _sized(once: Callable[[], object], stream: Any) -> Work:
 
 
 def _median(work: Callable[[], object]) -> float:
-    """Seconds, after a warm-up."""
+    """Return the median seconds after a warm-up."""
     work()
     return statistics.median(_seconds(work) for _ in range(_ROUNDS))
 
 
 def _rounds(group: Group, work: Callable[[], object]) -> list[float]:
-    """Seconds until both ranks have done their work, which they begin at once; after a warm-up."""
-    found = []
+    """Return seconds per round in which both ranks start together and finish, after a warm-up."""
+    seconds = []
     for _ in range(_ROUNDS + 1):
         group.barrier("a round")
-        found.append(max(group.all_gather("took", _seconds(work))))
-    return found[1:]
+        seconds.append(max(group.all_gather("took", _seconds(work))))
+    return seconds[1:]
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -1,1 +1,1 @@
-"""Validation on its own, for validate.py."""
+"""Validation without training, for validate.py."""

@@ -1,29 +1,33 @@
 """Collective operations on memory that several processes share, directly from memory to memory.
 
 Every rank has a *block* of the same size. A collective works on a *span* of it, elements [first, last), the
-same in every block, and rank r owns *shard* r of the span: it alone reads that part of all blocks, folds it
-in rank order, and writes the result. Nobody needs memory for a second copy; an all-reduce moves 2 S (P - 1) /
-P bytes per rank for a span of S bytes and P ranks; and since a shard is computed once and copied, all blocks
-are bitwise equal afterwards, for any P.
+same in every block, and rank r owns *shard* r of the span: only rank r reads that part of all blocks, reduces
+it in rank order, and writes the result. No rank needs memory for a second copy. An all-reduce moves
+2 S (P - 1) / P bytes per rank for a span of S bytes and P ranks. A shard is computed once and copied, so all
+blocks are bitwise equal afterwards, for any P.
 
-`transport.py` says what a collective is and in which order its parts come. `host.py` does it in host memory
-(`fold.py`), `p2p.py` between GPUs that reach each other's memory, `staged.py` between those that don't;
-`direct.py` is what these three have in common. `proof.py` finds out what GPUs reach. What is exchanged when,
-and why, is a rule's business: lockstep/sync.
+`transport.py` defines a collective and its phases, `tree.py` the order of sums that is the same for any
+number of ranks. `host.py` implements it in host memory (`reduction.py`),
+`p2p.py` between GPUs that reach each other's memory, `staged.py` between GPUs that don't. `direct.py` is what
+these three have in common. `proof.py` tests which GPUs reach each other. A rule decides which values are
+exchanged, and when: lockstep/sync.
 """
 
 from typing import Literal, get_args
 
-ALIGNMENT = 16  # elements: 64 bytes of float32, so that no cache line has two writers; every span begins so
+ALIGNMENT = 16  # elements: 64 bytes of float32. Spans begin on it, so that no cache line has two writers
 
-# pairwise: the sum of neighbours, then of neighbouring sums, and so on: a tree
+# pairwise: the sum along a binary tree (tree.py), which may begin with several partial sums of each rank
 Op = Literal["mean", "sum", "max", "min", "prod", "pairwise"]
 OPS: tuple[Op, ...] = get_args(Op)
 Span = tuple[int, int]
 
 
 def shard(span: Span, rank: int, n_ranks: int) -> Span:
-    """The part of a span that `rank` folds. Shards are disjoint, begin on the alignment, cover the span."""
+    """Return the part of a span that `rank` reduces.
+
+    Shards are disjoint, begin on the alignment and cover the span.
+    """
     first, last = span
     assert first % ALIGNMENT == 0, f"a span begins on a multiple of {ALIGNMENT} elements, not at {first}"
 

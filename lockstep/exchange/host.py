@@ -1,4 +1,4 @@
-"""Collectives in shared host memory: every block is mapped here, and read and written like one's own."""
+"""Collectives in shared host memory: every rank maps all blocks, and reads and writes them directly."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -9,8 +9,9 @@ from numpy.typing import DTypeLike
 from lockstep.comm.group import Group
 from lockstep.exchange import Op, Span
 from lockstep.exchange.direct import DirectTransport
-from lockstep.exchange.fold import CHUNK, chunks, fold
+from lockstep.exchange.reduction import CHUNK, chunks, reduce_chunk
 from lockstep.exchange.transport import Collective
+from lockstep.exchange.tree import PartialSums
 from lockstep.memory import Block
 from lockstep.memory.host import HostBlock, HostMemory
 
@@ -18,19 +19,28 @@ if TYPE_CHECKING:
     import torch
 
 _Pieces = list[tuple[list[np.ndarray], list[np.ndarray]]]  # sources and targets of each chunk
-_Move = tuple[tuple[int, ...], tuple[int, ...], Span]  # ranks from and to which a span goes
-UPDATE_CHUNK = 4 * CHUNK  # elements a thread; measured with an optimizer's step between fold and spread
+_Sources = tuple[tuple[int, int], ...]  # a rank, and the element of its block at which span 0 begins
+_Move = tuple[_Sources, tuple[int, ...], Span]  # what is read, the ranks that are written, and where
+UPDATE_CHUNK = (
+    4 * CHUNK
+)  # elements a thread; measured with an optimizer's step between reducing and scattering
 
 
 class HostTransport(DirectTransport):
-    """blocks: every rank's as one array (n,), in rank order, all of one dtype. n_threads: that fold."""
+    """A transport among the processes of one host.
+
+    Args:
+        blocks: Every rank's block as an array (n,), in rank order, all of one dtype.
+        group: The processes.
+        n_threads: Threads that reduce.
+    """
 
     name = "shared host memory"
 
     def __init__(self, blocks: list[np.ndarray], group: Group, n_threads: int = 1) -> None:
         super().__init__(group, len(blocks[0]))
         self._blocks = blocks
-        self._pieces: dict[_Move, _Pieces] = {}  # of the moves so far, which come again
+        self._pieces: dict[_Move, _Pieces] = {}  # a cache: every step has the same moves
         self._n_threads, self.chunk = n_threads, UPDATE_CHUNK * n_threads
         self._threads = ThreadPoolExecutor(n_threads, "exchange") if n_threads > 1 else None
 
@@ -38,7 +48,15 @@ class HostTransport(DirectTransport):
     def open(
         cls, block: HostBlock, dtype: DTypeLike, n_elements: int, group: Group, n_threads: int = 1
     ) -> "HostTransport":
-        """Shares this rank's block, and opens those of the others. All ranks call it at once."""
+        """Share this rank's block and open those of the others. All ranks call it at once.
+
+        Args:
+            block: This rank's.
+            dtype: Of the elements.
+            n_elements: The size of every block.
+            group: The processes.
+            n_threads: Threads that reduce.
+        """
         blocks = {group.world.rank: block.array(dtype, (n_elements,))}
         for pipe in group.pipes.values():
             block.send(pipe)
@@ -49,53 +67,49 @@ class HostTransport(DirectTransport):
             theirs.close()  # the array keeps the mapping
         return cls([blocks[rank] for rank in sorted(blocks)], group, n_threads)
 
-    def offer(self, collective: Collective) -> None:
-        """A processor has done what it was told when the next line is reached."""
-
-    def accept(self) -> None:
-        """As above."""
-
     def another(self, block: Block, flat: "torch.Tensor") -> "HostTransport":
         assert isinstance(block, HostBlock)
         return self.open(block, flat.numpy().dtype, len(flat), self.group, self._n_threads)
 
-    def fold(self, span: Span, op: Op) -> None:
-        everyone, rank = range(self.group.world.size), self.group.world.rank
-        self._move(tuple(everyone), (rank,), span, op)
+    def reduce_shard(self, span: Span, op: Op) -> None:
+        self._move(list(range(self.group.world.size)), (self.group.world.rank,), span, op)
 
-    def spread(self, span: Span) -> None:
+    def scatter_shard(self, span: Span) -> None:
         rank = self.group.world.rank
-        self._move((rank,), tuple(self.group.pipes), span, "sum")
+        self._move([rank], tuple(self.group.pipes), span, "sum")
 
     def work(self, collective: Collective) -> None:
         sources, targets, span = self.parts(collective)
-        self._move(tuple(sources), tuple(targets), span, collective.op)
-
-    def settle(self, collective: Collective) -> None:
-        """As above."""
+        self._move(sources, tuple(targets), span, collective.op)
 
     def close(self) -> None:
         self._pieces, self._blocks = {}, []
         if self._threads:
             self._threads.shutdown()
 
-    def _move(self, sources: tuple[int, ...], targets: tuple[int, ...], span: Span, op: Op) -> None:
-        """Folds a span of the sources' blocks into the targets', chunk by chunk."""
+    def use_partial_sums(self, partial_sums: PartialSums) -> None:
+        super().use_partial_sums(partial_sums)
+        self._pieces.clear()
+
+    def _move(self, ranks: list[int], targets: tuple[int, ...], span: Span, op: Op) -> None:
+        """Reduce a span of the ranks' blocks into the targets', chunk by chunk."""
+        sources = self.partial_sums.sources if op == "pairwise" else tuple((rank, 0) for rank in ranks)
+        shape = self.partial_sums.shape
         key = sources, targets, span
         if key not in self._pieces:
             self._pieces[key] = self._cut(sources, targets, span)
         pieces = self._pieces[key]
         if self._threads and len(pieces) > 1:
-            list(self._threads.map(lambda piece: fold(piece[0], piece[1], op), pieces))
+            list(self._threads.map(lambda piece: reduce_chunk(piece[0], piece[1], op, shape), pieces))
             return
         for each, all_targets in pieces:
-            fold(each, all_targets, op)
+            reduce_chunk(each, all_targets, op, shape)
 
-    def _cut(self, sources: tuple[int, ...], targets: tuple[int, ...], span: Span) -> _Pieces:
-        first, last = span
-        if sources == targets == sources[:1] or first == last:  # nothing comes from elsewhere
+    def _cut(self, sources: _Sources, targets: tuple[int, ...], span: Span) -> _Pieces:
+        (first, last), places = span, tuple((rank, 0) for rank in targets)
+        if sources == places == sources[:1] or first == last:  # no other block is involved
             return []
-        used = sorted({*sources, *targets})
-        cut = chunks([self._blocks[rank][first:last] for rank in used])
+        used = sorted({*sources, *places})
+        cut = chunks([self._blocks[rank][start + first : start + last] for rank, start in used])
         arrays = [dict(zip(used, chunk, strict=True)) for chunk in cut]
-        return [([each[rank] for rank in sources], [each[rank] for rank in targets]) for each in arrays]
+        return [([each[place] for place in sources], [each[place] for place in places]) for each in arrays]

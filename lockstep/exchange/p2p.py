@@ -1,15 +1,15 @@
 """Collectives on GPUs: a kernel reads and writes the peers' blocks through pointers that CUDA IPC has opened.
 
-No host waits for a device. Each rank has two interprocess events, recorded in its compute stream: *offered*
-before the first barrier, *worked* behind its part of the work. Every rank's stream waits for every other's. A
-wait refers to the last record that was issued before it, so the barriers put the calls in order: records
-before a barrier, waits after it.
+No process waits for a device. Each rank has two interprocess events in its compute stream: *ready*, recorded
+before the first barrier, and *done*, recorded after its part of the work. Every rank's stream waits for the
+events of all others. A wait refers to the last record that was issued before it, so the barriers order the
+calls: records before a barrier, waits after it.
 
-All is done in the compute stream itself, since what comes next needs the result; but for folds of what was
-marked. For each mark there is one more event, and a stream of its own waits for it in all ranks and folds,
-while the compute stream goes on with what came after the mark.
+The work is done in the compute stream, since the next work there needs the result. Reductions of marked
+buckets are the exception. Each mark has one more event; a second stream waits for it in all ranks and
+reduces, while the compute stream continues behind the mark.
 
-This file has run on the simulated driver of the tests only, not on a GPU yet.
+This file has run only on the simulated driver of the tests, not on a GPU yet.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,11 @@ import numpy as np
 
 from lockstep import kernels
 from lockstep.comm.group import Group
+from lockstep.errors import UserError
 from lockstep.exchange import OPS, Op, Span
 from lockstep.exchange.direct import DirectTransport
-from lockstep.exchange.transport import Collective
+from lockstep.exchange.transport import Collective, MarkedReduction
+from lockstep.exchange.tree import PartialSums, Shape, sums_behind
 from lockstep.memory import Block
 from lockstep.memory.cuda import NON_BLOCKING, CudaBlock, CudaMemory
 
@@ -28,32 +30,53 @@ if TYPE_CHECKING:
     import torch
 
 MOST_RANKS = 16  # as in kernels/fold.cu
+MOST_SOURCES = 64
 _THREADS = 256
 _FLOATS = 4  # that one thread takes
 _FLOAT_BYTES = 4
 
 
-class FoldKernel:
-    """Folds a span of up to 16 float32 arrays in device memory, and writes the result into up to 16."""
+class ReduceKernel:
+    """A kernel that reduces a span of up to 16 float32 arrays in device memory into up to 16 arrays."""
 
     def __init__(self, memory: CudaMemory, stream: Any) -> None:
         driver = memory.driver
         self._stream = stream
         module = kernels.load(driver, "fold")
         self._kernels = {op: module.get_function(f"fold_{op}") for op in OPS}
+        self._tree_kernel = module.get_function("fold_tree")
         processors = driver.Context.get_device().get_attribute(driver.device_attribute.MULTIPROCESSOR_COUNT)
-        self._most_blocks = 8 * processors  # fills the device; each thread goes round until all is done
+        self._most_blocks = 8 * processors  # fill the device; each thread loops until all is done
 
     def launch(self, sources: list[int], targets: list[int], span: Span, op: Op) -> None:
-        """sources, targets: addresses of element 0 of each array; span: elements, from a multiple of 4 on."""
+        """Start the reduction in the stream.
+
+        Args:
+            sources: The addresses of element 0 of each array that is read.
+            targets: Those of the arrays that are written.
+            span: Elements [first, last); `first` must be a multiple of 4.
+            op: The reduction.
+        """
+        self._launch(self._kernels[op], _packed(sources), len(sources), targets, span)
+
+    def launch_tree(self, sources: list[int], targets: list[int], span: Span, shape: Shape) -> None:
+        """Start the sum of up to MOST_SOURCES arrays along a tree. Arguments are those of `launch`."""
+        program = np.zeros(MOST_SOURCES, np.uint8)
+        program[: len(sources)] = list(sums_behind(shape))
+        arrays = np.concatenate([_packed(sources, MOST_SOURCES), program.view(np.uint64)])
+        self._launch(self._tree_kernel, arrays, len(sources), targets, span)
+
+    def _launch(
+        self, kernel: Any, arrays: np.ndarray, n_sources: int, targets: list[int], span: Span
+    ) -> None:
         first, last = span
         assert first % _FLOATS == 0
         if first == last or not targets:
             return
-        self._kernels[op](
-            _packed(sources),  # both arrays first: PyCUDA does not align them
+        kernel(
+            arrays,  # both arrays first: PyCUDA does not align them
             _packed(targets),
-            np.int32(len(sources)),
+            np.int32(n_sources),
             np.int32(len(targets)),
             np.uint64(first),
             np.uint64(last),
@@ -63,89 +86,120 @@ class FoldKernel:
         )
 
 
-def _packed(addresses: list[int]) -> np.ndarray:
-    assert len(addresses) <= MOST_RANKS
-    pointers = np.zeros(MOST_RANKS, np.uint64)
+def check_sources(partial_sums: PartialSums) -> None:
+    """Raise UserError if a kernel cannot add up so many partial sums."""
+    n_sums = len(partial_sums.sources)
+    if n_sums > MOST_SOURCES:
+        raise UserError(
+            f"shares: GPUs add up {MOST_SOURCES} partial sums at most, and these shares have {n_sums}: set "
+            "shares: equal, or use fewer devices"
+        )
+
+
+def _packed(addresses: list[int], size: int = MOST_RANKS) -> np.ndarray:
+    assert len(addresses) <= size
+    pointers = np.zeros(size, np.uint64)
     pointers[: len(addresses)] = addresses
     return pointers
 
 
-class PeerTransport(DirectTransport):
-    """block: this rank's n_elements float32. stream: in which this rank computes."""
+class PeerTransport(DirectTransport, MarkedReduction):
+    """A transport among GPUs that reach each other's memory.
+
+    Args:
+        memory: Of this rank's device.
+        stream: In which this rank computes.
+        block: This rank's n_elements float32.
+        n_elements: The size of every block.
+        group: The ranks.
+    """
 
     name = "peer to peer"
-    overlaps = True
 
     def __init__(
         self, memory: CudaMemory, stream: Any, block: CudaBlock, n_elements: int, group: Group
     ) -> None:
         super().__init__(group, n_elements)
         self._memory, self._stream = memory, stream
-        self._kernel = FoldKernel(memory, stream)
+        self._kernel = ReduceKernel(memory, stream)
         self._opened = self._open(block)
         blocks = {**self._opened, group.world.rank: block}
         self._addresses = [blocks[rank].pointer for rank in sorted(blocks)]
-        (self._offered, self._worked), theirs = self._open_events(2)
-        self._peers_offered, self._peers_worked = theirs
+        (self._ready, self._done), theirs = self._open_events(2)
+        self._peers_ready, self._peers_done = theirs
         self._peers_marks: list[list[Any]] = []
 
     def another(self, block: Block, flat: "torch.Tensor") -> "PeerTransport":
         assert isinstance(block, CudaBlock)
         return PeerTransport(self._memory, self._stream, block, len(flat), self.group)
 
-    def offer(self, collective: Collective) -> None:
-        self._offered.record(self._stream)
+    def prepare(self, collective: Collective) -> None:
+        self._ready.record(self._stream)
 
-    def accept(self) -> None:
-        for event in self._peers_offered:
+    def enter(self) -> None:
+        for event in self._peers_ready:
             self._stream.wait_for_event(event)
 
     def work(self, collective: Collective) -> None:
         sources, targets, span = self.parts(collective)
-        if not sources == targets == sources[:1]:  # else nothing comes from elsewhere
-            self._kernel.launch(self._of(sources), self._of(targets), span, collective.op)
-        self.worked()
+        if not sources == targets == sources[:1]:  # else no other block is involved
+            self._reduce(sources, targets, span, collective.op)
+        self.record_done()
 
-    def fold(self, span: Span, op: Op) -> None:
+    def use_partial_sums(self, partial_sums: PartialSums) -> None:
+        check_sources(partial_sums)
+        super().use_partial_sums(partial_sums)
+
+    def reduce_shard(self, span: Span, op: Op) -> None:
         if self.group.pipes:
-            rank = self.group.world.rank
-            self._kernel.launch(self._addresses, [self._addresses[rank]], span, op)
+            self._reduce(list(range(self.group.world.size)), [self.group.world.rank], span, op)
 
-    def spread(self, span: Span) -> None:
+    def _reduce(self, sources: list[int], targets: list[int], span: Span, op: Op) -> None:
+        sums = self.partial_sums
+        if op != "pairwise" or sums == PartialSums.of_ranks(self.group.world.size):
+            self._kernel.launch(self._of(sources), self._of(targets), span, op)
+            return
+        addresses = [self._addresses[rank] + _FLOAT_BYTES * first for rank, first in sums.sources]
+        self._kernel.launch_tree(addresses, self._of(targets), span, sums.shape)
+
+    def scatter_shard(self, span: Span) -> None:
         self._kernel.launch(self._of([self.group.world.rank]), self._of(list(self.group.pipes)), span, "sum")
 
-    def worked(self) -> None:
-        self._worked.record(self._stream)
+    def record_done(self) -> None:
+        self._done.record(self._stream)
 
-    def settle(self, collective: Collective) -> None:
-        for event in self._peers_worked:
+    def complete(self, collective: Collective) -> None:
+        for event in self._peers_done:
             self._stream.wait_for_event(event)
 
     def open_marks(self, number: int) -> None:
         self._marks, self._peers_marks = self._open_events(number)
-        self._beside, (self._joined,) = self._memory.driver.Stream(NON_BLOCKING), self._memory.events(1)
-        self._kernel_beside = FoldKernel(self._memory, self._beside)
+        self._marked_stream, (self._joined,) = (
+            self._memory.driver.Stream(NON_BLOCKING),
+            self._memory.events(1),
+        )
+        self._marked_kernel = ReduceKernel(self._memory, self._marked_stream)
 
     def mark(self, number: int) -> None:
         self._marks[number].record(self._stream)
 
-    def fold_marked(self, number: int, span: Span, op: Op) -> None:
+    def reduce_marked(self, number: int, span: Span, op: Op) -> None:
         for event in [self._marks[number], *self._peers_marks[number]]:
-            self._beside.wait_for_event(event)
+            self._marked_stream.wait_for_event(event)
         rank = self.group.world.rank
-        self._kernel_beside.launch(self._addresses, [self._addresses[rank]], span, op)
+        self._marked_kernel.launch(self._addresses, [self._addresses[rank]], span, op)
 
-    def join(self) -> None:
-        self._joined.record(self._beside)
+    def join_marked(self) -> None:
+        self._joined.record(self._marked_stream)
         self._stream.wait_for_event(self._joined)
 
     def close(self) -> None:
         self._stream.synchronize()
-        self.group.barrier("nobody uses the blocks of the others any more")
-        self._peers_offered = self._peers_worked = self._peers_marks = []  # before their owners destroy them
+        self.group.barrier("no rank uses the blocks of the others any more")
+        self._peers_ready = self._peers_done = self._peers_marks = []  # before their owners destroy them
         for block in self._opened.values():
             block.close()
-        self.group.barrier("nobody has the blocks of the others open any more")
+        self.group.barrier("no rank has the blocks of the others open any more")
 
     def _of(self, ranks: list[int]) -> list[int]:
         return [self._addresses[rank] for rank in ranks]
@@ -158,7 +212,7 @@ class PeerTransport(DirectTransport):
         return opened
 
     def _open_events(self, number: int) -> tuple[list[Any], list[list[Any]]]:
-        """New events, and for each of them all those of the others."""
+        """Return new events, and for each of them the corresponding events of the others."""
         ours = (self._memory.shared_events if self.group.pipes else self._memory.events)(number)
         for pipe in self.group.pipes.values():
             self._memory.send_events(pipe, ours)
@@ -167,14 +221,13 @@ class PeerTransport(DirectTransport):
 
 
 class SwapTransport(PeerTransport):
-    """The reference: every rank copies every other's whole block, then averages its own.
+    """The reference: as in theano_alexnet, every rank copies all other blocks, then averages its own.
 
-    As theano_alexnet did it; it can do nothing else. It needs memory for the copies, moves P / 2 times as
-    much, gives the same bits.
+    It can average whole blocks only. It needs memory for the copies, moves P / 2 times as many bytes as peer
+    to peer, and gives the same bits.
     """
 
     name = "swap"
-    overlaps = False
 
     def __init__(
         self, memory: CudaMemory, stream: Any, block: CudaBlock, n_elements: int, group: Group
@@ -188,23 +241,23 @@ class SwapTransport(PeerTransport):
         blocks = {**self._copies, group.world.rank: block}
         self._sources = [blocks[rank].pointer for rank in sorted(blocks)]
 
-    def offer(self, collective: Collective) -> None:
+    def prepare(self, collective: Collective) -> None:
         whole = Collective("all_reduce", (0, self.n_elements), "mean")
         assert collective == whole, f"swap averages whole blocks only, and was asked for {collective}"
-        super().offer(collective)
+        super().prepare(collective)
 
     def work(self, collective: Collective) -> None:
-        # IPC has mapped the other's memory into this context; PyCUDA crashes where none is named.
+        # IPC has mapped the other's memory into this context. PyCUDA crashes if the contexts are omitted.
         contexts = {"dest_context": self._memory.context, "src_context": self._memory.context}
         for rank, copy in self._copies.items():
             theirs, n_bytes = self._opened[rank].pointer, _FLOAT_BYTES * self.n_elements
             self._memory.driver.memcpy_peer_async(
                 copy.pointer, theirs, n_bytes, stream=self._stream, **contexts
             )
-        self._worked.record(self._stream)  # so far only copied: then the others may overwrite theirs
+        self._done.record(self._stream)  # only copied so far: the others may overwrite theirs after this
 
-    def settle(self, collective: Collective) -> None:
-        super().settle(collective)
+    def complete(self, collective: Collective) -> None:
+        super().complete(collective)
         if self._copies:
             self._kernel.launch(self._sources, [self._own], collective.span, "mean")
 

@@ -1,10 +1,10 @@
-"""Proves, before training, that devices really reach each other's memory.
+"""A test, before training, that devices really reach each other's memory.
 
 `cuDeviceCanAccessPeer` says yes on machines where transfers are lost or garbled (an IOMMU that is on, PCIe
-access control, broken drivers), and then networks learn nonsense without any error. So every ordered pair of
-ranks averages random data through the very path that training uses: memory and events opened by CUDA IPC,
-read and written by the averaging kernel when the other's event says so. Each side compares its own memory
-with what must be there, bit for bit.
+access control, broken drivers). Networks then learn nonsense without any error. So every ordered pair of
+ranks averages random data through the path that training uses: memory and events opened by CUDA IPC, read
+and written by the reduction kernel after the other's event. Each side compares its own memory with the
+expected values, bit for bit.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import numpy as np
 
 from lockstep.comm.group import Group
 from lockstep.errors import UserError
-from lockstep.exchange.p2p import FoldKernel
+from lockstep.exchange.p2p import ReduceKernel
 from lockstep.memory.cuda import CudaBlock, CudaHandle, CudaMemory, EventHandles
 
 PROOF_BYTES = 64 << 20  # each way, for each pair
@@ -25,18 +25,28 @@ _SOURCE, _TARGET = 0, 1
 
 @dataclass(frozen=True)
 class Pair:
-    """One ordered pair: `rank` has read and written the memory of `peer`. problem: '' where all is well."""
+    """The result of one ordered pair: `rank` has read and written the memory of `peer`.
+
+    problem: Empty if there is none.
+    """
 
     rank: int
     peer: int
-    gb_per_second: float  # read and written over the link, together
+    gb_per_second: float  # read and written over the link, added up
     problem: str = ""
 
 
 def prove(memory: CudaMemory, stream: Any, group: Group) -> list[Pair]:
-    """Tries every ordered pair. All ranks get the same list, in order of rank and peer.
+    """Test every ordered pair. All ranks call it at once.
 
-    Where the driver denies access between two devices, or a handle can't be opened, no data are tried.
+    Args:
+        memory: Of this rank's device.
+        stream: In which this rank computes.
+        group: The ranks.
+
+    Returns:
+        The same list on all ranks, by rank and peer. It has only the failed pairs, and no data are sent, if
+        the driver denies access between two devices or a handle can't be opened.
     """
     denied = [pair for pairs in group.all_gather("peer access", _denied(memory, group)) for pair in pairs]
     if denied or not group.pipes:
@@ -52,7 +62,7 @@ def prove(memory: CudaMemory, stream: Any, group: Group) -> list[Pair]:
 
 
 def iommu() -> str:
-    """A sentence about the machine's IOMMU: the usual reason for peer access that fails."""
+    """Return a sentence about the machine's IOMMU, the usual reason for peer access that fails."""
     n_groups = len(list(IOMMU_GROUPS.iterdir())) if IOMMU_GROUPS.is_dir() else 0
     if not n_groups:
         return "no IOMMU groups"
@@ -61,7 +71,7 @@ def iommu() -> str:
 
 def _denied(memory: CudaMemory, group: Group) -> list[Pair]:
     devices = group.all_gather("devices", memory.pci_bus_id)
-    found = []
+    failed = []
     for rank in group.pipes:
         if devices[rank] == memory.pci_bus_id:
             continue
@@ -73,19 +83,19 @@ def _denied(memory: CudaMemory, group: Group) -> list[Pair]:
             mine = memory.driver.Context.get_device()
             problem = "" if mine.can_access_peer(card) else f"{memory} can't access {devices[rank]}"
         if problem:
-            found.append(Pair(group.world.rank, rank, 0.0, problem))
-    return found
+            failed.append(Pair(group.world.rank, rank, 0.0, problem))
+    return failed
 
 
 class _Proof:
-    """Each rank owns two arrays: *source*, which it averages, and *target*, which one peer a round does.
+    """The arrays of a test: each rank averages its *source*, and one peer a round averages its *target*.
 
     In round k, rank r averages its source and the target of rank r + k.
     """
 
     def __init__(self, memory: CudaMemory, stream: Any, group: Group, n_elements: int) -> None:
         self._memory, self._stream, self._group, self._n_elements = memory, stream, group, n_elements
-        self._kernel = FoldKernel(memory, stream)
+        self._kernel = ReduceKernel(memory, stream)
         self._source = memory.allocate(4 * n_elements, "proving peer access")
         self._target = memory.allocate(4 * n_elements, "proving peer access")
         self._opened: dict[int, CudaBlock] = {}
@@ -93,11 +103,11 @@ class _Proof:
         self._peers_filled: dict[int, Any] = {}
 
     def open(self) -> list[Pair]:
-        """Opens targets and events of the others; returns the pairs for which CUDA IPC can't."""
-        everyone = self._group.all_gather("what to open", self._offer())
-        me, found = self._group.world.rank, []
+        """Open targets and events of the others, and return the pairs for which CUDA IPC fails."""
+        offers = self._group.all_gather("what to open", self._offer())
+        me, failed = self._group.world.rank, []
         for rank in self._group.pipes:
-            handle, events, problem = everyone[rank]
+            handle, events, problem = offers[rank]
             try:
                 if handle is not None and events is not None:
                     self._opened[rank] = self._memory.open(handle)
@@ -105,11 +115,11 @@ class _Proof:
             except UserError as error:
                 problem = f"{self._memory} can't open memory of trainer {rank} by CUDA IPC: {error}"
             if problem:
-                found.append(Pair(me, rank, 0.0, problem))
-        return found
+                failed.append(Pair(me, rank, 0.0, problem))
+        return failed
 
     def _offer(self) -> tuple[CudaHandle | None, EventHandles | None, str]:
-        """What the others open: the target, and an event behind its filling; or why there is nothing."""
+        """Return what the others open: the target and an event recorded when it is filled; or a problem."""
         try:
             (self._filled,) = self._memory.shared_events(1)
             return self._target.handle(), self._memory.event_handles([self._filled]), ""
@@ -117,12 +127,14 @@ class _Proof:
             return None, None, str(error)
 
     def run(self) -> list[Pair]:
+        """Test all ordered pairs, and return them by rank and peer."""
         pairs = []
         for distance in range(1, self._group.world.size):
             pairs += self._round(distance)
         return sorted(pairs, key=lambda pair: (pair.rank, pair.peer))
 
     def close(self) -> None:
+        """Free the memory, when no rank uses it any more."""
         self._stream.synchronize()
         for block in self._opened.values():
             block.close()
@@ -132,7 +144,7 @@ class _Proof:
         self._target.close()
 
     def _round(self, distance: int) -> list[Pair]:
-        """All ranks at once. Writing is judged by the one whose memory it is."""
+        """Test one pair per rank. The rank that owns the memory judges what was written there."""
         rank, n_ranks = self._group.world.rank, self._group.world.size
         peer, writer = (rank + distance) % n_ranks, (rank - distance) % n_ranks
         self._fill(self._source, rank, distance, _SOURCE)
@@ -147,7 +159,7 @@ class _Proof:
         return [self._judge(first, (first + distance) % n_ranks, results) for first in range(n_ranks)]
 
     def _average(self, peer: int) -> float:
-        """Seconds that the device takes; 64 MiB come over the link and 64 MiB go back."""
+        """Return the seconds that the device takes; 64 MiB cross the link in each direction."""
         begin, end = self._memory.driver.Event(), self._memory.driver.Event()
         self._stream.wait_for_event(self._peers_filled[peer])
         begin.record(self._stream)
@@ -172,11 +184,11 @@ class _Proof:
         self._memory.upload(block, self._values(rank, distance, side))
 
     def _compare(self, block: CudaBlock, rank: int, peer: int, distance: int) -> int:
-        """How many numbers in `block` are not the mean of the source of `rank` and the target of `peer`."""
-        found = np.empty(self._n_elements, np.float32)
-        self._memory.driver.memcpy_dtoh(found, block.pointer)
+        """Count the numbers in `block` that are not the mean of `rank`'s source and `peer`'s target."""
+        values = np.empty(self._n_elements, np.float32)
+        self._memory.driver.memcpy_dtoh(values, block.pointer)
         total = self._values(rank, distance, _SOURCE) + self._values(peer, distance, _TARGET)
-        return int((found.view(np.uint32) != (total / np.float32(2)).view(np.uint32)).sum())
+        return int((values.view(np.uint32) != (total / np.float32(2)).view(np.uint32)).sum())
 
     def _values(self, rank: int, distance: int, side: int) -> np.ndarray:
         random = np.random.default_rng([rank, distance, side])

@@ -1,14 +1,14 @@
 """Collectives on GPUs that can't reach each other: through page-locked host memory that all ranks share.
 
-The same shards, kernel and bits as peer to peer. Each rank's *stage* is host memory that all map: a place for
-every element of its block, from which the others fetch, and behind these as many for results.
+Shards, kernel and bits are those of peer to peer. Each rank's *stage* is host memory that all ranks map. It
+has room for every element of the rank's block, from which the others fetch, and as much room for results.
 
-Nothing here needs CUDA IPC. A host waits for its own device before each barrier; then the barriers alone put
-everything in order. A result has a place of its own because others may still be fetching it when the next
-collective's elements are offered: they are done with it before that one's first barrier, and the place is
-written after it.
+Nothing here needs CUDA IPC. A process waits for its own device before each barrier, so the barriers order
+all work. Results have their own half of the stage because other ranks may still fetch them while the next
+collective's inputs are written. The ranks have fetched them before that collective's first barrier, and the
+next results are written after it.
 
-This file has run on the simulated driver of the tests only, not on a GPU yet.
+This file has run only on the simulated driver of the tests, not on a GPU yet.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,9 @@ import numpy as np
 from lockstep.comm.group import Group
 from lockstep.exchange import ALIGNMENT, Op, Span, shard
 from lockstep.exchange.direct import DirectTransport
-from lockstep.exchange.p2p import FoldKernel
+from lockstep.exchange.p2p import ReduceKernel, check_sources
 from lockstep.exchange.transport import Collective
+from lockstep.exchange.tree import PartialSums
 from lockstep.memory import Block
 from lockstep.memory.cuda import CudaBlock, CudaMemory
 from lockstep.memory.host import HostBlock, HostMemory
@@ -33,7 +34,15 @@ _REDUCING = ("all_reduce", "reduce_scatter")
 
 
 class StagedTransport(DirectTransport):
-    """block: this rank's n_elements float32. stream: in which this rank computes."""
+    """A transport through host memory.
+
+    Args:
+        memory: Of this rank's device.
+        stream: In which this rank computes.
+        block: This rank's n_elements float32.
+        n_elements: The size of every block.
+        group: The ranks.
+    """
 
     name = "staged through host memory"
 
@@ -42,42 +51,48 @@ class StagedTransport(DirectTransport):
     ) -> None:
         super().__init__(group, n_elements)
         self._memory, self._driver, self._stream, self._block = memory, memory.driver, stream, block
-        most = n_elements // group.world.size + 2 * ALIGNMENT  # elements in the shard of any span
+        self._most = n_elements // group.world.size + 2 * ALIGNMENT  # elements in the shard of any span
         self._stages = self._open_stages(2 * n_elements)
-        self._offered = {rank: stage.array(np.float32, (n_elements,)) for rank, stage in self._stages.items()}
+        self._inputs = {rank: stage.array(np.float32, (n_elements,)) for rank, stage in self._stages.items()}
         self._results = {
             rank: stage.array(np.float32, (n_elements,), _FLOAT * n_elements)
             for rank, stage in self._stages.items()
         }
-        self._fetched = {rank: memory.allocate(_FLOAT * most, "others' shards") for rank in group.pipes}
-        self._kernel = FoldKernel(memory, stream)
+        self._fetched: list[CudaBlock] = []
+        self.use_partial_sums(self.partial_sums)
+        self._kernel = ReduceKernel(memory, stream)
 
     def another(self, block: Block, flat: "torch.Tensor") -> "StagedTransport":
         assert isinstance(block, CudaBlock)
         return StagedTransport(self._memory, self._stream, block, len(flat), self.group)
 
-    def fold(self, span: Span, op: Op) -> None:
+    def use_partial_sums(self, partial_sums: PartialSums) -> None:
+        check_sources(partial_sums)
+        super().use_partial_sums(partial_sums)
+        own = self.group.world.rank
+        n_fetched = max(sum(rank != own for rank, _ in partial_sums.sources), len(self.group.pipes))
+        while len(self._fetched) < n_fetched:
+            self._fetched.append(self._memory.allocate(_FLOAT * self._most, "others' shards"))
+
+    def reduce_shard(self, span: Span, op: Op) -> None:
         self._reduce(span, op)
 
-    def spread(self, span: Span) -> None:
+    def scatter_shard(self, span: Span) -> None:
         self._copy_out(self._results[self.group.world.rank][slice(*span)], span[0])
 
-    def worked(self) -> None:
+    def record_done(self) -> None:
         self._stream.synchronize()
 
-    def offer(self, collective: Collective) -> None:
-        for first, last in self._wanted_by_others(collective):
-            self._copy_out(self._offered[self.group.world.rank][first:last], first)
+    def prepare(self, collective: Collective) -> None:
+        for first, last in self._read_by_others(collective):
+            self._copy_out(self._inputs[self.group.world.rank][first:last], first)
         self._stream.synchronize()
-
-    def accept(self) -> None:
-        """The hosts have waited for their devices before they came to the barrier."""
 
     def work(self, collective: Collective) -> None:
         if collective.kind in _REDUCING:
             self._reduce(self.shard(collective.span), collective.op)
             if collective.kind == "all_reduce":
-                self.spread(self.shard(collective.span))
+                self.scatter_shard(self.shard(collective.span))
         elif collective.kind == "all_gather":
             for rank in self.group.pipes:
                 self._fetch(rank, self._shard_of(rank, collective.span))
@@ -85,7 +100,7 @@ class StagedTransport(DirectTransport):
             self._fetch(collective.source, collective.span)
         self._stream.synchronize()
 
-    def settle(self, collective: Collective) -> None:
+    def complete(self, collective: Collective) -> None:
         if collective.kind == "all_reduce":
             for rank in self.group.pipes:
                 first, last = self._shard_of(rank, collective.span)
@@ -93,40 +108,53 @@ class StagedTransport(DirectTransport):
 
     def close(self) -> None:
         self._stream.synchronize()
-        self.group.barrier("nobody uses the stages of the others any more")
+        self.group.barrier("no rank uses the stages of the others any more")
         for stage in self._stages.values():
             unlock(stage)
             stage.close()
-        for block in self._fetched.values():
+        for block in self._fetched:
             block.close()
 
-    def _wanted_by_others(self, collective: Collective) -> list[Span]:
-        """What of this rank's block others need."""
+    def _read_by_others(self, collective: Collective) -> list[Span]:
+        """Return the spans of this rank's block that other ranks read."""
         if collective.kind in _REDUCING:
-            return [self._shard_of(rank, collective.span) for rank in self.group.pipes]
+            shards = [self._shard_of(rank, collective.span) for rank in self.group.pipes]
+            starts = [start for rank, start in self._sources(collective.op) if rank == self.group.world.rank]
+            return [(start + first, start + last) for start in starts for first, last in shards]
         if collective.kind == "all_gather":
             return [self.shard(collective.span)]
         return [collective.span] if self.group.world.rank == collective.source else []
 
     def _reduce(self, span: Span, op: Op) -> None:
-        """Folds a span of what all have offered into this rank's block."""
-        first, last = span
-        for rank, block in self._fetched.items():
-            self._copy_in(block.pointer, self._offered[rank][first:last])
-        mine = self._block.pointer + _FLOAT * first
-        addresses = {self.group.world.rank: mine, **{rank: b.pointer for rank, b in self._fetched.items()}}
-        sources = [addresses[rank] for rank in sorted(addresses)]
-        self._kernel.launch(sources, [mine], (0, last - first), op)
+        """Reduce a span of all ranks' inputs into this rank's block."""
+        (first, last), addresses, blocks = span, [], iter(self._fetched)
+        for rank, start in self._sources(op):
+            if rank == self.group.world.rank:
+                addresses.append(self._block.pointer + _FLOAT * (start + first))
+            else:
+                addresses.append(next(blocks).pointer)
+                self._copy_in(addresses[-1], self._inputs[rank][start + first : start + last])
+        mine = [self._block.pointer + _FLOAT * first]
+        if op == "pairwise":
+            self._kernel.launch_tree(addresses, mine, (0, last - first), self.partial_sums.shape)
+        else:
+            self._kernel.launch(addresses, mine, (0, last - first), op)
+
+    def _sources(self, op: Op) -> tuple[tuple[int, int], ...]:
+        """Return the rank and the first element of each input of a reduction, in order."""
+        if op == "pairwise":
+            return self.partial_sums.sources
+        return tuple((rank, 0) for rank in range(self.group.world.size))
 
     def _fetch(self, rank: int, span: Span) -> None:
         first, last = span
-        self._copy_in(self._block.pointer + _FLOAT * first, self._offered[rank][first:last])
+        self._copy_in(self._block.pointer + _FLOAT * first, self._inputs[rank][first:last])
 
     def _shard_of(self, rank: int, span: Span) -> Span:
         return shard(span, rank, self.group.world.size)
 
     def _open_stages(self, n_elements: int) -> dict[int, HostBlock]:
-        """This rank's own and those of the others, page-locked here so that the device copies by itself."""
+        """Open all ranks' stages, page-locked so that the device copies asynchronously."""
         memory, pipes = HostMemory(), self.group.pipes
         own = memory.allocate(_FLOAT * n_elements, "the stage of the exchange")
         for pipe in pipes.values():
@@ -142,6 +170,6 @@ class StagedTransport(DirectTransport):
             self._driver.memcpy_htod_async(address, values, self._stream)
 
     def _copy_out(self, values: np.ndarray, first: int) -> None:
-        """Copies elements of the block, from `first` on, into a stage."""
+        """Copy elements of the block, from `first` on, into a stage."""
         if len(values):
             self._driver.memcpy_dtoh_async(values, self._block.pointer + _FLOAT * first, self._stream)

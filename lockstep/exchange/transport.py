@@ -1,16 +1,17 @@
-"""A transport: one way in which ranks reach each other's blocks, and the collectives that it can do.
+"""The interface of a transport: one way in which ranks reach each other's blocks, and its collectives.
 
-All ranks call the same collective with the same arguments. Each has four parts, and two barriers:
+All ranks call the same collective with the same arguments. Each has four phases and two barriers:
 
-    offer    what has been asked of this rank's device so far is what the others will find
-    barrier  all have offered
-    accept   what is asked of the device from now on needs what all have offered
-    work     fold or copy this rank's part
-    barrier  all have worked
-    settle   what is asked of the device from now on needs what all have worked
+    prepare    record, in this rank's device queue, that its block is ready to be read
+    barrier    all ranks have prepared
+    enter      make this rank's device wait until all blocks are ready
+    work       reduce or copy this rank's part, and record that it is done
+    barrier    all ranks have worked
+    complete   make this rank's device wait until all parts are done
 
-A barrier puts the processes in order, not what their devices do: a device works through its stream behind its
-process's back. offer, accept and settle tie the work of a device to that of the others.
+A barrier orders the processes, not their devices: a device works through its queue asynchronously. `prepare`,
+`enter` and `complete` order the work of a device after that of the others. A transport whose work is
+synchronous, as in host memory, needs none of them.
 """
 
 from abc import ABC, abstractmethod
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from lockstep.comm.group import Group
 from lockstep.errors import UserError
 from lockstep.exchange import ALIGNMENT, OPS, Op, Span, shard
+from lockstep.exchange.tree import PartialSums
 from lockstep.memory import Block
 
 if TYPE_CHECKING:
@@ -40,43 +42,74 @@ class Collective:
 
 
 class Transport(ABC):
-    """One rank's end. n_elements: of every rank's block.
+    """One rank's end of the collectives over one block of each rank.
 
-    clock: told 'meet' and 'exchange' when these phases of a collective begin; a stopwatch's `enter`.
-    chunk: how many elements are best folded, used and spread at a time; None: all at once.
-    overlaps: whether the device folds what was marked while it computes something else.
+    Args:
+        group: The processes of this host.
+        n_elements: The size of every rank's block.
+
+    Attributes:
+        name: For people.
+        chunk: How many elements to reduce, use and scatter at a time, so that they stay in a core's cache;
+            None for all at once.
+        clock: Called with 'meet' and 'exchange' when these phases begin; a stopwatch's `enter`.
+        partial_sums: The sources of op 'pairwise'; by default the same span of each rank's block.
     """
 
     name: str
     chunk: int | None = None
-    overlaps = False
 
     def __init__(self, group: Group, n_elements: int) -> None:
         self.group, self.n_elements = group, n_elements
         self.clock: Callable[[str], None] = lambda phase: None
+        self.partial_sums = PartialSums.of_ranks(group.world.size)
+
+    # -- collectives -----------------------------------------------------------------------------------------
 
     def all_reduce(self, span: Span, op: Op = "mean", barrier: Barrier | None = None) -> None:
-        """The span of every block becomes the fold of all blocks', in rank order.
+        """Replace the span in every rank's block by the reduction over all ranks, in rank order.
 
-        span: elements [first, last), `first` a multiple of ALIGNMENT. barrier: called at both barriers with
-        words for them, where the group's own will not do. Raises PeerProblem naming who has not come.
+        Args:
+            span: Elements [first, last); `first` must be a multiple of ALIGNMENT.
+            op: The reduction.
+            barrier: Called at both barriers instead of the group's own.
+
+        Raises:
+            PeerProblem: A rank did not arrive in time; the message names it.
         """
         self._run(Collective("all_reduce", span, op), barrier)
 
     def reduce_scatter(self, span: Span, op: Op = "mean", barrier: Barrier | None = None) -> None:
-        """This rank's shard of the span, in its own block, becomes the fold of all blocks'.
+        """Replace this rank's shard of the span, in its own block, by the reduction over all blocks.
 
-        The rest of the block is as before.
+        The rest of the block is unchanged. Arguments and errors are those of `all_reduce`.
         """
         self._run(Collective("reduce_scatter", span, op), barrier)
 
     def all_gather(self, span: Span, barrier: Barrier | None = None) -> None:
-        """Every rank's shard of the span, as it is in its own block, comes into all blocks."""
+        """Copy every rank's shard of the span, as it is in its own block, into all blocks."""
         self._run(Collective("all_gather", span), barrier)
 
     def broadcast(self, span: Span, source: int, barrier: Barrier | None = None) -> None:
-        """The span of rank `source`'s block comes into all blocks."""
+        """Copy the span of rank `source`'s block into all blocks."""
         self._run(Collective("broadcast", span, source=source), barrier)
+
+    def exchange_rows(self, barrier: Barrier | None = None) -> None:
+        """Copy row r of rank r's block into all blocks, which are tables with one row per rank.
+
+        A rank may write its row again when all ranks have entered another collective after this one.
+        """
+        assert self.n_elements % (ALIGNMENT * self.group.world.size) == 0
+        self.all_gather((0, self.n_elements), barrier)
+
+    def exchange_rows_of_hosts(self, barrier: Barrier | None = None) -> None:
+        """Do as `exchange_rows` over all hosts: a row has a part for each host, and only this host's is set.
+
+        Afterwards every row of every block has the parts of all hosts.
+        """
+        self.exchange_rows(barrier)
+
+    # -- an all-reduce with a step in its middle -------------------------------------------------------------
 
     def update(
         self,
@@ -86,148 +119,165 @@ class Transport(ABC):
         step: Callable[[Span], None],
         barrier: Barrier | None = None,
     ) -> None:
-        """An all-reduce from the blocks of `others` into these, with a step of the caller's in its middle.
+        """Reduce the blocks of `others`, call `step` on this rank's shard, and publish this block.
 
-        This rank's shard of the span, in the block of `others`, becomes the fold of all ranks'. `step` is
-        called with consecutive pieces of that shard, once they are there, and changes this transport's block.
-        What it has left there comes into all blocks. With pieces as large as `chunk` all that happens while a
-        core's cache holds them. Raises PeerProblem naming who has not come.
+        Args:
+            others: The transport over the blocks that are reduced, of the same way of transport.
+            span: Elements [first, last), in both blocks.
+            op: The reduction.
+            step: Called with consecutive pieces of this rank's shard, as large as `chunk`. The reduced
+                piece is in the block of `others`; it writes the same piece of this transport's block.
+            barrier: Called at both barriers instead of the group's own.
+
+        Raises:
+            PeerProblem: A rank did not arrive in time; the message names it.
         """
         self.reduce(others, [span], op, barrier)
         for piece in self.pieces(span):
-            others.fold(piece, op)
+            others.reduce_shard(piece, op)
             step(piece)
-            self.spread(piece)
+            self.scatter_shard(piece)
         self.publish([span], barrier)
 
     def reduce(
         self, others: "Transport", spans: Sequence[Span], op: Op, barrier: Barrier | None = None
     ) -> None:
-        """The first part of `update`: from here on `fold` may be called for pieces of this rank's shards.
+        """Begin an update: afterwards `others.reduce_shard` may be called for pieces of this rank's shards.
 
-        spans: several, of the blocks of `others`, that share no element.
+        Args:
+            others: The transport over the blocks that are reduced.
+            spans: Disjoint spans of these blocks.
+            op: The reduction.
+            barrier: Called at the barrier instead of the group's own.
         """
         for span in spans:
             others.reduce_scatter(span, op, barrier)
 
-    def fold(self, span: Span, op: Op) -> None:  # noqa: B027 (`reduce` has done it)
-        """A piece of this rank's shard, in its own block, is the fold of all blocks' from here on."""
+    def reduce_shard(self, span: Span, op: Op) -> None:  # noqa: B027 (`reduce` has done it)
+        """Replace a piece of this rank's shard, in its own block, by the reduction over all blocks."""
 
-    def spread(self, span: Span) -> None:  # noqa: B027 (`publish` will do it)
-        """A piece of this rank's shard is on its way into all blocks from here on."""
+    def scatter_shard(self, span: Span) -> None:  # noqa: B027 (`publish` will do it)
+        """Begin to copy a piece of this rank's shard into all blocks; `publish` completes it."""
 
     def publish(self, spans: Sequence[Span], barrier: Barrier | None = None) -> None:
-        """The last part of `update`: what every rank has spread of the spans is in all blocks."""
+        """End an update: wait until the shards that all ranks have scattered are in all blocks."""
         for span in spans:
             self.all_gather(span, barrier)
 
-    def sum_early(self, spans: Sequence[Span], op: Op) -> Callable[[int], None] | None:
-        """Where sums take long, and processors: what to call with the number of a span that is full.
+    def overlapped_reduction(self, spans: Sequence[Span], op: Op) -> Callable[[int], None] | None:
+        """Return a callback that starts reducing bucket `i`, or None if the transport cannot overlap.
 
-        Its sum then begins at once, and a later `reduce` from this transport finds it done. To be called for
-        all spans, in each step, before that. None: it can't. All ranks call it at once.
+        All ranks call it at once. The callback is to be called in each step for every bucket, before `reduce`
+        from this transport, which finds the buckets reduced.
         """
         return None
 
-    def open_marks(self, number: int) -> None:
-        """Where it `overlaps`: makes marks, numbered from 0. All ranks call it at once."""
-        raise NotImplementedError
+    def use_partial_sums(self, partial_sums: PartialSums) -> None:
+        """Have op 'pairwise' complete the tree from these sums. All ranks call it between collectives."""
+        self.partial_sums = partial_sums
 
-    def mark(self, number: int) -> None:
-        """What was asked of this rank's device so far is all that others need for `fold_marked(number)`."""
-        raise NotImplementedError
-
-    def fold_marked(self, number: int, span: Span, op: Op) -> None:
-        """After `reduce`: `fold`, as soon as all ranks' devices have come to the mark, beside other work."""
-        raise NotImplementedError
-
-    def join(self) -> None:
-        """What is asked of the device from now on needs all that `fold_marked` was called for."""
-        raise NotImplementedError
-
-    def exchange_rows(self, barrier: Barrier | None = None) -> None:
-        """The block is a table of one row a rank; row r of rank r's comes into all blocks.
-
-        A rank may write its row again when all have come to another collective after this one.
-        """
-        assert self.n_elements % (ALIGNMENT * self.group.world.size) == 0
-        self.all_gather((0, self.n_elements), barrier)
-
-    def exchange_rows_of_hosts(self, barrier: Barrier | None = None) -> None:
-        """The block is a table with a row a rank of this host, in which there is a part for each host.
-
-        Likewise, with this host's part of this rank's row, which comes into all blocks of all hosts.
-        """
-        self.exchange_rows(barrier)
+    # -- related transports ----------------------------------------------------------------------------------
 
     def within(self) -> "Transport":
-        """The one that does the same among the ranks of this host only."""
+        """Return the transport that does the same among the ranks of this host only."""
         return self
 
+    def another(self, block: Block, flat: "torch.Tensor") -> "Transport":
+        """Open a transport of the same kind over other blocks. All ranks call it at once.
+
+        Args:
+            block: This rank's block.
+            flat: The whole block as a tensor, (n,).
+
+        Raises:
+            UserError: The transport reaches arenas only.
+        """
+        raise UserError(f"exchange: {self.name} reaches arenas only: set rule: weights or local")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the other ranks' memory, when this rank's device has done its work."""
+
+    # -- shards ----------------------------------------------------------------------------------------------
+
+    def shard(self, span: Span) -> Span:
+        """Return this rank's shard of a span."""
+        return shard(span, self.group.world.rank, self.group.world.size)
+
     def pieces(self, span: Span) -> list[Span]:
-        """This rank's shard of a span, cut into pieces of `chunk` elements."""
+        """Return this rank's shard of a span, cut into pieces of `chunk` elements."""
         first, last = self.shard(span)
         step = self.chunk or max(1, last - first)
         return [(start, min(start + step, last)) for start in range(first, last, step)]
 
-    def another(self, block: Block, flat: "torch.Tensor") -> "Transport":
-        """The same way to reach other blocks; all ranks call it at once. flat: all of this rank's, (n,).
-
-        For rules with blocks of their own. Raises UserError where a transport can't.
-        """
-        raise UserError(f"exchange: {self.name} reaches arenas only: set rule: weights or local")
-
-    def shard(self, span: Span) -> Span:
-        """This rank's part of a span."""
-        return shard(span, self.group.world.rank, self.group.world.size)
-
-    @abstractmethod
-    def offer(self, collective: Collective) -> None:
-        """Before the first barrier."""
-
-    @abstractmethod
-    def accept(self) -> None:
-        """After the first barrier."""
-
-    @abstractmethod
-    def work(self, collective: Collective) -> None:
-        """Between the barriers."""
-
-    @abstractmethod
-    def settle(self, collective: Collective) -> None:
-        """After the second barrier."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Lets go of the other ranks' memory, when this rank's device has done all that it was asked."""
-
     def parts(self, collective: Collective) -> tuple[list[int], list[int], Span]:
-        """Whose memory this rank reads, whose it writes, and where: one fold, whatever the collective."""
-        rank, everyone = self.group.world.rank, list(range(self.group.world.size))
+        """Return the ranks whose blocks this rank reads, those that it writes, and the span.
+
+        Every collective is one reduction of the sources' span into the targets' span.
+        """
+        rank, ranks = self.group.world.rank, list(range(self.group.world.size))
         if collective.kind == "broadcast":
             others = [rank] if rank != collective.source else []
             return [collective.source], others, collective.span
         part = self.shard(collective.span)
         if collective.kind == "all_gather":
-            return [rank], [other for other in everyone if other != rank], part
-        return everyone, everyone if collective.kind == "all_reduce" else [rank], part
+            return [rank], [other for other in ranks if other != rank], part
+        return ranks, ranks if collective.kind == "all_reduce" else [rank], part
+
+    # -- the phases of a collective --------------------------------------------------------------------------
+
+    def prepare(self, collective: Collective) -> None:  # noqa: B027 (synchronous work needs none)
+        """Record, before the first barrier, that this rank's block is ready to be read."""
+
+    def enter(self) -> None:  # noqa: B027
+        """Make the device wait, after the first barrier, until all blocks are ready."""
+
+    @abstractmethod
+    def work(self, collective: Collective) -> None:
+        """Reduce or copy this rank's part, between the barriers."""
+
+    def complete(self, collective: Collective) -> None:  # noqa: B027
+        """Make the device wait, after the second barrier, until all parts are done."""
 
     def _run(self, collective: Collective, barrier: Barrier | None) -> None:
         first, last = collective.span
         assert 0 <= first <= last <= self.n_elements and collective.op in OPS
         barrier = barrier or self.group.barrier
-        if not self.group.pipes:  # nobody to meet: phases of no length, each of which costs a device an event
-            self._do(collective, barrier, lambda phase: None)
+        if not self.group.pipes:  # a lone rank's phases have no length, and each would cost a device an event
+            self._run_phases(collective, barrier, lambda phase: None)
         else:
-            self._do(collective, barrier, self.clock)
+            self._run_phases(collective, barrier, self.clock)
 
-    def _do(self, collective: Collective, barrier: Barrier, clock: Callable[[str], None]) -> None:
-        self.offer(collective)
+    def _run_phases(self, collective: Collective, barrier: Barrier, clock: Callable[[str], None]) -> None:
+        self.prepare(collective)
         clock("meet")
-        barrier(f"{collective.kind}: all have offered")
-        self.accept()
+        barrier(f"{collective.kind}: all have prepared")
+        self.enter()
         clock("exchange")
         self.work(collective)
         clock("meet")
         barrier(f"{collective.kind}: all have worked")
-        self.settle(collective)
+        self.complete(collective)
+
+
+class MarkedReduction(ABC):
+    """The optional interface of a transport whose device reduces a bucket beside other work.
+
+    A rank marks a bucket when its gradients are complete; the reduction starts when all ranks have marked it.
+    """
+
+    @abstractmethod
+    def open_marks(self, number: int) -> None:
+        """Make marks, numbered from 0. All ranks call it at once."""
+
+    @abstractmethod
+    def mark(self, number: int) -> None:
+        """Record that the bucket of this mark is complete in this rank's block."""
+
+    @abstractmethod
+    def reduce_marked(self, number: int, span: Span, op: Op) -> None:
+        """Do as `reduce_shard`, after `reduce`: as soon as all devices have reached the mark."""
+
+    @abstractmethod
+    def join_marked(self) -> None:
+        """Make the device wait until all reductions that `reduce_marked` has started are done."""

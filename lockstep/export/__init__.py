@@ -1,1 +1,1 @@
-"""A trained network for other programs: python -m lockstep.export RUN --to FORM."""
+"""Export of a trained network to other programs: python -m lockstep.export RUN --to FORMAT."""

@@ -1,23 +1,23 @@
-"""Writes a run's weights for other programs.
+"""Write a run's weights for other programs.
 
     python -m lockstep.export runs/try1 --to safetensors       a state dict, with class names and mean
     python -m lockstep.export runs/try1 --to torchvision       a .pth that load_state_dict takes
     python -m lockstep.export runs/try1 --to theano_alexnet    its folder of .npy files, to resume from there
     python -m lockstep.export runs/try1 --to onnx              needs the packages onnx and onnxscript
-    python -m lockstep.export runs/try1 --to onnx --epoch 12 --out net.onnx
+    python -m lockstep.export runs/try1 --to onnx --epoch best --out net.onnx
 
-Nothing that exists is overwritten. docs/weights.md says what is in each. Exit code: 0, or 2 where something
-given can't be used.
+Existing files are not overwritten. docs/weights.md describes each format. Exit code: 0, or 2 if an argument
+can't be used.
 """
 
 import argparse
-import importlib.util
 import json
 import logging
 import shutil
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lockstep.config import Config, Layer, resolve
-from lockstep.data.dataset import Dataset, open_dataset
+from lockstep.config.tasks import is_multilabel
+from lockstep.data.dataset import open_dataset
+from lockstep.data.description import Description, read_description
 from lockstep.errors import UserError
+from lockstep.extras import require
 from lockstep.files import publish
 from lockstep.network.build import build_model, input_spec_of
 from lockstep.optim.schedules import learning_rate
@@ -40,7 +43,9 @@ from lockstep.pretrained.match import compare
 from lockstep.pretrained.names import tensors_of
 from lockstep.pretrained.weights import weights_of
 from lockstep.runs import checkpoint
-from lockstep.runs.folder import Checkpoint, find_checkpoint
+from lockstep.runs.checkpoint_files import epoch_named, find_checkpoint
+from lockstep.runs.network_source import check_importable
+from lockstep.runs.state import Checkpoint
 
 ENDINGS = {
     "safetensors": ".safetensors",
@@ -52,7 +57,7 @@ ENDINGS = {
 
 @dataclass(frozen=True)
 class Trained:
-    """A network as a run's checkpoint has it, on the CPU. tensors: all of the checkpoint, by its names."""
+    """The network of a run's checkpoint on the CPU. tensors: all tensors of the checkpoint by their names."""
 
     checkpoint: Checkpoint
     config: Config
@@ -69,20 +74,23 @@ def main() -> int:
     )
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("--to", required=True, choices=ENDINGS, help="what to write: see above")
-    parser.add_argument("--epoch", type=int, help="the checkpoint of this epoch (the newest whole one)")
+    epoch = "the checkpoint to use: an epoch, best (by `monitor`) or latest (the newest whole one)"
+    parser.add_argument("--epoch", type=epoch_named, default="latest", help=epoch)
     parser.add_argument(
         "--out", type=Path, help="the file or folder to make (in this folder, named after run and epoch)"
     )
     lib_conv = "for --to theano_alexnet: its key lib_conv, which says whether filters are flipped (cudnn)"
     parser.add_argument("--lib-conv", choices=("cudnn", "cudaconvnet"), help=lib_conv)
-    words = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        if words.lib_conv and words.to != "theano_alexnet":
-            raise UserError(f"--lib-conv {words.lib_conv} is for --to theano_alexnet, not for {words.to}")
-        trained = load_trained(words.run, "latest" if words.epoch is None else words.epoch)
-        name = f"{words.run.resolve().name}-{trained.checkpoint.state.name}{ENDINGS[words.to]}"
-        out = words.out or Path(name)
-        for line in export(trained, words.to, out, words.lib_conv or "cudnn"):
+        if arguments.lib_conv and arguments.to != "theano_alexnet":
+            raise UserError(
+                f"--lib-conv {arguments.lib_conv} is for --to theano_alexnet, not for {arguments.to}"
+            )
+        trained = load_trained(arguments.run, arguments.epoch)
+        name = f"{arguments.run.resolve().name}-{trained.checkpoint.state.name}{ENDINGS[arguments.to]}"
+        out = arguments.out or Path(name)
+        for line in export(trained, arguments.to, out, arguments.lib_conv or "cudnn"):
             print(line)
     except UserError as error:
         print(f"lockstep: {error}", file=sys.stderr)
@@ -93,28 +101,43 @@ def main() -> int:
 
 
 def load_trained(run: Path, epoch: int | str) -> Trained:
-    """The network of a run's checkpoint, ready to be used. Raises UserError naming what is not whole."""
-    found, _ = find_checkpoint(run, epoch)
-    config, _ = resolve([Layer(str(found.path.with_suffix(".json")), found.state.config)])
-    tensors = checkpoint.load(found.path)
+    """Load the network of a run's checkpoint.
+
+    Raises:
+        UserError: A file is missing or damaged; the message names it.
+    """
+    chosen, _ = find_checkpoint(run, epoch)
+    config, _ = resolve([Layer(str(chosen.path.with_suffix(".json")), chosen.state.config)])
+    check_importable(run, config.model)
+    tensors = checkpoint.load(chosen.path)
     weights = weights_of(tensors)
-    n_classes = count_classes(config, weights, str(found.path))
+    n_classes = count_classes(config, weights, str(chosen.path))
     model = build_model(config, n_classes)
     ours = tensors_of(model)
     match = compare(weights, ours)
-    match.check(str(found.path), config.model, class_tensors(config) if any(match.problems.values()) else ())
+    match.check(str(chosen.path), config.model, class_tensors(config) if any(match.problems.values()) else ())
     for name, tensor in ours.items():
         tensor.copy_(weights[name])
-    return Trained(found, config, model.eval(), n_classes, tensors)
+    return Trained(chosen, config, model.eval(), n_classes, tensors)
 
 
 def export(trained: Trained, to: str, out: Path, lib_conv: theano_folder.LibConv = "cudnn") -> list[str]:
-    """Writes `out`, whole or not at all. Returns lines for the user.
+    """Write a network in another format. The write is atomic.
 
-    Raises UserError where `out` exists or can't be written, or the network has no such form.
+    Args:
+        trained: The network.
+        to: One of the formats of `--to`.
+        out: The new file or folder.
+        lib_conv: For theano_alexnet: the library that will use the filters.
+
+    Returns:
+        Lines for the user.
+
+    Raises:
+        UserError: `out` exists or can't be written, or the format can't hold this network.
     """
     if out.exists():
-        raise UserError(f"{out}: already exists; --out names another place")
+        raise UserError(f"{out}: already exists. Name another path with --out.")
     temporary = out.with_name(f".{out.name}.unfinished")
     try:
         if to == "theano_alexnet":
@@ -129,14 +152,15 @@ def export(trained: Trained, to: str, out: Path, lib_conv: theano_folder.LibConv
     except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch's, for a full disk too
         raise UserError(f"{out}: can't be written: {' '.join(str(error).split())}") from error
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        else:
-            temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # nothing was written if nothing can be removed
+            if temporary.is_dir():
+                shutil.rmtree(temporary)
+            else:
+                temporary.unlink(missing_ok=True)
 
 
 def write_safetensors(trained: Trained, path: Path) -> list[str]:
-    """The state dict, and in its metadata what is needed to use it, as JSON by name."""
+    """Write the state dict, with the facts needed to use it as JSON in its metadata."""
     state = {name: value.contiguous().clone() for name, value in trained.model.state_dict().items()}
     facts, notes = describe(trained)
     save_file(state, path, {name: json.dumps(value) for name, value in facts.items()})
@@ -144,22 +168,21 @@ def write_safetensors(trained: Trained, path: Path) -> list[str]:
 
 
 def write_pth(trained: Trained, path: Path) -> list[str]:
-    """The state dict as torch.save writes it; torch.load reads it with weights_only."""
+    """Write the state dict with torch.save. torch.load reads it with weights_only."""
     torch.save({name: value.contiguous() for name, value in trained.model.state_dict().items()}, path)
     return []
 
 
 def write_onnx(trained: Trained, path: Path) -> list[str]:
-    """Images (batch, 3, rows, columns), prepared as for training, to logits (batch, classes)."""
-    absent = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
-    if absent:
-        raise UserError(f"--to onnx needs the package(s) {', '.join(absent)}: pip install {' '.join(absent)}")
-    size = input_spec_of(trained.model, trained.config).size
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that nothing here needs
-    with warnings.catch_warnings(action="ignore"):  # torch's, of its own deprecated functions
+    """Write the function from prepared images (batch, channels, rows, columns) to logits (batch, classes)."""
+    require("--to onnx", "onnx", "onnx", "onnxscript")
+    input_spec = input_spec_of(trained.model, trained.config)
+    images = torch.zeros(2, len(input_spec.scale), *input_spec.size)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that are not needed
+    with warnings.catch_warnings(action="ignore"):  # torch warns of its own deprecated functions
         torch.onnx.export(
             trained.model,
-            (torch.zeros(2, 3, size, size),),
+            (images,),
             path,
             input_names=["images"],
             output_names=["logits"],
@@ -177,20 +200,33 @@ _WRITERS: dict[str, Callable[[Trained, Path], list[str]]] = {
 }
 
 
-def theano_form(trained: Trained) -> tuple[list[theano_folder.Layer], theano_folder.Progress | None]:
-    """The network as theano_alexnet has it, and its progress where the checkpoint has momenta.
+def theano_form(
+    trained: Trained,
+) -> tuple[list[theano_folder.LayerArrays], theano_folder.TrainingState | None]:
+    """Return the layers for theano_alexnet, and the progress if the checkpoint has momenta.
 
-    Raises UserError for a network that theano_alexnet could not have, or a checkpoint from within an epoch.
+    Raises:
+        UserError: theano_alexnet can't have such a network, or the checkpoint is from within an epoch.
     """
     state, config, tensors = trained.checkpoint.state, trained.config, trained.tensors
     if len(state.val_record) != state.epoch:
-        raise UserError(f"{trained.checkpoint.path}: was saved within an epoch; --epoch names a complete one")
+        raise UserError(
+            f"{trained.checkpoint.path}: was saved within an epoch, or in a run with val_freq: --epoch names "
+            "a complete one; other formats need none"
+        )
+    if is_multilabel(config):
+        raise UserError(
+            f"{trained.checkpoint.path}: is of task: multilabel, and theano_alexnet has one class per image: "
+            "choose another format"
+        )
     groups = _chain_of(trained.model, config.model)
     named = {f"{name}.{kind}" for name in groups for kind in ("weight", "bias")}
 
-    def layers_in(tensors: Mapping[str, torch.Tensor]) -> list[theano_folder.Layer]:
+    def layers_in(tensors: Mapping[str, torch.Tensor]) -> list[theano_folder.LayerArrays]:
         return [
-            theano_folder.Layer(tensors[f"{name}.weight"].numpy(), tensors[f"{name}.bias"].numpy(), n_groups)
+            theano_folder.LayerArrays(
+                tensors[f"{name}.weight"].numpy(), tensors[f"{name}.bias"].numpy(), n_groups
+            )
             for name, n_groups in groups.items()
         ]
 
@@ -201,14 +237,15 @@ def theano_form(trained: Trained) -> tuple[list[theano_folder.Layer], theano_fol
         return weights, None
     errors = [(entry["error_top1"], entry["loss"]) for entry in state.val_record]
     rate = learning_rate(config, state.epoch + 1, [error for error, _ in errors])
-    rate = rate or state.learning_rate  # a policy that falls to zero is at its end
-    return weights, theano_folder.Progress(layers_in(momenta), rate, errors)
+    rate = rate or state.learning_rate  # a schedule that falls to zero has ended
+    return weights, theano_folder.TrainingState(layers_in(momenta), rate, errors)
 
 
 def _chain_of(model: nn.Module, name: str) -> dict[str, int]:
-    """All layers of the network, one after the other, with their numbers of groups.
+    """Return the names of the network's layers in order, with their numbers of groups.
 
-    Raises UserError unless each takes what the one before gives, convolutions first, all with biases.
+    Raises:
+        UserError: The layers are not a chain of convolutions, then linear layers, all with biases.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
     named = {f"{name}.{kind}" for name in layers for kind in ("weight", "bias")}
@@ -231,21 +268,22 @@ def _chain_of(model: nn.Module, name: str) -> dict[str, int]:
 
 
 def describe(trained: Trained) -> tuple[dict[str, Any], list[str]]:
-    """What one must know to use the weights, and notes on what could not be found out."""
+    """Return the facts needed to use the weights, and notes on those that are unknown."""
     config, input_spec = trained.config, input_spec_of(trained.model, trained.config)
+    rows, columns = input_spec.size
     facts: dict[str, Any] = {
         "model": config.model,
         "model_args": config.model_args,
         "n_classes": trained.n_classes,
         "epoch": trained.checkpoint.state.epoch,
-        "input_size": input_spec.size,
-        "input_order": "RGB",
+        "input_size": rows if rows == columns else [rows, columns],
+        "input_order": {1: "grey", 3: "RGB", 4: "RGBA"}.get(len(input_spec.scale), "as in the dataset"),
         "input_scale": list(input_spec.scale),
     }
     mean: Sequence[float] | None = input_spec.mean
-    dataset, notes = _dataset_of(config)
-    if dataset and dataset.manifest:
-        facts["classes"] = list(dataset.manifest.class_names or dataset.manifest.classes)
+    dataset, notes = _description_of(trained)
+    if dataset and dataset.class_names != tuple(map(str, range(dataset.n_classes))):
+        facts["classes"] = list(dataset.class_names)
     if mean is None and dataset:
         mean = dataset.mean.mean((0, 1), np.float64).round(4).tolist()
     if mean is not None:
@@ -253,9 +291,11 @@ def describe(trained: Trained) -> tuple[dict[str, Any], list[str]]:
     return facts, notes
 
 
-def _dataset_of(config: Config) -> tuple[Dataset | None, list[str]]:
+def _description_of(trained: Trained) -> tuple[Description | None, list[str]]:
+    """Return the description in the run's folder, or else that of the dataset, and notes."""
     try:
-        return open_dataset(config), []
+        saved = read_description(trained.checkpoint.path.parent.parent)
+        return saved or open_dataset(trained.config).description, []
     except UserError as error:
         return None, [f"note: without class names and mean, as the dataset can't be opened: {error}"]
 

@@ -1,46 +1,45 @@
-"""Lazy arrays: tensors whose operations are recorded, and run as soon as their inputs are there."""
+"""Lazy arrays: tensors whose operations are recorded, and run as soon as their inputs are ready.
 
-import ctypes
+The shapes of results are known at once. An operation whose shapes depend on values runs at once.
+"""
+
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from lockstep.errors import UserError
-from lockstep.flow import placement, private
+from lockstep.flow import graph, placement, private
 from lockstep.flow.devices import Device
-from lockstep.flow.engine import Variable, in_dry_run
-from lockstep.flow.instructions import Cell, Instruction
+from lockstep.flow.instructions import (
+    Instruction,
+    Storage,
+    copy_on,
+    draw_seed,
+    fetching,
+    need_values,
+    run,
+    stored,
+)
 from lockstep.flow.lanes import Operation
-from lockstep.flow.recipes import Layout, Slot
-
-_Module = TypeVar("_Module", bound=nn.Module)
-
-
-class Storage(Variable):
-    """The memory that an array and its views share, on one device.
-
-    version: how often it has been written. program: the one that is being captured, if it stands for a value
-    of that. copies: of it in other devices' memories, with their versions.
-    """
-
-    __slots__ = ("cell", "copies", "device", "program", "version")
-
-    def __init__(self, device: Device, layout: Layout | None, name: str = "", program: Any = None) -> None:
-        Variable.__init__(self, name)
-        self.device, self.program, self.version = device, program, 0
-        self.cell = Cell(layout)
-        self.copies: dict[Any, tuple[int, Array]] = {}
+from lockstep.flow.recipes import (
+    Layout,
+    Operands,
+    OperationTraits,
+    instead_of,
+    known_recipe,
+    make_recipe,
+    traits_of,
+)
 
 
 class Array(torch.Tensor):
-    """A torch.Tensor whose value comes later. Shape and dtype are known at once; reading it waits."""
+    """A torch.Tensor whose value is computed later. Shape and dtype are known at once; reading it waits."""
 
     memory: Storage
-    record: Callable[..., Any]  # recording.py's, which knows arrays; an import in each operation costs 1 us
     __torch_function__: Any = private.no_torch_function
 
     @staticmethod
@@ -53,58 +52,99 @@ class Array(torch.Tensor):
         return made
 
     def __init__(self, *_: Any) -> None:
-        """All is done in __new__."""
+        """Do nothing: __new__ has done everything."""
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return cls.record(function, args, kwargs or {})
+        return record(function, args, kwargs or {})
 
     @property
     def place(self) -> Device:
-        """The device where it lies."""
+        """The device that holds it."""
         return self.memory.device
 
     @property
     def data(self) -> Any:
+        """The array without its gradient's history, on the same memory."""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Makes it another array's, as `module.to(dtype)` does. Raises UserError for an ordinary tensor."""
+        """Replace its memory by another array's, as `module.to(dtype)` does."""
         if not isinstance(value, Array):
             raise UserError("the data of an array is an array: flow.array makes one of a tensor")
         private.set_data(self, value)
         self.memory = value.memory
 
     def wait(self) -> "Array":
-        """Until its value is there. Raises OperationError where it could not be made."""
+        """Block until the value is computed, and return the array.
+
+        Raises:
+            OperationError: Computing it failed.
+        """
         if self.memory.program is not None:
             self.memory.program.refuse("waiting for a value")
-        if self.memory.writer is not None:
-            self.memory.writer.wait()
+        writer = graph.writer_of(self.memory)
+        if writer is not None:
+            writer.wait()
         return self
 
     def tensor(self) -> torch.Tensor:
-        """A copy as an ordinary tensor in ordinary memory, once it is there.
+        """Return a copy as an ordinary tensor in host memory, once the value is computed.
 
-        Raises OperationError likewise.
+        Raises:
+            OperationError: Computing it failed.
         """
         if self.memory.program is not None:
             self.memory.program.refuse("reading a value")
         need_values("reading an array")
-        value: torch.Tensor = run(fetching(self), [self.memory]).wait()
+        value: torch.Tensor = run(fetching(self.memory, self.view_of_memory()), [self.memory]).wait()
         return value
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
-        """A copy, once it is there; force is torch's and changes nothing here."""
+        """Return a copy as a NumPy array, once the value is computed; `force` is ignored."""
         array: np.ndarray = self.tensor().numpy()
         return array
 
+    def data_ptr(self) -> int:
+        """Return the address of its value in its device's memory, once the value is computed.
+
+        The address is valid until something writes the array.
+
+        Raises:
+            OperationError: Computing it failed.
+        """
+        if self.memory.program is not None:
+            self.memory.program.refuse("asking where a value lies")
+        need_values("the address of an array")
+        value: torch.Tensor = self.wait().memory.cell.view(self.view_of_memory())
+        return private.plainly(value.data_ptr)  # type: ignore[no-any-return]
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        """Export a copy in host memory."""
+        return self.detach().tensor().__dlpack__(**keywords)  # type: ignore[attr-defined]
+
+    def __dlpack_device__(self) -> Any:
+        return torch.utils.dlpack.DLDeviceType.kDLCPU, 0
+
+    def share_memory_(self) -> "Array":
+        """Refuse: the memory belongs to the device."""
+        raise UserError("share_memory_: the memory of an array can't be shared: share array.tensor()")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Refuse: the memory belongs to the device."""
+        raise UserError("an array has no storage of its own: array.tensor() is a copy that has one")
+
     def tolist(self) -> Any:
+        """Return its numbers as nested lists, once the value is computed."""
         return self.tensor().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Array({tuple(self.shape)}, {self.dtype}, on {self.place.name})"
+
+    def __format__(self, spec: str) -> str:
+        """Format a single number as torch does, once it is computed; anything else by its `repr`."""
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Array":
         if id(self) not in memo:
@@ -112,15 +152,18 @@ class Array(torch.Tensor):
             if isinstance(self, nn.Parameter):
                 private.as_parameter(copy)
             memo[id(self)] = copy
-        found: Array = memo[id(self)]
-        return found
+        copied: Array = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as the ordinary tensor that it stands for."""
-        return self.tensor().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        """Return how to pickle the ordinary tensor, or nn.Parameter, that it stands for."""
+        value = self.tensor().requires_grad_(self.requires_grad)
+        if isinstance(self, nn.Parameter):
+            value = nn.Parameter(value, self.requires_grad)
+        return value.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def view_of_memory(self) -> Any:
-        """What of its memory it is (size, stride, offset, dtype); None for all of it."""
+        """Return its size, stride, offset and dtype if it is a part of its memory, else None."""
         whole = self.memory.cell.layout
         if whole is None:
             return None
@@ -130,145 +173,254 @@ class Array(torch.Tensor):
         return size, stride, offset, dtype
 
 
-def need_values(what: str) -> None:
-    """Raises UserError in a dry run."""
-    if in_dry_run():
-        raise UserError(f"{placement.user_line()}: {what} needs values, and a dry run makes none")
-
-
-def fetching(array: Array) -> Instruction:
-    """The operation that copies an array's value into ordinary memory."""
-    step = Instruction("fetch", array.place.fetch, array.place, "fetch")
-    step.template, step.views = [Slot(0)], [array.view_of_memory()]
-    step.line, step.phase, step.gives_result = placement.user_line(), "fetch", True
-    return step
-
-
-def run(
-    step: Instruction, reads: Sequence[Storage], writes: Sequence[Storage] = (), made: Sequence[Storage] = ()
-) -> Operation:
-    """Has an instruction run on these memories; `made` are those that hold nothing yet."""
-    for storage in writes:
-        storage.version += 1
-    engine = placement.engine_of(step.device)
-    function = partial(step.execute, [s.cell for s in reads], [s.cell for s in made])
-    operation = engine.operation(function, engine.lane(step.device, step.lane), step.name)
-    operation.line, operation.phase = step.line, step.phase
-    if step.overwrites is not None:
-        reads = [s for number, s in enumerate(reads) if number != step.overwrites]
-    return engine.submit(operation, reads, [*writes, *made])
-
-
-def array(data: Any, dtype: torch.dtype | None = None) -> Array:
-    """A copy of numbers, a NumPy array or a tensor, on the current device."""
-    if isinstance(data, Array):
-        copy: Any = data.detach().clone()
-        return copy  # type: ignore[no-any-return]
-    with private.without_modes():
-        tensor = torch.as_tensor(data, dtype=dtype)
-    return from_tensor(tensor, placement.current_device())
-
-
 def from_tensor(tensor: torch.Tensor, device: Device, name: str = "") -> Array:
-    """The copy is made here and now: the tensor may change as soon as this returns."""
-    with private.without_modes():
-        copy = _copy(tensor.detach())
-    layout = None if copy.layout is not torch.strided else (copy.size(), copy.stride(), copy.dtype)
-    storage = Storage(device, layout, name)
-    made = Array(storage, tensor.size(), None if layout is None else layout[1], 0, tensor.dtype)
-    if device.memory == "host":
-        storage.cell.value = copy
-    else:
-        step = Instruction("put", partial(device.put, copy), device, "communication")
-        step.line, step.phase = placement.user_line(), "copy"
-        run(step, [], [], [storage])
-    return made
+    """Return a copy of a tensor on a device. The tensor is read before this returns.
 
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """In ordinary memory.
-
-    By this thread alone: torch would let the others of its pool help, and those keep cores busy for some
-    milliseconds afterwards, which the devices' workers need.
+    Raises:
+        UserError: The tensor has no values.
     """
-    plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
-    if not (plain and tensor.is_cpu):
-        return tensor.to("cpu", copy=True)
-    made = torch.empty_like(tensor)
-    if made.stride() != tensor.stride():  # it has gaps
-        return made.copy_(tensor)
-    ctypes.memmove(made.data_ptr(), tensor.data_ptr(), tensor.numel() * tensor.element_size())
-    return made
-
-
-def arrays(module: _Module) -> _Module:
-    """Makes the module's parameters and buffers arrays on the current device, in place; returns the module.
-
-    What is an array already stays as it is, where it is. Names are kept, for pictures of programs.
-    """
-    device, made = placement.current_device(), dict[int, Array]()
-    for prefix, part in module.named_modules():
-        for own in (part._parameters, part._buffers):
-            for key, tensor in own.items():
-                if tensor is None or isinstance(tensor, Array):
-                    continue
-                if id(tensor) not in made:
-                    new = from_tensor(tensor, device, f"{prefix}.{key}".lstrip("."))
-                    if isinstance(tensor, nn.Parameter):
-                        private.as_parameter(new.requires_grad_(tensor.requires_grad))
-                    made[id(tensor)] = new
-                own[key] = made[id(tensor)]
-    return module
-
-
-def _factory(make: Callable[[], torch.Tensor]) -> Array:
-    from lockstep.flow.recording import recording_everything
-
-    with recording_everything():
-        made = make()
-    assert isinstance(made, Array)
-    return made
-
-
-def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Array:
-    return _factory(lambda: torch.zeros(tuple(shape), dtype=dtype))
-
-
-def ones(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Array:
-    return _factory(lambda: torch.ones(tuple(shape), dtype=dtype))
-
-
-def randn(shape: Sequence[int], mean: float = 0.0, std: float = 1.0) -> Array:
-    """Normally distributed, float32."""
-    return _factory(lambda: torch.empty(tuple(shape)).normal_(mean, std))
-
-
-def randb(shape: Sequence[int], p: float) -> Array:
-    """One with probability p, else zero, float32."""
-    return _factory(lambda: torch.empty(tuple(shape)).bernoulli_(p))
-
-
-def call(
-    function: Callable[..., Any], *arguments: Any, writes: Sequence[Array] = (), device: Device | None = None
-) -> Operation:
-    """Has any Python function run beside the program, on the real tensors of the arrays among its arguments.
-
-    arguments: also dictionaries, lists and tuples with arrays. writes: those of the arrays that it changes;
-    all others it only reads, and it keeps none. It runs on a lane of its own of the device (default: the
-    current one), so the program goes on; what writes its arrays waits for it. `.result()` waits for what it
-    returns. Raises UserError where `writes` has what is not among the arguments.
-    """
-    from lockstep.flow.recording import record_call
-
-    return record_call(function, arguments, writes, device or placement.current_device())
+    storage = stored(tensor, device, name)
+    layout = storage.cell.layout
+    return Array(storage, tensor.size(), None if layout is None else layout[1], 0, tensor.dtype)
 
 
 def array_leaves(tree: Any) -> list[Array]:
+    """Return the arrays among a tree's leaves."""
     return [leaf for leaf in private.tree_leaves(tree) if isinstance(leaf, Array)]
 
 
-def need_arrays(values: Sequence[Any], among: Sequence[Array]) -> None:
-    """Raises UserError where one of the values is not among the arrays."""
-    for value in values:
-        if not any(value is each for each in among):
-            raise UserError(f"flow.call: writes has {value!r}, which is not an array among the arguments")
+def bring(tensor: torch.Tensor, device: Device) -> Array:
+    """Return the array, or its copy in the device's memory, made once per version.
+
+    Ordinary tensors are copied.
+    """
+    if type(tensor) is not Array:
+        return from_tensor(tensor, device)
+    source = tensor.memory
+    if source.device.memory == device.memory:
+        return tensor
+    copy = copy_on(device, source, placement.program_of([tensor]))
+    if source.cell.layout is None:
+        return Array(copy, tensor.size(), None, 0, tensor.dtype)
+    return Array(copy, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+
+def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Submit an operation to run later, and return arrays that stand for its results.
+
+    An operation whose shapes depend on values runs now.
+
+    Raises:
+        CaptureError: A program that is being captured cannot have this operation.
+        UserError: The operation writes an ordinary tensor.
+        Exception: torch's own, for shapes that do not fit.
+    """
+    graph.check_not_ending()
+    function = instead_of(function)
+    kind = traits_of(function)
+    operands = Operands(kind, args, kwargs)
+    arrays = [tensor for tensor in operands.tensors if type(tensor) is Array]
+    written = [tensor for place in kind.writes for tensor in operands.at(place)]
+    views = kind.view or kind.changes_shape
+    if not arrays and (written or views or kind.refused or kind.aside):
+        return _ordinary(kind, written, partial(function, *args, **kwargs))
+    if kind.name == "set_" and _is_empty(written) and isinstance(args[1], torch.UntypedStorage):
+        return _given_memory(written[0], args[1:])
+    if written or kind.refused:
+        _check_writing(kind, written)
+    if views and arrays[0].memory.cell.layout is not None:
+        return _view(function, kind, args, kwargs, arrays[0])
+    device, line, phase = placement.place(arrays, written[0] if written else None)
+    step = Instruction(kind.name, function, device)
+    step.line, step.phase, step.kind = line, phase, kind
+    if kind.random:
+        step.seed = draw_seed(operands.keywords.get("generator"))
+        if "generator" in operands.keywords:
+            operands.keywords["generator"] = None  # it gets a seeded one when it runs
+    return _plan(step, kind, operands, written)
+
+
+def _ordinary(kind: OperationTraits, written: list[Any], run_now: Callable[[], Any]) -> Any:
+    """Run an operation without arrays now; a program would run it during the capture only."""
+    program = placement.program_of(())
+    if written and program is not None:
+        what = f"{kind.name} writes an ordinary tensor of shape {tuple(written[0].shape)}"
+        program.refuse(what, "make it an array before the capture")
+    return run_now()
+
+
+def _is_empty(written: list[Any]) -> bool:
+    return type(written[0]) is Array and not written[0].numel()
+
+
+def _given_memory(made: Array, memory: Sequence[Any]) -> Array:
+    """Return an array with the memory that torch gives an empty one, when it unpickles a tensor."""
+    empty = private.plainly(torch.empty, 0, dtype=made.dtype)
+    made.data = from_tensor(private.plainly(empty.set_, *memory), made.place)
+    return made
+
+
+def _check_writing(kind: OperationTraits, written: list[Any]) -> None:
+    if kind.refused:
+        raise UserError(f"{kind.name}: {kind.refused}")
+    for tensor in written:
+        if type(tensor) is not Array:
+            what = f"{kind.name} writes an ordinary tensor of shape {tuple(tensor.shape)} among arrays"
+            program = placement.program_of([each for each in written if type(each) is Array])
+            if program is not None:
+                program.refuse(what, "make it an array before the capture")
+            raise UserError(
+                f"{what}: make it an array (flow.array, flow.arrays(module)), or make it inside "
+                "`with flow.device`"
+            )
+        if tensor.place.memory != written[0].place.memory:
+            raise UserError(
+                f"{kind.name} writes arrays on {written[0].place.name} and {tensor.place.name}: they have "
+                "memories of their own, so call it for each (an optimizer for each device, or foreach=False)"
+            )
+
+
+def _view(
+    function: Any, kind: OperationTraits, args: Sequence[Any], kwargs: dict[str, Any], source: Array
+) -> Any:
+    """Return views of an array. torch's own function computes which part of the memory they are."""
+    made = private.plainly(function._op, *args, **kwargs)
+    if kind.changes_shape:
+        return source
+    if isinstance(made, torch.Tensor):
+        return _part(source, made)
+    return [_part(source, part) for part in made]
+
+
+def _part(source: Array, part: torch.Tensor) -> Array:
+    return Array(source.memory, part.size(), part.stride(), part.storage_offset(), part.dtype)
+
+
+def _plan(step: Instruction, kind: OperationTraits, operands: Operands, written: list[Array]) -> Any:
+    """Bring the inputs to the device, predict the results, and submit the operation."""
+    inputs = [bring(tensor, step.device) for tensor in operands.tensors]
+    layouts = [array.memory.cell.layout for array in inputs]
+    if "device" in operands.keywords:
+        operands.keywords["device"] = step.device.torch_device
+    step.template, step.keywords = operands.template, operands.keywords
+    step.views = [array.view_of_memory() for array in inputs]
+    if kind.sparse or None in layouts:
+        return _plan_sparse(step, kind, operands, inputs, written)
+    key = (step.function, step.device.torch_device, torch.get_default_dtype(), *operands.key)
+    try:
+        recipe = known_recipe(key) or make_recipe(
+            key, step.function, operands.template, operands.keywords,
+            [(a.size(), a.stride(), a.dtype, step.device.torch_device) for a in inputs],
+        )  # fmt: skip
+    except Exception as error:
+        if not private.depends_on_values(error):
+            raise
+        return _run_now(step, operands, inputs, written)
+    step.recipe = recipe
+    if recipe.default is not None:
+        _keep_default(step, kind, recipe.default)
+    if kind.overwriting and step.views[0] is None:
+        step.overwrites = 0
+    program = placement.program_of(inputs)
+    made = [None if layout is None else _made(step, layout, program) for layout in recipe.layouts]
+    submitted = _submit(program, step, inputs, written, [array for array in made if array is not None])
+    if kind.check and isinstance(submitted, Operation):
+        submitted.wait()  # a check has no result that could be read
+    leaves = [leaf if array is None else array for leaf, array in zip(recipe.leaves, made, strict=True)]
+    return _returned(kind, operands, recipe.structure, leaves)
+
+
+def _keep_default(step: Instruction, kind: OperationTraits, default: torch.dtype) -> None:
+    """Let the operation use the present default dtype, whatever it is when the operation runs."""
+    step.cast_to = default
+    if kind.takes_dtype:
+        step.keywords["dtype"] = default
+
+
+def _returned(kind: OperationTraits, operands: Operands, structure: Any, leaves: list[Any]) -> Any:
+    """Return the results in torch's structure; a result that is an argument is that very object."""
+    if structure is None:
+        return leaves[0] if kind.same[0] is None else operands.at(kind.same[0])[0]
+    returned = private.tree_unflatten(leaves, structure)
+    if all(same is None for same in kind.same):
+        return returned
+    pairs = zip(kind.same, returned, strict=True)
+    return tuple(own if same is None else operands.at(same)[0] for same, own in pairs)
+
+
+def _plan_sparse(
+    step: Instruction, kind: OperationTraits, operands: Operands, inputs: list[Array], written: list[Array]
+) -> Any:
+    """Record the making, copying and applying of sparse gradients; run any other operation on them now."""
+    if written:
+        submit(step, inputs, written, [])
+        return written[0]
+    if kind.name == "detach":
+        return inputs[0]
+    if kind.sparse:
+        size: Any = next(
+            p for p in reversed(step.template) if type(p) is list and all(type(n) is int for n in p)
+        )
+    elif kind.name in ("_coalesce", "clone", "_to_copy"):
+        size = inputs[0].size()
+    else:
+        return _run_now(step, operands, inputs, written)
+    made = _new(step, None, inputs, size, inputs[-1].dtype)
+    submit(step, inputs, [], [made])
+    return made
+
+
+def _new(
+    step: Instruction, layout: Layout | None, inputs: Sequence[Array], size: Any = None, dtype: Any = None
+) -> Array:
+    """Return an array without a value; without a layout, a sparse one of this size and dtype."""
+    program = placement.program_of(inputs)
+    if layout is None:
+        return Array(Storage(step.device, None, program=program), size, None, 0, dtype)
+    return _made(step, layout, program)
+
+
+def _made(step: Instruction, layout: Layout, program: Any) -> Array:
+    return Array(Storage(step.device, layout, "", program), layout[0], layout[1], 0, layout[2])
+
+
+def _run_now(step: Instruction, operands: Operands, inputs: list[Array], written: list[Array]) -> Any:
+    """Run an operation whose result depends on values, and wait for it."""
+    if not any(type(tensor) is Array for tensor in operands.tensors):
+        return operands.run(step.function)
+    program = placement.program_of(inputs)
+    if program is not None:
+        program.refuse(f"{step.name} depends on values", "control flow, .item() and shapes must not")
+    need_values(step.name)
+    step.gives_result = True
+    returned = run(step, [a.memory for a in inputs], [a.memory for a in written]).wait()
+    return private.tree_map(partial(_with_value, step), returned)
+
+
+def _with_value(step: Instruction, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    layout = (value.size(), value.stride(), value.dtype) if value.layout is torch.strided else None
+    made = _new(step, layout, [], value.size(), value.dtype)
+    made.memory.cell.value = value
+    return made
+
+
+def submit(step: Instruction, *arrays: Sequence[Array]) -> Any:
+    """Submit an operation to the program that is being captured, or to the engine.
+
+    Args:
+        step: The operation.
+        arrays: Its inputs, those of them that it writes, and the new arrays that it makes.
+    """
+    return _submit(placement.program_of(arrays[0]), step, *arrays)
+
+
+def _submit(
+    program: Any, step: Instruction, inputs: Sequence[Array], written: Sequence[Array], made: Sequence[Array]
+) -> Any:
+    memories = ([a.memory for a in inputs], [a.memory for a in written], [a.memory for a in made])
+    if program is None:
+        return run(step, *memories)
+    program.see(inputs)
+    return program.add(step, *memories)

@@ -1,4 +1,4 @@
-"""Captures a function as a program: runs it once on arrays without values, and keeps what it does."""
+"""Capture of a function as a program: it runs once on arrays without values, and its operations recorded."""
 
 import gc
 import weakref
@@ -8,33 +8,44 @@ from typing import Any, NoReturn
 import torch
 
 from lockstep.errors import UserError
-from lockstep.flow import placement, private, recording
-from lockstep.flow.arrays import Array, Storage, fetching
-from lockstep.flow.hazards import Uses, order
-from lockstep.flow.instructions import Instruction
-from lockstep.flow.program import Fetched, Memory, Program, ProgramOperation, ProgramVariable, Step
+from lockstep.flow import placement, private
+from lockstep.flow.arrays import Array
+from lockstep.flow.creation import recording_everything
+from lockstep.flow.graph import Uses, order
+from lockstep.flow.instructions import Instruction, Storage, fetching
+from lockstep.flow.program import (
+    CapturedProgram,
+    FetchedOutput,
+    ProgramMemory,
+    ProgramOperation,
+    ProgramStep,
+    ProgramVariable,
+)
 
 
 class CaptureError(UserError):
-    """What was to be captured can't be replayed; the message has the user's line."""
+    """The function cannot be replayed; the message has the user's line."""
 
 
-def capture(function: Callable[..., Any], *examples: torch.Tensor) -> Program:
-    """Records function(*examples) without running it. The program takes inputs of the examples' shapes.
+def capture(function: Callable[..., Any], *examples: torch.Tensor) -> CapturedProgram:
+    """Record function(*examples) without computing it, and return a program for inputs of these shapes.
 
-    Inputs are put where an example is, or on the current device if it is no array. Arrays that were there
-    before are its state. Raises CaptureError with the user's line for what depends on values, for an ordinary
-    tensor that it writes, and for arrays that it makes and something else keeps.
+    An input lies where its example lies, or on the current device if the example is no array. Arrays that
+    exist before the capture are the program's state.
+
+    Raises:
+        CaptureError: The function depends on values, writes an ordinary tensor, or makes an array that
+            something else keeps. The message has the user's line.
     """
     made = Capture()
     inputs = [made.input(number, example) for number, example in enumerate(examples)]
-    with recording.capturing(made):
+    with placement.capturing(made), recording_everything():
         returned = function(*inputs)
     leaves, structure = private.tree_flatten(returned)
     outputs = [made.output(leaf) for leaf in leaves]
     del inputs, returned, leaves
     made.close()
-    return Program(
+    return CapturedProgram(
         (made.operations, made.variables, made.edges),
         made.steps,
         made.memories,
@@ -44,7 +55,7 @@ def capture(function: Callable[..., Any], *examples: torch.Tensor) -> Program:
 
 
 class _Number:
-    """An operation as hazards see it: its number. While a program is captured, none has run."""
+    """An operation as the hazards see it: its number. During a capture no operation has run."""
 
     settled = False
 
@@ -53,14 +64,14 @@ class _Number:
 
 
 class Capture:
-    """What has been recorded so far."""
+    """The operations and memories that have been recorded so far."""
 
     def __init__(self) -> None:
         self.operations: list[ProgramOperation] = []
         self.variables: list[ProgramVariable] = []
         self.edges: set[tuple[int, int]] = set()
-        self.steps: list[Step] = []
-        self.memories: list[Memory] = []
+        self.steps: list[ProgramStep] = []
+        self.memories: list[ProgramMemory] = []
         self.inputs: list[tuple[int, Any, Any]] = []  # memory, layout, device
         self._open = True
         self._uses: list[Uses] = []
@@ -70,24 +81,25 @@ class Capture:
         self._leaves: dict[int, Array] = {}
 
     def refuse(self, what: str, remedy: str = "a program has values only when it runs") -> NoReturn:
-        """Raises CaptureError with the user's line."""
+        """Raise CaptureError with the user's line."""
         line = placement.user_line()
         if self._open:
             raise CaptureError(f"{line}: {what}, which can't be captured: {remedy}")
         raise UserError(f"{line}: {what}: this array stands for a value inside a captured program")
 
     def see(self, inputs: Sequence[Array]) -> None:
-        """Parameters, whose gradients will be arrays of the program when it is captured."""
+        """Note parameters, whose gradients the program will make."""
         for array in inputs:
             if array.requires_grad and array.is_leaf:
                 self._leaves[id(array)] = array
 
     def copies_of(self, storage: Storage) -> tuple[dict[Any, Any], int]:
-        """Copies that the program makes of it in other devices' memories, and its version in the program."""
+        """Return a memory's copies on other devices, and its version in the program."""
         number = self._number(storage)
         return self._copies.setdefault(number, {}), self.variables[self.memories[number].newest].version
 
     def input(self, number: int, example: Any) -> Array:
+        """Return an array that stands for an input."""
         if not isinstance(example, torch.Tensor):
             raise UserError(f"flow.capture: example {number} is a tensor, not {type(example).__name__}")
         layout = (example.size(), example.stride(), example.dtype)
@@ -97,23 +109,23 @@ class Capture:
         return Array(storage, layout[0], layout[1], 0, layout[2])
 
     def output(self, leaf: Any) -> Any:
-        """An array that was returned is copied into ordinary memory at the end of each run."""
+        """Return what a run returns in place of this leaf: an array is copied to host memory."""
         if not isinstance(leaf, Array):
             return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-        self.add(fetching(leaf), [leaf.memory], [], [])
-        return Fetched(len(self.steps) - 1)
+        self.add(fetching(leaf.memory, leaf.view_of_memory()), [leaf.memory], [], [])
+        return FetchedOutput(len(self.steps) - 1)
 
     def add(
         self, step: Instruction, reads: Sequence[Storage], writes: Sequence[Storage], made: Sequence[Storage]
     ) -> "_Unread":
-        """The next operation."""
+        """Append an operation."""
         if not self._open:
             self.refuse(step.name)
         operation = _Number(len(self.steps))
         read = [self._number(storage) for storage in reads]
         used = [n for at, n in enumerate(read) if at != step.overwrites]
         written = list(dict.fromkeys(self._number(storage) for storage in writes))
-        shown = ProgramOperation(
+        described = ProgramOperation(
             operation.number, step.name, step.device.name, step.device.lane_for(step.lane), step.phase,
             step.line, [self.memories[n].newest for n in dict.fromkeys(used)],
         )  # fmt: skip
@@ -121,34 +133,35 @@ class Capture:
         needs, follows = order(
             operation, [self._uses[n] for n in used], [self._uses[n] for n in (*written, *new)]
         )
-        self._show(shown, written, new)
+        self._describe(described, written, new)
         before = {each.number for each in (*needs, *follows)} - {operation.number}
         self.edges |= {(number, operation.number) for number in before}
         needed = {each.number for each in needs}
-        external = [n for n in used if self._is_there(n)]
-        touched = [n for n in written if self._is_there(n)]
-        kept = Step(step, read, new, sorted(needed), sorted(before - needed), external, touched)
-        self.steps.append(kept)
+        external = [n for n in used if self._exists_before(n)]
+        touched = [n for n in written if self._exists_before(n)]
+        follows_only = sorted(before - needed)
+        self.steps.append(ProgramStep(step, read, new, sorted(needed), follows_only, external, touched))
         return _Unread(self, step.name)
 
-    def _is_there(self, number: int) -> bool:
+    def _exists_before(self, number: int) -> bool:
+        """Return whether a memory exists before the program runs."""
         return self.memories[number].storage is not None or any(number == n for n, _, _ in self.inputs)
 
-    def _show(self, shown: ProgramOperation, written: list[int], new: list[int]) -> None:
-        """The operation and the versions that it makes."""
-        for variable in shown.inputs:
-            self.variables[variable].waiting.append(shown.number)
+    def _describe(self, described: ProgramOperation, written: list[int], new: list[int]) -> None:
+        """Append the public description of an operation, and the versions that it makes."""
+        for variable in described.inputs:
+            self.variables[variable].waiting.append(described.number)
         for n in written:
             old = self.variables[self.memories[n].newest]
             self.memories[n].newest = len(self.variables)
-            self.variables.append(ProgramVariable(old.name, old.device, old.version + 1, shown.number))
+            self.variables.append(ProgramVariable(old.name, old.device, old.version + 1, described.number))
         for n in new:
-            self.variables[self.memories[n].newest].generated_by = shown.number
-        shown.outputs = [self.memories[n].newest for n in (*written, *new)]
-        self.operations.append(shown)
+            self.variables[self.memories[n].newest].generated_by = described.number
+        described.outputs = [self.memories[n].newest for n in (*written, *new)]
+        self.operations.append(described)
 
     def _number(self, storage: Storage, name: str = "") -> int:
-        """That of a memory, which may be new here."""
+        """Return the number of a memory, which may be new."""
         known = self._numbers.get(id(storage))
         if known is not None:
             return known
@@ -156,15 +169,18 @@ class Capture:
         ours = storage.program is self
         self._storages.append(storage)
         self._uses.append(Uses())
-        self.memories.append(Memory(storage.cell.layout, None if ours else storage, len(self.variables)))
+        self.memories.append(
+            ProgramMemory(storage.cell.layout, None if ours else storage, len(self.variables))
+        )
         title = storage.name or name or f"array {number}"
         self.variables.append(ProgramVariable(title, storage.device.name, 0, None))
         return number
 
     def close(self) -> None:
-        """Nothing of what it made may be kept:
+        """End the capture.
 
-        it would be made in every run, and whoever keeps it not see it.
+        Raises:
+            CaptureError: Something keeps an array that the program makes: it would not see the next run's.
         """
         self._open = False
         self._copies.clear()
@@ -183,7 +199,7 @@ class Capture:
 
     def _refuse_keeping(self, memory: int) -> NoReturn:
         name = self.variables[self.memories[memory].newest].name
-        maker = next(step for step, kept in enumerate(self.steps) if memory in kept.made)
+        maker = next(number for number, step in enumerate(self.steps) if memory in step.made)
         raise CaptureError(
             f"{self.operations[maker].line}: {name} is kept by something outside of the step, which would "
             "not see the next run's: run the step once before the capture, so that what it keeps is there"
@@ -196,12 +212,13 @@ def _forget_gradient(leaf: Array, program: Capture) -> None:
 
 
 class _Unread:
-    """Stands for the result of an operation while a program is captured."""
+    """A stand-in for an operation's result during a capture."""
 
     def __init__(self, capture: Capture, name: str) -> None:
         self._capture, self._name = capture, name
 
     def wait(self) -> NoReturn:
+        """Refuse: a program that is being captured has no values."""
         self._capture.refuse(f"waiting for {self._name}")
 
     result = wait

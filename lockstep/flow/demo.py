@@ -1,11 +1,11 @@
-"""Shows the dataflow engine on scikit-learn's digits with two devices.
+"""A demonstration of the dataflow engine on scikit-learn's digits, with two devices.
 
     python -m lockstep.flow.demo
 
-Trains a network of two layers by Minerva's loop for data parallelism, as its document writes it. The weights
-equal those of plain NumPy up to rounding, and those of one device bit for bit. Then a captured step is
-recorded, and step.html shows what ran where, when, and what it waited for. Then ParallelExecutor trains a
-convolutional network, by both of its strategies, on one device and on two.
+It trains a network of two layers with the loop of Minerva's document. The weights equal those of plain NumPy
+up to rounding, and those of one device bit for bit. Then it captures a step; step.html shows what ran where,
+when, and what it waited for. Then ParallelExecutor trains a convolutional network, with both of its
+strategies, on one device and on two.
 """
 
 import time
@@ -14,10 +14,10 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 from lockstep import flow
+from lockstep.extras import require
 from lockstep.flow import owl
 
 SIZES = 64, 400, 10
@@ -26,6 +26,10 @@ Gradients = list[torch.Tensor]
 
 
 def main() -> None:
+    """Train in three ways, and print what they have in common."""
+    require("the demonstration", "demo", "sklearn")
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     images, targets = (images / 16).astype(np.float32), np.eye(10, dtype=np.float32)[labels]
     n_train = 1437
@@ -33,11 +37,11 @@ def main() -> None:
     made = flow.cpus(2, threads=1)
     with flow.Engine(made):
         weights, seconds = train_lazily([made[0], made[1]], *train)
-        alone, _ = train_lazily([made[0]] * 2, *train)
+        single, _ = train_lazily([made[0]] * 2, *train)
         reference = train_by_numpy(*train)
         error = 1 - accuracy(weights, images[n_train:], labels[n_train:])
         off = max(float(np.abs(w - r).max()) for w, r in zip(weights, reference, strict=True))
-        same = all((w == a).all() for w, a in zip(weights, alone, strict=True))
+        same = all((w == a).all() for w, a in zip(weights, single, strict=True))
         print(
             f"Minerva's loop on 2 devices: {EPOCHS} epochs in {seconds:.1f} s, validation error {error:.2%}"
         )
@@ -50,7 +54,7 @@ def main() -> None:
 
 
 def initial() -> list[np.ndarray]:
-    """He et al. 2015, eq. 10."""
+    """Return the initial weights (He et al. 2015, eq. 10)."""
     random = np.random.default_rng(0)
     return [random.normal(0, (2 / n) ** 0.5, (n, m)).astype(np.float32) for n, m in pairwise(SIZES)]
 
@@ -58,7 +62,7 @@ def initial() -> list[np.ndarray]:
 def train_lazily(
     gpus: Sequence[flow.Device], images: np.ndarray, targets: np.ndarray
 ) -> tuple[list[np.ndarray], float]:
-    """The loop of Minerva's document. Returns the weights, and the seconds that it took."""
+    """Train with the loop of Minerva's document, and return the weights and the seconds that it took."""
     begin, num_gpu = time.perf_counter(), len(gpus)
     with flow.device(gpus[0]):
         weights = [owl.from_numpy(w) for w in initial()]
@@ -82,7 +86,7 @@ def train_lazily(
 
 
 def ff_and_bp(weights: Sequence[torch.Tensor], data: torch.Tensor, label: torch.Tensor) -> Gradients:
-    """Forward and backward by hand, as Minerva's programs have it: cross-entropy of a softmax."""
+    """Compute forward and backward by hand, as Minerva's programs do, for the cross-entropy of a softmax."""
     hidden = (data @ weights[0]).clamp(min=0)
     wrong = torch.softmax(hidden @ weights[1], 1) - label
     back = (wrong @ weights[1].t()) * (hidden > 0)
@@ -90,7 +94,7 @@ def ff_and_bp(weights: Sequence[torch.Tensor], data: torch.Tensor, label: torch.
 
 
 def train_by_numpy(images: np.ndarray, targets: np.ndarray) -> list[np.ndarray]:
-    """The same, one line after the other, on whole minibatches."""
+    """Train in the same way on whole minibatches, with NumPy only."""
     weights = initial()
     for _ in range(EPOCHS):
         for first in range(0, len(images) - MINIBATCH + 1, MINIBATCH):
@@ -110,7 +114,7 @@ def accuracy(weights: Sequence[np.ndarray], images: np.ndarray, labels: np.ndarr
 
 
 def show_step(devices: Sequence[flow.Device], images: np.ndarray, targets: np.ndarray) -> None:
-    """A convolutional network's step on both devices as a program; writes step.html."""
+    """Capture a convolutional network's step on both devices, and write step.html."""
     step, shares = make_step(devices, images, targets)
     with flow.device(devices[0]):
         step(*shares)
@@ -129,13 +133,13 @@ def show_step(devices: Sequence[flow.Device], images: np.ndarray, targets: np.nd
 def make_step(
     devices: Sequence[flow.Device], images: np.ndarray, targets: np.ndarray
 ) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
-    """Shared weights; each device's gradients; their sum and the update on the first device."""
+    """Return a step and its inputs: gradients on each device, their sum and the update on the first."""
     torch.manual_seed(0)
     size, shape = 64, (1, 8, 8)
     shares = [
         torch.from_numpy(images[n * size : (n + 1) * size]).view(size, *shape) for n in range(len(devices))
     ]
-    wanted = [torch.from_numpy(targets[n * size : (n + 1) * size]) for n in range(len(devices))]
+    targets_by_device = [torch.from_numpy(targets[n * size : (n + 1) * size]) for n in range(len(devices))]
     with flow.device(devices[0]):
         model = flow.arrays(
             nn.Sequential(
@@ -157,23 +161,23 @@ def make_step(
             optimizer.step()
             return torch.stack(losses).sum().detach()
 
-    return step, [*shares, *wanted]
+    return step, [*shares, *targets_by_device]
 
 
 def train_in_parallel(images: np.ndarray, labels: np.ndarray, n_train: int) -> None:
-    """The same steps on two devices by both strategies, bit for bit, and on one, up to rounding."""
+    """Train on two devices with both strategies, bit for bit equal, and on one, equal up to rounding."""
     data = {"images": torch.from_numpy(images).view(-1, 1, 8, 8), "labels": torch.from_numpy(labels)}
     begin = time.perf_counter()
     found, wrong = train_with_executor(flow.cpus(2, threads=1), "all_reduce", data, n_train)
     seconds = time.perf_counter() - begin
     other, _ = train_with_executor(flow.cpus(2, threads=1), "reduce", data, n_train)
-    alone, wrong_alone = train_with_executor(flow.cpus(1, threads=1), "all_reduce", data, n_train)
+    single, wrong_on_one = train_with_executor(flow.cpus(1, threads=1), "all_reduce", data, n_train)
     print(
         f"ParallelExecutor on 2 devices: {EPOCHS // 5} epochs in {seconds:.1f} s, "
-        f"validation error {wrong:.2%}, on 1 device {wrong_alone:.2%}"
+        f"validation error {wrong:.2%}, on 1 device {wrong_on_one:.2%}"
     )
     same = all(torch.equal(value, other[name]) for name, value in found.items())
-    off = max(float((value - alone[name]).abs().max()) for name, value in found.items())
+    off = max(float((value - single[name]).abs().max()) for name, value in found.items())
     print(
         f"  same bits by all_reduce and reduce: {'yes' if same else 'no'}; "
         f"largest difference to one device's weights after {EPOCHS // 5} epochs {off:.1e}"
@@ -189,7 +193,7 @@ def loss(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> flow.L
 def train_with_executor(
     devices: Sequence[flow.Device], strategy: flow.Strategy, data: dict[str, torch.Tensor], n_train: int
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """The weights, and the validation error."""
+    """Train, and return the weights and the validation error."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 16, 3), nn.Tanh(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(576, 10))
     with flow.Engine(devices):

@@ -1,6 +1,6 @@
-"""Devices: what has memory and lanes. A CPU can be split into several; a GPU is one (gpu.py).
+"""Devices: memory and lanes. A CPU can be split into several devices; a GPU is one (gpu.py).
 
-Another kind of device is a class with the contract of `Device` (docs/extending.md has one).
+Another kind of device is a subclass of `Device`; docs/extending.md has an example.
 """
 
 import contextlib
@@ -9,83 +9,87 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from lockstep.backends import devices as machine
 from lockstep.errors import UserError
-from lockstep.exchange.fold import fold_all
+from lockstep.exchange.reduction import reduce_arrays
 from lockstep.memory.malloc import share_one_heap
 
-if TYPE_CHECKING:
-    from lockstep.flow.engine import Engine
-
 _THREADS = threading.Lock()
+os.register_at_fork(after_in_child=_THREADS._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class Event(Protocol):
-    """A point in what one lane of an asynchronous device does."""
+    """A point in the work of one lane of an asynchronous device."""
 
     def synchronize(self) -> None:
-        """Returns when the lane has come to it."""
+        """Block until the lane has reached it."""
 
     def query(self) -> bool:
-        """Whether the lane has come to it."""
+        """Return whether the lane has reached it."""
 
 
 class Device(ABC):
-    """The contract of a device: memory, lanes, how a value gets in and out, how an operation is run.
+    """The interface of a device: memory, lanes, transfers of values, and how an operation runs.
 
-    name: for people. memory: devices with an equal one share their values without a copy. torch_device: what
-    tensors there say. workers: how many each of its lanes has; more than one makes the order in which its
-    operations run depend on timing, never their results.
+    Attributes:
+        name: Shown to users.
+        memory: Devices with equal memories share values without a copy.
+        torch_device: The device of tensors in this memory.
+        workers: The number of workers of each lane. With more than one, the order in which operations run
+            depends on timing; their results never do.
+        asynchronous: Whether operations are launched, and run later.
+        engine: The open engine that has the device, or None.
     """
 
     name: str
     memory: Hashable
     torch_device: torch.device
     workers: Mapping[str, int]
-    engine: "Engine | None" = None
-    asynchronous = False  # whether operations are launched, and run later
+    engine: Any = None
+    asynchronous = False
 
     def lane_for(self, kind: str) -> str:
-        """The lane that does a kind of work: compute, communication, fetch or call."""
+        """Return the lane for a kind of work: compute, communication, fetch or call."""
         return kind
 
+    def check_process(self) -> None:
+        """Raise UserError if this process cannot use the device. An engine calls it first."""
+        return
+
     def enter(self, kind: str, stack: contextlib.ExitStack) -> None:
-        """Called in each worker of a lane before its first operation; what it puts on the stack ends it."""
+        """Prepare a worker of a lane; when the worker ends, the stack undoes it."""
         return
 
     def launch(self, function: Callable[[], Any]) -> Any:
-        """Runs an operation in the worker; where the device is asynchronous, this returns before it has."""
+        """Run an operation in the worker. An asynchronous device returns before it has run."""
         return function()
 
     def mark(self) -> "Event | None":
-        """Called in the worker behind each operation: what tells when any lane can use its results;
-
-        None if any can.
-        """
+        """Return an event behind the operation just launched, or None if its results are ready at once."""
         return None
 
     def follow(self, event: "Event") -> None:
-        """Called in the worker: what is launched next runs behind another lane's event."""
+        """Let what the worker launches next run behind another lane's event."""
         event.synchronize()
 
     def hold(self, values: Sequence[torch.Tensor]) -> None:
-        """Called before each operation: their memory must not be used again before it has run."""
+        """Keep the memory of these values from being reused before the next operation has run."""
         return
 
     def call(self, function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        """Runs one torch operation on values of this device."""
+        """Run one torch operation on values of this device."""
         return function(*arguments, **keywords)
 
     def reaches(self, other: "Device", dtype: torch.dtype) -> bool:
-        """Whether `fold` here can use values in the other's memory as they are."""
+        """Return whether `reduce` on this device can use values in the other's memory without a copy."""
         return self.memory == other.memory
 
-    def fold(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Writes the sum of contiguous tensors, in their order, into others, which may be some of them."""
+    def reduce(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Write the sum of contiguous tensors, in their order, into the targets, which may be among them."""
         total = sources[0]
         for source in sources[1:]:
             total = total + source
@@ -94,20 +98,23 @@ class Device(ABC):
 
     @abstractmethod
     def put(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy in this device's memory of a value in ordinary memory or in another device's."""
+        """Return a copy of a value, from host memory or another device's, in this device's memory."""
 
     @abstractmethod
     def fetch(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy in ordinary memory of a value in this device's."""
+        """Return a copy of a value of this device in host memory."""
 
     def __repr__(self) -> str:
         return self.name
 
 
 class Cpu(Device):
-    """Some of the cores. A worker computes, with its own intra-op threads; one copies; one is for calls.
+    """Some of the cores, with one lane that computes, one that copies and one for calls.
 
-    cores: numbers of the processors that its workers may run on. threads: of torch in each operation.
+    Args:
+        cores: Numbers of the processors that its workers may run on.
+        threads: torch's intra-op threads in each operation.
+        workers: Workers of the compute lane.
     """
 
     memory = "host"
@@ -118,18 +125,20 @@ class Cpu(Device):
         self.workers = {"compute": workers, "communication": 1, "call": 1}
 
     def lane_for(self, kind: str) -> str:
+        """Return the lane for a kind of work: values are fetched on the lane for communication."""
         return "communication" if kind == "fetch" else kind
 
     def enter(self, kind: str, stack: contextlib.ExitStack) -> None:
+        """Bind the worker to the device's cores, and limit its intra-op threads."""
         os.sched_setaffinity(0, self.cores)  # of this thread, and of those that torch starts from it
         set_own_threads(self.threads)
 
-    def fold(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def reduce(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         if sources[0].dtype not in (torch.float32, torch.float64):
-            super().fold(sources, targets)
+            super().reduce(sources, targets)
             return
         arrays = {id(tensor): tensor.view(-1).numpy() for tensor in (*sources, *targets)}
-        fold_all([arrays[id(t)] for t in sources], [arrays[id(t)] for t in targets], "sum")
+        reduce_arrays([arrays[id(t)] for t in sources], [arrays[id(t)] for t in targets], "sum")
 
     def put(self, value: torch.Tensor) -> torch.Tensor:
         return value.to("cpu", copy=True)
@@ -139,10 +148,14 @@ class Cpu(Device):
 
 
 def cpus(n: int, threads: int | None = None, workers: int = 1) -> list[Cpu]:
-    """The cores that this process may use, split into n devices; with fewer cores than n, they share them.
+    """Split the cores that this process may use into n devices; with fewer cores than n, they share them.
 
-    threads: of each device's operations (default: one a core). workers: that compute, on each device; see
-    docs/decisions.md for why it is one. Raises UserError for less than one of any.
+    Args:
+        threads: Intra-op threads of each device's operations (default: one per core).
+        workers: Workers that compute, on each device. docs/decisions/flow.md says why it is one.
+
+    Raises:
+        UserError: An argument is less than 1.
     """
     for value, what in ((n, "n, the number of devices,"), (threads, "threads"), (workers, "workers")):
         if value is not None and (not isinstance(value, int) or value < 1):
@@ -158,10 +171,10 @@ def cpus(n: int, threads: int | None = None, workers: int = 1) -> list[Cpu]:
 
 
 def set_own_threads(number: int) -> None:
-    """Sets torch's intra-op threads for the calling thread and leaves everybody else's as they are.
+    """Set torch's intra-op threads for the calling thread only.
 
-    torch.set_num_threads also sets what threads get that have not computed yet, so that is put back; and in a
-    new thread it is undone by the first operation unless get_num_threads came before.
+    torch.set_num_threads also changes the default of threads that have not computed yet, so that is
+    restored. In a new thread the first operation would undo it unless get_num_threads was called before.
     """
     with _THREADS:
         others = _in_new_thread(torch.get_num_threads)

@@ -1,39 +1,39 @@
-"""The engine: runs functions when what they read is there, on the lanes of several devices."""
+"""The engine: runs functions on the lanes of several devices as soon as their inputs are ready."""
 
 import atexit
 import contextlib
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.flow import trace
+from lockstep.flow import graph, placement, trace
 from lockstep.flow.devices import Device
-from lockstep.flow.hazards import Uses, order
-from lockstep.flow.lanes import GRAPH, HERE, LISTEN, Failure, Lane, Operation
+from lockstep.flow.graph import GRAPH, Submission, Uses
+from lockstep.flow.lanes import POLL_SECONDS, WORKER, Failure, Lane, Operation
 
 _OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 _numbers = itertools.count()  # program order, of all engines together
 
 
-class _Here(threading.local):
-    dry = False  # what is pushed is scheduled, not executed
+class _DryRun(threading.local):
+    """A thread's mode: in a dry run, operations are scheduled and not executed."""
+
+    dry = False
 
 
-_here = _Here()
+_dry_run = _DryRun()
 
 
 class Cancelled(RuntimeError):
-    """The engine was closed before the operation began."""
+    """The engine was closed, or the process forked, before the operation started."""
 
 
 class Variable(Uses):
-    """Something that operations read and write.
-
-    It has no value of its own; functions know what it stands for.
-    """
+    """A name for something that operations read and write. It has no value; the functions know what it is."""
 
     __slots__ = ("__weakref__", "name")
 
@@ -43,25 +43,29 @@ class Variable(Uses):
 
 
 class Engine:
-    """Runs pushed functions out of order, as soon as their hazards allow, on the lanes of its devices.
+    """A scheduler that runs pushed functions out of order, as soon as their hazards allow.
 
-    devices: each in one open engine at a time. run_ahead: `push` blocks while this many operations are
-    pending. A context manager: leaving it waits for everything, or, with an error, closes at once. Arrays
-    that are made inside are on its first device, if no other is set. Raises UserError for no devices, or some
-    that another engine has.
+    As a context manager it waits for everything on exit, or closes at once after an error. Arrays that are
+    made inside are on its first device, unless another is set.
+
+    Args:
+        devices: Each can be in one open engine at a time.
+        run_ahead: `push` blocks while this many operations are pending.
+
+    Raises:
+        UserError: There are no devices, or another engine has one of them.
     """
 
     def __init__(self, devices: Iterable[Device], run_ahead: int = 10_000) -> None:
         self.devices: list[Device] = []
         self.run_ahead = run_ahead
-        self._resume_at = run_ahead * 3 // 4  # waking up for each operation would cost more than it
+        self._resume_at = run_ahead * 3 // 4  # waking up for each operation would be slow
         self.closed = False
         self._lanes: dict[tuple[Device, str], Lane] = {}
-        self._starting = threading.Lock()
-        self._pending: set[Operation] = set()
-        self._changed = threading.Condition(GRAPH)
-        self._n_waiting = 0
+        self.pending: set[Operation] = set()  # in the graph, and not done
+        self._waiters: list[threading.Lock] = []
         self._failures: list[Failure] = []
+        self._scope: Any = None  # of the current device, while this is a context manager
         devices = list(devices)
         if not devices:
             raise UserError("an engine needs devices: flow.Engine(flow.cpus(2))")
@@ -74,7 +78,7 @@ class Engine:
         _OPEN.add(self)
 
     def add(self, device: Device) -> None:
-        """One more device. Raises UserError where another engine has it."""
+        """Add a device. Raises UserError if another engine has it."""
         if not isinstance(device, Device):
             raise UserError(f"{device!r} is not a device: flow.cpus(n) and flow.cuda(i) make them")
         if device.engine not in (None, self):
@@ -82,22 +86,26 @@ class Engine:
                 f"{device.name} belongs to another engine: close that one, or make another device"
             )
         if device.engine is None:
+            device.check_process()
             device.engine = self
             self.devices.append(device)
 
     def lane(self, device: Device, kind: str) -> Lane:
-        """The device's lane for a kind of work, whose workers start with its first use.
+        """Return the device's lane for a kind of work. Its workers start with its first use.
 
-        kind: compute, communication, fetch or call. Raises UserError for a device that is not the engine's.
+        Args:
+            kind: compute, communication, fetch or call.
+
+        Raises:
+            UserError: The engine is closed, or does not have the device.
         """
         place = device, device.lane_for(kind)
         lane = self._lanes.get(place)
         if lane is None:
-            with self._starting:
-                self._check(device)
-                if place not in self._lanes:
-                    self._lanes[place] = Lane(device, place[1], device.workers.get(place[1], 1))
-                lane = self._lanes[place]
+            self._check(device)
+            new = Lane(self, device, place[1], device.workers.get(place[1], 1))
+            lane = self._lanes.setdefault(place, new)  # another thread, or a handler, may have been first
+        lane.start()
         return lane
 
     def _check(self, device: Device) -> None:
@@ -108,7 +116,7 @@ class Engine:
             raise UserError(f"{device!r} is not a device of this engine, which has {names}")
 
     def variable(self, name: str = "") -> Variable:
-        """A new variable, which is there: whoever reads it before anyone writes it does not wait."""
+        """Return a new variable, which counts as written: a reader does not wait."""
         return Variable(name)
 
     def push(
@@ -122,10 +130,18 @@ class Engine:
         after: Sequence[Operation] = (),
         lane: str = "compute",
     ) -> Operation:
-        """Has function() run on a device (default: the first) when nothing pushed before stands against it.
+        """Run function() on a device as soon as its hazards allow, and return the operation.
 
-        It waits for the writers of what it reads, for readers and writers of what it writes, and for `after`.
-        Raises UserError on a closed engine or for a device that is not the engine's.
+        It waits for the writers of what it reads, for the readers and writers of what it writes, and for
+        `after`.
+
+        Args:
+            device: Default: the engine's first.
+            name: Shown in errors and traces.
+            lane: The kind of work.
+
+        Raises:
+            UserError: The engine is closed, or does not have the device.
         """
         for used in (*reads, *writes):
             if not isinstance(used, Uses):
@@ -133,11 +149,25 @@ class Engine:
         if device is not None and not isinstance(device, Device):
             raise UserError(f"push: {device!r} is not a device: flow.cpus(n) and flow.cuda(i) make them")
         place = self.lane(self.devices[0] if device is None else device, lane)
-        return self.submit(self.operation(function, place, name or "operation"), reads, writes, (), after)
+        operation = self.operation(function, place, name or "operation")
+        operation.line = placement.user_line()
+        return self.submit(operation, reads, writes, (), after)
 
     def operation(self, function: Callable[[], Any], lane: Lane, name: str) -> Operation:
-        """One that is not submitted yet."""
-        return Operation(_nothing if _here.dry else function, lane, name, next(_numbers))
+        """Return an operation that is not submitted yet."""
+        return Operation(_nothing if _dry_run.dry else function, lane, name, next(_numbers))
+
+    def submission(
+        self,
+        operation: Operation,
+        reads: Collection[Uses],
+        writes: Collection[Uses],
+        needs: Sequence[Operation] = (),
+        after: Sequence[Operation] = (),
+    ) -> Submission:
+        """Return a submission. Besides its hazards, the operation needs and follows the given operations."""
+        operation.engine = self
+        return Submission(operation, reads, writes, needs, after, tuple(trace.active) if trace.active else ())
 
     def submit(
         self,
@@ -147,54 +177,63 @@ class Engine:
         needs: Sequence[Operation] = (),
         after: Sequence[Operation] = (),
     ) -> Operation:
-        """Lets it wait for what its variables say, and for given ones: those it needs, those it follows."""
-        with GRAPH:
-            self.submit_next(operation, reads, writes, needs, after)
+        """Submit one operation and return it."""
+        submission = self.submission(operation, reads, writes, needs, after)
+        self.wait_for_room(operation.number)
+        graph.submit((submission,))
+        if self.closed:
+            self.check_open(operation.name)
         return operation
 
-    def submit_next(
-        self,
-        operation: Operation,
-        reads: Collection[Uses],
-        writes: Collection[Uses],
-        needs: Sequence[Operation],
-        after: Sequence[Operation],
-    ) -> None:
-        """The same for who holds GRAPH."""
-        operation.engine = self
-        if len(self._pending) >= self.run_ahead and HERE.lane is None:
-            self._wait_until(lambda: len(self._pending) <= self._resume_at)
+    def wait_for_room(self, number: int) -> None:
+        """Block until few enough operations before this number are pending. Raises UserError if closed."""
+        if WORKER.lane is None and self._count_pending(number) >= self.run_ahead:
+            graph.check_may_wait()
+            self._wait_until(lambda: self._count_pending(number) <= self._resume_at)
         if self.closed:
-            raise UserError(f"the engine is closed: {operation.name} can't be pushed any more")
-        self._pending.add(operation)
-        try:
-            found_needs, found_follows = order(operation, reads, writes)
-            found_needs += needs
-            found_follows += after
-            if trace.active:
-                trace.note(operation, found_needs + found_follows)
-            operation.link(found_needs, found_follows)
-        except BaseException as error:  # Ctrl-C: nobody must wait for it for ever
-            operation.failure = Failure(operation, error)
-            raise
-        finally:
-            operation.release()
+            raise UserError("the engine is closed: nothing can be pushed any more")
+
+    def _count_pending(self, number: int) -> int:
+        return len(self.pending) + graph.count_submitted(number)
+
+    def check_open(self, name: str) -> None:
+        """Raise UserError if the engine was closed before a worker saw a submission."""
+        if self.closed:
+            thread = threading.Thread(target=self._clear, name="flow closing")
+            thread.start()
+            thread.join()
+            raise UserError(f"the engine is closed: {name} can't be pushed any more")
+
+    def _clear(self) -> None:
+        with GRAPH:
+            graph.link_submitted()
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Cancel all operations that have not started. The caller holds GRAPH."""
+        for operation in sorted(self.pending, key=lambda operation: operation.number):
+            if not (operation.started or operation.done):
+                operation.failure = Failure(operation, Cancelled("the engine was closed before it began"))
+                operation.failure.seen = True
+                for after in operation.finish():
+                    after.release()
 
     def wait(self, variable: Uses) -> None:
-        """Until the variable's value is there. Raises OperationError where it was not made."""
-        if variable.writer is not None:
-            variable.writer.wait()
+        """Block until the variable is written. Raises OperationError if writing it failed."""
+        writer = graph.writer_of(variable)
+        if writer is not None:
+            writer.wait()
 
     def wait_all(self) -> None:
-        """Until nothing is pending. Raises OperationError for failures that nobody has seen, each once."""
-        if HERE.lane is not None:
+        """Block until nothing is pending. Raises OperationError for failures not reported yet, each once."""
+        if WORKER.lane is not None:
             raise UserError(
-                f"an operation on {HERE.lane.device.name} waits for all, and so for itself: wait outside"
+                f"an operation on {WORKER.lane.device.name} waits for all, and so for itself: wait outside"
             )
-        with GRAPH:
-            self._wait_until(lambda: not self._pending)
-            unseen = sorted((f for f in self._failures if not f.seen), key=lambda failure: failure.number)
-            self._failures = []
+        graph.check_may_wait()
+        self._wait_until(self._idle)
+        failures, self._failures = self._failures, []
+        unseen = sorted((f for f in failures if not f.seen), key=lambda failure: failure.number)
         for lane in list(self._lanes.values()):
             lane.synchronize()
         if unseen:
@@ -205,89 +244,123 @@ class Engine:
             raise error
 
     def close(self) -> None:
-        """Cancels what has not begun, waits for what has, and ends the workers. Closing twice is harmless."""
-        if HERE.lane is not None and HERE.lane.device.engine is self:
+        """Cancel what has not started, wait for what has, and end the workers. Closing twice is harmless."""
+        if WORKER.lane is not None and WORKER.lane.device.engine is self:
             raise UserError("an operation can't close the engine that runs it")
-        with GRAPH:
-            self.closed = True
-            for operation in sorted(self._pending, key=lambda operation: operation.number):
-                if not (operation.started or operation.done):
-                    operation.failure = Failure(operation, Cancelled("the engine was closed before it began"))
-                    operation.failure.seen = True
-                    for after in operation.finish():
-                        after.release()
-            self._changed.notify_all()
-        with self._starting:
-            lanes = list(self._lanes.values())
-        for lane in lanes:
+        graph.check_may_wait()
+        self.closed = True
+        for lane in list(self._lanes.values()):
             lane.close()
+        for waiter in list(self._waiters):
+            _release(waiter)
         for device in self.devices:
             device.engine = None
         self._lanes = {}
         _OPEN.discard(self)
 
+    def forget(self) -> set[Operation]:
+        """Close in a forked child, where no worker exists. Returns the operations that were pending."""
+        self.closed = True
+        for device in self.devices:
+            device.engine = None
+        pending, self.pending, self._lanes, self._failures = self.pending, set(), {}, []
+        _OPEN.discard(self)
+        return {operation for operation in pending if not operation.done}
+
     def finished(self, operation: Operation) -> None:
-        """What an operation tells when it is done. Holds GRAPH."""
-        self._pending.discard(operation)
+        """Note that an operation is done. The caller holds GRAPH."""
+        self.pending.discard(operation)
         failure = operation.failure
         if failure is not None and failure.number == operation.number and not failure.seen:
             self._failures = [*(known for known in self._failures if not known.seen), failure]
-        n_pending = len(self._pending)
-        if self._n_waiting and n_pending in (0, self._resume_at):
-            self._changed.notify_all()
+        if self._waiters and len(self.pending) in (0, self._resume_at):
+            for waiter in list(self._waiters):
+                _release(waiter)
 
     def __enter__(self) -> "Engine":
-        from lockstep.flow import placement
-
-        placement.enter(self.devices[0])
+        self._scope = placement.CurrentDevice(self.devices[0])
+        self._scope.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        from lockstep.flow import placement
-
-        placement.leave()
+        self._scope.close()
         try:
             if kind is None:
                 self.wait_all()
         finally:
             self.close()
 
+    def _idle(self) -> bool:
+        queued = graph.submitted()  # read first, since an operation moves from the queue to `pending`
+        return all(s.operation.engine is not self or s.operation.done for s in queued) and not self.pending
+
     def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Holds GRAPH."""
-        self._n_waiting += 1
+        mine = threading.Lock()
+        self._waiters.append(mine)
         try:
             while not (condition() or self.closed):
-                self._changed.wait(LISTEN)
+                graph.wake_all()
+                mine.acquire(timeout=POLL_SECONDS)
         finally:
-            self._n_waiting -= 1
+            self._waiters.remove(mine)
+
+
+def _release(waiter: threading.Lock) -> None:
+    """Wake a thread that waits for this lock, so that it checks its condition again."""
+    with contextlib.suppress(RuntimeError):  # it is not waiting
+        waiter.release()
 
 
 def _nothing() -> None:
-    """What an operation of a dry run does."""
+    """Do nothing, in place of an operation of a dry run."""
+
+
+_default: list[Engine] = []  # the engine of all devices that were given to no other
+_adding = threading.RLock()
+
+
+def engine_of(device: Device) -> Engine:
+    """Return the device's engine. All devices that were given to no engine share one."""
+    engine: Engine | None = getattr(device, "engine", None)
+    if engine is None:
+        with _adding:
+            if not _default or _default[0].closed:
+                _default[:] = [Engine([device])]
+            _default[0].add(device)
+            engine = _default[0]
+    return engine
+
+
+def set_device(device: Device) -> None:
+    """Make the device this thread's current one. Raises UserError for what is no device."""
+    engine_of(device)
+    placement.CONTEXT.device = device
 
 
 def in_dry_run() -> bool:
-    return _here.dry
+    """Return whether this thread is inside `dry_run`."""
+    return _dry_run.dry
 
 
 @contextlib.contextmanager
 def dry_run() -> Iterator[None]:
-    """What this thread pushes or records inside is scheduled, not executed;
+    """Schedule what this thread pushes or records inside, without executing it.
 
-    arrays made so never get a value.
+    Arrays made inside never get a value.
     """
-    _here.dry = True
+    _dry_run.dry = True
     try:
         yield
         wait_all()
     finally:
-        _here.dry = False
+        _dry_run.dry = False
 
 
 def wait_all() -> None:
-    """Until nothing is pending in any engine.
+    """Block until nothing is pending in any engine.
 
-    Raises OperationError for failures that nobody has seen, each once.
+    Raises:
+        OperationError: An operation failed, and the failure was not reported yet.
     """
     for engine in list(_OPEN):
         engine.wait_all()
@@ -297,3 +370,24 @@ def wait_all() -> None:
 def _close_all() -> None:
     for engine in list(_OPEN):
         engine.close()
+
+
+def _reset_after_fork() -> None:
+    """Close the engines in a forked child. Operations that were pending count as failed."""
+    WORKER.lane = None
+    _dry_run.dry = False
+    _default.clear()
+    _adding._at_fork_reinit()  # type: ignore[attr-defined]
+    left = graph.forget()
+    for submission in left:
+        for variable in submission.writes:
+            variable.writer = submission.operation
+    pending = {submission.operation for submission in left}
+    for engine in list(_OPEN):
+        pending |= engine.forget()
+    for operation in pending:
+        operation.failure = Failure(operation, Cancelled("it was pending when the process was forked"))
+        operation.done = True
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -1,9 +1,10 @@
-"""GPUs as devices of the dataflow engine: each lane has a stream, in which torch and our kernels compute.
+"""GPUs as devices of the dataflow engine: each lane has a stream for torch's kernels and ours.
 
-This file has run on the simulated driver of the tests only, not on a GPU yet.
+This file has run on the tests' simulated driver only, not on a GPU.
 """
 
 import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -13,8 +14,30 @@ import torch
 
 from lockstep.backends import devices as machine
 from lockstep.errors import UserError
-from lockstep.exchange.p2p import MOST_RANKS, FoldKernel
+from lockstep.exchange.p2p import MOST_RANKS, ReduceKernel
 from lockstep.flow.devices import Device, Event
+
+
+class _ForkState:
+    """The process's use of CUDA, which does not survive a fork."""
+
+    uses_cuda = False
+    was_forked = False  # after its parent began to use CUDA, which then cannot work here
+
+
+def _note_fork() -> None:
+    _ForkState.was_forked = _ForkState.uses_cuda
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def _check_process(name: str) -> None:
+    if _ForkState.was_forked:
+        raise UserError(
+            f"{name} cannot be used in a forked process: its parent already uses CUDA. Start the process "
+            "with multiprocessing's spawn method."
+        )
 
 
 class Cuda(Device):
@@ -23,50 +46,59 @@ class Cuda(Device):
     asynchronous = True
 
     def __init__(self, number: int, workers: int = 1) -> None:
-        from lockstep.memory.cuda import CudaMemory  # PyCUDA is there on machines with a GPU only
+        from lockstep.memory.cuda import CudaMemory  # only machines with a GPU have PyCUDA
 
         self._number, self._peers = number, dict[Hashable, bool]()
         self.name, self.memory = f"cuda:{number}", f"cuda:{number}"
         self.workers = {"compute": workers, "communication": 1, "fetch": 1, "call": 1}
         self._memory = CudaMemory(self.name)
         self.torch_device = torch_device(self.name)
-        self._here = threading.local()
+        self._context = threading.local()  # the stream, kernel and events of a worker
+        _ForkState.uses_cuda = True
+
+    def check_process(self) -> None:
+        """Raise UserError in a forked process whose parent already used CUDA."""
+        _check_process(self.name)
 
     def enter(self, kind: str, stack: contextlib.ExitStack) -> None:
+        """Make the worker's stream, and let torch compute in it."""
         self._memory.context.push()
         stack.callback(self._memory.context.pop)
-        self._here.stream = self._memory.driver.Stream()
-        self._here.fold = None  # made with its first use
-        self._here.events = _Events(self._memory, self._here.stream)
+        self._context.stream = self._memory.driver.Stream()
+        self._context.kernel = None  # made with its first use
+        self._context.events = _Events(self._memory, self._context.stream)
         stack.callback(self._leave)
         if machine.on_gpus([self.torch_device]):
-            external: Any = torch.cuda.ExternalStream(self._here.stream.handle, self.torch_device)  # type: ignore[no-untyped-call]
+            external: Any = torch.cuda.ExternalStream(self._context.stream.handle, self.torch_device)  # type: ignore[no-untyped-call]
             stack.enter_context(torch.cuda.stream(external))
 
     def _leave(self) -> None:
-        self._here.events.close()
-        del self._here.events, self._here.fold, self._here.stream
+        self._context.events.close()
+        del self._context.events, self._context.kernel, self._context.stream
 
     def mark(self) -> "CudaEvent":
-        mark: CudaEvent = self._here.events.mark()
+        """Return an event behind the operation just launched, in the worker's stream."""
+        mark: CudaEvent = self._context.events.mark()
         return mark
 
     def follow(self, event: Event) -> None:
+        """Let the worker's stream wait for another lane's event."""
         if isinstance(event, CudaEvent):
             raw = event.raw()
             if raw is not None:
-                self._here.stream.wait_for_event(raw)
+                self._context.stream.wait_for_event(raw)
         else:
             event.synchronize()
 
     def hold(self, values: Sequence[torch.Tensor]) -> None:
+        """Tell torch's allocator that the worker's stream uses the memory of these values."""
         if machine.on_gpus([self.torch_device]):
             for value in values:
-                if value.layout is torch.strided:
+                if value.is_cuda and value.layout is torch.strided:  # memory of the host needs none
                     value.record_stream(torch.cuda.current_stream(self.torch_device))
 
     def reaches(self, other: Device, dtype: torch.dtype) -> bool:
-        """Also the memory of GPUs that the driver lets this one read and write; the kernel takes float32."""
+        """Return whether the driver lets this GPU use the other's memory; the kernel takes float32 only."""
         if self.memory == other.memory or not isinstance(other, Cuda) or dtype is not torch.float32:
             return self.memory == other.memory
         if other.memory not in self._peers:
@@ -86,16 +118,16 @@ class Cuda(Device):
             mine.pop()
         return True
 
-    def fold(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """By the kernel of the trainers' exchange, in this lane's stream."""
+    def reduce(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Add up with the kernel of the trainers' exchange, in this lane's stream."""
         if sources[0].dtype is not torch.float32 or max(len(sources), len(targets)) > MOST_RANKS:
-            super().fold(sources, targets)
+            super().reduce(sources, targets)
             return
-        here = self._here
-        if here.fold is None:
-            here.fold = FoldKernel(self._memory, here.stream)
+        context = self._context
+        if context.kernel is None:
+            context.kernel = ReduceKernel(self._memory, context.stream)
         addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in (sources, targets)]
-        here.fold.launch(*addresses, (0, sources[0].numel()), "sum")
+        context.kernel.launch(*addresses, (0, sources[0].numel()), "sum")
 
     def put(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.torch_device, copy=True)
@@ -105,7 +137,7 @@ class Cuda(Device):
 
 
 class _Events:
-    """Those of one worker's stream. They are used again, and end in its thread, as PyCUDA asks for."""
+    """The events of one worker's stream. They are reused, and end in its thread, as PyCUDA requires."""
 
     def __init__(self, memory: Any, stream: Any) -> None:
         self.context, self._driver, self._stream = memory.context, memory.driver, stream
@@ -113,6 +145,7 @@ class _Events:
         self.free: deque[int] = deque()
 
     def mark(self) -> "CudaEvent":
+        """Record and return an event behind the work that is in the stream now."""
         if not self.free:
             self.free.append(len(self.made))
             self.made.append(self._driver.Event(self._driver.event_flags.DISABLE_TIMING))
@@ -121,6 +154,7 @@ class _Events:
         return CudaEvent(self, number)
 
     def close(self) -> None:
+        """Wait for the stream, and release all events."""
         self._stream.synchronize()
         self.made.clear()
 
@@ -135,14 +169,16 @@ class CudaEvent:
         self._events.free.append(self._number)
 
     def raw(self) -> Any:
-        """PyCUDA's; None when its worker has ended, and so all that it had to do."""
+        """Return PyCUDA's event, or None if its worker has ended, and so all its work."""
         made = self._events.made
         return made[self._number] if made else None
 
     def synchronize(self) -> None:
+        """Block until the stream has reached the event."""
         self._ask("synchronize")
 
     def query(self) -> bool:
+        """Return whether the stream has reached the event."""
         return bool(self._ask("query"))
 
     def _ask(self, question: str) -> Any:
@@ -157,13 +193,18 @@ class CudaEvent:
 
 
 def torch_device(name: str) -> torch.device:
-    """What torch calls it. The tests' simulated devices are the processor to torch."""
+    """Return torch's device. The tests replace this: their simulated devices are the CPU to torch."""
     return torch.device(name)
 
 
 def cuda(number: int, workers: int = 1) -> Cuda:
-    """GPU `number`. Raises UserError, which says why, where it is not there or can't be used."""
+    """Return GPU `number` as a device.
+
+    Raises:
+        UserError: The GPU does not exist or cannot be used; the message says why.
+    """
     if number < 0:
         raise UserError(f"flow.cuda: GPUs are counted from 0, so there is no {number}")
+    _check_process(f"cuda:{number}")
     machine.check((f"cuda:{number}",), "flow.cpus(n) makes devices of the processor")
     return Cuda(number, workers)

@@ -1,22 +1,30 @@
-"""One recorded operation: what is called with which values, and where what comes out is kept."""
+"""A recorded operation, the memories that it uses, and its submission to the engine."""
 
+import ctypes
+import operator
+import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from lockstep.errors import UserError
-from lockstep.flow import private
+from lockstep.flow import placement, private
 from lockstep.flow.devices import Device
-from lockstep.flow.recipes import Kind, Layout, Recipe, fill, fill_names
+from lockstep.flow.engine import Variable, engine_of, in_dry_run
+from lockstep.flow.lanes import Operation
+from lockstep.flow.recipes import ArgumentSlot, Layout, OperationTraits, Recipe, fill, fill_names
 
 View = tuple[torch.Size, tuple[int, ...], int, torch.dtype]  # size, stride, offset, dtype
-_SEEDING = threading.Lock()  # operations that can only use torch's own generator take turns
+_SEEDING = threading.RLock()  # operations that can only use torch's own generator take turns
+
+os.register_at_fork(after_in_child=_SEEDING._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class Cell:
-    """Where a value is when it is there. layout: of the whole; None for what is not strided."""
+    """The place of a value: None until it is computed. `layout` is None unless the value is strided."""
 
     __slots__ = ("__weakref__", "layout", "value")
 
@@ -24,7 +32,7 @@ class Cell:
         self.layout, self.value = layout, value
 
     def view(self, view: View | None) -> Any:
-        """The value, or a view of its memory."""
+        """Return the value, or a view of its memory."""
         whole = self.value
         if whole is None:
             raise UserError("its input has no value: it was made in a dry run")
@@ -39,40 +47,62 @@ class Cell:
         )
 
     def allocate(self, device: Device) -> None:
-        """Memory for what will be overwritten, where what should have made it has failed."""
+        """Make memory for a value to be overwritten, if the operation that should make it failed."""
         if self.value is None and self.layout is not None:
             size, stride, dtype = self.layout
             self.value = torch.empty_strided(size, stride, dtype=dtype, device=device.torch_device)
 
 
-class Instruction:
-    """An operation on cells, which are given when it runs: so it can run again with others.
+class Storage(Variable):
+    """The memory of an array and its views, on one device.
 
-    views: of each input. overwrites: the input that need not be there before. gives_result: whether someone
-    waits for what it returns, which is kept then.
+    Attributes:
+        version: The number of writes so far.
+        program: The program that is being captured, if the memory stands for one of its values.
+        copies: Copies in other devices' memories, with the version that they copy.
+    """
+
+    __slots__ = ("cell", "copies", "device", "program", "version")
+
+    def __init__(self, device: Device, layout: Layout | None, name: str = "", program: Any = None) -> None:
+        Variable.__init__(self, name)
+        self.device, self.program, self.version = device, program, 0
+        self.cell = Cell(layout)
+        self.copies: dict[Any, tuple[int, Storage]] = {}
+
+
+class Instruction:
+    """An operation whose cells are given when it runs, so that it can run again on others.
+
+    Attributes:
+        views: Of each input, its part of the memory.
+        overwrites: The input whose old value is not needed.
+        gives_result: Whether the function's result is kept for a reader.
+        cast_to: Dtype to which all inputs are converted first.
     """
 
     __slots__ = (
-        "device", "function", "gives_result", "keywords", "kind", "lane", "line", "name", "overwrites",
-        "phase", "recipe", "seed", "template", "views",
+        "cast_to", "device", "function", "gives_result", "keywords", "kind", "lane", "line", "name",
+        "overwrites", "phase", "recipe", "seed", "template", "views",
     )  # fmt: skip
 
     def __init__(
         self, name: str, function: Callable[..., Any], device: Device, lane: str = "compute"
     ) -> None:
         self.name, self.function, self.device, self.lane = name, function, device, lane
-        self.kind: Kind | None = None
+        self.kind: OperationTraits | None = None
         self.template: Sequence[Any] = ()
         self.keywords: dict[str, Any] = {}
         self.views: list[View | None] = []
         self.recipe: Recipe | None = None
+        self.cast_to: torch.dtype | None = None
         self.seed: int | None = None
         self.overwrites: int | None = None
         self.line, self.phase = "", "forward"
         self.gives_result = False
 
     def execute(self, inputs: Sequence[Cell], outputs: Sequence[Cell], run: int = 0) -> Any:
-        """run: the number of the program's run; other random numbers in each."""
+        """Run the operation. `run` numbers the runs of a program, which get different random numbers."""
         if self.overwrites is not None:
             inputs[self.overwrites].allocate(self.device)
         tensors = []
@@ -81,6 +111,8 @@ class Instruction:
             tensors.append(cell.view(view) if view is not None or value is None else value)
         if self.device.asynchronous:
             self.device.hold(tensors)
+        if self.cast_to is not None:
+            tensors = [tensor.to(self.cast_to) for tensor in tensors]
         arguments = fill(self.template, tensors)
         keywords = fill_names(self.keywords, tensors) if self.keywords else {}
         if self.seed is None:
@@ -122,16 +154,24 @@ class Instruction:
 
 
 def _as_promised(value: torch.Tensor, layout: Layout | None, copy: bool) -> torch.Tensor:
-    """With the strides that were told to the user, on which views of it were built."""
-    if layout is None or (not copy and value.stride() == layout[1] and value.size() == layout[0]):
+    """Return the value with the dtype and strides that its array has, on which views were built.
+
+    Only the kernel knows the size of a recurrent layer's workspace; torch predicts (0,) for it.
+    """
+    if layout is None:
         return value
     size, stride, dtype = layout
-    assert value.size() == size and value.dtype is dtype, f"{tuple(value.size())} came out, not {tuple(size)}"
+    if not copy and value.stride() == stride and value.size() == size and value.dtype is dtype:
+        return value
+    if size == (0,) and value.dtype is dtype:
+        return value
+    came = f"{tuple(value.size())} {value.dtype}"
+    assert value.size() == size and value.dtype is dtype, f"{came} came out, not {tuple(size)} {dtype}"
     return torch.empty_strided(size, stride, dtype=dtype, device=value.device).copy_(value)
 
 
 def _share_memory(tensors: Sequence[Any], outputs: Sequence[torch.Tensor]) -> bool:
-    """Whether the memory of an output is another tensor's, too."""
+    """Return whether the memory of an output is also another tensor's."""
     places = [t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided]
     return any(
         o.layout is torch.strided and o.numel() and places.count(o.untyped_storage().data_ptr()) > 1
@@ -140,7 +180,115 @@ def _share_memory(tensors: Sequence[Any], outputs: Sequence[torch.Tensor]) -> bo
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
-    """From the one that was given, or torch's, so torch.manual_seed counts, and checkpointing draws again."""
-    with _SEEDING:
-        device = "cpu" if generator is None else generator.device
-        return int(torch.randint(2**62, (), generator=generator, device=device))
+    """Draw a seed from the generator, or from torch's own.
+
+    So torch.manual_seed counts, and activation checkpointing draws the same numbers again.
+    """
+    device = "cpu" if generator is None else generator.device
+    draw = partial(torch.randint, 2**62, (), generator=generator, device=device)
+    steps: list[Any] = [_SEEDING.acquire, draw, _SEEDING.release]
+    return int(private.plainly(list, map(operator.call, steps))[1])
+
+
+def run(
+    step: Instruction, reads: Sequence[Storage], writes: Sequence[Storage] = (), made: Sequence[Storage] = ()
+) -> Operation:
+    """Submit an operation on these memories.
+
+    Args:
+        reads: Memories that it reads.
+        writes: Those of them that it changes.
+        made: Memories without a value, which it fills.
+    """
+    for storage in writes:
+        storage.version += 1
+    engine = engine_of(step.device)
+    function = partial(step.execute, [s.cell for s in reads], [s.cell for s in made])
+    operation = engine.operation(function, engine.lane(step.device, step.lane), step.name)
+    operation.line, operation.phase = step.line, step.phase
+    if step.overwrites is not None:
+        reads = [s for number, s in enumerate(reads) if number != step.overwrites]
+    return engine.submit(operation, reads, [*writes, *made])
+
+
+def need_values(what: str) -> None:
+    """Raise UserError in a dry run."""
+    if in_dry_run():
+        raise UserError(f"{placement.user_line()}: {what} needs values, and a dry run makes none")
+
+
+def fetching(source: Storage, view: View | None) -> Instruction:
+    """Return the operation that copies a value into host memory."""
+    step = Instruction("fetch", source.device.fetch, source.device, "fetch")
+    step.template, step.views = [ArgumentSlot(0)], [view]
+    step.line, step.phase, step.gives_result = placement.user_line(), "fetch", True
+    return step
+
+
+def stored(tensor: torch.Tensor, device: Device, name: str = "") -> Storage:
+    """Return a memory with a copy of an ordinary tensor. The tensor is read before this returns.
+
+    Raises:
+        UserError: The tensor has no values.
+    """
+    if tensor.is_meta:
+        raise UserError(
+            f"{placement.user_line()}: a tensor on the meta device has no values: if torch.func made it "
+            "(jvp, jacfwd, hessian), call that inside `with flow.device`"
+        )
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        copy = _copy(private.plainly(tensor.detach), private.plainly)
+    else:
+        with private.without_modes():
+            copy = _copy(tensor.detach(), operator.call)
+    layout = None if copy.layout is not torch.strided else (copy.size(), copy.stride(), copy.dtype)
+    storage = Storage(device, layout, name)
+    if device.memory == "host":
+        storage.cell.value = copy
+    else:
+        step = Instruction("put", partial(device.put, copy), device, "communication")
+        step.line, step.phase = placement.user_line(), "copy"
+        run(step, [], [], [storage])
+    return storage
+
+
+def _copy(tensor: torch.Tensor, call: Callable[..., Any]) -> torch.Tensor:
+    """Return a copy in host memory, made by this thread only.
+
+    torch's pool would help, and its threads would keep cores busy for some milliseconds afterwards that the
+    devices' workers need.
+    """
+    plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+    if not (plain and tensor.is_cpu):
+        moved: torch.Tensor = call(tensor.to, "cpu", copy=True)
+        return moved
+    made: torch.Tensor = call(torch.empty_like, tensor)
+    if made.stride() != tensor.stride():  # it has gaps
+        call(made.copy_, tensor)
+        return made
+    ctypes.memmove(made.data_ptr(), tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return made
+
+
+def copy_on(device: Device, source: Storage, program: Any) -> Storage:
+    """Return the memory's copy on another device, made once per version.
+
+    Args:
+        program: The program that is being captured, or None.
+    """
+    copies, version = (source.copies, source.version) if program is None else program.copies_of(source)
+    known = copies.get(device.memory)
+    if known is None or known[0] != version:
+        target = Storage(device, source.cell.layout, source.name, program)
+        step = Instruction("copy", partial(_move, source.device, device), device, "communication")
+        step.template, step.views = [ArgumentSlot(0)], [None]
+        step.line, step.phase = placement.user_line(), "copy"
+        (run if program is None else program.add)(step, [source], [], [target])
+        known = copies[device.memory] = version, target
+    copy: Storage = known[1]
+    return copy
+
+
+def _move(source: Device, target: Device, value: torch.Tensor) -> torch.Tensor:
+    direct = "host" in (source.memory, target.memory) or target.reaches(source, value.dtype)
+    return target.put(value if direct else source.fetch(value))

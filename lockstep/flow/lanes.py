@@ -1,41 +1,42 @@
-"""Lanes: where operations run. Each has a heap of what is ready, in program order, and a worker for it.
+"""Lanes: where operations run. Each has a heap of ready operations, in program order, and its workers."""
 
-One lock, GRAPH, guards all that says who waits for whom, in every engine: an operation of one can wait for
-one of another.
-"""
-
+import _thread
 import contextlib
 import heapq
+import queue
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from lockstep.errors import UserError
+from lockstep.flow import graph
+from lockstep.flow.devices import Device, Event
+from lockstep.flow.graph import GRAPH
+from lockstep.flow.trace import Trace, TracedOperation
 
-if TYPE_CHECKING:
-    from lockstep.flow.devices import Device, Event
-
-GRAPH = threading.Lock()
-# Seconds of one wait, of which there are as many as it takes: Python's handler of a signal that came just
-# before, or to another thread, runs between two of them.
-LISTEN = 0.2
-
-
-class _Here(threading.local):
-    lane: "Lane | None" = None  # of which this thread is a worker
+# A long wait consists of waits of this length: Python's handler of a signal that arrived just before, or in
+# another thread, runs between two of them.
+POLL_SECONDS = 0.2
 
 
-HERE = _Here()
+class _WorkerContext(threading.local):
+    """The lane that a thread works for, or None outside of workers."""
+
+    lane: "Lane | None" = None
+
+
+WORKER = _WorkerContext()
 
 
 class OperationError(RuntimeError):
-    """An operation failed; the message names it, its device and the user's line, `__cause__` says why."""
+    """An operation failed. The message names it and its line; `__cause__` is the reason."""
 
 
 class Failure:
-    """What went wrong in one operation, for all who need what it did not make."""
+    """The failure of an operation, for all operations that need its result."""
 
     def __init__(self, operation: "Operation", cause: BaseException) -> None:
         self.number, self.cause, self.seen = operation.number, cause, False
@@ -44,11 +45,11 @@ class Failure:
         self.text = f"{operation.name} on {operation.lane.device.name}{place}: {what}"
         self._lines = "".join(traceback.format_tb(cause.__traceback__)[1:])
         link: BaseException | None = cause
-        while link is not None:  # frames hold what the operation used; the lines say as much
+        while link is not None:  # frames would keep the operation's values; the lines suffice
             link.__traceback__, link = None, link.__context__
 
     def error(self) -> OperationError:
-        """A new error each time, since whoever raises one adds to its traceback."""
+        """Return a new error each time, since raising one adds to its traceback."""
         self.seen = True
         error = OperationError(self.text)
         error.__cause__ = self.cause
@@ -58,7 +59,7 @@ class Failure:
 
 
 class Operation:
-    """A function that runs once, on a lane, when all it waits for has finished."""
+    """A function that runs once, on a lane, when all operations that it waits for are done."""
 
     __slots__ = (
         "__weakref__", "_awaits", "_followed_by", "_missing", "_needed_by", "_waiters", "done", "engine",
@@ -74,21 +75,23 @@ class Operation:
         self.done = self.started = False
         self.failure: Failure | None = None
         self.result_value: Any = None
-        self.record: Any = None  # of the trace
+        self.record: TracedOperation | None = None  # all traces share it
         self._missing = 1  # its own submission
         self._needed_by: list[Operation] = []
         self._followed_by: list[Operation] = []
-        self._awaits: list[Operation] = []  # those whose events it follows
-        self.event: Event | None = None  # when it was launched and may not have run
-        self._waiters: list[threading.Lock] | None = None
+        self._awaits: list[Operation] = []  # operations whose events it follows
+        self.event: Event | None = None  # set if it was launched and may not have run
+        self._waiters: list[threading.Lock] = []
 
     def __repr__(self) -> str:
         return f"<operation {self.number}: {self.name} on {self.lane.name}>"
 
     def wait(self) -> Any:
-        """What the function returned, once it has run. Raises OperationError where it, or its input, failed.
+        """Block until the function has run, and return its result.
 
-        Raises UserError inside an operation of the same device, which would wait for itself.
+        Raises:
+            OperationError: The operation, or one that it needs, failed.
+            UserError: The caller is an operation of the same device, which would wait for itself.
         """
         if not self.done:
             self._wait()
@@ -101,22 +104,21 @@ class Operation:
     result = wait
 
     def _wait(self) -> None:
-        if HERE.lane is not None and HERE.lane.device is self.lane.device:
+        if WORKER.lane is not None and WORKER.lane.device is self.lane.device:
             raise UserError(
                 f"an operation on {self.lane.device.name} waits for {self.name} on the same device, which "
                 "may be behind it: wait outside, or hand the value over as one of the operation's inputs"
             )
+        graph.check_may_wait()
         mine = threading.Lock()
         mine.acquire()
-        with GRAPH:
-            if self.done:
-                return
-            self._waiters = [*(self._waiters or ()), mine]
-        while not mine.acquire(timeout=LISTEN):
-            pass  # a signal's handler runs and may raise
+        self._waiters.append(mine)  # before it reads `done`; `finish` sets `done` before it reads the waiters
+        while not self.done:
+            graph.wake_all()
+            mine.acquire(timeout=POLL_SECONDS)  # a signal's handler runs after it, and may raise
 
     def link(self, needs: list["Operation"], follows: list["Operation"]) -> None:
-        """Makes it wait for those that have not finished. Holds GRAPH."""
+        """Make it wait for those of the given operations that are not done. The caller holds GRAPH."""
         after: list[Operation] = []
         for before in needs:
             if before.lane.asynchronous and awaits(self, before):
@@ -135,12 +137,24 @@ class Operation:
         self._awaits = after
 
     def _inherit(self, failure: Failure) -> None:
-        """Of several the first in program order, whatever failed first."""
+        """Take over a failure. Of several, the first in program order counts, whichever failed first."""
         if self.failure is None or failure.number < self.failure.number:
             self.failure = failure
 
+    def fail(self, cause: BaseException) -> None:
+        """Record the reason why it cannot run."""
+        self.failure = Failure(self, cause)
+
+    def record_in(self, trace: Trace, before: Sequence["Operation"]) -> None:
+        """Add it to a trace, as pushed behind other operations."""
+        numbers = sorted({other.number for other in before if other is not self})
+        place = self.lane.device.name, trace.label(self.lane)
+        if self.record is None:
+            self.record = TracedOperation(self.number, self.name, *place, self.phase, self.line, numbers)
+        trace.pushed.append(self.record)
+
     def release(self) -> None:
-        """One of those that it waits for has finished. Holds GRAPH."""
+        """Count one operation less that it waits for. The caller holds GRAPH."""
         stack = [self]
         while stack:
             operation = stack.pop()
@@ -153,23 +167,23 @@ class Operation:
                 stack += operation.finish()
 
     def finish(self) -> list["Operation"]:
-        """Marks it done and returns those that wait for one less now. Holds GRAPH."""
+        """Mark it done, and return the operations that wait for it. The caller holds GRAPH."""
         self.done, self.function = True, None
         if self.failure is not None:
             for after in self._needed_by:
                 after._inherit(self.failure)
         released = self._needed_by + self._followed_by
         self._needed_by, self._followed_by = [], []
-        for waiter in self._waiters or ():
+        for waiter in self._waiters:
             waiter.release()
-        self._waiters = None
         self.engine.finished(self)
         return released
 
     def run(self) -> None:
-        """In its lane's worker.
+        """Run the function, in a worker of its lane.
 
-        It lets go of function and inputs, so that their memory is warm for the next.
+        The function and its inputs are released at once, so that their memory is warm for the next
+        operation.
         """
         function, self.function = self.function, None
         assert function is not None
@@ -195,104 +209,146 @@ class Operation:
         for event in (operation.event for operation in before):
             if event is None:
                 continue
-            if _Chosen.waiting == "host":
+            if _Settings.waiting == "host":
                 event.synchronize()
             else:
                 self.lane.device.follow(event)
 
     @property
     def settled(self) -> bool:
-        """Whether it has run, not only been launched."""
+        """True once it has run; a launched operation may still be pending on its device."""
         return self.done and (self.event is None or self.event.query())
 
 
 Waiting = Literal["events", "host"]
 
 
-class _Chosen:
+class _Settings:
+    """How lanes of asynchronous devices wait for each other."""
+
     waiting: Waiting = "events"
 
 
 def waiting(how: Waiting) -> None:
-    """How lanes of asynchronous devices wait for each other from now on.
+    """Set how lanes of asynchronous devices wait for each other from now on.
 
-    'events': the device waits, the host goes on. 'host': the worker waits before it launches, which is slower
-    and easier to follow in a debugger. Raises UserError for anything else.
+    Args:
+        how: With 'events', the device waits and the host continues. With 'host', the worker waits before it
+            launches, which is slower and easier to follow in a debugger.
+
+    Raises:
+        UserError: `how` is something else.
     """
     if how not in get_args(Waiting):
         raise UserError(f"flow.waiting takes {' or '.join(get_args(Waiting))}, not {how!r}")
-    _Chosen.waiting = how
+    _Settings.waiting = how
 
 
 def awaits(operation: Operation, before: Operation) -> bool:
-    """Whether an event must come behind the first, which is asynchronous: no stream has both."""
+    """Return whether the operation must wait for an event of the asynchronous one before it."""
     return before.lane is not operation.lane or before.lane.n_workers > 1
 
 
 class Lane:
-    """A queue of one device: what is ready runs in program order, whatever was pushed before it."""
+    """A queue of one device. Ready operations run in program order, not in the order of submission."""
 
-    def __init__(self, device: "Device", kind: str, n_workers: int) -> None:
+    def __init__(self, engine: Any, device: Device, kind: str, n_workers: int) -> None:
         self.device, self.kind, self.name = device, kind, f"{device.name} {kind}"
+        self._engine = engine
         self._heap: list[tuple[int, Operation]] = []
-        self._ready = threading.Condition(GRAPH)
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._n_idle = 0
-        self._closing = False
+        self._closing = self._started = False
         self.n_workers = n_workers
         self.last_events: dict[int, Event] = {}  # by worker
         self.asynchronous = device.asynchronous
-        self._workers = [
-            threading.Thread(target=self._work, name=f"flow {self.name}", daemon=True)
-            for _ in range(n_workers)
-        ]
-        for worker in self._workers:
-            worker.start()
+        self._places = [None] * n_workers  # one per worker that has not begun
+        self._workers: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start the workers. After an interrupt it is called again; surplus workers end at once."""
+        if self._started:
+            return
+        graph.check_not_ending()
+        for _ in range(self.n_workers):
+            _thread.start_new_thread(self._start_worker, ())
+        self._started = True
+
+    def _start_worker(self) -> None:
+        """Start a worker, in a thread where no signal handler can break Thread.start."""
+        worker = threading.Thread(target=self._work, name=f"flow {self.name}", daemon=True)
+        self._workers.append(worker)
+        worker.start()
 
     def put(self, operation: Operation) -> None:
-        """Holds GRAPH."""
+        """Add a ready operation. The caller holds GRAPH."""
         heapq.heappush(self._heap, (operation.number, operation))
-        if self._n_idle:
-            self._ready.notify()
+        self.wake()
+
+    def wake(self) -> bool:
+        """Wake an idle worker, and return whether one exists."""
+        if not self._n_idle:
+            return False
+        if self._wakes.qsize() < self._n_idle:
+            self._wakes.put(None)
+        return True
 
     def synchronize(self) -> None:
-        """Returns when what was launched has run."""
+        """Block until everything launched has run."""
         for event in list(self.last_events.values()):
             event.synchronize()
 
     def close(self) -> None:
-        """Ends the workers, once what runs has run."""
-        with GRAPH:
-            self._closing = True
-            self._ready.notify_all()
+        """End the workers, after their present operation."""
+        self._closing = True
+        while self._started and self._places:  # workers that are being started
+            time.sleep(1e-3)
+        for _ in self._workers:
+            self._wakes.put(None)
         for worker in self._workers:
             while worker.is_alive():
-                worker.join(LISTEN)
+                worker.join(POLL_SECONDS)
 
     def _work(self) -> None:
-        HERE.lane = self
+        try:
+            self._places.pop()
+        except IndexError:
+            return
+        WORKER.lane = self
         with contextlib.ExitStack() as stack:
             self.device.enter(self.kind, stack)
-            with GRAPH:
-                while (operation := self._next()) is not None:
-                    operation.started = True
-                    GRAPH.release()
-                    try:
-                        operation.run()
-                    finally:
-                        GRAPH.acquire()
-                    for after in operation.finish():
-                        after.release()
-                    del operation
+            operation: Operation | None = None
+            closing = False
+            while not closing or operation is not None:
+                if operation is not None:
+                    operation.run()
+                with GRAPH:
+                    if operation is not None:
+                        for after in operation.finish():
+                            after.release()
+                        del operation  # an idle worker must not keep the result
+                    closing = self._closing
+                    operation = self._take()
+                    self._n_idle += operation is None
+                if operation is None:
+                    self._rest(closing)
             self.synchronize()
 
-    def _next(self) -> Operation | None:
-        while True:
-            while self._heap:
-                operation = heapq.heappop(self._heap)[1]
-                if not operation.done:  # it may have been cancelled
-                    return operation
-            if self._closing:
-                return None
-            self._n_idle += 1
-            self._ready.wait()
+    def _take(self) -> Operation | None:
+        """Return the next operation to run, or None. The caller holds GRAPH."""
+        graph.link_submitted()
+        if self._closing:
+            self._engine.cancel()
+        while self._heap:
+            operation = heapq.heappop(self._heap)[1]
+            if not operation.done:  # it may have been cancelled
+                operation.started = True
+                return operation
+        return None
+
+    def _rest(self, closing: bool) -> None:
+        """Wait for work. The worker counts as idle, so that a submission wakes it."""
+        if not (closing or graph.any_submitted()):
+            self._wakes.get()
+        with GRAPH:
             self._n_idle -= 1

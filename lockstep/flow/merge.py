@@ -1,91 +1,190 @@
-"""Merges of what several devices have made, always in the order of the devices, so with the same bits."""
+"""Merging of gradients from several devices, in full precision or compressed.
+
+A compressed gradient has 8 or 4 bits per element while it is merged. Blocks of 256 elements share a scale.
+Rounding errors are carried to the next step, as in the error feedback of 1-bit SGD (Seide et al. 2014).
+"""
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from lockstep.flow.arrays import Array
+from lockstep.flow import private
+from lockstep.flow.arrays import Array, bring, from_tensor
+from lockstep.flow.collectives import ProcessCollectives, broadcast, mean, reduce, reduce_sparse
+from lockstep.flow.creation import device as on_device
 from lockstep.flow.devices import Device
-from lockstep.flow.operations import new, new_sparse, operation
-from lockstep.flow.transfers import bring
+from lockstep.flow.operations import copied, new, operation, reshaped
+from lockstep.flow.replicas import Bucket, ModelReplica
 
-Parts = list[list[Array]]  # of each device that has some: the arrays of a bucket
+DeviceParts = dict[int, list[Array]]  # the arrays of a bucket, by the device's number
+BLOCK = 256  # elements with one scale
+Bits = Literal["int8", "int4"]
+_LARGEST: dict[Bits, int] = {"int8": 127, "int4": 7}
 
 
-def reduce(parts: Parts, owner: Device, in_all: bool = False) -> tuple[list[Array], Parts]:
-    """Adds up dense arrays in place, on the owner, in chunks. Returns the sums, and the parts as used.
+@dataclass(frozen=True)
+class Compression:
+    """The conversion of a bucket's gradients to integers and back.
 
-    The sums are in the owner's memory: in the first part there, or in a copy of the first of all. in_all: and
-    in all other parts that the owner reaches. What it does not reach is copied into its memory first.
+    Attributes:
+        sizes: Elements of each gradient.
     """
-    own = next((n for n, part in enumerate(parts) if part[0].place.memory == owner.memory), None)
-    if own is None:
-        own, parts = 0, [[bring(array, owner) for array in parts[0]], *parts[1:]]
-    here = [
-        part if all(owner.reaches(array.place, array.dtype) for array in part)
-        else [bring(array, owner) for array in part]
-        for part in parts
-    ]  # fmt: skip
-    if len(here) > 1:
-        targets = [own, *(n for n, part in enumerate(here) if in_all and n != own and part is parts[n])]
-        inputs = [array for part in here for array in part]
-        written = [array for n in targets for array in here[n]]
-        function = partial(_add_up, owner, len(here), targets)
-        operation("all_reduce" if in_all else "reduce", function, owner, inputs, written=written)
-    return here[own], here
+
+    bits: Bits
+    sizes: tuple[int, ...]
+
+    @property
+    def n_blocks(self) -> int:
+        """The number of blocks, the last of which may be padded."""
+        return -(-sum(self.sizes) // BLOCK)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the integers."""
+        return self.n_blocks * (BLOCK if self.bits == "int8" else BLOCK // 2)
+
+    def compress(self, *values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return uint8 (n_bytes,) and scales (n_blocks,).
+
+        Args:
+            values: The gradients, and the carried errors, (n_blocks, BLOCK), which are replaced.
+        """
+        *gradients, carried = values
+        flat = torch.cat([gradient.reshape(-1).to(carried.dtype) for gradient in gradients])
+        carried.view(-1)[: len(flat)] += flat
+        scales = carried.abs().amax(1) / _LARGEST[self.bits]
+        integers = (carried / torch.where(scales == 0, 1, scales)[:, None]).round_()
+        carried -= integers * scales[:, None]
+        numbers = integers.to(torch.int8).view(-1)
+        if self.bits == "int8":
+            return numbers.view(torch.uint8), scales
+        nibbles = (numbers + 8).view(torch.uint8)
+        return nibbles[::2] | nibbles[1::2] << 4, scales
+
+    def expand(self, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Return (n_blocks * BLOCK,) numbers of the scales' dtype."""
+        if self.bits == "int8":
+            integers = numbers.view(torch.int8)
+        else:
+            integers = torch.stack([numbers & 15, numbers >> 4], 1).view(-1).to(torch.int8) - 8
+        return (integers.view(-1, BLOCK).to(scales.dtype) * scales[:, None]).view(-1)
+
+    def add_up(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the sums, flat, one per gradient, from the numbers and scales of each device."""
+        total = self.expand(values[0], values[1])
+        for first in range(2, len(values), 2):
+            total += self.expand(values[first], values[first + 1])
+        parts: Sequence[torch.Tensor] = torch.split(total[: sum(self.sizes)], list(self.sizes))
+        return tuple(part.clone() for part in parts)
 
 
-def _add_up(owner: Device, n_parts: int, targets: Sequence[int], *values: torch.Tensor) -> None:
-    n_arrays = len(values) // n_parts
-    for first in range(n_arrays):
-        sources = [values[first + n * n_arrays] for n in range(n_parts)]
-        owner.fold(sources, [sources[n] for n in targets])
+class GradientMerger:
+    """Merges gradients for every device (`in_all`), or for the bucket's owner only."""
 
+    def __init__(
+        self,
+        replicas: list[ModelReplica],
+        in_all: bool,
+        bits: Bits | None,
+        processes: ProcessCollectives | None,
+    ) -> None:
+        self._devices = [replica.device for replica in replicas]
+        self._in_all, self._bits, self._processes = in_all, bits, processes
+        self.is_single = len(replicas) == 1 and processes is None
+        self._carried: dict[str, Array] = {}
+        self._loaded: dict[str, torch.Tensor] = {}
 
-def reduce_sparse(parts: Parts, owner: Device) -> Array:
-    """One sparse array: all entries in the order of the devices, equal rows added up; never dense."""
-    inputs = [bring(part[0], owner) for part in parts]
-    merged = new_sparse(owner, inputs[0])
-    operation("reduce", _coalesce, owner, inputs, made=[merged])
-    return merged
+    def merge(self, bucket: Bucket, parts: DeviceParts) -> DeviceParts:
+        """Merge the gradients of the devices with samples, and return those of the devices with updates."""
+        if next(iter(parts.values()))[0].layout is not torch.strided:
+            return self._merge_sparse(bucket, parts)
+        owner = self._devices[bucket.owner]
+        in_place: DeviceParts = {}
+        if self._bits is not None and not self.is_single:
+            sums = self._compressed(bucket, parts)
+        elif self._processes is None:
+            sums, found = reduce(list(parts.values()), owner, self._in_all)
+            in_place = {d: part for d, part in zip(parts, found, strict=True) if part[0] is parts[d][0]}
+        else:
+            sums = reduce(list(parts.values()), owner)[0]
+            self._processes.all_reduce(sums, owner)
+        if not self._in_all:
+            return {bucket.owner: sums}
+        return {d: in_place[d] if d in in_place else self._copies(sums, parts, d) for d in bucket.updates}
 
+    def _copies(self, sums: list[Array], parts: DeviceParts, number: int) -> list[Array]:
+        """Return a device's own copies of the sums, which its optimizer may write."""
+        device, own = self._devices[number], parts.get(number)
+        if own is None:
+            with on_device(device):
+                return [copied(array) for array in sums]
+        if own[0] is not sums[0]:
+            broadcast(sums, own, device)
+        return own
 
-def _coalesce(*values: torch.Tensor) -> torch.Tensor:
-    indices = torch.cat([value._indices() for value in values], 1)
-    entries = torch.cat([value._values() for value in values])
-    return torch.sparse_coo_tensor(indices, entries, values[0].size(), check_invariants=False).coalesce()
+    def mean(self, parts: list[list[Array]], fractions: list[Array], device: Device) -> list[Array]:
+        """Return new arrays: the means over all samples of all processes."""
+        means = mean(parts, fractions, device)
+        if self._processes is not None:
+            self._processes.all_reduce(means, device)
+        return means
 
+    def _merge_sparse(self, bucket: Bucket, parts: DeviceParts) -> DeviceParts:
+        owner = self._devices[bucket.owner]
+        merged = reduce_sparse(list(parts.values()), owner)
+        if self._processes is not None:
+            merged = self._processes.reduce_sparse(merged, owner)
+        return {d: [bring(merged, self._devices[d])] for d in {*bucket.updates, bucket.owner}}
 
-def broadcast(sources: Sequence[Array], targets: Sequence[Array], device: Device) -> None:
-    """Copies arrays into others, which are on the device."""
-    brought = [s if device.reaches(s.place, s.dtype) else bring(s, device) for s in sources]
-    operation("broadcast", _copy, device, [*brought, *targets], written=targets)
+    def _compressed(self, bucket: Bucket, parts: DeviceParts) -> list[Array]:
+        """Return new arrays on the owner: sums of the compressed gradients of each device."""
+        assert self._bits is not None
+        owner, gradients = self._devices[bucket.owner], next(iter(parts.values()))
+        compression = Compression(self._bits, tuple(array.numel() for array in gradients))
+        received: list[Array] = []
+        for number, part in parts.items():
+            device, carried = (
+                self._devices[number],
+                self._carried_by(number, bucket.names[0], compression, part),
+            )
+            made = [
+                new(device, [compression.n_bytes], torch.uint8, part),
+                new(device, [compression.n_blocks], part[0].dtype, part),
+            ]
+            inputs = [*part, carried]
+            operation("compress", compression.compress, device, inputs, written=[carried], made=made)
+            received += [bring(array, owner) for array in made]
+        sums = [new(owner, [array.numel()], array.dtype, received) for array in gradients]
+        if self._processes is None:
+            operation("reduce", compression.add_up, owner, received, made=sums)
+        else:
+            self._processes.reduce_gathered(compression.add_up, received, sums, owner)
+        with on_device(owner):
+            return [reshaped(flat, array) for flat, array in zip(sums, gradients, strict=True)]
 
+    def _carried_by(self, number: int, name: str, compression: Compression, part: list[Array]) -> Array:
+        key = f"{number}/{name}"
+        if key not in self._carried:
+            shape = torch.Size([compression.n_blocks, BLOCK])
+            value = self._loaded.get(key)
+            with private.without_modes():
+                if value is None or value.shape != shape:
+                    value = torch.zeros(shape, dtype=part[0].dtype)
+            self._carried[key] = from_tensor(value, self._devices[number], f"carried {name}")
+        return self._carried[key]
 
-def _copy(*values: torch.Tensor) -> None:
-    half = len(values) // 2
-    for source, target in zip(values[:half], values[half:], strict=True):
-        target.copy_(source)
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the carried rounding errors, by device and bucket."""
+        return {key: array.tensor() for key, array in self._carried.items()}
 
-
-def mean(parts: Parts, fractions: Sequence[Array], owner: Device) -> list[Array]:
-    """New arrays: the means of the parts, weighted by scalar arrays."""
-    inputs = [bring(array, owner) for part in parts for array in part]
-    weights = [bring(array, owner) for array in fractions]
-    made = [new(owner, array.shape, array.dtype, inputs) for array in parts[0]]
-    operation("all_reduce", partial(_mean, len(parts)), owner, [*weights, *inputs], made=made)
-    return made
-
-
-def _mean(n_parts: int, *values: Any) -> tuple[torch.Tensor, ...]:
-    weights, arrays = [float(value) for value in values[:n_parts]], values[n_parts:]
-    n_arrays = len(arrays) // n_parts
-    means = []
-    for first in range(n_arrays):
-        total = arrays[first] * weights[0]
-        for number in range(1, n_parts):
-            total = total + arrays[first + number * n_arrays] * weights[number]
-        means.append(total.contiguous())
-    return tuple(means)
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore rounding errors. Errors that the state lacks, or of another shape, become 0."""
+        self._loaded = dict(state)
+        for key, array in self._carried.items():
+            value = state.get(key)
+            if value is None or value.shape != array.shape:
+                value = torch.zeros(array.shape)
+            with on_device(array.place):
+                array.copy_(value)

@@ -1,16 +1,17 @@
-"""Operations that are no single one of torch's: recorded like those, run anywhere, with their own hazards."""
+"""Operations of our own: Python functions that are recorded as torch's operations are, on any device."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from lockstep.errors import UserError
 from lockstep.flow import placement, private
-from lockstep.flow.arrays import Array, Storage
+from lockstep.flow.arrays import Array, array_leaves, bring, submit
 from lockstep.flow.devices import Device
-from lockstep.flow.instructions import Instruction
-from lockstep.flow.recipes import Recipe, Slot
-from lockstep.flow.recording import submit
+from lockstep.flow.instructions import Instruction, Storage
+from lockstep.flow.lanes import Operation
+from lockstep.flow.recipes import ArgumentSlot, Recipe, fill
 
 
 def operation(
@@ -24,12 +25,17 @@ def operation(
     lane: str = "communication",
     phase: str = "merge",
 ) -> Any:
-    """Has function(*values of the inputs) run on a device, where all inputs must be.
+    """Run function(*values of the inputs) on a device that holds all inputs.
 
-    written: those inputs that it changes. made: new arrays, for the tuple that it returns.
+    Args:
+        written: The inputs that it changes.
+        made: New arrays, for the tuple that the function returns.
     """
     step = Instruction(name, function, device, lane)
-    step.template, step.views = [Slot(n) for n in range(len(inputs))], [a.view_of_memory() for a in inputs]
+    step.template, step.views = (
+        [ArgumentSlot(n) for n in range(len(inputs))],
+        [a.view_of_memory() for a in inputs],
+    )
     step.line, step.phase = placement.user_line(), phase
     if made:
         structure = private.tree_flatten(tuple(range(len(made))))[1]
@@ -42,7 +48,7 @@ def operation(
 
 
 def new(device: Device, size: Sequence[int], dtype: torch.dtype, inputs: Sequence[Array]) -> Array:
-    """A contiguous array without a value, for an operation on these inputs to make."""
+    """Return a contiguous array without a value, for an operation on these inputs to fill."""
     shape = torch.Size(size)
     with private.without_modes():
         stride = torch.empty(shape, device="meta").stride()
@@ -51,18 +57,71 @@ def new(device: Device, size: Sequence[int], dtype: torch.dtype, inputs: Sequenc
 
 
 def new_sparse(device: Device, like: Array) -> Array:
-    """A sparse array without a value."""
+    """Return a sparse array without a value."""
     storage = Storage(device, None, program=placement.program_of([like]))
     return Array(storage, like.size(), None, 0, like.dtype)
 
 
 def copied(array: Array) -> Array:
-    """A copy on the current device."""
+    """Return a copy on the current device."""
     made: Any = array.clone()
     return made  # type: ignore[no-any-return]
 
 
 def reshaped(array: Array, like: Array) -> Array:
-    """A view with another array's shape."""
+    """Return a view with another array's shape."""
     made: Any = array.view(like.shape)
     return made  # type: ignore[no-any-return]
+
+
+def call(
+    function: Callable[..., Any], *arguments: Any, writes: Sequence[Array] = (), device: Device | None = None
+) -> Operation:
+    """Run a Python function as an operation, on the real tensors of the arrays among its arguments.
+
+    It runs on a lane for calls, so the program continues; operations that write its arrays wait for it.
+    `.result()` of the returned operation waits for the function's result.
+
+    Args:
+        arguments: May be dictionaries, lists and tuples with arrays. The function must keep none of the
+            tensors.
+        writes: The arrays that it changes; it only reads the others.
+        device: Default: the current device.
+
+    Raises:
+        UserError: `writes` has something that is not among the arguments.
+    """
+    place = device or placement.current_device()
+    leaves, structure = private.tree_flatten(arguments)
+    among = array_leaves(leaves)
+    _check_writes(writes, among)
+    inputs = [bring(array, place) for array in among]
+    for target in writes:
+        if target.place.memory != place.memory:
+            raise UserError(
+                f"flow.call: it writes an array on {target.place.name}: it runs there, not on {place.name}"
+            )
+
+    numbers = iter(range(len(inputs)))
+    parts = [
+        ArgumentSlot(next(numbers)) if isinstance(leaf, Array) else leaf for leaf in leaves
+    ]  # it keeps no arrays
+
+    def on_values(*values: torch.Tensor) -> Any:
+        return function(*private.tree_unflatten(fill(parts, values), structure))
+
+    step = Instruction(getattr(function, "__name__", "call"), on_values, place, "call")
+    step.template, step.views = (
+        [ArgumentSlot(n) for n in range(len(inputs))],
+        [a.view_of_memory() for a in inputs],
+    )
+    step.line, step.phase, step.gives_result = placement.user_line(), "call", True
+    operation: Operation = submit(step, inputs, list(writes), [])
+    return operation
+
+
+def _check_writes(values: Sequence[Any], among: Sequence[Array]) -> None:
+    """Raise UserError if one of the values is not among the arrays."""
+    for value in values:
+        if not any(value is each for each in among):
+            raise UserError(f"flow.call: writes has {value!r}, which is not an array among the arguments")

@@ -1,8 +1,9 @@
 """ParallelExecutor: one network's training step as a graph over several devices, run out of order.
 
-After Paddle's design document of the same name; docs/flow.md tells what it does and how it differs.
+It follows Paddle's design document of the same name; docs/flow.md says what it does and how it differs.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
@@ -12,38 +13,44 @@ from torch import nn
 
 from lockstep.errors import UserError, nearest
 from lockstep.flow import steps
-from lockstep.flow.arrays import Array
+from lockstep.flow.arrays import Array, bring
 from lockstep.flow.capture import capture
-from lockstep.flow.compress import Bits
+from lockstep.flow.collectives import ProcessCollectives
+from lockstep.flow.creation import device as on_device
 from lockstep.flow.devices import Device
-from lockstep.flow.groups import Processes
 from lockstep.flow.lanes import OperationError
-from lockstep.flow.merger import Merger
-from lockstep.flow.program import Program
-from lockstep.flow.recording import device as on_device
-from lockstep.flow.replicas import Buckets, MakeOptimizer, start_up
-from lockstep.flow.shares import Feed, batch_names, merged, split
-from lockstep.flow.transfers import bring
+from lockstep.flow.merge import Bits, GradientMerger
+from lockstep.flow.program import CapturedProgram
+from lockstep.flow.replicas import Buckets, MakeOptimizer, make_replicas
 from lockstep.network import dropout
 
 Loss = torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]
 Strategy = Literal["all_reduce", "reduce"]
-Recorder = Callable[[list[steps.Share]], Any]
-_MOST_PROGRAMS = 64  # that are kept, for as many sets of shapes
+Recorder = Callable[[list[steps.DeviceBatch]], Any]
+Feed = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Batch = list[torch.Tensor]
+_MOST_PROGRAMS = 64  # kept at once, one per set of shapes
 
 
 class ParallelExecutor:
-    """Trains a model on several devices at once, with the same bits on all and in every repetition.
+    """A trainer of a model on several devices, with the same bits on all and in every repetition.
 
-    model: stays as it is; the devices have copies, in which nn.Dropout becomes SampleDropout.
-    loss: loss(model, *batch) gives the mean over its samples, a scalar, or (that, {name: result}).
-    optimizer: optimizer(parameters) makes one of torch.optim; it is called for each bucket and device.
-    strategy: 'all_reduce' adds gradients up everywhere and updates everywhere; with 'reduce' each bucket has
-    an owner, which alone adds up and updates, then broadcasts; devices with one memory share the weights.
-    gradient_scale: 'mean' (over all samples), 'sum' (of the devices' losses), or a factor for each device.
-    compress: 'int8' or 'int4' for gradients on their way. bucket_mb: MiB of gradients merged together.
-    seed: of dropout. group: a torch.distributed group of processes that train together.
-    Raises UserError for what can't be used of these.
+    Args:
+        model: Stays as it is. The devices have copies, in which nn.Dropout becomes SampleDropout.
+        loss: loss(model, *batch) returns the mean over its samples, a scalar, or (that, {name: result}).
+        optimizer: optimizer(parameters) returns one of torch.optim; called for each bucket and device.
+        devices: At least one.
+        strategy: 'all_reduce' adds up gradients and updates on every device. With 'reduce' each bucket has
+            an owner, which alone adds up and updates, then broadcasts; devices with one memory share the
+            weights.
+        gradient_scale: 'mean' (over all samples), 'sum' (of the devices' losses), or a factor per device.
+        compress: 'int8' or 'int4': the format of gradients while they are merged.
+        bucket_mb: MiB of gradients that are merged together.
+        seed: Of dropout.
+        group: A torch.distributed group of processes that train together.
+
+    Raises:
+        UserError: An argument cannot be used.
     """
 
     def __init__(
@@ -61,35 +68,40 @@ class ParallelExecutor:
         group: Any = None,
     ) -> None:
         self.devices = list(devices)
-        self.program: Program | None = None  # the one that was run last
+        self.program: CapturedProgram | None = None  # the newest that ran
         _check(self.devices, strategy, gradient_scale, compress, bucket_mb)
-        self._scale, self._seed, self._names = gradient_scale, seed, batch_names(loss, "loss")
-        self._processes = None if group is None else Processes(group, self.devices[0])
+        self._scale, self._seed, self._names = gradient_scale, seed, _batch_names(loss, "loss")
+        self._processes = None if group is None else ProcessCollectives(group, self.devices[0])
         if self._processes is not None:
             self._processes.broadcast_model(model)
         owner_updates = strategy == "reduce"
-        self._replicas = start_up(model, self.devices, owner_updates)
+        self._replicas = make_replicas(model, self.devices, owner_updates)
         n_bytes = int(bucket_mb * 2**20)
         self._buckets = Buckets(self._replicas, optimizer, n_bytes, owner_updates)
-        self._merger = Merger(self._replicas, not owner_updates, compress, self._processes)
-        self._step = steps.Step(self._replicas, self._buckets, loss, self._merger)
-        self._programs: dict[Any, Program] = {}
+        self._merger = GradientMerger(self._replicas, not owner_updates, compress, self._processes)
+        self._step = steps.StepRecorder(self._replicas, self._buckets, loss, self._merger)
+        self._programs: dict[Any, CapturedProgram] = {}
         self._n_captured = self._n_runs = 0
         self._failure = ""
 
     def run(self, feed: Feed, fetch: Sequence[str] = ("loss",), merge: bool = True) -> dict[str, Any]:
-        """One step of training. Returns ordinary tensors by name, once all its operations have run.
+        """Train one step. Return ordinary tensors by name, once all operations have run.
 
-        feed: {name of the loss's argument: samples}, split as evenly as possible, one sample or more; or a
-        list of one such a device, of which some may be empty. fetch: 'loss', results of the loss by name, and
-        '<parameter>@GRAD', the merged gradient. merge: the loss is the mean over samples (of this process),
-        scalars are stacked, tensors concatenated along the batch; without, each is a list of one a device
-        with samples. Raises UserError for a feed or fetch that does not fit, and OperationError where an
-        operation failed; after that it refuses to run until load_state_dict.
+        Args:
+            feed: {name of the loss's argument: samples}, split as evenly as possible; or a list of one such
+                dictionary per device, of which some may be empty. At least one sample.
+            fetch: 'loss', results of the loss by name, and '<parameter>@GRAD', the merged gradient.
+            merge: The loss is the mean over this process's samples, scalars are stacked, tensors
+                concatenated along the batch. If False, each is a list with one entry per device with samples.
+
+        Raises:
+            UserError: The feed or fetch does not fit, or an earlier run failed and load_state_dict was not
+                called.
+            OperationError: An operation failed.
         """
         if self._failure:
             raise UserError(f"an earlier run has failed ({self._failure}): load_state_dict first")
-        batches = split(feed, self._names, len(self.devices))
+        batches = _split_feed(feed, self._names, len(self.devices))
         fetch = _names(fetch)
         shares, fractions = self._shares(batches)
         record = partial(self._step.record, fetch=fetch)
@@ -109,52 +121,64 @@ class ParallelExecutor:
         fetch: Sequence[str] = ("loss",),
         merge: bool = True,
     ) -> dict[str, Any]:
-        """function(model, *batch) on the same variables, in evaluation mode, without gradients.
+        """Call function(model, *batch) in evaluation mode, without gradients.
 
-        It returns what a loss function does, or results by name only. Everything else is as in `run`.
+        Args:
+            function: Returns what a loss function does, or only results by name.
+            feed: As in `run`.
+            fetch: As in `run`.
+            merge: As in `run`.
         """
-        batches = split(feed, batch_names(function, "function"), len(self.devices))
+        batches = _split_feed(feed, _batch_names(function, "function"), len(self.devices))
         fetch = _names(fetch)
-        shares, fractions = self._shares(batches, together=False)
+        shares, fractions = self._shares(batches, all_processes=False)
         record = partial(steps.record_evaluation, self._replicas, function, fetch=fetch)
         return self._returned(self._run((function, *fetch), shares, record, record), fractions, merge)
 
     def set_hyperparameters(self, **values: Any) -> None:
-        """Of all optimizers, from the next run on: set_hyperparameters(lr=0.01).
+        """Set values of all optimizers from the next run on, as in set_hyperparameters(lr=0.01).
 
-        Raises UserError for one that they do not have.
+        Raises:
+            UserError: The optimizers do not have such a value.
         """
         self._buckets.set_hyperparameters(values)
 
     def replica(self, number: int) -> dict[str, torch.Tensor]:
-        """Copies of the parameters and buffers on one device, by name."""
+        """Return copies of the parameters and buffers on one device, by name."""
         if not 0 <= number < len(self.devices):
             raise UserError(f"replica {number}: there are 0 to {len(self.devices) - 1}")
         return {name: array.tensor() for name, array in self._replicas[number].variables().items()}
 
     def memory(self) -> dict[str, int]:
-        """Bytes of 'parameters' and of the 'optimizer' state on all devices; what is shared counts once."""
+        """Return bytes of 'parameters' and 'optimizer' state on all devices; shared memory counts once."""
         parameters = {id(p.memory): p for r in self._replicas for p in r.parameters.values()}
         n_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
         return {"parameters": n_bytes, "optimizer": self._buckets.n_bytes_of_state()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Variables, the optimizers' state by parameter, what compressing carries, and the number of runs."""
+        """Return the model's state_dict, the optimizers' state by parameter, and what else resuming needs.
+
+        'model' can be loaded into the original model. 'carried' holds the rounding errors of compression.
+        """
         return {
-            "model": self.replica(0),
+            "model": self._replicas[0].saved(),
             "optimizer": self._buckets.state(),
             "carried": self._merger.state(),
             "runs": self._n_runs,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What state_dict() gave, with any number of devices. Raises UserError where it does not fit."""
+        """Restore what state_dict() returned, for any number of devices.
+
+        Raises:
+            UserError: The state does not fit.
+        """
         missing = [key for key in ("model", "optimizer", "carried", "runs") if key not in state]
         if missing:
             raise UserError(
                 f"load_state_dict: the state has no {missing[0]}: give what state_dict() returned"
             )
-        own, given = self._replicas[0].variables(), dict(state["model"])
+        own, given = self._replicas[0].state(), dict(state["model"])
         for name in {**own, **given}:
             if name not in own or name not in given:
                 where = "the model" if name in given else "the state"
@@ -164,7 +188,7 @@ class ParallelExecutor:
                 raise UserError(f"load_state_dict: {name} is {shapes}")
         for replica in self._replicas:
             with on_device(replica.device), torch.no_grad():
-                for name, array in replica.variables().items():
+                for name, array in replica.state().items():
                     array.detach().copy_(given[name])
         self._merger.load_state(state["carried"])
         self._wait()
@@ -172,23 +196,23 @@ class ParallelExecutor:
         self._n_runs, self._failure = state["runs"], ""
 
     def _shares(
-        self, batches: list[list[torch.Tensor]], together: bool = True
+        self, batches: list[list[torch.Tensor]], all_processes: bool = True
     ) -> tuple[list[Any], list[float]]:
-        """What each device with samples is given, and its part of the samples of this process."""
+        """Return the batches of the devices with samples, and their fractions of this process's samples."""
         rows = [len(batch[0]) if batch else 0 for batch in batches]
         counts, rank = [sum(rows)], 0
-        if together and self._processes is not None:
+        if all_processes and self._processes is not None:
             counts, rank = self._processes.gather(sum(rows)), self._processes.rank
         total, first = sum(counts), sum(counts[:rank])
         keys = torch.from_numpy(dropout.sample_keys(self._seed, self._n_runs, total))
         shares = []
         for number, (batch, n) in enumerate(zip(batches, rows, strict=True)):
             if n:
-                here = partial(bring, device=self.devices[number])  # copies what is no array there
+                copy = partial(bring, device=self.devices[number])  # copies unless it is an array there
                 scale = torch.tensor(self._factor(number, n, total), dtype=torch.float64)
                 fraction = torch.tensor(n / total, dtype=torch.float64)
-                own = [*map(here, batch), here(scale), here(fraction), here(keys[first : first + n])]
-                shares.append(steps.Share(number, own[:-3], *own[-3:]))
+                own = [*map(copy, batch), copy(scale), copy(fraction), copy(keys[first : first + n])]
+                shares.append(steps.DeviceBatch(number, own[:-3], *own[-3:]))
             first += n
         return shares, [n / sum(rows) for n in rows if n]
 
@@ -198,7 +222,7 @@ class ParallelExecutor:
         return 1.0 if self._scale == "sum" else float(self._scale[number])
 
     def _run(self, what: Any, shares: list[Any], record: Recorder, prepare: Recorder) -> dict[str, list[Any]]:
-        """Runs the program for these shapes, which is captured when they come for the first time."""
+        """Run the program for these shapes, which is captured the first time."""
         inputs = [array for s in shares for array in (*s.batch, s.factor, s.fraction, s.keys)]
         key = (what, *((s.device, len(s.batch)) for s in shares), *((a.shape, a.dtype) for a in inputs))
         program = self._programs.get(key)
@@ -213,9 +237,9 @@ class ParallelExecutor:
 
     def _capture(
         self, shares: list[Any], record: Recorder, prepare: Recorder, inputs: list[Array]
-    ) -> Program:
+    ) -> CapturedProgram:
         self._n_captured += 1
-        with torch.random.fork_rng(devices=[]):  # of random operations that are no nn.Dropout
+        with torch.random.fork_rng(devices=[]):  # for random operations other than nn.Dropout
             torch.manual_seed(self._seed + self._n_captured)
             prepare(shares)
             return capture(partial(_record, record, shares), *inputs)
@@ -233,18 +257,18 @@ class ParallelExecutor:
                 for name, values in found.items()
             }
         return {
-            name: values[0] if name.endswith(steps.GRAD) else merged(name, values, fractions)
+            name: values[0] if name.endswith(steps.GRAD) else _merge_results(name, values, fractions)
             for name, values in found.items()
         }
 
 
 def _record(record: Recorder, shares: list[Any], *inputs: Array) -> Any:
-    """The program's own inputs in the places of the examples."""
+    """Record the step with the program's inputs in place of the examples."""
     left = iter(inputs)
     own = []
     for share in shares:
         batch = [next(left) for _ in share.batch]
-        own.append(steps.Share(share.device, batch, next(left), next(left), next(left)))
+        own.append(steps.DeviceBatch(share.device, batch, next(left), next(left), next(left)))
     return record(own)
 
 
@@ -277,3 +301,88 @@ def _check(devices: list[Device], strategy: str, scale: Any, compress: str | Non
 def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise UserError(f"{key} is {' or '.join(choices)}, not '{value}'{nearest(str(value), choices)}")
+
+
+def _batch_names(function: Callable[..., Any], what: str) -> list[str] | None:
+    """Return the names of a function's arguments after the model, or None if it takes any."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    taken = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(taken) < 2:
+        raise UserError(f"{what} takes the model and a batch: {what}(model, images, labels)")
+    return taken[1:]
+
+
+def _split_feed(feed: Feed, names: list[str] | None, n_devices: int) -> list[Batch]:
+    """Return the batch of each device, in the order of the names; empty for a device without samples.
+
+    A dictionary is split as evenly as possible; the first devices have one sample more.
+
+    Raises:
+        UserError: Names differ, numbers of samples differ, there are no samples, or a list has a wrong
+            length.
+    """
+    if isinstance(feed, Mapping):
+        whole = _batch(feed, names)
+        n_samples = len(whole[0])
+        if not n_samples:
+            raise UserError("the feed has no samples: give at least one")
+        sizes = [n_samples // n_devices + (d < n_samples % n_devices) for d in range(n_devices)]
+        parts = [torch.split(tensor, sizes) for tensor in whole]
+        return [[part[d] for part in parts] if sizes[d] else [] for d in range(n_devices)]
+    if not isinstance(feed, Sequence) or not all(isinstance(each, Mapping) for each in feed):
+        raise UserError(
+            "the feed is a dictionary by the names of the loss's arguments, or a list of one for each device"
+        )
+    if len(feed) != n_devices:
+        raise UserError(f"the feed is a list for {len(feed)} devices: there are {n_devices}, give one each")
+    batches = [_batch(each, names) if each else [] for each in feed]
+    batches = [batch if batch and len(batch[0]) else [] for batch in batches]
+    if not any(batches):
+        raise UserError("the feed has no samples: give at least one device at least one")
+    return batches
+
+
+def _batch(feed: Mapping[str, Any], names: list[str] | None) -> Batch:
+    names = list(feed) if names is None else names
+    for name in feed:
+        if name not in names:
+            raise UserError(f"the feed has '{name}'{nearest(name, names)}: it takes {', '.join(names)}")
+    missing = [name for name in names if name not in feed]
+    if missing or not names:
+        raise UserError(f"the feed lacks {', '.join(missing) or 'tensors'}: it takes {', '.join(names)}")
+    batch = [_tensor(name, feed[name]) for name in names]
+    for name, tensor in zip(names, batch, strict=True):
+        if not tensor.dim():
+            raise UserError(f"the feed's '{name}' is one number: its first dimension must be the samples'")
+        if len(tensor) != len(batch[0]):
+            raise UserError(
+                f"the feed has {len(batch[0])} samples of {names[0]} and {len(tensor)} of {name}: "
+                "give as many of each"
+            )
+    return batch
+
+
+def _tensor(name: str, value: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"the feed's '{name}' can't be made a tensor: {error}") from error
+
+
+def _merge_results(name: str, values: Sequence[Any], fractions: Sequence[float]) -> torch.Tensor:
+    """Return one tensor from those of the devices with samples.
+
+    The loss becomes the mean over samples; other scalars are stacked, tensors concatenated along the batch.
+
+    Args:
+        fractions: The fraction of all samples of each device.
+    """
+    tensors = [torch.as_tensor(value) for value in values]
+    if name == "loss":
+        total = tensors[0] * fractions[0]
+        for tensor, fraction in zip(tensors[1:], fractions[1:], strict=True):
+            total = total + tensor * fraction
+        return total
+    return torch.stack(tensors) if not tensors[0].dim() else torch.cat(tensors)

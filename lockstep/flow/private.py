@@ -1,38 +1,141 @@
-"""All of torch that is used here and is not its public interface. Tried with torch 2.13.0."""
+"""The parts of torch that flow uses and that are not torch's public interface. Tested with torch 2.13.0."""
 
-import contextlib
+import _thread
 import functools
+import gc
+import io
 import logging
+import operator
+import os
+import queue
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lockstep.backends.devices import on_gpus
+from lockstep.errors import UserError
 
 __all__ = ["DispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
-without_modes = _disable_current_modes  # a context in which ordinary tensors are just that
 no_torch_function = torch._C._disabled_torch_function_impl
-below_dispatch = (
-    torch._C._DisableTorchDispatch
-)  # a context in which tensor subclasses are what they derive from
 current_node: Callable[[], Any] = torch._C._current_autograd_node  # None outside of a backward function
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of this thread
 
 
-class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that costs no more than the call:
+_PYTHON_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Python).add(
+    torch._C.DispatchKey.PythonTLSSnapshot
+)
 
-    dynamo, which torch would wrap around it, has no part in this.
-    """
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that costs no more than its call, because dynamo does not wrap it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def plainly(function: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Call one of torch's C functions with all modes and subclasses switched off.
+
+    While they are off, an operation on arrays would read memory that does not exist. So no line of Python
+    may run then, neither a signal handler's nor a finalizer's: a loop in C calls nothing but C functions, as
+    one step of the interpreter. (From Python 3.12 on, finalizers of cycles run between steps only.)
+    """
+    functions, dispatch = torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_PYTHON_KEYS)
+    collecting = sys.version_info < (3, 12) and gc.isenabled()
+    call = functools.partial(function, *arguments, **keywords)
+    end: list[Any] = [functools.partial(guard.__exit__, None, None, None) for guard in (dispatch, functions)]
+    end.append(gc.enable if collecting else bool)
+    try:
+        begin: list[Any] = [gc.disable if collecting else bool, functions.__enter__, dispatch.__enter__]
+        _, _, _, returned, *_ = map(operator.call, [*begin, call, *end])
+    except BaseException:
+        _, _, _ = map(operator.call, end)
+        raise
+    return returned
+
+
+class Scope(io.IOBase):
+    """A context manager that a signal handler's exception cannot leave half entered or half exited.
+
+    A handler runs between any two lines of Python, also before the first line of an `__exit__`. So the calls
+    that begin and end a scope are C functions only, called by a loop in C. `io.IOBase.__exit__` is a C
+    function as well, which only calls `close`.
+    """
+
+    closed = True  # a scope that is dropped before it begins has nothing to close
+
+    value: Any = None  # what `with` gives to the name behind `as`
+
+    def calls(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the C functions to call when the scope begins, and those to call when it ends."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        if "close" in vars(self):
+            raise UserError("a scope can be entered once: call flow.device again for another `with`")
+        begin, end = self.calls()
+        closing: Any = functools.partial(deque, map(operator.call, end), 0)  # calling it again does nothing
+        begin = [functools.partial(setattr, self, "close", closing), *begin]
+        try:
+            deque(map(operator.call, begin), 0)  # a handler may raise behind it, so `return` is inside
+            return self.value
+        except BaseException:
+            self.close()
+            raise
+
+
+_MODE_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+
+
+def mode_calls(dispatch: TorchDispatchMode, function: TorchFunctionMode) -> tuple[list[Any], list[Any]]:
+    """Return the calls that switch two modes on in this thread, and those that switch them off again.
+
+    They do what `__enter__` and `__exit__` of torch's modes do, for use in a `Scope`.
+    """
+    set_flag = functools.partial(setattr, _python_dispatch)
+    skip_compiled = torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals
+    before = [(name, getattr(_python_dispatch, name)) for name in _MODE_FLAGS]
+    begin = [functools.partial(set_flag, name, True) for name in _MODE_FLAGS]
+    begin += [
+        functools.partial(skip_compiled, True),
+        functools.partial(torch._C._push_on_torch_dispatch_stack, dispatch),
+        functools.partial(torch._C._push_on_torch_function_stack, function),
+    ]
+    pop_dispatch = functools.partial(torch._C._pop_torch_dispatch_stack, None)
+    end = [torch._C._pop_torch_function_stack, pop_dispatch]
+    end += [functools.partial(skip_compiled, before[-1][1])]
+    end += [functools.partial(set_flag, name, value) for name, value in before]
+    return begin, end
+
+
+class without_modes(Scope):  # noqa: N801
+    """A scope in which no dispatch mode of this thread sees operations on ordinary tensors."""
+
+    def calls(self) -> tuple[list[Any], list[Any]]:
+        modes = active_modes()
+        pop = functools.partial(torch._C._pop_torch_dispatch_stack, None)
+        return [pop] * len(modes), [
+            functools.partial(torch._C._push_on_torch_dispatch_stack, mode) for mode in modes
+        ]
+
+
+def active_modes() -> list[Any]:
+    """Return the modes that would see an operation of this thread now, without one that is handling it."""
+    return [torch._C._get_dispatch_stack_at(n) for n in range(torch._C._len_torch_dispatch_stack())]
 
 
 def make_wrapper(
@@ -44,67 +147,125 @@ def make_wrapper(
     device: torch.device,
     layout: torch.layout,
 ) -> Any:
-    """A tensor of a subclass without memory."""
-    make = torch.Tensor._make_wrapper_subclass
+    """Return a tensor of a subclass, without memory."""
+    make: Any = torch.Tensor._make_wrapper_subclass
     if layout is not torch.strided:
         return make(kind, size, dtype=dtype, layout=layout, device=device)
-    return make(kind, size, strides=stride, storage_offset=offset, dtype=dtype, device=device)
+    made = make(kind, size, strides=stride, storage_offset=offset, dtype=dtype, device=device)
+    torch._C._set_throw_on_mutable_data_ptr(made)  # torch's C++ would read address 0
+    return made
 
 
 def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, which modules and optimizers take for an nn.Parameter from now on."""
+    """Mark the tensor as an nn.Parameter for modules and optimizers, and return it."""
     tensor._is_param = True
     return tensor
 
 
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.data = value`, where a subclass has a `data` of its own."""
+    """Do `tensor.data = value` on a subclass that overrides `data`."""
     getattr(torch._C.TensorBase, "data").__set__(tensor, value)  # noqa: B009
 
 
 def in_backward() -> bool:
-    """Whether this thread works for autograd's engine."""
+    """Return whether this thread works for autograd's engine."""
     return torch._C._current_graph_task_id() != -1
 
 
 def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that torch's random operations use on a device."""
     if on_gpus([device]):
         return torch.cuda.default_generators[device.index or 0]
     return torch.default_generator
 
 
 class _Quiet(threading.local):
+    """A thread's state: while it predicts shapes, torch does not log errors."""
+
     predicting = False
 
 
 _quiet = _Quiet()
-_fake_lock = threading.Lock()
-# It logs a shape that does not fit as an error of its own, before it raises it.
+_fake_lock = threading.RLock()
+
+
+class _Predictor:
+    """The thread that predicts shapes."""
+
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    runs = False
+
+
+# It logs shapes that do not fit as errors, besides raising them.
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _quiet.predicting)
 
 
-@contextlib.contextmanager
-def predicting() -> Iterator[None]:
-    """Tensors made inside have shapes, strides and dtypes, and no values. For one thread at a time."""
-    with _fake_lock:
-        _quiet.predicting = True
+def predict(function: Callable[[], Any]) -> Any:
+    """Return function(); tensors made in it have shapes, strides and dtypes, but no values.
+
+    It runs in its own thread: an exception from a signal handler would leave the mode switched on in this
+    one, and the handler itself would make tensors without values.
+    """
+    if _quiet.predicting:  # a finalizer in that thread
+        return _predict(function)
+    results: list[Any] = []
+    done = threading.Lock()
+    done.acquire()
+    _Predictor.requests.put((function, results, done))
+    while not results:
+        if not _Predictor.runs:  # threading.Thread fails if a handler raises while it starts a thread
+            _thread.start_new_thread(_serve, ())
+        done.acquire(timeout=0.2)
+    value, error = results[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def _serve() -> None:
+    _Predictor.runs = True
+    while True:
+        function, results, done = _Predictor.requests.get()
         try:
-            with _fake_mode():
-                yield
+            results.append((_predict(function), None))
+        except BaseException as error:
+            results.append((None, error))
+        done.release()
+        del function, results, done
+
+
+def _predict(function: Callable[[], Any]) -> Any:
+    with _fake_lock:
+        outer, _quiet.predicting = _quiet.predicting, True
+        try:
+            with _fake_mode(), torch.no_grad():
+                return function()
         finally:
-            _quiet.predicting = False
+            _quiet.predicting = outer
+
+
+def _reset_after_fork() -> None:
+    """Prepare the predictor in a forked child, where its thread does not exist."""
+    _fake_lock._at_fork_reinit()  # type: ignore[attr-defined]
+    _Predictor.requests = queue.SimpleQueue()  # the lock of the old one may be held
+    _Predictor.runs = False
+    _quiet.predicting = False
+    _fake_mode.cache_clear()  # the thread may have been inside a kernel, which the mode remembers
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 @functools.cache
 def _fake_mode() -> Any:
-    """Importing it takes longer than importing torch, and the engine by itself has no need of it."""
+    """Return the mode that predicts shapes. Its import is slow, and the engine itself does not need it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
 
 
 def depends_on_values(error: Exception) -> bool:
-    """Whether this is what predicting raises where shapes can't be said before the values are there."""
+    """Return whether `predict` raised this error because the shapes depend on values."""
     from torch._subclasses import fake_tensor
 
     return isinstance(
@@ -117,4 +278,5 @@ def depends_on_values(error: Exception) -> bool:
 
 
 def torch_folder() -> str:
+    """Return the folder of torch's Python files."""
     return str(torch.__path__[0])

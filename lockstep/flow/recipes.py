@@ -1,11 +1,9 @@
-"""What is known of torch's operations before they run:
-
-what they write, what shapes come out, what is random.
-"""
+"""Facts about torch's operations before they run: what they write, the shapes of results, randomness."""
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +12,9 @@ from lockstep.errors import UserError
 from lockstep.flow import private
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]  # size, stride, dtype of a whole storage
-MOST = 20_000  # recipes that are kept
+MOST = 20_000  # recipes kept at once
 
-# Written, though the schema does not say so: the running statistics, by the position of the argument.
+# Arguments, by position, that are written although the schema does not say so: running statistics.
 _UNDECLARED = {
     "aten::native_batch_norm": (3, 4),
     "aten::cudnn_batch_norm": (3, 4),
@@ -25,25 +23,55 @@ _UNDECLARED = {
     "aten::batch_norm_gather_stats_with_counts": (3, 4),
     "aten::batch_norm_update_stats": (1, 2),
 }
-# What gives a view, though the schema does not say so.
+# Their second and third results are float32 if images have less precision than parameters.
+_NORMALIZATIONS = {
+    "aten::native_batch_norm",
+    "aten::_native_batch_norm_legit",
+    "aten::native_layer_norm",
+    "aten::native_group_norm",
+    "aten::native_group_norm_backward",
+}
+# Operations that return a view although the schema does not say so.
 _UNDECLARED_VIEWS = {"aten::_unsafe_view"}
-# What does not depend on what was there: a value that failed is whole again after these.
+# Operations that do not read the old value: after them a value that failed is valid again.
 _OVERWRITING = {"aten::zero_", "aten::fill_", "aten::copy_", "aten::normal_", "aten::uniform_"}
-# They change which memory a tensor is, which arrays can't.
-_REFUSED = {"aten::set_", "aten::resize_", "aten::resize_as_"}
-# Views only by a bit that says that the values are to be conjugated or negated: copies here.
-_COPIES = {"aten::_conj": "_conj_physical", "aten::_neg_view": "neg"}
-_NUMBERS = {"NumberType", "FloatType"}
+_OTHER_MEMORY = "an array can't be given other memory; make a new array"
+# Operations that arrays cannot have, and what to do instead.
+_REFUSED = {
+    "aten::set_": _OTHER_MEMORY,
+    "aten::resize_": _OTHER_MEMORY,
+    "aten::resize_as_": _OTHER_MEMORY,
+    "aten::_nested_tensor_from_mask": (
+        "an array can't be a nested tensor; an nn.TransformerEncoder with a mask needs "
+        "enable_nested_tensor=False"
+    ),
+    "aten::_pack_padded_sequence": (
+        "an array can't be a packed sequence, whose lengths torch reads at once; give the layer the "
+        "padded batch"
+    ),
+}
+# Views by a bit that says that values are to be conjugated or negated become copies. Zeros without memory,
+# which forward-mode differentiation makes, get memory.
+_COPIES = {"aten::_conj": "_conj_physical", "aten::_neg_view": "neg", "aten::_efficientzerotensor": "zeros"}
+# Operations whose numbers decide the size of the result.
+_SIZED_BY_NUMBERS = {"aten::arange", "aten::range"}
+_PLAIN_NUMBERS = int, float, complex
+_NUMBERS = {"NumberType", "FloatType", "TensorType"}  # a number may stand for a tensor: `x * 0.1`
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What an operation's schema says, and what is known beside it.
+class OperationTraits:
+    """An operation's properties: those of its schema, and those that the schema leaves out.
 
-    writes: positions, or names, of the arguments that are written. same: for each return, the argument that
-    it is, or None. aside: neither takes nor makes tensors. check: it makes nothing. seed_with: what to call
-    with a generator, or None where none can be given. loose: arguments on whose type alone, not value, shapes
-    depend.
+    Attributes:
+        writes: Positions or names of the arguments that it writes.
+        same: For each result, the argument that it is, or None.
+        aside: It neither takes nor makes tensors.
+        check: It returns nothing and writes nothing.
+        refused: Why arrays cannot have it, and what to do instead; empty if they can.
+        seed_with: The overload that takes a generator, or None.
+        loose: Arguments that, if they are numbers, decide shapes and dtypes by their type only.
+        takes_dtype: It has an argument `dtype`.
     """
 
     name: str
@@ -54,16 +82,17 @@ class Kind:
     random: bool
     seed_with: Any
     overwriting: bool
-    refused: bool
+    refused: str
     sparse: bool
     aside: bool
     check: bool
     loose: frozenset[int | str]
+    takes_dtype: bool
 
 
 @functools.cache
-def kind_of(function: Any) -> Kind:
-    """function: an operation of torch with its overload."""
+def traits_of(function: Any) -> OperationTraits:
+    """Return the traits of an operation of torch, given with its overload."""
     schema = function._schema
     places: list[int | str] = [a.name if a.kwarg_only else n for n, a in enumerate(schema.arguments)]
     aliases = {place: a.alias_info for place, a in zip(places, schema.arguments, strict=True)}
@@ -71,10 +100,8 @@ def kind_of(function: Any) -> Kind:
     # A view of a list's parts, or of one tensor: what is returned shares memory with what was given
     shared = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     changes_shape = torch.Tag.inplace_view in function.tags and schema.name != "aten::detach_"
-    tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
-    loose = {p for p, a in zip(places, schema.arguments, strict=True) if a.type.kind() in _NUMBERS}
     random = torch.Tag.nondeterministic_seeded in function.tags
-    return Kind(
+    return OperationTraits(
         name=schema.name.removeprefix("aten::"),
         view=(shared and not writes) or schema.name in _UNDECLARED_VIEWS,
         changes_shape=changes_shape,
@@ -83,17 +110,38 @@ def kind_of(function: Any) -> Kind:
         random=random,
         seed_with=_with_generator(function) if random else None,
         overwriting=schema.name in _OVERWRITING,
-        refused=schema.name in _REFUSED,
+        refused=_REFUSED.get(schema.name, ""),
         check=not schema.returns and not writes,
         aside="Tensor" not in str(schema),
         sparse="sparse_coo_tensor" in schema.name,
-        loose=frozenset(loose) if tensors else frozenset(),
+        loose=_loose(schema, places),
+        takes_dtype="dtype" in places,
     )
+
+
+def _loose(schema: Any, places: Sequence[int | str]) -> frozenset[int | str]:
+    """Return the arguments whose value, if it is a number, is not part of a recipe's key.
+
+    Custom operations may compute a size from any number, and a returned number may depend on one.
+    """
+    returns_tensors = all("Tensor" in str(returned.type) for returned in schema.returns)
+    if not schema.name.startswith("aten::") or schema.name in _SIZED_BY_NUMBERS or not returns_tensors:
+        return frozenset()
+    return frozenset(p for p, a in zip(places, schema.arguments, strict=True) if _takes_number(a.type))
+
+
+def _takes_number(kind: Any) -> bool:
+    """Return whether an argument of this schema type is a number, or a list of scalars."""
+    if kind.kind() == "OptionalType":
+        kind = kind.getElementType()
+    if kind.kind() == "ListType":  # a list of floats may be scale factors, which decide sizes
+        return bool(kind.getElementType().kind() == "NumberType")
+    return kind.kind() in _NUMBERS
 
 
 @functools.cache
 def instead_of(function: Any) -> Any:
-    """The operation that is recorded: a copy where a view can't be had."""
+    """Return the operation that is recorded: a copy if arrays cannot have this view."""
     name = _COPIES.get(function._schema.name)
     return function if name is None else getattr(torch.ops.aten, name).default
 
@@ -108,7 +156,7 @@ def _same_argument(returned: Any, aliases: dict[int | str, Any]) -> int | str | 
 
 
 def _with_generator(function: Any) -> Any:
-    """The overload that takes the same and a generator."""
+    """Return the overload with the same arguments and a generator."""
     names = {argument.name for argument in function._schema.arguments}
     if "generator" in names:
         return function
@@ -121,23 +169,27 @@ def _with_generator(function: Any) -> Any:
 
 @dataclass(slots=True)
 class Recipe:
-    """What comes out of an operation on inputs of certain shapes.
+    """The results of an operation on inputs of certain shapes.
 
-    layouts: of each tensor, in order; None where there is none, or where it is one of the arguments. leaves:
-    what else is returned at these places. structure: of what is returned; None for a single one.
+    Attributes:
+        layouts: Of each tensor, in order; None if it is no tensor, or one of the arguments.
+        leaves: The results that are no tensors.
+        structure: Of the results; None for a single one.
+        default: torch's default dtype, if it decided the dtype of a result.
     """
 
     layouts: list[Layout | None]
     leaves: list[Any]
     structure: Any
     copies: bool | None = field(default=None)  # whether outputs share memory; looked at when it first runs
+    default: torch.dtype | None = None
 
 
 _recipes: dict[Any, Recipe] = {}
 
 
 def known_recipe(key: tuple[Any, ...]) -> Recipe | None:
-    """One that was made before. key: equal for calls with equal recipes."""
+    """Return the recipe for this key, if one was made before."""
     return _recipes.get(key)
 
 
@@ -148,12 +200,17 @@ def make_recipe(
     keywords: dict[str, Any],
     layouts: Sequence[Any],
 ) -> Recipe:
-    """What the operation makes of arguments in which each Slot stands for a tensor of a layout.
+    """Return and remember the recipe of an operation. Each ArgumentSlot stands for a tensor of a layout.
 
-    layouts: (size, stride, dtype, device) of each. Raises what torch raises where shapes do not fit,
-    and what private.depends_on_values knows.
+    Args:
+        key: Equal for calls with equal recipes.
+        layouts: (size, stride, dtype, device) of each tensor.
+
+    Raises:
+        Exception: torch's own, for shapes that do not fit, or those of `private.depends_on_values`.
     """
     recipe = _predict(function, template, keywords, layouts)
+    recipe.default = _default_dtype(function, template, keywords, layouts, recipe)
     if len(_recipes) >= MOST:
         _recipes.clear()
     _recipes[key] = recipe
@@ -161,18 +218,18 @@ def make_recipe(
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Stands in a template for the tensor with this number."""
+class ArgumentSlot:
+    """The place of the tensor with this number in a template."""
 
     number: int
 
 
 def fill(template: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-    """The arguments, with tensors at their places."""
+    """Return the arguments, with tensors in their slots."""
     filled = []
     for part in template:
         kind = type(part)
-        if kind is Slot:
+        if kind is ArgumentSlot:
             filled.append(tensors[part.number])
         else:
             filled.append(fill(part, tensors) if kind is list else part)
@@ -180,18 +237,14 @@ def fill(template: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
 
 
 def fill_names(keywords: dict[str, Any], tensors: Sequence[Any]) -> dict[str, Any]:
+    """Return the keyword arguments, with tensors in their slots."""
     return dict(zip(keywords, fill(list(keywords.values()), tensors), strict=True)) if keywords else {}
 
 
 def _predict(
     function: Any, template: Sequence[Any], keywords: dict[str, Any], layouts: Sequence[Any]
 ) -> Recipe:
-    with private.predicting():
-        fakes = [
-            torch.empty_strided(size, stride, dtype=dtype, device=device)
-            for size, stride, dtype, device in layouts
-        ]
-        returned = function(*fill(template, fakes), **fill_names(keywords, fakes))
+    fakes, returned = private.predict(partial(_call_on_fakes, function, template, keywords, layouts))
     for fake, (size, *_) in zip(fakes, layouts, strict=True):
         if fake.size() != size:
             raise UserError(
@@ -204,8 +257,103 @@ def _predict(
         leaves, structure = private.tree_flatten(returned)
     given = {id(fake) for fake in fakes}
     made = [leaf if isinstance(leaf, torch.Tensor) and id(leaf) not in given else None for leaf in leaves]
+    known: Sequence[Any] = _dtypes_of_norms(function, layouts) or [
+        leaf if leaf is None else leaf.dtype for leaf in made
+    ]
     return Recipe(
-        [None if leaf is None else (leaf.size(), leaf.stride(), leaf.dtype) for leaf in made],
+        [
+            None if leaf is None else (leaf.size(), leaf.stride(), dtype)
+            for leaf, dtype in zip(made, known, strict=True)
+        ],
         [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
         structure,
     )
+
+
+def _dtypes_of_norms(function: Any, layouts: Sequence[Any]) -> list[torch.dtype] | None:
+    """Return the dtypes of a normalization's results where torch predicts wrong ones, else None."""
+    schema = getattr(function, "_schema", None)
+    if schema is None or schema.name not in _NORMALIZATIONS:
+        return None
+    (_, _, images, _), *others = layouts
+    mixed = images.itemsize < 4 and any(dtype is torch.float32 for _, _, dtype, _ in others)
+    return [images, torch.float32, torch.float32] if mixed else None
+
+
+def _default_dtype(
+    function: Any, template: Sequence[Any], keywords: dict[str, Any], layouts: Sequence[Any], recipe: Recipe
+) -> torch.dtype | None:
+    """Return torch's default dtype if it decided the dtype of a result, else None.
+
+    It may have changed when the operation runs. It decides the dtype of results of integers if inputs of
+    that dtype would give the same.
+    """
+    default = torch.get_default_dtype()
+    given = [dtype for _, _, dtype, _ in layouts]
+    if keywords.get("dtype") is not None or any(
+        dtype.is_floating_point or dtype.is_complex for dtype in given
+    ):
+        return None
+    if not any(layout is not None and layout[2] is default for layout in recipe.layouts):
+        return None
+    cast = [(size, stride, default, device) for size, stride, _, device in layouts]
+    try:
+        same = not cast or _predict(function, template, keywords, cast).layouts == recipe.layouts
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+    return default if same else None
+
+
+def _call_on_fakes(
+    function: Any, template: Sequence[Any], keywords: dict[str, Any], layouts: Sequence[Any]
+) -> tuple[list[torch.Tensor], Any]:
+    fakes = [
+        torch.empty_strided(size, stride, dtype=dtype, device=device)
+        for size, stride, dtype, device in layouts
+    ]
+    return fakes, function(*fill(template, fakes), **fill_names(keywords, fakes))
+
+
+class Operands:
+    """An operation's arguments: its tensors, and a template with an ArgumentSlot for each.
+
+    Attributes:
+        key: Calls of one operation with equal keys have results of equal shapes.
+    """
+
+    def __init__(self, kind: OperationTraits, args: Sequence[Any], keywords: dict[str, Any]) -> None:
+        self.tensors: list[Any] = []
+        self.key: list[Any] = []
+        self._loose = kind.loose
+        self.template = [self._take(part, place) for place, part in enumerate(args)]
+        self.keywords = {name: self._take(part, name) for name, part in keywords.items()}
+        self.key += keywords
+
+    def _take(self, part: Any, place: int | str) -> Any:
+        kind = type(part)
+        if isinstance(part, torch.Tensor):
+            self.tensors.append(part)
+            self.key += (part.size(), part.dtype)
+            if part.layout is torch.strided:
+                self.key.append(part.stride())
+            return ArgumentSlot(len(self.tensors) - 1)
+        if kind is list or kind is tuple:
+            self.key.append(len(part))
+            return [self._take(each, place) for each in part]
+        if kind is torch.Generator:
+            return part  # it gives a seed, and has no part in shapes
+        self.key.append(kind if kind in _PLAIN_NUMBERS and place in self._loose else (kind, part))
+        return part
+
+    def at(self, place: int | str) -> list[Any]:
+        """Return the tensors of one argument."""
+        if isinstance(place, str):
+            part = self.keywords.get(place)
+        else:
+            part = self.template[place] if place < len(self.template) else None
+        parts = part if type(part) is list else [part]
+        return [self.tensors[each.number] for each in parts if type(each) is ArgumentSlot]
+
+    def run(self, function: Any) -> Any:
+        """Call a function with these arguments."""
+        return function(*fill(self.template, self.tensors), **fill_names(self.keywords, self.tensors))

@@ -1,6 +1,7 @@
-"""The same network on several devices, and the optimizers of its parameters there."""
+"""Copies of one network on several devices, and the optimizers of their parameters."""
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,17 +11,19 @@ from torch import nn
 
 from lockstep.errors import UserError, nearest
 from lockstep.flow import placement, private
-from lockstep.flow.arrays import Array, arrays
+from lockstep.flow.arrays import Array
+from lockstep.flow.creation import arrays
+from lockstep.flow.creation import device as on_device
 from lockstep.flow.devices import Device
-from lockstep.flow.recording import device as on_device
+from lockstep.flow.engine import engine_of
 from lockstep.network import dropout
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass
-class Replica:
-    """The network on one device. parameters, buffers: by name; those that are one tensor have one name."""
+class ModelReplica:
+    """The network on one device. `parameters` and `buffers` have each tensor once, by name."""
 
     device: Device
     model: nn.Module
@@ -33,18 +36,32 @@ class Replica:
         self.buffers = dict(self.model.named_buffers())
 
     def variables(self) -> dict[str, Any]:
+        """Return parameters and buffers by name."""
         return {**self.parameters, **self.buffers}
 
+    def state(self) -> dict[str, Array]:
+        """Return the arrays of the module's state_dict: tied ones by every name, only persistent buffers."""
+        state = self.model.state_dict(keep_vars=True)
+        return {name: value for name, value in state.items() if isinstance(value, Array)}
 
-def start_up(model: nn.Module, devices: Sequence[Device], share_weights: bool) -> list[Replica]:
-    """A copy of the model on the first device, broadcast to the others.
+    def saved(self) -> dict[str, torch.Tensor]:
+        """Return copies of `state`, one for all names of an array."""
+        state = self.state()
+        copies = {id(array): array.tensor() for array in {id(each): each for each in state.values()}.values()}
+        return {name: copies[id(array)] for name, array in state.items()}
 
-    share_weights: devices with one memory have one copy of the parameters; buffers are always their own.
+
+def make_replicas(model: nn.Module, devices: Sequence[Device], share_weights: bool) -> list[ModelReplica]:
+    """Return a copy of the model on the first device, and copies of that on the others.
+
+    Args:
+        share_weights: Devices with one memory share the parameters; each has its own buffers.
     """
     model = copy.deepcopy(model)
     dropouts = dropout.install(model)
-    with placement.on(devices[0]):
-        replicas = [Replica(devices[0], arrays(model), dropouts)]
+    engine_of(devices[0])
+    with placement.CurrentDevice(devices[0]):
+        replicas = [ModelReplica(devices[0], arrays(model), dropouts)]
     for device in devices[1:]:
         memo: dict[int, Any] = {}
         for other in replicas:
@@ -55,22 +72,22 @@ def start_up(model: nn.Module, devices: Sequence[Device], share_weights: bool) -
         with on_device(device):
             copied = copy.deepcopy(replicas[0].model, memo)
         found = [each for each in copied.modules() if isinstance(each, dropout.SampleDropout)]
-        replicas.append(Replica(device, copied, found))
+        replicas.append(ModelReplica(device, copied, found))
         for name, array in replicas[-1].variables().items():
             array.memory.name = array.memory.name or name
     return replicas
 
 
 def _shared(parameter: Array) -> Array:
-    """Another leaf of autograd's on the same memory."""
+    """Return another leaf for autograd on the same memory."""
     made: Any = private.as_parameter(parameter.detach().requires_grad_(parameter.requires_grad))
     return made  # type: ignore[no-any-return]
 
 
-class Updates:
-    """The optimizer of a bucket's parameters on one device: one of torch's, on their memory."""
+class BucketOptimizer:
+    """The torch optimizer of a bucket's parameters on one device."""
 
-    def __init__(self, names: Sequence[str], replica: Replica, make: MakeOptimizer) -> None:
+    def __init__(self, names: Sequence[str], replica: ModelReplica, make: MakeOptimizer) -> None:
         self.names, self.replica = list(names), replica
         self._own = []
         with private.without_modes():
@@ -83,9 +100,10 @@ class Updates:
             raise UserError(
                 f"optimizer(parameters) makes a torch.optim.Optimizer, not {type(self.optimizer).__name__}"
             )
+        _check_step(self.optimizer)
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """values: the gradients, in the order of the names."""
+        """Update with gradients in the order of the names; None leaves a parameter as it is."""
         for own, gradient in zip(self._own, gradients, strict=True):
             own.grad = gradient
         self.optimizer.step()
@@ -93,11 +111,12 @@ class Updates:
             own.grad = None
 
     def set_hyperparameters(self, values: dict[str, Any]) -> None:
+        """Set values of all parameter groups."""
         for group in self.optimizer.param_groups:
             group.update(values)
 
     def state(self) -> dict[str, Any]:
-        """Of each parameter by name: its state, and the hyper-parameters of its group."""
+        """Return the state and the hyperparameters of each parameter, by name."""
         found = self.optimizer.state_dict()
         made = {}
         for group in found["param_groups"]:
@@ -108,7 +127,7 @@ class Updates:
         return made
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Of what `state` gave, for other buckets maybe, that of these parameters."""
+        """Restore these parameters' part of `state`, which other buckets may have returned."""
         groups = self.optimizer.state_dict()["param_groups"]
         own = {n: state[name] for n, name in enumerate(self.names) if name in state}
         for group in groups:
@@ -118,28 +137,40 @@ class Updates:
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UserError for an optimizer whose step needs arguments, such as LBFGS's closure."""
+    for argument in inspect.signature(optimizer.step).parameters.values():
+        if argument.default is argument.empty and argument.kind not in (
+            argument.VAR_POSITIONAL, argument.VAR_KEYWORD,
+        ):  # fmt: skip
+            raise UserError(
+                f"optimizer: {type(optimizer).__name__}.step needs a {argument.name}, which ParallelExecutor "
+                "can't give: use one that needs gradients only, such as SGD or AdamW"
+            )
+
+
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
 
 
 @dataclass
 class Bucket:
-    """Gradients that are merged together. owner: the number of the device that adds them up."""
+    """Gradients that are merged together. `owner` is the number of the device that adds them up."""
 
     names: list[str]
     owner: int
-    updates: dict[int, Updates]  # by the device's number
+    updates: dict[int, BucketOptimizer]  # by the device's number
 
 
 class Buckets:
-    """All of them, closed in the order in which gradients complete.
+    """All buckets, closed in the order in which gradients complete.
 
-    Each has the owner with least bytes so far, the first of equals; with `owner_updates` that one alone has
+    The owner of a bucket is the device with the fewest bytes so far. With `owner_updates` only the owner has
     an optimizer for it.
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], make: MakeOptimizer, n_bytes: int, owner_updates: bool
+        self, replicas: Sequence[ModelReplica], make: MakeOptimizer, n_bytes: int, owner_updates: bool
     ) -> None:
         self.all: list[Bucket] = []
         self._replicas, self._make, self._n_bytes = replicas, make, n_bytes
@@ -147,9 +178,14 @@ class Buckets:
         self._owned = [0] * len(replicas)
         self._hyperparameters: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
+        trained = [name for name, p in replicas[0].parameters.items() if p.requires_grad]
+        if trained:
+            BucketOptimizer(
+                trained, replicas[0], make
+            )  # an unusable optimizer is refused before the first run
 
     def extend(self, gradients: dict[str, Array]) -> None:
-        """Parameters that are in no bucket yet get new ones. gradients: in the order of completion."""
+        """Put parameters without a bucket into new ones, in the order of `gradients`."""
         known = {name for bucket in self.all for name in bucket.names}
         names: list[str] = []
         size = 0
@@ -171,7 +207,7 @@ class Buckets:
         owner = self._owned.index(min(self._owned))
         self._owned[owner] += size
         devices = [owner] if self._owner_updates else range(len(self._replicas))
-        updates = {d: Updates(names, self._replicas[d], self._make) for d in devices}
+        updates = {d: BucketOptimizer(names, self._replicas[d], self._make) for d in devices}
         with private.without_modes():
             for each in updates.values():
                 each.load_state(self._loaded)
@@ -179,7 +215,12 @@ class Buckets:
         self.all.append(Bucket(list(names), owner, updates))
 
     def set_hyperparameters(self, values: dict[str, Any]) -> None:
-        with private.without_modes():  # there may be no bucket yet
+        """Set values of all optimizers, including those of buckets to come.
+
+        Raises:
+            UserError: The optimizers do not have such a value.
+        """
+        with private.without_modes():  # a new one, since there may be no bucket yet
             optimizer = self._make([nn.Parameter(torch.zeros(1))])
         known = [key for key in optimizer.param_groups[0] if key != "params"]
         for name in values:
@@ -192,17 +233,20 @@ class Buckets:
         self._hyperparameters.update(values)
 
     def n_bytes_of_state(self) -> int:
+        """Return the bytes of all optimizers' state."""
         states = [u.optimizer.state.values() for bucket in self.all for u in bucket.updates.values()]
         tensors = [value for each in states for own in each for value in own.values()]
         return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
     def state(self) -> dict[str, Any]:
+        """Return the optimizers' state and hyperparameters by parameter."""
         made = dict(self._loaded)
         for bucket in self.all:
             made.update(bucket.updates[min(bucket.updates)].state())
         return made
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned, for buckets that exist and those to come."""
         self._loaded, self._hyperparameters = dict(state), {}
         for bucket in self.all:
             for updates in bucket.updates.values():

@@ -1,4 +1,4 @@
-"""What ParallelExecutor captures: a step of all devices, and an evaluation."""
+"""The functions that ParallelExecutor captures: a training step of all devices, and an evaluation."""
 
 import contextlib
 import warnings
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from lockstep.errors import UserError, nearest
-from lockstep.flow import merge
+from lockstep.flow import collectives
 from lockstep.flow.arrays import Array
-from lockstep.flow.merger import Merger
+from lockstep.flow.creation import device as on_device
+from lockstep.flow.merge import GradientMerger
 from lockstep.flow.operations import copied, operation
-from lockstep.flow.recording import device as on_device
-from lockstep.flow.replicas import Bucket, Buckets, Replica
+from lockstep.flow.replicas import Bucket, Buckets, ModelReplica
 from lockstep.network import dropout
 
 GRAD = "@GRAD"
@@ -24,10 +24,14 @@ Gradients = dict[int, dict[str, Array]]  # by the device's number, then by the p
 
 
 @dataclass
-class Share:
-    """The arrays that a device with samples is given.
+class DeviceBatch:
+    """The arrays of one device with samples.
 
-    factor: what its loss's gradient is. fraction: its part of all samples. keys: of its samples' dropout.
+    Attributes:
+        device: Number of the device.
+        factor: The gradient of its loss.
+        fraction: Its fraction of all samples.
+        keys: Of its samples' dropout.
     """
 
     device: int
@@ -37,10 +41,12 @@ class Share:
     keys: Array
 
 
-class Step:
-    """Records forward and backward on each device, merges, and updates."""
+class StepRecorder:
+    """Records forward and backward on each device, the merging of gradients, and updates."""
 
-    def __init__(self, replicas: Sequence[Replica], buckets: Buckets, loss: Losses, merger: Merger) -> None:
+    def __init__(
+        self, replicas: Sequence[ModelReplica], buckets: Buckets, loss: Losses, merger: GradientMerger
+    ) -> None:
         self._replicas, self._buckets, self._loss, self._merger = replicas, buckets, loss, merger
         self._order: list[str] = []
         self._warned: set[str] = set()
@@ -50,11 +56,11 @@ class Step:
                     parameter.register_hook(partial(self._note, name))
 
     def _note(self, name: str, _gradient: torch.Tensor) -> None:
-        """A parameter's gradient is complete."""
+        """Note that a parameter's gradient is complete."""
         self._order.append(name)
 
-    def record(self, shares: Sequence[Share], fetch: Sequence[str]) -> dict[str, list[Any]]:
-        """Returns what is to be fetched, of each device with samples; of a gradient, the merged one."""
+    def record(self, shares: Sequence[DeviceBatch], fetch: Sequence[str]) -> dict[str, list[Any]]:
+        """Record a step. Return the fetched values of each device with samples; gradients are merged."""
         results: dict[str, list[Any]] = {}
         gradients: Gradients = {}
         for share in shares:
@@ -62,13 +68,13 @@ class Step:
             for name, value in found.items():
                 results.setdefault(name, []).append(value)
         self._check_reached(gradients)
-        check_fetch(fetch, [*results, *(name + GRAD for name in gradients[shares[0].device])])
+        _check_fetch(fetch, [*results, *(name + GRAD for name in gradients[shares[0].device])])
         self._buckets.extend(gradients[shares[0].device])
         merged = {name: array for b in self._buckets.all for name, array in self._merge(b, gradients, fetch)}
         self._merge_buffers(shares)
         return {name: [merged[name]] if name in merged else results[name] for name in fetch}
 
-    def _forward_and_backward(self, share: Share) -> tuple[dict[str, Any], dict[str, Array]]:
+    def _forward_and_backward(self, share: DeviceBatch) -> tuple[dict[str, Any], dict[str, Array]]:
         replica = self._replicas[share.device]
         self._order = []
         try:
@@ -76,7 +82,7 @@ class Step:
                 dropout.set_keys(replica.dropouts, share.keys)
                 found = named(self._loss(replica.model, *share.batch))
                 loss = found["loss"]
-                check_loss(loss)
+                _check_loss(loss)
                 trained = {name: p for name, p in replica.parameters.items() if p.requires_grad}
                 factor = share.factor.to(loss.dtype)
                 made = torch.autograd.grad(loss, list(trained.values()), factor, allow_unused=True)
@@ -87,8 +93,8 @@ class Step:
             for layer in replica.dropouts:
                 layer.keys = None
 
-    def prepare(self, shares: Sequence[Share]) -> None:
-        """Runs the loss alone: its first call may make what a network keeps, as a table. Buffers stay."""
+    def prepare(self, shares: Sequence[DeviceBatch]) -> None:
+        """Call the loss once, which may make tensors that the model keeps; restore buffers."""
         for share in shares:
             replica = self._replicas[share.device]
             with on_device(replica.device), torch.no_grad():
@@ -99,7 +105,7 @@ class Step:
                     replica.buffers[name].copy_(value)
 
     def _own(self, gradients: dict[str, Any]) -> dict[str, Array]:
-        """Contiguous, each in a memory of its own: they are added up in place."""
+        """Return contiguous gradients, each in its own memory, since they are added up in place."""
         seen: set[int] = set()
         made: dict[str, Array] = {}
         for name, gradient in gradients.items():
@@ -128,7 +134,7 @@ class Step:
     def _merge(
         self, bucket: Bucket, gradients: Gradients, fetch: Sequence[str]
     ) -> Iterator[tuple[str, Array]]:
-        """Merges a bucket's gradients and updates its parameters. Gives those that are to be fetched."""
+        """Merge a bucket's gradients, update its parameters, and yield the gradients to be fetched."""
         parts = {d: [own[name] for name in bucket.names if name in own] for d, own in gradients.items()}
         names = [name for name in bucket.names if name in gradients[min(gradients)]]
         if not names:
@@ -155,7 +161,7 @@ class Step:
         self._broadcast(bucket)
 
     def _broadcast(self, bucket: Bucket) -> None:
-        """Of what the owner alone has updated, to memories of their own."""
+        """Copy parameters that only the owner has updated to the other memories."""
         source = self._replicas[bucket.owner]
         done = {id(source.parameters[bucket.names[0]].memory)}
         for number, replica in enumerate(self._replicas):
@@ -164,11 +170,11 @@ class Step:
                 continue
             done.add(id(first))
             targets = [replica.parameters[name] for name in bucket.names]
-            merge.broadcast([source.parameters[name] for name in bucket.names], targets, replica.device)
+            collectives.broadcast([source.parameters[name] for name in bucket.names], targets, replica.device)
 
-    def _merge_buffers(self, shares: Sequence[Share]) -> None:
-        """Float buffers become their means over samples, others those of the first device with samples."""
-        if self._merger.alone:
+    def _merge_buffers(self, shares: Sequence[DeviceBatch]) -> None:
+        """Replace float buffers by means over samples, others by those of the first device with samples."""
+        if self._merger.is_single:
             return
         floats = [name for name, b in self._replicas[0].buffers.items() if b.is_floating_point()]
         others = [name for name in self._replicas[0].buffers if name not in floats]
@@ -177,15 +183,15 @@ class Step:
             parts = [[self._replicas[s.device].buffers[name] for name in floats] for s in shares]
             means = self._merger.mean(parts, [s.fraction for s in shares], first.device)
             for replica in self._replicas:
-                merge.broadcast(means, [replica.buffers[name] for name in floats], replica.device)
+                collectives.broadcast(means, [replica.buffers[name] for name in floats], replica.device)
         for replica in self._replicas if others else ():
             if replica is not first:
                 own = [replica.buffers[name] for name in others]
-                merge.broadcast([first.buffers[name] for name in others], own, replica.device)
+                collectives.broadcast([first.buffers[name] for name in others], own, replica.device)
 
 
 class _Update:
-    """Hands each gradient to its parameter; those without one are left as they are."""
+    """Calls an optimizer with gradients at their parameters' places, and None at the others."""
 
     def __init__(self, step: Callable[..., None], places: list[int], n_parameters: int) -> None:
         self._step, self._places, self._n = step, places, n_parameters
@@ -198,22 +204,22 @@ class _Update:
 
 
 def record_evaluation(
-    replicas: Sequence[Replica], function: Losses, shares: Sequence[Share], fetch: Sequence[str]
+    replicas: Sequence[ModelReplica], function: Losses, shares: Sequence[DeviceBatch], fetch: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """Forward only, in evaluation mode."""
+    """Record forward only, in evaluation mode."""
     results: dict[str, list[Any]] = {}
     for share in shares:
         replica = replicas[share.device]
         with on_device(replica.device), evaluating(replica.model), torch.no_grad():
             for name, value in named(function(replica.model, *share.batch)).items():
                 results.setdefault(name, []).append(value)
-    check_fetch(fetch, list(results))
+    _check_fetch(fetch, list(results))
     return {name: results[name] for name in fetch}
 
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """All its modules are in evaluation mode inside."""
+    """Put all modules into evaluation mode inside."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -224,7 +230,7 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def named(returned: Any) -> dict[str, Any]:
-    """What a loss function returned: a loss, results by name, or both."""
+    """Return the results of a loss function by name; it returns a loss, results by name, or both."""
     if isinstance(returned, dict):
         return dict(returned)
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict):
@@ -234,7 +240,8 @@ def named(returned: Any) -> dict[str, Any]:
     return {"loss": returned}
 
 
-def check_loss(loss: Any) -> None:
+def _check_loss(loss: Any) -> None:
+    """Raise UserError unless the loss is a scalar that depends on parameters."""
     if not isinstance(loss, Array) or loss.dim():
         what = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise UserError(f"the loss must be a scalar, the mean over its samples, not {what}: loss.mean()?")
@@ -242,7 +249,8 @@ def check_loss(loss: Any) -> None:
         raise UserError("the loss depends on no parameter: is the model frozen, or its output detached?")
 
 
-def check_fetch(fetch: Sequence[str], known: Sequence[str]) -> None:
+def _check_fetch(fetch: Sequence[str], known: Sequence[str]) -> None:
+    """Raise UserError if a name to fetch is unknown."""
     for name in fetch:
         if name not in known:
             there = ", ".join(each for each in known if not each.endswith(GRAD))

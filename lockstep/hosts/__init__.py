@@ -1,18 +1,19 @@
-"""Several hosts: one launcher on each, which meet at an address, agree, and watch over each other.
+"""Training over several hosts: one launcher on each, rendezvous, liveness, and sums over the network.
 
-    torchrun.py   what torchrun's variables say
-    addresses.py  the meeting point, and which address of this host reaches it
-    store.py      a connection to torch.distributed's store, every wait of which has an end
-    meeting.py    how hosts come together, and what they tell each other
-    lifelines.py  connections by which they notice that a launcher is gone
-    life.py       signs of life, and how each has ended (endings.py)
-    folders.py    runs' folders: which are shared, and checkpoints sent to hosts that lack them
-    agreement.py  what has to be alike on all hosts
-    network.py    a trainer's connections to those of its local rank on other hosts
-    sums.py       ways to a sum: all-reduce, along a tree, rounded (wire.py); riders.py: what goes with it
-    over.py       a transport over hosts, of one inside a host; early.py: its sums during backward
-    everyone.py   what trainers of all hosts tell each other besides; cost.py: what a step's sums cost
+Read in this order; a file imports only from files above it:
 
-Between hosts go numbers, JSON, and files of checkpoints; nothing is unpickled. What launchers use imports
-torch when a connection is made, not before.
+    addresses.py     where the hosts meet, and which address of this host reaches the others
+    torchrun.py      the keys that torchrun's environment variables stand for
+    store.py         a client of torch.distributed's store with a deadline on every call; checks of its values
+    rendezvous.py    how the launchers join, exchange JSON, and notice that a launcher has exited
+    heartbeat.py     a heartbeat every second, and the exit status of every host
+    agreement.py     what has to be equal on all hosts before the first step
+    folders.py       shared run folders, and checkpoints sent to hosts that lack them
+    sums.py          all-reduce algorithms: the library's, along a tree, rounded to bfloat16
+    network.py       the process group of the trainers of equal local rank
+    hierarchical.py  a transport over all hosts, made of a transport inside each host
+    coordinator.py   stop and save requests, sums of losses, and the cost of a step's exchange
+
+Hosts exchange tensors, JSON and files of checkpoints. Nothing is unpickled. The files that launchers use
+import torch when they open a connection, not before.
 """

@@ -1,4 +1,4 @@
-"""What has to be alike on all hosts before their first step: programs, keys, data, devices."""
+"""The check that all hosts have equal programs, keys, data and devices before their first step."""
 
 import dataclasses
 import hashlib
@@ -9,37 +9,37 @@ from lockstep.backends import devices
 from lockstep.config import Config
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
-from lockstep.hosts.meeting import Meeting
-from lockstep.hosts.told import one_line
+from lockstep.hosts.rendezvous import Rendezvous
+from lockstep.hosts.store import one_line
 from lockstep.runs import versions
 
 Facts = dict[str, Any]
 
-# Keys that each host may have as it likes: places, and what makes no difference to what is learned.
+# Keys that may differ among hosts: paths, and keys that make no difference to what is learned.
 _DATA = ("data_folder", "train_folder", "val_folder", "label_folder", "mean_file")
-_OWN = ("weights_dir", "host", "address", "meeting_point", "devices", "cpu_threads", "pin_cores")
+_OWN = ("weights_dir", "host_rank", "host_address", "rendezvous", "devices", "cpu_threads", "pin_cores")
 _LOADING = ("para_load", "read_threads", "n_slots", "check_sums")
 _FREE = {*_DATA, *_OWN, *_LOADING, "trace", "tensorboard", "report"}
 
 
 def facts_of(config: Config, dataset: Dataset) -> Facts:
-    """What is compared, by names that a user knows; what JSON can hold. Keys first."""
+    """Return what hosts compare: values that JSON can hold, by names that a user knows."""
     keys = {key: value for key, value in dataclasses.asdict(config).items() if key not in _FREE}
     packages = {f"version of {name}": version for name, version in versions.of_packages().items()}
-    others = {
-        "trainers per host": len(config.devices),
-        "kind of devices": "GPUs" if devices.on_gpus(config.devices) else "CPUs",
-        "checksum of the data": _digest_of(dataset),
-    }
-    return dict(json.loads(json.dumps({**keys, **packages, **others})))
+    # Devices come before the keys: with global_batch_size, batch_size follows from their number.
+    first = {"devices": f"{len(config.devices)} x {'GPU' if devices.on_gpus(config.devices) else 'CPU'}"}
+    data = {"checksum of the data": _digest_of(dataset)}
+    return dict(json.loads(json.dumps({**first, **keys, **packages, **data})))
 
 
-def agree(meeting: Meeting, facts: Facts, seconds: float) -> None:
-    """Raises UserError on all hosts where one differs from host 0, naming it, the key and both values.
+def agree(rendezvous: Rendezvous, facts: Facts, seconds: float) -> None:
+    """Compare the facts of all hosts. All hosts call it at once.
 
-    Raises HostFailed naming a host that has ended, or has not told its own in time.
+    Raises:
+        UserError: On all hosts, if a host differs from host 0; the message names it, the key and both values.
+        HostFailed: A host has ended, or has not sent its facts in time.
     """
-    first, *others = meeting.gather("agreement", facts, seconds)
+    first, *others = rendezvous.gather("agreement", facts, seconds)
     for host, theirs in enumerate(others, 1):
         for name in {**first, **theirs}:
             ours, other = (each.get(name, "nothing") for each in (first, theirs))
@@ -49,8 +49,10 @@ def agree(meeting: Meeting, facts: Facts, seconds: float) -> None:
 
 
 def _digest_of(dataset: Dataset) -> str:
-    """Of the manifest's checksums, and of what there is without one: labels, sizes, the mean."""
+    """Return a digest of the manifest's checksums, and of labels, sizes and mean, which need no manifest."""
     digest = hashlib.sha256(dataset.mean.tobytes())
+    if dataset.survey:
+        return dataset.digest[:16]
     for split in (dataset.train, dataset.val):
         digest.update(split.labels.tobytes())
         digest.update(repr((split.file_rows, dataset.image_shape)).encode())

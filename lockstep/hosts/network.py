@@ -1,10 +1,11 @@
-"""Sums between hosts: the trainers of one local rank, one of each host, form a process group of torch's.
+"""Sums between hosts: the trainers of equal local rank, one of each host, form a process group of torch's.
 
-A trainer sums its own shard with those of its likes on the other hosts. So all of a host's trainers use its
-link at once, and what is summed inside a host crosses it once.
+A trainer sums its own shard with the trainers of its local rank on the other hosts. So all trainers of a host
+share its link, and what is summed inside a host crosses the link once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,108 +16,125 @@ from lockstep.backends.devices import on_gpus
 from lockstep.comm.group import World
 from lockstep.comm.pipes import START_SECONDS
 from lockstep.config import Config
-from lockstep.data.randomness import Purpose, seed_of
 from lockstep.errors import DeadlinePassed, PeerLost, UserError
-from lockstep.hosts.early import EarlySums
-from lockstep.hosts.riders import Row
-from lockstep.hosts.sums import AllReduce, Connected, Rounded, Tree, Way
-from lockstep.hosts.wire import BFloat16, Int8, Wire
-from lockstep.runs.plan import Joint
+from lockstep.hosts.sums import (
+    AllReduceAlgorithm,
+    BFloat16AllReduce,
+    LibraryAllReduce,
+    ProcessGroup,
+    Row,
+    TreeAllReduce,
+)
+from lockstep.runs.plan import HostConnection
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _WHAT = "a sum over the network"
-WIRES: dict[str, type[Wire]] = {"bfloat16": BFloat16, "int8": Int8}
 
 
-class Network:
-    """A trainer's way to its likes. world: its place among all trainers. device: of what it sums.
+class HostNetwork:
+    """Collectives among the trainers of equal local rank on all hosts.
 
-    name: for people. rider: numbers that go with the next `sum`. rows: all hosts', of the last one that had a
-    rider. early: sums in another thread, while there is a backward pass. n_bytes: that this trainer has sent
-    in sums and rows of factors, by way of calculation.
+    Args:
+        world: This trainer's place among all trainers.
+        group: The process group, with the host's rank as rank.
+        config: The run's, for network_dtype, logical_ranks and timeout.
+        device: Of the tensors that are summed.
+        name: The library's, for people: gloo or nccl.
+
+    Attributes:
+        overlapped: Sums that run in a thread during backward; no other collective may run meanwhile.
+        n_bytes: Bytes sent so far, computed from tensor sizes.
     """
 
     def __init__(
-        self, world: World, group: Connected, config: Config, device: torch.device, name: str
+        self, world: World, group: ProcessGroup, config: Config, device: torch.device, name: str
     ) -> None:
-        self.world, self.name, self._seed = world, name, config.seed
-        self._deadline, self._device = config.wait_deadline, device
+        self.world, self.name = world, name
+        self._timeout, self._device = config.timeout, device
         self._stages = on_gpus([device]) and name == "gloo"
         others = [str(host) for host in range(world.n_hosts) if host != world.host]
         self.peer = f"trainer {world.local_rank} of host {' or '.join(others)}"
-        place = group, self.begin, self.wait, world.host, world.n_hosts
-        self._exact: Way = Tree(*place) if config.parts is not None else AllReduce(*place)
-        here = torch.device("cpu") if self._stages else device
-        self._rounded = Rounded(*place, WIRES[config.wire](), here) if config.wire in WIRES else None
-        self.early: EarlySums | None = None
-        self.rider: Row | None = None
-        self.rows: list[Row] = []
+        arguments = group, self.begin, self.wait, world.host, world.n_hosts
+        exact = TreeAllReduce if config.logical_ranks is not None else LibraryAllReduce
+        self._exact: AllReduceAlgorithm = exact(*arguments)
+        self._rounded: AllReduceAlgorithm = (
+            BFloat16AllReduce(*arguments) if config.network_dtype == "bfloat16" else self._exact
+        )
+        self.overlapped: OverlappedReduction | None = None
         self.n_bytes = 0
 
     @classmethod
-    def join(cls, world: World, joint: Joint, config: Config, device: torch.device) -> "Network":
-        """All trainers of all hosts call it. Raises PeerProblem naming the host whose trainer has not come.
+    def join(
+        cls, world: World, host_connection: HostConnection, config: Config, device: torch.device
+    ) -> "HostNetwork":
+        """Connect this trainer to its peers. All trainers of all hosts call it.
 
-        Raises UserError where `network` can't be had.
+        Raises:
+            PeerProblem: A trainer has not joined; the message names its host.
+            UserError: The library that `network` names is not available.
         """
-        likes = _come_together(world, joint, max(START_SECONDS, config.wait_deadline))
-        with _problems(f"trainer {world.local_rank} of another host", "to connect", config.wait_deadline):
+        store = _join_store(world, host_connection, max(START_SECONDS, config.timeout))
+        with _problems(f"trainer {world.local_rank} of another host", "to connect", config.timeout):
             if _takes_nccl(config, device):
-                return cls(world, _nccl(likes, world, config.wait_deadline), config, device, "nccl")
-            group = _gloo(likes, world, joint.address, config.wait_deadline)
+                return cls(world, _nccl(store, world, config.timeout), config, device, "nccl")
+            group = _gloo(store, world, host_connection.address, config.timeout)
         return cls(world, group, config, device, "gloo")
 
-    def begin_step(self, epoch: int, position: int) -> None:
-        """What is rounded at random in this step is a function of its place."""
-        if self._rounded:
-            seed = seed_of(Purpose.WIRE, self._seed, epoch, position, self.world.rank)
-            self._rounded.generator.manual_seed(seed)
-
     def sum(self, tensors: Sequence[torch.Tensor], rounded: bool = False) -> None:
-        """Every tensor, (n,), becomes the sum of all hosts', with equal bits on all of them.
+        """Replace every tensor, (n,), by the sum over all hosts, with equal bits on all of them.
 
-        The rider, where there is one, goes with the last. rounded: as `wire` says. All hosts call it with as
-        many tensors of the same sizes. Raises PeerProblem where a host has gone, or does not come in time.
+        Args:
+            tensors: As many, and of the same sizes, on all hosts.
+            rounded: Whether numbers may be rounded on the way, as `network_dtype` says.
+
+        Raises:
+            PeerProblem: A host has failed, or does not call it in time.
         """
-        way = self._rounded if rounded and self._rounded else self._exact
-        for tensor in tensors[:-1]:
-            with self._staged(tensor) as here:
-                self.n_bytes += way.sum(here)
-        with self._staged(tensors[-1]) as here:
-            if self.rider is None:
-                self.n_bytes += way.sum(here)
-                return
-            self.rows, n_bytes = way.sum_with(here, self.rider)
-            self.n_bytes += n_bytes
-            self.rider = None
+        algorithm = self._rounded if rounded else self._exact
+        for tensor in tensors:
+            with self._staged(tensor) as staged:
+                self.n_bytes += algorithm.sum(staged)
+
+    def sum_with_row(self, tensors: Sequence[torch.Tensor], row: Row, rounded: bool = False) -> list[Row]:
+        """Do as `sum`, and send a row of N_NUMBERS along with the last tensor.
+
+        Returns:
+            The rows of all hosts, by host, bit for bit.
+        """
+        self.sum(tensors[:-1], rounded)
+        algorithm = self._rounded if rounded else self._exact
+        with self._staged(tensors[-1]) as staged:
+            rows, n_bytes = algorithm.sum_with_row(staged, row)
+        self.n_bytes += n_bytes
+        return rows
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """All hosts', in order; they have one size and dtype. Raises as `sum` does."""
-        with self._staged(tensor if self._stages else tensor.to(self._device)) as here:
-            found = self._exact.gather(here)
+        """Return the tensors of all hosts, by host; they have one size and dtype. Raises as `sum`."""
+        with self._staged(tensor if self._stages else tensor.to(self._device)) as staged:
+            gathered = self._exact.gather(staged)
         self.n_bytes += (self.world.n_hosts - 1) * tensor.nbytes
-        return found
+        return gathered
 
     def gather_row(self, row: Row) -> list[Row]:
-        """All hosts' rows, in order, each as long as this one. Raises as `sum` does."""
+        """Return the rows of all hosts, by host, each as long as this one. Raises as `sum`."""
         return [each.tolist() for each in self.gather(torch.tensor(row, dtype=torch.float64))]
 
     def begin(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """A work of the group's. Raises PeerProblem where it is known by now that a host has gone."""
-        with _problems(self.peer, _WHAT, self._deadline):
+        """Start an operation of the group and return its work. Raises PeerProblem if a host has failed."""
+        with _problems(self.peer, _WHAT, self._timeout):
             return method(*arguments)
 
     def wait(self, *works: Any) -> None:
-        """Until what was begun is done. Raises PeerProblem."""
-        with _problems(self.peer, _WHAT, self._deadline):
+        """Wait until the operations are done. Raises PeerProblem."""
+        with _problems(self.peer, _WHAT, self._timeout):
             for work in works:
-                work.wait(timedelta(seconds=self._deadline))
+                work.wait(timedelta(seconds=self._timeout))
 
     @contextmanager
     def _staged(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The tensor, or a page-locked copy of it, whose content then comes back."""
+        """Yield the tensor, or for gloo on GPUs a page-locked copy, which is copied back."""
         if not (self._stages and tensor.is_cuda):
             yield tensor
             return
@@ -126,58 +144,99 @@ class Network:
         tensor.copy_(copy)
 
 
+class OverlappedReduction:
+    """Sums of buckets in a thread, one after the other, while backward computes other gradients.
+
+    Buckets are summed in the order of their numbers, not in the order in which they become full: that order
+    may differ among trainers, and all have to join the same sum.
+
+    Args:
+        work: Sums the bucket of a number.
+        n_overlapped: How many buckets, from 0 on, are summed in the thread; those after them are not.
+    """
+
+    def __init__(self, work: Callable[[int], None], n_overlapped: int) -> None:
+        self._work, self.n_overlapped = work, n_overlapped
+        self._thread = ThreadPoolExecutor(1, "sums over the network")
+        self._full: set[int] = set()
+        self._started: list[Future[None]] = []
+
+    def mark(self, number: int) -> None:
+        """Note that a bucket is complete. To be called once a step for each bucket."""
+        self._full.add(number)
+        while len(self._started) in self._full and len(self._started) < self.n_overlapped:
+            self._started.append(self._thread.submit(self._work, len(self._started)))
+
+    def finish(self) -> None:
+        """Wait, after backward, until all overlapped sums of the step are done; a second call does nothing.
+
+        Raises the first sum's error. Every wait of a sum has a deadline.
+        """
+        if not self._full:
+            return
+        assert len(self._started) == self.n_overlapped, "all buckets are full at the end of backward"
+        for each in self._started:
+            each.result()
+        self._full.clear()
+        self._started.clear()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+
 @contextmanager
 def _problems(peer: str, what: str, seconds: float) -> Iterator[None]:
-    """Makes errors of torch.distributed's into ours: they don't say whom it waited for."""
+    """Turn errors of torch.distributed, which do not say whom it waited for, into PeerProblem."""
     try:
         yield
-    except RuntimeError as error:  # of which torch's errors of stores and of connections are kinds
+    except RuntimeError as error:  # the base of torch's errors of stores and connections
         first = (str(error).splitlines() or [""])[0]
         if "timed out" in first.lower() or "timeout" in first.lower():
             raise DeadlinePassed(peer, f"waited {seconds:g} s for {peer} ({what})") from error
         raise PeerLost(peer, f"{peer} has left ({what}: {first[:200]})") from error
 
 
-def _come_together(world: World, joint: Joint, seconds: float) -> "Store":
-    """A store for the trainers of this local rank, when all of them are there."""
+def _join_store(world: World, host_connection: HostConnection, seconds: float) -> "Store":
+    """Return a store for the trainers of this local rank, when all of them have joined."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     patience, name = timedelta(seconds=seconds), f"trainer {world.local_rank}"
     with _problems("host 0", "which has the hosts' store", seconds):
-        store = TCPStore(*joint.store, is_master=False, timeout=patience, wait_for_workers=False)
-    likes = PrefixStore(f"{joint.prefix}/{name}", store)
-    likes.set(f"host {world.host}", "is here")
+        store = TCPStore(*host_connection.store, is_master=False, timeout=patience, wait_for_workers=False)
+    own = PrefixStore(f"{host_connection.prefix}/{name}", store)
+    own.set(f"host {world.host}", "is here")
     for host in range(world.n_hosts):
         with _problems(f"{name} of host {host}", "to begin", seconds):
-            likes.wait([f"host {host}"], patience)
-    return likes
+            own.wait([f"host {host}"], patience)
+    return own
 
 
-def _gloo(store: "Store", world: World, address: str, deadline: float) -> Connected:
-    """It listens at that address alone."""
+def _gloo(store: "Store", world: World, address: str, timeout: float) -> ProcessGroup:
+    """Return a group over gloo, which listens at that address only."""
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timedelta(seconds=deadline)
+    options._timeout = timedelta(seconds=timeout)
     return ProcessGroupGloo(store, world.host, world.n_hosts, options)
 
 
-def _nccl(store: "Store", world: World, deadline: float) -> Connected:
+def _nccl(store: "Store", world: World, timeout: float) -> ProcessGroup:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=deadline)
+    options._timeout = timedelta(seconds=timeout)
     return ProcessGroupNCCL(store, world.host, world.n_hosts, options)
 
 
 def _takes_nccl(config: Config, device: torch.device) -> bool:
-    """Raises UserError where NCCL is asked for and can't be had."""
+    """Return whether to use NCCL. Raises UserError if it is asked for and not available."""
     from torch.distributed import is_nccl_available
 
-    if config.network == "nccl" and not (on_gpus([device]) and is_nccl_available()):
-        raise UserError("network: nccl is for GPUs, and in torch for these: set gloo or auto")
-    if config.network == "nccl" and config.parts is not None:
-        raise UserError("network: parts are added along a tree, which is done by gloo: set gloo or auto")
-    wanted = config.network == "nccl" or (on_gpus([device]) and is_nccl_available())
-    return wanted and config.network != "gloo" and config.parts is None
+    available = on_gpus([device]) and is_nccl_available()
+    if config.network == "nccl" and not available:
+        raise UserError("network: nccl is for GPUs, with a torch that has it. Set gloo or auto")
+    if config.network == "nccl" and config.logical_ranks is not None:
+        raise UserError("network: logical_ranks sums along a tree, which needs gloo. Set gloo or auto")
+    return available and config.network != "gloo" and config.logical_ranks is None

@@ -1,66 +1,76 @@
-"""One connection to torch.distributed's store. Every call has an end, whatever becomes of the other side.
+"""A client of torch.distributed's store with a deadline on every call, and checks of other hosts' values.
 
-The store's own timeouts do not cover all of its waits: it may wait for ever for an answer of a host that is
-cut off. So a thread of its own makes the calls, and whoever asks waits as long as it will.
+The store's own timeouts do not cover all of its waits: it may wait for ever for a host that is cut off. So a
+thread makes the calls, and the caller waits for the thread as long as it will. A value in the store may come
+from another version of Lockstep or from a stranger, so it is checked before it is used.
 """
 
+import dataclasses
 import json
 import os
-import queue
 import socket
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
-from lockstep.errors import PeerProblem, first_line
+from lockstep.errors import PeerProblem, UserError, first_line
 from lockstep.hosts.addresses import Address, show
+from lockstep.threads import DaemonExecutor
+from lockstep.typed import convert
 
-STORE = "host 0"  # has the store
-CALL_SECONDS = 5.0  # for one question and its answer
+T = TypeVar("T")
+
+STORE = "host 0"  # the host that has the store
+CALL_SECONDS = 5.0  # deadline of one call
 _BETWEEN_TRIES = 0.1
 
 
 def load_torch() -> Any:
-    """torch.distributed, which takes seconds to import: not before there are several hosts."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else pages of its stack stand before our one line
+    """Import torch.distributed, which takes seconds, and return it."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else pages of its stack precede our one line
     import torch.distributed
 
     return torch.distributed
 
 
 class StoreLost(PeerProblem):
-    """The store does not answer, or not any more: the host that has it is gone or cut off."""
+    """The store does not answer: the host that has it has exited or is cut off."""
 
     def __init__(self, text: str) -> None:
         super().__init__(STORE, text)
 
 
 class Store:
-    """Values that are JSON or bytes, by key. prefix: of all keys. Any thread may call."""
+    """JSON values or bytes by key, shared by all hosts. Every method may be called from any thread.
 
-    def __init__(self, calls: "_Calls", store: Any, prefix: str = "") -> None:
+    Args:
+        calls: The thread that makes the calls. It is abandoned if one of them never returns.
+        store: A torch TCPStore.
+        prefix: Prepended to every key.
+    """
+
+    def __init__(self, calls: DaemonExecutor, store: Any, prefix: str = "") -> None:
         self._calls, self._store, self._prefix = calls, store, prefix
 
     @classmethod
     def serve(cls, listener: socket.socket) -> "Store":
-        """The store itself, in this process, on a socket that listens already and is the store's from now."""
+        """Return the store itself, served by this process on a listening socket, which it takes over."""
         address, port = listener.getsockname()[:2]
         options = {"is_master": True, "master_listen_fd": listener.detach()}
         return cls._open((address, port), CALL_SECONDS, options)
 
     @classmethod
     def connect(cls, point: Address, seconds: float) -> "Store":
-        """A connection to it; tries again until then. Raises StoreLost."""
-        until = time.monotonic() + seconds
+        """Return a connection to the store at `point`; try again for so many seconds. Raises StoreLost."""
+        deadline = time.monotonic() + seconds
         while True:
-            left = until - time.monotonic()
+            left = deadline - time.monotonic()
             try:
                 socket.create_connection(point, max(0.1, min(left, CALL_SECONDS))).close()
                 return cls._open(point, max(0.1, min(left, CALL_SECONDS)), {"is_master": False})
             except (OSError, StoreLost) as error:
-                if time.monotonic() + _BETWEEN_TRIES >= until:
+                if time.monotonic() + _BETWEEN_TRIES >= deadline:
                     reason = getattr(error, "strerror", None) or error
                     raise StoreLost(f"no store answers at {show(point)}: {reason}") from error
             time.sleep(_BETWEEN_TRIES)
@@ -69,26 +79,26 @@ class Store:
     def _open(cls, point: Address, seconds: float, options: dict[str, Any]) -> "Store":
         tcp_store = load_torch().TCPStore
         wait = timedelta(seconds=seconds)
-        calls = _Calls()
-        store = calls.call(
-            lambda: tcp_store(*point, wait_for_workers=False, timeout=wait, **options), seconds + 1
+        calls = DaemonExecutor("the store's calls")
+        store = _call(
+            calls, lambda: tcp_store(*point, wait_for_workers=False, timeout=wait, **options), seconds + 1
         )
         return cls(calls, store)
 
     def within(self, prefix: str) -> "Store":
-        """The same connection, with a longer prefix."""
+        """Return a view over the same connection with a longer prefix."""
         return Store(self._calls, self._store, f"{self._prefix}{prefix}/")
 
     def put(self, key: str, value: Any) -> None:
-        """value: what JSON can hold. Raises StoreLost, as all of these do."""
+        """Store a value that JSON can hold. Raises StoreLost, as every method does."""
         self.put_bytes(key, json.dumps(value).encode())
 
     def put_bytes(self, key: str, content: bytes) -> None:
-        """At most 8 MiB."""
+        """Store at most 8 MiB."""
         self._call(lambda: self._store.set(self._prefix + key, content))
 
     def look(self, key: str) -> Any:
-        """The value, or None where there is none, or none that is JSON."""
+        """Return the value, or None if there is no value or it is not JSON."""
         content = self.look_bytes(key)
         if content is None:
             return None
@@ -98,41 +108,67 @@ class Store:
             return None
 
     def look_bytes(self, key: str) -> bytes | None:
-        """The content, or None where there is none."""
+        """Return the stored bytes, or None if there are none."""
         name = self._prefix + key
-        found: bytes | None = self._call(lambda: self._store.get(name) if self._store.check([name]) else None)
-        return found
+        content: bytes | None = self._call(
+            lambda: self._store.get(name) if self._store.check([name]) else None
+        )
+        return content
 
     def remove(self, key: str) -> None:
+        """Delete the key."""
         self._call(lambda: self._store.delete_key(self._prefix + key))
 
     def _call(self, function: Callable[[], Any]) -> Any:
-        return self._calls.call(function, CALL_SECONDS)
+        return _call(self._calls, function, CALL_SECONDS)
 
 
-class _Calls:
-    """A thread that makes calls one after the other. It is left behind where one of them never ends."""
-
-    def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True, name="the store's calls").start()
-
-    def call(self, function: Callable[[], Any], seconds: float) -> Any:
-        """What it returns. Raises StoreLost where it fails, or does not end in time."""
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._asked.put((function, answer))
-        try:
-            found, error = answer.get(timeout=seconds)
-        except queue.Empty:
+def _call(calls: DaemonExecutor, function: Callable[[], Any], seconds: float) -> Any:
+    """Return the function's result. Raises StoreLost if it fails or does not return in time."""
+    future = calls.submit(function)
+    try:
+        return future.result(seconds)
+    except Exception as error:  # torch's own kinds are unknown before it is imported
+        if not future.done():
             raise StoreLost(f"{STORE}, which has the store, has not answered for {seconds:.0f} s") from None
-        if error is not None:
-            raise StoreLost(f"{STORE}, which has the store, is gone: {first_line(error)}") from error
-        return found
+        raise StoreLost(f"{STORE}, which has the store, does not answer: {first_line(error)}") from error
 
-    def _work(self) -> None:
-        while True:
-            function, answer = self._asked.get()
-            try:
-                answer.put((function(), None))
-            except Exception as error:  # of torch's own kinds, which are not known before it is imported
-                answer.put((None, error))
+
+def as_type(value: Any, hint: Any, host: int, key: str) -> Any:
+    """Return a value of another host, converted to a type.
+
+    Args:
+        value: As it came from JSON.
+        hint: The type, as in an annotation.
+        host: The host that sent it, for the error.
+        key: Its name, for the error.
+
+    Raises:
+        UserError: The value is not of that type; the message names the host.
+    """
+    try:
+        return convert(value, hint)
+    except TypeError:
+        raise refusal(host, key, value) from None
+
+
+def as_record(kind: type[T], value: Any, host: int, key: str) -> T:
+    """Return a dataclass of plain values, made of a mapping of its fields. Raises as `as_type` does."""
+    mapping = as_type(value, dict[str, Any], host, key)
+    fields = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if mapping.keys() != fields.keys():
+        raise refusal(host, key, value)
+    return kind(**{name: as_type(mapping[name], hint, host, key) for name, hint in fields.items()})
+
+
+def refusal(host: int, key: str, value: Any) -> UserError:
+    """Build the error for a malformed message from another host."""
+    text = f"host {host}: its {key} is not of this version of Lockstep"
+    return UserError(f"{text}: {one_line(value)}; all hosts need the same version")
+
+
+def one_line(value: Any, longest: int = 200) -> str:
+    """Return a value of another host as one printable line of at most `longest` characters."""
+    words = " ".join(str(value).split())
+    printable = "".join(letter if letter.isprintable() else "?" for letter in words[:longest])
+    return printable + ("..." if len(words) > longest else "")

@@ -1,7 +1,7 @@
-"""What torchrun tells the launcher that it starts on each host: how many there are, and where they meet.
+"""Keys from torchrun's environment variables: the number of hosts, this host's rank, the rendezvous.
 
-torchrun starts one launcher a host, which starts trainers itself: a process of torchrun's for each device
-would have nobody to watch over it and its loader.
+torchrun starts one launcher on each host, and the launcher starts the trainers. A process of torchrun's for
+each device would have no launcher that watches it and its loader.
 """
 
 import os
@@ -12,13 +12,18 @@ from lockstep.errors import UserError
 from lockstep.hosts.addresses import show
 
 SOURCE = "torchrun"
-_KEYS = ("hosts", "host", "meeting_point")
+_KEYS = ("n_hosts", "host_rank", "rendezvous")
 
 
 def keys(environment: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a configuration that torchrun's variables stand for; none where it has not started this.
+    """Return the configuration keys that torchrun's variables stand for; none if torchrun did not start us.
 
-    given: on the command line, where they have no place then. Raises UserError for what can't be.
+    Args:
+        environment: The environment variables of this process.
+        given: The keys on the command line, which may not repeat what torchrun says.
+
+    Raises:
+        UserError: A key is given twice, or the variables can't be used.
     """
     if "TORCHELASTIC_RUN_ID" not in environment:
         return {}
@@ -26,22 +31,22 @@ def keys(environment: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, 
     if twice:
         raise UserError(f"{twice[0]}: torchrun says it: leave it out, or start without torchrun")
     try:
-        n_workers, here, number = (
+        n_workers, n_local, rank = (
             int(environment[key]) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK")
         )
         point = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     except (KeyError, ValueError) as error:
         raise UserError(f"torchrun: its variables can't be used: {error}") from error
-    if here != 1:
+    if n_local != 1:
         raise UserError(
-            f"torchrun: starts {here} launchers on this host: give it --nproc-per-node=1, and the devices in "
-            "devices; the launcher starts a trainer for each"
+            f"torchrun: starts {n_local} launchers on this host: give it --nproc-per-node=1, and the devices "
+            "in devices; the launcher starts a trainer for each"
         )
     if n_workers == 1:
-        return {"hosts": 1}
-    return {"hosts": n_workers, "host": number, "meeting_point": show(point)}
+        return {"n_hosts": 1}
+    return {"n_hosts": n_workers, "host_rank": rank, "rendezvous": show(point)}
 
 
 def has_store() -> bool:
-    """Whether a torchrun that has started this has a store at the meeting point."""
+    """Return whether torchrun started this process and has a store at the rendezvous address."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,6 +1,8 @@
-"""The CUDA kernels, compiled once per architecture by NVRTC or nvcc and kept in the user's cache folder.
+"""The CUDA kernels, their launchers, and their compilation into the user's cache folder.
 
-NVRTC goes first: torch's CUDA wheels bring it, so it fits the CUDA that torch runs on, and it needs no gcc.
+Each kernel is a .cu file with a Python launcher of the same name (fold.cu: lockstep/exchange/p2p.py). It is
+compiled once per architecture. NVRTC does it if it is found: torch's CUDA wheels bring it, so it matches
+torch's CUDA, and it needs no gcc. Otherwise nvcc does.
 """
 
 import hashlib
@@ -15,14 +17,15 @@ from lockstep.errors import UserError
 from lockstep.kernels import nvrtc
 
 HERE = Path(__file__).resolve().parent
-# As tests/cuda_sim/build.py for the host: what is added and what is multiplied is rounded as it is written.
+# No fused multiply-add: each sum and product is rounded as written. tests/cuda_sim/build.py does the same.
 OPTIONS = ["--fmad=false"]
 
 
 def load(driver: Any, name: str) -> Any:
-    """The PyCUDA module of kernels/<name>.cu, for the device whose context is current.
+    """Return the PyCUDA module of kernels/<name>.cu for the device of the current context.
 
-    Raises UserError where it can't be compiled, or the driver refuses it.
+    Raises:
+        UserError: The kernel cannot be compiled, or the driver refuses it.
     """
     major, minor = driver.Context.get_device().compute_capability()
     cubin = compiled(name, f"sm_{major}{minor}")
@@ -30,24 +33,28 @@ def load(driver: Any, name: str) -> Any:
         return driver.module_from_file(str(cubin))
     except driver.Error as error:
         raise UserError(
-            f"{cubin}: the driver can't load it ({error}): it may be older than the compiler"
+            f"{cubin}: the driver can't load it ({error}). Update a driver that is older than the compiler."
         ) from error
 
 
 def compiled(name: str, architecture: str) -> Path:
-    """The cubin of kernels/<name>.cu, compiled now where these sources never were for it.
+    """Return the cubin of kernels/<name>.cu; compile it if the cache does not have it.
 
-    Raises UserError where there is neither NVRTC nor nvcc, or it can't compile, or the cubin can't be kept.
+    Raises:
+        UserError: There is neither NVRTC nor nvcc, compiling fails, or the cache cannot be written.
     """
     source = HERE / f"{name}.cu"
     files = [source, *sorted(HERE.glob("*.cuh"))]
     content = b"".join(file.read_bytes() for file in files)
     digest = hashlib.sha256(" ".join(OPTIONS).encode() + content).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lockstep"
-    cubin = cache / f"{name}-{architecture}-{digest}.cubin"
+    cubin = _cache_folder() / f"{name}-{architecture}-{digest}.cubin"
     if not cubin.exists():
-        _keep(_compile(source, architecture), cubin)
+        _store(_compile(source, architecture), cubin)
     return cubin
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lockstep"
 
 
 def _compile(source: Path, architecture: str) -> bytes:
@@ -58,8 +65,8 @@ def _compile(source: Path, architecture: str) -> bytes:
     if nvcc is not None:
         return _compile_with_nvcc(nvcc, source, options)
     raise UserError(
-        f"neither NVRTC (libnvrtc) nor nvcc is here: one is needed once, to compile {source.name}; "
-        "pip install nvidia-cuda-nvrtc, or install the CUDA toolkit"
+        f"neither NVRTC (libnvrtc) nor nvcc is here: one is needed once, to compile {source.name}. "
+        "Run pip install nvidia-cuda-nvrtc, or install the CUDA toolkit."
     )
 
 
@@ -73,13 +80,13 @@ def _compile_with_nvcc(nvcc: str, source: Path, options: list[str]) -> bytes:
         return cubin.read_bytes()
 
 
-def _keep(content: bytes, cubin: Path) -> None:
+def _store(content: bytes, cubin: Path) -> None:
     try:
         cubin.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cubin.parent) as folder:
-            made = Path(folder) / cubin.name
-            made.write_bytes(content)
-            made.replace(cubin)  # in one step: several ranks may compile at once
+            temporary = Path(folder) / cubin.name
+            temporary.write_bytes(content)
+            temporary.replace(cubin)  # atomically, because several ranks may compile at once
     except OSError as error:
         reason = f"{cubin.parent}: can't be written to: {error.strerror}"
-        raise UserError(f"{reason}; set XDG_CACHE_HOME to a folder that can") from error
+        raise UserError(f"{reason}. Set XDG_CACHE_HOME to a folder that can.") from error

@@ -1,5 +1,5 @@
-// Dropout by sample, and its gradient, which is the same function of the output's gradient: numbers that lie (sample, feature) in
-// float32 or bfloat16, each kept and scaled, or made zero. Which stay is the hash of lockstep/network/dropout.py, to the bit.
+// Dropout by sample, and its gradient, which is the same function of the output's gradient. Numbers (sample, feature) in float32
+// or bfloat16 are retained and scaled, or set to zero. The mask is the hash of lockstep/network/dropout.py, to the bit.
 //
 // blockIdx.y is the sample; neighbouring threads take neighbouring features.
 
@@ -12,7 +12,7 @@ __device__ inline unsigned int mix(unsigned int x)
     return x ^ x >> 16;
 }
 
-// keys: one a sample. layer, call: the place in the network. least: of the hash, as a signed number, that stays.
+// keys: one per sample. layer, call: the place in the network. least: smallest hash, as a signed number, of a retained feature.
 template <typename T>
 __device__ inline void drop(
     const T *from, T *to, const int *keys, int layer, int call, int least, float factor, int n_features)

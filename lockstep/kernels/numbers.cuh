@@ -1,6 +1,6 @@
-// Numbers as kernels take them: bfloat16 to float32 and back, rounded to nearest even; 16 bytes of either at a time.
+// The kernels' numbers: conversion between bfloat16 and float32, rounded to nearest even, and chunks of 16 bytes of either.
 //
-// Without a guard against a second inclusion: each .cu file includes it once, and tests put each file into a namespace.
+// There is no include guard: each .cu file includes this once, and tests put each file into a namespace.
 
 typedef unsigned short bfloat16;
 

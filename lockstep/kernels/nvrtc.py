@@ -1,6 +1,6 @@
-"""NVRTC, the CUDA compiler that is a library, by ctypes: nvrtc.h, and NVIDIA's NVRTC guide, chapter 3.
+"""NVRTC, the CUDA compiler in a library, by ctypes (nvrtc.h, and NVIDIA's NVRTC guide, chapter 3).
 
-It needs no GPU, no driver, and no file of the toolkit but libnvrtc-builtins, which lies beside it.
+It needs no GPU, no driver, and no file of the toolkit except libnvrtc-builtins, which lies beside it.
 """
 
 import ctypes
@@ -11,29 +11,29 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 
-MAJORS = range(20, 11, -1)  # 12 is the oldest that today's torch is made for; those to come cost nothing
+MAJORS = range(20, 11, -1)  # 12 is the oldest that torch supports; higher ones cover future releases
 
 
 def find() -> ctypes.CDLL | None:
-    """The first NVRTC that can be opened, or None."""
+    """Return the first NVRTC that can be opened, or None."""
     for place in _places():
         try:
             library = ctypes.CDLL(place)
-            # What is loaded already need not be found: in the wheels of some versions (13.0) it would not be,
-            # because libnvrtc has no run path.
+            # Load the builtins first: NVRTC would not find them in the wheels of some versions (13.0), whose
+            # libnvrtc has no run path.
             folder = Path(place).parent
             for builtins in folder.glob("libnvrtc-builtins.so.*") if folder.is_absolute() else ():
                 ctypes.CDLL(str(builtins))
         except OSError:
-            continue  # the dynamic loader has no such name, or the file is for another machine
+            continue  # no such library, or a file for another machine
         return library
     return None
 
 
 def _places() -> Iterator[str]:
-    """What may be NVRTC: files in NVIDIA's wheels and in the toolkit, then names for the dynamic loader.
+    """Yield candidates: files in NVIDIA's wheels and in the toolkit, then names for the dynamic loader.
 
-    The newest of several first: pip can leave the one of an older torch behind.
+    The newest of several comes first, because pip can leave the NVRTC of an older torch behind.
     """
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     globs = [(folder, "nvidia/*/lib/libnvrtc.so.*") for folder in sys.path]
@@ -45,15 +45,16 @@ def _places() -> Iterator[str]:
 
 
 def compile_cubin(library: ctypes.CDLL, source: Path, options: list[str]) -> bytes:
-    """The cubin of a .cu file; `options` name the folder of what it includes.
+    """Return the cubin of a .cu file. `options` name the folder of the files that it includes.
 
-    Raises UserError with NVRTC's words where it can't.
+    Raises:
+        UserError: NVRTC cannot compile it; the message has NVRTC's log.
     """
-    program, words = ctypes.c_void_p(), [option.encode() for option in options]
+    program, encoded = ctypes.c_void_p(), [option.encode() for option in options]
     text, name = source.read_bytes(), source.name.encode()
     _call(library, "nvrtcCreateProgram", ctypes.byref(program), text, name, 0, None, None)
     try:
-        if library.nvrtcCompileProgram(program, len(words), (ctypes.c_char_p * len(words))(*words)):
+        if library.nvrtcCompileProgram(program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded)):
             log = _fetch(library, program, "ProgramLog").rstrip(b"\n\0").decode(errors="replace")
             raise UserError(f"{library._name} can't compile {source.name} with {options[0]}: {log}")
         return _fetch(library, program, "CUBIN")

@@ -1,9 +1,13 @@
-// ReLU and max pooling behind it, in float32 or bfloat16, on numbers that lie (image, row, column, channel):
-// lockstep/network/pool.py is the same in torch. Windows are square, without padding.
+// ReLU followed by max pooling, in float32 or bfloat16, on numbers (image, row, column, channel). lockstep/network/pool.py is an
+// implementation in torch. Windows are square, without padding.
 //
-// Forward, a thread makes CHUNK neighbouring channels of one output, 16 bytes, and notes in a byte each which place of the
-// window was the first largest, row by row; NONE where none was above zero. Backward, a thread gathers the gradients of the
-// outputs that took their value from its CHUNK numbers: nothing is zeroed or added to, and the sum has one order.
+// Forward, a thread writes CHUNK neighbouring channels of one output, 16 bytes, and for each a byte: the place of the first
+// maximum in the window, row by row, or NONE if no number is above zero. Backward, a thread gathers the gradients of the
+// outputs whose maxima are its CHUNK numbers. So no memory is zeroed first, and sums have a fixed order.
+//
+// An optional bias, one number per channel, which the convolution before this layer has left out, is added to the maximum, and
+// the sum is rounded. Rounding is monotonic, so the outputs are those of a bias added to every number. The bias's gradient is
+// the sum of the gradients of outputs above zero.
 
 #include "numbers.cuh"
 
@@ -15,23 +19,27 @@ struct alignas(CHUNK) Places {
 };
 enum { NONE = 255 };
 
-// Rows and columns of the images and of what is made of them; chunks of a pixel; the window's size and step.
+// Rows and columns of the images and of the outputs; chunks per pixel; the window's size and stride.
 struct Form {
     uint rows, columns, out_rows, out_columns, n_chunks, size, stride;
 };
 
 template <typename Chunk>
-__device__ inline void forward(const Chunk *x, Chunk *y, Places<Chunk::CHUNK> *places, uint n, Form form)
+__device__ inline void forward(
+    const Chunk *x, const Chunk *bias, Chunk *y, Places<Chunk::CHUNK> *places, uint n, Form form)
 {
     enum { CHUNK = Chunk::CHUNK };
+    const float lowest = __uint_as_float(0xff800000u); // minus infinity
     for (uint i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
         uint chunk = i % form.n_chunks, pixel = i / form.n_chunks;
         uint column = pixel % form.out_columns, line = pixel / form.out_columns;
         uint row = line % form.out_rows, image = line / form.out_rows;
-        float best[CHUNK] = {};
+        float best[CHUNK];
         Places<CHUNK> place;
-        for (int c = 0; c < CHUNK; c++)
+        for (int c = 0; c < CHUNK; c++) {
+            best[c] = lowest;
             place.of[c] = NONE;
+        }
         for (uint down = 0; down < form.size; down++)
             for (uint right = 0; right < form.size; right++) {
                 unsigned long long from = image * (unsigned long long)form.rows + row * form.stride + down;
@@ -45,9 +53,14 @@ __device__ inline void forward(const Chunk *x, Chunk *y, Places<Chunk::CHUNK> *p
                     }
                 }
             }
-        Chunk made;
-        for (int c = 0; c < CHUNK; c++)
-            narrow(&made.of[c], best[c]);
+        Chunk made, added = bias ? bias[chunk] : Chunk{};
+        for (int c = 0; c < CHUNK; c++) {
+            narrow(&made.of[c], bias ? best[c] + widen(added.of[c]) : best[c]);
+            if (widen(made.of[c]) <= 0.0f) { // false for NaN
+                narrow(&made.of[c], 0.0f);
+                place.of[c] = NONE;
+            }
+        }
         y[i] = made;
         places[i] = place;
     }
@@ -62,7 +75,7 @@ __device__ inline void backward(
         uint chunk = i % form.n_chunks, pixel = i / form.n_chunks;
         uint column = pixel % form.columns, line = pixel / form.columns;
         uint row = line % form.rows, image = line / form.rows;
-        // the first window that reaches this far; the last one begins here or before
+        // The first window that contains this number; the last one begins here or before.
         uint top = row < form.size ? 0 : (row - form.size) / form.stride + 1;
         uint left = column < form.size ? 0 : (column - form.size) / form.stride + 1;
         float sum[CHUNK] = {};
@@ -83,15 +96,38 @@ __device__ inline void backward(
     }
 }
 
-// n: chunks that are made, fewer than 2^31.
-extern "C" __global__ void pool_forward_float32(const Floats *x, Floats *y, Places<4> *places, uint n, Form form)
+// A thread sums CHUNK channels of the gradient over every n_parts-th pixel. `sums`, float32 (part, channel), has one row per
+// part; the caller adds the rows. n: chunks of `sums`.
+template <typename Chunk>
+__device__ inline void bias_gradient(
+    const Chunk *gradient, const Places<Chunk::CHUNK> *places, float *sums, uint n, uint n_chunks, uint n_pixels, uint n_parts)
 {
-    forward(x, y, places, n, form);
+    enum { CHUNK = Chunk::CHUNK };
+    for (uint i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+        float sum[CHUNK] = {};
+        for (uint pixel = i / n_chunks; pixel < n_pixels; pixel += n_parts) {
+            uint at = pixel * n_chunks + i % n_chunks;
+            Places<CHUNK> taken = places[at];
+            Chunk given = gradient[at];
+            for (int c = 0; c < CHUNK; c++)
+                sum[c] += taken.of[c] == NONE ? 0.0f : widen(given.of[c]);
+        }
+        for (int c = 0; c < CHUNK; c++)
+            sums[(unsigned long long)i * CHUNK + c] = sum[c];
+    }
 }
 
-extern "C" __global__ void pool_forward_bfloat16(const Bfloats *x, Bfloats *y, Places<8> *places, uint n, Form form)
+// n: chunks of the output, fewer than 2^31. bias may be null.
+extern "C" __global__ void pool_forward_float32(
+    const Floats *x, const Floats *bias, Floats *y, Places<4> *places, uint n, Form form)
 {
-    forward(x, y, places, n, form);
+    forward(x, bias, y, places, n, form);
+}
+
+extern "C" __global__ void pool_forward_bfloat16(
+    const Bfloats *x, const Bfloats *bias, Bfloats *y, Places<8> *places, uint n, Form form)
+{
+    forward(x, bias, y, places, n, form);
 }
 
 extern "C" __global__ void pool_backward_float32(
@@ -104,4 +140,16 @@ extern "C" __global__ void pool_backward_bfloat16(
     const Bfloats *gradient, const Places<8> *places, Bfloats *out, uint n, Form form)
 {
     backward(gradient, places, out, n, form);
+}
+
+extern "C" __global__ void pool_bias_float32(
+    const Floats *gradient, const Places<4> *places, float *sums, uint n, uint n_chunks, uint n_pixels, uint n_parts)
+{
+    bias_gradient(gradient, places, sums, n, n_chunks, n_pixels, n_parts);
+}
+
+extern "C" __global__ void pool_bias_bfloat16(
+    const Bfloats *gradient, const Places<8> *places, float *sums, uint n, uint n_chunks, uint n_pixels, uint n_parts)
+{
+    bias_gradient(gradient, places, sums, n, n_chunks, n_pixels, n_parts);
 }

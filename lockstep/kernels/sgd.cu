@@ -1,19 +1,21 @@
-// SGD with momentum on float32 weights with bfloat16 gradients, which writes the weights' bfloat16 copies where they are wanted:
-// one pass over what lockstep/network/working.py else does in several. The arithmetic is that of torch's fused SGD on GPUs:
-// scalars are doubles, and each line's result is rounded to float32.
+// SGD with momentum on float32 weights with bfloat16 gradients. It can write the weights' bfloat16 copies too: one pass over
+// memory, where lockstep/network/low_precision.py needs several. The arithmetic is that of torch's fused SGD on GPUs: scalars
+// are doubles, and each line's result is rounded to float32.
 //
-// blockIdx.y is the tensor; a thread takes four neighbouring numbers, and what is left of a tensor one by one.
+// Each tensor has a range of blocks in proportion to its length. A thread takes four neighbouring numbers at a time; the last
+// up to three numbers of a tensor are taken one by one.
 
 #include "numbers.cuh"
 
-#define MOST_TENSORS 64
+#define MOST_TENSORS 48
 
 struct Tensor {
     float *weight, *momenta; // momenta: null without momentum
     const bfloat16 *gradient;
-    bfloat16 *copy; // null where weights change again before they are used
+    bfloat16 *copy; // null if weights change again before their next use
     unsigned long long n;
     double rate, decay;
+    unsigned int first_block, n_blocks;
 };
 struct Tensors {
     Tensor of[MOST_TENSORS];
@@ -34,11 +36,14 @@ __device__ inline float update(float weight, float gradient, float *momentum_of,
     return (float)(weight - at.rate * gradient);
 }
 
-extern "C" __global__ void sgd(const __grid_constant__ Tensors tensors, double momentum, int nesterov)
+extern "C" __global__ void sgd(const __grid_constant__ Tensors tensors, double momentum, int nesterov, int n_tensors)
 {
-    const Tensor &at = tensors.of[blockIdx.y];
-    unsigned long long stride = (unsigned long long)gridDim.x * blockDim.x;
-    unsigned long long thread = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x;
+    int number = 0;
+    while (number + 1 < n_tensors && blockIdx.x >= tensors.of[number + 1].first_block)
+        number++;
+    const Tensor &at = tensors.of[number];
+    unsigned long long stride = (unsigned long long)at.n_blocks * blockDim.x;
+    unsigned long long thread = (blockIdx.x - at.first_block) * (unsigned long long)blockDim.x + threadIdx.x;
     for (unsigned long long i = thread; i < at.n / 4; i += stride) {
         float4 weights = ((float4 *)at.weight)[i], momenta = {};
         if (at.momenta)

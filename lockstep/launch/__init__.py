@@ -1,6 +1,9 @@
-"""Processes: starting, watching and ending them (processes.py, children.py), their own side of it (child.py),
-what each is doing (status.py), what the launcher shows and keeps (console.py, scalars.py, reporting.py), and
-what trainer 0 tells it (progress.py). saving.py writes checkpoints behind the training. commandline.py reads
-what was given, models.py looks whether the network is there, computing.py shares the cores among trainers,
-ranks.py runs a function in several processes.
+"""The launcher and its processes.
+
+processes.py starts, watches and ends child processes; child.py is their side of it, status.py the line that
+says what each is doing. commandline.py, checks.py, surveying.py and hosting.py prepare a run. console.py,
+bar.py, scalars.py and reporting.py show it, and recovery.py resumes it after a lost process. In a trainer,
+trainer_setup.py opens the exchange, progress.py sends messages to the launcher, straggler_watch.py finds the
+trainer that the others wait for, saving.py writes checkpoints in the background, and postmortem.py examines
+losses. ranks.py runs a function in several processes, for tools and tests.
 """

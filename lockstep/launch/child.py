@@ -1,8 +1,8 @@
-"""The child's side of a run: how a trainer or loader process starts, reports, and dies with the launcher.
+"""The child's side of a run: how a trainer or loader process starts, reports, and exits with the launcher.
 
-A child outlives the launcher by moments only. The kernel kills it (prctl(2), PR_SET_PDEATHSIG), except
-trainer 0, which sees the end of the *lifeline*, a pipe whose other end only the launcher holds, and says a
-last word for all.
+A child outlives the launcher by moments only. The kernel kills it (prctl(2), PR_SET_PDEATHSIG). The exception
+is trainer 0, the reporting child: it sees the end of the *lifeline*, a pipe whose other end only the launcher
+holds, prints that the launcher died, and exits.
 """
 
 import importlib
@@ -19,17 +19,18 @@ from typing import Any
 
 from lockstep.comm.messages import Failed, Finished, Ready
 from lockstep.comm.pipes import Pipe
-from lockstep.errors import Garbled, PeerLost, PeerProblem, UserError
+from lockstep.errors import DeviceFault, Garbled, PeerLost, PeerProblem, UserError
 from lockstep.interrupts import die_with_parent
 from lockstep.launch.status import TRACE, StatusBoard
 
-_last_word = threading.Lock()
-_DYING_SECONDS = 0.5  # between a dying launcher's children and its pipes, at most
+NAME = "LOCKSTEP_CHILD"  # environment variable: the name of this process
+_report_lock = threading.Lock()
+_DYING_SECONDS = 0.5  # at most, between the deaths of a dying launcher's children and the end of its pipes
 
 
 @dataclass(frozen=True)
 class ChildStart:
-    """What a child is started with. `entry` is 'module:function', imported in the child."""
+    """The parameters of a new child. It imports `entry`, 'module:function'."""
 
     name: str
     entry: str
@@ -37,24 +38,22 @@ class ChildStart:
     control: Connection
     lifeline: Connection
     launcher: int
-    is_own_child: bool  # the launcher's, not a fork server's
-    deadline: float
-    stop_signal: signal.Signals | None  # what the launcher wants to hear when this process is asked to end
-    speaker: bool  # says the last word when the launcher dies
+    is_own_child: bool  # a child of the launcher, not of a fork server
+    timeout: float
+    stop_signal: signal.Signals | None  # sent to the launcher when this process receives SIGTERM
+    reporting: bool  # prints the last message when the launcher dies
 
 
 def child_main(start: ChildStart) -> None:
-    """The main function of every child: runs `entry(control, board, *arguments)` and reports how it ended.
+    """Run `entry(control, board, *arguments)` and report how it ended. Every child's main function.
 
-    SIGTERM is passed on to a launcher that takes it as a wish to stop, so that a signal to the whole group of
-    processes stops a run in good order. Ctrl-C is ignored from birth; the launcher has it too.
+    SIGTERM is passed on to a launcher with signal handling as a request to stop, so a signal to the whole
+    process group stops a run in good order. Ctrl-C and SIGHUP are ignored from birth, because the launcher
+    gets them too.
     """
-    wish = start.stop_signal
-    signal.signal(
-        signal.SIGTERM, signal.SIG_DFL if wish is None else lambda *_: os.kill(start.launcher, wish)
-    )
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # it was held back while this process began
-    control = Pipe(start.control, "the launcher", start.deadline)
+    _pass_on_sigterm(start)
+    os.environ[NAME] = start.name
+    control = Pipe(start.control, "the launcher", start.timeout)
     board = StatusBoard.create()
     _tie_to_launcher(start, board)
     try:
@@ -72,17 +71,29 @@ def child_main(start: ChildStart) -> None:
     sys.exit(0)
 
 
+def _pass_on_sigterm(start: ChildStart) -> None:
+    stop_signal = start.stop_signal
+    if stop_signal is None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(start.launcher, stop_signal))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # blocked while this process was started
+
+
 def _fail(error: BaseException, control: Pipe, start: ChildStart, board: StatusBoard) -> None:
-    """Reports the error and leaves at once: to free a GPU's memory is to wait for all that it was asked, and
-    that may be waiting for ever for an event of a process that has died."""
+    """Report the error and exit at once.
+
+    An orderly exit frees a GPU's memory, which waits for its pending work, and that may wait for ever for an
+    event of a process that has died.
+    """
     try:
         control.send(_failure(error))
-        # A dying launcher's children die before its pipes close: a lost peer may be but its death.
-        if start.speaker and isinstance(error, PeerProblem) and start.lifeline.poll(_DYING_SECONDS):
+        # A dying launcher's children die before its pipes close: a lost peer may only be a sign of its death.
+        if start.reporting and isinstance(error, PeerProblem) and start.lifeline.poll(_DYING_SECONDS):
             _launcher_died(start, board)
-    except PeerLost:  # the launcher has died: that is the news, not this
+    except PeerLost:  # the launcher has died, which is the cause of this error
         _launcher_died(start, board)
-    with suppress(OSError):  # nobody reads them any more
+    with suppress(OSError):  # their reader may have exited
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(1)
@@ -94,7 +105,9 @@ def _failure(error: BaseException) -> Failed:
         return Failed("user", text)
     if isinstance(error, MemoryError):
         return Failed("user", f"out of memory: {text}; lower batch_size or n_slots")
-    if isinstance(error, Garbled):  # nobody is lost
+    if isinstance(error, DeviceFault):
+        return Failed("faulty", text)
+    if isinstance(error, Garbled):  # no process is lost
         return Failed("crash", text)
     if isinstance(error, PeerProblem):
         return Failed("lost", text, peer=error.peer)
@@ -102,27 +115,27 @@ def _failure(error: BaseException) -> Failed:
 
 
 def _tie_to_launcher(start: ChildStart, board: StatusBoard) -> None:
-    if start.speaker:
+    if start.reporting:
 
         def watch() -> None:
-            start.lifeline.poll(None)  # for as long as the launcher lives
+            start.lifeline.poll(None)  # returns when the launcher dies
             _launcher_died(start, board)
 
         threading.Thread(target=watch, daemon=True).start()
-    # The speaker may have been suspended: it must wake up to speak and leave.
-    die_with_parent(signal.SIGCONT if start.speaker else signal.SIGKILL)
-    if start.is_own_child and os.getppid() != start.launcher:  # it died before the line above
+    # The reporting child may be suspended, and must wake up to report and exit.
+    die_with_parent(signal.SIGCONT if start.reporting else signal.SIGKILL)
+    if start.is_own_child and os.getppid() != start.launcher:  # the launcher died before the line above
         _launcher_died(start, board)
 
 
 def _launcher_died(start: ChildStart, board: StatusBoard) -> None:
-    if start.speaker:
+    if start.reporting:
         text = (
             f"\nlockstep: the launcher (pid {start.launcher}) died, probably killed, "
             f"while {start.name} was at: "
-            f"{board.read()}. The run has ended; resume_train=True goes on from its last checkpoint.\n"
+            f"{board.read()}. The run has ended; resume_train=True resumes it from its last checkpoint.\n"
         )
-        _last_word.acquire()  # never released: the thread that comes second must not speak, nor leave first
-        with suppress(OSError):  # the terminal may have died, too
-            os.write(2, text.encode())  # one call: it can't be mixed with another process's output
+        _report_lock.acquire()  # never released: a second thread must neither report nor exit first
+        with suppress(OSError):  # the terminal may be closed, too
+            os.write(2, text.encode())  # one call, so that it can't mix with another process's output
     os._exit(1)

@@ -1,4 +1,4 @@
-"""From the words on the command line and the files they name to one checked configuration."""
+"""Parsing of the command line, and of the files that it names, into one checked configuration."""
 
 import argparse
 import dataclasses
@@ -9,6 +9,7 @@ from pathlib import Path
 from lockstep import config as configuration
 from lockstep.backends import devices
 from lockstep.config import COMMAND_LINE, Config, Layer
+from lockstep.config.layers import with_absolute_paths
 from lockstep.config.rules import settle
 from lockstep.errors import UserError
 from lockstep.hosts import torchrun
@@ -16,25 +17,37 @@ from lockstep.runs import folder as runfolder
 
 
 @dataclass(frozen=True)
-class Words:
-    """What was given: layers with those above the configuration file apart, and what they come to."""
+class Arguments:
+    """The parsed command line.
 
-    config: Config  # before it is known what a run to resume was started with
-    notices: list[str]
-    above: list[Layer]
+    Attributes:
+        config: The configuration so far; that of a run to resume is not read yet.
+        notes: Lines for the user.
+        overrides: The layers above the configuration file, lowest first.
+        names_config: Whether the command line names a configuration file.
+    """
+
+    config: Config
+    notes: list[str]
+    overrides: list[Layer]
     names_config: bool
 
 
 def load_config(description: str, standard: Path) -> tuple[Config, list[str]]:
-    """The configuration with its devices settled, and notices for the user.
+    """Return the complete configuration, with its devices, and notes for the user.
 
-    standard: the configuration file where none is named. Raises UserError for whatever can't be used.
+    Args:
+        description: The program's help text.
+        standard: The configuration file if the command line names none.
+
+    Raises:
+        UserError: A key, value, file or device can't be used.
     """
-    return settle_config(read_words(description, standard))
+    return complete_config(parse_arguments(description, standard))
 
 
-def read_words(description: str, standard: Path) -> Words:
-    """Reads the command line and the files that it names, and what torchrun says. Raises UserError."""
+def parse_arguments(description: str, standard: Path) -> Arguments:
+    """Parse the command line, the files that it names, and torchrun's variables. See `load_config`."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,51 +58,62 @@ def read_words(description: str, standard: Path) -> Words:
         "--spec", help="YAML file: where to train: devices, batch_size (all usable GPUs, else CPUs)"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key of the files")
-    words = parser.parse_intermixed_args()
-    overrides = configuration.read_command_line(words.overrides)
-    above = [configuration.read_yaml(words.spec)] if words.spec else []
-    above.append(Layer(torchrun.SOURCE, torchrun.keys(os.environ, overrides.values)))
-    above.append(overrides)
-    config, notices = configuration.resolve([configuration.read_yaml(words.config or standard), *above])
+    arguments, unknown = parser.parse_known_intermixed_args()
+    overrides = configuration.read_command_line([*unknown, *arguments.overrides])
+    layers = [configuration.read_yaml(arguments.spec)] if arguments.spec else []
+    layers.append(Layer(torchrun.SOURCE, torchrun.keys(os.environ, overrides.values)))
+    layers.append(overrides)
+    base = configuration.read_yaml(arguments.config or default_config(standard.parent))
+    config, notes = configuration.resolve([base, *layers])
     if "load_epoch" in overrides.values and not config.resume_train:
-        raise UserError(f"load_epoch={config.load_epoch} is where a run goes on: it needs resume_train=True")
-    return Words(config, notices, above, bool(words.config))
+        raise UserError(
+            f"load_epoch={config.load_epoch} selects a checkpoint to resume from: it needs resume_train=True"
+        )
+    return Arguments(config, notes, layers, bool(arguments.config))
 
 
-def settle_config(words: Words) -> tuple[Config, list[str]]:
-    """The rest of load_config: what a run to resume was started with, and devices. Raises UserError."""
-    config, notices, above = words.config, words.notices, list(words.above)
+def default_config(folder: Path) -> Path:
+    """Return config.yaml of the current folder (made by `lockstep init`), else that of `folder`."""
+    project = Path("config.yaml")
+    return project if project.exists() else folder / "config.yaml"
+
+
+def complete_config(arguments: Arguments) -> tuple[Config, list[str]]:
+    """Add the settings of a run to resume, the devices, and what depends on them. See `load_config`."""
+    config, notes, overrides = arguments.config, arguments.notes, list(arguments.overrides)
     if config.resume_train == "auto":
+        if runfolder.await_end(config):
+            notes.append("waited for the run that was ending in this folder")
         config = dataclasses.replace(config, resume_train=runfolder.has_checkpoint(config))
-        above.append(Layer(COMMAND_LINE, {"resume_train": config.resume_train}))
-    if above[-1].values.get("resume_train") and not words.names_config:
-        config, notices = _as_it_was(config, notices, above)
+        overrides.append(Layer(COMMAND_LINE, {"resume_train": config.resume_train}))
+    if overrides[-1].values.get("resume_train") and not arguments.names_config:
+        config, notes = _with_settings_of_run(config, notes, overrides)
     chosen = devices.normalise(config.devices)
     if chosen:
         devices.check(chosen)
     else:
         chosen, reason = devices.choose()
-        notices.append(f"devices: {', '.join(chosen)}; {reason}")
-    config = dataclasses.replace(config, devices=chosen)
-    config, said = settle(config)
-    notices += said
+        notes.append(f"devices: {', '.join(chosen)}; {reason}")
+    n_readers = config.read_threads or (1 if config.data else devices.count_readers(chosen))
+    config = dataclasses.replace(config, devices=chosen, read_threads=n_readers)
+    config, more_notes = settle(Config(**with_absolute_paths(dataclasses.asdict(config))))
+    notes += more_notes
     devices.check_keys(config)
     devices.check_sharing(config)
-    return config, [*notices, *devices.notices(chosen), *devices.notices_of_keys(config)]
+    return config, [*notes, *devices.notices(chosen), *devices.notices_of_keys(config)]
 
 
-def _as_it_was(config: Config, notices: list[str], above: list[Layer]) -> tuple[Config, list[str]]:
-    """The configuration that the run to resume was started with, under what is given now.
-
-    Raises UserError where there is no such run, or its folder has no configuration.
-    """
+def _with_settings_of_run(
+    config: Config, notes: list[str], overrides: list[Layer]
+) -> tuple[Config, list[str]]:
+    """Return the configuration of the run to resume, overridden by the command line."""
     folder = runfolder.folder_to_resume(config)
     saved = folder / "config.yaml"
-    if not saved.exists():  # killed before it came so far, or taken away
+    if not saved.exists():  # killed before the file was written, or the file was removed
         raise UserError(
-            f"{folder}: has no config.yaml, so what it trained with is not known: "
-            "--config FILE resumes it with another, or start it anew under this run_name"
+            f"{folder}: has no config.yaml, so its settings are not known: "
+            "--config FILE resumes it with others, or start it anew under this run_name"
         )
     place = Layer(COMMAND_LINE, {"weights_dir": str(folder.parent), "run_name": folder.name})
-    config, notices = configuration.resolve([configuration.read_run(saved, config.hosts), *above, place])
-    return config, [*notices, f"going on with the configuration in {saved}"]
+    config, notes = configuration.resolve([configuration.read_run(saved, config.n_hosts), *overrides, place])
+    return config, [*notes, f"resuming with the configuration in {saved}"]

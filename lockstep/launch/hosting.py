@@ -1,190 +1,401 @@
-"""A launcher's part among those of other hosts (lockstep/hosts): coming together, telling, leaving."""
+"""A launcher's part in a run over several hosts (lockstep/hosts): joining, agreeing, watching, leaving."""
 
 import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.config import Config
 from lockstep.data.dataset import Dataset
 from lockstep.errors import PeerProblem, UserError
 from lockstep.hosts import agreement, folders, torchrun
-from lockstep.hosts.endings import HostFailed
-from lockstep.hosts.life import Life
-from lockstep.hosts.meeting import STOPPED, Meeting, meet
-from lockstep.hosts.told import as_record, one_line, refusal
+from lockstep.hosts.attempts import (
+    AttemptEnd,
+    Moment,
+    await_other_end,
+    describe_losses,
+    exchange_ends,
+    newest_common,
+)
+from lockstep.hosts.heartbeat import Heartbeat
+from lockstep.hosts.rendezvous import (
+    STOPPED,
+    HostFailed,
+    HostLost,
+    Rendezvous,
+    attempt_key,
+    join_rendezvous,
+)
+from lockstep.hosts.store import Store, as_record, one_line, refusal
 from lockstep.interrupts import Interrupts
-from lockstep.launch.processes import Ending, Processes
+from lockstep.launch.processes import ExitStatus, Processes
+from lockstep.runs import checkpoint_files
 from lockstep.runs import folder as runfolder
-from lockstep.runs.folder import Run
-from lockstep.runs.plan import Joint
+from lockstep.runs.folder import RunFolder
+from lockstep.runs.plan import HostConnection
 
-WORD_SECONDS = 8.0  # after a failure that comes from another host, for that one to say what it was
-_LOOK_SECONDS = 0.1
-
-
-class Alone:
-    """A launcher without others. joint: for trainers to join those of other hosts. writes: into its run's
-    folder, checkpoints too; else another host does. log: the name of its log there."""
-
-    joint: Joint | None = None
-    host, writes, log = 0, True, "log.jsonl"
-
-    def bring_checkpoint(self, config: Config) -> list[str]:
-        """Where a run is resumed: has the newest checkpoint come here from whoever has it. Lines about it."""
-        return []
-
-    def agree(self, config: Config, dataset: Dataset) -> None:
-        """Raises UserError on all hosts where they differ in what has to be alike."""
-
-    def open_run(self, config: Config, n_train: int) -> Run:
-        """As runfolder.open_run does; where the folder is another host's, it is that host's run."""
-        return runfolder.open_run(config, n_train)
-
-    def watch(self, processes: Processes, on_message: Callable[[Any], None]) -> Ending:
-        """As processes.watch, and the other hosts are watched, too."""
-        return processes.watch(on_message)
-
-    def conclude(self, ending: Ending) -> Ending:
-        """Tells the others how the run has ended here. Returns how it has ended anywhere."""
-        return ending
+FAILURE_SECONDS = 8.0  # after a failure caused by another host, for that host to report the cause
+_END_SECONDS = 20.0  # beside `timeout`, for a host to end its processes and to compare a digest
+_POLL_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class _RunThere:
-    """Host 0's run: the name of its folder, and of the record of the checkpoint it goes on from, or ''."""
+class JointEnd:
+    """The end of an attempt on all hosts.
+
+    Attributes:
+        exit_status: Why the attempt ended.
+        step: The last completed step, counted from the start of the run.
+        moment: Of the newest memory checkpoint that all hosts have, or None.
+    """
+
+    exit_status: ExitStatus
+    step: int
+    moment: Moment | None
+
+
+class Rejoining(Exception):
+    """The launcher of another host was lost; this launcher waits for it, and starts over with it.
+
+    Args:
+        lost: Which one, and how it was lost.
+        store: The store that this launcher serves; None on other hosts than host 0.
+    """
+
+    def __init__(self, lost: HostLost, store: Store | None = None) -> None:
+        super().__init__(str(lost))
+        self.lost, self.store = lost, store
+
+
+class SingleHost:
+    """The launcher of a run on one host, and the interface of MultiHost.
+
+    Attributes:
+        host_connection: How trainers reach those of other hosts; None on a single host.
+        host: This host's number.
+        writes: Whether this host writes to the run's folder; otherwise host 0 does.
+        log: The name of this host's log in that folder.
+    """
+
+    host_connection: HostConnection | None = None
+    host, writes, log = 0, True, "log.jsonl"
+
+    def bring_checkpoint(self, config: Config) -> list[str]:
+        """Fetch the newest checkpoint from the host that has it, when resuming. Return notes."""
+        return []
+
+    def agree(self, config: Config, dataset: Dataset) -> None:
+        """Raise UserError on all hosts if programs, settings or data differ between hosts."""
+
+    def open_run(self, config: Config, n_train: int, dataset: str = "") -> RunFolder:
+        """Open the run's folder as runfolder.open_run does, or return host 0's run if it writes for all."""
+        return runfolder.open_run(config, n_train, dataset)
+
+    def watch(self, processes: Processes, on_message: Callable[[Any], None], number: int = 0) -> ExitStatus:
+        """Watch the processes of attempt `number`, and the other hosts too. See Processes.watch."""
+        return processes.watch(on_message)
+
+    def join_ends(
+        self, exit_status: ExitStatus, step: int, moments: Sequence[Moment], resumes: bool
+    ) -> JointEnd:
+        """Exchange how the attempt ended on each host, and return how it ended on all.
+
+        Args:
+            exit_status: How it ended here.
+            step: The last completed step here, counted from the start of the run.
+            moments: Those of the memory checkpoints here, the newest last.
+            resumes: Whether the run resumes after a loss, or is saved from memory when time runs out.
+
+        Raises:
+            HostFailed: Another host has ended.
+        """
+        return JointEnd(exit_status, step, moments[-1] if moments else None)
+
+    def names_without(self, has: bool, number: int) -> list[str]:
+        """Return which hosts don't have what attempt `number` is to start from. Raises as `join_ends`."""
+        return [] if has else ["this host"]
+
+    def bring_newest(self, config: Config, number: int) -> list[str]:
+        """Bring the newest checkpoint on any host's disk to all hosts, for attempt `number`. Return notes.
+
+        Raises:
+            HostFailed: Another host has ended.
+            UserError: A checkpoint can't be read or written.
+        """
+        return []
+
+    def check_start(self, run: RunFolder, number: int) -> None:
+        """Raise UserError on all hosts if attempt `number` would start from different checkpoints."""
+
+    def conclude(self, exit_status: ExitStatus) -> ExitStatus:
+        """Report to other hosts how the run ended here. Return how the run as a whole ended."""
+        return exit_status
+
+
+@dataclasses.dataclass(frozen=True)
+class _RemoteRun:
+    """Host 0's run: the name of its folder, and of the record of its start, or ''."""
 
     folder: str
     start: str
 
 
-class Together(Alone):
-    """A launcher that has come together with others."""
+class MultiHost(SingleHost):
+    """The launcher of one of several hosts that have joined a rendezvous."""
 
-    def __init__(self, meeting: Meeting, config: Config, interrupts: Interrupts) -> None:
-        self.meeting, self.joint, self.host = meeting, meeting.joint, meeting.host
-        self._deadline, self._interrupts = config.wait_deadline, interrupts
+    def __init__(self, rendezvous: Rendezvous, config: Config, interrupts: Interrupts) -> None:
+        self.rendezvous, self.host_connection = rendezvous, rendezvous.host_connection
+        self.host = rendezvous.host
+        self._timeout, self._interrupts = config.timeout, interrupts
         self._processes: Processes | None = None
-        self._told = False
-        self.life = Life(meeting, self._doing, config.wait_deadline)
-        self.log = f"host{self.host}.jsonl" if self.host else Alone.log
+        self._reported = False
+        self._number = 0  # of the present attempt
+        self.heartbeat = Heartbeat(rendezvous, self._doing, config.timeout)
+        self.log = f"host{self.host}.jsonl" if self.host else SingleHost.log
         self.writes = True
 
     def bring_checkpoint(self, config: Config) -> list[str]:
-        wishes = self.meeting.gather("resume_train", str(config.resume_train), self._deadline)
-        for host, wish in enumerate(wishes):
-            if wish != wishes[0]:
-                values = f"{one_line(wishes[0])} on host 0, {one_line(wish)} on host {host}"
-                raise UserError(f"resume_train: {values}")
-        shared = folders.is_shared(self.meeting, Path(config.weights_dir), self._deadline)
+        values = self.rendezvous.gather("resume_train", str(config.resume_train), self._timeout)
+        for host, value in enumerate(values):
+            if value != values[0]:
+                text = f"{one_line(values[0])} on host 0, {one_line(value)} on host {host}"
+                raise UserError(f"resume_train: {text}")
+        shared = folders.is_shared(self.rendezvous, Path(config.weights_dir), self._timeout)
         self.writes = not shared
-        notices = ["weights_dir is host 0's, which writes there alone"] if shared else []
+        notes = ["weights_dir is shared with host 0, which writes there for all hosts"] if shared else []
         if config.resume_train:
-            notices.append(folders.bring_newest(self.meeting, config, shared))
-        return list(filter(None, notices))
+            notes.append(folders.bring_newest(self.rendezvous, config, shared))
+        return list(filter(None, notes))
 
     def agree(self, config: Config, dataset: Dataset) -> None:
-        agreement.agree(self.meeting, agreement.facts_of(config, dataset), self._deadline)
+        agreement.agree(self.rendezvous, agreement.facts_of(config, dataset), self._timeout)
 
-    def open_run(self, config: Config, n_train: int) -> Run:
-        run = super().open_run(config, n_train) if self.writes else None
+    def open_run(self, config: Config, n_train: int, dataset: str = "") -> RunFolder:
+        run = super().open_run(config, n_train, dataset) if self.writes else None
         if self.host == 0 and run:
             start = run.start.path.with_suffix(".json").name if run.start else ""
-            self.meeting.put("run", vars(_RunThere(run.folder.name, start)))
-        there = as_record(_RunThere, self.meeting.get("run", self._deadline, 0), 0, "run")
-        run = run or self._run_of_host_0(Path(config.weights_dir), there)
-        mine = run.start.state.sha256 if run.start else "nothing"
-        for host, sha256 in enumerate(self.meeting.gather("start", mine, self._deadline)):
-            if sha256 != mine:
-                text = f"run_name: host {self.host} and host {host} would go on from different checkpoints"
-                raise UserError(f"{text} of {config.run_name}")
+            self.rendezvous.put("run", vars(_RemoteRun(run.folder.name, start)))
+        remote = as_record(_RemoteRun, self.rendezvous.get("run", self._timeout, 0), 0, "run")
+        run = run or self._run_of_host_0(Path(config.weights_dir), remote)
+        self.check_start(run)
         return run
 
-    def _run_of_host_0(self, weights_dir: Path, there: "_RunThere") -> Run:
-        names = [name for name in (there.folder, there.start) if name]
-        if not there.folder or any(name in (".", "..") or name != Path(name).name for name in names):
-            raise refusal(0, "run", vars(there))
-        folder = weights_dir / there.folder
-        found = runfolder.verify(folder / "checkpoints" / there.start) if there.start else None
-        return Run(folder, found, [], open(os.devnull))  # host 0 has the lock
+    def check_start(self, run: RunFolder, number: int = 0) -> None:
+        own_sha256 = run.start.state.sha256 if run.start else "nothing"
+        for host, sha256 in enumerate(self._at(number).gather("start", own_sha256, self._timeout)):
+            if sha256 != own_sha256:
+                text = f"run_name: host {self.host} and host {host} would resume from different checkpoints"
+                raise UserError(f"{text} of {run.folder.name}")
 
-    def watch(self, processes: Processes, on_message: Callable[[Any], None]) -> Ending:
-        self._processes = processes
-        return processes.watch(on_message, self.life.problem)
+    def _run_of_host_0(self, weights_dir: Path, remote: _RemoteRun) -> RunFolder:
+        names = [name for name in (remote.folder, remote.start) if name]
+        if not remote.folder or any(name in (".", "..") or name != Path(name).name for name in names):
+            raise refusal(0, "run", vars(remote))
+        folder = weights_dir / remote.folder
+        start = (
+            checkpoint_files.verify_checksum(folder / "checkpoints" / remote.start) if remote.start else None
+        )
+        return RunFolder(folder, start, [], open(os.devnull))  # host 0 has the lock
 
-    def conclude(self, ending: Ending) -> Ending:
-        failed = self._word_of_another() if ending.awaited else None
-        if ending.code and not ending.message and self._processes and not self._processes.has_begun:
-            ending = dataclasses.replace(ending, message=STOPPED)  # the others need not go on to a first step
-        if ending.message and failed is None and not ending.message.startswith("host "):
-            ending = dataclasses.replace(ending, message=f"host {self.host}: {ending.message}")
+    def watch(self, processes: Processes, on_message: Callable[[Any], None], number: int = 0) -> ExitStatus:
+        self._processes, self._number, self.heartbeat.attempt = processes, number, number
+        return processes.watch(on_message, lambda: self.heartbeat.problem() or self.heartbeat.ended_attempt())
+
+    def join_ends(
+        self, exit_status: ExitStatus, step: int, moments: Sequence[Moment], resumes: bool
+    ) -> JointEnd:
+        apart = JointEnd(exit_status, step, None)
+        kind = self._kind_of(exit_status)
+        if not resumes or kind is None:
+            return apart
+        others = self.rendezvous, self.heartbeat, self._number
+        if kind == "affected" and not await_other_end(*others, FAILURE_SECONDS):
+            return apart
+        own = AttemptEnd(
+            kind, self._interrupts.code, exit_status.lost, exit_status.message, step, tuple(moments)
+        )
+        ends = exchange_ends(*others, own, lambda: self._interrupts.at_once, self._timeout + _END_SECONDS)
+        return JointEnd(_joint_status(exit_status, ends), max(e.step for e in ends), newest_common(ends))
+
+    def _kind_of(self, exit_status: ExitStatus) -> Literal["done", "lost", "affected", "stopped"] | None:
+        """Return how an attempt ended here, or None if the run ends because of that."""
+        if exit_status.lost:
+            return "lost"
+        if exit_status.awaited:
+            return "affected"
+        if exit_status.is_overdue:
+            # Before the first attempt's first step there is nothing to save.
+            has_begun = self._processes is not None and self._processes.has_begun
+            return "stopped" if has_begun or self._number else None
+        return None if exit_status.message else "done"
+
+    def names_without(self, has: bool, number: int) -> list[str]:
+        values = self._at(number).gather("memory", has, self._timeout + _END_SECONDS)
+        return [f"host {host}" for host, value in enumerate(values) if not value]
+
+    def bring_newest(self, config: Config, number: int) -> list[str]:
+        return list(filter(None, [folders.bring_newest(self._at(number), config, not self.writes)]))
+
+    def _at(self, number: int) -> Rendezvous:
+        """Return the rendezvous for the values of one attempt."""
+        return self.rendezvous.within(f"for {attempt_key(number)}") if number else self.rendezvous
+
+    def conclude(self, exit_status: ExitStatus) -> ExitStatus:
+        failed = self._await_remote_failure() if exit_status.awaited else None
+        stopped_early = not self._number and self._processes and not self._processes.has_begun
+        if exit_status.code and not exit_status.message and stopped_early:
+            # The message keeps other hosts from starting, too.
+            exit_status = dataclasses.replace(exit_status, message=STOPPED)
+        if exit_status.message and failed is None and not exit_status.message.startswith("host "):
+            exit_status = dataclasses.replace(exit_status, message=f"host {self.host}: {exit_status.message}")
         if failed is None:
-            self.tell(ending.code, ending.message)
-            if ending.message:
-                return ending
-            failed = self.life.wait_for_ends(lambda: self._interrupts.at_once)
-        if failed is None:  # all is well, or one of them was asked to stop
-            return Ending(ending.code or self.life.code())
-        self.tell(failed.code, str(failed))
-        return Ending(failed.code, str(failed), awaited=failed.peer)
+            self.report_end(exit_status.code, exit_status.message)
+            if exit_status.message:
+                return exit_status
+            failed = self.heartbeat.wait_for_ends(lambda: self._interrupts.at_once)
+        if failed is None:  # all are well, or one was asked to stop
+            return ExitStatus(exit_status.code or self.heartbeat.code())
+        self.report_end(failed.code, str(failed))
+        return ExitStatus(failed.code, str(failed), awaited=failed.peer)
 
-    def tell(self, code: int, failure: str) -> None:
-        """Once: how this host has ended."""
-        if not self._told:
-            self.life.end(code, failure)
-        self._told = True
+    def report_end(self, code: int, failure: str) -> None:
+        """Report how this host ended. Only the first call counts."""
+        if not self._reported:
+            self.heartbeat.end(code, failure)
+        self._reported = True
+
+    def abandon(self) -> None:
+        """Leave this start without a word, to join the next one (`rejoin_seconds`)."""
+        self._reported = True
+        self.heartbeat.abandon()
 
     def stop_now(self) -> None:
-        """From a signal's handler, before there are processes or after them."""
-        if not self._told:
-            self.life.end_now(self._interrupts.code, f"host {self.host}: {STOPPED}")
-        self._told = True
+        """Report that a signal ended this launcher, from the signal's handler, while no processes run."""
+        if not self._reported:
+            self.heartbeat.end_now(self._interrupts.code, f"host {self.host}: {STOPPED}")
+        self._reported = True
 
-    def _word_of_another(self) -> HostFailed | None:
-        """Who says, or lets be seen, that it has failed, soon after something here has failed for that."""
-        until = time.monotonic() + WORD_SECONDS
-        while (failed := self.life.problem(alarmed=True)) is None and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
+    def _await_remote_failure(self) -> HostFailed | None:
+        """Wait briefly for another host to report the failure that caused ours."""
+        until = time.monotonic() + FAILURE_SECONDS
+        while (failed := self.heartbeat.problem(alarmed=True)) is None and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
         return failed
 
     def _doing(self) -> str:
         return self._processes.doing() if self._processes else "before its processes are started"
 
 
-@contextmanager
-def together(config: Config, interrupts: Interrupts) -> Iterator[Alone]:
-    """Comes together with the launchers of the other hosts; without any, at once. Tells them at its end.
+def _joint_status(exit_status: ExitStatus, ends: Sequence[AttemptEnd]) -> ExitStatus:
+    """Return why an attempt ended on all hosts. exit_status: how it ended here."""
+    kinds, code = [end.kind for end in ends], max(end.code for end in ends)
+    if "stopped" in kinds:
+        return ExitStatus(code, is_overdue=True)
+    if "lost" in kinds:
+        if code:  # a signal has asked the run to end
+            return exit_status if exit_status.lost else ExitStatus(1, describe_losses(ends))
+        lost = [f"host {host}: {end.lost}" for host, end in enumerate(ends) if end.kind == "lost"]
+        return ExitStatus(1, describe_losses(ends), lost=" and ".join(lost))
+    return exit_status
 
-    Raises UserError where a host does not come, HostFailed where one has failed meanwhile.
+
+@contextmanager
+def open_hosts(
+    config: Config, interrupts: Interrupts, rejoining: Rejoining | None = None
+) -> Iterator[SingleHost]:
+    """Join the launchers of the other hosts, if there are any, and report to them at the end of the block.
+
+    Args:
+        rejoining: The loss of a host that is waited for; None when a run starts.
+
+    Raises:
+        UserError: A host did not join in time.
+        Rejoining: A host was lost, and is to be waited for.
+        HostFailed: A host failed meanwhile.
     """
-    if config.hosts == 1:
-        yield Alone()
+    if config.n_hosts == 1:
+        yield SingleHost()
         return
-    assert config.host is not None and config.meeting_point is not None, "checked"
-    place = config.hosts, config.host, config.meeting_point, config.address
-    meeting = meet(*place, config.wait_deadline, not torchrun.has_store(), interrupts)
-    others = Together(meeting, config, interrupts)
-    interrupts.farewell = others.stop_now
+    rendezvous = _join(config, interrupts, rejoining)
+    host = MultiHost(rendezvous, config, interrupts)
+    interrupts.farewell = host.stop_now
     try:
-        yield others
+        yield host
+    except Rejoining as found:
+        host.abandon()
+        found.store = rendezvous.served
+        raise
+    except HostLost as lost:
+        if rejoining:
+            host.abandon()
+            raise Rejoining(lost, rendezvous.served) from None
+        host.report_end(lost.code, str(lost))
+        raise
     except HostFailed as failed:
-        others.tell(failed.code, str(failed))
+        host.report_end(failed.code, str(failed))
         raise
     except (UserError, PeerProblem) as error:
-        others.tell(error.code, f"host {others.host}: {error}")
+        host.report_end(error.code, f"host {host.host}: {error}")
         raise
     finally:
-        others.tell(1, f"host {others.host}: its launcher has failed")  # else it has told by now
-        others.life.leave()
+        # Counts only if nothing was reported before.
+        host.report_end(1, f"host {host.host}: its launcher has failed")
+        host.heartbeat.leave()
+
+
+def with_hosts(config: Config, interrupts: Interrupts, run: Callable[[SingleHost], int]) -> int:
+    """Run a program with the other hosts, again after a lost host came back.
+
+    Args:
+        run: The program. It returns the exit code, or raises Rejoining.
+
+    Raises:
+        UserError: A host did not join in time.
+        PeerProblem: Another host has failed, or did not come back in time.
+    """
+    rejoining = None
+    while True:
+        try:
+            with open_hosts(config, interrupts, rejoining) as host:
+                return run(host)
+        except Rejoining as found:
+            rejoining = found
+
+
+def _join(config: Config, interrupts: Interrupts, rejoining: Rejoining | None) -> Rendezvous:
+    """Join the other hosts; after the loss of one, wait for it. Raises as `open_hosts`."""
+    assert config.host_rank is not None and config.rendezvous is not None, "checked"
+    place = config.n_hosts, config.host_rank, config.rendezvous, config.host_address, config.timeout
+    if rejoining is None:
+        if config.rejoin_seconds:
+            _check_rejoining(config)
+        return join_rendezvous(*place, not torchrun.has_store(), interrupts)
+    interrupts.farewell = None
+    interrupts.leave(f"stopped as asked, while {rejoining.lost.peer} was waited for; resume_train resumes it")
+    try:
+        return join_rendezvous(*place, True, interrupts, rejoining.store, config.rejoin_seconds)
+    except UserError as error:
+        text = f"{rejoining.lost}; it has not come back within {config.rejoin_seconds:g} s: {error}"
+        raise PeerProblem(rejoining.lost.peer, text) from error
+
+
+def _check_rejoining(config: Config) -> None:
+    if torchrun.has_store():
+        raise UserError("rejoin_seconds: torchrun starts all launchers again: leave rejoin_seconds out")
+    if config.resume_train != "auto":
+        raise UserError(
+            f"rejoin_seconds: a launcher that is started again has to resume the run: set resume_train: auto "
+            f"on all hosts, not {str(config.resume_train).lower()}"
+        )
 
 
 def leave(code: int) -> None:
-    """Ends this process with an exit code, whatever threads still wait for a host that does not answer."""
-    if "torch" not in sys.modules:  # it has come together with nobody
+    """Exit with a code at once, even if threads still wait for a host that does not answer."""
+    if "torch" not in sys.modules:  # no other host has been joined
         sys.exit(code)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What is known of a training whose loss is not a number: where, with which pictures, and a copy."""
+"""The post-mortem of a loss that is not finite: the step, its images, and a copy of the tensors."""
 
 import json
 import math
@@ -9,60 +9,79 @@ from safetensors.torch import save_file
 from lockstep.comm.group import Group
 from lockstep.comm.messages import Order
 from lockstep.data.dataset import Split
-from lockstep.data.sampling import EpochSamples, Rows
 from lockstep.errors import UserError
 from lockstep.files import write_text, write_with
+from lockstep.hosts.coordinator import Coordinator
 from lockstep.network.program import Program
 from lockstep.network.recorder import Recorder
-from lockstep.runs.plan import Plan
+from lockstep.runs.plan import RunPlan
 
-_MOST_NAMED = 3  # stretches of a file, in a message; the record has all
+_MAX_NAMED = 3  # ranges of rows in a message; the record has all
 
 
 class Losses:
-    """Looks at the losses since the last line of progress. train: the pictures that are trained on."""
+    """A check that all losses since the last line of progress are finite.
 
-    def __init__(self, plan: Plan, group: Group, train: Split, program: Program, recorder: Recorder) -> None:
-        self._plan, self._group, self._train = plan, group, train
+    Args:
+        train: The training split, to name a batch's images.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        group: Group,
+        coordinator: Coordinator,
+        train: Split,
+        program: Program,
+        recorder: Recorder,
+    ) -> None:
+        self._plan, self._group, self._coordinator, self._train = plan, group, coordinator, train
         self._program, self._recorder = program, recorder
 
-    def examine(self, sums: list[list[float]]) -> None:
-        """sums: of every trainer's recorder; all trainers call it at once.
+    def examine_all(self) -> None:
+        """Gather every trainer's sums and examine them. All trainers call it at the same time."""
+        self.examine(self._coordinator.all_sums("examining the losses", self._recorder.sums()))
 
-        Raises UserError where a loss is not finite, with step, learning rate, files and rows of the first
-        such minibatch, when trainer 0 has kept them and the tensors in the run's folder, in postmortem/.
+    def examine(self, sums: list[list[float]]) -> None:
+        """Raise an error if a loss is not finite. All trainers call it at the same time.
+
+        Args:
+            sums: The sums of every trainer's recorder.
+
+        Raises:
+            UserError: A loss is not finite. The message has step, learning rate, files and rows of the first
+                such batch; trainer 0 has written them and the tensors to postmortem/ in the run's folder.
         """
         if all(math.isfinite(loss) for loss, *_ in sums):
             return
         order = self._recorder.orders[min(int(n_finite) for *_, n_finite in sums)]
         rows = self._rows(order)
-        kept = self._plan.folder / "postmortem" / f"epoch_{order.epoch:04d}_step_{order.step:04d}.json"
+        record = self._plan.folder / "postmortem" / f"epoch_{order.epoch:04d}_step_{order.step:04d}.json"
         if self._group.world.rank == 0:
-            self._keep(kept, order, rows)
+            self._write_copy(record, order, rows)
         self._group.barrier("the post-mortem copy")
         rate = self._program.optimizer.learning_rate
-        named = [f"{Path(path).name} rows {first} to {last}" for path, first, last in rows[:_MOST_NAMED]]
-        more = f" and {len(rows) - _MOST_NAMED} more stretches" if len(rows) > _MOST_NAMED else ""
+        ranges = [f"{Path(path).name} rows {first} to {last}" for path, first, last in rows[:_MAX_NAMED]]
+        more = f" and {len(rows) - _MAX_NAMED} more ranges" if len(rows) > _MAX_NAMED else ""
         raise UserError(
-            f"the loss is not finite at {order}, with learning rate {rate:g} and the pictures "
-            f"{', '.join(named)}{more} ({kept} has them all, and the tensors as they are now): "
+            f"the loss is not finite at {order}, with learning rate {rate:g} and the images "
+            f"{', '.join(ranges)}{more} ({record} has them all, and the tensors as they are now): "
             "lower learning_rate, and check that images and labels match"
         )
 
     def _rows(self, order: Order) -> list[tuple[str, int, int]]:
-        """A minibatch's pictures: file, first row, last row."""
-        config = self._plan.config
-        shuffling = config.shuffle, config.shuffle_block, config.seed, order.epoch
-        found: list[Rows] = EpochSamples(self._train.file_rows, *shuffling).rows(order.start, order.stop)
-        return [(self._train.files[r.file].path, r.first, r.first + r.count - 1) for r in found]
+        """Return a batch's images as (file, first row, last row)."""
+        samples = self._train.order_of(self._plan.config, order.epoch, training=True)
+        rows = samples.rows(order.start, order.stop)
+        return [(self._train.name_of(r.file), r.first, r.first + r.count - 1) for r in rows]
 
-    def _keep(self, path: Path, order: Order, rows: list[tuple[str, int, int]]) -> None:
+    def _write_copy(self, path: Path, order: Order, rows: list[tuple[str, int, int]]) -> None:
         arena = self._program.arena
         record = {
             "epoch": order.epoch,
             "step": order.step,
             "learning_rate": self._program.optimizer.learning_rate,
-            "pictures": [{"file": file, "first_row": first, "last_row": last} for file, first, last in rows],
+            "images": [{"file": file, "first_row": first, "last_row": last} for file, first, last in rows],
             "not_finite": [name for name, value in arena.tensors.items() if not value.isfinite().all()],
         }
         tensors = {name: tensor.contiguous() for name, tensor in arena.state().items()}

@@ -1,8 +1,9 @@
-"""Processes: starting them, watching them, ending them. Everything that starts Python processes does it here.
+"""Starting, watching and ending child processes: every Python process of Lockstep's launcher is started here.
 
-Every child is spawned (never forked) by the launcher, so all are siblings and each has a control pipe to it.
-Who dies is noticed by its sentinel at once; who hangs, by a status board that stands still. A run is watched
-by `watch`, which ends all when one of them fails; ranks.py collects what each of them has come to.
+Children are forked by a template process (template.py) or spawned. The launcher is the parent of all, so they
+are siblings, and each has a control pipe to it. A child that dies is noticed at once by its sentinel; a child
+that hangs, by a status board that stops changing. `Processes.watch` watches a run and ends it when a child
+fails; ranks.py collects results.
 """
 
 import multiprocessing
@@ -10,25 +11,28 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing import resource_tracker
-from multiprocessing.connection import wait
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-from lockstep.comm.messages import Failed, Finished, Notice, Ready, Started, Stop
+from lockstep.comm.messages import Failed, Finished, Ready, Started, Stop, WarningMessage
 from lockstep.comm.pipes import START_SECONDS, Pipe
-from lockstep.errors import Garbled, PeerProblem
+from lockstep.errors import Garbled, PeerProblem, UserError
 from lockstep.interrupts import STOP_SIGNAL, Interrupts
 from lockstep.launch.child import ChildStart, child_main
-from lockstep.launch.children import Child, close_connections
+from lockstep.launch.spawning import start_resource_tracker, without_main_file
 from lockstep.launch.status import StatusBoard
+from lockstep.launch.template import ForkedProcess, Template
+from lockstep.memory.host import HostMemory
 from lockstep.memory.leftovers import remove_leftovers
+from lockstep.runs.snapshot import SnapshotMemory
 
-LEAVE_SECONDS = 10.0  # from a child's last message to its end
-LISTEN_SECONDS = 0.5  # between two looks at signals and status boards
-GATHER_SECONDS = 1.0  # after a failure, for the others to say what they saw
-# The same where all that is known is that someone waited in vain: others may have, and say so a bit later.
+LEAVE_SECONDS = 10.0  # from a child's last message to its exit
+LISTEN_SECONDS = 0.5  # between two checks of signals and status boards
+GATHER_SECONDS = 1.0  # after a failure, for the other children to report what they saw
+# The same when the only reports so far are timeouts: others may time out on the same child a bit later.
 LATE_SECONDS = 4.0
 _HINTS: dict[int, str] = {
     signal.SIGKILL: " (by someone, or by the kernel for lack of memory: see dmesg)",
@@ -37,11 +41,17 @@ _HINTS: dict[int, str] = {
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How a run ended: exit code, the one message that says why, and the traceback of a bug.
+class ExitStatus:
+    """The end of a run: exit code, message and cause.
 
-    lost: the name of the process that was killed or hangs, where that is why. awaited: whom a process waited
-    for in vain that is not one of this host.
+    Attributes:
+        code: The launcher's exit code.
+        message: The one message that says why the run ended; empty on success.
+        traceback: The traceback of a bug in a child.
+        lost: The name of the child that was killed, hangs or computes wrong numbers, if that is the cause.
+        awaited: The name of a process on another host for which a child waited until its timeout.
+        is_overdue: Whether a run was asked to stop, and its trainers have not saved on the disk.
+        is_paused: Whether the trainers have saved in memory and exited as `is_to_pause` asked.
     """
 
     code: int
@@ -49,24 +59,93 @@ class Ending:
     traceback: str = ""
     lost: str = ""
     awaited: str = ""
+    is_overdue: bool = False
+    is_paused: bool = False
+
+    def followed_by(self, message: str) -> "ExitStatus":
+        """Return the same status with another line after its message."""
+        return replace(self, message=f"{self.message}\nlockstep: {message}" if self.message else message)
+
+
+@dataclass
+class Child:
+    """The launcher's view of one child: what it has reported, and whether it is well."""
+
+    name: str
+    entry: str
+    process: BaseProcess | ForkedProcess
+    control: Pipe
+    last_active: float  # when it last sent a message or updated its board (monotonic clock)
+    spares: list[tuple[Any, ...]]  # arguments to start it again with
+    board: StatusBoard | None = None
+    board_count: int = 0
+    listening: bool = True  # until it closes its end of the control pipe
+    failure: Failed | None = None
+    finished: Finished | None = None
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} (pid {self.process.pid})"
+
+    @property
+    def doing(self) -> str:
+        return self.board.read() if self.board else "starting"
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.exitcode is None
+
+    def note_activity(self) -> None:
+        """Update `last_active` if the status board has changed since the last call."""
+        count = self.board.count() if self.board else 0
+        if count != self.board_count:
+            self.board_count, self.last_active = count, time.monotonic()
+
+    def is_well(self) -> bool:
+        """Return whether the child is working or has reported that it is done.
+
+        A child reports that after its last work, so how its process exits afterwards does not matter.
+        """
+        return self.failure is None and (self.is_running or self.finished is not None)
 
 
 class Processes:
-    """All children of a launcher. Use it as a context manager: on leaving, none of them is left.
+    """All children of a launcher. Use it as a context manager: no child is left when the block ends.
 
-    deadline: seconds that one waits for another. interrupts: where the launcher has installed none, a child
-    that is asked to end (SIGTERM) does so. method: how multiprocessing starts them, 'spawn' or 'forkserver'.
-    has_begun: whether training has.
+    Args:
+        timeout: Seconds for which a process waits for another.
+        interrupts: The launcher's signal handling; without it a child exits on SIGTERM.
+        method: multiprocessing's start method, 'spawn' or 'forkserver'.
+        has_main: Whether children import the program's main file.
+        template: Forks the children, instead of `method`.
+
+    Attributes:
+        has_begun: Whether training has started.
+        is_overdue: Returns whether a run that was asked to stop has no time left to do so in order.
+        is_to_pause: Returns whether the trainers are to save in memory and exit, because the run resumes.
     """
 
-    def __init__(self, deadline: float, interrupts: Interrupts | None = None, method: str = "spawn") -> None:
-        self._deadline = deadline
+    def __init__(
+        self,
+        timeout: float,
+        interrupts: Interrupts | None = None,
+        method: str = "spawn",
+        has_main: bool = False,
+        template: Template | None = None,
+    ) -> None:
+        self._timeout = timeout
         self._stop_signal = STOP_SIGNAL if interrupts else None
         self._interrupts = interrupts or Interrupts()
         self._asked_to_stop = self.has_begun = False
+        self.is_overdue: Callable[[], bool] = lambda: False
+        self.is_to_pause: Callable[[], bool] = lambda: False
+        self._is_pausing = False
+        self._main = nullcontext if has_main else without_main_file
         self._children: list[Child] = []
+        self._template = template
         self._context = multiprocessing.get_context(method)
-        resource_tracker.ensure_running()  # now: starting it unblocks the signals that `start` has blocked
+        if template is None:
+            start_resource_tracker()  # now: starting it unblocks the signals that `_spawn_process` blocks
         self._lifeline, self._lifeline_end = self._context.Pipe(duplex=False)
 
     def __enter__(self) -> "Processes":
@@ -76,119 +155,125 @@ class Processes:
     def __exit__(self, *exception: object) -> None:
         self.end()
 
+    # -- starting --------------------------------------------------------------------------------------------
+
     def start(
         self,
         name: str,
         entry: str,
         arguments: tuple[Any, ...],
-        speaker: bool = False,
+        reporting: bool = False,
         spares: Sequence[tuple[Any, ...]] = (),
     ) -> None:
-        """Spawns a child that runs `entry` ('module:function'); see `child_main`.
+        """Start a child that runs a function; see `child_main`.
 
-        The caller closes its own copies of connections among the arguments. spares: arguments with which
-        `watch` starts it again when it is killed, each once; their connections are this object's to close.
+        The caller closes its own copies of connections among the arguments.
+
+        Args:
+            entry: The function, as 'module:function'.
+            reporting: Whether this child reports the launcher's death.
+            spares: Arguments for `watch` to start the child again with when it is killed, each used once.
+                This object closes their connections.
+
+        Raises:
+            UserError: The operating system refuses another process.
         """
-        self._children.append(self._spawn(name, entry, arguments, spares, speaker))
+        self._children.append(self._spawn(name, entry, arguments, spares, reporting))
 
     def _spawn(
-        self, name: str, entry: str, arguments: tuple[Any, ...], spares: Sequence[Any], speaker: bool = False
+        self,
+        name: str,
+        entry: str,
+        arguments: tuple[Any, ...],
+        spares: Sequence[tuple[Any, ...]],
+        reporting: bool = False,
     ) -> Child:
-        ours, theirs = self._context.Pipe()
+        launcher_end, child_end = self._context.Pipe()
         start = ChildStart(
-            name,
-            entry,
-            arguments,
-            theirs,
-            self._lifeline,
-            os.getpid(),
-            self._context.get_start_method() == "spawn",
-            self._deadline,
-            self._stop_signal,
-            speaker,
+            name=name,
+            entry=entry,
+            arguments=arguments,
+            control=child_end,
+            lifeline=self._lifeline,
+            launcher=os.getpid(),
+            is_own_child=self._template is not None or self._context.get_start_method() == "spawn",
+            timeout=self._timeout,
+            stop_signal=self._stop_signal,
+            reporting=reporting,
         )
-        process = self._context.Process(target=child_main, args=(start,), name=name)  # type: ignore[attr-defined]
-        with self._interrupts.ignored_by_children():
-            process.start()
-        theirs.close()
-        pipe = Pipe(ours, name, self._deadline)
+        try:
+            process = self._template.start(start) if self._template else self._spawn_process(start)
+        except OSError as error:
+            raise UserError(f"{name}: can't be started: {error.strerror} (see ulimit -u and -n)") from error
+        child_end.close()
+        pipe = Pipe(launcher_end, name, self._timeout)
         return Child(name, entry, process, pipe, time.monotonic(), list(spares))
 
+    def _spawn_process(self, start: ChildStart) -> BaseProcess:
+        make = self._context.Process  # type: ignore[attr-defined]
+        process: BaseProcess = make(target=child_main, args=(start,), name=start.name)
+        with self._interrupts.ignored_by_children(), self._main():
+            process.start()
+        return process
+
     def exit_codes(self) -> dict[str, int | None]:
-        """By name; None of those that are still there."""
+        """Return the exit codes by name; None for children that are still running."""
         return {child.name: child.process.exitcode for child in self._children}
 
     def pids(self) -> dict[str, int | None]:
-        """The process numbers by name, for the log: what to attach a debugger to."""
+        """Return the process ids by name, for the log and for attaching a debugger."""
         return {child.name: child.process.pid for child in self._children}
 
-    def watch(
-        self, on_message: Callable[[Any], None], elsewhere: Callable[[], PeerProblem | None] | None = None
-    ) -> Ending:
-        """Passes the children's messages on until all have left, or one has failed. Returns how it ended.
-
-        elsewhere: where there are other hosts, says at once whether one has failed.
-        """
-        self._now = time.monotonic()  # of the last look: what is missing since, this process missed itself
-        while any(child.process.exitcode is None or not child.is_well() for child in self._children):
-            self._see_off()
-            self.listen(on_message, LISTEN_SECONDS)
-            before, self._now = self._now, time.monotonic()
-            self._forgive(self._now - before - 2 * LISTEN_SECONDS)
-            failing = self._someone_fails() and not self._start_again(on_message)
-            if failing and (ending := self._explain_failure(on_message)):
-                return ending
-            if elsewhere and (failed := elsewhere()) is not None:
-                return Ending(1, str(failed), awaited=failed.peer)
-            if self._interrupts.at_once:
-                return Ending(self._interrupts.code, "stopped at once, without saving")
-            if self._interrupts.code and not self.has_begun:
-                return Ending(self._interrupts.code)  # there is nothing to save
-            if self._interrupts.code and not self._asked_to_stop:
-                on_message(Notice("stopping after this step, and saving; once more to leave at once"))
-                self._ask_to_stop()
-        stopped = any(child.finished and child.finished.stopped for child in self._children)
-        return Ending(self._interrupts.code if stopped else 0)
+    def last_step(self) -> tuple[int, int]:
+        """Return epoch and number of the last step that any trainer completed, (0, 0) before the first."""
+        return max((child.board.last_step() for child in self._children if child.board), default=(0, 0))
 
     def doing(self) -> str:
-        """What each of them is at, in a line; any thread may ask."""
+        """Return one line with every child's status. Any thread may call this."""
         return "; ".join(f"{child.name}: {child.doing}" for child in list(self._children)) or "starting"
 
-    def end(self) -> None:
-        """Kills and reaps whoever is left. Harmless when called twice.
+    # -- watching --------------------------------------------------------------------------------------------
 
-        SIGKILL, for nothing would be gained by asking first: what children write is whole at any moment.
+    def watch(
+        self,
+        on_message: Callable[[Any], None],
+        find_remote_failure: Callable[[], PeerProblem | None] | None = None,
+    ) -> ExitStatus:
+        """Pass on the children's messages until all children have left or the run has to end.
+
+        Args:
+            on_message: Called with each message of a child.
+            find_remote_failure: Returns at once whether another host has failed; None without other hosts.
         """
-        for child in self._children:
-            child.process.kill()
-        for child in self._children:
-            child.process.join(LEAVE_SECONDS)
-            child.control.close()
-            for spare in child.spares:
-                close_connections(spare)
-        gone = [child.process for child in self._children if child.process.exitcode is not None]
-        remove_leftovers(process.pid for process in gone if process.pid is not None)
-
-    def _ask_to_stop(self) -> None:
-        self._asked_to_stop = True
-        for child in self._children:
-            if child.listening and child.name.startswith("trainer"):
-                with suppress(PeerProblem):  # it leaves or dies just now, which is told elsewhere
-                    child.control.send(Stop())
-
-    def _forgive(self, seconds: float) -> None:
-        """After a time in which this process itself stood still (Ctrl-Z, a laptop's lid), nobody is late."""
-        if seconds > 0:
-            for child in self._children:
-                child.moved += seconds
+        # The time of the last check. Children are not late while this process is suspended.
+        self._now = time.monotonic()
+        while any(child.is_running or not child.is_well() for child in self._children):
+            self._kill_lingering()
+            self.listen(on_message, LISTEN_SECONDS)
+            previous, self._now = self._now, time.monotonic()
+            self._extend_deadlines(self._now - previous - 2 * LISTEN_SECONDS)
+            exit_status = (
+                self._handle_failures(on_message)
+                or _remote_failure(find_remote_failure)
+                or self._handle_interrupts(on_message)
+            )
+            if exit_status and exit_status.lost:  # their last memory checkpoint must be known
+                self._kill()
+                self.listen(on_message, 0)
+            if exit_status:
+                return exit_status
+        if not any(child.finished and child.finished.stopped for child in self._children):
+            return ExitStatus(0)
+        code = self._interrupts.code
+        return ExitStatus(code, is_overdue=self._is_pausing and code > 0, is_paused=self._is_pausing)
 
     def listen(self, on_message: Callable[[Any], None], seconds: float) -> None:
-        """Waits for something to happen, at most so long, and passes on what the children have said."""
+        """Wait up to `seconds` for something to happen, and pass on what the children have sent."""
         pipes = [child.control for child in self._children if child.listening]
-        sentinels = [child.process.sentinel for child in self._children if child.process.exitcode is None]
+        sentinels = [child.process.sentinel for child in self._children if child.is_running]
         wait([pipe.fileno() for pipe in pipes] + sentinels, seconds)
         for child in self._children:
-            child.notice_movement()
+            child.note_activity()
             try:
                 while child.listening and child.control.poll():
                     self._take(child, child.control.receive(object, "a message"), on_message)
@@ -198,9 +283,11 @@ class Processes:
                 child.listening = False
 
     def _take(self, child: Child, message: object, on_message: Callable[[Any], None]) -> None:
-        child.moved = time.monotonic()
+        child.last_active = time.monotonic()
         if isinstance(message, Ready):
             child.board = StatusBoard.receive(child.control)
+        elif isinstance(message, SnapshotMemory):
+            on_message(HostMemory().receive(child.control, "its memory checkpoints"))
         elif isinstance(message, Failed):
             child.failure = message
         elif isinstance(message, Finished):
@@ -209,63 +296,126 @@ class Processes:
             self.has_begun = self.has_begun or isinstance(message, Started)
             on_message(message)
 
-    def _see_off(self) -> None:
-        """Ends children that have said that they are done and don't leave: libraries may hang at the end."""
+    def _kill_lingering(self) -> None:
+        """Kill children that have reported that they are done and do not exit: a library may hang at exit."""
         for child in self._children:
-            if child.finished and time.monotonic() - child.moved > LEAVE_SECONDS:
+            if child.finished and time.monotonic() - child.last_active > LEAVE_SECONDS:
                 child.process.kill()
 
+    def _extend_deadlines(self, seconds: float) -> None:
+        """Extend all deadlines by the time for which this process was suspended (Ctrl-Z, a laptop's lid)."""
+        if seconds > 0:
+            for child in self._children:
+                child.last_active += seconds
+
+    # -- interrupts ------------------------------------------------------------------------------------------
+
+    def _handle_interrupts(self, on_message: Callable[[Any], None]) -> ExitStatus | None:
+        """Return the status of a run that a signal ends now. The first signal asks the trainers to stop."""
+        code = self._interrupts.code
+        if self._interrupts.at_once:
+            return ExitStatus(code, "stopped at once, without saving")
+        if code and not self.has_begun:
+            return ExitStatus(code, is_overdue=True)  # its trainers have nothing to save yet
+        if code and not self._asked_to_stop:
+            on_message(WarningMessage("stopping after this step, and saving; once more to leave at once"))
+            self._ask_to_stop(Stop())
+        if self.has_begun and not self._asked_to_stop and self.is_to_pause():
+            self._is_pausing = True
+            self._ask_to_stop(Stop(to_disk=False))
+        if self._interrupts.is_asked_for_status:
+            self._interrupts.is_asked_for_status = False
+            on_message(WarningMessage(f"status: {self.doing()}"))
+        if code and self.is_overdue():
+            return ExitStatus(code, is_overdue=True)
+        return None
+
+    def _ask_to_stop(self, message: Stop) -> None:
+        self._asked_to_stop = True
+        for child in self._children:
+            if child.listening and child.name.startswith("trainer"):
+                with suppress(PeerProblem):  # it is exiting; `watch` sees how
+                    child.control.send(message)
+
+    # -- failures --------------------------------------------------------------------------------------------
+
+    def _handle_failures(self, on_message: Callable[[Any], None]) -> ExitStatus | None:
+        """Restart killed children that have spares. Return the run's status if a child still fails."""
+        if not self._failing():
+            return None
+        all_well = self._restart_killed(on_message)
+        return None if all_well else self._explain_failure(on_message)
+
+    def _failing(self) -> list[Child]:
+        return [child for child in self._children if not child.is_well() or self._is_stuck(child)]
+
     def _is_stuck(self, child: Child) -> bool:
-        """Backstop for what no deadline of a pipe covers: a child that stands still."""
-        if child.process.exitcode is not None or child.finished:
+        """Return whether the child makes no progress: the backstop for what no pipe's timeout covers."""
+        if not child.is_running or child.finished:
             return False
-        starting = child.board_count <= 1  # importing what it needs
-        # Later on, those who wait for it say so first, and better.
-        patience = max(START_SECONDS, self._deadline) if starting else self._deadline + 3
-        return self._now - child.moved > patience
+        is_importing = child.board_count <= 1
+        # Later on a process that waits for it times out first, and knows more.
+        patience = max(START_SECONDS, self._timeout) if is_importing else self._timeout + 3
+        return self._now - child.last_active > patience
 
-    def _someone_fails(self) -> bool:
-        return any(not child.is_well() or self._is_stuck(child) for child in self._children)
+    def _restart_killed(self, on_message: Callable[[Any], None]) -> bool:
+        """Restart killed children that have spare arguments. Return whether all children are well then."""
+        while failing := self._failing():
+            self.listen(on_message, 0)  # their last messages
+            killed = [
+                child for child in failing if child.spares and not child.is_well() and not child.failure
+            ]
+            if not killed:
+                return False
+            for child in killed:  # meanwhile others may be killed, hence the loop around
+                self._restart(child, on_message)
+        return True
 
-    def _start_again(self, on_message: Callable[[Any], None]) -> bool:
-        """Starts those again that were killed and have spare arguments. Returns whether all are well then."""
-        self.listen(on_message, 0)  # the last words of those who have left since
-        for place, child in enumerate(self._children):
-            if child.spares and not child.is_well() and not child.failure:
-                text = f"{self._describe_silent(child)}; it is started again"
-                on_message(Notice(f"{text} (restarts left: {len(child.spares) - 1})"))
-                child.control.close()
-                arguments, *spares = child.spares
-                self._children[place] = self._spawn(child.name, child.entry, arguments, spares)
-                close_connections(arguments)
-        return not self._someone_fails()
+    def _restart(self, child: Child, on_message: Callable[[Any], None]) -> None:
+        text = f"{self._describe_silent(child)}; it is started again"
+        on_message(WarningMessage(f"{text} (restarts left: {len(child.spares) - 1})"))
+        child.control.close()
+        arguments, *spares = child.spares
+        restarted = self._spawn(child.name, child.entry, arguments, spares)
+        self._children[self._children.index(child)] = restarted
+        _close_connections(arguments)
 
-    def _explain_failure(self, on_message: Callable[[Any], None]) -> Ending | None:
-        """None where all that was wrong is that someone stood still, who has moved since."""
-        begin = self._now = time.monotonic()
-        while any(child.process.exitcode is None for child in self._children):
-            in_vain = min(self._innocence(child) for child in self._children) == 2
-            if time.monotonic() - begin > (LATE_SECONDS if in_vain else GATHER_SECONDS):
-                break
-            self.listen(on_message, 0.1)
-        self.listen(on_message, 0)  # the last words of those who left since
-        if not self._someone_fails():
+    def _explain_failure(self, on_message: Callable[[Any], None]) -> ExitStatus | None:
+        """Return the status that names the cause, or None if a child only seemed stuck and has resumed."""
+        self._gather_reports(on_message)
+        if not self._failing():
             return None
         culprit, waiter = self._follow(min(self._children, key=self._innocence))
         if waiter and waiter.failure and culprit.failure is None:
             text = f"{self._describe_silent(culprit)}; {waiter.name} {waiter.failure.text}"
-            return Ending(1, text, lost=culprit.name)
+            return ExitStatus(1, text, lost=culprit.name)
         if culprit.failure is None:
-            return Ending(1, self._describe_silent(culprit), lost=culprit.name)
+            return ExitStatus(1, self._describe_silent(culprit), lost=culprit.name)
         if culprit.failure.kind == "user":
-            return Ending(2, f"{culprit.name}: {culprit.failure.text}")
+            return ExitStatus(2, f"{culprit.name}: {culprit.failure.text}")
+        if culprit.failure.kind == "faulty":
+            return ExitStatus(1, f"{culprit.text}: {culprit.failure.text}", lost=culprit.name)
         text = f"{culprit.text} failed at {culprit.doing}: {culprit.failure.text}"
-        return Ending(1, text, culprit.failure.traceback, awaited=culprit.failure.peer)
+        return ExitStatus(1, text, culprit.failure.traceback, awaited=culprit.failure.peer)
+
+    def _gather_reports(self, on_message: Callable[[Any], None]) -> None:
+        """Listen for a moment: the other children notice a failure too, and may know its cause."""
+        begin = self._now = time.monotonic()
+        while any(child.is_running for child in self._children):
+            least = min(self._innocence(child) for child in self._children)
+            if least == 0:  # others can only report the loss of this one
+                break
+            only_timeouts = least == 2
+            if time.monotonic() - begin > (LATE_SECONDS if only_timeouts else GATHER_SECONDS):
+                break
+            self.listen(on_message, 0.1)
+        self.listen(on_message, 0)  # the last messages of children that have exited since
 
     def _follow(self, child: Child) -> tuple[Child, Child | None]:
-        """From one that waited in vain to the one it waited for, and on: the last one is the cause.
+        """Follow the chain from a child that lost a peer to that peer, and on to the last one, the cause.
 
-        Returns the cause and the one that waited for it, None where `child` itself is the cause.
+        Returns:
+            The cause, and the child that waited for it; None if `child` itself is the cause.
         """
         children = {other.name: other for other in self._children}
         waiters: list[Child] = []
@@ -275,22 +425,65 @@ class Processes:
         return child, waiters[-1] if waiters else None
 
     def _innocence(self, child: Child) -> int:
-        """The lowest is the cause: a silent death, then an error of its own, then the loss of another."""
+        """Rank a child as cause, lowest first: a silent death, then an own error, then the loss of a peer."""
         if child.failure:
-            return {"user": 1, "crash": 1, "lost": 2}[child.failure.kind]
+            return {"user": 1, "crash": 1, "faulty": 1, "lost": 2}[child.failure.kind]
         return 0 if not child.is_well() else 3 if self._is_stuck(child) else 4
 
     def _describe_silent(self, child: Child) -> str:
         code = child.process.exitcode
         if code is None:
-            seconds = time.monotonic() - child.moved
+            seconds = time.monotonic() - child.last_active
             return f"{child.text} has stood still for {seconds:.0f} s at: {child.doing}"
         return f"{child.text} {describe_exit(code)} at: {child.doing}"
 
+    # -- ending ----------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Kill and reap all children that are left. Harmless when called twice.
+
+        SIGKILL at once, because nothing is gained by asking first: what children write is whole at any
+        moment.
+        """
+        self._kill()
+        for child in self._children:
+            child.control.close()
+            for spare in child.spares:
+                _close_connections(spare)
+        ended = [child.process.pid for child in self._children if not child.is_running]
+        remove_leftovers(pid for pid in ended if pid is not None)
+
+    def _kill(self) -> None:
+        for child in self._children:
+            child.process.kill()
+        for child in self._children:
+            child.process.join(LEAVE_SECONDS)
+
+
+def connect_all(n_processes: int) -> list[dict[int, Connection]]:
+    """Return pipes between every two of `n_processes` processes: a dict from peer to connection for each."""
+    connections: list[dict[int, Connection]] = [{} for _ in range(n_processes)]
+    for rank in range(n_processes):
+        for peer in range(rank):
+            connections[rank][peer], connections[peer][rank] = multiprocessing.Pipe()
+    return connections
+
 
 def describe_exit(code: int) -> str:
-    """What an exit code says of a process that should not have left."""
+    """Describe the exit code of a process that should not have exited."""
     if code < 0:
-        known = {number.value: number.name for number in signal.Signals}
-        return f"was killed by {known.get(-code, f'signal {-code}')}{_HINTS.get(-code, '')}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {names.get(-code, f'signal {-code}')}{_HINTS.get(-code, '')}"
     return f"left with exit code {code}"
+
+
+def _remote_failure(find: Callable[[], PeerProblem | None] | None) -> ExitStatus | None:
+    failure = find() if find else None
+    return ExitStatus(1, str(failure), awaited=failure.peer) if failure is not None else None
+
+
+def _close_connections(arguments: tuple[Any, ...]) -> None:
+    """Close this process's copies of connections among a child's arguments."""
+    for argument in arguments:
+        if isinstance(argument, Connection):
+            argument.close()

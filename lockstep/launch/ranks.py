@@ -1,4 +1,4 @@
-"""Runs a function in several processes that have pipes to each other, as trainers do: for tools and tests."""
+"""Running a function in several connected processes, as trainers are connected: for tools and tests."""
 
 import multiprocessing
 import os
@@ -12,29 +12,35 @@ from typing import Any
 
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import PeerProblem, UserError
-from lockstep.launch.processes import LISTEN_SECONDS, Processes
+from lockstep.launch.processes import LISTEN_SECONDS, Processes, connect_all
 from lockstep.launch.status import StatusBoard
 
 DEADLINE = 60.0
 RESULT_SECONDS = 600.0
-LEAVE_SECONDS = 5.0  # from a result to a process's own end
+LEAVE_SECONDS = 5.0  # from a result to the exit of its process
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank: what its function returned, or what went wrong."""
+    """The result of one rank: what its function returned, or what went wrong."""
 
     value: Any = None
-    problem: str = ""  # what the error says, or how the process ended; empty where all is well
-    traceback: str = ""  # of the error; empty where the process ended, or hung, without one
+    problem: str = ""  # the error's message, or how the process ended; empty on success
+    traceback: str = ""  # of the error; empty if the process ended or hung without one
 
 
 def run_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any) -> list[Any]:
-    """Calls function(rank, pipes, *arguments) in n_ranks processes; returns the results by rank.
+    """Call function(rank, pipes, *arguments) in n_ranks processes and return the results by rank.
 
-    Raises EOFError where a process ended or hung, else AssertionError with the traceback of a rank's error.
+    Args:
+        function: `pipes` is a dict with a Pipe to each other rank.
+
+    Raises:
+        EOFError: A process ended or hung without a result.
+        AssertionError: A function raised an error; with its traceback.
     """
-    # A server that has torch imported and never touches a device. It starts now, with signals as they are.
+    # A fork server that has imported torch and never uses a device. It starts now, with the signals as they
+    # are.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["lockstep.network.replica"])
     forkserver.ensure_running()
     outcomes = _run("forkserver", function, n_ranks, arguments, RESULT_SECONDS)
@@ -47,9 +53,10 @@ def run_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any) -> li
 
 
 def try_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any, seconds: float) -> list[Outcome]:
-    """Likewise, in processes as fresh as trainers are. Whatever happens to one is told, not raised.
+    """Call a function like `run_ranks`, in newly spawned processes, and return errors as outcomes.
 
-    seconds: what takes longer is ended.
+    Args:
+        seconds: Time after which processes are killed.
     """
     return _run("spawn", function, n_ranks, arguments, seconds)
 
@@ -57,41 +64,40 @@ def try_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any, secon
 def _run(
     method: str, function: Callable[..., Any], n_ranks: int, arguments: Any, seconds: float
 ) -> list[Outcome]:
-    peers: list[dict[int, Connection]] = [{} for _ in range(n_ranks)]
-    for rank in range(n_ranks):
-        for other in range(rank):
-            peers[rank][other], peers[other][rank] = multiprocessing.Pipe()
-    with Processes(DEADLINE, method=method) as processes:
+    peers = connect_all(n_ranks)
+    with Processes(DEADLINE, method=method, has_main=True) as processes:  # `function` may be in the main file
         for rank in range(n_ranks):
             call = (rank, peers[rank], dict(os.environ), function, arguments)
             processes.start(_name(rank), "lockstep.launch.ranks:run_rank", call)
-            for end in peers[rank].values():
-                end.close()
+            for connection in peers[rank].values():
+                connection.close()
         return _collect(processes, n_ranks, seconds)
 
 
 def _collect(processes: Processes, n_ranks: int, seconds: float) -> list[Outcome]:
-    """Listens until every rank has given its outcome or is gone, or the time is over; sees them off."""
+    """Listen until each rank has sent its outcome or exited, or time is up; then wait for exits."""
     outcomes: dict[int, Outcome] = {}
     until = time.monotonic() + seconds
-    gone: set[int] = set()
+    exited: set[int] = set()
 
-    def take(told: tuple[int, Outcome]) -> None:
-        outcomes[told[0]] = told[1]
+    def take(message: tuple[int, Outcome]) -> None:
+        rank, outcome = message
+        outcomes[rank] = outcome
 
-    while len(outcomes.keys() | gone) < n_ranks and time.monotonic() < until:
-        codes = processes.exit_codes()  # before listening: the last words of who is gone by now are heard
+    while len(outcomes.keys() | exited) < n_ranks and time.monotonic() < until:
+        # Before listening, so that the last messages of exited ranks are received.
+        codes = processes.exit_codes()
         processes.listen(take, LISTEN_SECONDS)
-        gone = {rank for rank in range(n_ranks) if codes[_name(rank)] is not None}
+        exited = {rank for rank in range(n_ranks) if codes[_name(rank)] is not None}
     until = time.monotonic() + LEAVE_SECONDS
     while any(processes.exit_codes()[_name(rank)] is None for rank in outcomes) and time.monotonic() < until:
         processes.listen(take, LISTEN_SECONDS)
     codes = processes.exit_codes()
-    return [outcomes.get(rank) or _without(codes[_name(rank)]) for rank in range(n_ranks)]
+    return [outcomes.get(rank) or _missing_outcome(codes[_name(rank)]) for rank in range(n_ranks)]
 
 
-def _without(code: int | None) -> Outcome:
-    """Of a rank that has told nothing."""
+def _missing_outcome(code: int | None) -> Outcome:
+    """Return the outcome of a rank that sent none."""
     if code is None:
         return Outcome(problem="gave no result in time")
     how = f"was killed by signal {-code}" if code < 0 else f"left with exit code {code}"
@@ -107,17 +113,17 @@ def run_rank(
     function: Any,
     arguments: Any,
 ) -> None:
-    """The process of one rank: tells the launcher what became of it, (rank, Outcome)."""
-    os.environ.clear()  # what a fork server has is as old as that
+    """Run the function of one rank and send the launcher (rank, Outcome)."""
+    os.environ.clear()  # a fork server's environment is that of its start
     os.environ.update(environment)
     try:
-        pipes = {other: Pipe(end, f"trainer {other}", DEADLINE) for other, end in peers.items()}
+        pipes = {peer: Pipe(end, f"trainer {peer}", DEADLINE) for peer, end in peers.items()}
         board.say("its function")
         control.send((rank, Outcome(function(rank, pipes, *arguments))))
     except BaseException as error:
-        told = isinstance(error, UserError | PeerProblem)
-        words = str(error) if told else f"{type(error).__name__}: {error}"
-        control.send((rank, Outcome(problem=words, traceback=traceback.format_exc())))
+        is_expected = isinstance(error, UserError | PeerProblem)
+        problem = str(error) if is_expected else f"{type(error).__name__}: {error}"
+        control.send((rank, Outcome(problem=problem, traceback=traceback.format_exc())))
 
 
 def _name(rank: int) -> str:

@@ -1,43 +1,423 @@
-"""Going on after a process was lost, from the newest whole checkpoint: `on_loss` in the configuration."""
+"""Resuming after a process was lost (`on_failure`), from the newest checkpoint in memory or on disk."""
 
 import dataclasses
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from lockstep.comm.group import World
+from lockstep.comm.messages import Tick
 from lockstep.config import Config
-from lockstep.config.rules import settle
+from lockstep.config.rules import on_failure_of, settle
+from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
-from lockstep.launch.processes import Ending
-from lockstep.runs.folder import Run, find_checkpoint, remove_unfinished
+from lockstep.hosts.rendezvous import HostFailed, HostLost
+from lockstep.interrupts import Interrupts
+from lockstep.launch.console import Console
+from lockstep.launch.hosting import JointEnd, Rejoining, SingleHost
+from lockstep.launch.processes import ExitStatus, Processes
+from lockstep.launch.resizing import Resizing
+from lockstep.launch.template import Template
+from lockstep.loading.orders import Orders
+from lockstep.memory.host import HostBlock
+from lockstep.runs.checkpoint_files import find_checkpoint, remove_unfinished
+from lockstep.runs.folder import RunFolder
+from lockstep.runs.plan import HostConnection, RunPlan
+from lockstep.runs.snapshot import MemoryCheckpoint, Retained
+from lockstep.runs.state import State
+
+_RESERVE_SECONDS = 1.0  # to write a memory checkpoint, and for each so many bytes:
+_BYTES_PER_SECOND = 100e6
 
 
-def next_try(config: Config, run: Run, ending: Ending, n_restarts: int) -> tuple[Config, Run] | None:
-    """What to go on with, None where the run ends. n_restarts: how often it has gone on already.
+@dataclass
+class Failures:
+    """The failures of a run so far, as its launcher knows them.
 
-    Only a process that was killed or hangs is a loss: an error would come again.
+    Attributes:
+        loss: The one from which the run is recovering, or None.
+        furthest: The last step that was completed in any attempt; -1 before the first attempt has ended.
+        n_in_vain: Failures in a row without progress between them.
     """
-    if not ending.lost or config.on_loss == "stop" or n_restarts >= config.restarts:
+
+    loss: "_Loss | None" = None
+    furthest: int = -1
+    n_in_vain: int = 0
+
+    def add(self, exit_status: ExitStatus, step: int) -> int:
+        """Add a failure. Return how many there were before it since the run last made progress.
+
+        Args:
+            step: The last completed step, counted from the start of the run.
+        """
+        self.loss = _Loss(exit_status, step, time.monotonic())
+        n_before = 0 if step > self.furthest >= 0 else self.n_in_vain
+        self.furthest, self.n_in_vain = max(step, self.furthest), n_before + 1
+        return n_before
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a launcher has for the whole of a run: its part among the hosts, signals, template, failures."""
+
+    host: SingleHost
+    interrupts: Interrupts
+    template: Template | None
+    failures: Failures = field(default_factory=Failures)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run's processes.
+
+    Attributes:
+        config: The run's, with the devices of this attempt.
+        run: Its folder and the checkpoint on disk from which it starts.
+        retained: The memory checkpoint from which it starts instead, or None.
+        number: 0 for the first attempt.
+        state: The state from which it starts; None from scratch. Later checkpoints replace the one in memory.
+    """
+
+    config: Config
+    run: RunFolder
+    retained: Retained | None = None
+    number: int = 0
+    state: State | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        on_disk = self.run.start.state if self.run.start else None
+        object.__setattr__(self, "state", self.retained.state() if self.retained else on_disk)
+
+    def plan(self, host_connection: HostConnection | None, writes: bool) -> RunPlan:
+        """Return the settings of the attempt's processes. See RunPlan for the arguments."""
+        start = self.run.start.path if self.run.start else None
+        if host_connection:  # keys in the hosts' store of this attempt's own
+            prefix = f"{host_connection.prefix}/{self.number}"
+            host_connection = dataclasses.replace(host_connection, prefix=prefix)
+        will_retain = retains(self.config)
+        return RunPlan(
+            self.config, self.run.folder, start, host_connection, writes, will_retain, self.retained
+        )
+
+    @property
+    def source(self) -> str:
+        """The checkpoint from which the attempt starts, in a few words."""
+        if self.retained:
+            return "memory"
+        return self.run.start.path.stem if self.run.start else "the beginning"
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """A failure from which the run is recovering.
+
+    Attributes:
+        step: The last completed step, counted from the start of the run.
+        time: When the launcher knew of the failure (monotonic clock).
+    """
+
+    exit_status: ExitStatus
+    step: int
+    time: float
+
+
+class Recovery:
+    """The launcher's record of a run's memory checkpoint, its failures and its progress.
+
+    Args:
+        console: Gets a line and an event for each recovery.
+        dataset: The run's, to count steps.
+        folder: The run's.
+        context: The launcher's.
+    """
+
+    def __init__(self, console: Console, dataset: Dataset, folder: Path, context: Context) -> None:
+        self._console, self._dataset, self._context = console, dataset, context
+        self._failures = context.failures
+        self._resizing = Resizing(folder, console)
+        self._block: HostBlock | None = None  # of the present trainer 0
+        self._memory: list[Retained] = []  # the newest last; over several hosts the one before it, too
+        self._retained_at = 0.0  # when the newest memory checkpoint was complete (monotonic clock)
+
+    def take(self, attempt: Attempt, message: Any) -> bool:
+        """Handle a message of trainer 0. Return whether it was for this object only."""
+        if isinstance(message, Tick) and self._failures.loss:
+            self._report(attempt, self._failures.loss)
+        if isinstance(message, Tick) and attempt.config is self._resizing.config:
+            self._resizing.finish(self._first_step(attempt))
+        if isinstance(message, HostBlock):
+            if self._block and not any(each.block is self._block for each in self._memory):
+                self._block.close()
+            self._block = message
+        elif isinstance(message, MemoryCheckpoint):
+            self._retain(message)
+        return isinstance(message, HostBlock | MemoryCheckpoint)
+
+    def next(
+        self, attempt: Attempt, exit_status: ExitStatus, last_step: tuple[int, int]
+    ) -> tuple[ExitStatus, Attempt | None]:
+        """Return how an attempt ended, on all hosts, and the attempt that resumes the run; None if it ends.
+
+        If the run can't resume as `on_failure` asks, or can't be saved in time, the exit status says why.
+
+        Args:
+            exit_status: How it ended here.
+            last_step: Epoch and step of the last step that the attempt has completed here.
+
+        Raises:
+            Rejoining: Another host's launcher was lost, and is to be waited for.
+        """
+        step = max(self._count(attempt.config, *last_step), self._first_step(attempt))
+        try:
+            return self._next(attempt, exit_status, step)
+        except HostLost as lost:
+            if self._rejoins(attempt, exit_status):
+                self._begin_rejoining(attempt, lost, step)
+                raise Rejoining(lost) from None
+            failed: HostFailed = lost
+        except HostFailed as other:
+            failed = other
+        except UserError as error:
+            return exit_status.followed_by(str(error)), None
+        if exit_status.message and not exit_status.awaited:  # this host's own failure
+            return exit_status, None
+        return ExitStatus(failed.code, str(failed), awaited=failed.peer), None
+
+    def _next(
+        self, attempt: Attempt, exit_status: ExitStatus, step: int
+    ) -> tuple[ExitStatus, Attempt | None]:
+        host, config = self._context.host, attempt.config
+        resumes = on_failure_of(config) != "stop" or config.preempt_seconds is not None
+        end = host.join_ends(exit_status, step, [each.checkpoint.moment for each in self._memory], resumes)
+        exit_status = end.exit_status
+        if exit_status.is_overdue:
+            self._write_out(attempt)
+        if not exit_status.code and self._failures.loss:  # it has resumed after the last step
+            self._report(attempt, self._failures.loss)
+        is_asked_to_stop = self._context.interrupts.code and config.n_hosts == 1  # else the hosts agree
+        if is_asked_to_stop or exit_status.is_overdue:
+            return exit_status, None
+        if self._resizing.before is not None:
+            return exit_status, self._next_after_resizing(attempt, exit_status, end)
+        return exit_status, self._next_after_loss(attempt, end) if exit_status.lost else None
+
+    def _next_after_loss(self, attempt: Attempt, end: JointEnd) -> Attempt | None:
+        if self._failures.loss:
+            self._console.say(f"lockstep: {self._failures.loss.exit_status.message}", "stderr")
+        n_in_vain = self._failures.add(end.exit_status, end.step)
+        common = [each for each in self._memory if each.checkpoint.moment == end.moment]
+        newest = common[-1] if common else None
+        try:
+            found = next_try(attempt, end.exit_status, n_in_vain, newest, self._context.host)
+            if found:
+                self._memory = [found.retained] if found.retained else []
+                self._write_due(found)
+        except UserError as error:
+            raise UserError(f"the run can't resume: {error}") from error
+        return found
+
+    def _write_due(self, attempt: Attempt) -> None:
+        """Write the checkpoint on the disk that a lost trainer was writing. Raises as `_write_out`."""
+        if attempt.retained and attempt.retained.checkpoint.to_disk:
+            name = attempt.retained.state().name
+            if not (attempt.run.folder / "checkpoints" / f"{name}.json").exists():
+                self._write_out(attempt)
+
+    def is_to_pause(self, attempt: Attempt) -> bool:
+        """Return whether the trainers are to pause, because the run is to resume on other devices."""
+        is_ready = retains(attempt.config) and attempt.config.n_hosts == 1
+        return self._resizing.is_asked(attempt.config, is_ready)
+
+    def _next_after_resizing(
+        self, attempt: Attempt, exit_status: ExitStatus, end: JointEnd
+    ) -> Attempt | None:
+        """Return the attempt on other devices, or on those before if the run can't start on the others."""
+        before, config = self._resizing.before, self._resizing.config
+        assert before and config
+        if exit_status.is_paused and self._memory:
+            return Attempt(config, attempt.run, self._memory[-1], attempt.number + 1)
+        if attempt.config is config and exit_status.code and self._memory:
+            self._resizing.refuse(exit_status.message)
+            return Attempt(before, attempt.run, self._memory[-1], attempt.number + 1)
+        self._resizing.refuse("the run has ended" if not exit_status.code else exit_status.message)
+        return self._next_after_loss(attempt, end) if exit_status.lost else None
+
+    def _retain(self, checkpoint: MemoryCheckpoint) -> None:
+        """Add a memory checkpoint, which may be in another memory file and replaces that of its slot."""
+        assert self._block, "trainer 0 shares its memory first"
+        new = Retained(self._block, checkpoint)
+        others = [each.block for each in self._memory if each.block is not self._block]
+        for block in {id(block): block for block in others}.values():
+            block.close()
+        self._memory = [
+            each
+            for each in self._memory
+            if each.block is self._block and each.checkpoint.slot != checkpoint.slot
+        ]
+        self._memory.append(new)
+        self._retained_at = time.monotonic()
+
+    def is_overdue(self, config: Config, interrupts: Interrupts) -> bool:
+        """Return whether a preempted run has no time left for more than writing out its memory checkpoint.
+
+        A memory checkpoint that is newer than the signal is that of the last step, and is being written.
+        """
+        if config.preempt_seconds is None or not interrupts.code or not self._memory:
+            return False
+        if self._retained_at > interrupts.since:
+            return False
+        reserve = _RESERVE_SECONDS + self._memory[-1].block.n_bytes / _BYTES_PER_SECOND
+        left = interrupts.since + config.preempt_seconds - time.monotonic()
+        return left < min(reserve, config.preempt_seconds / 2)
+
+    def _rejoins(self, attempt: Attempt, exit_status: ExitStatus) -> bool:
+        """Return whether the run waits for a launcher that was lost."""
+        config, is_done = attempt.config, not exit_status.code
+        may_fail = on_failure_of(config) != "stop" and self._failures.n_in_vain < config.max_restarts
+        return config.rejoin_seconds > 0 and may_fail and not is_done and not self._context.interrupts.code
+
+    def _begin_rejoining(self, attempt: Attempt, lost: HostLost, step: int) -> None:
+        """Save what the host that comes back needs, and release the run's folder."""
+        status = ExitStatus(lost.code, str(lost), lost=f"{lost.peer}: its launcher")
+        self._failures.add(status, step)
+        try:
+            self._write_out(attempt)
+        except UserError as error:
+            self._console.say(f"note: {error}")
+        seconds = f"{attempt.config.rejoin_seconds:g} s"
+        self._console.log("waiting", {"lost": status.lost, "failure": status.message, "step": step})
+        self._console.close(f"{status.message}; waiting up to {seconds} for it to come back", "stdout")
+        attempt.run.lock.close()
+
+    def _write_out(self, attempt: Attempt) -> None:
+        """Write the memory checkpoint to the disk, if there is one, in a process that no signal stops.
+
+        Raises:
+            UserError: It is damaged, or can't be written.
+        """
+        folder = attempt.run.folder
+        if not self._memory or not self._context.host.writes:
+            return
+        if not self._memory[-1].is_whole():
+            raise UserError(f"{folder}: the memory checkpoint is damaged, so only older ones are on the disk")
+        remove_unfinished(folder)
+        with Processes(attempt.config.timeout, template=self._context.template) as processes:
+            arguments = (self._memory[-1], folder)
+            processes.start("the writer", "lockstep.launch.rescue:write_out", arguments)
+            exit_status = processes.watch(self._console.take)
+        if exit_status.code:
+            raise UserError(exit_status.message)
+
+    def _report(self, attempt: Attempt, loss: _Loss) -> None:
+        """Print and log a recovery, at the first step after it."""
+        self._failures.loss = None
+        first, seconds = self._first_step(attempt), time.monotonic() - loss.time
+        n_repeated = loss.step - first
+        event = {
+            "lost": loss.exit_status.lost,
+            "failure": loss.exit_status.message,
+            "step": loss.step,
+            "source": attempt.source,
+            "steps_repeated": n_repeated,
+            "trainers": attempt.config.n_trainers,
+            "seconds": round(seconds, 3),
+        }
+        self._console.log("recovered", event)
+        notes = "".join(f"; {note}" for note in attempt.run.notes)
+        self._console.say(
+            f"recovered: {loss.exit_status.message}; resumed from {attempt.source} at step {first} with "
+            f"{attempt.config.n_trainers} trainer(s) in {seconds:.2f} s, {n_repeated} step(s) again{notes}"
+        )
+
+    def _first_step(self, attempt: Attempt) -> int:
+        """Return the number of steps before an attempt's first, counted from the start of the run."""
+        state = attempt.state
+        if state is None:
+            return 0
+        step_size = orders_of(attempt.config, self._dataset).step_size("train")
+        return self._count(attempt.config, state.epoch + state.is_complete, 0) + (
+            0 if state.is_complete else -(-state.position // step_size)
+        )
+
+    def _count(self, config: Config, epoch: int, step: int) -> int:
+        """Return a step's number from the start of the run, by its epoch and its number there."""
+        return max(0, epoch - 1) * orders_of(config, self._dataset).n_steps("train") + step
+
+
+def worlds_of(config: Config) -> list[World]:
+    """Return the ranks of this host's trainers."""
+    return World.of_host(config.host_rank or 0, config.n_hosts, len(config.devices))
+
+
+def orders_of(config: Config, dataset: Dataset) -> Orders:
+    """Return the orders of this host's first trainer, which count the steps of an epoch."""
+    return Orders(config, worlds_of(config)[0], len(dataset.train), len(dataset.val))
+
+
+def retains(config: Config) -> bool:
+    """Return whether a run makes memory checkpoints: to restart, to be preempted, or to be resized."""
+    is_needed = on_failure_of(config) != "stop" or config.preempt_seconds is not None
+    is_needed |= config.global_batch_size is not None and config.n_hosts == 1
+    return is_needed and config.memory_checkpoint_seconds is not None
+
+
+def next_try(
+    attempt: Attempt,
+    exit_status: ExitStatus,
+    n_failures: int,
+    retained: Retained | None = None,
+    host: SingleHost | None = None,
+) -> Attempt | None:
+    """Return the attempt with which to resume, or None if the run ends.
+
+    Only a process that was killed or hangs counts as lost: an error would recur.
+
+    Args:
+        n_failures: Failures since the run last made progress, without this one.
+        retained: The newest memory checkpoint of all hosts. If it is damaged on any host, all resume from the
+            disk.
+        host: This host's part among several hosts.
+
+    Raises:
+        UserError: `on_failure` asks for a restart, and the run can't resume.
+        HostFailed: Another host has ended.
+    """
+    config, run = attempt.config, attempt.run
+    on_failure = on_failure_of(config)
+    if not exit_status.lost or on_failure == "stop" or n_failures >= config.max_restarts:
         return None
-    if config.on_loss == "shrink":
-        smaller = _without(config, int(ending.lost.split()[-1]))
+    if on_failure == "shrink":
+        smaller = _without_trainer(config, int(exit_status.lost.split()[-1]))
         if smaller is None:
             return None
         config = smaller
-    remove_unfinished(run.folder)
     try:
-        start, notices = find_checkpoint(run.folder, "latest")
-        where, run = f"going on from {start.path.stem}", dataclasses.replace(run, start=start)
-    except UserError:  # it has none yet
-        begin = f"again from {run.start.path}" if run.start else "from scratch"
-        where, notices = f"starting {begin}, for there is no checkpoint yet", []
-    many = f"{len(config.devices)} trainer(s), restart {n_restarts + 1} of {config.restarts}"
-    notices = [f"{where} with {many}", *notices]
-    return config, dataclasses.replace(run, notices=notices)
+        remove_unfinished(run.folder)
+    except OSError as error:
+        raise UserError(f"{run.folder}: can't be written to: {error.strerror}") from error
+    number, host = attempt.number + 1, host or SingleHost()
+    notes = []
+    if retained and (damaged_on := host.names_without(retained.is_whole(), number)):
+        of_whom = f" of {' and '.join(damaged_on)}" if config.n_hosts > 1 else ""
+        text = f"the memory checkpoint{of_whom} is damaged: its checksum is not the recorded one"
+        notes, retained = [text], None
+    if retained is None:
+        notes += host.bring_newest(config, number)
+        try:
+            start, damaged = find_checkpoint(run.folder, "latest")
+            notes, run = [*notes, *damaged], dataclasses.replace(run, start=start)
+        except UserError:  # no checkpoint yet: from where this run began
+            pass
+        host.check_start(run, number)
+    run = dataclasses.replace(run, notes=notes)
+    return Attempt(config, run, retained, number)
 
 
-def _without(config: Config, rank: int) -> Config | None:
-    """With one trainer less; with `parts`, as many as are left of a power of two. None: nobody is left."""
+def _without_trainer(config: Config, rank: int) -> Config | None:
+    """Return the run with one trainer less, and equal shares of `logical_ranks`; None if none is left."""
     devices = config.devices[:rank] + config.devices[rank + 1 :]
     if not devices:
         return None
-    if config.parts is not None:
-        devices = devices[: 1 << (len(devices).bit_length() - 1)]
-    return settle(dataclasses.replace(config, devices=devices))[0]
+    shares = config.shares if config.shares == "auto" else "equal"
+    return settle(dataclasses.replace(config, devices=devices, shares=shares))[0]

@@ -1,28 +1,51 @@
-"""Has a run's report written when it is complete."""
+"""Writing the report of a run, in a separate process."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep.config import Config
+from lockstep.files import program_folder
 from lockstep.interrupts import Interrupts, die_with_parent
 from lockstep.launch.console import show
 
-REPORT_SECONDS = 600.0  # it limits itself to much less
+REPORT_SECONDS = 600.0  # the report limits itself to much less
 
 
-def write_report(folder: Path, home: Path, interrupts: Interrupts) -> None:
-    """Has the report written by a process of its own. The run is good whatever becomes of its report.
+@contextmanager
+def live_report(config: Config, folder: Path, interrupts: Interrupts) -> Iterator[None]:
+    """Keep the run's report current during the block, with `report: live`, in a separate process.
 
-    home: the folder that lockstep lies in.
+    Args:
+        config: The run's configuration.
+        folder: The run's folder.
+        interrupts: The launcher's.
     """
-    command = [sys.executable, "-m", "lockstep.report", str(folder)]
-    again = f"to try again: {' '.join(command)}"
+    if config.report != "live" or config.host_rank:
+        yield
+        return
+    process = _start(interrupts, folder, "--live")
+    show(f"report: {folder / 'report.html'} reloads itself during the run", "stdout")
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def write_report(folder: Path, interrupts: Interrupts) -> None:
+    """Run `python -m lockstep.report`. A failure is noted and leaves the run's exit code as it is.
+
+    Args:
+        folder: The run's folder.
+        interrupts: The launcher's.
+    """
+    again = f"to try again: {' '.join(_command(folder))}"
     interrupts.leave(f"stopped as asked: the run is complete, its report was not written; {again}")
-    path = os.pathsep.join([str(home), *filter(None, [os.environ.get("PYTHONPATH")])])  # from any folder
-    environment = {**os.environ, "PYTHONPATH": path}
-    with interrupts.ignored_by_children():  # it ends with this process, not before
-        process = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)  # noqa: PLW1509
+    process = _start(interrupts, folder)
     try:
         code = process.wait(REPORT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -30,3 +53,15 @@ def write_report(folder: Path, home: Path, interrupts: Interrupts) -> None:
         code = process.wait()
     if code:
         show(f"note: the report was not written (exit code {code}); {again}", "stderr")
+
+
+def _command(folder: Path, *words: str) -> list[str]:
+    return [sys.executable, "-m", "lockstep.report", str(folder), *words]
+
+
+def _start(interrupts: Interrupts, folder: Path, *words: str) -> "subprocess.Popen[bytes]":
+    """Start the program, which works from any current folder and ends with this process."""
+    path = os.pathsep.join([str(program_folder()), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    with interrupts.ignored_by_children():  # it ends with this process, not at the signal
+        return subprocess.Popen(_command(folder, *words), env=environment, preexec_fn=die_with_parent)  # noqa: PLW1509

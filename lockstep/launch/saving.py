@@ -1,59 +1,155 @@
-"""Checkpoints behind the training: at a step's end trainer 0 copies what belongs into one, the step goes on,
-and a thread writes the copy.
+"""Checkpoints in memory and on disk, made in the background of training.
 
-There is one copy, and one write at a time. What goes wrong in the thread is raised in the trainer, after the
-step in which it was seen.
+At the end of a step trainer 0 copies weights and optimizer state into a slot of a memory file, and training
+resumes. A thread completes the slot, which is then a memory checkpoint, and writes it to the disk if that is
+due. There is one write at a time. An error in the thread is raised in the trainer, after the step in which it
+was noticed.
 """
 
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lockstep.comm.group import World
-from lockstep.comm.messages import Saved
+from lockstep.comm.messages import Order, Saved, Stop
+from lockstep.comm.pipes import Pipe
+from lockstep.config.tasks import monitor_of
+from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
-from lockstep.launch.progress import Teller
+from lockstep.launch.progress import ProgressReporter
+from lockstep.launch.receipts import ReceiptKeeper
 from lockstep.memory import Memory
 from lockstep.network.program import Program
 from lockstep.runs import checkpoint
-from lockstep.runs.folder import State
-from lockstep.runs.keeping import remove_older
-from lockstep.runs.plan import Plan
+from lockstep.runs.metrics import best_epoch
+from lockstep.runs.plan import RunPlan
+from lockstep.runs.retention import is_regular, remove_older, remove_superseded
+from lockstep.runs.snapshot import MemoryCheckpoint, SnapshotMemory, Snapshots
+from lockstep.runs.state import State
+
+_SHARE_OF_TIME = 0.01  # for memory checkpoints, with memory_checkpoint_seconds: auto
+_LEAST_SECONDS = 0.2  # between memory checkpoints, with auto
+
+
+def wants_disk(control: Pipe) -> bool:
+    """Return whether a run that stops is to be saved on the disk, as the launcher's message says."""
+    return not control.poll() or control.receive(Stop, "why to stop").to_disk
 
 
 class Saver:
-    """Of each host's trainer 0: the others' have no room for a copy, and nothing is ever due.
+    """A writer of checkpoints. Only trainer 0 of each host copies and writes; on others it does nothing.
 
-    memory: of the device.
+    On a host that shares its folder with host 0, trainer 0 makes memory checkpoints only.
+
+    Args:
+        memory: The memory of the trainer's device.
+        dataset: The digest of the dataset's manifest; '' without a manifest.
+        rule_bytes: Bytes of the rule's tensors in a checkpoint.
+
+    Raises:
+        UserError: The disk or the memory has no room for a checkpoint.
     """
 
-    def __init__(self, plan: Plan, world: World, program: Program, memory: Memory, teller: Teller) -> None:
-        self._plan, self._config, self._program, self._teller = plan, plan.config, program, teller
-        self._world, self._is_first = world, world.local_rank == 0 and plan.writes
+    def __init__(
+        self,
+        plan: RunPlan,
+        world: World,
+        program: Program,
+        memory: Memory,
+        reporter: ProgressReporter,
+        dataset: str = "",
+        rule_bytes: int = 0,
+    ) -> None:
+        self._plan, self._config, self._world = plan, plan.config, world
+        self._program, self._reporter, self._dataset = program, reporter, dataset
+        self._is_writer = world.local_rank == 0 and plan.writes
+        self._copies = world.local_rank == 0 and (plan.writes or plan.retains)
+        self._receipts: ReceiptKeeper | None = None
         self._thread = ThreadPoolExecutor(1, "saving")
-        self._writing: Future[Path] | None = None
-        self._began = time.monotonic()  # the last save, or the run
-        if self._is_first:
+        self._digesting: Future[MemoryCheckpoint] | None = None
+        self._pending: Future[Path | None] | None = None
+        self._last_save = self._last_copy = time.monotonic()  # or the start of the run
+        self._copy_seconds = 0.0  # that the fastest checkpoint within an epoch took
+        if self._is_writer:
             _check_disk(plan.folder, program.arena.flat.nbytes)
-            self._room = _like(program.arena.flat, memory)
-            self._copies = program.arena.views_of_all(self._room)
+        if self._copies:
+            n_slots = 2 if plan.retains else 1
+            self._slots = Snapshots(program.arena, rule_bytes, n_slots, memory, world.size, plan.retained)
+            if plan.retains and self._slots.is_new:
+                reporter.share(SnapshotMemory(), self._slots.block)
 
     def is_due(self) -> bool:
-        """Whether save_minutes have passed; not while one is being written, so that a slow disk is not
-        waited for. To be asked at every step: raises UserError where the last one could not be written.
+        """Return whether a checkpoint is due by `checkpoint_minutes`. Call it at every step.
+
+        No checkpoint is due while another one is being written, so training does not wait for a slow disk. A
+        finished write is reported here. After a failed write the answer is True: `save` then raises the
+        error, once the losses have been examined.
         """
-        if self._writing and self._writing.done():
-            self._settle(self._writing)
-        minutes = self._config.save_minutes if self._is_first else None
-        if minutes is None or self._writing:
+        if self._digesting and self._digesting.done():
+            self._report_copy(self._digesting)
+        if self._pending and self._pending.done():
+            if self._pending.exception():
+                return True
+            self._report(self._pending)
+        minutes = self._config.checkpoint_minutes if self._is_writer else None
+        if minutes is None or self._pending:
             return False
-        return time.monotonic() - self._began >= 60 * minutes
+        return time.monotonic() - self._last_save >= 60 * minutes
+
+    def is_due_after(self, epoch: int, val_record: list[dict[str, float]]) -> bool:
+        """Return whether a complete epoch is saved: every `snapshot_freq` epochs, the last, and the best."""
+        config = self._config
+        regular = is_regular(epoch, config.snapshot_freq, config.n_epochs)
+        return regular or best_epoch(val_record, monitor_of(config)) == epoch
+
+    def begin_receipts(self, dataset: Dataset, save: Callable[[bool, bool], None]) -> None:
+        """Begin to keep receipts, with `logical_ranks`. All trainers call it before the first step.
+
+        Args:
+            dataset: The run's.
+            save: Calls `save` with its arguments as `to_disk` and `receipt`, in all trainers.
+
+        Raises:
+            UserError: The file of receipts can't be used.
+        """
+        if self._config.logical_ranks:
+            if self._is_writer:
+                self._receipts = ReceiptKeeper(
+                    self._plan.folder, self._config, dataset, recovered=self._plan.retained is not None
+                )
+            save(False, True)
+
+    def is_receipt_due(self, order: Order, n_steps: int) -> bool:
+        """Return whether a receipt follows this step: every `check_every` steps, with `logical_ranks`.
+
+        All trainers get the same answer, and then call `save`.
+
+        Args:
+            order: The step's last minibatch.
+            n_steps: Steps per epoch.
+        """
+        config, n_done = self._config, (order.epoch - 1) * n_steps + order.step
+        return bool(config.logical_ranks and config.check_every) and n_done % (config.check_every or 1) == 0
+
+    def is_copy_due(self) -> bool:
+        """Return whether a memory checkpoint is due by `memory_checkpoint_seconds`.
+
+        None is due while a slot is being written to the disk.
+        """
+        if not (self._copies and self._plan.retains) or self._pending or self._digesting:
+            return False
+        seconds = self._config.memory_checkpoint_seconds
+        if seconds == "auto":
+            seconds = max(_LEAST_SECONDS, self._copy_seconds / _SHARE_OF_TIME)
+        return seconds is not None and time.monotonic() - self._last_copy >= seconds
 
     def save(
         self,
@@ -61,60 +157,122 @@ class Saver:
         position: int,
         n_samples: int,
         val_record: list[dict[str, float]],
-        of_rule: dict[str, torch.Tensor],
+        rule_state: dict[str, torch.Tensor],
+        to_disk: bool = True,
+        receipt: bool = False,
     ) -> None:
-        """Copies, and has the copy written; waits for an earlier write before. The others do nothing.
+        """Copy the state of training and start to write it to the disk, after any earlier write.
 
-        n_samples: of an epoch. of_rule: what the rule has, which nobody changes any more.
-        Raises UserError as `finish` does.
+        Args:
+            epoch: The current epoch, from 1.
+            position: Samples of the epoch that have been trained on.
+            n_samples: Samples per epoch.
+            val_record: Validation results so far; copied.
+            rule_state: The rule's tensors.
+            to_disk: Whether it is written to the disk; if not, it is a memory checkpoint or a receipt.
+            receipt: Whether it gets a receipt, which those on the disk have in any case.
+
+        Raises:
+            UserError: As `finish` does.
         """
         self.finish()
-        if not self._is_first:
+        if not self._copies:
             return
-        self._began, self._name = time.monotonic(), f"the checkpoint of epoch {epoch} at image {position}"
-        arena = self._program.arena
-        self._room.copy_(arena.flat)
-        tensors = {**of_rule, **arena.copies_outside(), **self._copies}
-        place = epoch, position, n_samples, self._program.optimizer.learning_rate
-        state = partial(State.now, *place, list(val_record), self._world.size, self._config)
-        self._writing = self._thread.submit(self._write, tensors, state)
+        begin = time.monotonic()
+        self._name = f"the checkpoint of epoch {epoch} at image {position}"
+        copies = self._slots.copy({**rule_state, **self._program.arena.outside()})
+        config = self._config
+        regular = is_regular(epoch, config.snapshot_freq, config.n_epochs)
+        make_state = partial(
+            State.now,
+            epoch=epoch,
+            position=position,
+            n_samples=n_samples,
+            learning_rate=self._program.optimizer.learning_rate,
+            val_record=list(val_record),
+            n_trainers=self._world.size,
+            config=config,
+            dataset=self._dataset,
+            only_best=not regular and best_epoch(val_record, monitor_of(config)) == epoch,
+        )
+        self._last_copy = time.monotonic()
+        if self._plan.retains:
+            self._digesting = self._thread.submit(self._complete, make_state, to_disk)
+        if to_disk and self._is_writer:
+            self._last_save = begin
+            self._pending = self._thread.submit(self._write, copies, make_state)
+        elif receipt and self._receipts:
+            self._pending = self._thread.submit(self._add_receipt, epoch, position, copies)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure what checkpoints cost, for memory_checkpoint_seconds: auto. The block makes one.
+
+        The least time counts, because waits for busy cores and other hosts are no cost of a checkpoint.
+        """
+        begin = time.monotonic()
+        yield
+        seconds = time.monotonic() - begin
+        self._copy_seconds = min(self._copy_seconds or seconds, seconds)
 
     def finish(self) -> None:
-        """Waits for the write under way. Raises UserError where it fails or wait_deadline passes."""
-        if not self._writing:
-            return
-        seconds = self._config.wait_deadline  # in slices, which a suspended run (Ctrl-Z) loses one of at most
-        if not any(wait([self._writing], 1.0).done for _ in range(math.ceil(seconds))):
+        """Wait for the pending write.
+
+        Raises:
+            UserError: The write failed, or took longer than `timeout`.
+        """
+        if self._digesting:
+            self._await(self._digesting)
+            self._report_copy(self._digesting)
+        if self._pending:
+            self._await(self._pending)
+            self._report(self._pending)
+
+    def _await(self, future: "Future[Any]") -> None:
+        seconds = self._config.timeout  # in slices, of which a suspended run (Ctrl-Z) loses at most one
+        if not any(wait([future], 1.0).done for _ in range(math.ceil(seconds))):
             raise UserError(
                 f"{self._plan.folder}: {self._name} is not written after {seconds:g} s: "
-                "the disk is slow or hangs; a longer wait_deadline has more patience"
+                "the disk is slow or hangs. Raise timeout to wait longer."
             )
-        self._settle(self._writing)
 
-    def _settle(self, writing: "Future[Path]") -> None:
-        self._writing = None
-        self._teller.tell(Saved(str(writing.result())))
+    def _report_copy(self, completed: "Future[MemoryCheckpoint]") -> None:
+        """Tell the launcher of a whole memory checkpoint."""
+        self._digesting = None
+        self._reporter.send(completed.result())
+
+    def _report(self, written: "Future[Path | None]") -> None:
+        """Report a finished write to the launcher, or raise its error. A mere receipt is not reported."""
+        self._pending = None
+        path = written.result()
+        if path:
+            self._reporter.send(Saved(str(path)))
+
+    def _add_receipt(self, epoch: int, position: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Add the receipt of a state that is not written."""
+        assert self._receipts
+        self._receipts.add(epoch, position, checkpoint.digest_of(tensors))
+
+    def _complete(self, make_state: Callable[[], State], to_disk: bool) -> MemoryCheckpoint:
+        return self._slots.complete(make_state(), to_disk)
 
     def _write(self, tensors: dict[str, torch.Tensor], make_state: Callable[[], State]) -> Path:
-        if not self._room.isfinite().all():
+        if not self._slots.flat.isfinite().all():
             raise UserError(f"there are weights that are not finite in {self._name}: lower learning_rate")
         path = checkpoint.save(self._plan.folder, tensors, make_state())
-        if self._config.keep is not None:
-            remove_older(path, self._config.keep)
+        if self._receipts:
+            self._receipts.add_checkpoint(path)
+        remove_superseded(path)
+        if self._config.keep_checkpoints is not None:
+            remove_older(path, self._config.keep_checkpoints)
         return path
 
 
 def _check_disk(folder: Path, n_bytes: int) -> None:
-    """Raises UserError where there is no room for one checkpoint more: hours later would be too late."""
+    """Raise UserError if the disk has no room for one more checkpoint: hours later would be too late."""
     free = shutil.disk_usage(folder).free
     if n_bytes > free:
         raise UserError(
             f"{folder}: a checkpoint takes {n_bytes / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free on its "
             "disk: make room, or set weights_dir to a folder on another disk"
         )
-
-
-def _like(flat: torch.Tensor, memory: Memory) -> torch.Tensor:
-    """Room for a copy in host memory, whose pages are there: the first copy is not to wait for them."""
-    room = torch.from_numpy(memory.pinned(flat.nbytes, "a copy of the weights, for checkpoints"))
-    return room.fill_(0).view(flat.dtype)

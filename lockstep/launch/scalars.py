@@ -1,4 +1,4 @@
-"""Event files for TensorBoard, by its own writer: the launcher writes them, and that needs no torch."""
+"""Event files for TensorBoard, written by the launcher with TensorBoard's own writer, without torch."""
 
 import importlib.util
 from pathlib import Path
@@ -9,21 +9,25 @@ from lockstep.errors import UserError
 
 
 def is_installed() -> bool:
+    """Return whether the package `tensorboard` is installed."""
     return importlib.util.find_spec("tensorboard") is not None
 
 
 def check_installed() -> None:
-    """Raises UserError where the package `tensorboard` is not there."""
+    """Raise UserError if the package `tensorboard` is not installed."""
     if not is_installed():
         raise UserError(
-            "tensorboard: true needs the package tensorboard: pip install tensorboard, or set it to false"
+            "tensorboard: true needs the package tensorboard: "
+            "python -m pip install -c constraints.txt tensorboard, or set it to false"
         )
 
 
 class Scalars:
-    """Event files in <folder>/tensorboard; every number is on the disk at once. A step is the optimizer's.
+    """A writer of event files in <folder>/tensorboard. Every number is flushed at once.
 
-    steps_per_epoch: of the optimizer; tells at which step an epoch is validated.
+    Args:
+        folder: The run's folder.
+        steps_per_epoch: Optimizer steps per epoch; gives the step at which an epoch is validated.
     """
 
     def __init__(self, folder: Path, steps_per_epoch: int) -> None:
@@ -33,13 +37,14 @@ class Scalars:
         self._steps_per_epoch = steps_per_epoch
 
     def take(self, message: object) -> None:
-        """Writes the numbers of a message of trainer 0. Raises UserError where they can't be written."""
+        """Write the numbers of a message of trainer 0. Raise UserError if that fails."""
         if isinstance(message, Progress):
-            self._add((message.epoch - 1) * self._steps_per_epoch + message.step, _of_training(message))
+            self._add((message.epoch - 1) * self._steps_per_epoch + message.step, _training_scalars(message))
         elif isinstance(message, Validated):
-            self._add(message.epoch * self._steps_per_epoch, _of_validation(message))
+            self._add(message.epoch * self._steps_per_epoch, _validation_scalars(message))
 
     def close(self) -> None:
+        """Close the event file."""
         self._writer.close()
 
     def _add(self, step: int, numbers: dict[str, float]) -> None:
@@ -51,7 +56,7 @@ class Scalars:
             raise UserError(f"tensorboard: event files can't be written: {error}") from error
 
 
-def _of_training(progress: Progress) -> dict[str, float]:
+def _training_scalars(progress: Progress) -> dict[str, float]:
     numbers: dict[str, Any] = {
         "loss/training": progress.loss,
         "error/training": progress.error,
@@ -63,9 +68,11 @@ def _of_training(progress: Progress) -> dict[str, float]:
     return {name: number for name, number in numbers.items() if number is not None}
 
 
-def _of_validation(validated: Validated) -> dict[str, float]:
-    return {
+def _validation_scalars(validated: Validated) -> dict[str, float]:
+    numbers = {
         "loss/validation": validated.loss,
         "error/validation_top1": validated.error_top1,
         "error/validation_top5": validated.error_top5,
+        **{f"classes/{name}": value for name, value in validated.means.items()},
     }
+    return {name: number for name, number in numbers.items() if number is not None}

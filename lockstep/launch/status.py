@@ -1,11 +1,12 @@
-"""A status board: one line of text that says what a process is doing, in memory that the launcher maps too.
+"""A status board: one line of text with what a process is doing, in memory that the launcher maps too.
 
-Writing it costs about a microsecond, so every phase of every step is told. When a process is killed, its last
-line is still there, and the launcher can say what it was doing.
+Writing a line costs about a microsecond, so every phase of every step is reported. The last line of a killed
+process survives it, so the launcher can report what the process was doing.
 """
 
 import os
 import shutil
+import struct
 import time
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from lockstep.comm.pipes import Pipe
 from lockstep.errors import UserError
 from lockstep.memory.host import HostBlock, HostMemory
 
-TRACE = "LOCKSTEP_TRACE"  # the variable that names the folder for traces to the launcher's children
-_SIZE = 512
+TRACE = "LOCKSTEP_TRACE"  # environment variable: the folder for traces of the launcher's children
+_SIZE = 528
+_TAIL = struct.Struct("<QQQ")  # behind the line: the last step's epoch and number, and the count of lines
 
 
 class StatusBoard:
-    """The board of one process: that process writes it, the launcher reads it."""
+    """The status line of one process, which writes it; the launcher reads it."""
 
     def __init__(self, block: HostBlock) -> None:
         self._block = block
@@ -28,22 +30,25 @@ class StatusBoard:
 
     @classmethod
     def create(cls) -> "StatusBoard":
+        """Allocate the board of this process."""
         return cls(HostMemory().allocate(_SIZE, "a status board"))
 
     @classmethod
     def receive(cls, pipe: Pipe) -> "StatusBoard":
+        """Open the board of the process at the other end of a pipe, which calls `send`."""
         return cls(HostMemory().receive(pipe, "its status board"))
 
     def send(self, pipe: Pipe) -> None:
+        """Give the process at the other end of a pipe access to this board."""
         self._block.send(pipe)
 
     def close(self) -> None:
-        """Lets go of it; what was said last can still be read here."""
+        """Release the shared memory. This process can still read the last line."""
         self._block.close()
 
     def say(self, text: str) -> None:
-        """Replaces the line. Text over 500 bytes is cut."""
-        encoded = text.encode()[: _SIZE - 12]
+        """Replace the line. Text over 500 bytes is cut."""
+        encoded = text.encode()[: _SIZE - _TAIL.size - 4]
         memory = self._bytes.data
         memory[: len(encoded) + 1] = encoded + b"\0"
         self._count_up(memory)
@@ -52,47 +57,64 @@ class StatusBoard:
             try:
                 os.write(self._trace, line)
             except OSError as error:
-                self._trace = None  # what this process says of its end must not fail, too
-                raise _unwritten(self._trace_path, error) from error
+                self._trace = None  # so that this process can still report its failure
+                raise _cant_write(self._trace_path, error) from error
 
     def trace(self, path: Path) -> None:
-        """From now on every line is also appended to a file, with its time in ns (lockstep/trace).
+        """Append every later line to a file too, with its time in nanoseconds (see lockstep/trace).
 
-        Raises UserError where the file can't be made; `say` does, once, where a line can't be written.
+        Raises:
+            UserError: The file can't be created. `say` raises it, once, if a line can't be written.
         """
         self._trace_path = path
         try:
             self._trace = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise _unwritten(path, error) from error
+            raise _cant_write(path, error) from error
 
     def read(self) -> str:
-        """The last line that was said."""
-        return bytes(self._bytes[:-8]).split(b"\0", 1)[0].decode(errors="replace")
+        """Return the last line."""
+        return bytes(self._bytes[: -_TAIL.size]).split(b"\0", 1)[0].decode(errors="replace")
 
     def count(self) -> int:
-        """How often the line was said: a process that works raises it."""
+        """Return how often the line was replaced; it grows as long as the process works."""
         return int.from_bytes(bytes(self._bytes[-8:]), "little")
+
+    def count_step(self, epoch: int, step: int) -> None:
+        """Record that this process has completed a step, both numbers from 1."""
+        _TAIL.pack_into(self._bytes.data, _SIZE - _TAIL.size, epoch, step, self.count())
+
+    def last_step(self) -> tuple[int, int]:
+        """Return epoch and number of the last step that the process completed, (0, 0) before the first."""
+        epoch, step, _ = _TAIL.unpack_from(self._bytes.data, _SIZE - _TAIL.size)
+        return epoch, step
 
     def _count_up(self, memory: memoryview) -> None:
         count = int.from_bytes(memory[-8:], "little") + 1
         memory[-8:] = count.to_bytes(8, "little")
 
 
-def _unwritten(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path}: the trace can't be written: {error.strerror}; trace=false goes without it")
+def _cant_write(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"{path}: the trace can't be written: {error.strerror}. Set trace=false to train without it"
+    )
 
 
-def begin_trace(wanted: bool, folder: Path) -> None:
-    """If wanted, has the processes that are started from now on write down what they do.
+def begin_trace(enabled: bool, folder: Path) -> None:
+    """Have processes that are started from now on write a trace, if `enabled`.
 
-    Raises UserError where there is no place for it.
+    Args:
+        folder: The run's folder; traces go to its subfolder trace/.
+
+    Raises:
+        UserError: The subfolder can't be created.
     """
     os.environ.pop(TRACE, None)
-    if wanted:
-        shutil.rmtree(folder / "trace", ignore_errors=True)  # of an earlier start: its clock may be another
+    if enabled:
+        # An earlier start's clock may have another origin.
+        shutil.rmtree(folder / "trace", ignore_errors=True)
         try:
             (folder / "trace").mkdir()
         except OSError as error:
-            raise _unwritten(folder / "trace", error) from error
+            raise _cant_write(folder / "trace", error) from error
         os.environ[TRACE] = str(folder.resolve() / "trace")

@@ -1,12 +1,14 @@
-"""The two ends of a ring of slots: a trainer takes minibatches from it, a loader fills it.
+"""The two ends of a ring of slots: a loader fills it with minibatches, and a trainer takes them from it.
 
-The *ring* is the trainer's end and owns the memory. The *filler* is the other one: in a loader process, or,
-with `para_load: false`, in the trainer itself. Who may touch a slot is told by messages (`Fill`, `Filled`);
-on a GPU, events say when the device has come so far.
+The *ring* is the trainer's end and owns the memory. The *filler* is the loader's end; with `para_load: false`
+it is in the trainer's process as well. Messages (`Fill`, `Filled`) say which end may use a slot; on a GPU,
+events say when the device has finished with it.
 
-orders.py says which minibatches are wanted, reader.py reads them and draws crops and mirrors, slots.py is
-where they lie, host.py, cuda.py and uploading.py are rings and fillers, feed.py is what the trainer's loop
-asks.
+- `orders.py` lists the minibatches to load.
+- `reader.py` reads them from files, and draws crops, mirrors and colour shifts.
+- `slots.py` is the memory layout of a slot.
+- `host.py`, `cuda.py` and `uploading.py` are the rings and fillers.
+- `feed.py` is the iterator in the trainer's loop.
 """
 
 from abc import ABC, abstractmethod
@@ -23,62 +25,72 @@ if TYPE_CHECKING:  # a loader for CPUs has no need of torch
 
 @dataclass(frozen=True)
 class Batch:
-    """A trainer's part of a minibatch: images (n, 3, size, size), in blocks (n, channel, count, count), lying
-    channels last, labels and sample numbers int64 (n,), all on the network's device. Views: valid until the
-    feed's `release`."""
+    """A trainer's share of a minibatch, on the network's device. Views: valid until the feed's `release`.
+
+    Attributes:
+        order: The order that it answers.
+        images: (n, channel, row, column), or in blocks (n, channel, count, count); channels last.
+        labels: int64 (n,), or with `task: multilabel` 0 and 1, uint8 (n, class).
+        samples: Sample numbers, int64 (n,).
+        other_labels: The second labels of mixed images, like `labels`. None: no image is mixed.
+        label_weights: The share of `labels` in each image, float32 (n,). None: no image is mixed.
+    """
 
     order: Order
     images: "torch.Tensor"
     labels: "torch.Tensor"
     samples: "torch.Tensor"
+    other_labels: "torch.Tensor | None" = None
+    label_weights: "torch.Tensor | None" = None
 
 
 class Ring(ABC):
-    """The trainer's end."""
+    """The trainer's end of a ring."""
 
     shape: RingShape
 
     @abstractmethod
-    def offer(self, pipe: Pipe) -> None:
-        """Sends a loader all that it needs to fill the slots: the shape, then handles."""
+    def connect(self, pipe: Pipe) -> None:
+        """Send a loader what it needs to fill the slots: the shape, then handles of memory and events."""
 
-    def arrived(self, number: int, order: Order) -> None:  # noqa: B027 (most rings have nothing to do)
-        """As soon as a `Filled` is here, which may be before its minibatch is wanted."""
+    def on_filled(self, number: int, order: Order) -> None:  # noqa: B027 (most rings have nothing to do)
+        """Handle a `Filled` message, which may arrive before its minibatch is needed."""
 
     @abstractmethod
-    def await_filled(self, number: int) -> None:
-        """After `Filled`: what is asked of the device from now on needs what is in the slot."""
+    def acquire(self, number: int) -> None:
+        """Make later work of the device wait until the slot's contents have arrived. `Filled` comes first."""
 
     @abstractmethod
     def batch(self, number: int, order: Order) -> Batch:
-        """What was filled into a slot, as the network takes it."""
+        """Return a slot's minibatch as the network takes it."""
 
     @abstractmethod
     def release(self, number: int) -> None:
-        """What has been asked of the device so far is all that needs the slot."""
+        """Let the filler reuse the slot once the device has done the work issued so far."""
 
-    def let_go(self) -> None:  # noqa: B027 (most rings have nothing to let go of)
-        """Before whoever fills it leaves: lets go of what is theirs. Nothing is taken out any more."""
+    def disconnect(self) -> None:  # noqa: B027 (most rings have nothing to close)
+        """Close the filler's resources before the filler exits. No slot is used any more."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees the memory; whoever filled it has let go of it before."""
+        """Free the memory, after the filler has closed it."""
 
 
 class Filler(ABC):
-    """The loader's end."""
+    """The loader's end of a ring."""
 
     @abstractmethod
     def fill(self, number: int, order: Order) -> None:
-        """Reads what is ordered and sees to it that it comes into the slot."""
+        """Read the ordered minibatch and bring it into a slot; the device may do so later."""
 
     @abstractmethod
     def close(self) -> None:
-        """Waits until all is in place, and lets go of the trainer's memory."""
+        """Wait until all slots are filled, and close the trainer's memory."""
 
 
 def batch_of(order: Order, slot: "Slot[torch.Tensor]") -> Batch:
-    """The filled part of a slot that holds what the network takes."""
+    """Return the filled part of a slot whose images are as the network takes them."""
     n_samples = order.last - order.first
     images = slot.images[:n_samples].permute(0, 3, 1, 2)
-    return Batch(order, images, slot.labels[:n_samples], slot.samples[:n_samples])
+    rest = slot.labels, slot.samples, slot.other_labels, slot.label_weights
+    return Batch(order, images, *(each[:n_samples] for each in rest))

@@ -1,16 +1,17 @@
-"""A ring in device memory: from the file through page-locked memory, by DMA, into the trainer's slots.
+"""A ring in device memory: files are read into page-locked memory and copied by DMA into the trainer's slots.
 
-No host waits for a device, but a loader for page-locked memory to be free again. Two interprocess events a
-slot say what the device has done: *filled*, recorded by the loader behind its copy, and *released*, recorded
-by the trainer behind its last use. A wait refers to the last record that was issued before it; the messages
-`Filled` and `Fill` see to the order of the calls. Before the first minibatch the loader writes known bytes,
-and the trainer looks whether they have come: where sharing does not work, that is said at once.
+No host waits for a device, except a loader for page-locked memory to be free again. Each slot has two
+interprocess events: the loader records *filled* after its copy, the trainer records *released* after its last
+use. A wait refers to the last record issued before it; the messages `Filled` and `Fill` order the calls.
+Before the first minibatch the loader writes known bytes, which the trainer checks, so that a system where
+sharing does not work is reported at once.
 
-Crop, mirror, mean and conversion are one kernel, which lays pictures in blocks where the network takes them
-so. It runs in the trainer (RawRing, RawFiller), between two steps, or in the loader (ReadyRing,
-AugmentingFiller), beside them, if the device can run both at once.
+Crop, mirror, mean and conversion are one kernel, which also writes images in blocks for networks that take
+them so. Other kernels make the changes before it that some keys ask for. They run in the trainer between two
+steps (RawRing, RawFiller), or in the loader beside the steps (ReadyRing, AugmentingFiller), if the device can
+run both at once.
 
-This file has run on the simulated driver of the tests only, not on a GPU yet.
+This file has run on the tests' simulated driver only, not on a GPU yet.
 """
 
 from abc import abstractmethod
@@ -19,103 +20,67 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep import kernels
 from lockstep.comm.messages import Order
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import UserError
+from lockstep.kernels.augment import AugmentKernel
 from lockstep.loading import Batch, Filler, Ring, batch_of
 from lockstep.loading.reader import Reader
-from lockstep.loading.slots import Blocks, RingShape
+from lockstep.loading.slots import RingShape
 from lockstep.memory.cuda import CudaBlock, CudaMemory
 
-_THREADS = 256
-_PROOF_BYTES = 4096  # a slot has as many, of either shape
-_MOST_IMAGES = 65_535  # rows of a grid
+_PROBE_BYTES = 4096  # slots of either shape have as many
 
 
-def proof_bytes(shape: RingShape) -> np.ndarray:
-    """What a loader writes first, uint8 (n,)."""
-    n_bytes = min(_PROOF_BYTES, shape.slot_bytes)
+def probe_bytes(shape: RingShape) -> np.ndarray:
+    """Return the known bytes that a loader writes first, uint8 (n,)."""
+    n_bytes = min(_PROBE_BYTES, shape.slot_bytes)
     return np.random.default_rng(n_bytes).integers(0, 256, n_bytes, np.uint8)
 
 
-class AugmentKernel:
-    """From a raw slot to a slot as the network takes it, both in this device's memory."""
-
-    def __init__(
-        self, memory: CudaMemory, stream: Any, mean: np.ndarray, raw: RingShape, out: RingShape
-    ) -> None:
-        if raw.batch_size > _MOST_IMAGES:
-            raise UserError(
-                f"batch_size: a GPU trainer takes {_MOST_IMAGES:,} at most, not {raw.batch_size:,}"
-            )
-        self._driver, self._stream, self._raw, self._out = memory.driver, stream, raw, out
-        self._kernel = kernels.load(memory.driver, "augment").get_function(f"augment_{out.dtype}")
-        self._mean = memory.allocate(mean.nbytes, "the mean image")
-        memory.upload(self._mean, mean)
-
-    def launch(self, raw: int, out: int, n_images: int) -> None:
-        """raw, out: addresses of slots. Copies labels and sample numbers, makes the first n_images images."""
-        self._driver.memcpy_dtod_async(out, raw, self._raw.head_bytes, self._stream)
-        if not n_images:
-            return
-        height, width = self._raw.image_size
-        blocks = self._out.blocks or Blocks(1, 0, self._out.crop_size)
-        self._kernel(
-            np.uint64(raw + self._raw.head_bytes),
-            np.uint64(raw + self._raw.crops_at),
-            np.uint64(raw + self._raw.shifts_at),
-            np.uint64(self._mean.pointer),
-            np.uint64(out + self._out.head_bytes),
-            *map(np.int32, (height, width, self._out.crop_size, blocks.size, blocks.padding)),
-            block=(_THREADS, 1, 1),
-            grid=(blocks.count, n_images),
-            stream=self._stream,
-        )
-
-    def close(self) -> None:
-        self._mean.close()
-
-
 class CudaRing(Ring):
-    """What both kinds of rings share. stream: in which the trainer computes."""
+    """The common part of rings in device memory.
+
+    Args:
+        stream: The stream in which the trainer computes.
+    """
 
     def __init__(self, memory: CudaMemory, stream: Any, shape: RingShape) -> None:
         self.shape = shape
         self._memory, self._stream = memory, stream
         self.block = memory.allocate(shape.n_bytes, "minibatches")
         self.released = memory.events(shape.n_slots)
-        self.filled: list[Any] = []  # the filler's
+        self.filled: list[Any] = []  # events of the filler
 
-    def offer(self, pipe: Pipe) -> None:
+    def connect(self, pipe: Pipe) -> None:
         self.released = self._memory.shared_events(self.shape.n_slots)
         pipe.send(self.shape)
         self.block.send(pipe)
         self._memory.send_events(pipe, self.released)
         self.filled = self._memory.receive_events(pipe, "its events")
-        self._check_proof()
+        self._check_probe()
 
-    def _check_proof(self) -> None:
-        """Raises UserError where what the loader has written is not there when its event says so."""
-        expected = proof_bytes(self.shape)
-        found = np.empty_like(expected)
+    def _check_probe(self) -> None:
+        """Raise a UserError unless the loader's known bytes have arrived when its event says so."""
+        expected = probe_bytes(self.shape)
+        actual = np.empty_like(expected)
         self._stream.wait_for_event(self.filled[0])
-        self._memory.driver.memcpy_dtoh_async(found, self.block.pointer, self._stream)
+        self._memory.driver.memcpy_dtoh_async(actual, self.block.pointer, self._stream)
         self._stream.synchronize()
-        n_wrong = int((found != expected).sum())
+        n_wrong = int((actual != expected).sum())
         if n_wrong:
             raise UserError(
                 f"{self._memory}: of {len(expected):,} bytes that the loader has copied there, {n_wrong:,} "
-                "are wrong in the trainer: CUDA IPC does not work here; upload: trainer does without it"
+                "are wrong in the trainer: CUDA IPC does not work here. Set upload: trainer."
             )
 
-    def await_filled(self, number: int) -> None:
+    def acquire(self, number: int) -> None:
         self._stream.wait_for_event(self.filled[number])
 
     def release(self, number: int) -> None:
         self.released[number].record(self._stream)
 
-    def let_go(self) -> None:
+    def disconnect(self) -> None:
         self._stream.synchronize()
         self.filled = []
 
@@ -125,7 +90,7 @@ class CudaRing(Ring):
 
 
 class RawRing(CudaRing):
-    """Slots of raw images. Using one makes the network's images of it, always in the same place."""
+    """A ring of raw images. `batch` makes the network's images from a slot, always at the same address."""
 
     def __init__(
         self, memory: CudaMemory, stream: Any, shape: RingShape, ready: RingShape, mean: np.ndarray
@@ -142,7 +107,7 @@ class RawRing(CudaRing):
         return batch_of(order, self._slot)
 
     def release(self, number: int) -> None:
-        """Done: its images have been made when they are used."""
+        """No-op: `batch` has recorded the event already, since nothing else needs the raw slot."""
 
     def close(self) -> None:
         super().close()
@@ -151,7 +116,7 @@ class RawRing(CudaRing):
 
 
 class ReadyRing(CudaRing):
-    """Slots of images as the network takes them."""
+    """A ring of images as the network takes them."""
 
     def __init__(self, memory: CudaMemory, stream: Any, shape: RingShape) -> None:
         super().__init__(memory, stream, shape)
@@ -162,10 +127,13 @@ class ReadyRing(CudaRing):
 
 
 class CudaFiller(Filler):
-    """What both kinds of fillers share.
+    """The common part of fillers of device memory.
 
-    stream: for the copies. block, released: the ring's memory and events. filled: this filler's events, one a
-    slot.
+    Args:
+        stream: The stream of the copies.
+        block: The ring's memory.
+        released: The ring's events.
+        filled: This filler's events, one for each slot.
     """
 
     def __init__(
@@ -189,12 +157,13 @@ class CudaFiller(Filler):
         self.filled[number].synchronize()  # the last copy out of the page-locked memory, a whole ring ago
         self._reader.read(order, self._slots[number])
         address = self._block.pointer + number * self._shape.slot_bytes
-        self._bring(number, address, order.last - order.first)
+        n_samples = order.last - order.first
+        self._transfer(number, address, n_samples, self._slots[number].n_images(n_samples))
         self.filled[number].record(self._stream)
 
-    def prove(self) -> None:
-        """Writes bytes that the trainer knows into the first slot."""
-        expected = proof_bytes(self._shape)
+    def write_probe(self) -> None:
+        """Write bytes that the trainer knows into the first slot."""
+        expected = probe_bytes(self._shape)
         self._pinned.reshape(-1)[: len(expected)] = expected
         used = self._pinned.reshape(-1)[: len(expected)]
         self._driver.memcpy_htod_async(self._block.pointer, used, self._stream)
@@ -206,8 +175,8 @@ class CudaFiller(Filler):
         self._block.close()
 
     @abstractmethod
-    def _bring(self, number: int, address: int, n_images: int) -> None:
-        """Issues everything that brings a raw slot of the page-locked memory into the ring's slot."""
+    def _transfer(self, number: int, address: int, n_samples: int, n_images: int) -> None:
+        """Issue all work that brings a raw slot from page-locked memory to a slot's device address."""
 
     def _copy(self, number: int, address: int, n_images: int) -> None:
         used = self._pinned[number, : self._raw.used_bytes(n_images)]
@@ -215,25 +184,25 @@ class CudaFiller(Filler):
 
 
 class RawFiller(CudaFiller):
-    """Copies: nothing of it needs the device's processors."""
+    """A filler that copies raw images, which needs none of the device's multiprocessors."""
 
-    def _bring(self, number: int, address: int, n_images: int) -> None:
+    def _transfer(self, number: int, address: int, n_samples: int, n_images: int) -> None:
         self._stream.wait_for_event(self._released[number])
         self._copy(number, address, n_images)
 
 
 class AugmentingFiller(CudaFiller):
-    """Copies into memory of its own, and has the kernel write into the ring."""
+    """A filler that copies into a staging buffer, from which the kernel writes into the ring."""
 
     def __init__(self, memory: CudaMemory, stream: Any, reader: Reader, shape: RingShape, *ring: Any) -> None:
         super().__init__(memory, stream, reader, shape, *ring)
         self._staging = memory.allocate(self._raw.slot_bytes, "raw images")
-        self._kernel = AugmentKernel(memory, stream, reader.dataset.mean, self._raw, shape)
+        self._kernel = AugmentKernel(memory, stream, reader.mean, self._raw, shape)
 
-    def _bring(self, number: int, address: int, n_images: int) -> None:
+    def _transfer(self, number: int, address: int, n_samples: int, n_images: int) -> None:
         self._copy(number, self._staging.pointer, n_images)
         self._stream.wait_for_event(self._released[number])
-        self._kernel.launch(self._staging.pointer, address, n_images)
+        self._kernel.launch(self._staging.pointer, address, n_samples)
 
     def close(self) -> None:
         super().close()

@@ -1,4 +1,4 @@
-"""The trainer's side of loading: minibatches in the order of orders, from a loader process or made here."""
+"""The trainer's iterator over its minibatches, filled by a loader process or by the trainer itself."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -13,37 +13,41 @@ from lockstep.data.dataset import Dataset, subtracting
 from lockstep.errors import PeerLost
 from lockstep.loading import Batch, Filler, Ring
 from lockstep.loading.reader import Reader
-from lockstep.loading.slots import Blocks
+from lockstep.loading.slots import BlockLayout
 
 if TYPE_CHECKING:
     from lockstep.backends import Backend
 
 
 class Feed(ABC):
-    """Hands out one batch at a time: `next`, `batch`, use it, `release`."""
+    """One minibatch at a time, in the order of the orders: `next`, `batch`, use it, `release`."""
 
     @abstractmethod
     def next(self) -> Order:
-        """Waits for the minibatch of the next order, and returns that."""
+        """Wait for the next minibatch and return its order."""
 
     @abstractmethod
     def batch(self) -> Batch:
-        """The minibatch that `next` has waited for."""
+        """Return the minibatch that `next` has waited for."""
 
     @abstractmethod
     def release(self) -> None:
-        """Says that this minibatch is done with."""
+        """Give the minibatch's slot back."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends loading."""
+        """End loading and free the ring."""
 
 
 class LoaderFeed(Feed):
-    """A loader process fills the slots: while one is used, the others are being filled or wait full.
+    """A feed whose slots a loader process fills: while one slot is used, the others are filled ahead.
 
-    pipes: to the loader, and to those that the launcher starts in its place when it dies. Such a one gets the
-    orders again that had not been filled. mean: what the network wants subtracted.
+    Args:
+        pipes: To the loader, and to the loaders that the launcher starts in its place when it dies. A
+            replacement gets the unfilled orders again.
+        ring: The slots.
+        orders: The minibatches to load.
+        mean: Subtracted from each channel; None is the dataset's mean image.
     """
 
     def __init__(
@@ -56,18 +60,18 @@ class LoaderFeed(Feed):
         self._ring, self._orders, self._mean = ring, orders, mean
         self._pipe, *self._spares = pipes
         free = zip(range(ring.shape.n_slots), orders, strict=False)
-        self._ordered = deque(Fill(slot, order) for slot, order in free)  # and not filled yet
-        self._arrived: deque[Filled] = deque()
-        self._begin()
+        self._unfilled = deque(Fill(slot, order) for slot, order in free)  # orders sent, oldest first
+        self._ready: deque[Filled] = deque()
+        self._connect()
 
     def next(self) -> Order:
-        while not self._arrived or self._pipe.poll():
+        while not self._ready or self._pipe.poll():
             try:
-                self._arrive(self._pipe.receive(Filled, "its next minibatch"))
+                self._record(self._pipe.receive(Filled, "its next minibatch"))
             except PeerLost as lost:
                 self._replace(lost)
-        self._filled = self._arrived.popleft()
-        self._ring.await_filled(self._filled.slot)
+        self._filled = self._ready.popleft()
+        self._ring.acquire(self._filled.slot)
         return self._filled.order
 
     def batch(self) -> Batch:
@@ -78,56 +82,56 @@ class LoaderFeed(Feed):
         self._order(self._filled.slot)
 
     def close(self) -> None:
-        self._ring.let_go()
+        self._ring.disconnect()
         self._send(Stop())
-        for spare in self._spares:  # for a loader that takes the place of one that nobody has missed
+        for spare in self._spares:  # a replacement may have started without our noticing the loss
             with suppress(PeerLost):
                 spare.send(Stop())
-        with suppress(PeerLost):  # it answers what was ordered, lets go of the ring, and leaves
+        with suppress(PeerLost):  # the loader answers open orders, closes the ring, and exits
             while True:
                 self._pipe.receive(object, "to leave")
         self._ring.close()
 
-    def _arrive(self, filled: Filled) -> None:
-        self._ordered.popleft()  # a loader fills them in order
-        self._ring.arrived(filled.slot, filled.order)
-        self._arrived.append(filled)
+    def _record(self, filled: Filled) -> None:
+        self._unfilled.popleft()  # a loader fills slots in the order of the orders
+        self._ring.on_filled(filled.slot, filled.order)
+        self._ready.append(filled)
 
     def _order(self, slot: int) -> None:
         order = next(self._orders, None)
         if order is None:
             return
-        self._ordered.append(Fill(slot, order))
-        self._send(self._ordered[-1])
+        self._unfilled.append(Fill(slot, order))
+        self._send(self._unfilled[-1])
 
     def _send(self, message: Fill | Stop) -> None:
-        """Where the loader has gone, `next` turns to another, after what this one has filled."""
+        """Send a message. If the loader is lost and has a replacement, `next` switches to that later."""
         try:
             self._pipe.send(message)
         except PeerLost:
             if not self._spares:
                 raise
 
-    def _begin(self) -> None:
-        """Tells a loader all that it needs, and what is on order."""
+    def _connect(self) -> None:
+        """Send a loader the mean, the ring's handles and the unfilled orders."""
         try:
             self._pipe.send(Subtract(self._mean))
-            self._ring.offer(self._pipe)
-            for fill in self._ordered:
+            self._ring.connect(self._pipe)
+            for fill in self._unfilled:
                 self._pipe.send(fill)
         except PeerLost as lost:
             self._replace(lost)
 
     def _replace(self, lost: PeerLost) -> None:
-        """Turns to the loader that is started in the place of one that has gone; raises where none is."""
+        """Switch to the loader that the launcher starts in place of a lost one; raise if there is none."""
         if not self._spares:
             raise lost
         self._pipe = self._spares.pop(0)
-        self._begin()
+        self._connect()
 
 
 class DirectFeed(Feed):
-    """`para_load: false`: the trainer fills one slot itself, when it needs it, in the same way."""
+    """A feed that fills its only slot itself when a minibatch is needed (`para_load: false`)."""
 
     def __init__(self, filler: Filler, ring: Ring, orders: Iterator[Order]) -> None:
         self._filler, self._ring, self._orders = filler, ring, orders
@@ -135,7 +139,7 @@ class DirectFeed(Feed):
     def next(self) -> Order:
         self._current = next(self._orders)
         self._filler.fill(0, self._current)
-        self._ring.await_filled(0)
+        self._ring.acquire(0)
         return self._current
 
     def batch(self) -> Batch:
@@ -149,34 +153,46 @@ class DirectFeed(Feed):
         self._ring.close()
 
 
-class Network(Protocol):
-    """What loading has to know of a network. mean: what it wants subtracted from R, G and B, or None.
-    blocks: in which a GPU's kernel is to make its pictures, or None."""
+class NetworkInput(Protocol):
+    """The images that a network takes.
 
-    crop_size: int
+    Attributes:
+        crop_size: Rows and columns of its images.
+        mean: Subtracted from each channel, or None for the dataset's mean image.
+        blocks: Blocks in which a GPU's kernel writes its images, or None.
+    """
+
+    crop_size: tuple[int, int]
     mean: tuple[float, ...] | None
-    blocks: Blocks | None
+    blocks: BlockLayout | None
 
 
 def open_feed(
     backend: "Backend",
     config: Config,
     dataset: Dataset,
-    network: Network,
+    network: NetworkInput,
     orders: Iterator[Order],
     say: Callable[[str], object],
     loaders: Sequence[Pipe] = (),
 ) -> Feed:
-    """Wires ring, reader and feed: all that is needed for a network's minibatches to come.
+    """Return the feed of a network's minibatches, with its ring and reader.
 
-    loaders: the process that fills the ring, and those in its place if it dies; none: this process does, when
-    it needs a minibatch. dataset: with its own mean or the network's, which is subtracted.
+    Args:
+        backend: The back end of the trainer's device.
+        config: The run's configuration.
+        dataset: Its mean or the network's is subtracted.
+        network: The network's images.
+        orders: The minibatches to load.
+        say: Called with a line about the current activity, for the status board.
+        loaders: Pipes to the loader and its replacements. If empty, this process reads each minibatch when it
+            needs it.
     """
     dataset = subtracting(dataset, network.mean)
     size, blocks = network.crop_size, network.blocks
     if loaders:
-        ring = backend.make_ring(config, config.n_slots, size, dataset.mean, blocks)
+        ring = backend.make_ring(config, config.n_slots, size, dataset.mean, blocks, dataset.n_labels)
         return LoaderFeed(loaders, ring, orders, network.mean)
-    ring = backend.make_ring(config, 1, size, dataset.mean, blocks)
-    filler = backend.fill_directly(ring, Reader(config, dataset, size, say))
+    ring = backend.make_ring(config, 1, size, dataset.mean, blocks, dataset.n_labels)
+    filler = backend.fill_directly(ring, Reader(config, dataset, size, say, ring.shape.changes))
     return DirectFeed(filler, ring, orders)

@@ -1,131 +1,290 @@
-"""Reads what an order asks for: raw images, labels, sample numbers, crops, mirrors and shifts of colour."""
+"""The reader of orders: raw images, labels, sample numbers, crops, mirrors and colour shifts.
+
+Raw images are the stored ones, or with some keys of augmentation those of the network's size that the reader
+makes of them (lockstep/data/preparing.py). For a GPU the reader describes what the kernels have to do.
+"""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 
 from lockstep.comm.messages import Order
 from lockstep.config import Config
+from lockstep.config.augmentation import DeviceChanges, crop_of, makes_images
 from lockstep.data.colours import draw_shifts, principal_components
 from lockstep.data.dataset import Dataset, Split
-from lockstep.data.hkl import HklArray, read_rows
+from lockstep.data.mixing import PARTS, Mixer, Mixing, mix, mixer_of, unmixed
+from lockstep.data.preparing import Preparer
 from lockstep.data.randomness import Purpose, draw
-from lockstep.data.sampling import EpochSamples
 from lockstep.loading.slots import RingShape, Slot
 
-N_VIEWS = 10  # the middle and the four corners, then the same mirrored (Krizhevsky et al. 2012, section 4.1)
+N_VIEWS = 10  # the centre and the four corners, then the same mirrored (Krizhevsky et al. 2012, section 4.1)
 
 
 class Reader:
-    """What it reads depends on configuration, data and order only. say: told what it is doing."""
+    """A reader whose results depend on configuration, data and order only.
+
+    Args:
+        crop_size: Rows and columns of the network's images.
+        say: Called with a line about the current activity.
+        changes: The changes that the device's kernels make.
+    """
 
     def __init__(
-        self, config: Config, dataset: Dataset, crop_size: int, say: Callable[[str], object]
+        self,
+        config: Config,
+        dataset: Dataset,
+        crop_size: tuple[int, int],
+        say: Callable[[str], object],
+        changes: DeviceChanges | None = None,
     ) -> None:
         self.dataset = dataset
+        self.mean = mean_of_raw(config, dataset.mean, crop_size)
         self.crop_size = crop_size
         self._config = config
+        self._changes = changes
         self._say = say
         self._epoch: tuple[str, int] | None = None
-        self._pool = ThreadPoolExecutor(config.read_threads) if config.read_threads > 1 else None
+        self._n_threads = config.read_threads or 1
+        self._pool = ThreadPoolExecutor(self._n_threads) if self._n_threads > 1 else None
         self._components = np.zeros((3, 3))
         if self.shifts_colours:
-            say("computing the principal components of the pictures' colours")
+            say("computing the principal components of the images' colours")
             self._components = principal_components(dataset.train)
+        self._preparer: Preparer | None = None
+        self._mixer: Mixer | None = None
+        if makes_images(config):
+            size = dataset.image_shape[0], dataset.image_shape[1]
+            self._preparer = Preparer(config, size, crop_size, self.mean[0, 0], changes)
+            self._mixer = mixer_of(config, crop_size)
+            most = config.batch_size * (2 if self._mixer else 1)
+            if not (changes and changes.crops):
+                self._stored = np.empty((most, *dataset.image_shape), np.uint8)
+            if self._mixer and not changes:
+                self._made = np.empty((most, *crop_size, dataset.image_shape[2]), np.uint8)
 
     @property
     def shifts_colours(self) -> bool:
-        """Whether any picture's shifts are other than zero."""
+        """Whether any image's colours are shifted."""
         return self._config.rand_color > 0
 
     def raw_shape(self, n_slots: int) -> RingShape:
-        """Of the slots that `read` fills: images as they lie in the files, uint8."""
-        height, width, _ = self.dataset.image_shape
-        return RingShape(n_slots, self._config.batch_size, (height, width), "uint8", self.crop_size)
+        """Return the shape of the slots that `read` fills."""
+        place = self.dataset.image_shape, self.crop_size, self._changes
+        return raw_shape(self._config, n_slots, *place, self.dataset.n_labels)
 
     def read(self, order: Order, slot: Slot[np.ndarray]) -> None:
-        """Fills the first images of a raw slot in host memory, as many as the order has."""
+        """Fill the first images of a raw slot in host memory, as many as the order has."""
         self._say(f"{order}: preparing")
         self._turn_to(order.stage, order.epoch)
         n_samples = order.last - order.first
         samples = self._order.samples(order.first, order.last)
-        self._read_images(order, slot.images)
-        # One draw for the minibatch is that of its first sample, wherever the minibatch is cut into shares.
-        drawn = samples
-        if self._config.batch_crop_mirror and n_samples:
-            drawn = np.repeat(self._order.samples(order.start, order.start + 1), n_samples)
-        slot.crops[:n_samples] = self._crops[drawn]
-        if order.view:
-            slot.crops[:n_samples] = self._view(order.view)
         slot.shifts[:n_samples] = self._shifts[samples]
-        slot.labels[:n_samples] = self._split.labels[samples]
         slot.samples[:n_samples] = samples
+        mixing = self._fill_images(order, slot, samples)
+        slot.labels[:n_samples] = slot.other_labels[:n_samples] = self._split.labels_of(samples)
+        slot.label_weights[:n_samples] = 1
+        if mixing:
+            slot.other_labels[:n_samples] = self._split.labels_of(self._order.samples_at(mixing.partners))
+            slot.label_weights[:n_samples] = mixing.weights
+
+    def _fill_images(self, order: Order, slot: Slot[np.ndarray], samples: np.ndarray) -> Mixing | None:
+        """Fill a slot's images and crops; return with which others they are mixed."""
+        n_samples = len(samples)
+        if self._preparer is None:
+            self._read_images(order, slot.images)
+            slot.crops[:n_samples] = self._crops_of(order, samples)
+            return None
+        slot.crops[:n_samples] = 0  # the images have the network's size already, or kernels give it to them
+        if self._changes:
+            return self._describe(self._preparer, order, slot)
+        if self._mixer is None or order.stage == "val":
+            self._prepare(self._preparer, order, slot.images[:n_samples])
+            return None
+        mixing = self._mixer.choose_partners(order.start, order.stop, order.first, order.last)
+        self._read_pairs(self._preparer, order, mixing, slot.images[:n_samples])
+        return mixing
+
+    def _describe(self, preparer: Preparer, order: Order, slot: Slot[np.ndarray]) -> Mixing | None:
+        """Fill a slot's images, its changes and pairs; return with which others the images are mixed."""
+        assert self._changes and slot.changes is not None
+        mixing = None
+        if self._mixer and order.stage == "train" and order.last > order.first:
+            mixing = self._mixer.choose_partners(order.start, order.stop, order.first, order.last)
+        pairs = mixing or unmixed(order.first, order.last)
+        positions = np.arange(order.first, order.last)
+        needed = np.union1d(positions, pairs.partners)
+        for part, rows in _parts(order, needed):
+            if self._changes.crops:
+                self._read_images(part, slot.images[rows])
+            else:
+                self._prepare(preparer, part, slot.images[rows])
+            preparer.describe(*self._draws(part), slot.changes[rows])
+        slot.changes[len(needed) :] = np.zeros((), slot.changes.dtype)
+        if slot.pairs is not None:
+            mixed = slot.pairs[: len(positions)]
+            mixed["own"] = np.searchsorted(needed, positions)
+            mixed["partner"] = np.searchsorted(needed, pairs.partners)
+            mixed["weight"], mixed["box"] = np.rint(pairs.weights * PARTS), pairs.boxes
+        return mixing
+
+    def _crops_of(self, order: Order, samples: np.ndarray) -> np.ndarray:
+        """Return the crops of samples of an order: int32 (n, 3), or (3,) for all."""
+        if order.view:
+            return np.array(self._view(order.view), np.int32)
+        crops: np.ndarray = self._crops[self._drawn(order, samples)]
+        return crops
+
+    def _drawn(self, order: Order, samples: np.ndarray) -> np.ndarray:
+        """Return the samples whose crops and mirrors are used; batch_crop_mirror uses the batch's first."""
+        if not self._config.batch_crop_mirror or not len(samples):
+            return samples
+        return np.repeat(self._order.samples(order.start, order.start + 1), len(samples))
+
+    def _prepare(self, preparer: Preparer, order: Order, out: np.ndarray) -> None:
+        """Read an order's images and make those of the network's size, uint8 (n, *crop_size, channel)."""
+        stored = self._stored[: len(out)]
+        self._read_images(order, stored)
+        preparer.apply(stored, *self._draws(order), out)
+
+    def _draws(self, order: Order) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return an order's samples, those whose rectangles are used, and the crops."""
+        samples = self._order.samples(order.first, order.last)
+        crops = np.broadcast_to(self._crops_of(order, samples), (len(samples), 3))
+        return samples, self._drawn(order, samples), crops
+
+    def _read_pairs(self, preparer: Preparer, order: Order, mixing: Mixing, out: np.ndarray) -> None:
+        """Make an order's images and their partners, whichever trainer has those, and mix them."""
+        if not len(out):
+            return
+        needed = np.union1d(np.arange(order.first, order.last), mixing.partners)
+        made = self._made[: len(needed)]
+        for part, rows in _parts(order, needed):
+            self._prepare(preparer, part, made[rows])
+        owns = np.searchsorted(needed, np.arange(order.first, order.last)).tolist()
+        partners = np.searchsorted(needed, mixing.partners).tolist()
+        pairs = zip(owns, partners, mixing.weights.tolist(), mixing.boxes, out, strict=True)
+        for own, partner, weight, box, result in pairs:
+            mix(made[own], made[partner], weight, box, result)
 
     def _read_images(self, order: Order, images: np.ndarray) -> None:
         reads = self._reads(order, images)
         if self._pool is None:
             for file, first, out in reads:
-                self._say(f"{order}: reading {file.path}")
+                self._say(f"{order}: reading {self._split.name_of(file)}")
                 self._fetch(file, first, out)
             return
-        wanted = list(reads)  # the GIL is let go of while bytes come
-        self._say(f"{order}: reading {', '.join(sorted({file.path for file, _, _ in wanted}))}")
-        for _ in self._pool.map(lambda read: self._fetch(*read), wanted):
-            pass  # raises what a read has raised
+        planned = list(reads)
+        names = sorted({self._split.name_of(file) for file, _, _ in planned})
+        self._say(f"{order}: reading {', '.join(names)}")
+        for _ in self._pool.map(lambda read: self._fetch(*read), planned):  # reads release the GIL
+            pass  # re-raises a read's exception
 
-    def _fetch(self, file: HklArray, first: int, out: np.ndarray) -> None:
-        read_rows(file, first, out, self._config.read_retries)
+    def _fetch(self, file: int, first: int, out: np.ndarray) -> None:
+        self._split.read(file, first, out, self._config.read_retries)
 
-    def _reads(self, order: Order, images: np.ndarray) -> Iterator[tuple[HklArray, int, np.ndarray]]:
-        """File, first row, and where to: long runs of rows in pieces, so that all threads have some."""
-        done, most = 0, -(-(order.last - order.first) // self._config.read_threads)
+    def _reads(self, order: Order, images: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yield (file, first row, destination), long runs of rows cut into pieces for all threads."""
+        done, most = 0, -(-(order.last - order.first) // self._n_threads)
         for rows in self._order.rows(order.first, order.last):
-            file = self._split.files[rows.file]
-            # of an old file all bytes are read, whatever is wanted of it
-            step = rows.count if file.layout == "c01b" else most
+            step = rows.count if self._split.is_read_whole(rows.file) else most
             for start in range(0, rows.count, step):
                 count = min(step, rows.count - start)
-                yield file, rows.first + start, images[done : done + count]
+                yield rows.file, rows.first + start, images[done : done + count]
                 done += count
 
     def _turn_to(self, stage: str, epoch: int) -> None:
-        """Draws the order, crops, mirrors and shifts of an epoch, when another one begins."""
+        """Draw the order, crops, mirrors and shifts of an epoch, if it is not the current one."""
         if self._epoch == (stage, epoch):
             return
         config, training = self._config, stage == "train"
         self._split: Split = self.dataset.train if training else self.dataset.val
-        self._order = EpochSamples(
-            self._split.file_rows,
-            config.shuffle if training else "none",
-            config.shuffle_block,
-            config.seed,
-            epoch,
-        )
-        height, width, _ = self.dataset.image_shape
-        crop, mirror = config.rand_crop and training, config.rand_mirror and training
+        self._order = self._split.order_of(config, epoch, training)
+        height, width, n_colors = self.dataset.image_shape
+        rows, columns = self.crop_size
+        crop = training and crop_of(config) in ("random", "padded")
+        mirror = config.rand_mirror and training
+        added = 2 * self._preparer.padding if self._preparer and training else 0
         self._crops = np.zeros((len(self._split), 3), np.int32)
-        self._crops[:, 0] = self._corners(Purpose.CROP_ROW, epoch, height - self.crop_size, crop)
-        self._crops[:, 1] = self._corners(Purpose.CROP_COLUMN, epoch, width - self.crop_size, crop)
+        self._crops[:, 0] = self._corners(Purpose.CROP_ROW, epoch, height + added - rows, crop)
+        self._crops[:, 1] = self._corners(Purpose.CROP_COLUMN, epoch, width + added - columns, crop)
         if mirror:
             self._crops[:, 2] = draw(config.seed, epoch, Purpose.MIRROR, len(self._split), 2)
-        self._shifts = np.zeros((len(self._split), 3), np.float32)
+        self._shifts = np.zeros((len(self._split), n_colors), np.float32)
         if self.shifts_colours and training:
             self._shifts = draw_shifts(
                 config.seed, epoch, config.rand_color, self._components, len(self._split)
             )
+        if self._preparer:
+            self._preparer.draw(training, epoch, len(self._split))
+        if self._mixer and training:
+            self._mixer.begin_epoch(epoch, len(self._split))
         self._epoch = (stage, epoch)
 
     def _view(self, number: int) -> tuple[int, int, int]:
-        """Row, column and mirror of one of the N_VIEWS views."""
+        """Return row, column and mirror of one of the N_VIEWS views."""
         height, width, _ = self.dataset.image_shape
-        lowest, rightmost = height - self.crop_size, width - self.crop_size
+        lowest, rightmost = height - self.crop_size[0], width - self.crop_size[1]
         middle = (lowest // 2, rightmost // 2)
         places = (middle, (0, 0), (0, rightmost), (lowest, 0), (lowest, rightmost))
         return (*places[number % 5], number // 5)
 
     def _corners(self, purpose: Purpose, epoch: int, margin: int, random: bool) -> np.ndarray | int:
-        """Where each sample's crop begins, in pixels: anywhere in the margin, or in its middle."""
+        """Return where each sample's crop begins, in pixels: anywhere in the margin, or in its middle."""
         if not random:
             return margin // 2
         return draw(self._config.seed, epoch, purpose, len(self._split), margin + 1)
+
+
+def mean_of_raw(config: Config, mean: np.ndarray, crop_size: tuple[int, int]) -> np.ndarray:
+    """Return the mean to subtract from raw images, float32 (row, column, channel), which has their size.
+
+    Args:
+        config: The run's configuration.
+        mean: The mean of stored images, which is the same for all pixels where the reader makes images.
+        crop_size: Rows and columns of the network's images.
+    """
+    return mean[: crop_size[0], : crop_size[1]] if makes_images(config) else mean
+
+
+def raw_shape(
+    config: Config,
+    n_slots: int,
+    image_shape: tuple[int, ...],
+    crop_size: tuple[int, int],
+    changes: DeviceChanges | None,
+    n_labels: int = 0,
+) -> RingShape:
+    """Return the shape of raw slots.
+
+    Args:
+        image_shape: Rows, columns and channels of stored images.
+        crop_size: Rows and columns of the network's images.
+        changes: The changes that the device's kernels make.
+        n_labels: Numbers in the label of an image; 0: labels are classes.
+    """
+    height, width, n_colors = image_shape
+    on_cores = makes_images(config) and not (changes and changes.crops)
+    size = crop_size if on_cores else (height, width)
+    return RingShape(
+        n_slots,
+        config.batch_size,
+        size,
+        "uint8",
+        crop_size,
+        n_colors,
+        changes=changes,
+        n_labels=n_labels,
+    )
+
+
+def _parts(order: Order, positions: np.ndarray) -> Iterator[tuple[Order, slice]]:
+    """Yield an order for each run of consecutive positions, and the run's place in the sorted array."""
+    if not len(positions):
+        return
+    edges = (np.flatnonzero(np.diff(positions) != 1) + 1).tolist()
+    for begin, end in zip([0, *edges], [*edges, len(positions)], strict=True):
+        part = replace(order, first=int(positions[begin]), last=int(positions[end - 1]) + 1)
+        yield part, slice(begin, end)

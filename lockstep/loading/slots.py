@@ -1,4 +1,4 @@
-"""Slots: where minibatches lie on their way from the files to the network, alike in every memory."""
+"""Slots: the memory layout of minibatches between files and network, the same in every kind of memory."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:  # a loader for CPUs has no need of torch
+from lockstep.config.augmentation import DeviceChanges
+from lockstep.loading.changes import CHANGE, PAIR
+
+if TYPE_CHECKING:  # a loader for CPUs does not import torch
     import torch
 
 Array = TypeVar("Array")
@@ -18,12 +21,15 @@ _ITEM_BYTES = {"uint8": 1, "float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """How a first convolution takes pictures by space-to-depth (lockstep/network/convolution.py).
+class BlockLayout:
+    """The form of images for a first convolution by space-to-depth (lockstep/network/convolution.py).
 
-    Blocks of `size` x `size` pixels, whose numbers are channels: (row in the block, column in the block, 3).
-    `count` of them each way, from `padding` rows and columns before the picture on. What of them lies outside
-    of the picture is zero; what of the picture lies behind them is left out.
+    Attributes:
+        size: Rows and columns of a block in pixels. A block's values are channels: (row in the block, column
+            in the block, 3).
+        padding: Rows and columns before the image at which the blocks begin; values outside the image are
+            zero.
+        count: Blocks in each direction; pixels behind them are left out.
     """
 
     size: int
@@ -33,53 +39,114 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Slot(Generic[Array]):
-    """One minibatch, all of it in one contiguous piece of memory, as arrays of NumPy or tensors.
+    """One minibatch in one contiguous piece of memory, as NumPy arrays or tensors.
 
-    labels, samples: int64 (batch,). crops: int32 (batch, 3), each image's row, column and whether to mirror
-    it (0 or 1). shifts: float32 (batch, 3), what is added to its red, green and blue. images: (batch, row,
-    column, channel) of the ring's dtype.
+    Attributes:
+        labels: int64 (batch,), or uint8 (batch, n_labels).
+        samples: Sample numbers, int64 (batch,).
+        crops: int32 (batch, 3): each image's first row, first column, and whether to mirror it (0 or 1).
+        shifts: float32 (batch, channel), added to all pixels, such as to red, green and blue.
+        other_labels: Like `labels`: those of the images with which these are mixed.
+        label_weights: float32 (batch,): the share of `labels` in each image; 1 for images that are not mixed.
+        images: (batch, row, column, channel) of the ring's dtype. Raw slots have room for the partners of
+            mixed images, too, if kernels mix.
+        changes: What kernels do to each image, CHANGE (n,). None: nothing but crop and mirror by `crops`.
+        pairs: The two images of each sample, PAIR (batch,). None: kernels do not mix.
     """
 
     labels: Array
     samples: Array
     crops: Array
     shifts: Array
+    other_labels: Array
+    label_weights: Array
     images: Array
+    changes: np.ndarray | None = None
+    pairs: np.ndarray | None = None
+
+    def n_images(self, n_samples: int) -> int:
+        """Return the number of images in a slot of n_samples samples."""
+        return n_samples if self.changes is None else int(np.count_nonzero(self.changes["box"][:, 2]))
 
 
 @dataclass(frozen=True)
 class RingShape:
-    """What both ends of a ring must agree on.
+    """The layout of a ring, on which both of its ends must agree.
 
-    A slot holds images of `image_size` (rows, columns): raw ones of the dataset in uint8, or what the network
-    takes, `crop_size` square, in its dtype, or these in `blocks`, of which `image_size` is the count then.
+    Attributes:
+        image_size: (rows, columns) of the images: raw ones of the dataset, the network's crops, or with
+            `blocks` the number of blocks in each direction.
+        dtype: uint8 for raw images, else the network's.
+        crop_size: Rows and columns of the network's images.
+        n_colors: Numbers for each pixel.
+        changes: What the device's kernels do to raw images besides crop and mirror. None: nothing.
+        n_labels: Numbers in the label of an image, each 0 or 1; 0: labels are classes.
     """
 
     n_slots: int
     batch_size: int
     image_size: tuple[int, int]
     dtype: Dtype
-    crop_size: int
-    blocks: Blocks | None = None
+    crop_size: tuple[int, int]
+    n_colors: int = 3
+    blocks: BlockLayout | None = None
+    changes: DeviceChanges | None = None
+    n_labels: int = 0
+
+    @property
+    def raw_changes(self) -> DeviceChanges | None:
+        """The changes whose draws lie in these slots. Only raw slots hold them."""
+        return self.changes if self.dtype == "uint8" else None
+
+    @property
+    def n_images(self) -> int:
+        """The images for which a slot has room."""
+        return self.batch_size * (2 if self.raw_changes and self.raw_changes.mixes else 1)
 
     @property
     def n_channels(self) -> int:
-        return 3 * self.blocks.size**2 if self.blocks else 3
+        """Numbers for each pixel, or for each block."""
+        return self.n_colors * self.blocks.size**2 if self.blocks else self.n_colors
 
     @property
     def crops_at(self) -> int:
-        """From a slot's first byte to its crops, behind labels and samples."""
-        return 2 * _whole_pages(8 * self.batch_size)
+        """Bytes from a slot's beginning to its crops, which follow labels and samples."""
+        return self._label_bytes + _whole_pages(8 * self.batch_size)
+
+    @property
+    def _label_bytes(self) -> int:
+        return _whole_pages((self.n_labels or 8) * self.batch_size)
 
     @property
     def shifts_at(self) -> int:
-        """From a slot's first byte to its shifts."""
+        """Bytes from a slot's beginning to its shifts."""
         return self.crops_at + _whole_pages(12 * self.batch_size)
 
     @property
+    def other_labels_at(self) -> int:
+        """Bytes from a slot's beginning to the labels of mixed images."""
+        return self.shifts_at + _whole_pages(4 * self.n_colors * self.batch_size)
+
+    @property
+    def label_weights_at(self) -> int:
+        """Bytes from a slot's beginning to the weights of the images' own labels."""
+        return self.other_labels_at + self._label_bytes
+
+    @property
     def head_bytes(self) -> int:
-        """From a slot's first byte to its images."""
-        return self.shifts_at + _whole_pages(12 * self.batch_size)
+        """Bytes from a slot's beginning to the end of the arrays that all slots of a ring have."""
+        return self.label_weights_at + _whole_pages(4 * self.batch_size)
+
+    @property
+    def pairs_at(self) -> int:
+        """Bytes from a slot's beginning to the pairs of mixed images, which follow the changes."""
+        return self.head_bytes + (_whole_pages(CHANGE.itemsize * self.n_images) if self.raw_changes else 0)
+
+    @property
+    def images_at(self) -> int:
+        """Bytes from a slot's beginning to its images."""
+        has_pairs = self.raw_changes and self.raw_changes.mixes
+        return self.pairs_at + (_whole_pages(PAIR.itemsize * self.batch_size) if has_pairs else 0)
 
     @property
     def image_bytes(self) -> int:
@@ -88,41 +155,46 @@ class RingShape:
 
     @property
     def slot_bytes(self) -> int:
-        return _whole_pages(self.used_bytes(self.batch_size))
+        return _whole_pages(self.used_bytes(self.n_images))
 
     @property
     def n_bytes(self) -> int:
         return self.n_slots * self.slot_bytes
 
     def used_bytes(self, n_images: int) -> int:
-        """From a slot's first byte to the end of its first n_images images."""
-        return self.head_bytes + n_images * self.image_bytes
+        """Return the bytes from a slot's beginning to the end of its first n_images images."""
+        return self.images_at + n_images * self.image_bytes
 
     def slots(self, memory: np.ndarray) -> list[Slot[np.ndarray]]:
-        """The slots as views of `memory`, uint8 (n_bytes,). NumPy has no bfloat16."""
+        """Return the slots as views of `memory`, uint8 (n_bytes,). NumPy has no bfloat16."""
         return self._slots(lambda start, dtype, shape: np.ndarray(shape, dtype, memory, start))
 
     def tensors(self, memory: "torch.Tensor | np.ndarray") -> "list[Slot[torch.Tensor]]":
-        """The slots as tensors on `memory`, uint8 (n_bytes,), which may be a device's."""
+        """Return the slots as tensors on `memory`, uint8 (n_bytes,), which may be a device's."""
         import torch
 
         flat = torch.as_tensor(memory)
 
-        def view(start: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        def view(start: int, name: Any, shape: tuple[int, ...]) -> torch.Tensor:
             dtype = getattr(torch, name)
             return flat[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
         return self._slots(view)
 
-    def _slots(self, view: Callable[[int, str, tuple[int, ...]], Any]) -> list[Slot[Any]]:
-        size = self.batch_size
+    def _slots(self, view: Callable[[int, Any, tuple[int, ...]], Any]) -> list[Slot[Any]]:
+        size, n_images, changes = self.batch_size, self.n_images, self.raw_changes
+        labels = ("uint8", (size, self.n_labels)) if self.n_labels else ("int64", (size,))
         return [
             Slot(
-                view(first, "int64", (size,)),
-                view(first + self.crops_at // 2, "int64", (size,)),
+                view(first, *labels),
+                view(first + self._label_bytes, "int64", (size,)),
                 view(first + self.crops_at, "int32", (size, 3)),
-                view(first + self.shifts_at, "float32", (size, 3)),
-                view(first + self.head_bytes, self.dtype, (size, *self.image_size, self.n_channels)),
+                view(first + self.shifts_at, "float32", (size, self.n_colors)),
+                view(first + self.other_labels_at, *labels),
+                view(first + self.label_weights_at, "float32", (size,)),
+                view(first + self.images_at, self.dtype, (n_images, *self.image_size, self.n_channels)),
+                view(first + self.head_bytes, CHANGE, (n_images,)) if changes else None,
+                view(first + self.pairs_at, PAIR, (size,)) if changes and changes.mixes else None,
             )
             for first in range(0, self.n_bytes, self.slot_bytes)
         ]

@@ -1,11 +1,11 @@
-"""The second way into device memory (`upload: trainer`): the loader fills host memory, the trainer copies.
+"""A ring that the trainer copies to the device itself (`upload: trainer`).
 
-The ring lies twice: in a memory file, which the loader maps and the trainer has page-locked, and in the
-device's memory. The loader needs no device, and nothing of CUDA is shared between processes. The trainer
-copies in a stream of its own, as soon as it hears that a slot is full, beside what it computes; an event a
-slot says that its copy is there (*filled*), another that its images have been made (*released*).
+The ring exists twice: in a memory file, which the loader maps and the trainer has page-locked, and in device
+memory. The loader needs no device, and processes share nothing of CUDA. The trainer copies in a second stream
+while it computes, as soon as a slot is full. Each slot has two events: *filled* after its copy, *released*
+after its images have been made.
 
-This file has run on the simulated driver of the tests only, not on a GPU yet.
+This file has run on the tests' simulated driver only, not on a GPU yet.
 """
 
 from typing import Any
@@ -22,7 +22,11 @@ from lockstep.memory.pagelock import pagelock, unlock
 
 
 class UploadRing(RawRing):
-    """beside: the stream in which it copies."""
+    """A ring in host memory with a copy in device memory.
+
+    Args:
+        copy_stream: The stream of the copies.
+    """
 
     def __init__(
         self,
@@ -31,37 +35,39 @@ class UploadRing(RawRing):
         shape: RingShape,
         ready: RingShape,
         mean: np.ndarray,
-        beside: Any,
+        copy_stream: Any,
     ) -> None:
         super().__init__(memory, stream, shape, ready, mean)
-        self._driver, self._beside = memory.driver, beside
+        self._driver, self._copy_stream = memory.driver, copy_stream
         self._host = HostMemory().allocate(shape.n_bytes, "minibatches on their way to the device")
         pagelock(self._host)
         self._bytes = self._host.array(np.uint8, (shape.n_slots, shape.slot_bytes))
+        self._raw_slots = shape.slots(self._bytes.reshape(-1))
         self.filled = memory.events(shape.n_slots)
 
-    def offer(self, pipe: Pipe) -> None:
+    def connect(self, pipe: Pipe) -> None:
         pipe.send(self.shape)
         self._host.send(pipe)
 
-    def arrived(self, number: int, order: Order) -> None:
-        used = self._bytes[number, : self.shape.used_bytes(order.last - order.first)]
-        self._beside.wait_for_event(self.released[number])
+    def on_filled(self, number: int, order: Order) -> None:
+        n_images = self._raw_slots[number].n_images(order.last - order.first)
+        used = self._bytes[number, : self.shape.used_bytes(n_images)]
+        self._copy_stream.wait_for_event(self.released[number])
         self._driver.memcpy_htod_async(
-            self.block.pointer + number * self.shape.slot_bytes, used, self._beside
+            self.block.pointer + number * self.shape.slot_bytes, used, self._copy_stream
         )
-        self.filled[number].record(self._beside)
+        self.filled[number].record(self._copy_stream)
 
     def release(self, number: int) -> None:
-        """Its copy is over: the loader may write there again."""
+        """Wait until the copy is over, so that the loader may write to the slot again."""
         self.filled[number].synchronize()
 
-    def let_go(self) -> None:
-        self._beside.synchronize()
+    def disconnect(self) -> None:
+        self._copy_stream.synchronize()
         self._stream.synchronize()
 
     def close(self) -> None:
-        self.let_go()
+        self.disconnect()
         unlock(self._host)
         self._host.close()
         super().close()

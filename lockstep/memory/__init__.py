@@ -1,10 +1,10 @@
-"""Memory that another process can open: blocks, and handles that go over a pipe once.
+"""Memory that processes share: blocks, and handles that are sent over a pipe once.
 
 A *block* is one piece of memory on one device. The process that allocates it owns it; a process that receives
-its handle opens the same bytes. Arenas and slot rings are blocks; nothing else is shared.
+its handle opens the same bytes. Arenas and slot rings are blocks, and processes share no other memory.
 
-`host.py` is for CPUs, `cuda.py` for NVIDIA GPUs, `pagelock.py` for memory between them; lockstep/backends
-chooses. `limits.py` says how much host memory there is still to be had.
+`host.py` is for CPUs, `cuda.py` for NVIDIA GPUs, `pagelock.py` for page-locked host memory; lockstep/backends
+chooses. `limits.py` finds out how much host memory may be allocated.
 """
 
 from abc import ABC, abstractmethod
@@ -14,26 +14,28 @@ import numpy as np
 
 from lockstep.comm.pipes import Pipe
 
-if TYPE_CHECKING:  # the launcher opens blocks too and has no need of torch
+if TYPE_CHECKING:  # the launcher opens blocks too, without importing torch
     import torch
+
+    from lockstep.memory.host import HostBlock
 
 
 class Block(ABC):
-    """One piece of shared device memory, `n_bytes` long and zero at first."""
+    """One piece of shared memory, `n_bytes` long and zero at first."""
 
     n_bytes: int
 
     @abstractmethod
     def tensor(self, dtype: "torch.dtype", shape: tuple[int, ...], offset: int = 0) -> "torch.Tensor":
-        """A tensor on these very bytes, C-contiguous, from byte `offset` on. No copy."""
+        """Return a C-contiguous tensor on these bytes from byte `offset` on, without a copy."""
 
     @abstractmethod
     def send(self, pipe: Pipe) -> None:
-        """Sends the handle with which the process at the other end of the pipe opens this block."""
+        """Send the handle with which the process at the other end of the pipe opens this block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives up this process's hold. The memory goes when nobody holds it; closing twice is harmless."""
+        """Close the block in this process; the last process frees the memory. Closing twice is harmless."""
 
 
 class Memory(ABC):
@@ -41,18 +43,30 @@ class Memory(ABC):
 
     @abstractmethod
     def allocate(self, n_bytes: int, what: str) -> Block:
-        """A new block that this process owns.
+        """Return a new block that this process owns.
 
-        Raises UserError when the device has no room for it; `what` says there what it is for.
+        Args:
+            what: Purpose of the memory, for errors.
+
+        Raises:
+            UserError: The device has too little memory.
         """
 
     @abstractmethod
     def pinned(self, n_bytes: int, what: str = "copies") -> np.ndarray:
-        """Host memory, uint8 (n_bytes,), that the device copies from and to without the processor's help.
+        """Return page-locked host memory, uint8 (n_bytes,), from and to which the device copies by DMA.
 
-        Raises UserError when there is no room for it.
+        Raises:
+            UserError: There is too little memory.
+        """
+
+    def lock(self, block: "HostBlock") -> None:  # noqa: B027 (CPUs copy from any memory)
+        """Page-lock shared host memory in this process, so that the device copies by DMA.
+
+        Raises:
+            UserError: The driver refuses.
         """
 
     @abstractmethod
     def receive(self, pipe: Pipe, what: str) -> Block:
-        """Opens the block whose handle the other end of the pipe sends; `what` names it in errors."""
+        """Open the block whose handle the other end of the pipe sends; `what` names it in errors."""

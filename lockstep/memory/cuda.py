@@ -1,15 +1,16 @@
-"""Device memory shared by CUDA IPC: PyCUDA allocates and opens, torch computes on the very same bytes.
+"""Device memory that processes share by CUDA IPC: PyCUDA allocates and opens it, torch computes on it.
 
-Rules that shape this file (CUDA driver API, cuIpcGetMemHandle and cuIpcOpenMemHandle):
-- A handle is that of a whole allocation, so every block is one `cuMemAlloc` of its own, never a piece of
-  torch's cache.
-- A process can't open its own handles, and an importer closes before the owner frees.
-- An allocation is a multiple of 2 MiB, CUDA's own unit: what else lay in its last one would be exported too.
-- Memory is shared through the driver alone; an interprocess event is a file in /dev/shm (leftovers.py). So
-  there are interprocess events only where something is shared.
-- All is done in the device's primary context, the one that torch uses; a context of our own could not share.
+CUDA's rules for cuIpcGetMemHandle and cuIpcOpenMemHandle shape this file:
+- A handle refers to a whole allocation. So every block is a separate `cuMemAlloc`, never a piece of torch's
+  cache.
+- A process cannot open its own handles, and an importer must close before the owner frees.
+- Allocations are multiples of 2 MiB, CUDA's granularity; otherwise other data in the last unit would be
+  exported too.
+- Memory is shared through the driver only, but an interprocess event is a file in /dev/shm (leftovers.py).
+  So interprocess events exist only where something is shared.
+- All calls use the device's primary context, which torch uses too; another context could not share with it.
 
-This file has run on the simulated driver of the tests only, not on a GPU yet.
+This file has run on the tests' simulated driver only, not on a GPU yet.
 """
 
 import atexit
@@ -24,6 +25,8 @@ import numpy as np
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import UserError
 from lockstep.memory import Block, Memory
+from lockstep.memory.host import HostBlock
+from lockstep.memory.pagelock import pagelock
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +42,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """What goes over the pipe: an IPC handle, the size that was asked for, and the owner's device."""
+    """The message that shares a block: its IPC handle, its requested size, and the owner's device."""
 
     ipc: bytes
     n_bytes: int
@@ -48,13 +51,13 @@ class CudaHandle:
 
 @dataclass(frozen=True)
 class EventHandles:
-    """Interprocess events, to be opened by the receiver."""
+    """The message that shares interprocess events."""
 
     ipc: tuple[bytes, ...]
 
 
 class _Bytes:
-    """A block as torch understands it (CUDA array interface, version 3). Tensors on it keep it alive."""
+    """A block in the CUDA array interface, version 3, for torch. Tensors on it keep it alive."""
 
     def __init__(self, block: "CudaBlock") -> None:
         self.block = block
@@ -67,7 +70,7 @@ class _Bytes:
 
 
 def as_bytes(block: "CudaBlock", device: str) -> "torch.Tensor":
-    """A block as a uint8 tensor (n_bytes,). No copy."""
+    """Return a block as a uint8 tensor (n_bytes,), without a copy."""
     import torch
 
     return torch.as_tensor(_Bytes(block), device=device)
@@ -76,8 +79,12 @@ def as_bytes(block: "CudaBlock", device: str) -> "torch.Tensor":
 class CudaBlock(Block):
     """An allocation of this process, or one of another process that is open here.
 
-    `allocation` is PyCUDA's DeviceAllocation or IPCMemoryHandle: its owner has `free`, an importer has
-    `close`. `pci_bus_id` is of the device where the memory is.
+    Args:
+        memory: The device's allocator.
+        allocation: PyCUDA's DeviceAllocation, which has `free`, or IPCMemoryHandle, which has `close`.
+        n_bytes: Requested size.
+        pci_bus_id: The device that has the memory.
+        owned: Whether this process has allocated it.
     """
 
     def __init__(
@@ -103,13 +110,17 @@ class CudaBlock(Block):
         pipe.send(self.handle())
 
     def handle(self) -> CudaHandle:
-        """What another process opens this block with. Raises UserError where nothing can be shared."""
+        """Return the handle with which another process opens this block.
+
+        Raises:
+            UserError: Processes cannot share memory on this system.
+        """
         with self._memory.sharing("memory"):
             ipc = bytes(self._memory.driver.mem_get_ipc_handle(self._allocation))
         return CudaHandle(ipc, self.n_bytes, self.pci_bus_id)
 
     def close(self) -> None:
-        """Frees or closes. The caller has made sure that no stream and no importer uses it any more."""
+        """Free or close the block. No stream and no importer may use it any more."""
         if self._allocation is None:
             return
         if self._owned:
@@ -122,11 +133,16 @@ class CudaBlock(Block):
 class CudaMemory(Memory):
     """The allocator of 'cuda:<n>'.
 
-    The device's primary context is current in the thread that made it until the process ends: PyCUDA's
-    objects need it whenever they are dropped.
+    The device's primary context stays current in the thread that constructs this until the process ends,
+    because PyCUDA's objects need it when they are dropped.
 
-    driver: the module pycuda.driver. device: 'cuda:<n>'. pci_bus_id: names the device whatever a process may
-    number it.
+    Attributes:
+        driver: The module pycuda.driver.
+        device: 'cuda:<n>'.
+        pci_bus_id: Names the device independently of a process's numbering.
+
+    Raises:
+        UserError: PyCUDA cannot be imported, or the device cannot be used.
     """
 
     def __init__(self, device: str) -> None:
@@ -134,7 +150,7 @@ class CudaMemory(Memory):
             import pycuda.driver as driver
         except ImportError as error:
             reason = f"{device} needs PyCUDA, which can't be imported ({error})"
-            remedy = "install it, or, if it is there, a driver as new as the CUDA it was built with"
+            remedy = "install it, or, if it is installed, a driver as new as the CUDA it was built with"
             raise UserError(f"{reason}: {remedy} (docs/install.md)") from error
         self.driver, self.device = driver, device
         try:
@@ -158,24 +174,29 @@ class CudaMemory(Memory):
             free, total = self.driver.mem_get_info()
             raise UserError(
                 f"no room for {n_bytes / 2**20:,.0f} MiB ({what}) on {self}: {free / 2**20:,.0f} of "
-                f"{total / 2**20:,.0f} MiB are free; lower batch_size or n_slots, or see what else runs there"
+                f"{total / 2**20:,.0f} MiB are free. Lower batch_size or n_slots, "
+                "or stop other programs there"
             ) from error
         self.driver.memset_d8(allocation, 0, n_bytes)
-        self.context.synchronize()  # the device does it later, and our streams would not wait for it
+        self.context.synchronize()  # the device sets memory asynchronously; our streams would not wait for it
         return CudaBlock(self, allocation, n_bytes, self.pci_bus_id, owned=True)
 
     def upload(self, block: CudaBlock, array: np.ndarray) -> None:
-        """Copies an array to the beginning of a block; it is there when this returns."""
+        """Copy an array to the beginning of a block, and wait for the copy."""
         self.driver.memcpy_htod(block.pointer, np.ascontiguousarray(array))
-        self.context.synchronize()  # the copy out of pageable memory may still be on its way
+        self.context.synchronize()  # a copy from pageable memory may still be running
 
     def receive(self, pipe: Pipe, what: str) -> CudaBlock:
         return self.open(pipe.receive(CudaHandle, what))
 
     def open(self, handle: CudaHandle) -> CudaBlock:
-        """Another process's block. Raises UserError where it can't be opened."""
+        """Return another process's block.
+
+        Raises:
+            UserError: It cannot be opened.
+        """
         with self.sharing("memory"):
-            # PyCUDA takes nothing but a bytearray here
+            # PyCUDA accepts only a bytearray here.
             allocation = self.driver.IPCMemoryHandle(bytearray(handle.ipc))
         return CudaBlock(self, allocation, handle.n_bytes, handle.pci_bus_id, owned=False)
 
@@ -189,39 +210,50 @@ class CudaMemory(Memory):
             ) from error
         return memory
 
+    def lock(self, block: HostBlock) -> None:
+        pagelock(block)
+
     def events(self, number: int) -> list[Any]:
-        """New events of this process; waiting for one does not keep a core busy."""
+        """Return new events of this process; waiting for one does not keep a core busy."""
         flags = self.driver.event_flags
         return [self.driver.Event(flags.DISABLE_TIMING | flags.BLOCKING_SYNC) for _ in range(number)]
 
     def shared_events(self, number: int) -> list[Any]:
-        """The same, to be opened by other processes. Raises UserError where nothing can be shared."""
+        """Return new events that other processes can open.
+
+        Raises:
+            UserError: Processes cannot share events on this system.
+        """
         flags = self.driver.event_flags
         kind = flags.INTERPROCESS | flags.DISABLE_TIMING | flags.BLOCKING_SYNC
         with self.sharing("events"):
             return [self.driver.Event(kind) for _ in range(number)]
 
     def send_events(self, pipe: Pipe, events: list[Any]) -> None:
-        """Sends the handles of shared events of this process."""
+        """Send the handles of shared events of this process."""
         pipe.send(self.event_handles(events))
 
     def receive_events(self, pipe: Pipe, what: str) -> list[Any]:
-        """Opens the events whose handles the other end sends."""
+        """Open the events whose handles the other end sends."""
         return self.open_events(pipe.receive(EventHandles, what))
 
     def event_handles(self, events: list[Any]) -> EventHandles:
-        """Of shared events of this process."""
+        """Return the handles of shared events of this process."""
         with self.sharing("events"):
             return EventHandles(tuple(bytes(event.ipc_handle()) for event in events))
 
     def open_events(self, handles: EventHandles) -> list[Any]:
-        """Other processes' events. Raises UserError where they can't be opened."""
+        """Return other processes' events.
+
+        Raises:
+            UserError: They cannot be opened.
+        """
         with self.sharing("events"):
             return [self.driver.Event.from_ipc_handle(bytearray(handle)) for handle in handles.ipc]
 
     @contextmanager
     def sharing(self, what: str) -> Iterator[None]:
-        """Around what may fail where processes can't share: says so, and what to do."""
+        """Turn the driver's errors inside this context into a UserError that says how to enable sharing."""
         try:
             yield
         except self.driver.Error as error:

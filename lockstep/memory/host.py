@@ -1,13 +1,14 @@
-"""Shared host memory: an anonymous memory file, mapped by everyone who holds its descriptor.
+"""Shared host memory: an anonymous memory file, mapped by every process that has its descriptor.
 
-`memfd_create(2)` gives a file without a name, so nothing can be left behind in /dev/shm, whoever is killed.
-The handle is the descriptor itself, duplicated into the other process by the pipe.
+`memfd_create(2)` makes a file without a name, so nothing remains in /dev/shm when processes are killed. The
+handle is the descriptor itself, which the pipe duplicates into the other process.
 """
 
 import ctypes
 import errno
 import mmap
 import os
+import resource
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from numpy.typing import DTypeLike
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import UserError
 from lockstep.memory import Block, Memory
-from lockstep.memory.limits import available_bytes
+from lockstep.memory.limits import allowed_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -32,21 +33,21 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 @dataclass(frozen=True)
 class HostHandle:
-    """What goes over the pipe; the descriptor follows it."""
+    """The message that shares a block; the descriptor follows it."""
 
     n_bytes: int
 
 
 def _mapped(descriptor: int, n_bytes: int) -> "ctypes.Array[ctypes.c_uint8]":
-    """The file's bytes, mapped until nothing refers to them any more.
+    """Return the file's bytes, mapped as long as anything refers to them.
 
-    Not mmap.mmap: that keeps a descriptor of its own for as long as the mapping lives.
+    mmap.mmap is not used, because it keeps a second descriptor open as long as the mapping exists.
     """
     address = _libc.mmap(None, n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
     if address in (None, _MAP_FAILED):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     buffer = (ctypes.c_uint8 * n_bytes).from_address(address)
-    # Not at exit, when threads may still use it.
+    # Do not unmap at exit, when threads may still use the memory.
     weakref.finalize(buffer, _libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(n_bytes)).atexit = False
     return buffer
 
@@ -61,12 +62,12 @@ class HostBlock(Block):
 
     @property
     def descriptor(self) -> int:
-        """The memory file, for a process that is to open it."""
+        """The memory file's descriptor, for a process that is to open it."""
         assert self._descriptor is not None, "the block is closed"
         return self._descriptor
 
     def array(self, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
-        """A NumPy array on these very bytes, from byte `offset` on."""
+        """Return a NumPy array on these bytes from byte `offset` on, without a copy."""
         assert self._map is not None, "the block is closed"
         return np.ndarray(shape, dtype, buffer=memoryview(self._map), offset=offset)
 
@@ -87,23 +88,27 @@ class HostBlock(Block):
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
-        self._map = None  # the mapping goes with its last view
+        self._map = None  # the last view unmaps the memory
 
 
 class HostMemory(Memory):
-    """Allocates and opens memory files."""
+    """The allocator of memory files."""
 
     def allocate(self, n_bytes: int, what: str) -> HostBlock:
         assert n_bytes > 0
-        if n_bytes > available_bytes():  # the kernel would not refuse but kill, and not always the culprit
+        if (
+            n_bytes > allowed_bytes()
+        ):  # a control group would not refuse but kill a process, maybe another one
             raise UserError(_no_room(n_bytes, what))
         descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC)
         try:
-            # now, with an error, not SIGBUS in the middle of a step
+            # Allocate now, so that a lack of memory is an error here and not a SIGBUS within a step.
             os.posix_fallocate(descriptor, 0, n_bytes)
             return HostBlock(descriptor, n_bytes)
         except OSError as error:
             os.close(descriptor)
+            if error.errno == errno.EFBIG:
+                raise UserError(_over_limit(n_bytes, what)) from error
             if error.errno not in (errno.ENOMEM, errno.ENOSPC):
                 raise
             raise UserError(_no_room(n_bytes, what)) from error
@@ -111,7 +116,7 @@ class HostMemory(Memory):
     def pinned(self, n_bytes: int, what: str = "copies") -> np.ndarray:
         block = self.allocate(n_bytes, what)
         memory = block.array(np.uint8, (n_bytes,))
-        block.close()  # the array keeps the mapping
+        block.close()  # the array keeps the mapping alive
         return memory
 
     def receive(self, pipe: Pipe, what: str) -> HostBlock:
@@ -124,8 +129,16 @@ class HostMemory(Memory):
             raise
 
 
+def _over_limit(n_bytes: int, what: str) -> str:
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return (
+        f"no file of {n_bytes:,} bytes may be made for shared host memory ({what}): the limit is {most:,} "
+        "bytes. Raise it (ulimit -f), or lower batch_size or n_slots."
+    )
+
+
 def _no_room(n_bytes: int, what: str) -> str:
     return (
         f"no room for {n_bytes / 2**20:,.0f} MiB of shared host memory ({what}): "
-        f"{available_bytes() / 2**20:,.0f} MiB can be had; lower batch_size or n_slots, or use fewer devices"
+        f"{allowed_bytes() / 2**20:,.0f} MiB are allowed. Lower batch_size or n_slots, or use fewer devices."
     )

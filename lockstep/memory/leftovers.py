@@ -1,8 +1,8 @@
-"""Files of interprocess events that killed processes have left behind.
+"""Removal of the files of interprocess events that killed processes have left in /dev/shm.
 
-CUDA keeps an interprocess event as a file in /dev/shm, cuda.shm.<user>.<process, in hexadecimal>.<number>,
-which goes when the process that made it destroys the event; one that is killed leaves it there. The names are
-no part of CUDA's documents, so what does not look like this is left alone.
+CUDA keeps an interprocess event as a file cuda.shm.<user>.<process>.<number>, in hexadecimal, which
+disappears when its process destroys the event. A killed process leaves it. CUDA's documents do not specify
+the names, so files with other names are left alone.
 """
 
 import os
@@ -16,11 +16,13 @@ _NAME = re.compile(r"cuda\.shm\.[0-9a-f]+\.([0-9a-f]+)\.[0-9a-f]+")
 
 
 def remove_leftovers(pids: Iterable[int]) -> list[str]:
-    """Removes this user's files of these processes, which are gone; returns the files' names."""
-    gone, removed = set(pids), []
-    for path in sorted(SHARED.glob("cuda.shm.*")):
+    """Remove this user's event files of these processes, which have exited. Return the files' names."""
+    exited, removed, candidates = set(pids), [], list[Path]()
+    with suppress(OSError):  # out of descriptors; the error that caused it matters more
+        candidates = sorted(SHARED.glob("cuda.shm.*"))
+    for path in candidates:
         match = _NAME.fullmatch(path.name)
-        if match is None or int(match[1], 16) not in gone:
+        if match is None or int(match[1], 16) not in exited:
             continue
         with suppress(FileNotFoundError, PermissionError):
             if path.stat().st_uid == os.getuid():

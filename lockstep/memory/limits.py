@@ -1,4 +1,4 @@
-"""How much host memory this process may still take: by the kernel's count, and by its control groups."""
+"""The host memory that this process may allocate: the machine's, within the limits of its control groups."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,9 +11,11 @@ _NO_LIMIT = 1 << 60  # version 1 of control groups writes a number like this whe
 
 @dataclass(frozen=True)
 class GroupLimit:
-    """A control group's limit on memory and what its processes have, in bytes.
+    """A control group's limit on memory, in bytes.
 
-    used: without the page cache, which the kernel drops before it kills anyone.
+    Attributes:
+        used: Memory of its processes, without the page cache, which the kernel drops before it kills a
+            process.
     """
 
     limit: int
@@ -21,10 +23,10 @@ class GroupLimit:
 
 
 def group_limits(process: Path = _PROCESS, root: Path = _ROOT) -> Iterator[GroupLimit]:
-    """Of this process's control group and of all above it, whose limits hold for it, too.
+    """Yield the limits of this process's control group and of all groups above it, which also apply.
 
-    Version 2: memory.max; version 1: memory.limit_in_bytes (cgroups(7); the kernel's admin guide, "cgroup-v2"
-    and "cgroup-v1/memory").
+    Version 2 has memory.max, version 1 memory.limit_in_bytes (cgroups(7); the kernel's admin guide,
+    "cgroup-v2" and "cgroup-v1/memory").
     """
     for line in process.read_text().splitlines() if process.exists() else []:
         _, controllers, path = line.split(":", 2)
@@ -40,14 +42,17 @@ def group_limits(process: Path = _PROCESS, root: Path = _ROOT) -> Iterator[Group
                 yield from _limit_of(folder, *names)
 
 
-def available_bytes(process: Path = _PROCESS, root: Path = _ROOT) -> int:
-    """What can be allocated without swapping (proc(5), MemAvailable) and without passing a group's limit."""
+def allowed_bytes(process: Path = _PROCESS, root: Path = _ROOT) -> int:
+    """Return the most that one allocation can have: the machine's memory, or what a group's limit leaves.
+
+    MemAvailable is no bound: a virtual machine's memory may start small and grow as it is used.
+    """
     left = [max(0, group.limit - group.used) for group in group_limits(process, root)]
-    return min([memory_of_machine()["MemAvailable"], *left])
+    return min([memory_of_machine()["MemTotal"], *left])
 
 
 def memory_of_machine() -> dict[str, int]:
-    """Bytes by name (proc(5), /proc/meminfo)."""
+    """Return the fields of /proc/meminfo (proc(5)) in bytes, by name."""
     fields = (line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return {name: int(text.split()[0]) * 1024 for name, text in fields}
 

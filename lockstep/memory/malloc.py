@@ -1,7 +1,6 @@
-"""How the C library hands out memory to a process that frees and asks for the same again, step by step.
+"""Settings of the C library's allocator for processes that free and allocate the same memory in every step.
 
-All settings are for good, in this process. Other C libraries than glibc have no mallopt, and are left as they
-are.
+They are permanent for this process. C libraries other than glibc have no mallopt and are left as they are.
 """
 
 import ctypes
@@ -9,32 +8,33 @@ import ctypes
 # mallopt(3), malloc.h
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -2, -3, -4, -8
 _MOST = 2**31 - 1
-_PAD_BYTES = 64 << 20  # that the heap grows by
-_MOST_THRESHOLD = 32 << 20  # the largest that glibc takes for _MMAP_THRESHOLD on 64 bits
+_PAD_BYTES = 64 << 20  # the heap grows in such units
+_MOST_THRESHOLD = 32 << 20  # the largest _MMAP_THRESHOLD that glibc accepts on 64 bits
 
 
 def keep_freed_memory() -> None:
-    """Has freed memory kept for the next step instead of given back: in processes of our own.
+    """Keep freed memory for the next step instead of returning it to the system, in Lockstep's own processes.
 
-    By itself glibc gives large blocks back to the kernel at once. A step of AlexNet then takes 120,000 pages
-    for its gradients and activations anew, each of which the kernel clears: a tenth to a quarter of its time.
+    By default glibc returns large blocks to the kernel at once. A step of AlexNet then takes 120,000 new
+    pages for gradients and activations. The kernel clears each, which takes a tenth to a quarter of the
+    step's time.
     """
     _set({_MMAP_MAX: 0, _TRIM_THRESHOLD: _MOST, _TOP_PAD: _PAD_BYTES})
 
 
 def keep_small_freed_memory() -> None:
-    """The same for pieces of up to 32 MiB: in the user's process, whose large arrays are given back.
+    """Keep freed pieces of up to 32 MiB, in the user's process, whose large arrays are returned.
 
-    Shares of a minibatch and their gradients are smaller, so a settled step has no page faults.
+    Shares of a minibatch and their gradients are smaller, so steps soon have no page faults.
     """
     _set({_MMAP_THRESHOLD: _MOST_THRESHOLD, _TRIM_THRESHOLD: _MOST})
 
 
 def share_one_heap() -> None:
-    """Has threads that begin from now on allocate from the main thread's heap.
+    """Have threads that start from now on allocate from the main thread's heap.
 
-    glibc gives threads heaps of their own, from which large pieces go back to the system whenever they are
-    freed: a worker would get new pages, which have to be cleared, for each result.
+    glibc gives threads separate heaps, which return large pieces to the system whenever they are freed. A
+    worker would get new pages, which the kernel must clear, for each result.
     """
     _set({_ARENA_MAX: 1})
 

@@ -1,7 +1,7 @@
-"""Page-locks shared host memory, so that a device copies from and to it without the processor's help.
+"""Page-locking of shared host memory, from and to which a device then copies by DMA.
 
-By ctypes: PyCUDA's own `register_host_memory` crashes on arrays that lie in a mapped file (PyCUDA 2026.1 with
-NumPy 2.4).
+It calls the driver by ctypes, because PyCUDA's `register_host_memory` crashes on arrays in a mapped file
+(PyCUDA 2026.1 with NumPy 2.4).
 """
 
 import ctypes
@@ -16,17 +16,21 @@ _SUCCESS = 0
 
 
 def pagelock(block: HostBlock) -> None:
-    """Locks a block's pages in this process, in the current context. Raises UserError where that fails."""
+    """Lock a block's pages in this process, in the current context.
+
+    Raises:
+        UserError: The driver refuses.
+    """
     result = _driver().cuMemHostRegister_v2(_address(block), ctypes.c_size_t(block.n_bytes), _PORTABLE)
     if result != _SUCCESS:
         raise UserError(
-            f"{block.n_bytes / 2**20:,.0f} MiB of host memory can't be page-locked (CUDA error {result}): "
-            "use a smaller model or fewer devices, or raise the limit on locked memory (ulimit -l)"
+            f"{block.n_bytes / 2**20:,.0f} MiB of host memory can't be page-locked: CUDA error {result}. "
+            "Use a smaller model or fewer devices, or raise the limit on locked memory (ulimit -l)."
         )
 
 
 def unlock(block: HostBlock) -> None:
-    """Undoes `pagelock`; no device uses the block any more."""
+    """Undo `pagelock`, after the device's last use of the block."""
     result = _driver().cuMemHostUnregister(_address(block))
     assert result == _SUCCESS, f"cuMemHostUnregister: CUDA error {result}"
 

@@ -1,5 +1,12 @@
-"""A network as a trainer has it: built (build.py), its tensors in one block (arena.py), its optimizer
-(optimizer.py, updater.py: clipping, moving averages), and what is done with a batch (program.py is the
-contract, replica.py does it: the loss, errors), how (dropout.py, precision.py, working.py: weights in
-bfloat16, convolution.py, step_graph.py), and what is recorded of it (recorder.py: time by phase, sums).
+"""The network of one trainer, from its construction to one step of its optimizer.
+
+- `build.py` constructs the network that `model` names.
+- `arena.py` places weights, optimizer state and float buffers in one shared block.
+- `replica.py` trains on a batch; `program.py` is the interface that it implements.
+- `optimizer.py` steps on all weights; `sharded.py` steps on one rank's shard, from `gradients.py`.
+- `low_precision.py` sets the precision and keeps bfloat16 copies of weights.
+- `dropout.py`, `lrn.py`, `pool.py`, `convolution.py` and `batch_norm.py` are layers; `kernels.py` has a GPU
+  compute some of them in CUDA kernels of Lockstep's own.
+- `step_graph.py` compiles a step or captures it as a CUDA graph.
+- `recorder.py` measures time by phase and sums losses.
 """

@@ -1,13 +1,11 @@
-"""The arena: weights, the optimizer's state, float buffers and moving averages of one trainer in one
-contiguous block.
+"""The arena: all weights, optimizer state, float buffers and moving averages of one trainer in one block.
 
-The model's parameters and buffers and the optimizer's state become views into it, so that training writes
-where the exchange reads, and a checkpoint is a list of views. Integers stay outside: every trainer computes
-the same ones.
+The model's parameters and buffers become views into the arena, and so does the optimizer's state. Training
+thus writes where the exchange reads, and a checkpoint is a list of views. Integer buffers stay outside: every
+trainer computes the same ones.
 """
 
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,30 +13,44 @@ from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.memory import Block, Memory
+from lockstep.memory.digest import digest_of
 
 ALIGNMENT = 16  # elements; every tensor starts on a cache line
-_ROW_BYTES = 4096  # of the table of which a digest is made
 _FLOATS = (torch.float32, torch.float64)
 
 
 class Arena:
-    """Moves a model's tensors into a new block. Names are 'weights/conv1.weight', 'momenta/...',
-    'buffers/...', 'ema/...'.
+    """One trainer's tensors in one contiguous block, by name: 'weights/conv1.weight', 'momenta/...'.
 
-    states: what the optimizer keeps for each parameter that is trained, {'momenta'} say; zero at first.
-    with_ema: has exponential moving averages of weights and buffers; equal to them at first.
-    flat: the whole arena as one tensor (n,), padding between tensors zero.
-    tensors: the views by name, in the order in which they lie there.
-    local: what is kept with them in checkpoints but not averaged: integer buffers, an optimizer's counts.
-    apart: with states_apart, the optimizer's state: in host memory until a rule takes it over, each kind as
-    one tensor (weights,) laid out as the weights are.
-    working: with has_working, bfloat16 (n_weights,), laid out as the weights are, behind all else.
-    leading: weights that lie before all others, n_leading elements with their padding.
-    n_weights: elements of all weights and the padding behind them, the block's first.
-    n_exchanged: elements from the first on that trainers can't compute for themselves without states: weights
-    and buffers. With states_apart these come before all others.
+    Args:
+        states: Kinds of optimizer state, one tensor for each trained parameter; {'momenta'} for SGD. Zero at
+            first.
+        with_ema: Adds exponential moving averages of weights and buffers, which start equal to them.
+        states_on_host: Keeps the optimizer state in `host_states` instead of in the block.
+        leading: Names of weights that lie before all others but the frozen ones.
+        with_low_precision: Adds a bfloat16 copy of the weights behind everything else.
+        frozen: Names of weights and buffers that no step changes. The weights lie before all others and have
+            no averages; the buffers are in `local`.
+        unfreezes: Whether steps change them after `unfreeze`. They then have states and averages from the
+            start, and the buffers lie behind all others.
 
-    Raises UserError where a tensor of the model can't be averaged.
+    Attributes:
+        flat: The whole arena as one tensor (n,); padding between tensors is zero.
+        tensors: The views by name, in memory order.
+        local: Tensors that checkpoints hold but trainers do not average: integer buffers, frozen buffers,
+            optimizer step counts.
+        host_states: Kind of state to tensor (n_weights,) in host memory, laid out as the weights. A rule that
+            shards the optimizer takes it over.
+        low_precision: bfloat16 (n_weights,), laid out as the weights, or None.
+        n_frozen: Elements of the weights that are frozen at present, with their padding.
+        n_leading: Elements of the weights that never have gradients in a block: frozen for the whole run, or
+            leading; with their padding.
+        n_weights: Elements of all weights with their padding; they come first in the block.
+        n_exchanged: Leading elements that trainers must exchange: weights, state and buffers; with
+            states_on_host, weights and buffers.
+
+    Raises:
+        UserError: A tensor of the model cannot be averaged, for example because of its dtype.
     """
 
     def __init__(
@@ -47,137 +59,211 @@ class Arena:
         memory: Memory,
         states: tuple[str, ...] = (),
         with_ema: bool = False,
-        states_apart: bool = False,
+        states_on_host: bool = False,
         leading: Sequence[str] = (),
-        has_working: bool = False,
+        with_low_precision: bool = False,
+        frozen: Collection[str] = (),
+        unfreezes: bool = False,
     ) -> None:
-        sources = dict(_named_sources(model, () if states_apart else states))
-        sources = {**{f"weights/{name}": sources[f"weights/{name}"] for name in leading}, **sources}
-        self.n_leading = sum(_padded(sources[f"weights/{name}"].numel()) for name in leading)
+        assert not (unfreezes and leading), "leading weights begin where the frozen ones end for good"
+        never = () if unfreezes else frozen
+        sources = dict(_named_sources(model, () if states_on_host else states, never))
+        first = [name for name, _ in model.named_parameters() if name in frozen]
+        in_front = {f"weights/{name}": sources[f"weights/{name}"] for name in (*first, *leading)}
+        sources = {**in_front, **sources}
+        behind = _in_the_end(sources, frozen)
+        sources = {**{name: source for name, source in sources.items() if name not in behind}, **behind}
+        self.n_frozen = sum(_padded(sources[f"weights/{name}"].numel()) for name in first)
+        self.n_leading = 0 if unfreezes else sum(_padded(source.numel()) for source in in_front.values())
         self.n_exchanged = sum(_padded(source.numel()) for source in sources.values())
         if with_ema:
-            ours = ("weights/", "buffers/")
-            averaged = {name: source for name, source in sources.items() if name.startswith(ours)}
-            sources |= {f"ema/{name.partition('/')[2]}": source for name, source in averaged.items()}
+            averaged = {
+                name.partition("/")[2]: source
+                for name, source in sources.items()
+                if name.startswith(("weights/", "buffers/"))
+            }
+            sources |= {f"ema/{name}": source for name, source in averaged.items() if name not in never}
         dtype = _common_dtype(sources)
         n_elements = sum(_padded(source.numel()) for source in sources.values())
         n_bytes, low = n_elements * dtype.itemsize, torch.bfloat16
         self.n_weights = sum(
             _padded(sources[name].numel()) for name in sources if name.startswith("weights/")
         )
-        n_more = self.n_weights * low.itemsize if has_working else 0
+        n_more = self.n_weights * low.itemsize if with_low_precision else 0
         self.block: Block = memory.allocate(n_bytes + n_more, "weights, momenta and buffers")
         self.flat = self.block.tensor(dtype, (n_elements,))
-        self.working = self.block.tensor(low, (self.n_weights,), n_bytes) if has_working else None
+        self.low_precision = (
+            self.block.tensor(low, (self.n_weights,), n_bytes) if with_low_precision else None
+        )
         self._spans = _spans(sources)
         self.tensors = {
             name: _view(self.flat[start:stop], sources[name]) for name, (start, stop) in self._spans.items()
         }
         for name, tensor in self.tensors.items():
             tensor.copy_(sources[name])
+        self._unfreezes, self._frozen = unfreezes, frozenset(frozen)
         self._trained = [name for name, value in model.named_parameters() if value.requires_grad]
-        self.apart = {kind: torch.zeros(self.n_weights, dtype=dtype) for kind in states if states_apart}
-        self._buffer_places = _buffer_places(model)
+        self.host_states = {
+            kind: torch.zeros(self.n_weights, dtype=dtype) for kind in states if states_on_host
+        }
+        self._buffer_owners = _buffer_owners(model)
         self.local = self._move_integers(model)
         self.bind(model)
 
     def bind(self, model: nn.Module, weights: str = "weights", buffers: str = "buffers") -> None:
-        """Makes the model use the tensors of that name: its own, or ('ema', 'ema') their averages."""
+        """Make the model use the tensors of these kinds: its own, or ('ema', 'ema') for their averages."""
         for name, parameter in model.named_parameters():
-            parameter.data = self.tensors[f"{weights}/{name}"]
-        for module, key, name in self._buffer_places:
+            own = self.tensors[f"weights/{name}"]
+            parameter.data = self.tensors.get(f"{weights}/{name}", own)
+        for module, key, name in self._buffer_owners:
             local = self.local.get(f"buffers/{name}")
             module._buffers[key] = self.tensors[f"{buffers}/{name}"] if local is None else local
 
     def check_bound(self, model: nn.Module) -> None:
-        """Raises UserError where a module has replaced one of its tensors, which then isn't averaged."""
-        ours = {tensor.data_ptr() for tensor in self.state().values()}
+        """Check that the model still uses the arena's tensors.
+
+        Raises:
+            UserError: A module has replaced a tensor, which trainers would then not average.
+        """
+        current = {tensor.data_ptr() for tensor in self.state().values()}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.numel() and tensor.data_ptr() not in ours:
+            if tensor.numel() and tensor.data_ptr() not in current:
                 raise UserError(
-                    f"the model's {name} has been replaced by another tensor, which trainers can't average: "
-                    "change it in place (copy_, add_)"
+                    f"the model's {name} has been replaced by another tensor, which trainers can't average. "
+                    "Change it in place (copy_, add_)."
                 )
 
     def views(
         self, kind: str, flat: torch.Tensor, names: Iterable[str] | None = None, shift: int = 0
     ) -> dict[str, torch.Tensor]:
-        """'kind/name' of each parameter that is trained: views of `flat`, laid out as the weights.
+        """Return views of `flat` for trained parameters, as 'kind/name', laid out as the weights.
 
-        names: of these only. shift: elements of the arena before the first of `flat`.
+        Args:
+            kind: Prefix of the names.
+            flat: Tensor (n,) whose element 0 is the arena's element `shift`.
+            names: Parameters to include; all trained ones by default.
         """
-        found = {}
+        views = {}
         for name in self._trained if names is None else names:
             start, stop = self.span_of(name)
-            found[f"{kind}/{name}"] = _view(
-                flat[start - shift : stop - shift], self.tensors[f"weights/{name}"]
-            )
-        return found
+            elements = flat[start - shift : stop - shift]
+            views[f"{kind}/{name}"] = _view(elements, self.tensors[f"weights/{name}"])
+        return views
 
     def views_of_all(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors of `flat`, which is laid out as the whole arena, by name."""
+        """Return every tensor of `flat`, which is laid out as the whole arena, by name."""
         return {
             name: _view(flat[start:stop], self.tensors[name]) for name, (start, stop) in self._spans.items()
         }
 
     @property
     def buffers_span(self) -> tuple[int, int]:
-        """The elements [first, last) in which the float buffers and the padding behind them lie."""
-        spans = [span for name, span in self._spans.items() if name.startswith("buffers/")]
+        """Elements [first, last) of the float buffers and the padding behind them."""
+        return self._buffers_without(())
+
+    @property
+    def trained_buffers_span(self) -> tuple[int, int]:
+        """Elements [first, last) of the float buffers that are not frozen at present."""
+        return self._buffers_without(self._frozen)
+
+    def _buffers_without(self, names: Collection[str]) -> tuple[int, int]:
+        buffers = [
+            (name.partition("/")[2], span)
+            for name, span in self._spans.items()
+            if name.startswith("buffers/")
+        ]
+        spans = [span for name, span in buffers if name not in names]
         return (spans[0][0], spans[-1][0] + _padded(spans[-1][1] - spans[-1][0])) if spans else (0, 0)
 
     def span_of(self, parameter_name: str) -> tuple[int, int]:
-        """The elements [start, stop) of the arena in which a parameter lies."""
+        """Return the elements [start, stop) of the arena that hold a parameter."""
         return self._spans[f"weights/{parameter_name}"]
 
     def state_of(self, kind: str, parameter_name: str) -> torch.Tensor:
-        """The view that holds what the optimizer keeps of a parameter, of the parameter's shape."""
-        if kind in self.apart:
-            return self.views(kind, self.apart[kind])[f"{kind}/{parameter_name}"]
+        """Return the view that holds one kind of optimizer state, in the parameter's shape."""
+        if kind in self.host_states:
+            return self.views(kind, self.host_states[kind])[f"{kind}/{parameter_name}"]
         return self.tensors[f"{kind}/{parameter_name}"]
 
+    def unfreeze(self) -> None:
+        """Have the frozen weights and buffers exchanged and averaged from now on."""
+        assert self._unfreezes
+        self.n_frozen, self._frozen = 0, frozenset()
+
+    def spans_to_average(self) -> list[tuple[int, int]]:
+        """Return the elements [first, last) that trained tensors have in the block, padding included.
+
+        The mean of equal numbers may be rounded, so nothing that is frozen may be averaged.
+        """
+        if not (self._unfreezes and self._frozen):
+            return [(self.n_frozen, len(self.flat))]
+        ends: list[tuple[int, int]] = []
+        for name, (start, stop) in self._spans.items():
+            if name.partition("/")[2] in self._frozen:
+                continue
+            last = start + _padded(stop - start)
+            if ends and ends[-1][1] == start:
+                ends[-1] = ends[-1][0], last
+            else:
+                ends.append((start, last))
+        return ends
+
     def move_averages(self, decay: float) -> None:
-        """ema = decay * ema + (1 - decay) * what weights and buffers are now."""
+        """Update the moving averages: ema = decay * ema + (1 - decay) * current value.
+
+        That of an unchanged value keeps its bits.
+        """
         weights, buffers, averages = (self._span(kind) for kind in ("weights", "buffers", "ema"))
+        weights = weights[0 if self._unfreezes else self.n_frozen :]
         averages[: len(weights)].lerp_(weights, 1 - decay)
         averages[len(weights) :].lerp_(buffers, 1 - decay)
 
     def digests(self) -> dict[str, str]:
-        """A digest of each tensor's bytes, which shows every single bit (see `_digest`)."""
+        """Return a digest of each tensor's bytes, in which any differing bit shows."""
         flat = self.flat.cpu().numpy()
-        return {name: _digest(flat[start:stop].view(np.uint8)) for name, (start, stop) in self._spans.items()}
+        return {
+            name: digest_of(flat[start:stop].view(np.uint8)) for name, (start, stop) in self._spans.items()
+        }
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything that a checkpoint holds, by name; views, not copies. Some lie channels last."""
-        apart = [self.views(kind, flat) for kind, flat in self.apart.items()]
-        return {**self.tensors, **{name: view for each in apart for name, view in each.items()}, **self.local}
+        """Return all tensors that a checkpoint holds, by name. They are views; some lie channels last."""
+        on_host: dict[str, torch.Tensor] = {}
+        for kind, flat in self.host_states.items():
+            on_host |= self.views(kind, flat)
+        return {**self.tensors, **on_host, **self.local}
 
-    def copies_outside(self) -> dict[str, torch.Tensor]:
-        """What of the state does not lie in `flat`, copied into host memory."""
-        outside = {name: value for name, value in self.state().items() if name not in self.tensors}
-        return {name: torch.empty_like(value, device="cpu").copy_(value) for name, value in outside.items()}
+    def outside(self) -> dict[str, torch.Tensor]:
+        """Return the checkpoint's tensors that do not lie in `flat`."""
+        return {name: value for name, value in self.state().items() if name not in self.tensors}
 
     def load(self, state: dict[str, torch.Tensor], source: str) -> None:
-        """Copies a checkpoint's tensors in.
+        """Copy a checkpoint's tensors into the arena.
 
-        Raises UserError naming the first that doesn't fit; then nothing is changed.
+        Args:
+            state: Tensors by name.
+            source: The checkpoint's name, for errors.
+
+        Raises:
+            UserError: A tensor is missing, unknown, or of another shape or dtype. Nothing has been changed
+                then.
         """
-        ours = self.state()
-        for name in ours.keys() | state.keys():
+        current = self.state()
+        for name in current.keys() | state.keys():
             if name not in state:
                 raise UserError(f"{source}: is of another model: it has no '{name}'")
-            if name not in ours:
+            if name not in current:
                 raise UserError(f"{source}: is of another model: this one has no '{name}'")
-            if ours[name].shape != state[name].shape or ours[name].dtype != state[name].dtype:
+            own, loaded = current[name], state[name]
+            if own.shape != loaded.shape or own.dtype != loaded.dtype:
                 raise UserError(
-                    f"{source}: is of another model: its '{name}' is {state[name].dtype} "
-                    f"{tuple(state[name].shape)}, this one's is {ours[name].dtype} {tuple(ours[name].shape)}"
+                    f"{source}: is of another model: its '{name}' is {loaded.dtype} {tuple(loaded.shape)}, "
+                    f"this one's is {own.dtype} {tuple(own.shape)}"
                 )
-        for name, tensor in ours.items():
+        for name, tensor in current.items():
             tensor.copy_(state[name])
 
     def _span(self, kind: str) -> torch.Tensor:
-        """All tensors of one kind, and the padding behind them, as one tensor (n,); they are neighbours."""
+        """Return all tensors of one kind and the padding behind them as one tensor (n,)."""
         spans = [span for name, span in self._spans.items() if name.startswith(f"{kind}/")]
         if not spans:
             return self.flat[:0]
@@ -191,8 +277,10 @@ class Arena:
         }
 
 
-def _named_sources(model: nn.Module, states: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor that several modules share appears once, by its first name."""
+def _named_sources(
+    model: nn.Module, states: tuple[str, ...], frozen: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model's tensors by arena name. A shared tensor appears once, by its first name."""
     for name, parameter in model.named_parameters():
         yield f"weights/{name}", parameter.detach()
     for state in states:
@@ -200,27 +288,35 @@ def _named_sources(model: nn.Module, states: tuple[str, ...]) -> Iterator[tuple[
             if parameter.requires_grad:
                 yield f"{state}/{name}", torch.zeros_like(parameter)
     for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() or buffer.is_complex():
+        if (buffer.is_floating_point() or buffer.is_complex()) and name not in frozen:
             yield f"buffers/{name}", buffer
 
 
+def _in_the_end(sources: dict[str, torch.Tensor], frozen: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return the frozen buffers, then the states of frozen weights, which unfreeze later."""
+    later = {name: source for name, source in sources.items() if name.partition("/")[2] in frozen}
+    buffers = {name: source for name, source in later.items() if name.startswith("buffers/")}
+    states = {name: s for name, s in later.items() if not name.startswith(("weights/", "buffers/"))}
+    return {**buffers, **states}
+
+
 def _common_dtype(sources: dict[str, torch.Tensor]) -> torch.dtype:
-    """That of all of them. Raises UserError naming a tensor of another one."""
+    """Return the dtype that all tensors share, or raise a UserError that names the first exception."""
     if not any(name.startswith("weights/") for name in sources):
         raise UserError("the model has no parameters")
     dtype = next(iter(sources.values())).dtype
-    wanted = dtype if dtype in _FLOATS else torch.float32
+    expected = dtype if dtype in _FLOATS else torch.float32
     for name, source in sources.items():
-        if source.dtype != wanted:
+        if source.dtype != expected:
             raise UserError(
-                f"the model's {name} is {source.dtype}, and trainers average {wanted} only: "
-                "convert it where the model is made (precision: bf16 computes in bfloat16 all the same)"
+                f"the model's {name} is {source.dtype}, and trainers average {expected} only. "
+                "Convert it where the model is made (precision: bf16 computes in bfloat16 all the same)."
             )
-    return wanted
+    return expected
 
 
-def _buffer_places(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
-    """Every module that has a buffer, its key there, and the buffer's name (the first, of a shared one)."""
+def _buffer_owners(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
+    """Return (module, key, name) for every registered buffer; a shared buffer has its first name."""
     names = {id(buffer): name for name, buffer in model.named_buffers()}
     return [
         (module, key, names[id(buffer)])
@@ -231,7 +327,7 @@ def _buffer_places(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
 
 
 def _spans(sources: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-    """The elements [start, stop) of the arena that each tensor takes."""
+    """Return the elements [start, stop) of the arena for each tensor."""
     spans, start = {}, 0
     for name, source in sources.items():
         spans[name] = (start, start + source.numel())
@@ -240,7 +336,7 @@ def _spans(sources: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
 
 
 def _view(elements: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`elements`, (n,), in the shape of `source`, channels last in memory where that is, else contiguous."""
+    """Return elements (n,) in the source's shape and memory format (channels last or contiguous)."""
     if source.is_contiguous() or not _is_channels_last(source):
         return elements.view(source.shape)
     outputs, inputs, rows, columns = source.shape
@@ -249,21 +345,6 @@ def _view(elements: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 def _is_channels_last(source: torch.Tensor) -> bool:
     return source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last)
-
-
-def _digest(content: np.ndarray) -> str:
-    """Of bytes, (n,), nearly as fast as memory is read; BLAKE2 of all of them takes ten times as long.
-
-    They are laid out as a table of 64-bit numbers, of which BLAKE2 gets the sums of rows and of columns, and
-    what is left behind the table. A number that differs shows in both sums, two that have changed places in
-    one of them. It is for errors, not for adversaries.
-    """
-    in_table = len(content) // _ROW_BYTES * _ROW_BYTES
-    table = content[:in_table].view(np.uint64).reshape(-1, _ROW_BYTES // 8)
-    digest = hashlib.blake2b(content[in_table:].data, digest_size=8)
-    for axis in (0, 1):
-        digest.update(table.sum(axis).data)
-    return digest.hexdigest()
 
 
 def _padded(n_elements: int) -> int:

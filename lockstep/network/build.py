@@ -1,6 +1,7 @@
-"""Makes the network that `model` names, and knows how it takes its pictures."""
+"""Construction of the network that `model` names, and the form in which it takes images."""
 
 import importlib
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,35 +11,41 @@ from torch import nn
 from lockstep.config import Config
 from lockstep.data.randomness import Purpose, seed_of
 from lockstep.errors import UserError, nearest
+from lockstep.objects import SOURCE, load_object
 
-_USUAL_SIZE = 224  # of torchvision's and timm's networks that don't say
+_USUAL_SIZE = 224  # rows and columns for networks of timm that don't say
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """How a network takes pictures: `size` square, 0 to 255, less `mean`, times `scale`, both for R, G, B.
+    """The images that a network takes: (pixel - mean) * scale for pixels from 0 to 255.
 
-    mean: None is the dataset's mean image.
+    Attributes:
+        size: Rows and columns.
+        mean: For each channel; None is the dataset's mean image.
+        scale: For each channel.
     """
 
-    size: int
+    size: tuple[int, int]
     mean: tuple[float, ...] | None = None
     scale: tuple[float, ...] = (1.0, 1.0, 1.0)
 
 
 def build_model(config: Config, n_classes: int) -> nn.Module:
-    """The network, with the same initial weights in every trainer, channels last.
+    """Return the network, channels last, with the same initial weights in every trainer.
 
-    Raises UserError where it can't be made or does not keep the contract of models/__init__.py.
+    Raises:
+        UserError: The network cannot be constructed, or breaks the contract of models/__init__.py.
     """
     torch.manual_seed(seed_of(Purpose.INITIALISATION, config.seed))
     source, _, name = config.model.rpartition(":")
-    make = {"": _own, "torchvision": _torchvisions, "timm": _timms}.get(source, _anybodys)
+    libraries = {"torchvision": _from_torchvision, "timm": _from_timm}
+    make = {"": _from_models, SOURCE: _from_caller, **libraries}.get(source, _from_module)
     try:
-        model = make(source, name, n_classes, config.model_args)
+        model = make(source, name, n_classes, config)
     except UserError:
         raise
-    except Exception as error:  # it is the user's code, or what the user asked of others' code
+    except Exception as error:  # the user's code, or arguments that a library rejects
         raise UserError(
             f"model {config.model}: can't be made for {n_classes} classes with model_args "
             f"{config.model_args}: {type(error).__name__}: {error}"
@@ -46,113 +53,163 @@ def build_model(config: Config, n_classes: int) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UserError(f"model {config.model}: must make a torch.nn.Module, not {type(model).__name__}")
     _try_out(model, config, n_classes)
-    # As the images lie: faster on tensor cores.
+    # The images are channels last too, which is faster on tensor cores.
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
 def input_spec_of(model: nn.Module, config: Config) -> InputSpec:
-    """What the configuration says, else what the network does. Raises UserError where neither has a size."""
+    """Return the images' form: the configuration's, else the network's own.
+
+    Raises:
+        UserError: Neither gives a size.
+    """
     source, _, name = config.model.rpartition(":")
     if source == "torchvision":
-        theirs = _torchvisions_intake(name)
+        default = _torchvision_spec(name)
     elif source == "timm":
-        theirs = _timms_intake(model)
+        default = _timm_spec(model)
     else:
-        theirs = _own_intake(model, config)
-    scale = theirs.scale if config.scale is None else config.scale
-    return InputSpec(
-        config.input_size or theirs.size,
-        theirs.mean if config.subtract_mean is None else None,
-        scale if isinstance(scale, tuple) else (scale,) * 3,
-    )
+        default = _declared_spec(model, config)
+    n_channels = config.n_channels or 3
+    scale = default.scale if config.scale is None else config.scale
+    scale = scale if isinstance(scale, tuple) else (scale,) * n_channels
+    mean = default.mean if config.subtract_mean is None else None
+    for key, values in (("subtract_mean", mean), ("scale", scale)):
+        if values is not None and len(values) != n_channels:
+            raise UserError(
+                f"model {config.model}: is for images with {len(values)} channels, these have {n_channels}. "
+                f"Set {key} to {n_channels} number(s), or n_channels: {len(values)}."
+            )
+    return InputSpec(sides_of(config.input_size or default.size), mean, scale)
 
 
-def crop_size(model: nn.Module, config: Config, image_shape: tuple[int, ...]) -> int:
-    """Rows and columns that the network takes. Raises UserError where the dataset's pictures are smaller."""
-    size = input_spec_of(model, config).size
-    if size > min(image_shape[:2]):
+def sides_of(size: int | tuple[int, ...]) -> tuple[int, int]:
+    """Return rows and columns of a size, which is square if it is one number."""
+    rows, columns = (size, size) if isinstance(size, int) else size
+    return rows, columns
+
+
+def crop_size(model: nn.Module, config: Config, image_shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the rows and columns of the images that the network takes.
+
+    Raises:
+        UserError: The dataset's images are smaller.
+    """
+    rows, columns = input_spec_of(model, config).size
+    if rows > image_shape[0] or columns > image_shape[1]:
+        where = f"in {config.data_folder}" if config.data is None else "of `data`"
+        larger = f"Make the dataset with --size {max(rows, columns)} or more"
+        larger = larger if config.data is None else f"Set item_size=[{rows}, {columns}] or more"
         raise UserError(
-            f"model {config.model} takes {size} x {size} pictures, those in {config.data_folder} "
-            f"are only {image_shape[0]} x {image_shape[1]}: make the dataset with --size {size} or more"
+            f"model {config.model} takes {rows} x {columns} images, those {where} "
+            f"are only {image_shape[0]} x {image_shape[1]}. {larger}, or "
+            f"set input_size={min(image_shape[:2])} if the network takes that."
         )
-    return size
+    return rows, columns
 
 
-def _own(source: str, name: str, n_classes: int, args: dict[str, Any]) -> Any:
-    return importlib.import_module(f"models.{name}").Model(n_classes, **args)
+def _called(make: Any, n_classes: int, config: Config) -> Any:
+    """Return a network for the images' channels, if `make` has a parameter `n_channels`."""
+    args = dict(config.model_args)
+    if config.n_channels not in (None, 3) and "n_channels" in inspect.signature(make).parameters:
+        args.setdefault("n_channels", config.n_channels)
+    return make(n_classes, **args)
 
 
-def _anybodys(source: str, name: str, n_classes: int, args: dict[str, Any]) -> Any:
+def _from_models(source: str, name: str, n_classes: int, config: Config) -> Any:
+    module = importlib.import_module(f"models.{name}")
+    if not hasattr(module, "Model"):
+        raise UserError(f"model: {module.__file__} has no Model. Give its class or function that name.")
+    return _called(module.Model, n_classes, config)
+
+
+def _from_module(source: str, name: str, n_classes: int, config: Config) -> Any:
     module = importlib.import_module(source)
     if not hasattr(module, name):
         raise UserError(f"model: {source} has no {name}{nearest(name, dir(module))}")
-    return getattr(module, name)(n_classes, **args)
+    return _called(getattr(module, name), n_classes, config)
 
 
-def _torchvisions(source: str, name: str, n_classes: int, args: dict[str, Any]) -> Any:
+def _from_caller(source: str, name: str, n_classes: int, config: Config) -> Any:
+    return _called(load_object("model", name), n_classes, config)
+
+
+def _from_torchvision(source: str, name: str, n_classes: int, config: Config) -> Any:
     from torchvision import models
 
     known = models.list_models(module=models)
     if name not in known:
         raise UserError(f"model: torchvision has no {name}{nearest(name, known)}")
-    return models.get_model(name, num_classes=n_classes, **args)
+    return models.get_model(name, num_classes=n_classes, **config.model_args)
 
 
-def _timms(source: str, name: str, n_classes: int, args: dict[str, Any]) -> Any:
+def _from_timm(source: str, name: str, n_classes: int, config: Config) -> Any:
     import timm
 
     if not timm.is_model(name):
         raise UserError(f"model: timm has no {name}{nearest(name, timm.list_models())}")
-    return timm.create_model(name, num_classes=n_classes, **args)
+    channels = {} if config.n_channels in (None, 3) else {"in_chans": config.n_channels}
+    return timm.create_model(name, num_classes=n_classes, **channels | config.model_args)
 
 
-def _torchvisions_intake(name: str) -> InputSpec:
-    """That of the pretrained weights."""
+def _torchvision_spec(name: str) -> InputSpec:
+    """Return the form of the images that the pretrained weights were trained on."""
     from torchvision import models
 
-    pictures = models.get_model_weights(name).DEFAULT.transforms()
-    return _normalised(pictures.crop_size[0], pictures.mean, pictures.std)
+    transforms = models.get_model_weights(name).DEFAULT.transforms()
+    return _normalised(transforms.crop_size[0], transforms.mean, transforms.std)
 
 
-def _timms_intake(model: nn.Module) -> InputSpec:
+def _timm_spec(model: nn.Module) -> InputSpec:
     config: Any = getattr(model, "pretrained_cfg", {})
     size = config.get("input_size", (3, _USUAL_SIZE, _USUAL_SIZE))[-1]
     return _normalised(size, config.get("mean", (0.5,) * 3), config.get("std", (0.5,) * 3))
 
 
 def _normalised(size: int, mean: Any, std: Any) -> InputSpec:
-    """mean and std: of pixels from 0 to 1."""
-    return InputSpec(size, tuple(255 * value for value in mean), tuple(1 / (255 * value) for value in std))
+    """Return the spec for a mean and a standard deviation of pixels from 0 to 1."""
+    return InputSpec(
+        sides_of(size), tuple(255 * value for value in mean), tuple(1 / (255 * value) for value in std)
+    )
 
 
-def _own_intake(model: nn.Module, config: Config) -> InputSpec:
-    size = getattr(model, "input_size", None)
-    if type(size) is not int and config.input_size is None:
+def _declared_spec(model: nn.Module, config: Config) -> InputSpec:
+    size: Any = getattr(model, "input_size", None)
+    is_size = type(size) is int or (isinstance(size, tuple | list) and [*map(type, size)] == [int, int])
+    if not is_size and config.input_size is None:
         raise UserError(
-            f"model {config.model}: must have a whole number `input_size`, or the configuration must"
+            f"model {config.model}: has no whole number `input_size`, or two for rows and columns. "
+            "Give the class one, or set input_size."
         )
     mean = getattr(model, "input_mean", None)
     scale = getattr(model, "input_scale", 1.0)
-    scale = (scale,) * 3 if isinstance(scale, int | float) else scale
-    for key, values in (("input_mean", mean or (0.0,) * 3), ("input_scale", scale)):
-        if len(values) != 3 or not all(isinstance(value, int | float) for value in values):
+    n_channels = config.n_channels or 3
+    scale = (scale,) * n_channels if isinstance(scale, int | float) else scale
+    lengths = {3} if n_channels == 3 else {1, 2, 3, 4}  # `input_spec_of` compares them with the channels
+    for key, values in (("input_mean", mean or (0.0,) * n_channels), ("input_scale", scale)):
+        if len(values) not in lengths or not all(isinstance(value, int | float) for value in values):
             raise UserError(f"model {config.model}: its {key} must be 3 numbers, for R, G and B: {values}")
-    return InputSpec(size or 0, tuple(mean) if mean else None, tuple(scale))
+    sides = sides_of(size) if is_size else (0, 0)
+    return InputSpec(sides, tuple(mean) if mean else None, tuple(scale))
 
 
 def _try_out(model: nn.Module, config: Config, n_classes: int) -> None:
-    """Raises UserError where the network does not make logits of two pictures."""
-    size = input_spec_of(model, config).size
-    training = model.training
+    """Raise a UserError unless the network returns logits for two images."""
+    rows, columns = input_spec_of(model, config).size
+    n_channels, training = config.n_channels or 3, model.training
     model.eval()
     try:
         with torch.no_grad():
-            logits = model(torch.zeros(2, 3, size, size))
-    except Exception as error:  # as above
+            logits = model(torch.zeros(2, n_channels, rows, columns))
+    except Exception as error:  # the user's code
+        remedy = "Set another input_size" + (", or null." if config.input_size else ".")
+        if n_channels != 3:
+            remedy = f"Images have {n_channels} channel(s): give model_args for that, or set n_channels: 3."
         raise UserError(
-            f"model {config.model}: can't take {size} x {size} pictures: {type(error).__name__}: {error}"
+            f"model {config.model}: can't take {rows} x {columns} images: {type(error).__name__}: {error}. "
+            f"{remedy}"
         ) from error
     if not isinstance(logits, torch.Tensor) or logits.shape != (2, n_classes):
-        found = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        raise UserError(f"model {config.model}: must make logits (2, {n_classes}) of 2 pictures, not {found}")
+        actual = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        raise UserError(f"model {config.model}: must make logits (2, {n_classes}) of 2 images, not {actual}")
     model.train(training)

@@ -1,30 +1,40 @@
-"""Convolutions in other forms that compute the same to rounding (`conv_forms`), with weights as they are.
+"""Convolutions in other forms with the same weights and, up to rounding, the same results (`conv_layout`).
 
-space_to_depth: a convolution with a stride and few channels is one without a stride on blocks of pixels,
-stride by stride, whose channels lie one behind the other; its weights are padded with zeros to whole blocks.
-Pictures may come in blocks already, from a GPU's kernel (blocks.py).
-dense: groups are one convolution, whose weights are zero between groups.
+- `space_to_depth`: a strided convolution of few channels becomes one without a stride on blocks of
+  stride x stride pixels, whose values are channels. Its weights are padded with zeros to whole blocks. A
+  GPU's augmentation kernel can write images in blocks at once (lockstep/kernels/augment.cu); `blocks_for`
+  decides.
+- `dense`: grouped convolutions become one convolution whose weights are zero between groups.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from lockstep.config import Config
-from lockstep.loading.slots import Blocks
-from lockstep.network.working import operand
+from lockstep.loading.slots import BlockLayout
+from lockstep.network.low_precision import OperandLayer, operand
 
-_MOST_CHANNELS = 4  # of pictures, for which libraries' strided convolutions are slow
-_MOST_GROUPS = 4  # a dense form multiplies that many times as much
+_MOST_CHANNELS = 4  # libraries' strided convolutions are slow for images, which have few channels
+_MOST_GROUPS = 4  # the dense form takes this many times the multiplications
+_SIZES = (2, 4)  # block sizes that augment.cu writes
+_BOUND = 1e-2  # relative to the largest output: tf32 products have 10-bit mantissas
 
 
-class Convolution(nn.Conv2d):
-    """nn.Conv2d, with its weights as `operand` gives them. forms: 'space_to_depth', 'dense', both or none."""
+class Convolution(nn.Conv2d, OperandLayer):
+    """An nn.Conv2d in one of the other forms, with its weights in the precision of `operand`.
+
+    Attributes:
+        forms: 'space_to_depth', 'dense', both or none.
+    """
 
     forms: tuple[str, ...] = ()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = operand(self, "weight"), operand(self, "bias")
+    def forward(self, x: torch.Tensor, adds_bias: bool = True) -> torch.Tensor:
+        """Return the convolution; without its bias where the next layer adds it (see ReluMaxPool.behind)."""
+        weight, bias = operand(self, "weight"), operand(self, "bias") if adds_bias else None
         if self.takes_blocks():
             blocks = x if x.shape[1] != self.in_channels else self.stack(x)
             return F.conv2d(blocks, _stack_weight(weight, self.stride[0]), bias)
@@ -35,31 +45,35 @@ class Convolution(nn.Conv2d):
         return plain
 
     def takes_blocks(self) -> bool:
-        """Whether it computes by space-to-depth, which is for it."""
+        """Return whether this layer computes by space-to-depth."""
         return "space_to_depth" in self.forms and _has_blocks(self)
 
     def is_dense(self) -> bool:
-        """Whether it computes its groups as one convolution."""
+        """Return whether this layer computes its groups as one convolution."""
         return "dense" in self.forms and 1 < self.groups <= _MOST_GROUPS and self.padding_mode == "zeros"
 
     def stack(self, x: torch.Tensor) -> torch.Tensor:
-        """Pictures (n, channel, row, column) in blocks: what no window reaches goes, below zero; what whole
-        blocks need comes."""
+        """Return images (n, channel, row, column) in blocks.
+
+        Pixels that no window reaches are cut off; missing pixels of whole blocks are zero.
+        """
         window, stride, behind = self.kernel_size[0], self.stride[0], []
         for length, pad in zip(reversed(x.shape[2:]), reversed(_padding(self)), strict=True):
             behind += [pad, stride * _count(length, window, stride, pad) - length - pad]
         return _stack(F.pad(x, behind), stride)
 
-    def blocks_of(self, size: int) -> Blocks | None:
-        """Those of pictures with `size` rows and columns; None where padding differs in both directions."""
+    def blocks_of(self, size: int) -> BlockLayout | None:
+        """Return the blocks of images with `size` rows and columns, or None where the two paddings differ."""
         (pad, other), stride = _padding(self), self.stride[0]
-        return Blocks(stride, pad, _count(size, self.kernel_size[0], stride, pad)) if pad == other else None
+        return (
+            BlockLayout(stride, pad, _count(size, self.kernel_size[0], stride, pad)) if pad == other else None
+        )
 
 
 def install(model: nn.Module, config: Config) -> None:
-    """Makes every nn.Conv2d of the model one of ours: the same module, with another way forward."""
+    """Make every nn.Conv2d of the model a `Convolution`, in place."""
     both = ("space_to_depth", "dense")
-    forms = {"plain": (), "all": both}.get(config.conv_forms, (config.conv_forms,))
+    forms = {"plain": (), "all": both}.get(config.conv_layout, (config.conv_layout,))
     for module in model.modules():
         if type(module) is nn.Conv2d:
             module.__class__ = Convolution
@@ -67,7 +81,7 @@ def install(model: nn.Module, config: Config) -> None:
 
 
 def _has_blocks(layer: nn.Conv2d) -> bool:
-    """Whether space-to-depth is for it: square, with a stride, of few channels."""
+    """Return whether space-to-depth applies: square, with a stride, of few channels."""
     square = len({*layer.kernel_size}) == len({*layer.stride}) == 1 and layer.dilation == (1, 1)
     plain = layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     few = layer.in_channels <= _MOST_CHANNELS
@@ -75,25 +89,25 @@ def _has_blocks(layer: nn.Conv2d) -> bool:
 
 
 def _padding(layer: nn.Conv2d) -> tuple[int, int]:
-    """Rows and columns of zeros on each side."""
+    """Return the rows and columns of zeros on each side."""
     assert not isinstance(layer.padding, str)
     rows, columns = layer.padding
     return rows, columns
 
 
 def _count(length: int, window: int, stride: int, pad: int) -> int:
-    """Blocks in a direction that windows reach."""
+    """Return the number of blocks that windows reach in one direction."""
     return (length + 2 * pad - window) // stride + -(-window // stride)
 
 
 def _stack_weight(weight: torch.Tensor, stride: int) -> torch.Tensor:
-    """weight: (out, channel, size, size), of which what is missing to whole blocks is zero."""
+    """Return a weight (out, channel, size, size) in blocks, padded with zeros to whole blocks."""
     missing = -weight.shape[2] % stride
     return _stack(F.pad(weight, (0, missing, 0, missing)), stride)
 
 
 def _stack(x: torch.Tensor, stride: int) -> torch.Tensor:
-    """(n, channel, row, column) to (n, number in block, row of block, column of block), channels last."""
+    """Return (n, channel, row, column) as (n, value in block, block row, block column), channels last."""
     n, channels, rows, columns = x.shape
     parts = x.permute(0, 2, 3, 1).reshape(n, rows // stride, stride, columns // stride, stride, channels)
     shape = n, rows // stride, columns // stride, stride * stride * channels
@@ -102,7 +116,7 @@ def _stack(x: torch.Tensor, stride: int) -> torch.Tensor:
 
 
 def _fill(weight: torch.Tensor, groups: int) -> torch.Tensor:
-    """(out, in / groups, row, column) to (out, in, row, column): each group's own inputs, zeros elsewhere."""
+    """Return (out, in / groups, row, column) as (out, in, row, column), zero outside each group's inputs."""
     inputs = weight.shape[1]
     parts = weight.chunk(groups)
     filled = [
@@ -110,3 +124,54 @@ def _fill(weight: torch.Tensor, groups: int) -> torch.Tensor:
         for number, part in enumerate(parts)
     ]
     return torch.cat(filled).contiguous(memory_format=torch.channels_last)
+
+
+@torch.no_grad()
+def blocks_for(model: nn.Module, size: int, like: torch.Tensor) -> tuple[BlockLayout | None, str]:
+    """Find out whether the model accepts images of `size` rows and columns in blocks.
+
+    The check runs two images. Exactly one convolution by space-to-depth must receive the images unchanged,
+    and the outputs for their blocks must be the same.
+
+    Args:
+        like: A tensor of the images' dtype and device.
+
+    Returns:
+        The blocks, or None and the reason.
+    """
+    training, random = model.training, torch.Generator().manual_seed(0)
+    images = torch.randn((2, 3, size, size), generator=random).to(like)
+    model.eval()
+    try:
+        expected, layers = _outputs(model, images)
+        if len(layers) != 1:
+            return None, "no single convolution by space-to-depth takes the images as they come"
+        blocks = layers[0].blocks_of(size)
+        if blocks is None or blocks.size not in _SIZES:
+            sizes = " or ".join(map(str, _SIZES))
+            return None, f"the kernel makes blocks of {sizes} pixels, padded alike in both directions"
+        try:
+            outputs = model(layers[0].stack(images))
+        except Exception:  # the user's code may do anything with the images
+            outputs = torch.full_like(expected, torch.nan)
+        if not (outputs - expected).abs().max() <= _BOUND * expected.abs().max():
+            return None, "the network does more with its images than convolve them"
+        return blocks, ""
+    finally:
+        model.train(training)
+
+
+def _outputs(model: nn.Module, images: torch.Tensor) -> tuple[torch.Tensor, list[Convolution]]:
+    """Return the model's outputs, and the space-to-depth convolutions that received the images themselves."""
+    layers: list[Convolution] = []
+
+    def look(layer: Any, arguments: tuple[Any, ...]) -> None:
+        if arguments[0] is images:
+            layers.append(layer)
+
+    able = [each for each in model.modules() if isinstance(each, Convolution) and each.takes_blocks()]
+    handles = [layer.register_forward_pre_hook(look) for layer in able]
+    outputs: torch.Tensor = model(images)
+    for handle in handles:
+        handle.remove()
+    return outputs, layers

@@ -1,8 +1,9 @@
-"""Gradients of fully connected layers as factors: what went in, and what errors came back.
+"""Gradients of fully connected layers as two factors: the layer's inputs and its output errors (`factors`).
 
 The gradient of a weight (out, in) is errors^T inputs, a product of (n, out) and (n, in). Where a minibatch is
-small beside the weight, these are too. So trainers show each other factors, and each makes the rows of the
-product that it updates. Poseidon (Zhang et al. 2017, arXiv 1706.03292) has every trainer make all rows.
+small beside the weight, the factors are smaller than the gradient. So trainers share factors, and each
+computes the rows of the product that it updates. In Poseidon (Zhang et al. 2017, arXiv 1706.03292) every
+trainer computes all rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,15 +20,18 @@ from lockstep.errors import UserError
 from lockstep.exchange import ALIGNMENT, Span
 from lockstep.exchange.transport import Transport
 from lockstep.memory import Block, Memory
-from lockstep.network import precision
+from lockstep.network import low_precision
 from lockstep.network.arena import Arena
 
 
 @dataclass(frozen=True)
 class FactoredLayer:
-    """name: of a weight, (n_outputs, n_inputs). n_rows: of a trainer's factors in a step, at most.
+    """A fully connected layer whose gradient is exchanged as factors.
 
-    dtype: of its products in training, which autocast may have lowered.
+    Attributes:
+        name: Name of its weight (n_outputs, n_inputs).
+        n_rows: Most rows of one trainer's factors in a step.
+        dtype: Type of its products in training, which autocast may have lowered.
     """
 
     name: str
@@ -37,17 +41,20 @@ class FactoredLayer:
     dtype: torch.dtype
 
 
-def factored_layers(model: nn.Module, config: Config, size: int) -> list[FactoredLayer]:
-    """Layers whose factors, those of all trainers, are smaller than their weight; none without `factors`.
+def factored_layers(model: nn.Module, config: Config, size: tuple[int, int]) -> list[FactoredLayer]:
+    """Return the layers whose factors, summed over all trainers, are smaller than their weight.
 
-    size: rows and columns of the model's pictures. Layers that share a weight, that are used several times or
-    not for each picture by itself, and those that are not trained keep their gradients.
+    Empty unless `factors` is set. Layers keep their gradients if they share a weight, run several times, see
+    several rows of one image, or are frozen.
+
+    Args:
+        size: Rows and columns of the model's images.
     """
     if not config.factors:
         return []
     names = {id(value): name for name, value in model.named_parameters() if value.requires_grad}
     n_uses = [value for _, value in model.named_parameters(remove_duplicate=False)]
-    found = []
+    layers = []
     for module, calls in _try_out(model, config, size).items():
         n_outputs, n_inputs = module.weight.shape
         name, n_rows = names.get(id(module.weight)), sum(n for n, _ in calls)
@@ -56,39 +63,43 @@ def factored_layers(model: nn.Module, config: Config, size: int) -> list[Factore
             continue
         n_rows = n_rows // _N_TRIED * config.batch_size * config.accumulate
         if _pays(config, n_rows, n_inputs, n_outputs):
-            found.append(FactoredLayer(name, n_outputs, n_inputs, n_rows, calls[0][1]))
-    return found
+            layers.append(FactoredLayer(name, n_outputs, n_inputs, n_rows, calls[0][1]))
+    return layers
 
 
 def _pays(config: Config, n_rows: int, n_inputs: int, n_outputs: int) -> bool:
-    """Whether factors of n_rows a trainer are smaller than what else would go: the gradient, which between
-    hosts goes out and comes back, all but the part of one of them."""
+    """Return whether factors of n_rows per trainer are smaller than the gradient.
+
+    Between hosts, a gradient is sent and received, except for the part of one host.
+    """
     of_host = len(config.devices) * n_rows * (n_inputs + n_outputs)
-    if config.hosts > 1:
-        return of_host < 2 * n_inputs * n_outputs / config.hosts
+    if config.n_hosts > 1:
+        return of_host < 2 * n_inputs * n_outputs / config.n_hosts
     return of_host < n_inputs * n_outputs
 
 
-_N_TRIED = 2  # pictures; of one, norms would have no variance
+_N_TRIED = 2  # images; normalisation of a single one would have no variance
 
 
-def _try_out(model: nn.Module, config: Config, size: int) -> dict[nn.Linear, list[tuple[int, torch.dtype]]]:
-    """Fully connected layers that training two pictures uses: rows and type of what each call gives."""
+def _try_out(
+    model: nn.Module, config: Config, size: tuple[int, int]
+) -> dict[nn.Linear, list[tuple[int, torch.dtype]]]:
+    """Return the fully connected layers that training runs: rows and dtype of each call's output."""
     calls: dict[nn.Linear, list[tuple[int, torch.dtype]]] = {}
 
-    def note(module: nn.Linear, given: Any, made: torch.Tensor) -> None:
-        calls.setdefault(module, []).append((made.numel() // made.shape[-1], made.dtype))
+    def record(module: nn.Linear, inputs: Any, output: torch.Tensor) -> None:
+        calls.setdefault(module, []).append((output.numel() // output.shape[-1], output.dtype))
 
     dtype, training = next(model.parameters()).dtype, model.training
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with ExitStack() as stack:
         for module in model.modules():
             if type(module) is nn.Linear:
-                stack.callback(module.register_forward_hook(note).remove)
+                stack.callback(module.register_forward_hook(record).remove)
         for context in (torch.no_grad(), torch.random.fork_rng([])):
             stack.enter_context(context)
-        stack.enter_context(precision.autocast(config, torch.device("cpu")))
-        model.train()(torch.zeros(_N_TRIED, 3, size, size, dtype=dtype))
+        stack.enter_context(low_precision.autocast(config, torch.device("cpu")))
+        model.train()(torch.zeros(_N_TRIED, config.n_channels or 3, *size, dtype=dtype))
     model.train(training)
     for buffer, before in buffers:
         buffer.copy_(before)
@@ -96,19 +107,22 @@ def _try_out(model: nn.Module, config: Config, size: int) -> dict[nn.Linear, lis
 
 
 @dataclass(frozen=True)
-class _Product:
-    """Rows of a layer's gradient that cover a span, and where they are made: (rows, in)."""
+class _GradientRows:
+    """The rows of a layer's gradient that cover a span, and the memory (rows, in) for them."""
 
     number: int
     rows: slice
-    made: torch.Tensor
+    out: torch.Tensor
 
 
 class Factors:
-    """table: the factors of all trainers: (local rank, host, n). This one writes its own.
+    """The factors of all trainers, in one shared table.
 
-    spans: of the arena, the weights that they are for. Where a trainer has had fewer pictures than it may,
-    its factors end with zeros.
+    Where a trainer has had fewer images than the maximum, its factors end with zeros.
+
+    Attributes:
+        table: (local rank, host, n). Each trainer writes its own factors.
+        spans: Spans of the arena that hold the layers' weights.
     """
 
     def __init__(self, layers: Sequence[FactoredLayer], arena: Arena, memory: Memory, world: World) -> None:
@@ -122,7 +136,7 @@ class Factors:
         self._of_ranks = [_views(row, layers) for host in self.table.unbind(1) for row in host]
         self._own = self._of_ranks[world.rank]
         self._of_all: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._products: dict[Span, _Product] = {}
+        self._products: dict[Span, _GradientRows] = {}
         self.spans = [arena.span_of(layer.name) for layer in layers]
         self.clear()
 
@@ -130,9 +144,10 @@ class Factors:
         return name in self._numbers
 
     def add(self, name: str, errors: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Adds rows, (n, out) and (n, in), to this trainer's factors of a weight.
+        """Append rows (n, out) and (n, in) to this trainer's factors of a weight.
 
-        Raises UserError where there are more than were to be expected.
+        Raises:
+            UserError: There are more rows than the trial before training has shown.
         """
         number = self._numbers[name]
         first, most = self._n_filled[number], self.layers[number].n_rows
@@ -140,26 +155,28 @@ class Factors:
         if last > most:
             raise UserError(
                 f"factors: {name} has had {last} rows in a step, and {most} at most when it was tried out: "
-                "the network does not use it alike in every pass; set factors: false"
+                "the network does not use it alike in every pass. Set factors: false."
             )
-        for kept, new in zip(self._own[number], (errors, inputs), strict=True):
-            kept[first:last].copy_(new)
+        for own, rows in zip(self._own[number], (errors, inputs), strict=True):
+            own[first:last].copy_(rows)
         self._n_filled[number] = last
 
     def complete(self) -> None:
-        """At the end of backward: what is not filled becomes zero."""
+        """Zero the unused rows at the end of backward."""
         for views, n_filled in zip(self._own, self._n_filled, strict=True):
             for view in views:
                 view[n_filled:].zero_()
 
     def clear(self) -> None:
-        """The next factors replace these."""
+        """Start a new step, whose factors replace these."""
         self._n_filled = [0] * len(self.layers)
 
     def plan(self, transport: Transport, keep: bool) -> list[Span]:
-        """Pieces of what this trainer updates, whose gradients `make` will be asked for.
+        """Return the pieces of this trainer's shards; `make` computes their gradients one at a time.
 
-        keep: the gradients of all pieces are there at once, for norms; else each takes the place of the last.
+        Args:
+            keep: Gives each piece memory of its own, so that all gradients exist at once, as norms need.
+                Otherwise each gradient replaces the last one.
         """
         spans, first = {}, 0
         for number, layer in enumerate(self.layers):
@@ -167,54 +184,51 @@ class Factors:
                 n_elements = (rows.stop - rows.start) * layer.n_inputs
                 spans[span] = number, rows, first, n_elements
                 first += n_elements if keep else 0
-        n_room = max((first + n_elements for _, _, first, n_elements in spans.values()), default=0)
-        room = self._arena.flat.new_empty(n_room)
+        n_most = max((first + n_elements for _, _, first, n_elements in spans.values()), default=0)
+        memory = self._arena.flat.new_empty(n_most)
         for span, (number, rows, first, n_elements) in spans.items():
-            made = room[first : first + n_elements].view(-1, self.layers[number].n_inputs)
-            self._products[span] = _Product(number, rows, made)
+            out = memory[first : first + n_elements].view(-1, self.layers[number].n_inputs)
+            self._products[span] = _GradientRows(number, rows, out)
         return list(spans)
 
-    def place(self, span: Span) -> torch.Tensor:
-        """Where `make` leaves the gradient of a piece: (n,)."""
+    def gradient_of(self, span: Span) -> torch.Tensor:
+        """Return the memory (n,) into which `make` writes the gradient of a piece."""
         product = self._products[span]
-        first = (
-            span[0]
-            - self.spans[product.number][0]
-            - product.rows.start * self.layers[product.number].n_inputs
-        )
-        return product.made.view(-1)[first : first + span[1] - span[0]]
+        begin = product.rows.start * self.layers[product.number].n_inputs
+        first = span[0] - self.spans[product.number][0] - begin
+        return product.out.view(-1)[first : first + span[1] - span[0]]
 
     def collect(self) -> None:
-        """When the rows of all trainers are in the table: puts them together, in rank order."""
+        """Concatenate the rows of all trainers in rank order, once they are in the table."""
         self._of_all = []
         for layer, *of_ranks in zip(self.layers, *self._of_ranks, strict=True):
             errors, inputs = (torch.cat(views).to(layer.dtype) for views in zip(*of_ranks, strict=True))
             self._of_all.append((errors, inputs))
 
     def make(self, span: Span) -> None:
-        """The gradient of a piece, the mean of all trainers'."""
+        """Compute the gradient of a piece: the mean of all trainers'."""
         product = self._products[span]
         errors, inputs = self._of_all[product.number]
         columns, share = errors[:, product.rows].t(), 1 / self._size
-        if errors.dtype == product.made.dtype:
-            torch.addmm(product.made, columns, inputs, beta=0, alpha=share, out=product.made)
+        if errors.dtype == product.out.dtype:
+            torch.addmm(product.out, columns, inputs, beta=0, alpha=share, out=product.out)
         else:
-            product.made.copy_(columns @ inputs).mul_(share)
+            product.out.copy_(columns @ inputs).mul_(share)
 
 
 def _views(row: torch.Tensor, layers: Sequence[FactoredLayer]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each layer, errors (rows, out) and inputs (rows, in)."""
-    found, first = [], 0
+    """Return views of a trainer's row: errors (rows, out) and inputs (rows, in) of each layer."""
+    views, first = [], 0
     for layer in layers:
         middle = first + layer.n_rows * layer.n_outputs
         last = middle + layer.n_rows * layer.n_inputs
-        found.append((row[first:middle].view(layer.n_rows, -1), row[middle:last].view(layer.n_rows, -1)))
+        views.append((row[first:middle].view(layer.n_rows, -1), row[middle:last].view(layer.n_rows, -1)))
         first = last
-    return found
+    return views
 
 
 def _pieces(layer: FactoredLayer, span: Span, transport: Transport) -> Iterator[tuple[Span, slice]]:
-    """This rank's shard of a weight, cut between rows, and the rows that cover each piece."""
+    """Yield the pieces of this rank's shard of a weight, cut between rows, and the rows that cover each."""
     first, last = transport.shard(span)
     n_rows = max(1, transport.chunk // layer.n_inputs) if transport.chunk else layer.n_outputs
     while first < last:

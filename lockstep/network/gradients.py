@@ -1,71 +1,88 @@
-"""Gradients in a shared block laid out as the weights, for rules that exchange them.
+"""Gradients in a shared block laid out as the weights, for rules that exchange gradients.
 
-Backward leaves nothing in memory of autograd's own: fully connected layers write theirs into the block
-(linear.py), and what autograd makes of the other parameters is copied there at once and let go of. Of some
-fully connected layers there are factors instead (factors.py).
+After backward no gradient is left in autograd's own memory. Fully connected layers write theirs into the
+block (`InPlaceLinear`); the gradients of other parameters are copied there as soon as autograd has them. Some
+fully connected layers have factors instead (factors.py).
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.exchange import ALIGNMENT, Span
 from lockstep.memory import Block, Memory
-from lockstep.network import linear
 from lockstep.network.arena import Arena
 from lockstep.network.factors import Factors
+from lockstep.network.low_precision import Linear, operand
 
-_BUCKET = 1 << 22  # elements at least, 16 MB of float32; not measured on GPUs
+_BUCKET = 1 << 22  # least elements of a bucket: 16 MB of float32; not measured on GPUs
 
 
 class Gradients:
-    """flat: (n,), laid out as the arena's weights and buffers but for the leading ones, which have factors.
+    """The gradients of a step and, behind them, a copy of the float buffers, which are averaged with them.
 
-    It is zero at first, and padding stays zero. Behind the gradients the trainer's buffers have a place, for
-    they are averaged with them. shift: what the elements of the arena have before those of `flat`.
-    buckets: consecutive spans of the arena, those first whose gradients backward finds first.
-    when_full: called in backward with the number of a bucket when nothing is to come into it any more.
+    Attributes:
+        flat: (n,), laid out as the arena's weights and buffers without the leading weights, which have
+            factors. Zero at first; padding stays zero.
+        further: More such tensors behind `flat`, for partial sums of logical ranks.
+        whole: All of them, as one tensor.
+        shift: Element of the arena at which `flat` begins.
+        all_buckets: Consecutive spans of the arena, in the order in which backward completes them. One begins
+            where the frozen weights end.
+        when_full: Called in backward with the number of each bucket that is complete, or None.
+        filled: Parameters that have a gradient since the last `clear`.
     """
 
     def __init__(
-        self, model: nn.Module, arena: Arena, memory: Memory, factors: Factors | None = None
+        self, model: nn.Module, arena: Arena, memory: Memory, factors: Factors | None = None, n_sums: int = 1
     ) -> None:
         self._arena, self.factors, self.shift = arena, factors, arena.n_leading
         dtype, n_elements = arena.flat.dtype, max(arena.n_exchanged - self.shift, ALIGNMENT)
-        self.block: Block = memory.allocate(n_elements * dtype.itemsize, "gradients")
-        self.flat = self.block.tensor(dtype, (n_elements,))
+        what = "gradients" if n_sums == 1 else f"{n_sums} partial sums of gradients: see shares"
+        self.block: Block = memory.allocate(n_sums * n_elements * dtype.itemsize, what)
+        self.whole = self.block.tensor(dtype, (n_sums * n_elements,))
+        self.flat = self.whole[:n_elements]
+        self.further = list(torch.split(self.whole, n_elements))[1:]
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self._names = {value: name for name, value in self.trained.items() if factors and name in factors}
         plain = {name: value for name, value in self.trained.items() if value not in self._names}
         views = arena.views("gradients", self.flat, plain, self.shift)
         self._views = {value: views[f"gradients/{name}"] for name, value in plain.items()}
         spans = {value: arena.span_of(name) for name, value in plain.items()}
-        self.buckets = _buckets(sorted(spans.values()), (self.shift, arena.n_exchanged))
+        whole = self.shift, arena.n_exchanged
+        self.all_buckets = _buckets(sorted(spans.values()), whole, arena.n_frozen)
         self._members = [
             {value for value, (start, _) in spans.items() if first <= start < last}
-            for first, last in self.buckets
+            for first, last in self.all_buckets
         ]
         self.when_full: Callable[[int], None] | None = None
-        self.filled: set[nn.Parameter] = set()  # since the last `clear`
-        self._full: set[int] = set()  # buckets
+        self.filled: set[nn.Parameter] = set()
+        self._full: set[int] = set()  # numbers of buckets
         self._is_complete = False
-        self._missing = [set(members) for members in self._members]  # in buckets, since `begin_backward`
-        linear.install(model, self)
+        self._missing = [set(members) for members in self._members]  # of each bucket, in this backward pass
+        _write_in_place(model, self)
         for parameter in self.trained.values():
-            take = self._take if parameter in self._views else self._refuse
-            parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+            hook = self._collect if parameter in self._views else self._refuse
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @property
+    def buckets(self) -> list[Span]:
+        """The buckets without those of weights that are frozen at present."""
+        return [bucket for bucket in self.all_buckets if bucket[0] >= self._arena.n_frozen]
 
     def of(self, span: Span) -> torch.Tensor:
-        """The gradient of a piece of the arena, (n,). Of what has factors, a piece that was planned."""
+        """Return the gradient (n,) of a piece of the arena; with factors, of a planned piece."""
         if span[0] < self.shift:
             assert self.factors
-            return self.factors.place(span)
+            return self.factors.gradient_of(span)
         return self.flat[span[0] - self.shift : span[1] - self.shift]
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Adds to the gradient of a parameter; the first since `clear` replaces what was there."""
+        """Add to the gradient of a parameter; the first since `clear` replaces the old one."""
         view = self._views[parameter]
         if parameter in self.filled:
             view.add_(gradient)
@@ -74,7 +91,7 @@ class Gradients:
             self.filled.add(parameter)
 
     def add_product(self, weight: nn.Parameter, errors: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Adds errors^T inputs, (n, out) and (n, in), to the gradient of a weight (out, in)."""
+        """Add errors^T inputs, (n, out) and (n, in), to the gradient of a weight (out, in)."""
         if self.factors and weight in self._names:
             self.factors.add(self._names[weight], errors, inputs)
             return
@@ -88,12 +105,12 @@ class Gradients:
             self.filled.add(weight)
 
     def begin_backward(self) -> None:
-        """Before one of the backward passes of a step: no bucket is full before it has passed it again."""
+        """Start a backward pass of the step: each bucket must be completed again before it is reported."""
         self._missing = [set(members) for members in self._members]
         self._full.clear()
 
     def complete(self) -> None:
-        """At the end of backward: a parameter without a gradient has one of zeros; buffers come in."""
+        """Finish the step's backward passes: missing gradients become zeros, and buffers are copied in."""
         if self._is_complete:
             return
         self._is_complete = True
@@ -102,21 +119,22 @@ class Gradients:
                 view.zero_()
         if self.factors:
             self.factors.complete()
-        for number in range(len(self.buckets)):
+        for number in range(len(self.all_buckets)):
             if number not in self._full:
                 self._fill(number)
 
     def clear(self) -> None:
-        """The next gradients replace these."""
+        """Start a new step, whose gradients replace these."""
         self._is_complete = False
         self.filled.clear()
         if self.factors:
             self.factors.clear()
         self._full.clear()
 
-    def _take(self, parameter: torch.Tensor) -> None:
+    def _collect(self, parameter: torch.Tensor) -> None:
+        """Move the gradient that autograd has computed into the block, and report full buckets."""
         assert isinstance(parameter, nn.Parameter)
-        if parameter.grad is not None:  # of a weight whose gradient is made in its place autograd has none
+        if parameter.grad is not None:  # autograd has no gradient of the weight of an InPlaceLinear
             self.add(parameter, parameter.grad)
             parameter.grad = None
         if self.when_full and parameter in self.filled:
@@ -127,17 +145,17 @@ class Gradients:
                         self._fill(number)
 
     def _refuse(self, parameter: torch.Tensor) -> None:
-        """Raises UserError where autograd has a gradient of a weight that has factors."""
+        """Raise a UserError if autograd has a gradient of a weight that has factors."""
         if parameter.grad is not None:
             assert isinstance(parameter, nn.Parameter)
             name = self._names[parameter]
             raise UserError(
                 f"factors: {name} is used by more than its own layer, which the trial before training could "
-                "not show: set factors: false"
+                "not show. Set factors: false."
             )
 
     def _fill(self, number: int) -> None:
-        """Nothing is to come into a bucket; the first has the buffers, which forward has changed."""
+        """Mark a bucket as full; the first bucket gets the buffers, which forward has changed."""
         if number == 0:
             first, last = self._arena.buffers_span
             if first < last:
@@ -147,11 +165,53 @@ class Gradients:
             self.when_full(number)
 
 
-def _buckets(parameters: list[Span], whole: Span) -> list[Span]:
-    """Cuts `whole`, in which parameters lie and buffers behind them, before parameters, from the last on."""
-    found, last = [], whole[1]
-    for first, _ in reversed(parameters):
-        if last - first >= _BUCKET and first > whole[0]:
-            found.append((first, last))
+def _buckets(parameters: list[Span], whole: Span, cut: int) -> list[Span]:
+    """Cut the span `whole` into buckets at the beginnings of parameters and at `cut`, last bucket first."""
+    buckets, last = [], whole[1]
+    for first in sorted({cut, *(first for first, _ in parameters)}, reverse=True):
+        if (last - first >= _BUCKET or first == cut) and first > whole[0]:
+            buckets.append((first, last))
             last = first
-    return [*found, (whole[0], last)]
+    return [*buckets, (whole[0], last)]
+
+
+class InPlaceLinear(Linear):
+    """A `Linear` whose weight's gradient goes to `gradients` in training, not to autograd."""
+
+    gradients: Gradients
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+            return super().forward(x)
+        y: torch.Tensor = _LinearFunction.apply(x, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _LinearFunction(torch.autograd.Function):
+    """x W^T + b for x (..., in), W (out, in), b (out,) or None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, layer: InPlaceLinear
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.gradients, ctx.operand = weight, layer.gradients, operand(layer, "weight")
+        return F.linear(x, ctx.operand, operand(layer, "bias"))
+
+    @staticmethod
+    def backward(ctx: Any, *errors: torch.Tensor) -> Any:
+        """Compute gradients in the precision of the forward products, which autocast may have lowered."""
+        (x,), (error,) = ctx.saved_tensors, errors
+        rows, inputs = error.flatten(0, -2), x.to(error.dtype).flatten(0, -2)
+        ctx.gradients.add_product(ctx.weight, rows, inputs)
+        needs_x, _, needs_bias, _ = ctx.needs_input_grad
+        to_x = (error @ ctx.operand.to(error.dtype)).to(x.dtype) if needs_x else None
+        return to_x, None, rows.sum(0) if needs_bias else None, None
+
+
+def _write_in_place(model: nn.Module, gradients: Gradients) -> None:
+    """Make every nn.Linear and `Linear` of the model an `InPlaceLinear`, in place."""
+    for module in model.modules():
+        if type(module) in (nn.Linear, Linear):
+            module.__class__ = InPlaceLinear
+            module.gradients = gradients  # type: ignore[assignment]

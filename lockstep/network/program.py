@@ -1,95 +1,161 @@
-"""What a trainer runs: state in an arena, and what is done with a batch.
+"""The interface of what a trainer runs: state in an arena, and what is done with a batch.
 
-Replica is the one for torch networks.
+`Replica` implements it for torch networks.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from lockstep.comm.messages import Order
 from lockstep.errors import UserError
 from lockstep.exchange import Span
 from lockstep.exchange.transport import Transport
 from lockstep.loading import Batch
-from lockstep.loading.slots import Blocks
+from lockstep.loading.slots import BlockLayout
 from lockstep.memory import Memory
 from lockstep.network.arena import Arena
 from lockstep.network.gradients import Gradients
+from lockstep.network.optimizer import Updater
 from lockstep.network.recorder import Recorder
 from lockstep.network.sharded import ShardedUpdater
-from lockstep.network.updater import Updater
 
 
 class Program(ABC):
-    """A trainer asks nothing else of what it trains; another engine can stand here.
+    """All that a trainer needs from the network that it trains; another engine can implement it.
 
-    model: the network. arena: everything that trainers exchange and checkpoints hold. optimizer: takes steps
-    on it. crop_size: rows and columns of the pictures that it takes. mean: what it wants subtracted from R, G
-    and B, or None: the dataset's mean. blocks: in which a GPU's kernel is to make its pictures, or None.
-    device: where batches have to be. ways: which way its parts are computed, by name, in words. tell: called
-    with what a user should know of how it trains; 'NAME: ...' is news of one of the ways.
+    Attributes:
+        model: The network.
+        arena: Everything that trainers exchange and checkpoints hold.
+        optimizer: Takes steps on the arena.
+        crop_size: Rows and columns of the images that the network takes.
+        mean: Subtracted from each channel; None is the dataset's mean image.
+        blocks: Blocks in which a GPU's kernel writes the images, or None.
+        device: The device on which batches must be.
+        implementations: How each part is computed, by name, in a few words.
+        tell: Called with messages for the user; 'NAME: ...' updates the implementation of that name.
     """
 
     model: nn.Module
     arena: Arena
     optimizer: Updater | ShardedUpdater
-    crop_size: int
+    crop_size: tuple[int, int]
     mean: tuple[float, ...] | None
-    blocks: Blocks | None = None
+    blocks: BlockLayout | None = None
     device: torch.device
-    ways: Mapping[str, str] = MappingProxyType({})
+    implementations: Mapping[str, str] = MappingProxyType({})
     tell: Callable[[str], object] = staticmethod(lambda text: None)
 
     @abstractmethod
-    def load(self, tensors: Path) -> dict[str, torch.Tensor]:
-        """Takes a checkpoint's state. Returns what in it is a rule's (lockstep/sync).
+    def load(self, tensors: dict[str, torch.Tensor], source: str) -> dict[str, torch.Tensor]:
+        """Load a checkpoint's tensors. Return those that belong to a rule (lockstep/sync).
 
-        Raises UserError where it is broken or of another network.
+        Args:
+            tensors: By name.
+            source: The checkpoint's name, for errors.
+
+        Raises:
+            UserError: The checkpoint is of another network.
         """
 
     @abstractmethod
     def shard_updates(
         self, memory: Memory, transport: Transport
     ) -> tuple[Gradients, ShardedUpdater, list[Span]]:
-        """From now on backward leaves gradients in a block, and `optimizer` steps on this rank's shards.
+        """Have backward leave gradients in a block, and `optimizer` step on this rank's shards only.
 
-        transport: over the arenas of all trainers. Returns also the pieces of those shards that the optimizer
-        will be asked to step on. To be called once, before training, where the arena was made with
-        states_apart.
+        To be called once, before training, on an arena that was made with states_on_host.
+
+        Args:
+            transport: Connects the arenas of all trainers.
+
+        Returns:
+            The gradients, the sharded optimizer, and the spans of the shards on which it will be asked to
+            step.
         """
 
     def share_statistics(self, transport: Transport, memory: Memory, clock: Callable[[str], None]) -> None:
-        """From now on batch normalisation takes the statistics of all trainers' pictures (sync_batch_norm).
+        """Have batch normalisation use the statistics of all trainers' images (sync_batch_norm).
 
-        transport: over the arenas. clock: a stopwatch's `enter`. All trainers call it at once, and meet in
-        every forward_backward from then on. Raises UserError where the network can't.
+        All trainers call it at once; from then on they synchronize inside every forward_backward.
+
+        Args:
+            transport: Connects the arenas of all trainers.
+            clock: A stopwatch's `enter`.
+
+        Raises:
+            UserError: The network has no statistics that can be shared.
         """
-        raise UserError("sync_batch_norm: this program has no statistics to share: set it to false")
+        raise UserError("sync_batch_norm: this program has no statistics to share. Set it to false.")
 
     def close(self) -> None:
-        """When all have let go of the arena."""
+        """Free the arena, after all processes have closed it."""
         self.arena.block.close()
 
     @abstractmethod
     def begin_epoch(self, epoch: int, n_samples: int, learning_rate: float) -> None:
-        """Sets what is the epoch's, of n_samples training samples in all."""
+        """Prepare an epoch of n_samples training samples in all, at this learning rate."""
 
     @abstractmethod
     def begin_validation(self) -> None:
-        """Until the next epoch, answers are those that a user of the trained network would get."""
+        """Evaluate, until the next epoch, as a user of the trained network would."""
 
     @abstractmethod
     def forward_backward(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
-        """Adds the gradient of a trainer's share of a minibatch, and its loss to the recorder.
+        """Add the gradient of a trainer's share of a minibatch, and add its loss to the recorder.
 
-        The loss is summed and divided by `mean_share`, the mean number of samples that a trainer has in this
-        step: so the mean over the trainers is that of the whole step, however it was divided.
+        Args:
+            batch: This trainer's share.
+            mean_share: Mean number of samples per trainer in this step. The summed loss is divided by it, so
+                that the mean over trainers is the loss of the whole step, however the step was divided.
+            rank: The trainer's global rank.
+            recorder: Accumulates losses and errors.
         """
 
     @abstractmethod
-    def count_errors(self, batch: Batch) -> torch.Tensor:
-        """[summed cross-entropy in nats, wrong top-1 answers, wrong top-5 answers], float64 (3,)."""
+    def count_errors(self, batch: Batch, answers: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """Return [summed cross-entropy in nats, wrong top-1 answers, wrong top-5 answers], float64 (3,).
+
+        With `task: multilabel`: [summed binary cross-entropy, wrong decisions, 0].
+
+        Args:
+            batch: This trainer's share.
+            answers: Gets the label and the most probable class of each image, int64 (2, n). With `task:
+                multilabel`: the logits, then the labels of each image, (n, 2 classes).
+        """
+
+
+class GradientCheck(Protocol):
+    """A check of some logical ranks' gradients before they are summed."""
+
+    def begin_step(self) -> int | None:
+        """Count a step, and return the logical rank that is checked in it, or None."""
+
+    def compare(self, order: Order, bounds: tuple[int, ...], number: int, own: str) -> None:
+        """Compare the digest of a gradient with that of another trainer, after all own passes."""
+
+    def close(self) -> None:
+        """Free what the check holds."""
+
+
+class CheckedGradients(ABC):
+    """The optional interface of a program whose gradients another trainer can compute again.
+
+    Attributes:
+        recheck: Called in every step, if it is set.
+    """
+
+    recheck: GradientCheck | None = None
+
+    @abstractmethod
+    def digest_of(self, batch: Batch, number: int) -> str:
+        """Return the SHA-256 of the gradient of one logical rank, between backward and the update.
+
+        Args:
+            batch: Its images.
+            number: The logical rank.
+        """

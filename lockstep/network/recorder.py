@@ -1,4 +1,4 @@
-"""Where a trainer's time goes, and what it learned since the last line of progress."""
+"""A trainer's time by phase, and its losses and errors since the last line of progress."""
 
 import time
 from abc import ABC, abstractmethod
@@ -9,63 +9,93 @@ from typing import Any
 import torch
 
 from lockstep.comm.messages import Order
+from lockstep.runs.stragglers import PHASES
 
-PHASES = ("load-wait", "compute", "meet", "exchange")
-_MOST_PENDING = 256  # pairs of events that wait to be read
+_MOST_PENDING = 256  # pairs of events whose times have not been read
+_MOST_STEPS = 1024  # whose times are kept apart; all trainers forget the same older ones
 
 
 class Stopwatch(ABC):
     """Seconds by phase. Time counts for the phase that was entered last, until `leave`."""
 
     def __init__(self) -> None:
+        self._before = dict.fromkeys(PHASES, 0.0)  # seconds before the last reset
+        self._seconds: dict[str, float] = {}
         self.reset()
 
     def reset(self) -> None:
-        """All seconds become 0, and no phase is on."""
+        """Set all seconds to 0 and leave the current phase."""
+        for phase, seconds in self._seconds.items():
+            self._before[phase] += seconds
         self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._step = dict.fromkeys(PHASES, 0.0)
+        self._steps: deque[dict[str, float]] = deque(maxlen=_MOST_STEPS)
         self._phase: str | None = None
         self._begin: Any = None
 
     def enter(self, phase: str) -> None:
-        """From now on time counts for `phase`, one of PHASES."""
+        """Count time for `phase`, one of PHASES, from now on."""
         now = self._now()
         if self._phase is not None:
             self._lap(self._phase, self._begin, now)
         self._phase, self._begin = phase, now
 
     def leave(self) -> None:
-        """From now on time does not count."""
+        """Stop counting time."""
         if self._phase is not None:
             self._lap(self._phase, self._begin, self._now())
         self._phase = None
 
     def seconds(self) -> dict[str, float]:
-        """Of the phases that have ended since the last reset; waits until it is known."""
+        """Return the seconds of all phases that have ended since the last reset. Waits for the device."""
         return dict(self._seconds)
+
+    def total(self, phase: str) -> float:
+        """Return the seconds of a phase since the stopwatch was made. Waits for the device."""
+        return self._before[phase] + self.seconds()[phase]
+
+    def end_step(self) -> None:
+        """End a step: later time counts for the next one."""
+        self._steps.append(self._step)
+        self._step = dict.fromkeys(PHASES, 0.0)
+
+    def take_steps(self) -> list[dict[str, float]]:
+        """Return the seconds by phase of each step since the last call or reset. Waits for the device."""
+        self.seconds()
+        steps = list(self._steps)
+        self._steps.clear()
+        return steps
+
+    def _add(self, step: dict[str, float], phase: str, seconds: float) -> None:
+        self._seconds[phase] += seconds
+        step[phase] += seconds
 
     @abstractmethod
     def _now(self) -> Any:
-        """A point in time."""
+        """Return a point in time."""
 
     @abstractmethod
     def _lap(self, name: str, begin: Any, end: Any) -> None:
-        """Adds the time between two points."""
+        """Add the time between two points to a phase of the present step."""
 
 
 class HostStopwatch(Stopwatch):
-    """By the processor's monotonic clock."""
+    """A stopwatch that reads the host's monotonic clock."""
 
     def _now(self) -> float:
         return time.perf_counter()
 
     def _lap(self, name: str, begin: float, end: float) -> None:
-        self._seconds[name] += end - begin
+        self._add(self._step, name, end - begin)
 
 
 class StreamStopwatch(Stopwatch):
-    """By events in a device's stream: the process runs ahead of its device, so its own clock tells little.
+    """A stopwatch that records events in a device's stream, because the host runs ahead of its device.
 
-    new_event: makes an event with `record(stream)`, `query()`, `synchronize()` and `time_since(event)` in ms.
+    Args:
+        new_event: Returns an event with `record(stream)`, `query()`, `synchronize()` and `time_since(event)`
+            in ms.
+        stream: The stream in which torch computes.
     """
 
     def __init__(self, new_event: Callable[[], Any], stream: Any) -> None:
@@ -74,7 +104,7 @@ class StreamStopwatch(Stopwatch):
 
     def reset(self) -> None:
         super().reset()
-        self._pending: deque[tuple[str, Any, Any]] = deque()
+        self._pending: deque[tuple[dict[str, float], str, Any, Any]] = deque()
 
     def seconds(self) -> dict[str, float]:
         while self._pending:
@@ -87,58 +117,87 @@ class StreamStopwatch(Stopwatch):
         return event
 
     def _lap(self, name: str, begin: Any, end: Any) -> None:
-        self._pending.append((name, begin, end))
-        while len(self._pending) > _MOST_PENDING and self._pending[0][2].query():
+        self._pending.append((self._step, name, begin, end))
+        while len(self._pending) > _MOST_PENDING and self._pending[0][3].query():
             self._read()
 
     def _read(self) -> None:
-        name, begin, end = self._pending.popleft()
+        step, name, begin, end = self._pending.popleft()
         end.synchronize()
-        self._seconds[name] += end.time_since(begin) / 1e3
+        self._add(step, name, end.time_since(begin) / 1e3)
 
 
 class Recorder:
-    """Seconds by phase, and sums of loss and errors that stay on the device until they are read.
+    """Seconds by phase, and sums of losses and errors that stay on the device until they are read.
 
-    n_steps, n_bytes, n_network_bytes: steps since the last reset, and what went between trainers of this host
-    in them, and from here to other hosts. orders: their minibatches, in order.
+    Attributes:
+        n_steps: Steps since the last reset.
+        n_bytes: Bytes exchanged with trainers of this host in them.
+        n_network_bytes: Bytes sent to other hosts in them.
+        orders: Their minibatches, in order.
+        n_decisions: Answers to an image that can be wrong: 1, or with `task: multilabel` one for each class.
     """
 
     def __init__(self, device: torch.device, stopwatch: Stopwatch) -> None:
-        self.stopwatch = stopwatch
+        self.stopwatch, self.n_decisions = stopwatch, 1
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
         self.reset()
 
     def reset(self) -> None:
+        """Start counting anew."""
         self.stopwatch.reset()
         self.n_steps = self.n_bytes = self.n_network_bytes = 0
         self.orders: list[Order] = []
-        self._sums.zero_()  # in place: a captured step adds to this very tensor
+        self._sums.zero_()  # in place, because a captured step adds to this tensor
 
-    def count_step(self, n_bytes: int, n_network_bytes: int = 0) -> None:
-        """Counts a step of the optimizer, in which n_bytes went into or out of this trainer's memory."""
+    def count_step(self, n_bytes: int, n_network_bytes: int = 0, synchronized: bool = True) -> None:
+        """Stop the clock, and count a step of the optimizer and the bytes that it exchanged.
+
+        Args:
+            n_bytes: Exchanged with trainers of this host.
+            n_network_bytes: Sent to other hosts.
+            synchronized: Whether the trainers met. The times of a step without a meeting count for the next
+                one with a meeting, at which the others wait for it.
+        """
+        self.stopwatch.leave()
+        if synchronized:
+            self.stopwatch.end_step()
         self.n_network_bytes += n_network_bytes
         self.n_steps += 1
         self.n_bytes += n_bytes
 
     def add(self, loss_sum: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Adds a batch: its summed cross-entropy, and how many of its top-1 answers were wrong."""
-        n_wrong = (logits.detach().argmax(1) != labels).sum()
+        """Add a batch's summed cross-entropy and the number of its wrong answers.
+
+        Args:
+            labels: int64 (n,), whose answers are the most probable classes; or 0 and 1, (n, class), whose
+                answers are the classes with a probability of at least a half.
+        """
+        if labels.dim() == 1:
+            n_wrong = (logits.detach().argmax(1) != labels).sum()
+        else:
+            self.n_decisions = labels.shape[1]
+            n_wrong = ((logits.detach() >= 0) != (labels >= 0.5)).sum()
         n_images = torch.full_like(n_wrong, len(labels))
         self._sums[:3] += torch.stack([rounded(loss_sum.detach()), n_wrong.double(), n_images.double()])
 
     def end_batch(self, order: Order) -> None:
-        """Remembers a minibatch, and counts it if all losses up to it are finite: nobody waits to see."""
+        """Record a minibatch; count it if all losses so far are finite. Never waits for the device."""
         self.orders.append(order)
         self._sums[3] += self._sums[0].isfinite()
 
     def sums(self) -> list[float]:
-        """[loss, wrong answers, images, minibatches before a loss that is not finite] since the last reset;
-        waits for the device."""
+        """Return [loss, wrong answers, images, minibatches before a non-finite loss] since the last reset.
+
+        Waits for the device.
+        """
         values: list[float] = self._sums.tolist()
         return values
 
 
 def rounded(loss: torch.Tensor) -> torch.Tensor:
-    """float64, to 2^-32 nats: sums of such numbers, up to two million nats, are exact in any order."""
+    """Return a loss in float64, rounded to 2^-32 nats.
+
+    Sums of such numbers, up to two million nats, are exact in any order.
+    """
     return loss.double().mul(2.0**32).round().div(2.0**32)

@@ -1,81 +1,114 @@
 """One trainer's replica of the network: its tensors in the arena, and what it does with a batch."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from lockstep.config import Config
+from lockstep.config.augmentation import mixes
 from lockstep.config.rules import KINDS_OF_RULES, rule_of
-from lockstep.data.dataset import Dataset, subtracting
+from lockstep.config.shares import bounds_of
+from lockstep.config.tasks import is_multilabel
+from lockstep.data.classes import class_weights
+from lockstep.data.dataset import Dataset, Described, subtracting
+from lockstep.data.description import Description
 from lockstep.data.randomness import Purpose, seed_of
 from lockstep.errors import UserError
 from lockstep.exchange import Span
 from lockstep.exchange.transport import Transport
 from lockstep.loading import Batch
 from lockstep.memory import Memory
-from lockstep.network import batch_norm, convolution, dropout, linear, precision
+from lockstep.network import batch_norm, convolution, dropout, low_precision
 from lockstep.network.arena import Arena
 from lockstep.network.build import build_model, crop_size, input_spec_of
-from lockstep.network.compiling import Compiled
 from lockstep.network.factors import Factors, factored_layers
+from lockstep.network.fine_tuning import Frozen, rate_scales
 from lockstep.network.gradients import Gradients
-from lockstep.network.parts import PartSums, parts_of, parts_within
-from lockstep.network.program import Program
-from lockstep.network.recorder import Recorder, rounded
+from lockstep.network.logical_ranks import (
+    LogicalRankSums,
+    n_partial_sums,
+    shares_to_train,
+    shares_within,
+)
+from lockstep.network.losses import TrainingLoss, binary_losses
+from lockstep.network.low_precision import LowPrecisionWeights
+from lockstep.network.optimizer import Updater
+from lockstep.network.program import CheckedGradients, Program
+from lockstep.network.recorder import HostStopwatch, Recorder, rounded
 from lockstep.network.sharded import ShardedUpdater, needs_norms
-from lockstep.network.step_graph import StepGraph, why_not_captured
-from lockstep.network.updater import Updater
-from lockstep.network.ways import ways_of
-from lockstep.network.working import WorkingWeights
+from lockstep.network.stages import recompute
+from lockstep.network.step_graph import Compiled, StepGraph, why_not_captured
 from lockstep.optim import states_of
 from lockstep.runs import checkpoint
 
 
-class Replica(Program):
+class Replica(Program, CheckedGradients):
     """The network, its arena and its optimizer, on the device of `memory`.
 
-    crop_size: rows and columns that the network takes. mean: what it wants subtracted from R, G and B, or
-    None: the dataset's mean.
+    The caller sets torch's global switches first (`low_precision.configure`).
+
+    Args:
+        config: The run's configuration.
+        dataset: Gives the number of classes and the size of images.
+        memory: Allocates the arena.
     """
 
-    def __init__(self, config: Config, dataset: Dataset, memory: Memory) -> None:
-        precision.configure(config)
+    def __init__(self, config: Config, dataset: Dataset | Description, memory: Memory) -> None:
         self._config = config
         self.model = build_model(config, dataset.n_classes)
         self.crop_size = crop_size(self.model, config, dataset.image_shape)
         input_spec = input_spec_of(self.model, config)
-        self.mean = input_spec.mean
-        apart = rule_of(config) == "gradients"
-        self._factored = factored_layers(self.model, config, self.crop_size) if apart else []
+        self.mean, self._n_channels = input_spec.mean, len(input_spec.scale)
+        self._frozen = Frozen(self.model, config.freeze, config.unfreeze_epoch)
+        self._rate_scales = rate_scales(self.model, config)
+        shards_state = rule_of(config) == "gradients"
+        self._factored = factored_layers(self.model, config, self.crop_size) if shards_state else []
         self._dropouts = dropout.install(self.model)
-        averaged = config.ema_decay is not None
-        leading = [layer.name for layer in self._factored]
-        low = precision.keeps_copies(config, self.model)
-        self.arena = Arena(self.model, memory, states_of(config), averaged, apart, leading, low)
-        self._working = WorkingWeights(self.model, self.arena) if low else None
-        linear.use_operands(self.model)
+        n_recomputed = recompute(self.model, config.model) if config.recompute else 0
+        low = low_precision.keeps_copies(config, self.model)
+        self.arena = Arena(
+            self.model,
+            memory,
+            states_of(config),
+            with_ema=config.ema_decay is not None,
+            states_on_host=shards_state,
+            leading=[layer.name for layer in self._factored],
+            with_low_precision=low,
+            frozen={*self._frozen.parameters, *self._frozen.buffers},
+            unfreezes=config.unfreeze_epoch is not None,
+        )
+        low_precision.use_operands(self.model)
         convolution.install(self.model, config)
+        self._low_precision = LowPrecisionWeights(self.model, self.arena) if low else None
         self.device = self.arena.flat.device
-        scale = torch.tensor(input_spec.scale, dtype=self.arena.flat.dtype).view(3, 1, 1)
+        scale = torch.tensor(input_spec.scale, dtype=self.arena.flat.dtype).view(-1, 1, 1)
         self._scale = None if scale.eq(1).all() else scale.to(self.device)
-        self.optimizer: Updater | ShardedUpdater = Updater(self.model, self.arena, config, self._working)
+        self.optimizer: Updater | ShardedUpdater = Updater(
+            self.model, self.arena, config, self._low_precision, self._rate_scales
+        )
+        self._loss = TrainingLoss(config, _weights_of(config, dataset), self.arena.flat)
         self._batch_keys = torch.zeros(config.batch_size, dtype=torch.int32, device=self.device)
         self._generators = _generators(self.arena.flat)
         self._gradients: Gradients | None = None
         self._graph = None if why_not_captured(config, self.arena.flat.is_cuda) else self._step_graph()
-        self._parts: PartSums | None = None
+        self._rank_sums: LogicalRankSums | None = None
         self._statistics: batch_norm.Statistics | None = None
+        self._checked_shares = False
+        self._mixes = mixes(config)
         self._compiled = Compiled(self.model, config.batch_size) if config.compile else None
-        self.ways = ways_of(self.model, config, self.arena.flat.is_cuda)
+        self.implementations = _implementations_of(self.model, config, self.arena.flat.is_cuda)
+        if n_recomputed:
+            self.implementations["recompute"] = f"{n_recomputed} blocks keep their inputs only"
 
-    def load(self, tensors: Path) -> dict[str, torch.Tensor]:
-        """Raises UserError where the checkpoint is broken or of another network."""
-        state = checkpoint.load(tensors)
-        of_rule = {name: state.pop(name) for name in list(state) if name.startswith(KINDS_OF_RULES)}
-        self.arena.load(state, str(tensors))
-        return of_rule
+    def load(self, tensors: dict[str, torch.Tensor], source: str) -> dict[str, torch.Tensor]:
+        """Load a checkpoint's tensors; return those of a rule."""
+        rule_state = {name: value for name, value in tensors.items() if name.startswith(KINDS_OF_RULES)}
+        self.arena.load({name: value for name, value in tensors.items() if name not in rule_state}, source)
+        return rule_state
 
     def shard_updates(
         self, memory: Memory, transport: Transport
@@ -84,15 +117,18 @@ class Replica(Program):
         if self._factored:
             factors = Factors(self._factored, self.arena, memory, transport.group.everywhere)
             pieces = factors.plan(transport, needs_norms(self._config))
-        gradients = self._gradients = Gradients(self.model, self.arena, memory, factors)
-        pieces += [piece for bucket in gradients.buckets for piece in transport.pieces(bucket)]
-        updater = self.optimizer = ShardedUpdater(self.arena, gradients, self._config, pieces, self._working)
-        if self._working:
-            self._working.keeps_gradients = False
+        n_sums = n_partial_sums(self._config)
+        gradients = self._gradients = Gradients(self.model, self.arena, memory, factors, n_sums)
+        pieces += [piece for bucket in gradients.all_buckets for piece in transport.pieces(bucket)]
+        updater = self.optimizer = ShardedUpdater(
+            self.arena, gradients, self._config, pieces, self._low_precision, self._rate_scales
+        )
+        if self._low_precision:
+            self._low_precision.keeps_gradients = False
         if self._graph:
             self._graph = self._step_graph()
-        if self._config.parts:
-            self._parts = PartSums(self.arena, gradients)
+        if self._config.logical_ranks:
+            self._rank_sums = LogicalRankSums(self.arena, gradients, self._config.logical_ranks)
         return gradients, updater, pieces
 
     def share_statistics(self, transport: Transport, memory: Memory, clock: Callable[[str], None]) -> None:
@@ -101,21 +137,37 @@ class Replica(Program):
         batch_norm.install(self.model, self._statistics)
 
     def close(self) -> None:
-        if self._statistics:
-            self._statistics.close()
+        for each in (self._statistics, self.recheck):
+            if each:
+                each.close()
         super().close()
 
     def begin_epoch(self, epoch: int, n_samples: int, learning_rate: float) -> None:
-        """Sets what is the epoch's: the samples' dropout keys, the learning rate."""
+        """Draw the epoch's dropout keys, set the learning rate and switch to training."""
         keys = dropout.sample_keys(self._config.seed, epoch, n_samples)
         self._keys = torch.from_numpy(keys).to(self.device)
         self._weights_changed()
         self.optimizer.set_learning_rate(learning_rate)
         self.arena.bind(self.model)
-        self.model.train()
+        if not self._statistics and not self._checked_shares:
+            self._frozen.begin_epoch(self._config.n_epochs)  # whatever trains at last is checked at first
+            self._frozen.begin_training(self.model)
+            images = self.arena.flat.new_zeros((1, self._n_channels, *self.crop_size))
+            batch_norm.check_shares(self.model, self._config, images, n_samples)
+            self._checked_shares = True
+        if self._frozen.begin_epoch(epoch) and self.arena.n_frozen:
+            self._unfreeze()
+        self._frozen.begin_training(self.model)
+
+    def _unfreeze(self) -> None:
+        """Train everything from now on. A captured step lacks the gradients of what was frozen."""
+        self.arena.unfreeze()
+        if self._graph:
+            self._graph = self._step_graph()
+        self.tell(f"unfreeze_epoch: {len(self._frozen.parameters)} frozen parameters train from here on")
 
     def begin_validation(self) -> None:
-        """Until the next epoch: the network as it answers, with its averaged weights where it has any."""
+        """Switch to evaluation, with the averaged weights if there are any."""
         self.arena.check_bound(self.model)
         self._weights_changed()
         if self._config.ema_decay is not None:
@@ -123,19 +175,19 @@ class Replica(Program):
         self.model.eval()
 
     def forward_backward(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
-        if self._parts:
-            self._learn_parts(batch, mean_share, rank, recorder)
+        if self._rank_sums:
+            self._learn_logical_ranks(batch, rank, recorder)
         else:
             self._learn_batch(batch, mean_share, rank, recorder)
 
     def _learn_batch(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
-        """rank: for what a network draws from torch's generator."""
+        """Train on a batch; `rank` seeds the numbers that a network draws from torch's generator."""
         if not len(batch.labels):
-            self._take_part(batch)
+            self._learn_nothing(batch)
             return
         self._seed(batch, rank)
-        if self._working:
-            self._working.refresh()
+        if self._low_precision:
+            self._low_precision.refresh()
         if self._graph and len(batch.labels) == mean_share == self._config.batch_size:
             self._graph.run(lambda: self._learn(batch, mean_share, recorder), self.tell)
         else:
@@ -143,38 +195,56 @@ class Replica(Program):
 
     @torch.no_grad()
     def log_probabilities(self, batch: Batch) -> torch.Tensor:
-        """(n, class): logarithms of what the network takes for each class's probability, float64."""
-        return self._forward(batch.images)[0].double().log_softmax(1)
+        """Return the logarithms of the class probabilities: float64 (n, class).
 
-    def count_errors(self, batch: Batch) -> torch.Tensor:
-        """[summed cross-entropy, wrong top-1 answers, wrong top-5 answers] of a batch, float64 (3,)."""
+        With `task: multilabel` each class has its own, and they do not add up to 1.
+        """
+        logits = self._forward(batch.images)[0].double()
+        return F.logsigmoid(logits) if is_multilabel(self._config) else logits.log_softmax(1)
+
+    def count_errors(self, batch: Batch, answers: list[torch.Tensor] | None = None) -> torch.Tensor:
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        batches = parts_within(batch, self._config.parts) if self._config.parts else [batch]
+        batches = shares_within(batch, self._config.logical_ranks) if self._config.logical_ranks else [batch]
         for each in batches:
-            sums += self._count_errors(each)
+            sums += self._count_errors(each, answers)
         return sums
 
     @torch.no_grad()
-    def _count_errors(self, batch: Batch) -> torch.Tensor:
+    def _count_errors(self, batch: Batch, answers: list[torch.Tensor] | None) -> torch.Tensor:
         if not len(batch.labels):
             return torch.zeros(3, dtype=torch.float64, device=self.device)
         logits = self._forward(batch.images)[0]
+        if is_multilabel(self._config):
+            return self._count_label_errors(logits, batch.labels, answers)
         loss = F.cross_entropy(logits, batch.labels, reduction="sum")
-        best = logits.topk(min(5, logits.shape[1])).indices == batch.labels[:, None]
+        likeliest = logits.topk(min(5, logits.shape[1])).indices
+        best = likeliest == batch.labels[:, None]
+        if answers is not None:
+            answers.append(torch.stack([batch.labels, likeliest[:, 0]]))
         top1, top5 = (~best[:, 0]).sum(), (~best.any(1)).sum()
         return torch.stack([rounded(loss), top1.double(), top5.double()])
 
+    def _count_label_errors(
+        self, logits: torch.Tensor, labels: torch.Tensor, answers: list[torch.Tensor] | None
+    ) -> torch.Tensor:
+        targets = labels.to(logits.dtype)
+        if answers is not None:
+            answers.append(torch.cat([logits, targets], 1))
+        n_wrong = ((logits >= 0) != (targets > 0)).sum()
+        loss = rounded(binary_losses(logits, targets).sum())
+        return torch.stack([loss, n_wrong.double(), torch.zeros_like(loss)])
+
     def _forward(self, images: torch.Tensor) -> list[torch.Tensor]:
-        """The network's logits, then those of its auxiliary heads where it gives any."""
+        """Return the network's logits, then those of its auxiliary heads if it returns any."""
         dtype = self.arena.flat.dtype
-        if self._working:
-            self._working.refresh()
+        if self._low_precision:
+            self._low_precision.refresh()
         if self._config.precision != "bf16":
             images = images.to(dtype)
-        if self._scale is not None:  # of colours, which in blocks come again and again
-            scaled = torch.unflatten(images, 1, (-1, 3)) * self._scale.to(images.dtype)
+        if self._scale is not None:  # one factor per colour; blocks repeat the colours along the channels
+            scaled = torch.unflatten(images, 1, (-1, self._n_channels)) * self._scale.to(images.dtype)
             images = scaled.flatten(1, 2)
-        with precision.autocast(self._config, self.device):
+        with low_precision.autocast(self._config, self.device):
             if self._compiled and self.model.training:
                 outputs = self._compiled(images, self.tell)
             else:
@@ -184,19 +254,24 @@ class Replica(Program):
     def _learn(self, batch: Batch, mean_share: float, recorder: Recorder) -> None:
         dropout.set_keys(self._dropouts, self._batch_keys[: len(batch.labels)])
         logits, *auxiliary = self._forward(batch.images)
-        loss_sum = total = self._loss_sum(logits, batch.labels)
+        loss_sum = total = self._loss_sum(logits, batch)
         for weight, others in zip(self._aux_weights(len(auxiliary)), auxiliary, strict=True):
-            total = total + weight * self._loss_sum(others, batch.labels)
+            total = total + weight * self._loss_sum(others, batch)
         if self._gradients:
             self._gradients.begin_backward()
         self._backward(total / mean_share)
         if self._statistics:
             recorder.n_bytes, self._statistics.n_bytes = recorder.n_bytes + self._statistics.n_bytes, 0
-        recorder.add(loss_sum, logits, batch.labels)
+        recorder.add(loss_sum, logits, _main_labels(batch) if self._mixes else batch.labels)
 
-    def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        smoothing = self._config.label_smoothing
-        return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+    def _loss_sum(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        if not self._mixes:
+            return self._loss.sum(logits, batch.labels, batch.samples)
+        assert batch.other_labels is not None and batch.label_weights is not None
+        own, others = (
+            self._loss.of_each(logits, labels, batch.samples) for labels in (batch.labels, batch.other_labels)
+        )
+        return torch.lerp(others, own, batch.label_weights.to(logits.dtype)).sum()
 
     def _aux_weights(self, n_auxiliary: int) -> tuple[float, ...]:
         weights = tuple(getattr(self.model, "aux_weights", ())) if n_auxiliary else ()
@@ -208,14 +283,15 @@ class Replica(Program):
         return weights
 
     def _backward(self, loss: torch.Tensor) -> None:
-        """In this thread, where trainers meet in it."""
+        """Run backward in this thread if trainers synchronize in it."""
         with torch.autograd.set_multithreading_enabled(self._statistics is None):
             loss.backward()  # type: ignore[no-untyped-call]
 
-    def _take_part(self, batch: Batch) -> None:
-        """Of a trainer without pictures: batch normalisation's counts, as in the trainers that have some.
+    def _learn_nothing(self, batch: Batch) -> None:
+        """Count a step of a trainer without images in batch normalisation, as in trainers that have some.
 
-        With `sync_batch_norm` it meets them in every layer too, with a picture that counts for nothing.
+        With `sync_batch_norm` the trainer also takes part in every layer, with an image that counts for
+        nothing.
         """
         if self._statistics:
             self._statistics.counted = False
@@ -225,29 +301,43 @@ class Replica(Program):
             self._statistics.counted = True
             return
         for name, buffer in self.arena.local.items():
-            if name.endswith("num_batches_tracked"):
+            if name.endswith("num_batches_tracked") and not self._frozen.keeps(name.removeprefix("buffers/")):
                 buffer.add_(1)
 
-    def _learn_parts(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
-        n_parts, size = self._config.parts or 1, self._config.n_trainers
-        assert self._parts
-        self._parts.begin()
-        for number, part in parts_of(batch, rank, size, n_parts):
-            self._parts.begin_part()
-            self._learn_batch(part, mean_share * size / n_parts, number, recorder)
-            self._parts.end_part()
+    def _learn_logical_ranks(self, batch: Batch, rank: int, recorder: Recorder) -> None:
+        n_logical, order = self._config.logical_ranks, batch.order
+        assert self._rank_sums and n_logical
+        bounds = order.bounds or bounds_of(self._config)
+        checked, digest = self.recheck.begin_step() if self.recheck else None, ""
+        mean_share = (order.stop - order.start) / n_logical  # nothing here depends on the number of trainers
+        self._rank_sums.begin_step(bounds[rank])
+        for number, share in shares_to_train(batch, (bounds[rank], bounds[rank + 1]), n_logical):
+            self._rank_sums.begin_rank()
+            self._learn_batch(share, mean_share, number, recorder)
+            if number == checked:
+                digest = self._rank_sums.digest()
+            self._rank_sums.end_rank()
+        if self.recheck and checked is not None:
+            self.recheck.compare(order, bounds, checked, digest)
+
+    def digest_of(self, batch: Batch, number: int) -> str:
+        assert self._rank_sums and self._config.logical_ranks
+        mean_share = (batch.order.stop - batch.order.start) / self._config.logical_ranks
+        with self._rank_sums.set_aside():
+            self._learn_batch(batch, mean_share, number, Recorder(self.device, HostStopwatch()))
+            return self._rank_sums.digest()
 
     def _step_graph(self) -> StepGraph:
         must = self._config.cuda_graph is True
-        return StepGraph(self.model, must, self._gradients, self._working)
+        return StepGraph(self.model, must, self._gradients, self._low_precision)
 
     def _weights_changed(self) -> None:
-        """Since the last step, by who knows whom."""
-        if self._working:
-            self._working.stale = True
+        """Mark the bfloat16 copies as stale, because anyone may have changed weights since the last step."""
+        if self._low_precision:
+            self._low_precision.stale = True
 
     def _seed(self, batch: Batch, rank: int) -> None:
-        """Dropout masks by sample; torch's generator, for what else a network draws, by place and rank."""
+        """Seed dropout by sample, and torch's generator by the minibatch's place and the rank."""
         self._batch_keys[: len(batch.samples)] = self._keys[batch.samples]
         order = batch.order
         seed = seed_of(Purpose.STEP, self._config.seed, order.epoch, order.first, rank)
@@ -255,11 +345,26 @@ class Replica(Program):
             generator.manual_seed(seed)
 
 
-def _generators(arena: torch.Tensor) -> list[torch.Generator]:
-    """torch's own for the host and for the device of the arena.
+def _weights_of(config: Config, dataset: Dataset | Description) -> torch.Tensor | None:
+    """Return the weights of the classes, or None if they count alike or only a description is known."""
+    if config.class_weights is None or isinstance(dataset, Description):
+        return None
+    weights = class_weights(config, dataset.train.labels, dataset.description.class_names)
+    return None if weights is None else torch.from_numpy(weights)
 
-    torch.manual_seed does the same, and asks every back end that torch might have whether it is there: 160 us
-    a call, against 1.
+
+def _main_labels(batch: Batch) -> torch.Tensor:
+    """Return the label with the larger share of each mixed image, like `batch.labels`."""
+    assert batch.other_labels is not None and batch.label_weights is not None
+    is_main = batch.label_weights >= 0.5
+    is_main = is_main if batch.labels.dim() == 1 else is_main[:, None]
+    return torch.where(is_main, batch.labels, batch.other_labels)
+
+
+def _generators(arena: torch.Tensor) -> list[torch.Generator]:
+    """Return torch's generators of the host and of the arena's device.
+
+    torch.manual_seed also asks every other back end, which takes 160 us a call instead of 1.
     """
     generators = [torch.default_generator]
     if arena.is_cuda:
@@ -267,12 +372,41 @@ def _generators(arena: torch.Tensor) -> list[torch.Generator]:
     return generators
 
 
-def open_trained(config: Config, dataset: Dataset, memory: Memory, tensors: Path) -> tuple[Replica, Dataset]:
-    """A checkpoint's network as it answers, and the dataset with the mean that it wants subtracted.
+def _implementations_of(model: nn.Module, config: Config, on_gpu: bool) -> dict[str, str]:
+    """Return how each part of the network is computed, as far as it is known before the first step."""
+    copies = ", with bfloat16 copies of the weights" if low_precision.keeps_copies(config, model) else ""
+    why_not = why_not_captured(config, on_gpu)
+    return {
+        "precision": config.precision + copies,
+        "conv_layout": _conv_forms(model, config),
+        "cuda_graph": f"not captured: {why_not}" if why_not else "to be captured in the fourth whole step",
+        "compile": "to be compiled in the first whole step" if config.compile else "not compiled: as asked",
+    }
 
-    Raises UserError where the checkpoint is broken or of another network.
+
+def _conv_forms(model: nn.Module, config: Config) -> str:
+    """Return which convolutions have which form."""
+    layers = {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, convolution.Convolution)
+    }
+    chosen = {
+        "space_to_depth": [name for name, layer in layers.items() if layer.takes_blocks()],
+        "dense": [name for name, layer in layers.items() if layer.is_dense() and not layer.takes_blocks()],
+    }
+    parts = [f"{form}: {', '.join(names)}" for form, names in chosen.items() if names]
+    return "; ".join(parts) or f"plain (conv_layout: {config.conv_layout})"
+
+
+def open_trained(
+    config: Config, dataset: Described, memory: Memory, tensors: Path
+) -> tuple[Replica, Described]:
+    """Return a checkpoint's network in evaluation mode, and the dataset with the mean that it subtracts.
+
+    Raises:
+        UserError: The checkpoint is damaged or of another network.
     """
+    config = dataclasses.replace(config, class_weights=None, loss=None, recompute=False)  # of training only
     replica = Replica(config, dataset, memory)
-    replica.load(tensors)
+    replica.load(checkpoint.load(tensors), str(tensors))
     replica.begin_validation()
     return replica, subtracting(dataset, replica.mean)

@@ -1,12 +1,13 @@
-"""The optimizer's step on one shard of the weights, with gradients that lie as the weights do.
+"""The optimizer's step on one shard of the weights, with gradients laid out as the weights.
 
-Each rank has the optimizer's state of its own shard and no other. A shard begins and ends anywhere in a
-tensor, and an optimizer's update is elementwise but for the norms of whole tensors; so it steps on pieces:
-one-dimensional views of what of each tensor lies in a span.
+Each rank has the optimizer state of its own shard only. A shard begins and ends anywhere in a tensor, and an
+optimizer's update is elementwise apart from the norms of whole tensors. So the optimizer steps on pieces:
+one-dimensional views of the part of each tensor that lies in a span.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -14,8 +15,8 @@ from lockstep.config import Config
 from lockstep.exchange import Span
 from lockstep.network.arena import Arena
 from lockstep.network.gradients import Gradients
+from lockstep.network.low_precision import LowPrecisionWeights
 from lockstep.network.optimizer import Stepper, make_optimizer_of, set_learning_rate
-from lockstep.network.working import WorkingWeights
 from lockstep.optim import OPTIMIZERS
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -23,7 +24,11 @@ _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 @dataclass(frozen=True)
 class Piece:
-    """What of one parameter lies in a span, one-dimensional views. number: of the parameter."""
+    """The part of one parameter that lies in a span, as one-dimensional views.
+
+    Attributes:
+        number: Number of the parameter among the trained ones.
+    """
 
     name: str
     number: int
@@ -31,8 +36,8 @@ class Piece:
     gradient: torch.Tensor
 
 
-class _Places:
-    """Where an optimizer finds the state of its pieces; for Optimizer.bind, as an arena."""
+class _PieceStates:
+    """The optimizer state of a span's pieces, in the form that Optimizer.bind takes."""
 
     def __init__(self, states: dict[str, dict[str, torch.Tensor]], flat: torch.Tensor) -> None:
         self._states, self.flat = states, flat
@@ -45,20 +50,27 @@ class _Places:
 class _SpanStep:
     """The optimizer of one span's pieces."""
 
-    def __init__(self, optimizer: Stepper, places: _Places, pieces: list[Piece]) -> None:
+    def __init__(self, optimizer: Stepper, places: _PieceStates, pieces: list[Piece]) -> None:
         self.optimizer, self.places, self.pieces = optimizer, places, pieces
 
 
 def needs_norms(config: Config) -> bool:
-    """Whether a step needs norms of whole tensors."""
+    """Return whether a step needs norms of whole tensors."""
     return config.clip_norm is not None or OPTIMIZERS[config.optimizer].needs_norms
 
 
 class ShardedUpdater:
-    """spans: the pieces of the arena that this rank updates, the spans of later calls.
+    """The optimizer's steps on this rank's shards.
 
-    state: by kind and span, (elements,), on the network's device. It takes over what arena.apart has.
-    n_norms: numbers in a row of norms. working: the weights' bfloat16 copies, stale after a step.
+    Args:
+        spans: Spans of the arena that this rank updates; later calls name these.
+        rate_scales: The factor of the learning rate of each parameter, by name; 1 for others.
+
+    Attributes:
+        state: Kind of state to span to (elements,), on the network's device, taken over from
+            arena.host_states.
+        n_norms: Numbers in a row of norms.
+        low_precision: The weights' bfloat16 copies, which are stale after a step, or None.
     """
 
     def __init__(
@@ -67,10 +79,11 @@ class ShardedUpdater:
         gradients: Gradients,
         config: Config,
         spans: list[Span],
-        working: WorkingWeights | None = None,
+        low_precision: LowPrecisionWeights | None = None,
+        rate_scales: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._arena, self._gradients, self._config = arena, gradients, config
-        self.working = working
+        self.low_precision, self._rate_scales = low_precision, rate_scales
         self._names = list(gradients.trained)
         self._wide = [value.dim() > 1 for value in gradients.trained.values()]
         self.state = {
@@ -79,9 +92,9 @@ class ShardedUpdater:
                 for first, last in spans
                 if first < arena.n_weights
             }
-            for kind, flat in arena.apart.items()
+            for kind, flat in arena.host_states.items()
         }
-        arena.apart.clear()
+        arena.host_states.clear()
         self.dtype = arena.flat.dtype
         self.learning_rate = config.learning_rate
         self._steps = {span: self._make(span) for span in spans}
@@ -89,36 +102,37 @@ class ShardedUpdater:
         self.n_norms = 2 * len(self._names)
 
     def set_learning_rate(self, rate: float) -> None:
+        """Set the rate of the next steps."""
         self.learning_rate = rate
         for each in self._steps.values():
             if each:
                 set_learning_rate(each.optimizer, rate)
 
     def average(self, span: Span) -> None:
-        """Makes the sum of all parts their mean; without parts a span holds the mean already."""
-        if self._config.parts:
-            self._gradients.of(span).mul_(1 / self._config.parts)
+        """Divide a sum over logical ranks by their number; otherwise the span holds the mean already."""
+        if self._config.logical_ranks:
+            self._gradients.of(span).mul_(1 / self._config.logical_ranks)
 
     def step(self, span: Span) -> None:
-        """Takes the step of one span, whose gradients are the mean's; buffers become their mean."""
+        """Take the step of one span from its mean gradients, and set the buffers in it to their mean."""
         each = self._steps[span]
         if each:
             each.optimizer.step()
-        first, last = self._arena.buffers_span
+        first, last = self._arena.trained_buffers_span
         first, last = max(first, span[0]), min(last, span[1])
         if first < last:
             self._arena.flat[first:last].copy_(self._gradients.of((first, last)))
 
     def finish(self) -> None:
-        """When all weights are there: moves the averages, and lets go of the gradients."""
+        """Finish a step once all weights are written: update moving averages, release gradients."""
         self._gradients.clear()
-        if self.working:
-            self.working.stale = True
+        if self.low_precision:
+            self.low_precision.stale = True
         if self._config.ema_decay is not None:
             self._arena.move_averages(self._config.ema_decay)
 
     def norms(self) -> torch.Tensor:
-        """Sums of squares of this shard's part of each gradient, then of each weight: float64 (n_norms,)."""
+        """Return this shard's sums of squares of each gradient, then of each weight: float64 (n_norms,)."""
         sums = self._arena.flat.new_zeros((2, len(self._names)), dtype=torch.float64)
         for piece in self._pieces():
             sums[0, piece.number] += piece.gradient.double().square().sum()
@@ -126,7 +140,11 @@ class ShardedUpdater:
         return sums.view(-1)
 
     def use_norms(self, rows: torch.Tensor) -> None:
-        """Clips, and tells the optimizer the norms of whole tensors. rows: of all ranks, (rank, n_norms)."""
+        """Clip the gradients, and give the optimizer the norms of whole tensors.
+
+        Args:
+            rows: The `norms` of all ranks, (rank, n_norms).
+        """
         total = rows[0].clone()
         for row in rows[1:]:  # in rank order, so that all ranks have the same bits
             total += row
@@ -148,20 +166,20 @@ class ShardedUpdater:
                     group["norms"] = norms
 
     def counts(self) -> dict[str, dict[int, float]]:
-        """What of the optimizer's counts this rank knows: of the parameters that its shard has a part of."""
-        found: dict[str, dict[int, float]] = {}
+        """Return the optimizer's step counts in this shard: kind to parameter number to count."""
+        counts: dict[str, dict[int, float]] = {}
         for each in filter(None, self._steps.values()):
             for key, values in each.places.local.items():
                 for piece, value in zip(each.pieces, values.tolist(), strict=True):
-                    found.setdefault(key, {})[piece.number] = value
-        return found
+                    counts.setdefault(key, {})[piece.number] = value
+        return counts
 
     def _pieces(self) -> Iterable[Piece]:
         for each in self._steps.values():
             yield from each.pieces if each else ()
 
     def _make(self, span: Span) -> _SpanStep | None:
-        """The optimizer of what lies in a span, None where nothing does that is trained."""
+        """Return the optimizer of a span's pieces, or None if nothing in the span is trained."""
         pieces = []
         states: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in self.state}
         gradients = self._gradients.of(span)
@@ -169,16 +187,16 @@ class ShardedUpdater:
             first, last = self._arena.span_of(name)
             first, last = max(first, span[0]), min(last, span[1])
             if first < last:
-                weight, here = self._arena.flat[first:last], slice(first - span[0], last - span[0])
-                weight.grad = gradients[here]
+                weight, within = self._arena.flat[first:last], slice(first - span[0], last - span[0])
+                weight.grad = gradients[within]
                 pieces.append(Piece(name, number, weight, weight.grad))
                 for kind, values in self.state.items():
-                    states[kind][name] = values[span][here]
+                    states[kind][name] = values[span][within]
         if not pieces:
             return None
-        places = _Places(states, self._arena.flat)
+        places = _PieceStates(states, self._arena.flat)
         named = [(piece.name, piece.weight) for piece in pieces]
-        optimizer = make_optimizer_of(named, places, self._config)
+        optimizer = make_optimizer_of(named, places, self._config, self._rate_scales)
         for key, counts in places.local.items():
             counts.copy_(self._arena.local[key][[piece.number for piece in pieces]])
         return _SpanStep(optimizer, places, pieces)

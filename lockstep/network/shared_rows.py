@@ -1,4 +1,4 @@
-"""A small table with a row for each trainer, which all show each other: sums over tensors, of float64."""
+"""A small float64 table with one row per trainer, which all trainers share by an all-gather."""
 
 from collections.abc import Callable
 
@@ -10,10 +10,14 @@ from lockstep.memory import Memory
 
 
 class SharedRows:
-    """n_columns: float64 in a row. transport: over arenas of `dtype`, the way to the others.
+    """A table of one row per rank. All ranks construct it and exchange at once.
 
-    All ranks make one and exchange at once. A rank may write its row again when all have come to another
-    meeting after that.
+    A rank may write its row again after all ranks have passed another barrier.
+
+    Args:
+        transport: Connects arenas of `dtype` of the same ranks.
+        n_columns: float64 numbers in a row.
+        what: Purpose of the memory, for errors.
     """
 
     def __init__(
@@ -25,18 +29,23 @@ class SharedRows:
         self._transport = transport.another(self._block, self._table.view(dtype).view(-1))
 
     def use_clock(self, clock: Callable[[str], None]) -> None:
-        """Told 'meet' and 'exchange' when these phases begin."""
+        """Call `clock` with 'meet' and 'exchange' when these phases begin."""
         self._transport.clock = clock
 
     def exchange(self, row: torch.Tensor, barrier: Barrier | None = None) -> None:
-        """row: this rank's, (up to n_columns,). Raises PeerProblem naming who has not come."""
+        """Share this rank's row (up to n_columns,) with all ranks.
+
+        Raises:
+            PeerProblem: A rank did not arrive in time; the message names it.
+        """
         self._table[self._rank, : len(row)].copy_(row)
         self._transport.exchange_rows(barrier)
 
     def rows(self, n_columns: int) -> torch.Tensor:
-        """A view of the first columns of all rows: (rank, n_columns), float64."""
+        """Return a view of the first columns of all rows: float64 (rank, n_columns)."""
         return self._table[:, :n_columns]
 
     def close(self) -> None:
+        """Close the transport and free the table."""
         self._transport.close()
         self._block.close()

@@ -1,8 +1,8 @@
-"""Optimizers and learning rates. Each optimizer is one file, which declares all that is known of it.
+"""Optimizers and learning rates. Each optimizer is one file that declares what the program must know of it.
 
-contract.py says what that is, schedules.py has the learning rates, fused.py takes SGD's steps and is the only
-one that needs torch at once: the launcher checks configurations by the others. An optimizer of a network is
-made in lockstep/network/optimizer.py.
+`contract.py` is the interface, `schedules.py` has the learning rates. `fused.py` takes the steps and is the
+only file that imports torch at once: the launcher checks configurations with the others. The optimizer of a
+network is made in lockstep/network/optimizer.py.
 """
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,21 +22,22 @@ OPTIMIZERS: dict[OptimizerName, Optimizer] = {"sgd": SGD(), "adamw": AdamW(), "l
 
 
 def states_of(config: "Config") -> tuple[str, ...]:
-    """What the optimizer keeps of every parameter, by its name in the arena."""
+    """Return the kinds of state that the optimizer keeps for every parameter, by their names in the arena."""
     return OPTIMIZERS[config.optimizer].states(config)
 
 
 def args_of(config: "Config") -> dict[str, Any]:
-    """All arguments of the optimizer: those that were given, and the defaults of the others.
+    """Return all arguments of the optimizer: the given ones, and the defaults of the others.
 
-    Raises UserError naming one that it does not have, that is of another type, or that can't be used.
+    Raises:
+        UserError: An argument is unknown, of another type, or out of range; the message names it.
     """
     optimizer = OPTIMIZERS[config.optimizer]
     args = dict(optimizer.defaults)
     for name, value in config.optimizer_args.items():
         if name not in args:
-            there = ", ".join(args)
-            raise UserError(f"{config.optimizer} has no {name}{nearest(name, args)} (it has: {there})")
+            known = ", ".join(args)
+            raise UserError(f"{config.optimizer} has no {name}{nearest(name, args)} (it has: {known})")
         hint = tuple[float, ...] if isinstance(args[name], tuple) else float
         try:
             args[name] = convert(value, hint)

@@ -12,13 +12,15 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.config import Config
-    from lockstep.optim.contract import Places, TorchOptimizer
+    from lockstep.optim.contract import StateStorage, TorchOptimizer
     from lockstep.optim.fused import FusedAdamW
 
-_STEPS = "steps"  # how many were taken, once for each parameter: in checkpoints, alike in all trainers
+_STEPS = "steps"  # number of steps of each parameter; in checkpoints, alike in all trainers
 
 
 class AdamW(Optimizer):
+    """AdamW, whose state is two averages of each parameter's gradients and a count of its steps."""
+
     defaults: ClassVar[Mapping[str, Any]] = {"bias_rate": 1.0, "betas": (0.9, 0.999), "eps": 1e-8}
     inexact = "adamw's update is not linear in the gradient"
 
@@ -40,7 +42,7 @@ class AdamW(Optimizer):
         self,
         optimizer: "TorchOptimizer",
         named: "Sequence[tuple[str, torch.Tensor]]",
-        arena: "Places",
+        arena: "StateStorage",
         config: "Config",
     ) -> None:
         arena.local[_STEPS] = arena.flat.new_zeros(len(named))

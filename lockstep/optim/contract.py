@@ -1,4 +1,4 @@
-"""What an optimizer declares."""
+"""The interface of an optimizer: what it declares to the program."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,32 +19,40 @@ if TYPE_CHECKING:
 
 
 def momentum_of(config: "Config") -> float:
+    """Return the configured momentum, or 0 without use_momentum."""
     return config.momentum if config.use_momentum else 0.0
 
 
-class Places(Protocol):
-    """Where an optimizer's state lies: an arena, or the pieces of one that a trainer steps on.
+class StateStorage(Protocol):
+    """The memory of an optimizer's state: an arena, or the pieces of one on which a trainer steps.
 
-    flat: a tensor of the weights' dtype and device. local: counts, one number for each parameter.
+    Attributes:
+        flat: A tensor of the weights' dtype and device.
+        local: Kind to counts, one number for each parameter.
     """
 
     flat: "torch.Tensor"
     local: "dict[str, torch.Tensor]"
 
     def state_of(self, kind: str, parameter_name: str) -> "torch.Tensor":
-        """What it keeps of a parameter, in the parameter's shape."""
+        """Return one kind of state of a parameter, in the parameter's shape."""
 
 
 class Optimizer(ABC):
-    """All that the program knows of an optimizer. It is stateless, and imports torch only in `make`.
+    """All that the program knows of an optimizer. It has no state, and imports torch in `make` only.
 
-    defaults: its arguments besides the keys that all have, numbers or lists of numbers. bias_rate, which all
-    have, is the learning rate of biases as a multiple of the weights'. inexact: what makes N trainers differ
-    from one with N times the batch, for people; '' where the update is linear in the gradient. kept_keys: of
-    the configuration, which a resumed run can't change, for its state would not be there. needs_norms: its
-    update is elementwise but for the norms of whole tensors. Where it steps on pieces of tensors, its groups
-    have those as 'norms': {piece: (of the gradient, of the weight)}, float64 scalars on the device, of
-    parameters that have several dimensions. All others must be elementwise.
+    Its update must be elementwise, but for the norms of whole tensors if `needs_norms` is set. Where it steps
+    on pieces of tensors, its groups then have 'norms': {piece: (norm of gradient, norm of weight)}, float64
+    scalars on the device, for parameters of several dimensions.
+
+    Attributes:
+        defaults: Arguments beside the keys that all optimizers have: numbers or lists of numbers. All have
+            bias_rate, the learning rate of biases as a multiple of the weights'.
+        inexact: Why N trainers differ from one with N times the batch, if each steps separately; '' where the
+            update is linear in the gradient.
+        kept_keys: Keys of the configuration that a resumed run cannot change, because the state depends on
+            them.
+        needs_norms: Whether the update needs norms of whole tensors.
     """
 
     defaults: ClassVar[Mapping[str, Any]]
@@ -53,32 +61,42 @@ class Optimizer(ABC):
     needs_norms: ClassVar[bool] = False
 
     def check(self, args: Mapping[str, Any]) -> None:
-        """Raises UserError naming an argument that has the right type and can't be used all the same."""
+        """Check the values of arguments that have the right types.
+
+        Raises:
+            UserError: A value cannot be used; the message names the argument.
+        """
         for name, value in args.items():
             if isinstance(value, float) and not 0 <= value < math.inf:
                 raise UserError(f"{name} must be a finite number of at least 0, not {value}")
 
     @abstractmethod
     def states(self, config: "Config") -> tuple[str, ...]:
-        """What it keeps of every parameter, as large as that, by its name in the arena; averaged with it."""
+        """Return the kinds of state, each as large as its parameter; they are averaged with the weights."""
 
     @abstractmethod
     def make(self, groups: list[dict[str, Any]], config: "Config", args: dict[str, Any]) -> "TorchOptimizer":
-        """groups: torch's groups of parameters, with their 'weight_decay'. args: without bias_rate."""
+        """Return the optimizer.
+
+        Args:
+            groups: torch's groups of parameters, with their 'weight_decay'.
+            config: The run's configuration.
+            args: The arguments without bias_rate.
+        """
 
     @abstractmethod
     def bind(
         self,
         optimizer: "TorchOptimizer",
         named: "Sequence[tuple[str, torch.Tensor]]",
-        arena: "Places",
+        arena: "StateStorage",
         config: "Config",
     ) -> None:
-        """Makes the arena's tensors the state of every parameter that is trained."""
+        """Make the arena's tensors the state of every trained parameter."""
 
 
 class MomentumOptimizer(Optimizer):
-    """One whose only state is torch's momentum_buffer, which is called momenta in the arena."""
+    """An optimizer whose only state is torch's momentum_buffer, named momenta in the arena."""
 
     kept_keys = ("use_momentum",)
 
@@ -89,7 +107,7 @@ class MomentumOptimizer(Optimizer):
         self,
         optimizer: "TorchOptimizer",
         named: "Sequence[tuple[str, torch.Tensor]]",
-        arena: "Places",
+        arena: "StateStorage",
         config: "Config",
     ) -> None:
         if momentum_of(config):

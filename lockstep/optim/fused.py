@@ -1,7 +1,7 @@
-"""torch's own steps, in one pass over all tensors, without the class around them.
+"""torch's own steps, in one pass over all tensors, without torch.optim's classes.
 
-torch.optim.Optimizer loads torch's compiler when the first one is made, which is more than a third of the
-time that a trainer takes to start (docs/decisions.md).
+torch.optim.Optimizer imports torch's compiler when the first one is made, which takes more than a third of a
+trainer's start (docs/decisions/processes.md).
 """
 
 from collections import defaultdict
@@ -12,18 +12,23 @@ from torch.optim.sgd import sgd
 
 
 class Fused:
-    """groups: with 'params', 'lr' and 'weight_decay', as torch's; state: of a parameter, by name."""
+    """An optimizer's parameters and state, in torch.optim's form.
+
+    Attributes:
+        param_groups: Groups with 'params', 'lr' and 'weight_decay'.
+        state: Parameter to kind of state to tensor.
+    """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         self.param_groups = groups
         self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = defaultdict(dict)
 
     def step(self) -> None:
-        """One update of all parameters that have gradients. Never waits for the device."""
+        """Update all parameters that have gradients, without waiting for the device."""
         raise NotImplementedError
 
     def zero_grad(self) -> None:
-        """Forgets the gradients, so that the next ones need not be added to zeros."""
+        """Release the gradients, so that the next ones need not be added to zeros."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -33,7 +38,7 @@ class Fused:
 
 
 def _trained(group: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Parameters that have gradients, and these."""
+    """Return the parameters that have gradients, and their gradients."""
     trained = [parameter for parameter in group["params"] if parameter.grad is not None]
     return trained, [parameter.grad for parameter in trained]
 
@@ -63,7 +68,11 @@ class FusedSGD(Fused):
         rate: float,
         weight_decay: float,
     ) -> None:
-        """Of any tensors, or parts of them; momenta: none without momentum. Where no gradient is recorded."""
+        """Update any tensors or parts of tensors. The caller disables gradients.
+
+        Args:
+            momenta: One for each weight; empty without momentum.
+        """
         sgd(
             list(weights),
             list(gradients),
@@ -79,9 +88,11 @@ class FusedSGD(Fused):
 
 
 class FusedLARS(FusedSGD):
-    """SGD with momentum behind the scaling of each tensor's gradient (lars.py).
+    """SGD with momentum after scaling each tensor's gradient (lars.py).
 
-    Groups may have 'norms': see Optimizer.needs_norms. trust: the paper's eta.
+    Args:
+        groups: May have 'norms': see Optimizer.needs_norms.
+        trust: The paper's eta.
     """
 
     def __init__(self, groups: list[dict[str, Any]], momentum: float, trust: float) -> None:
@@ -91,15 +102,15 @@ class FusedLARS(FusedSGD):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            given = group.get("norms")
+            known = group.get("norms")
             for parameter, gradient in zip(*_trained(group), strict=True):
-                norms = given.get(parameter) if given is not None else _norms(parameter)
+                norms = known.get(parameter) if known is not None else _norms(parameter)
                 _scale(gradient, parameter.detach(), group["weight_decay"], self._trust, norms)
             self._step(group, 0.0)
 
 
 def _norms(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Of gradient and weight, None where they are not scaled."""
+    """Return the norms of gradient and weight, or None for a parameter that is not scaled."""
     if parameter.dim() < 2 or parameter.grad is None:
         return None
     return parameter.grad.norm(), parameter.detach().norm()
@@ -112,7 +123,7 @@ def _scale(
     trust: float,
     norms: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Makes a gradient r (g + d w), with which SGD then steps. Never waits for the device."""
+    """Replace a gradient g by r (g + d w), with which SGD then steps. Never waits for the device."""
     gradient.add_(weight, alpha=decay)
     if norms:
         size, length = norms

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class LARS(MomentumOptimizer):
-    """SGD with momentum in which every weight tensor has a rate of its own, set by its gradient's size.
+    """SGD with momentum in which each weight tensor's learning rate is scaled by its norm and its gradient's.
 
         v = m v + r (g + d w)      w = w - rate v      r = trust |w| / (|g| + d |w|)
 
-    r is 1 for parameters of one dimension (biases, gains of norms) and where |w| or |g| is 0. The paper has
-    the rate inside v, as Caffe does; here it is outside, as in torch's SGD: the same while the rate stays.
-    trust is the paper's eta.
+    r is 1 for parameters of one dimension (biases, gains of norms) and where |w| or |g| is 0. In the paper
+    and in Caffe the rate is inside v; here it is outside, as in torch's SGD, which is the same while the rate
+    is constant. trust is the paper's eta.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {"bias_rate": 1.0, "trust": 0.001}

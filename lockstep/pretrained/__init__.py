@@ -1,7 +1,7 @@
-"""Weights that were trained elsewhere, by Lockstep or by others, and a strict report of what fits.
+"""Initial weights from other runs and programs, with a strict report of what fits.
 
-files.py reads state dicts, theano_folder.py reads and writes theano_alexnet's folders of .npy files, names.py
-knows what others call their tensors, match.py compares with the network, heads.py finds the last layer,
-weights.py puts it all into a trainer. beginning.py says where a run begins: there, at a checkpoint of its
-own, or from scratch.
+initial_state.py starts a run from scratch, from its own checkpoint or from pretrained weights. weights.py
+loads pretrained weights into a trainer. files.py reads state dicts, theano_folder.py reads and writes
+theano_alexnet's folders, names.py translates the names of tensors, match.py compares them with the network,
+and heads.py finds the last layer.
 """

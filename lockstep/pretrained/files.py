@@ -1,4 +1,4 @@
-"""Reads state dicts: .safetensors, and .pth without running any code that may be in it."""
+"""Reading of state dicts from .safetensors and .pth files, without running code that a file may hold."""
 
 import pickle
 import re
@@ -12,14 +12,15 @@ from lockstep.errors import UserError
 from lockstep.runs import checkpoint
 
 _PICKLED = (".pth", ".pt", ".bin", ".tar", ".ckpt")
-_CODE = re.compile(r"GLOBAL (\S+)")  # in torch's error: what the file would have imported and called
-_WRAPPERS = ("state_dict", "model")  # where training scripts keep the weights beside other things
+_CODE = re.compile(r"GLOBAL (\S+)")  # in torch's error: the name that the file would have imported
+_WRAPPERS = ("state_dict", "model")  # keys under which training scripts save the weights
 
 
 def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file by their names there, on the CPU.
+    """Return the tensors of a file by their names, on the CPU.
 
-    Raises UserError naming the file where it is not whole, holds something else, or would run code.
+    Raises:
+        UserError: The file is missing or damaged, holds something else, or would run code.
     """
     if not path.is_file():
         raise UserError(f"{path}: there is no such file (pretrained)")
@@ -31,11 +32,11 @@ def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _unpickle(path: Path) -> Any:
-    """torch.load with weights_only: tensors and plain values; what names anything else is refused unrun."""
+    """Load a .pth file with `weights_only`, which refuses everything but tensors and plain values."""
     try:
         _check_stored(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch meets in a file that is something else
+    except Exception as error:  # torch raises many types for a file of another format
         text = " ".join(str(error).split())
         code = _CODE.search(text) if isinstance(error, pickle.UnpicklingError) else None
         if not code:
@@ -47,10 +48,7 @@ def _unpickle(path: Path) -> Any:
 
 
 def _check_stored(path: Path) -> None:
-    """Raises ValueError for a zip with compressed files in it, of which a few bytes may become any number.
-
-    torch.save compresses nothing.
-    """
+    """Raise ValueError for a compressed zip, which may expand to any size. torch.save does not compress."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as packed:
             if any(member.compress_type != zipfile.ZIP_STORED for member in packed.infolist()):
@@ -58,7 +56,7 @@ def _check_stored(path: Path) -> None:
 
 
 def _tensors_of(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
-    """The state dict in what was loaded, which may be wrapped, with DataParallel's 'module.' before names."""
+    """Return the state dict in a loaded file, without wrappers and DataParallel's prefix 'module.'."""
     while isinstance(loaded, dict):
         inner = [loaded[key] for key in _WRAPPERS if isinstance(loaded.get(key), dict)]
         if not inner:

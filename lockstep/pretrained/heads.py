@@ -1,4 +1,4 @@
-"""Which tensors of a network depend on the number of classes: its last layer, or several of them."""
+"""The tensors of a network that depend on the number of classes: its last layer or layers."""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,10 @@ from lockstep.network.build import build_model
 
 
 def class_tensors(config: Config) -> dict[str, int]:
-    """The names of all tensors whose shape follows the number of classes, each with its axis of classes.
+    """Return the tensors whose shape depends on the number of classes, each with its axis of classes.
 
-    The network is made with two numbers of classes and compared, which finds the last layer of any network,
-    and the auxiliary ones of those that have more.
+    The network is built for two numbers of classes and compared. This finds the last layer of any network,
+    and auxiliary classifiers too.
     """
     fewer, more = (_shapes(config, n_classes) for n_classes in (2, 3))
     return {
@@ -25,7 +25,7 @@ def class_tensors(config: Config) -> dict[str, int]:
 
 
 def count_classes(config: Config, tensors: Mapping[str, torch.Tensor], source: str) -> int:
-    """The number of classes of a network's state dict. Raises UserError where it can't be told."""
+    """Return the number of classes of a state dict. Raise UserError if it is not of this model."""
     counts = {tensors[name].shape[axis] for name, axis in class_tensors(config).items() if name in tensors}
     if len(counts) != 1:
         raise UserError(f"{source}: is not of model {config.model}: it has no last layer of that network")

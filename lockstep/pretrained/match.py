@@ -1,4 +1,4 @@
-"""Compares weights from elsewhere with a network, name by name and shape by shape, and says what fits."""
+"""The comparison of pretrained weights with a network, by name and shape."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,28 +8,38 @@ import torch
 
 from lockstep.errors import UserError
 
-_MOST_NAMED = 6  # in an error, which is one line
+_MOST_NAMED = 6  # names in an error, which is one line
 _KINDS = ("missing", "unexpected", "other shapes", "other values")
 
 
 @dataclass(frozen=True)
 class Match:
-    """What fits, and what does not.
+    """The tensors that fit a network, and those that do not.
 
-    problems: for each of `_KINDS`, by name, what is to be said of it. allowed: what would be a problem,
-    had it not been allowed by name.
+    Attributes:
+        fitting: Names of tensors to load.
+        replaced: Names of the last layer's tensors with `new_head`.
+        counters: Missing counters of batch normalization, which old files do not have.
+        problems: For each of `_KINDS`, a text about each tensor by its name.
+        allowed: Names of tensors whose problems `pretrained_allow` permits.
     """
 
     fitting: list[str] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)  # the last layer of `finetune`
-    counters: list[str] = field(default_factory=list)  # batch normalisation's, which old files do not have
+    replaced: list[str] = field(default_factory=list)
+    counters: list[str] = field(default_factory=list)
     problems: dict[str, dict[str, str]] = field(default_factory=lambda: {kind: {} for kind in _KINDS})
     allowed: list[str] = field(default_factory=list)
 
     def check(self, source: str, model: str, heads: Iterable[str]) -> None:
-        """Raises UserError naming all that does not fit and was not allowed, and what to do about it.
+        """Check that there are no problems.
 
-        heads: the names of the last layer's tensors.
+        Args:
+            source: The origin of the weights, for the message.
+            model: The name of the model, for the message.
+            heads: The names of the last layer's tensors.
+
+        Raises:
+            UserError: A tensor does not fit and is not allowed. The message names a remedy.
         """
         found = {kind: texts for kind, texts in self.problems.items() if texts}
         if not found:
@@ -37,12 +47,12 @@ class Match:
         names = [name for texts in found.values() for name in texts]
         advice = f"pretrained_allow: [{', '.join(_patterns(names))}] would start without them"
         if set(names) <= set(heads):
-            advice = "finetune: true replaces the last layer"
+            advice = "new_head: true replaces the last layer"
         what = "; ".join(f"{kind}: {_some(list(texts.values()))}" for kind, texts in found.items())
         raise UserError(f"{source}: does not fit model {model}: {what} ({advice})")
 
     def lines(self) -> list[str]:
-        """The report, for people."""
+        """Return the lines of the report."""
         counts = ", ".join(f"{kind} {len(texts)}" for kind, texts in self.problems.items())
         lines = [f"matched {len(self.fitting)} tensors, {counts}"]
         if self.replaced:
@@ -58,10 +68,13 @@ def compare(
     replaced: Iterable[str] = (),
     allow: Iterable[str] = (),
 ) -> Match:
-    """Sorts every name of both state dicts.
+    """Sort the names of both state dicts by whether they fit.
 
-    replaced: names that stay new whatever the file has. allow: patterns (`fc8.*`) of names that may have
-    any problem; such tensors stay as they are in `ours`.
+    Args:
+        theirs: The pretrained state dict.
+        ours: The network's state dict.
+        replaced: Names that are not loaded.
+        allow: Patterns (`fc8.*`) of names that may have any problem. Their tensors are not loaded.
     """
     match, replaced = Match(), set(replaced)
     for name in (*ours, *(name for name in theirs if name not in ours)):
@@ -79,7 +92,7 @@ def compare(
 
 
 def _problem(name: str, theirs: torch.Tensor | None, ours: torch.Tensor | None) -> tuple[str, str] | None:
-    """The kind of problem that a name has, and a text about it."""
+    """Return the kind of problem of a tensor and a text about it, or None."""
     if theirs is None:
         return "missing", name
     if ours is None:
@@ -99,7 +112,7 @@ def _some(texts: list[str]) -> str:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """One pattern a layer: ['fc8.*']."""
+    """Return one pattern per layer, such as 'fc8.*'."""
     layers = dict.fromkeys(name.rpartition(".")[0] for name in names)
     patterns = [f"{layer}.*" if layer else "*" for layer in layers]
     return [*patterns[:_MOST_NAMED], "..."] if len(patterns) > _MOST_NAMED else patterns

@@ -1,4 +1,4 @@
-"""What others call the tensors of a network, and what this network calls them."""
+"""Translation of the names that other programs give to a network's tensors."""
 
 import re
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-# Caffe keeps a layer's weights as its blob 0 and its biases as blob 1: 'conv1/blobs/0', 'conv1.blobs.0'.
+# Caffe stores a layer's weights as blob 0 and its biases as blob 1: 'conv1/blobs/0', 'conv1.blobs.0'.
 _BLOB = re.compile(r"(.+)[./]blobs[./]([01])")
 # The two nn.Sequential of torchvision's AlexNet and VGG: 'features.0.weight', 'classifier.6.bias'.
 _SEQUENTIAL = re.compile(r"(features|classifier)\.(\d+)\.(weight|bias)")
@@ -14,23 +14,27 @@ _BLOBS = {"0": "weight", "1": "bias"}
 
 
 def layers_of(model: nn.Module) -> list[str]:
-    """The names of all convolutions and fully connected layers, in the order in which they were made."""
+    """Return the names of all convolutions and linear layers, in the order of their construction."""
     return [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint of Lockstep has of a network: a state dict, but with tied parameters once, and with
-    buffers that state dicts leave out."""
+    """Return a network's tensors as in Lockstep's checkpoints: tied parameters once, with all buffers."""
     return {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
 
 
 def translate(
     tensors: dict[str, torch.Tensor], ours: Mapping[str, torch.Tensor], layers: list[str]
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """Gives tensors the network's names where their own are Caffe's or torchvision's, and says so.
+    """Rename the tensors of Caffe or torchvision to the network's names.
 
-    ours: the network's state dict; layers: `layers_of` it. Names that mean nothing are kept, for the report
-    to show.
+    Args:
+        tensors: The pretrained tensors by their names.
+        ours: The network's state dict.
+        layers: The network's `layers_of`.
+
+    Returns:
+        The renamed tensors, unknown names unchanged, and a description of the format.
     """
     if any(_BLOB.fullmatch(name) for name in tensors):
         renamed = {_without_blob(name): value for name, value in tensors.items()}
@@ -49,14 +53,14 @@ def _without_blob(name: str) -> str:
 
 
 def _without_ones(blob: torch.Tensor, ours: torch.Tensor | None) -> torch.Tensor:
-    """Caffe before 2015 had four dimensions for everything: (1, 1, 4096, 9216), (1, 1, 1, 96)."""
+    """Remove leading axes of length 1: Caffe before 2015 gave every blob four axes."""
     while ours is not None and blob.ndim > ours.ndim and blob.shape[0] == 1:
         blob = blob[0]
     return blob
 
 
 def _places(tensors: dict[str, torch.Tensor], layers: list[str]) -> dict[str, str]:
-    """Their k-th layer is our k-th: features before classifier, each by number."""
+    """Map torchvision's layers to ours by position: features before classifier, each by number."""
     matches = [match for match in map(_SEQUENTIAL.fullmatch, tensors) if match]
     theirs = sorted({(match[1] == "classifier", int(match[2])) for match in matches})
     ours = dict(zip(theirs, layers, strict=False))

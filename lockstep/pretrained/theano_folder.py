@@ -1,4 +1,4 @@
-"""theano_alexnet's folders of weights, read and written.
+"""Reading and writing of theano_alexnet's folders of weights.
 
     W_<layer>_<epoch>.npy  b_<layer>_<epoch>.npy        weights and biases of a layer, numbered from 0
     W0_ W1_ b0_ b1_                                     of a convolution in two groups, one file a group
@@ -7,14 +7,15 @@
     val_record.npy                                      (epoch, 2): top-1 error and loss, of all epochs
     config.yaml                                         optional; its lib_conv is used
 
-Weights are float32: of a convolution (input, row, column, output), of a fully connected layer (input,
-output). What differs besides the layout:
+Weights are float32: (input, row, column, output) for a convolution, (input, output) for a linear layer. There
+are three further differences:
 
-- With `lib_conv: cudnn` Theano convolves, so filters are those of PyTorch's correlation turned by 180
+- Filters: with `lib_conv: cudnn` Theano convolves and PyTorch correlates, so filters are rotated by 180
   degrees. cuda-convnet correlates.
-- Dropout: theano_alexnet halves what comes out of it in validation, PyTorch doubles it in training. So
-  weights that lie behind a dropout (those of all fully connected layers but the first) are halved here.
-- Momenta: v' = m v' - r g there, with the rate r (2 r for biases) in it; v = m v + g here. So v = -v' / r.
+- Dropout: theano_alexnet halves activations in validation, PyTorch doubles them in training. So this module
+  halves the weights behind a dropout, which are those of all linear layers but the first.
+- Momenta: theano_alexnet has v' = m v' - r g with the rate r (2 r for biases); PyTorch has v = m v + g. So
+  v = -v' / r.
 """
 
 import re
@@ -32,12 +33,12 @@ LibConv = Literal["cudnn", "cudaconvnet"]
 _WEIGHTS = re.compile(r"(W|b|W0|b0|W1|b1)_(\d+)_(\d+)\.npy")
 _WHOLE, _HALVES = ("W", "b"), ("W0", "b0", "W1", "b1")  # in the order of their momenta
 _BIAS_RATE = 2.0  # times the learning rate
-_KEEP = 0.5  # theano_alexnet's dropout; a power of two, so nothing is rounded
+_KEEP = 0.5  # theano_alexnet's keep probability; a power of two, so scaling does not round
 
 
 @dataclass(frozen=True)
-class Layer:
-    """As in PyTorch: weight (output, input / groups, row, column) or (output, input), bias (output,)."""
+class LayerArrays:
+    """A PyTorch layer: weight (output, input / groups, row, column) or (output, input); bias (output,)."""
 
     weight: np.ndarray
     bias: np.ndarray
@@ -45,26 +46,26 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far the training had come. learning_rate: that of the next epoch. Errors are shares."""
+class TrainingState:
+    """The training state beside the weights. `learning_rate` is that of the next epoch; errors are shares."""
 
-    momenta: list[Layer]
+    momenta: list[LayerArrays]
     learning_rate: float
-    errors: list[tuple[float, float]]  # an epoch's (top-1 error, loss)
+    errors: list[tuple[float, float]]  # (top-1 error, loss) of each epoch
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there are weights of theano_alexnet in a folder."""
+    """Return whether a folder holds weights of theano_alexnet."""
     return any(_WEIGHTS.fullmatch(file.name) for file in path.glob("*.npy"))
 
 
 def newest_epoch(folder: Path) -> int:
-    """The last epoch that has weights in the folder."""
+    """Return the last epoch with weights in the folder."""
     return max(int(match[3]) for file in folder.glob("*.npy") if (match := _WEIGHTS.fullmatch(file.name)))
 
 
 def lib_conv_of(folder: Path) -> LibConv:
-    """The library that the folder's config.yaml names. Raises UserError where there is none."""
+    """Return the `lib_conv` of the folder's config.yaml. Raise UserError if it is missing."""
     path = folder / "config.yaml"
     found = read_yaml(path).values.get("lib_conv") if path.exists() else None
     if found == "cudnn" or found == "cudaconvnet":
@@ -76,9 +77,10 @@ def lib_conv_of(folder: Path) -> LibConv:
 
 
 def read_arrays(folder: Path, epoch: int) -> list[list[np.ndarray]]:
-    """Weights and biases of all layers as they are in the files: [[W, b], [W0, b0, W1, b1], ...].
+    """Return the weights and biases of all layers as stored: [[W, b], [W0, b0, W1, b1], ...].
 
-    Raises UserError naming a file that is missing or is not what its name says.
+    Raises:
+        UserError: A file is missing or holds something else; the message names it.
     """
     layers = []
     for names in _names_of(folder, epoch):
@@ -92,10 +94,19 @@ def read_arrays(folder: Path, epoch: int) -> list[list[np.ndarray]]:
     return layers
 
 
-def read_progress(folder: Path, epoch: int, lib_conv: LibConv, weights: list[list[np.ndarray]]) -> Progress:
-    """Momenta (of `weights`, as `read_arrays` gives them), learning rate, validation record.
+def read_progress(
+    folder: Path, epoch: int, lib_conv: LibConv, weights: list[list[np.ndarray]]
+) -> TrainingState:
+    """Read the momenta, the learning rate and the validation record of an epoch.
 
-    Raises UserError as `read_arrays` does.
+    Args:
+        folder: theano_alexnet's folder.
+        epoch: The epoch to read.
+        lib_conv: The library that trained the filters.
+        weights: The result of `read_arrays`, whose shapes the momenta must have.
+
+    Raises:
+        UserError: A file is missing or holds something else; the message names it.
     """
     rate = read_array(folder / f"lr_{epoch}.npy")
     if rate.shape != () or rate.dtype.kind != "f" or not 0 < rate < np.inf:
@@ -108,22 +119,24 @@ def read_progress(folder: Path, epoch: int, lib_conv: LibConv, weights: list[lis
         raise UserError(f"{path}: does not hold all of {epoch} epochs")
     momenta = join(_read_momenta(folder, epoch, weights), lib_conv)
     momenta = [_scale(layer, -1 / float(rate), -1 / (_BIAS_RATE * float(rate))) for layer in momenta]
-    return Progress(momenta, float(rate), [(float(error), float(loss)) for error, loss in record[:epoch]])
+    return TrainingState(
+        momenta, float(rate), [(float(error), float(loss)) for error, loss in record[:epoch]]
+    )
 
 
-def join(arrays: list[list[np.ndarray]], lib_conv: LibConv) -> list[Layer]:
-    """From theano_alexnet's arrays to PyTorch's: axes in order, filters turned, halves put together."""
+def join(arrays: list[list[np.ndarray]], lib_conv: LibConv) -> list[LayerArrays]:
+    """Convert theano_alexnet's arrays to PyTorch's: permute axes, rotate filters, join halves."""
     layers, n_connected = [], 0
     for layer in arrays:
         n_connected += layer[0].ndim == 2
         scale = _KEEP if n_connected > 1 else 1
         weight = np.concatenate([_to_torch(array, lib_conv) for array in layer[::2]])
-        layers.append(Layer(weight * scale, np.concatenate(layer[1::2]), len(layer) // 2))
+        layers.append(LayerArrays(weight * scale, np.concatenate(layer[1::2]), len(layer) // 2))
     return layers
 
 
-def split(layers: list[Layer], lib_conv: LibConv) -> list[list[np.ndarray]]:
-    """The opposite of `join`: float32, in C order."""
+def split(layers: list[LayerArrays], lib_conv: LibConv) -> list[list[np.ndarray]]:
+    """Convert layers to theano_alexnet's arrays, float32 in C order: the inverse of `join`."""
     arrays, n_connected = [], 0
     for layer in layers:
         n_connected += layer.weight.ndim == 2
@@ -136,9 +149,9 @@ def split(layers: list[Layer], lib_conv: LibConv) -> list[list[np.ndarray]]:
 
 
 def write(
-    folder: Path, epoch: int, lib_conv: LibConv, weights: list[Layer], progress: Progress | None
+    folder: Path, epoch: int, lib_conv: LibConv, weights: list[LayerArrays], progress: TrainingState | None
 ) -> None:
-    """Writes the files into an existing folder, with those for resuming where there is progress."""
+    """Write the files into an existing folder. With `progress`, also write those for resuming."""
     for number, arrays in enumerate(split(weights, lib_conv)):
         for name, array in zip(_HALVES if len(arrays) == 4 else _WHOLE, arrays, strict=True):
             np.save(folder / f"{name}_{number}_{epoch}.npy", array)
@@ -155,23 +168,23 @@ def write(
 
 
 def _names_of(folder: Path, epoch: int) -> list[list[str]]:
-    """Each layer's files without '_<epoch>.npy', in the order of their momenta: [['W_0', 'b_0'], ...]."""
+    """Return each layer's file names without '_<epoch>.npy', in the order of their momenta."""
     matches = [match for file in folder.glob("*.npy") if (match := _WEIGHTS.fullmatch(file.name))]
-    there: dict[int, set[str]] = {}
+    names_of_layer: dict[int, set[str]] = {}
     for match in matches:
         if int(match[3]) == epoch:
-            there.setdefault(int(match[2]), set()).add(match[1])
-    if not there:
+            names_of_layer.setdefault(int(match[2]), set()).add(match[1])
+    if not names_of_layer:
         raise UserError(
             f"{folder}: has no weights of epoch {epoch}; the newest are of {newest_epoch(folder)}"
         )
     layers = []
-    for number in range(max(there) + 1):
-        found = there.get(number, set())
-        expected = _HALVES if found & set(_HALVES) else _WHOLE
-        for name in set(expected) ^ found:
-            said = "is missing" if name in expected else "does not belong to a layer in two groups"
-            raise UserError(f"{folder}: {name}_{number}_{epoch}.npy {said}")
+    for number in range(max(names_of_layer) + 1):
+        names = names_of_layer.get(number, set())
+        expected = _HALVES if names & set(_HALVES) else _WHOLE
+        for name in set(expected) ^ names:
+            problem = "is missing" if name in expected else "does not belong to a layer in two groups"
+            raise UserError(f"{folder}: {name}_{number}_{epoch}.npy {problem}")
         layers.append([f"{name}_{number}" for name in expected])
     return layers
 
@@ -200,7 +213,7 @@ def _read_momenta(folder: Path, epoch: int, weights: list[list[np.ndarray]]) -> 
 
 
 def _read_floats(path: Path) -> np.ndarray:
-    """float32; of float64, which Theano can be told to use, the nearest."""
+    """Read a float array as float32. Theano can also write float64, which is rounded."""
     array = read_array(path)
     if array.dtype not in (np.float32, np.float64):
         raise UserError(f"{path}: holds {array.dtype}, not float32")
@@ -208,7 +221,7 @@ def _read_floats(path: Path) -> np.ndarray:
 
 
 def _to_torch(weight: np.ndarray, lib_conv: LibConv) -> np.ndarray:
-    """(input, row, column, output) to (output, input, row, column); (input, output) to (output, input)."""
+    """Convert (input, row, column, output) to (output, input, row, column); transpose (input, output)."""
     if weight.ndim == 2:
         return weight.T
     weight = weight.transpose(3, 0, 1, 2)
@@ -222,8 +235,8 @@ def _from_torch(weight: np.ndarray, lib_conv: LibConv) -> np.ndarray:
     return weight.transpose(1, 2, 3, 0)
 
 
-def _scale(momenta: Layer, rate: float, bias_rate: float) -> Layer:
-    """Momenta times these, rounded once."""
+def _scale(momenta: LayerArrays, rate: float, bias_rate: float) -> LayerArrays:
+    """Return the momenta times the rates, rounded once."""
     weight = np.multiply(momenta.weight, rate, dtype=np.float64).astype(momenta.weight.dtype)
     bias = np.multiply(momenta.bias, bias_rate, dtype=np.float64).astype(momenta.bias.dtype)
-    return Layer(weight, bias, momenta.n_groups)
+    return LayerArrays(weight, bias, momenta.n_groups)

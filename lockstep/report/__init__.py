@@ -1,5 +1,6 @@
-"""The report of one or several runs: one HTML page that needs nothing else, and its charts as PNG files.
+"""The report of one or several runs: one HTML page that loads nothing, and its charts as PNG files.
 
-`runlog` reads what a run has written, `diagnosis` says what limits it, `charts` and `filters` draw,
-`examples` tries the network, `sections` and `page` make HTML of it. Nothing else here imports matplotlib.
+runlog.py reads a run's folder, diagnosis.py finds what limits the run, ranks.py who waits for whom.
+charts.py and filters.py draw, examples.py tests the network on validation images, and sections.py and page.py
+write HTML. No other package imports matplotlib.
 """

@@ -1,35 +1,50 @@
-"""Writes the report of a run, or of several runs over each other.
+"""Write the report of a run, or of several runs in the same charts.
 
-    python -m lockstep.report runs/try1               also while the run goes on
-    python -m lockstep.report runs/try1 runs/try2     curves over each other; goes into the first run's folder
+    python -m lockstep.report runs/try1               also during the run
+    python -m lockstep.report runs/try1 runs/try2     one set of charts, in runs/comparison
+    python -m lockstep.report runs/* --out rates      the same in the folder rates
     python -m lockstep.report runs/try1 --no-examples
+    python -m lockstep.report runs/try1 --live        every few seconds until the run has ended
 
-Makes RUN/report.html, one page that needs nothing else (no network, no script), and its charts as PNG files
-in RUN/report. What can't be read is left out and named.
+It writes report.html, one page without scripts that loads nothing, and its charts as PNG files in the folder
+`report` beside it. They are in the run's folder. For several runs they are in `comparison` beside the first
+run's folder, where the next comparison replaces them. The page names files that can't be read.
 
-Exit code: 0 the report is written; 2 nothing can be shown of what was given.
+Exit code: 0: the report is written. 2: nothing can be shown of the given runs.
 """
 
 import argparse
 import os
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.backends.devices import count_cores
 from lockstep.errors import UserError
+from lockstep.extras import require
 from lockstep.report.runlog import read_run
-from lockstep.report.theme import RUNS
-from lockstep.report.writing import write_report
+
+_LIVE_SECONDS = 5.0
+_START_SECONDS = 30.0  # for which a run that is resumed may still have its former end in its log
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code. `arguments`: those of the command line, for the tests."""
-    words = _read_command_line(arguments)
+    """Return the exit status. `arguments` replaces those of the command line."""
+    options = _read_command_line(arguments)
     try:
-        if len(words.runs) > len(RUNS):
-            raise UserError(f"at most {len(RUNS)} runs can be told apart in one chart")
-        runs = [read_run(folder) for folder in dict.fromkeys(words.runs)]
-        path = write_report(runs, 0 if words.no_examples else words.images)
+        require("the report", "report", "matplotlib")
+        # Only now: both import matplotlib.
+        from lockstep.report.theme import MOST_RUNS
+        from lockstep.report.writing import place_of, write_report
+
+        folders = list(dict.fromkeys(options.runs))
+        if len(folders) > MOST_RUNS:
+            raise UserError(f"{len(folders)} runs: one chart can show at most {MOST_RUNS}. Name fewer.")
+        if options.live:
+            write_until_end(folders[0], options.out or folders[0])
+        runs = [read_run(folder) for folder in folders]
+        path = write_report(runs, options.out or place_of(runs), 0 if options.no_examples else options.images)
     except UserError as error:
         print(f"lockstep.report: {error}", file=sys.stderr)
         return 2
@@ -40,6 +55,30 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def write_until_end(folder: Path, out: Path) -> None:
+    """Write the report of a run again and again until the run has ended. The page reloads itself.
+
+    The examples are omitted. A run without a line of its log yet, or with a file that is being replaced, is
+    tried again.
+
+    Args:
+        folder: The run's folder.
+        out: Where to write.
+    """
+    from lockstep.report.writing import write_report
+
+    start = time.monotonic()
+    while True:
+        begin = time.monotonic()
+        with suppress(UserError):
+            run = read_run(folder)
+            if run.exit_status is not None and begin - start > _START_SECONDS:
+                return
+            write_report([run], out, 0, _LIVE_SECONDS)
+        # At most a tenth of a core's time: the run needs it more.
+        time.sleep(max(_LIVE_SECONDS, 9 * (time.monotonic() - begin)))
+
+
 def _read_command_line(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m lockstep.report",
@@ -47,6 +86,9 @@ def _read_command_line(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, runs/<name>")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write: see above")
+    live = "write the page every few seconds until the run has ended; it reloads itself (one run)"
+    parser.add_argument("--live", action="store_true", help=live)
     parser.add_argument("--no-examples", action="store_true", help="do not try the network on any images")
     parser.add_argument(
         "--images", type=_count, default=2000, help="at most so many validation images are tried (2000)"
@@ -62,7 +104,7 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    # A run that goes on needs the processors more, and threads that share busy cores wait for each other.
+    # A run in progress needs the cores more, and threads on busy cores wait for each other.
     os.nice(10)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // 2)))
     sys.exit(main())

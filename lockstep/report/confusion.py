@@ -1,4 +1,4 @@
-"""What the report shows of a network's mistakes."""
+"""A network's mistakes as the report shows them."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,18 @@ from PIL import Image
 
 @dataclass(frozen=True)
 class Confusion:
-    """Images of class `label` that were taken for `answer`, the surest mistakes first, a few as pictures."""
+    """Images of class `label` that the network took for `answer`, a few of them as thumbnails."""
 
     label: str
     answer: str
     n_images: int
-    n_of_class: int  # of those that were tried
-    pictures: list[tuple[Image.Image, float]]  # with the network's probability for its answer
+    n_of_class: int  # tested images of the class
+    images: list[tuple[Image.Image, float]]  # with the answer's probability, highest first
 
 
 @dataclass(frozen=True)
 class Examples:
-    """What came of `n_images` of all `n_there` validation images."""
+    """The results for `n_images` of all `n_there` validation images."""
 
     n_images: int
     n_there: int

@@ -1,29 +1,36 @@
-"""Where a run's time goes, what limits it, and which knob to turn."""
+"""The shares of a run's time, the phase that limits it, and the key to change."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.backends.devices import on_gpus
-from lockstep.report.runlog import PHASES, RunLog
+from lockstep.report.runlog import RunLog
+from lockstep.runs.stragglers import PHASES
 
-_MUCH = 0.10  # the share of the time above which waiting or averaging is worth a change
+_MUCH = 0.10  # share of time above which waiting or averaging calls for a change
 
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """shares: of each phase, together 1. seconds_per_step, bytes_per_step: between trainer 0's memory and the
-    others', network_bytes_per_step: from it to other hosts; None where the run does not tell.
+    """The split of a run's time among its phases.
+
+    Attributes:
+        shares: The share of each phase; they add up to 1.
+        seconds_per_step: None if unknown, like the next two.
+        bytes_per_step: Bytes per step between the memory of trainer 0 and that of the others.
+        network_bytes_per_step: Bytes per step from trainer 0 to other hosts.
+        limit: The phase that limits the run.
     """
 
     shares: dict[str, float]
     seconds_per_step: float | None
-    limit: str  # the phase to do something about
+    limit: str
     bytes_per_step: float | None = None
     network_bytes_per_step: float | None = None
 
 
 def split_time(run: RunLog) -> TimeSplit | None:
-    """Over the later half of the run, when it has warmed up. None where no time is known."""
+    """Return the split over the later half of the run, without its warm-up, or None if no time is known."""
     known = [point for point in run.points if sum(point.seconds.values()) > 0]
     known = known[len(known) // 2 :]
     if not known:
@@ -44,7 +51,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 def explain(split: TimeSplit, config: dict[str, Any]) -> tuple[str, str]:
-    """What limits the run, and what to do about it: two sentences."""
+    """Return a sentence about the limit of the run, and one with advice."""
     share = f"{split.shares[split.limit]:.0%} of the time"
     gpus = on_gpus(config.get("devices") or [])
     if split.limit == "load-wait":
@@ -72,7 +79,7 @@ def _loading(config: dict[str, Any]) -> str:
 
 def _exchange(config: dict[str, Any], gpus: bool) -> str:
     size = f" ({config['batch_size']} now)" if "batch_size" in config else ""
-    advice = f"A larger batch_size{size} means fewer exchanges a picture"
+    advice = f"A larger batch_size{size} means fewer exchanges an image"
     if gpus and config.get("exchange") != "p2p":
         return (
             f"{advice}; exchange: p2p is the fastest where GPUs reach each other (python -m lockstep.doctor)."

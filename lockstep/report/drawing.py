@@ -1,4 +1,4 @@
-"""How the report's charts are drawn: lines over epochs, with their labels at their right ends."""
+"""The drawing of the report's charts: lines over epochs, with labels at their right ends."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from lockstep.report.theme import colour
 
-WIDE, NARROW = 470, 330  # points, which are pixels on the page
+WIDE, NARROW = 470, 330  # points, equal to pixels on the page
 _HEIGHT = 240
 _LEFT, _BOTTOM, _TOP = 44, 36, 30
 _RIGHT = {WIDE: 118, NARROW: 108}  # for labels
 _LINE_OF_TEXT = 14.0
 _LETTER = 5.8
-_MOST_POINTS = 240  # of a line; more are averaged
-_LOG_FROM = 15.0  # largest by smallest value from which on an axis is logarithmic
+_MOST_POINTS = 240  # per line; more are averaged
+_LOG_FROM = 15.0  # least ratio of largest to smallest value for a logarithmic axis
 _LOOKS: dict[str, dict[str, Any]] = {
     "dots": {"linewidth": 1.8, "marker": "o", "markersize": 3.2},
     "thick": {"linewidth": 1.8},
@@ -30,29 +30,37 @@ _LOOKS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Line:
-    """One line: points of (epoch, value), the label at its end (None: none), a colour's name, a look."""
+    """One line of (epoch, value) points, with the label at its end (or None), a color's name and a look.
+
+    `dashes` is matplotlib's line style for looks without their own.
+    """
 
     points: Sequence[tuple[float, float]]
     label: str | None
     colour: str
     look: str
+    dashes: Any = "solid"
 
 
 @dataclass(frozen=True)
 class Label:
-    """Text at the right edge. height: from 0, the bottom, to 1."""
+    """Text at the right edge. `height` is from 0 (bottom) to 1."""
 
     height: float
     text: str
     colour: str
 
 
-def new_axes(width: int, title: str) -> tuple[Figure, Axes]:
-    """title: what the vertical axis shows; it stands above, where it takes no width."""
-    figure = Figure((width / 72, _HEIGHT / 72))
-    across, up = 1 - (_LEFT + _RIGHT[width]) / width, 1 - (_BOTTOM + _TOP) / _HEIGHT
-    axes = figure.add_axes((_LEFT / width, _BOTTOM / _HEIGHT, across, up))
-    figure.text(4 / width, 1 - 14 / _HEIGHT, title, color=colour("muted"))
+def new_axes(width: int, title: str, n_labels: int = 0) -> tuple[Figure, Axes]:
+    """Make axes over epochs, high enough for `n_labels`.
+
+    `title` describes the vertical axis. It is above the axes, where it takes no width.
+    """
+    height = max(_HEIGHT, _BOTTOM + _TOP + n_labels * _LINE_OF_TEXT)
+    figure = Figure((width / 72, height / 72))
+    across, up = 1 - (_LEFT + _RIGHT[width]) / width, 1 - (_BOTTOM + _TOP) / height
+    axes = figure.add_axes((_LEFT / width, _BOTTOM / height, across, up))
+    figure.text(4 / width, 1 - 14 / height, title, color=colour("muted"))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set_xlabel("epoch", loc="right", labelpad=1)
     return figure, axes
@@ -61,14 +69,20 @@ def new_axes(width: int, title: str) -> tuple[Figure, Axes]:
 def draw(
     lines: list[Line], width: int, title: str, text: Callable[[float], str], scale: str = "auto"
 ) -> Figure:
-    """Lines over epochs.
+    """Draw lines over epochs.
 
-    text: writes a value. scale: 'linear', or 'auto', which is logarithmic where values differ much.
+    Args:
+        lines: The lines.
+        width: WIDE or NARROW.
+        title: The description of the vertical axis.
+        text: Formats a value.
+        scale: 'linear', or 'auto': logarithmic if the values differ much.
     """
     lines = [line for line in lines if line.points]
     values = [value for line in lines for _, value in line.points]
     log = scale == "auto" and min(values) > 0 and max(values) / min(values) > _LOG_FROM
-    figure, axes = new_axes(width, f"{title} (log scale)" if log else title)
+    labelled = [line for line in lines if line.label is not None]
+    figure, axes = new_axes(width, f"{title} (log scale)" if log else title, len(labelled))
     for line in lines:
         _plot(axes, line)
     if log:
@@ -80,7 +94,7 @@ def draw(
         axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
     axes.set_xlim(0, max(line.points[-1][0] for line in lines))
-    ends = [(line.points[-1][1], line) for line in lines if line.label is not None]
+    ends = [(line.points[-1][1], line) for line in labelled]
     write_labels(
         axes, width, [Label(_height(axes, y), line.label or text(y), line.colour) for y, line in ends]
     )
@@ -88,15 +102,17 @@ def draw(
 
 
 def thin(values: Sequence[float]) -> np.ndarray:
-    """At most _MOST_POINTS values: means of neighbours."""
+    """Return at most _MOST_POINTS values, as means of neighbors."""
     array = np.asarray(values, np.float64)
     n_parts = min(len(array), _MOST_POINTS)
     return np.array([part.mean() for part in np.array_split(array, n_parts)]) if n_parts else array
 
 
 def write_labels(axes: Axes, width: int, labels: list[Label]) -> None:
-    """Each at its height, moved apart where they would touch."""
-    gap = _LINE_OF_TEXT / (_HEIGHT - _BOTTOM - _TOP)
+    """Write labels at their heights, moved apart if they would overlap."""
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    gap = _LINE_OF_TEXT / (figure.get_figheight() * 72 - _BOTTOM - _TOP)
     ordered = sorted(labels, key=lambda label: label.height)
     places: list[float] = []
     for label in ordered:
@@ -120,8 +136,8 @@ def write_labels(axes: Axes, width: int, labels: list[Label]) -> None:
 
 def _plot(axes: Axes, line: Line) -> None:
     x, y = ([point[axis] for point in line.points] for axis in (0, 1))
-    looks = dict(_LOOKS[line.look])
-    if line.look == "steps":  # from the beginning of the first one's epoch on
+    looks = {"linestyle": line.dashes, **_LOOKS[line.look]}
+    if line.look == "steps":  # starts at the beginning of the first epoch
         axes.plot([int(x[0]), *x], [y[0], *y], color=colour(line.colour), **looks)
         return
     if len(x) > 40:
@@ -130,11 +146,11 @@ def _plot(axes: Axes, line: Line) -> None:
 
 
 def _height(axes: Axes, y: float) -> float:
-    """How far up the axes a value is, from 0 to 1."""
+    """Return the height of a value in the axes, from 0 to 1."""
     pixel = axes.transData.transform((0.0, y))[1]
     return float(axes.transAxes.inverted().transform((0.0, pixel))[1])
 
 
 def _shorten(text: str, n_letters: int) -> str:
-    """Its end says more than its beginning: names of runs end with their time."""
+    """Shorten a text at its start: names of runs end with their time."""
     return text if len(text) <= n_letters else "…" + text[1 - n_letters :]

@@ -1,6 +1,6 @@
-"""Which classes a network confuses, and in which pictures: its newest checkpoint tried on validation images.
+"""A test of the newest checkpoint on validation images: the classes that the network confuses, with images.
 
-On the CPU, whatever the run is on, and bounded in number and time. Images come the way they come in training.
+It runs on the CPU, with limits on images and time. Images are prepared as in training.
 """
 
 import dataclasses
@@ -16,24 +16,24 @@ from lockstep.backends import backend_of
 from lockstep.comm.messages import Order
 from lockstep.config import Config, Layer, resolve
 from lockstep.data.dataset import Dataset, open_dataset
-from lockstep.data.hkl import read_rows
 from lockstep.data.randomness import Purpose, generator
 from lockstep.errors import UserError
 from lockstep.loading.feed import Feed, open_feed
+from lockstep.network.low_precision import configure
 from lockstep.network.replica import Replica, open_trained
 from lockstep.report.confusion import Confusion, Examples
-from lockstep.runs.folder import Checkpoint
+from lockstep.runs.state import Checkpoint
 
 _SECONDS = 30.0
-_BATCH = 8  # neighbours in the files; few, for files may be sorted by class
+_BATCH = 8  # neighbors in a file; few, because files may be sorted by class
 _MOST_PAIRS = 8
-_PICTURES = 4  # of a pair
+_THUMBNAILS = 4  # per pair of classes
 _SIDE = 96  # pixels of the longer side
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the network says to one validation image."""
+class ImageAnswer:
+    """The network's answer for one validation image."""
 
     sample: int
     label: int
@@ -42,11 +42,15 @@ class Answer:
 
 
 def try_examples(checkpoint: Checkpoint, n_images: int) -> Examples:
-    """Raises UserError where the network or the dataset of the run is not there any more."""
+    """Test a checkpoint on up to `n_images` validation images.
+
+    Raises:
+        UserError: The run's network or dataset is missing.
+    """
     config = _on_cpu(checkpoint)
     dataset = open_dataset(config)
     answers = _answers(config, dataset, checkpoint, n_images)
-    wrong: dict[tuple[int, int], list[Answer]] = {}
+    wrong: dict[tuple[int, int], list[ImageAnswer]] = {}
     for answer in answers:
         if answer.answer != answer.label:
             wrong.setdefault((answer.label, answer.answer), []).append(answer)
@@ -58,19 +62,20 @@ def try_examples(checkpoint: Checkpoint, n_images: int) -> Examples:
 
 
 def _on_cpu(checkpoint: Checkpoint) -> Config:
-    """The run's configuration, changed to a single trainer on the CPU."""
+    """Return the configuration for a single trainer on the CPU."""
     config, _ = resolve([Layer(str(checkpoint.path.with_suffix(".json")), checkpoint.state.config)])
     return dataclasses.replace(
         config, devices=("cpu",), precision="fp32", cuda_graph=False, exchange="auto", batch_size=_BATCH
     )
 
 
-def _answers(config: Config, dataset: Dataset, checkpoint: Checkpoint, n_images: int) -> list[Answer]:
-    """To images from all over the validation half, until there are enough or the time is over."""
+def _answers(config: Config, dataset: Dataset, checkpoint: Checkpoint, n_images: int) -> list[ImageAnswer]:
+    """Return the answers for images from all validation files, up to the limits of number and time."""
     backend = backend_of("cpu")
+    configure(config)
     replica, dataset = open_trained(config, dataset, backend.memory, checkpoint.path)
     feed = open_feed(backend, config, dataset, replica, _orders(len(dataset.val)), _silent)
-    answers: list[Answer] = []
+    answers: list[ImageAnswer] = []
     begin = time.monotonic()
     try:
         for _ in range(-(-min(n_images, len(dataset.val)) // _BATCH)):
@@ -78,54 +83,52 @@ def _answers(config: Config, dataset: Dataset, checkpoint: Checkpoint, n_images:
             answers += _ask(replica, feed)
             feed.release()
             if not all(math.isfinite(answer.probability) for answer in answers[-_BATCH:]):
-                raise UserError(f"{checkpoint.path}: its network gives no numbers")
+                raise UserError(f"{checkpoint.path}: its network returns values that are not finite")
             if time.monotonic() - begin > _SECONDS:
                 break
-    except RuntimeError as error:  # the network can't do on a CPU what it does on its devices
+    except RuntimeError as error:  # the network needs the run's devices
         raise UserError(f"{checkpoint.path}: its network does not run on the CPU: {error}") from error
     feed.close()
     return answers
 
 
 def _orders(n_there: int) -> Iterator[Order]:
-    """Small batches in random order, the same in every report."""
+    """Yield small batches in a random order that is the same in every report."""
     starts = generator(0, 0, Purpose.ORDER).permutation(np.arange(0, n_there, _BATCH))
     for start in starts.tolist():
         stop = min(start + _BATCH, n_there)
         yield Order("val", 1, start // _BATCH + 1, start, stop, start, stop)
 
 
-def _ask(replica: Replica, feed: Feed) -> list[Answer]:
+def _ask(replica: Replica, feed: Feed) -> list[ImageAnswer]:
     batch = feed.batch()
     probability, answer = replica.log_probabilities(batch).exp().max(1)
     columns = (batch.samples, batch.labels, answer, probability)
-    return [Answer(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    return [ImageAnswer(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def _confusion(dataset: Dataset, pair: list[Answer], n_of_class: int) -> Confusion:
+def _confusion(dataset: Dataset, pair: list[ImageAnswer], n_of_class: int) -> Confusion:
     names = [_class_name(dataset, number) for number in (pair[0].label, pair[0].answer)]
-    surest = sorted(pair, key=lambda answer: -answer.probability)[:_PICTURES]
-    pictures = [(_picture(dataset, answer.sample), answer.probability) for answer in surest]
-    return Confusion(names[0], names[1], len(pair), n_of_class, pictures)
+    surest = sorted(pair, key=lambda answer: -answer.probability)[:_THUMBNAILS]
+    thumbnails = [(_thumbnail(dataset, answer.sample), answer.probability) for answer in surest]
+    return Confusion(names[0], names[1], len(pair), n_of_class, thumbnails)
 
 
 def _class_name(dataset: Dataset, number: int) -> str:
-    names = dataset.manifest.class_names if dataset.manifest else ()
+    names = dataset.class_names if dataset.manifest or dataset.survey else ()
     return names[number] if number < len(names) else f"class {number}"
 
 
-def _picture(dataset: Dataset, sample: int) -> Image.Image:
-    """A validation image as it is stored, no larger than the page shows it."""
-    for file in dataset.val.files:
-        if sample < file.shape[0]:
-            break
-        sample -= file.shape[0]
-    pixels = np.empty((1, *file.row_shape), np.uint8)
-    read_rows(file, sample, pixels)
-    picture = Image.fromarray(pixels[0])
-    picture.thumbnail((_SIDE, _SIDE))
-    return picture
+def _thumbnail(dataset: Dataset, sample: int) -> Image.Image:
+    """Return a stored validation image in the size of the page."""
+    ends = np.cumsum(dataset.val.file_rows)
+    file = int(np.searchsorted(ends, sample, side="right"))
+    pixels = np.empty((1, *dataset.val.image_shape), np.uint8)
+    dataset.val.read(file, sample - int(ends[file]) + dataset.val.file_rows[file], pixels)
+    thumbnail = Image.fromarray(pixels[0, :, :, 0] if pixels.shape[3] == 1 else pixels[0])
+    thumbnail.thumbnail((_SIDE, _SIDE))
+    return thumbnail
 
 
 def _silent(text: str) -> None:
-    """Nobody watches what the report is doing."""
+    """Ignore the present phase."""

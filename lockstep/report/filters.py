@@ -1,4 +1,4 @@
-"""The filters of a network's first convolution, read from a checkpoint without the network."""
+"""The filters of the first convolution, read from a checkpoint without building the network."""
 
 from pathlib import Path
 
@@ -10,15 +10,18 @@ from lockstep.errors import UserError
 
 _MOST = 256
 _COLUMNS = 16
-_SIDE = 40  # pixels of a filter on the page, or a bit more
+_SIDE = 40  # least pixels of a filter on the page
 _GAP = 4
 
 
 def read_filters(tensors: Path) -> tuple[str, np.ndarray] | None:
-    """The name and the weights, float32 (filter, row, column, 3), of the convolution that takes pictures.
+    """Return the name and the weights of the convolution that takes images.
 
-    None where no convolution has three input channels. Raises UserError where the file can't be read, or its
-    weights are no numbers.
+    Returns:
+        The name and float32 (filter, row, column, 3); None if no convolution has three input channels.
+
+    Raises:
+        UserError: The file can't be read, or its weights are not finite.
     """
     try:
         with safe_open(tensors, "numpy") as file:
@@ -27,7 +30,7 @@ def read_filters(tensors: Path) -> tuple[str, np.ndarray] | None:
                 if len(shape) == 4 and shape[1] == 3 and shape[2] > 1 and 0 not in shape:
                     weights = file.get_tensor(name).astype(np.float32)
                     if not np.isfinite(weights).all():
-                        raise UserError(f"{tensors}: {name} holds values that are no numbers")
+                        raise UserError(f"{tensors}: {name} holds values that are not finite")
                     return name.removeprefix("weights/"), weights.transpose(0, 2, 3, 1)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{tensors}: can't be read: {error}") from error
@@ -35,7 +38,7 @@ def read_filters(tensors: Path) -> tuple[str, np.ndarray] | None:
 
 
 def draw_filters(weights: np.ndarray) -> Image.Image:
-    """All filters in rows, each scaled by its largest weight; mid-grey is zero, gaps are transparent."""
+    """Draw all filters in rows, each scaled by its largest weight. Gray is zero; gaps are transparent."""
     weights = weights[:_MOST]
     n_filters, side = weights.shape[:2]
     zoom = -(-_SIDE // side)

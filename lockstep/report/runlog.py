@@ -1,6 +1,6 @@
-"""Reads a run's folder, also while the run goes on, and as older versions wrote it.
+"""Reading of a run's folder, also during the run, and of folders that version 0.1 wrote.
 
-What is missing or broken is left out and told in `notes`; only a folder of which nothing is left is an error.
+Missing or damaged parts are omitted and named in `notes`. Only a folder without any usable part is an error.
 """
 
 import json
@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import config as configuration
+from lockstep.comm.messages import EpochTimes, RankTimes
 from lockstep.errors import UserError
-from lockstep.runs import folder as runfolder
-from lockstep.runs.folder import Checkpoint
+from lockstep.runs import checkpoint_files
+from lockstep.runs.metrics import AnswerCounts
+from lockstep.runs.state import Checkpoint
+from lockstep.runs.stragglers import PHASES, added, waiting_phases
 
-_YEAR_10000 = 253_402_300_800  # in seconds since 1970; what is later is no time
-PHASES = ("load-wait", "compute", "meet", "exchange")
+_YEAR_10000 = 253_402_300_800  # in seconds since 1970; later times are invalid
 
 
 @dataclass(frozen=True)
 class Point:
-    """A line of progress. epochs: how many were done, with a fraction; seconds: by phase, may be empty."""
+    """A line of progress. epochs: completed epochs with a fraction. seconds: by phase, may be empty."""
 
     epochs: float
     learning_rate: float | None
@@ -35,40 +37,78 @@ class Point:
 
 @dataclass(frozen=True)
 class Validation:
-    """One epoch's validation; errors are shares of the images."""
+    """The validation of one epoch. Errors are shares of the images.
+
+    Attributes:
+        error_top1: None with `task: multilabel`, which has the values below instead.
+        label_error: The share of all decisions that are wrong.
+    """
 
     epoch: int
     loss: float | None
-    error_top1: float
+    error_top1: float | None
     error_top5: float | None
+    mean_average_precision: float | None = None
+    macro_f1: float | None = None
+    label_error: float | None = None
+
+    @property
+    def cost(self) -> float:
+        """The value by which the best epoch is chosen; lower is better."""
+        if self.error_top1 is not None:
+            return self.error_top1
+        return -(self.mean_average_precision or 0.0)
 
 
 @dataclass
 class RunLog:
-    """What a run has told. seconds: how long it ran in all its starts; ending: None while it goes on."""
+    """The log of a run. seconds: total over all starts. ending: None during the run."""
 
     folder: Path
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     validations: list[Validation] = field(default_factory=list)
+    rank_times: list[EpochTimes] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
-    ways: dict[str, str] = field(default_factory=dict)  # which way each part was computed
+    implementations: dict[str, str] = field(default_factory=dict)  # by part, such as "our kernel" or "torch"
     n_starts: int = 0
     seconds: float = 0.0
-    last_time: float | None = None  # of the last line, in seconds since 1970
-    ending: dict[str, Any] | None = None
+    last_time: float | None = None  # time of the last line, in seconds since 1970
+    exit_status: dict[str, Any] | None = None
     checkpoint: Checkpoint | None = None
     notes: list[str] = field(default_factory=list)
+    answers: AnswerCounts | None = None  # of the newest validation in the log
+    # with task: multilabel, the newest validation's metrics of each class, and their means
+    columns: dict[str, list[float]] = field(default_factory=dict)
+    means: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def newest_times(self) -> EpochTimes | None:
+        """All trainers' times in the later half of the epochs with as many trainers as the last one.
+
+        None if there is no whole epoch of several trainers.
+        """
+        known = [each for each in self.rank_times if _kind(each) == _kind(self.rank_times[-1])]
+        return added(known[len(known) // 2 :]) if known and len(known[0].ranks) > 1 else None
 
     @property
     def best(self) -> Validation | None:
-        return min(self.validations, key=lambda entry: entry.error_top1, default=None)
+        return min(self.validations, key=lambda entry: entry.cost, default=None)
+
+    @property
+    def is_multilabel(self) -> bool:
+        """Whether an image has any number of classes."""
+        return self.config.get("task") == "multilabel"
 
 
 def read_run(folder: Path) -> RunLog:
-    """Raises UserError where `folder` is not a run's, or nothing in it can be shown."""
+    """Read a run's folder.
+
+    Raises:
+        UserError: The folder is not a run's, or nothing in it can be shown.
+    """
     path = folder / "log.jsonl"
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such run folder")
@@ -83,7 +123,7 @@ def read_run(folder: Path) -> RunLog:
     if has_checkpoints:
         _find_checkpoint(run)
     is_empty = not (run.points or run.validations or run.checkpoint)
-    if is_empty and (run.notes or not run.n_starts):  # not where it has just begun
+    if is_empty and (run.notes or not run.n_starts):  # a run that has just started is also empty
         notes = run.notes or [f"{path}: tells of no start, progress or validation"]
         raise UserError("; ".join([f"{folder}: nothing of this run can be shown", *notes]))
     _read_config(run)
@@ -91,7 +131,7 @@ def read_run(folder: Path) -> RunLog:
 
 
 def _read_events(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """All whole lines. The last one may be half written, which is nothing to speak of."""
+    """Return the events of all complete lines. An incomplete last line is ignored."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     except OSError as error:
@@ -115,7 +155,7 @@ def _read_events(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 class _Reading:
-    """Goes through a log. What a resumed run does again replaces what was there from that place on."""
+    """A pass over a log. Steps that a resumed run repeats replace the former ones."""
 
     def __init__(self, run: RunLog) -> None:
         self._run = run
@@ -128,23 +168,27 @@ class _Reading:
             kind = event["event"]
             if kind == "started":
                 self._start(event)
-            elif kind == "ways":
-                self._run.ways = _mapping(event.get("ways"))
-            elif kind == "notice":
+            elif kind in ("implementations", "ways"):  # "ways" until version 0.1
+                self._run.implementations = _mapping(event.get(kind))
+            elif kind in ("warning", "notice"):  # "notice" until version 0.1
                 self._notice(str(event.get("text")))
             elif kind == "progress":
                 self._progress(event)
             elif kind == "validated":
                 self._validated(event)
+            elif kind == "rank_times":
+                self._rank_times(event)
             elif kind == "ended":
-                self._run.ending = event
+                self._run.exit_status = event
         if self._n_unusable:
             what = f"{self._n_unusable} lines of progress or validation lack the epoch, the step or the error"
             self._run.notes.append(f"{self._run.folder / 'log.jsonl'}: {what} and were left out")
 
     def _clock(self, event: dict[str, Any]) -> None:
         now = _number(event, "time")
-        if now is None or not 0 <= now < _YEAR_10000 or event["event"] == "resumed":  # told before the start
+        if (
+            now is None or not 0 <= now < _YEAR_10000 or event["event"] == "resumed"
+        ):  # logged before the start
             return
         if event["event"] == "started":
             self._started = now
@@ -155,15 +199,15 @@ class _Reading:
     def _start(self, event: dict[str, Any]) -> None:
         run = self._run
         run.n_starts += 1
-        run.ending = None
+        run.exit_status = None
         run.versions = _mapping(event.get("versions"))
         run.machine = _mapping(event.get("machine"))
 
     def _notice(self, text: str) -> None:
-        """'NAME: ...' is news of one of the ways."""
-        name, _, words = text.partition(": ")
-        if name in self._run.ways:
-            self._run.ways[name] = words
+        """Record a warning; 'NAME: ...' changes the implementation of a part."""
+        name, _, value = text.partition(": ")
+        if name in self._run.implementations:
+            self._run.implementations[name] = value
 
     def _progress(self, event: dict[str, Any]) -> None:
         epoch, step, n_steps = (_number(event, key) for key in ("epoch", "step", "n_steps"))
@@ -173,14 +217,14 @@ class _Reading:
         run, place = self._run, epoch - 1 + step / n_steps
         while run.points and run.points[-1].epochs >= place:
             run.points.pop()
-        self._drop_validations(epoch)
+        self._drop_epochs(epoch)
         per_20 = _number(event, "seconds_per_20")
         seconds = _mapping(event.get("seconds"))
         run.points.append(
             Point(
                 place,
                 _number(event, "learning_rate"),
-                _number(event, "loss" if "loss" in event else "cost"),  # as older versions called it
+                _number(event, "loss" if "loss" in event else "cost"),  # the name in older versions
                 _number(event, "error"),
                 _number(event, "images_per_second"),
                 per_20 / 20 if per_20 else None,
@@ -195,19 +239,33 @@ class _Reading:
         if entry is None:
             self._n_unusable += 1
             return
-        self._drop_validations(entry.epoch)
+        while self._run.validations and self._run.validations[-1].epoch >= entry.epoch:
+            self._run.validations.pop()
         self._run.validations.append(entry)
+        self._run.answers = _answers(event)
+        self._run.columns, self._run.means = _columns(event), _mapping(event.get("means"))
 
-    def _drop_validations(self, epoch: float) -> None:
-        entries = self._run.validations
-        while entries and entries[-1].epoch >= epoch:
-            entries.pop()
+    def _rank_times(self, event: dict[str, Any]) -> None:
+        times = _epoch_times(event)
+        if times is None:
+            self._run.notes.append(
+                f"{self._run.folder / 'log.jsonl'}: damaged times of trainers were left out"
+            )
+            return
+        self._drop_epochs(times.epoch)
+        self._run.rank_times.append(times)
+
+    def _drop_epochs(self, epoch: float) -> None:
+        """Drop what former starts have recorded of this epoch and of later ones."""
+        for entries in (self._run.validations, self._run.rank_times):
+            while entries and entries[-1].epoch >= epoch:
+                entries.pop()
 
 
 def _read_config(run: RunLog) -> None:
     path = run.folder / "config.yaml"
     try:
-        run.config = dict(configuration.read_yaml(path).values)
+        run.config = configuration.with_new_names(configuration.read_yaml(path).values)
     except UserError as error:
         run.notes.append(str(error))
     if not isinstance(run.config.get("devices", []), list):
@@ -215,9 +273,9 @@ def _read_config(run: RunLog) -> None:
 
 
 def _find_checkpoint(run: RunLog) -> None:
-    """The newest whole checkpoint. A run that began from another's has its first epochs' validation there."""
+    """Find the newest valid checkpoint, which also has the validation of epochs before this run."""
     try:
-        run.checkpoint, notices = runfolder.find_checkpoint(run.folder, "latest")
+        run.checkpoint, notices = checkpoint_files.find_checkpoint(run.folder, "latest")
     except UserError as error:
         run.notes.append(str(error))
         return
@@ -230,9 +288,75 @@ def _find_checkpoint(run: RunLog) -> None:
 
 def _validation(values: dict[str, Any]) -> Validation | None:
     epoch, error = _number(values, "epoch"), _number(values, "error_top1")
-    if not epoch or error is None:
+    means = {**_mapping(values.get("means")), **values}  # a checkpoint has the means beside the loss
+    names = ("mean_average_precision", "macro_f1", "label_error")
+    of_labels = {name: _number(means, name) for name in names} if error is None else {}
+    if not epoch or (error is None and of_labels["mean_average_precision"] is None):
         return None
-    return Validation(int(epoch), _number(values, "loss"), error, _number(values, "error_top5"))
+    top5 = _number(values, "error_top5")
+    return Validation(int(epoch), _number(values, "loss"), error, top5, **of_labels)
+
+
+def _columns(event: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the metrics of each class with `task: multilabel`; {} without, or if they are damaged."""
+    columns = _mapping(event.get("classes"))
+    if "average_precision" not in columns:
+        return {}
+    names = ("support", "precision", "recall", "f1", "average_precision")
+    lists = [columns.get(name) for name in names]
+    if not all(isinstance(each, list) and len(each) == len(columns["average_precision"]) for each in lists):
+        return {}
+    numbers = [[_number({"": value}, "") for value in each] for each in lists if each]
+    known = [[value for value in each if value is not None] for each in numbers]
+    return dict(zip(names, known, strict=True)) if known == numbers else {}
+
+
+def _kind(times: EpochTimes) -> tuple[int, int]:
+    """Return the numbers of trainers and of hosts; only times of equal kinds are added."""
+    return len(times.ranks), times.n_hosts
+
+
+def _epoch_times(event: dict[str, Any]) -> EpochTimes | None:
+    """Return all trainers' times of an epoch; None if the line is damaged."""
+    epoch, n_steps, seconds = (_number(event, key) for key in ("epoch", "n_steps", "seconds"))
+    values = event.get("ranks")
+    if not epoch or n_steps is None or seconds is None or not isinstance(values, list):
+        return None
+    ranks = [_rank_times(rank, _mapping(each), n_steps) for rank, each in enumerate(values)]
+    whole = [each for each in ranks if each]
+    n_hosts = int(_number(event, "n_hosts") or 1)
+    if not 1 <= n_steps < 1 << 53 or not 1 <= n_hosts <= len(whole) or len(whole) < len(ranks):
+        return None
+    if any(each.excess.keys() != set(PHASES) - set(waiting_phases(n_hosts)) for each in whole):
+        return None
+    return EpochTimes(int(epoch), int(n_steps), seconds, whole, n_hosts=n_hosts)
+
+
+def _rank_times(rank: int, values: dict[str, Any], n_steps: float) -> RankTimes | None:
+    n_last, waited = _number(values, "n_last"), _number(values, "waited")
+    excess, seconds = (_numbers(_mapping(values.get(key))) for key in ("excess", "seconds"))
+    if n_last is None or waited is None or not excess or seconds.keys() != set(PHASES):
+        return None
+    return RankTimes(rank, int(n_last), waited, excess, seconds) if 0 <= n_last <= n_steps else None
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a mapping by phase, without what else it holds."""
+    found = {phase: _number(values, phase) for phase in PHASES}
+    return {phase: number for phase, number in found.items() if number is not None}
+
+
+def _answers(event: dict[str, Any]) -> AnswerCounts | None:
+    """Return the counts of a validation; None if the log has none, or damaged ones."""
+    columns, triples = _mapping(event.get("classes")).get("support"), event.get("confusion")
+    if not isinstance(columns, list) or not isinstance(triples, list) or not triples:
+        return None
+    n_classes = len(columns)
+    for triple in triples:
+        whole = isinstance(triple, list) and len(triple) == 3 and all(type(n) is int for n in triple)
+        if not whole or not all(0 <= n < n_classes for n in triple[:2]) or not 0 < triple[2] < 1 << 53:
+            return None
+    return AnswerCounts.joined(n_classes, [number for triple in triples for number in triple])
 
 
 def _number(values: dict[str, Any], key: str) -> float | None:

@@ -1,36 +1,39 @@
-"""A run in a few figures, written for people."""
+"""A run's main figures as text."""
 
 import statistics
 import time
+from typing import Any
 
 from lockstep.backends.devices import on_gpus
 from lockstep.report.charts import percent
-from lockstep.report.runlog import RunLog
+from lockstep.report.runlog import RunLog, Validation
+
+_PLACES = {"run_name", "weights_dir", "resume_train", "load_epoch"}
 
 
 def state(run: RunLog, now: float) -> str:
-    """How the run stands. now: seconds since 1970."""
-    if run.ending is None:
+    """Return the state of the run. now: seconds since 1970."""
+    if run.exit_status is None:
         if run.last_time is None:
             return "not started"
         return f"not ended; its last line is {duration(max(0.0, now - run.last_time))} old"
-    code = run.ending.get("code")
+    code = run.exit_status.get("code")
     if code == 0:
         return "complete"
-    if code in (130, 143) and not run.ending.get("message"):
+    if code in (130, 143) and not run.exit_status.get("message"):
         return "stopped as asked"
-    return f"ended with code {code}: {run.ending.get('message', '')}"
+    return f"ended with code {code}: {run.exit_status.get('message', '')}"
 
 
 def lead(run: RunLog, now: float) -> str:
-    """The line below the run's name."""
+    """Return the line below the run's name."""
     config = run.config
     network = f"{config['model']} on {config.get('data_folder', 'its data')}: " if "model" in config else ""
     return network + state(run, now)
 
 
 def duration(seconds: float) -> str:
-    """'23 s', '4 min 10 s', '2 h 05 min', '3 d 4 h'."""
+    """Format a duration: '23 s', '4 min 10 s', '2 h 05 min', '3 d 4 h'."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -46,19 +49,19 @@ def date(seconds: float) -> str:
 
 
 def epochs(run: RunLog) -> str:
-    """'16 of 16', counting those that are validated."""
+    """Return the validated epochs, such as '16 of 16'."""
     done = run.validations[-1].epoch if run.validations else 0
     return f"{done} of {run.config['n_epochs']}" if "n_epochs" in run.config else str(done)
 
 
 def speed(run: RunLog) -> str:
-    """Median of training images a second, '-' where it is not known."""
+    """Return the median of training images per second, or '-' if unknown."""
     rates = [point.images_per_second for point in run.points if point.images_per_second]
     return f"{statistics.median(rates):,.0f}" if rates else "-"
 
 
 def devices(run: RunLog) -> tuple[str, str]:
-    """('2 x cpu', 'AMD EPYC, 16 cores'); either may be empty."""
+    """Return the devices and the machine: ('2 x cpu', 'AMD EPYC, 16 cores'). Either may be empty."""
     names = [str(name) for name in run.config.get("devices") or []]
     kind = "cuda" if on_gpus(names[:1]) else "cpu"
     models = dict.fromkeys(str(run.machine[name]) for name in names if name in run.machine)
@@ -66,22 +69,36 @@ def devices(run: RunLog) -> tuple[str, str]:
     return f"{len(names)} x {kind}" if names else "-", ", ".join([*models, *cores])
 
 
+def differences(runs: list[RunLog]) -> list[dict[str, Any]]:
+    """Return each run's keys that differ among the runs, without names and folders."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in _PLACES)
+    values = {key: [run.config.get(key) for run in runs] for key in keys}
+    differing = [key for key in keys if any(value != values[key][0] for value in values[key])]
+    return [{key: run.config[key] for key in differing if key in run.config} for run in runs]
+
+
+def _main_value(entry: Validation | None) -> str:
+    value = None if entry is None else entry.error_top1
+    if entry is not None and value is None:
+        value = entry.mean_average_precision
+    return "-" if value is None else percent(value)
+
+
+def _further(entry: Validation) -> str:
+    if entry.error_top5 is not None:
+        return f", top-5 {percent(entry.error_top5)}"
+    is_multilabel = entry.error_top1 is None and entry.macro_f1 is not None
+    return f", macro F1 {percent(entry.macro_f1 or 0.0)}" if is_multilabel else ""
+
+
 def tiles(run: RunLog) -> list[tuple[str, str, str]]:
-    """(what, how much, more about it)."""
+    """Return (title, value, details) of the run's main figures."""
     best, last = run.best, run.validations[-1] if run.validations else None
     name, models = devices(run)
-    top5 = f", top-5 {percent(last.error_top5)}" if last and last.error_top5 is not None else ""
+    what = "mAP" if run.is_multilabel else "validation error"
     return [
-        (
-            "Best validation error",
-            percent(best.error_top1) if best else "-",
-            f"epoch {best.epoch}" if best else "",
-        ),
-        (
-            "Last validation error",
-            percent(last.error_top1) if last else "-",
-            f"epoch {last.epoch}{top5}" if last else "",
-        ),
+        (f"Best {what}", _main_value(best), f"epoch {best.epoch}" if best else ""),
+        (f"Last {what}", _main_value(last), f"epoch {last.epoch}{_further(last)}" if last else ""),
         ("Training images/s", speed(run), "median"),
         ("Epochs", epochs(run), f"in {run.n_starts} starts" if run.n_starts > 1 else ""),
         ("Time", duration(run.seconds), date(run.last_time) if run.last_time else ""),

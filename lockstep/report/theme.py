@@ -1,7 +1,7 @@
-"""The report's colours, light and dark, and figures that follow them.
+"""The report's colors in the light and dark themes, and figures that follow the theme.
 
-A figure is drawn in the light colours, all different from each other. That is its PNG. In its SVG every
-colour is replaced by a variable of the page's style sheet, so that one drawing serves both themes.
+A figure is drawn in the light colors, which all differ. That is its PNG. In its SVG, variables of the page's
+style sheet replace all colors, so that one drawing serves both themes.
 """
 
 import io
@@ -12,8 +12,15 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-# Of runs: Okabe and Ito's, distinct for colour-blind readers, made dark or light enough for lines and text.
+# Colors of runs: Okabe and Ito's, distinct for color-blind readers, adapted for lines and text.
 RUNS = ("run0", "run1", "run2", "run3", "run4", "run5")
+DASHES: tuple[Any, ...] = (
+    "solid",
+    (0, (6, 2)),
+    (0, (2, 2)),
+    (0, (6, 2, 2, 2)),
+)  # if there are more runs than colors
+MOST_RUNS = len(RUNS) * len(DASHES)
 COLOURS = {
     "page": ("#ffffff", "#14171a"),
     "panel": ("#f6f7f9", "#1c2024"),
@@ -32,8 +39,8 @@ COLOURS = {
     "exchange": ("#a8508b", "#e695c9"),
 }
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text: it takes the page's font, can be found and read aloud
-    "text.parse_math": False,  # names of runs are no formulas
+    "svg.fonttype": "none",  # text stays text, in the page's font, searchable and accessible
+    "text.parse_math": False,  # names of runs are not formulas
     "font.size": 11.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -58,17 +65,27 @@ _STYLE: dict[Any, Any] = {
 
 
 def colour(name: str) -> str:
-    """What to draw with; see above."""
+    """Return the light color of a name, to draw with."""
     return COLOURS[name][0]
 
 
+def colour_of_run(number: int) -> str:
+    """Return the color's name of a report's run, numbered from 0."""
+    return RUNS[number % len(RUNS)]
+
+
+def dashes_of_run(number: int) -> Any:
+    """Return the line style of a run."""
+    return DASHES[number // len(RUNS) % len(DASHES)]
+
+
 def apply() -> None:
-    """Makes matplotlib draw in this style from now on."""
+    """Set matplotlib's style for the whole process."""
     matplotlib.rcParams.update(_STYLE)
 
 
 def css_variables(theme: int) -> str:
-    """The colours for a style sheet; theme: 0 light, 1 dark."""
+    """Return the colors for a style sheet. theme: 0 is light, 1 is dark."""
     return " ".join(f"--{name}: {both[theme]};" for name, both in COLOURS.items())
 
 
@@ -77,9 +94,13 @@ def save_png(figure: Figure, path: Path) -> None:
 
 
 def to_svg(figure: Figure, name: str, kind: str, label: str) -> str:
-    """The figure as an element of an HTML page.
+    """Return a figure as an HTML element.
 
-    name: of its own on the page; kind: its class there; label: what it shows, in words.
+    Args:
+        figure: The figure.
+        name: A name that is unique on the page.
+        kind: The element's class.
+        label: A description of the content.
     """
     text = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -92,5 +113,5 @@ def to_svg(figure: Figure, name: str, kind: str, label: str) -> str:
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
     linked = set(re.findall(r"#([\w-]+)", svg))
-    svg = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in linked else "", svg)
+    svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in linked else "", svg)
     return re.sub(r"<svg ", f'<svg class="{kind}" role="img" aria-label="{label}" ', svg, count=1)

@@ -1,5 +1,6 @@
-"""What a run leaves: its folder and which checkpoint to go on from (folder.py), tensors (checkpoint.py),
-and which checkpoints stay (keeping.py).
+"""A run's folder and checkpoints: folder.py has files and locks, checkpoint_files.py finds checkpoints
+and verifies their checksums, checkpoint.py writes and reads their tensors.
 
-plan.py is what its processes are told when they start, versions.py what a result depends on besides.
+plan.py has the settings that all processes of a run get, versions.py the versions that a result depends on.
+metrics.py and stragglers.py evaluate answers and times that all trainers have gathered.
 """

@@ -1,11 +1,11 @@
-"""Writes and reads a checkpoint's tensors. Its place and its record are in runfolder.py."""
+"""Writing and reading a checkpoint's tensors. checkpoint_files.py finds it and verifies its checksum."""
 
 import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from lockstep.errors import UserError
 from lockstep.files import cause_of, publish
-from lockstep.runs.folder import State, record
+from lockstep.runs.checkpoint_files import record
+from lockstep.runs.state import State
 
 _DTYPES = {
     torch.int64: "I64",
@@ -27,13 +28,22 @@ _DTYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
-}  # safetensors' names, in the order in which a file has them: aligned, as larger elements come first
+}  # safetensors' names, in a file's order: larger elements first, so all are aligned
 
 
 def save(folder: Path, tensors: dict[str, torch.Tensor], state: State) -> Path:
-    """Writes one checkpoint, whole or not at all, and makes it the latest. Returns the path of its tensors.
+    """Write one checkpoint, completely or not at all, and make it the latest.
 
-    Raises UserError when the disk is full or can't be written; older checkpoints stay as they are.
+    Args:
+        folder: The run's folder.
+        tensors: Contiguous tensors by name.
+        state: The rest of the checkpoint, without the checksum.
+
+    Returns:
+        The path of the file of tensors.
+
+    Raises:
+        UserError: The disk is full or can't be written. Older checkpoints stay as they are.
     """
     path = folder / "checkpoints" / f"{state.name}.safetensors"
     temporary = path.with_name(f".{path.name}.tmp")
@@ -42,48 +52,72 @@ def save(folder: Path, tensors: dict[str, torch.Tensor], state: State) -> Path:
         publish(temporary, path)
         record(path, dataclasses.replace(state, sha256=sha256))
     except OSError as error:
-        with suppress(OSError):  # the news is the first error
+        with suppress(OSError):  # the first error is the one to report
             temporary.unlink(missing_ok=True)
         raise UserError(f"{path}: the checkpoint can't be written: {cause_of(error)}") from error
     return path
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> str:
-    """A safetensors file, byte for byte as that package writes it. Returns its SHA-256. Raises OSError.
+    """Write a safetensors file, byte for byte as that package writes it.
 
-    The package is not used for it since it has a second temporary file with a rename of its own, of which
-    nothing can be said when the disk fails, and since the checksum would need the file to be read again.
+    The package itself is not used, for two reasons. It writes a temporary file and renames it, and reports
+    nothing about that file when the disk fails; and the checksum would need the file to be read again.
+
+    Returns:
+        The file's SHA-256, in hexadecimal.
+
+    Raises:
+        OSError: The file can't be written.
     """
-    places = list(_DTYPES)
-    in_order = sorted(tensors.items(), key=lambda item: (places.index(item[1].dtype), item[0]))
-    header, end = {}, 0
-    for name, tensor in in_order:
-        begin, end = end, end + tensor.nbytes
-        kind = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape)}
-        header[name] = {**kind, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
     with open(path, "wb") as file:
-        contents = (_content(tensor) for _, tensor in in_order)
-        for part in chain[bytes | memoryview]((len(text).to_bytes(8, "little"), text), contents):
+        for part in _serialized(tensors):
             digest.update(part)
             file.write(part)
     return digest.hexdigest()
 
 
+def digest_of(tensors: dict[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of the file that `write` would write, in hexadecimal."""
+    digest = hashlib.sha256()
+    for part in _serialized(tensors):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _serialized(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield the parts of a safetensors file."""
+    dtypes = list(_DTYPES)
+    in_order = sorted(tensors.items(), key=lambda item: (dtypes.index(item[1].dtype), item[0]))
+    header, end = {}, 0
+    for name, tensor in in_order:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for _, tensor in in_order:
+        yield _content(tensor)
+
+
 def _content(tensor: torch.Tensor) -> memoryview:
-    """Of a contiguous one in host memory without a copy."""
+    """Return a tensor's bytes; without a copy if it is contiguous and in host memory."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def load(path: Path) -> dict[str, torch.Tensor]:
-    """Reads the tensors of a checkpoint. Raises UserError naming the file when it is not whole."""
+    """Read the tensors of a checkpoint. Raise UserError if the file is damaged."""
     try:
-        with open(path, "rb"):  # safetensors says 'no such file' for whatever keeps it from opening one
+        with open(path, "rb"):  # safetensors reports any failure to open a file as 'no such file'
             pass
         return load_file(os.fspath(path))
     except OSError as error:
         raise UserError(f"{path}: can't be read: {error.strerror or error}") from error
-    except (RuntimeError, SafetensorError) as error:  # RuntimeError: torch's, which opens it once more
+    except (RuntimeError, SafetensorError) as error:  # torch opens the file again and raises RuntimeError
         raise UserError(f"{path}: is not a whole safetensors file: {error}") from error

@@ -1,227 +1,155 @@
-"""A run's folder, and finding the checkpoint that a run goes on from. Nothing here needs torch.
+"""A run's folder: its files, its lock, and what it resumes from. Nothing here needs torch.
 
     runs/<name>/config.yaml                     the resolved configuration, readable by --config
-    runs/<name>/log.jsonl                       one JSON line for every start (with versions), line of
-                                                progress, validation, checkpoint and ending
-    runs/<name>/checkpoints/<at>.safetensors    weights, momenta, buffers
+    runs/<name>/dataset.json, dataset_mean.npy  the dataset's classes, geometry and mean, for classify.py
+    runs/<name>/receipts.jsonl                  with logical_ranks: a chain of digests of the state
+    runs/<name>/network/                        a copy of the network's source, for people
+    runs/<name>/log.jsonl                       JSON lines: every start (with versions), line of
+                                                progress, validation, checkpoint and end
+    runs/<name>/checkpoints/<at>.safetensors    weights, optimizer state, buffers
     runs/<name>/checkpoints/<at>.json           everything else, and the checksum of the file above
     runs/<name>/checkpoints/latest              the name of the newest, <at>
     runs/<name>/tensorboard/                    event files, with tensorboard: true
+    runs/<name>/resize.json                     a request of `lockstep resize`, and resize_answer.json
     runs/<name>/trace/, trace.json              with trace: true, and by `python -m lockstep.trace`
-    runs/<name>/postmortem/                     where a loss was not finite: which pictures, and the tensors
+    runs/<name>/postmortem/                     after a loss that is not finite: images and tensors
     runs/<name>/report.html, report/*.png       written by `python -m lockstep.report`
 
-The JSON file is written after the tensors and is what makes a checkpoint exist; `latest` follows, for people.
-Each appears by a rename, so that whatever is killed at whatever moment, all that has a name is whole.
+The JSON file is written after the tensors and makes the checkpoint exist; `latest` follows, for people. Each
+file appears by a rename, so a process can be killed at any moment and every named file is still complete.
 """
 
 import fcntl
+import itertools
 import json
-import re
-from dataclasses import MISSING, asdict, dataclass, fields
+import time
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.config import Config
+from lockstep.config import Config, to_yaml
+from lockstep.config.layers import with_absolute_paths
+from lockstep.config.tasks import monitor_of
+from lockstep.data.description import Description, write_description
 from lockstep.errors import UserError
-from lockstep.files import checksum, write_text
+from lockstep.files import write_text
 from lockstep.optim import OPTIMIZERS
-from lockstep.optim.schedules import SCHEDULES
-from lockstep.runs import versions
+from lockstep.optim.schedules import spans_run
+from lockstep.runs.checkpoint_files import find_checkpoint, is_record, records, remove_unfinished
+from lockstep.runs.metrics import has_ended
+from lockstep.runs.network_source import keep_source
+from lockstep.runs.state import Checkpoint
 
-_RECORD = re.compile(r"epoch_(\d+)(?:_at_(\d+))?\.json")
-# Keys that may differ between a run and its resumption without being worth a word.
-_UNREMARKABLE = {"resume_train", "load_epoch", "run_name", "weights_dir", "n_epochs", "devices", "batch_size"}
-_UNREMARKABLE |= {"tensorboard", "report", "trace", "host", "meeting_point", "address"}
+_LOCK_SECONDS = 0.1  # between two looks at another run's lock
+# Keys that may differ between a run and its resumption without a note.
+_FREE_KEYS = {"resume_train", "load_epoch", "run_name", "weights_dir", "n_epochs"}
+_FREE_KEYS |= {"devices", "batch_size", "shares"}
+_FREE_KEYS |= {"tensorboard", "report", "trace", "host_rank", "rendezvous", "host_address", "rejoin_seconds"}
 
 
 @dataclass(frozen=True)
-class State:
-    """What a checkpoint knows besides tensors.
+class RunFolder:
+    """An open run.
 
-    `position` samples of `epoch` (1 is the first) have been trained on; `val_record` has one entry per epoch
-    that has been validated: epoch, loss, error_top1, error_top5.
+    Attributes:
+        folder: Where the run writes.
+        start: The checkpoint that it resumes from; None from scratch.
+        notes: Lines for the user.
+        lock: The locked file; the lock is released when it is closed.
     """
-
-    epoch: int
-    position: int
-    n_samples: int
-    learning_rate: float
-    val_record: list[dict[str, float]]
-    n_trainers: int
-    config: dict[str, Any]
-    versions: dict[str, str]
-    sha256: str = ""
-
-    @classmethod
-    def now(
-        cls,
-        epoch: int,
-        position: int,
-        n_samples: int,
-        learning_rate: float,
-        val_record: list[dict[str, float]],
-        n_trainers: int,
-        config: Config,
-    ) -> "State":
-        """The state of a run of this program, with the versions of what it is made of."""
-        made_with = versions.of_packages()
-        return cls(
-            epoch, position, n_samples, learning_rate, val_record, n_trainers, asdict(config), made_with
-        )
-
-    @property
-    def name(self) -> str:
-        """'epoch_0005', or 'epoch_0005_at_1024' where the epoch's training or validation is not complete."""
-        return f"epoch_{self.epoch:04d}" + ("" if self.is_complete else f"_at_{self.position}")
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the epoch has been trained and validated."""
-        return len(self.val_record) == self.epoch
-
-    def is_well_formed(self) -> bool:
-        """Whether every value is of its type: the file may have been edited."""
-        counts = (self.epoch, self.position, self.n_samples, self.n_trainers)
-        return (
-            all(type(count) is int and 0 <= count < 1 << 63 for count in counts)
-            and self.epoch > 0
-            and isinstance(self.learning_rate, float)
-            and isinstance(self.config, dict)
-            and isinstance(self.sha256, str)
-            and isinstance(self.val_record, list)
-            and all(
-                isinstance(entry, dict) and isinstance(entry.get("error_top1"), float)
-                for entry in self.val_record
-            )
-        )
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint: the file of its tensors, and its state."""
-
-    path: Path
-    state: State
-
-
-@dataclass(frozen=True)
-class Run:
-    """Where a run writes, and what it goes on from (None: from scratch). The lock lives as long as this."""
 
     folder: Path
     start: Checkpoint | None
-    notices: list[str]
+    notes: list[str]
     lock: IO[str]
 
 
-def open_run(config: Config, n_train: int) -> Run:
-    """Makes a new run's folder, or finds the one to go on in, and locks it for this process.
+def open_run(config: Config, n_train: int, dataset: str = "") -> RunFolder:
+    """Create a new run's folder, or find the one to resume, and lock it for this process.
 
-    n_train: training images in the dataset. Raises UserError rather than touch another run's files.
+    Args:
+        n_train: Number of training images in the dataset.
+        dataset: The digest of the dataset's manifest; '' without one.
+
+    Raises:
+        UserError: The folder belongs to another run, or there is no run or checkpoint to resume.
     """
     parent = Path(config.weights_dir)
     if not config.resume_train:
-        name = config.run_name or f"{config.model.replace(':', '-')[:80]}-{datetime.now():%Y%m%d-%H%M%S}"
-        folder = parent / name
-        _make_folder(folder)
-        return Run(folder, None, [], _lock(folder))
+        folder = (
+            parent / config.run_name if config.run_name else make_folder_named_by_time(parent, config.model)
+        )
+        if config.run_name:
+            _make_folder(folder)
+        return RunFolder(folder, None, [], _lock(folder))
     folder = folder_to_resume(config)
     lock = _lock(folder)
     if not records(folder) and config.load_epoch == "latest":
-        return Run(folder, None, [f"{folder} has no checkpoint yet: starting from scratch"], lock)
-    start, notices = find_checkpoint(folder, config.load_epoch)
-    notices += _check_same_run(config, n_train, start)
+        return RunFolder(folder, None, [f"{folder} has no checkpoint yet: starting from scratch"], lock)
+    start, notes = find_checkpoint(folder, config.load_epoch)
+    notes += _check_same_run(config, n_train, start) + _check_same_dataset(config, dataset, start)
     if config.load_epoch != "latest" and start.path.with_suffix(".json") != records(folder)[-1]:
-        # Going on from an older checkpoint in place would overwrite the newer ones.
+        # Resuming from an older checkpoint in place would overwrite the newer ones.
         branch = folder.with_name(f"{folder.name}-from-{start.state.name}")
         _make_folder(branch)
-        notices.append(f"{folder} has newer checkpoints; this run goes to {branch}")
-        return Run(branch, start, notices, _lock(branch))
-    return Run(folder, start, notices, lock)
+        notes.append(f"{folder} has newer checkpoints; this run goes to {branch}")
+        return RunFolder(branch, start, notes, _lock(branch))
+    return RunFolder(folder, start, notes, lock)
 
 
-def record(tensors: Path, state: State) -> None:
-    """Makes a checkpoint exist whose tensors are written, and points `latest` at it."""
-    write_text(tensors.with_suffix(".json"), json.dumps(asdict(state), indent=1))
-    write_text(tensors.with_name("latest"), tensors.stem + "\n")
+def keep_settings(folder: Path, config: Config, description: Description) -> None:
+    """Write a run's configuration, its dataset's description and its network's source into its folder.
 
-
-def find_checkpoint(folder: Path, load_epoch: int | str) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint of an epoch, or the newest valid one ('latest'), and notices about those passed over.
-
-    Raises UserError where there is none, or the one asked for is not whole.
+    Raises:
+        UserError: A file can't be written.
     """
-    if isinstance(load_epoch, int):
-        path = folder / "checkpoints" / f"epoch_{load_epoch:04d}.json"
-        if not path.exists():
-            there = ", ".join(record.stem for record in records(folder)) or "none"
-            raise UserError(f"{folder}: has no checkpoint of epoch {load_epoch} (there are: {there})")
-        return verify(path), []
-    notices: list[str] = []
-    for path in reversed(records(folder)):
+    write_description(folder, description)
+    keep_source(folder, config.model)
+    write_text(folder / "config.yaml", to_yaml(config))
+
+
+def make_folder_named_by_time(parent: Path, model: str) -> Path:
+    """Create the folder of a run without a name; a run of the same second gets a suffix: -2, -3, ..."""
+    name = f"{model.replace(':', '-')[:80]}-{datetime.now():%Y%m%d-%H%M%S}"
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
         try:
-            return verify(path), notices
-        except UserError as error:
-            notices.append(f"passing over a checkpoint: {error}")
-    raise UserError("; ".join([f"{folder}: has no whole checkpoint to resume from", *notices]))
-
-
-def verify(record: Path) -> Checkpoint:
-    """Reads one checkpoint by its JSON file and compares the checksum of its tensors.
-
-    Raises UserError naming the file that is not whole.
-    """
-    state = read_state(record)
-    tensors = record.with_suffix(".safetensors")
-    try:
-        found = checksum(tensors)
-    except OSError as error:
-        raise UserError(f"{tensors}: can't be read: {error.strerror}") from error
-    if found != state.sha256:
-        raise UserError(f"{tensors}: is damaged or half written: its checksum is not the recorded one")
-    return Checkpoint(tensors, state)
-
-
-def read_state(record: Path) -> State:
-    """A checkpoint's JSON file. Raises UserError naming it when it is not what was written."""
-    try:
-        content = dict(json.loads(record.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{record}: is not a whole checkpoint record: {error}") from error
-    needed = {field.name for field in fields(State) if field.default is MISSING}
-    odd = sorted(needed - content.keys()), sorted(content.keys() - {field.name for field in fields(State)})
-    if any(odd):
-        words = [
-            f"{what} {', '.join(keys)}" for what, keys in zip(("lacks", "has"), odd, strict=True) if keys
-        ]
-        raise UserError(f"{record}: is not a checkpoint record of this version: it {' and '.join(words)}")
-    state = State(**content)
-    if not state.is_well_formed():
-        raise UserError(f"{record}: is not a checkpoint record: a value has the wrong type")
-    return state
+            parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()  # succeeds in one process only
+            (folder / "checkpoints").mkdir()
+            return folder
+        except FileExistsError:
+            if not folder.exists():  # the error is about `parent`
+                raise UserError(f"{parent}: is not a folder (weights_dir in the config)") from None
+        except OSError as error:
+            raise _cant_make(folder, error) from error
+    raise AssertionError("never reached")
 
 
 def _make_folder(path: Path) -> None:
-    """Makes a run's folder; one whose run never came to a checkpoint is used again."""
+    """Create a run's folder. One without a checkpoint is reused."""
     try:
         if path.exists() and ((path / "checkpoints").is_dir() and not records(path)):
             return
         (path / "checkpoints").mkdir(parents=True, exist_ok=False)
     except FileExistsError:
         raise UserError(
-            f"{path}: already exists; run_name={path.name} resume_train=True goes on with it, "
+            f"{path}: already exists; run_name={path.name} resume_train=True resumes it, "
             "another run_name leaves it alone"
         ) from None
     except OSError as error:
-        raise UserError(f"{path}: can't be made: {error.strerror} (weights_dir in the config)") from error
+        raise _cant_make(path, error) from error
+
+
+def _cant_make(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: can't be made: {error.strerror} (weights_dir in the config)")
 
 
 def _lock(folder: Path) -> IO[str]:
-    """Locks a run's folder; the lock goes with the process. Removes what a killed run left."""
+    """Lock a run's folder until this process exits, and remove a killed run's temporary files."""
     try:
-        file = open(folder / ".lock", "w")  # noqa: SIM115 (held for as long as the run)
+        file = open(folder / ".lock", "w")  # noqa: SIM115 (stays open as long as the run)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         remove_unfinished(folder)
     except BlockingIOError:
@@ -231,19 +159,43 @@ def _lock(folder: Path) -> IO[str]:
     return file
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Removes what a process left that was killed while it wrote; nobody writes there now."""
-    for leftover in (folder / "checkpoints").glob(".*"):
-        leftover.unlink()
+def await_end(config: Config) -> bool:
+    """Wait until no other process has the run's lock, up to `preempt_seconds`. Return whether one had it."""
+    path = Path(config.weights_dir) / str(config.run_name) / ".lock"
+    begin, seconds = time.monotonic(), config.preempt_seconds or 0.0
+    while _is_locked(path):
+        if time.monotonic() - begin > seconds:
+            break
+        time.sleep(_LOCK_SECONDS)
+    else:
+        return time.monotonic() - begin > _LOCK_SECONDS
+    return True
+
+
+def is_running(folder: Path) -> bool:
+    """Return whether a launcher on this machine has a run's lock."""
+    return _is_locked(folder / ".lock")
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether another process has a lock on a file, which may not exist."""
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # `_lock` reports it
+        return False
+    return False
 
 
 def has_checkpoint(config: Config) -> bool:
-    """Whether the run called run_name has one, whole or not."""
+    """Return whether the run called `run_name` has a checkpoint, damaged or not."""
     return bool(records(Path(config.weights_dir) / str(config.run_name)))
 
 
 def folder_to_resume(config: Config) -> Path:
-    """The run called run_name, or the newest in weights_dir. Raises UserError where there is none."""
+    """Return the folder of run `run_name`, or of the newest run. Raise UserError if there is none."""
     parent, name = Path(config.weights_dir), config.run_name
     if name is not None:
         if not (parent / name / "checkpoints").is_dir():
@@ -253,48 +205,62 @@ def folder_to_resume(config: Config) -> Path:
 
 
 def newest(parent: Path) -> Path:
-    """The run in a folder of runs that wrote a checkpoint last. Raises UserError where there is none."""
-    records = [path for path in parent.glob("*/checkpoints/*.json") if _RECORD.fullmatch(path.name)]
-    if not records:
+    """Return the folder of the run with the newest checkpoint. Raise UserError if there is none."""
+    found = [path for path in parent.glob("*/checkpoints/*.json") if is_record(path)]
+    if not found:
         raise UserError(f"{parent}: holds no run with a checkpoint")
-    return max(records, key=lambda path: path.stat().st_mtime).parent.parent
+    return max(found, key=lambda path: path.stat().st_mtime).parent.parent
 
 
 def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str]:
-    """Raises UserError for what a checkpoint can't go on with; returns notices of other differences."""
+    """Raise UserError for settings that a checkpoint can't resume with; return notes on other differences."""
     state = start.state
-    if state.epoch >= config.n_epochs and len(state.val_record) >= config.n_epochs:
-        raise UserError(f"{start.path}: all {config.n_epochs} epochs are done; raise n_epochs to go on")
+    if state.epoch > config.n_epochs or (state.epoch == config.n_epochs and state.is_complete):
+        raise UserError(
+            f"{start.path}: all {config.n_epochs} epochs are done; raise n_epochs to train longer"
+        )
+    monitor = monitor_of(config)
+    if has_ended(state.val_record, monitor, config.patience):
+        raise UserError(
+            f"{start.path}: the run has ended: {config.patience} epochs brought no better {monitor}; "
+            "raise patience to train longer"
+        )
     now: dict[str, Any] = json.loads(json.dumps(asdict(config)))
-    then = {**json.loads(json.dumps(asdict(Config()))), **state.config}  # an older one's has fewer keys
-    refused = {"model", "model_args", "input_size", "seed", "optimizer", "ema_decay"}
+    then = {**json.loads(json.dumps(asdict(Config()))), **state.config}  # an older checkpoint has fewer keys
+    now, then = with_absolute_paths(now), with_absolute_paths(then)
+    refused = {"model", "model_args", "input_size", "seed", "optimizer", "ema_decay", "freeze"}
+    refused |= {"unfreeze_epoch", "task"}
     refused |= set(OPTIMIZERS[config.optimizer].kept_keys)
     if 0 < state.position < state.n_samples:
-        refused |= {"shuffle", "shuffle_block"}
+        refused |= {"shuffle", "shuffle_block", "sampler"}
         if n_train != state.n_samples:
             raise UserError(
                 f"{start.path}: stopped in an epoch of {state.n_samples} images, not of {n_train}"
             )
-    notices = []
-    if SCHEDULES[config.lr_policy].spans_run and config.n_epochs != then["n_epochs"]:
-        notices.append(
+    notes = []
+    if spans_run(config) and config.n_epochs != then["n_epochs"]:
+        notes.append(
             f"the learning rate falls over n_epochs: {config.n_epochs} now, {then['n_epochs']} before"
         )
-    for key in sorted(now.keys() - _UNREMARKABLE):
+    for key in sorted(now.keys() - _FREE_KEYS):
         was = then[key]
         if now[key] != was and key in refused:
             raise UserError(f"{start.path}: was made with {key}: {was}, the configuration says {now[key]}")
         if now[key] != was:
-            notices.append(f"{key} is {now[key]} now, was {was} before")
-    return notices
+            notes.append(f"{key} is {now[key]} now, was {was} before")
+    return notes
 
 
-def records(folder: Path) -> list[Path]:
-    """The JSON files of all checkpoints, oldest position first."""
-    found = []
-    for path in (folder / "checkpoints").glob("*.json"):
-        match = _RECORD.fullmatch(path.name)
-        if match:
-            position = int(match[2]) if match[2] else float("inf")
-            found.append((int(match[1]), position, path))
-    return [path for _, _, path in sorted(found)]
+def _check_same_dataset(config: Config, dataset: str, start: Checkpoint) -> list[str]:
+    """Return notes on a changed dataset. Raise UserError if the checkpoint lies within an epoch."""
+    state = start.state
+    if not dataset or not state.dataset or dataset == state.dataset:
+        return []
+    name, by = (config.data, "survey") if config.data else (config.data_folder, "manifest")
+    text = f"{name}: holds another dataset than the one of the checkpoint, by its {by}"
+    if 0 < state.position < state.n_samples:
+        raise UserError(
+            f"{text}, which stopped within epoch {state.epoch} ({start.path}): "
+            "set data_folder to that dataset, or load_epoch to a complete epoch"
+        )
+    return [text]

@@ -1,17 +1,19 @@
-"""What all processes of a run are told at their start: little, for it goes through a pipe nobody reads yet.
+"""The settings that a launcher sends to all processes of a run when it starts them.
 
-They read the dataset's headers and labels, and the checkpoint, for themselves.
+They are small, because they go through a pipe that is not read yet. A process reads the dataset's headers and
+labels, and the checkpoint, itself.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.config import Config
+from lockstep.runs.snapshot import Retained
 
 
 @dataclass(frozen=True)
-class Joint:
-    """How to reach other hosts: their store, a prefix of all keys in it, and this host's own address."""
+class HostConnection:
+    """The way to other hosts: their store, the prefix of all keys in it, and this host's own address."""
 
     store: tuple[str, int]
     prefix: str
@@ -19,14 +21,23 @@ class Joint:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How to train, where to write, and the tensors of the checkpoint to go on from (None: from scratch).
+class RunPlan:
+    """The settings of all processes of a run: how to train and where to write.
 
-    joint: None where there are no other hosts.
+    Attributes:
+        config: The complete configuration.
+        folder: The run's folder.
+        start: The tensors of the checkpoint to resume from; None from scratch.
+        host_connection: How to reach other hosts; None on a single host.
+        writes: Whether this host writes to the folder; otherwise another host does.
+        retains: Whether trainer 0 makes memory checkpoints, which the launcher retains.
+        retained: The memory checkpoint to resume from, instead of `start`.
     """
 
     config: Config
     folder: Path
     start: Path | None
-    joint: Joint | None = None
-    writes: bool = True  # this host, into the folder; False: another does
+    host_connection: HostConnection | None = None
+    writes: bool = True
+    retains: bool = False
+    retained: Retained | None = None

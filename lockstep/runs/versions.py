@@ -1,5 +1,6 @@
-"""What a result depends on besides configuration and data, for the record. Nothing here imports torch."""
+"""Versions that a result depends on besides configuration and data. Nothing here imports torch."""
 
+import functools
 import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -7,10 +8,11 @@ from importlib.metadata import PackageNotFoundError, version
 import lockstep
 
 
+@functools.cache
 def of_packages() -> dict[str, str]:
-    """Versions by name, of Python and of what computes as far as it is installed: a CPU needs no PyCUDA."""
-    found = {"lockstep": lockstep.__version__, "python": platform.python_version()}
+    """Return the versions of Python and of the installed packages that compute, by name."""
+    installed = {"lockstep": lockstep.__version__, "python": platform.python_version()}
     for package in ("torch", "numpy", "pycuda"):
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed

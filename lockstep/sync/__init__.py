@@ -1,7 +1,7 @@
-"""Rules: what trainers exchange after a step, when, and what of it belongs into a checkpoint.
+"""Rules: what trainers exchange after a step, when, and what of it belongs in a checkpoint.
 
-A rule knows training and nothing of how bytes travel: that is a transport's business (lockstep/exchange).
-Each says what it promises. making.py makes the one that the configuration names; each is a file of its own.
+A rule knows training; how bytes travel is a transport's job (lockstep/exchange). Each rule states its promise
+to the user. making.py makes the rule that the configuration names; every other rule has a file.
 """
 
 from abc import ABC, abstractmethod
@@ -17,83 +17,107 @@ from lockstep.comm.messages import Order
 from lockstep.config import Config
 
 
-class Meeting:
-    """The end of one step, at which all trainers may meet.
+class StepBarrier:
+    """The barrier at the end of one step; a rule passes it to the collectives of its transport.
 
-    name: of the step, for errors. payload: this trainer's small word to all the others; it goes with the
-    first barrier, so that no step has a message more than it needs. all_payloads: everyone's, in rank order,
-    when they have met; None before, and where a step ends without a meeting.
+    Each trainer's payload travels with the first call, so that no step has a message more than it needs.
+
+    Args:
+        group: The trainers of this host.
+        order: The step's last minibatch.
+        payload: This trainer's message to all others, a small one.
+        say: Shows what this trainer is at.
+
+    Attributes:
+        all_payloads: Of all trainers of this host, in rank order, after the first call; None before, and in
+            a step without a meeting.
     """
 
-    def __init__(self, group: Group, name: str, payload: Any, say: Callable[[str], None]) -> None:
-        self._group, self._name, self._payload, self._say = group, name, payload, say
+    def __init__(self, group: Group, order: Order, payload: Any, say: Callable[[str], None]) -> None:
+        self.order = order
+        self._group, self._payload, self._say = group, payload, say
         self.all_payloads: list[Any] | None = None
 
-    def take(self, payloads: list[Any]) -> None:
-        """What all have said at the first barrier. A run over several hosts passes it on."""
-        self.all_payloads = payloads
-
-    def barrier(self, point: str) -> None:
-        """For a transport's collectives. Raises PeerProblem naming who has not come."""
-        self._say(f"{self._name}: meeting the others ({point})")
+    def __call__(self, point: str) -> None:
+        """Wait until all trainers of this host have arrived. Raises PeerProblem naming one that has not."""
+        self._say(f"{self.order}: meeting the others ({point})")
         if self.all_payloads is None:
-            self.take(self._group.all_gather(f"{self._name}: {point}", self._payload))
+            self.all_payloads = self._group.all_gather(f"{self.order}: {point}", self._payload)
         else:
-            self._group.barrier(f"{self._name}: {point}")
-        self._say(f"{self._name}: exchanging")
+            self._group.barrier(f"{self.order}: {point}")
+        self._say(f"{self.order}: exchanging")
 
 
 class Rule(ABC):
-    """How trainers stay one. All ranks call the same methods at the same time.
+    """The interface of a rule. All ranks call the same methods at the same time.
 
-    equal: whether all replicas are bitwise equal after each meeting; inside of `as_one` they always are.
+    Attributes:
+        equal: Whether all replicas are bitwise equal after each meeting. Inside `averaged` they always are.
     """
 
     equal = True
 
     def is_due(self, order: Order, n_samples: int) -> bool:
-        """Whether trainers meet at the end of this step, whose last minibatch is `order`.
+        """Return whether trainers meet at the end of a step.
 
-        n_samples: of an epoch, at whose last step they always meet. Where they don't, nobody waits for
-        anybody, and nothing is printed, stopped or saved.
+        A step without a meeting has no barrier, and nothing is printed, stopped or saved after it.
+
+        Args:
+            order: The step's last minibatch.
+            n_samples: Of an epoch. Trainers always meet at its last step.
         """
         return True
 
-    def end_backward(self) -> None:  # noqa: B027 (most have nothing to do then)
-        """All gradients of a step are there, in this trainer."""
+    def end_backward(self) -> None:  # noqa: B027 (most rules have nothing to do)
+        """Note that all gradients of a step are complete in this trainer."""
 
     @abstractmethod
-    def update(self, optimizer: Any, meeting: Meeting | None) -> None:
-        """Ends a step whose gradients are there: takes it, and exchanges what is due.
+    def update(self, optimizer: Any, step_barrier: StepBarrier | None) -> None:
+        """Take the optimizer's step, and exchange what is due.
 
-        optimizer: the program's (network/updater.py), with `step()`; of a rule by shards, the sharded one
-        (network/sharded.py). meeting: None where none is due. Raises PeerProblem naming who has not come.
+        Args:
+            optimizer: The program's, with `step()` (network/updater.py), or for a rule by shards the sharded
+                one (network/sharded.py).
+            step_barrier: To be passed to the collectives; None in a step without a meeting.
+
+        Raises:
+            PeerProblem: A trainer did not arrive in time; the message names it.
         """
 
-    def as_one(self) -> AbstractContextManager[None]:
-        """Inside, which is for validation and checkpoints, all arenas hold what the run answers with."""
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which all arenas hold the run's one answer, for validation and checkpoints."""
         return nullcontext()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds of the rule besides the arena, by name. All ranks call it; it may meet.
+        """Return what a checkpoint holds of the rule besides the arena, by name.
 
-        The result counts in rank 0.
+        All ranks call it, and it may use collectives. Rank 0's result counts. The arena is as before.
         """
         return {}
 
-    def load(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027 (most keep nothing)
-        """Takes what a checkpoint holds of a rule, of this one or another; empty at a run's beginning."""
+    def state_bytes(self) -> int:
+        """Return the size of the tensors that `state` returns, in bytes. The same on all ranks."""
+        return 0
+
+    def collect_counts(self) -> None:  # noqa: B027 (most rules update all counts everywhere)
+        """Write the optimizer's counts of all ranks into the arena, before a checkpoint is made of it.
+
+        All ranks call it at once.
+        """
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027 (most rules have no state)
+        """Restore what a checkpoint holds of a rule, of this one or another; empty when a run begins."""
 
     @abstractmethod
     def promise(self, config: Config, model: nn.Module) -> str:
-        """What makes N trainers another training than one with N times the batch, a line for people.
+        """Return a line on why N trainers train differently from one with N times the batch.
 
-        Empty where it is the same, up to rounding.
+        Empty if they train the same, up to rounding.
         """
 
     @abstractmethod
-    def bytes_per_meeting(self) -> int:
-        """That go into or come out of this trainer's memory at a meeting, from or to that of the others."""
+    def bytes_per_sync(self) -> int:
+        """Return the bytes this rank reads and writes remotely per meeting."""
 
-    def close(self) -> None:  # noqa: B027 (most have opened nothing)
-        """Lets go of what the rule has opened."""
+    def close(self) -> None:  # noqa: B027 (most rules have opened nothing)
+        """Close what the rule has opened."""

@@ -1,4 +1,4 @@
-"""Whether replicas are still one: compared bit for bit, at the start, now and then, and in checkpoints."""
+"""The check that replicas are bitwise equal: at the start, every few steps, and before checkpoints."""
 
 import hashlib
 from collections.abc import Callable
@@ -11,11 +11,18 @@ Compare = Callable[[str, str], None]
 
 
 def check_replicas(group: Group, arena: Arena, when: str, between_hosts: Compare | None = None) -> None:
-    """Raises RuntimeError naming the first tensor that is not bitwise equal in all trainers.
+    """Compare the replicas of all trainers, who call it at once. A lone trainer has nothing to compare.
 
-    A lone trainer has nothing to compare. One digest of everything is compared; digests by tensor travel only
-    where that differs. between_hosts: compares the digest, at a time, with those of other hosts; None where
-    there is no other.
+    One digest of everything is compared. Digests by tensor travel only if it differs.
+
+    Args:
+        group: The trainers of this host.
+        arena: This trainer's replica.
+        when: For the error.
+        between_hosts: Compares a digest and `when` with those of other hosts; None for a run of one host.
+
+    Raises:
+        RuntimeError: The message names the first tensor that differs.
     """
     if not group.pipes and between_hosts is None:
         return
@@ -34,9 +41,13 @@ def check_replicas(group: Group, arena: Arena, when: str, between_hosts: Compare
 
 
 class ReplicaCheck:
-    """Compares replicas before checkpoints, and every `every` steps or at the first meeting after.
+    """The schedule of comparisons: before checkpoints, and after every `every` steps at the next meeting.
 
-    every: None for before checkpoints only. between_hosts: as of check_replicas.
+    Args:
+        group: The trainers of this host.
+        arena: This trainer's replica.
+        every: None to compare before checkpoints only.
+        between_hosts: As of check_replicas.
     """
 
     def __init__(
@@ -46,11 +57,16 @@ class ReplicaCheck:
         self._n_steps = 0
 
     def before_saving(self, when: str) -> None:
-        """Raises RuntimeError as check_replicas does."""
+        """Compare the replicas. Raises as check_replicas."""
         check_replicas(self._group, self._arena, when, self._between_hosts)
 
     def after_step(self, order: Order, equal: bool) -> None:
-        """equal: whether replicas are to be equal now. Raises RuntimeError as check_replicas does."""
+        """Count a step, and compare the replicas if that is due. Raises as check_replicas.
+
+        Args:
+            order: The step's last minibatch.
+            equal: Whether replicas should be equal now.
+        """
         self._n_steps += 1
         if equal and self._every is not None and self._n_steps >= self._every:
             self._n_steps = 0

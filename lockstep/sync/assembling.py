@@ -1,4 +1,4 @@
-"""A tensor that exists in shards, assembled for a checkpoint."""
+"""Assembly of a tensor that exists in shards, for a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,11 +11,14 @@ from lockstep.exchange.transport import Transport
 def assemble(
     transport: Transport, spans: Sequence[Span], flat: torch.Tensor, values: Mapping[Span, torch.Tensor]
 ) -> torch.Tensor:
-    """All of it, (elements of `flat`,), in host memory. All ranks call it, with the same spans.
+    """Return the whole tensor, (elements of `flat`,), in host memory. All ranks call it at once.
 
-    values: what this rank has of it, by the pieces of its shards of the spans; a piece may end in padding and
-    have fewer values. They travel in `flat`, the block that the transport is over, whose elements of the
-    spans are lost.
+    Args:
+        transport: Over the blocks `flat`.
+        spans: The same on all ranks.
+        flat: This rank's block, (n,), in which the values travel. Its elements of the spans are overwritten.
+        values: This rank's part, by the pieces of its shards of the spans. A piece may end in padding and
+            have fewer values.
     """
     for (first, _), piece in values.items():
         flat[first : first + len(piece)].copy_(piece)
@@ -25,5 +28,5 @@ def assemble(
 
 
 def in_host_memory(flat: torch.Tensor) -> torch.Tensor:
-    """A copy that stays as it is whatever becomes of `flat`."""
+    """Return a copy in host memory, which shares nothing with `flat`."""
     return flat.cpu().clone()

@@ -1,7 +1,10 @@
-"""The rule `elastic`: EASGD (Zhang, Choromanska, LeCun 2015, arXiv 1412.6651, equations 5 and 6).
+"""The rule `elastic`: EASGD (Zhang, Choromanska, LeCun 2015, arXiv 1412.6651), with its force after the step.
 
-Every replica is drawn to a centre, and the centre to all of them. Theano-MPI's rule; kept for comparison:
-`local` learns better at the same bytes (docs/rules.md).
+Every replica is drawn to a centre, and the centre to all replicas. The paper's equations 5 and 6 take
+gradient and elastic force at the same weights. Here a replica takes its step first, and the force is that at
+the new weights; the two differ by the learning rate times alpha times the gradient. All replicas and the
+centre move by the distances from before the exchange, which is stable if alpha (trainers + 1) < 2. It is a
+rule of Theano-MPI, for comparison only: `local` learns better at the same bytes (docs/rules.md).
 """
 
 from typing import Any
@@ -11,14 +14,20 @@ import torch
 from lockstep.exchange.transport import Transport
 from lockstep.memory import Memory
 from lockstep.network.arena import Arena
-from lockstep.sync import Meeting
-from lockstep.sync.apart import Apart
+from lockstep.sync import StepBarrier
+from lockstep.sync.unsynchronized import UnsynchronizedRule
 
 
-class Elastic(Apart):
-    """args: every, and alpha: the share of its distance that a replica moves. All keep the same centre.
+class ElasticRule(UnsynchronizedRule):
+    """Replicas that are drawn to a centre, which is equal in all ranks.
 
-    Weights are drawn; momenta, statistics and averages stay each trainer's, and their centre is the mean.
+    Only weights are drawn. Momenta, statistics and averages stay as they are; their centre is the mean.
+
+    Args:
+        transport: Over the arenas of all trainers.
+        arena: This trainer's.
+        args: `every`, and `alpha`, the share of its distance to the centre that a replica moves.
+        memory: For the second block.
     """
 
     def __init__(self, transport: Transport, arena: Arena, args: dict[str, Any], memory: Memory) -> None:
@@ -29,9 +38,9 @@ class Elastic(Apart):
         self._centre.copy_(self._arena.flat)
         super().load(state)
 
-    def average(self, meeting: Meeting) -> None:
-        self._place.copy_(self._arena.flat)
-        self._among.all_reduce(self._whole, "mean", meeting.barrier)
+    def average(self, step_barrier: StepBarrier) -> None:
+        self._buffer.copy_(self._arena.flat)
+        self._buffer_transport.all_reduce(self._whole, "mean", step_barrier)
         self._move()
 
     def answer(self) -> torch.Tensor:
@@ -39,7 +48,7 @@ class Elastic(Apart):
 
     def _move(self) -> None:
         n_weights = self._arena.n_weights
-        weights, mean, centre = (each[:n_weights] for each in (self._arena.flat, self._place, self._centre))
+        weights, mean, centre = (each[:n_weights] for each in (self._arena.flat, self._buffer, self._centre))
         weights.lerp_(centre, self._alpha)
         centre.lerp_(mean, self._alpha * self._world.size)
-        self._centre[n_weights:].copy_(self._place[n_weights:])
+        self._centre[n_weights:].copy_(self._buffer[n_weights:])

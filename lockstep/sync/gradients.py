@@ -1,9 +1,9 @@
 """The rule `gradients`: gradients are averaged by shard, and each trainer updates its shard for all.
 
 Rank r averages shard r of all gradients, takes the optimizer's step on it, and writes the weights into every
-arena. With `factors` it makes its shard of large layers' gradients itself, of everyone's factors. So N
-trainers take the very step that one with N times the batch takes, whatever the optimizer; its state exists
-once, divided among the trainers (ZeRO-1: Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+arena. With `factors` it computes its shard of large layers' gradients from all trainers' factors. So N
+trainers take exactly the step of one trainer with N times the batch, for every optimizer. The optimizer's
+state exists once, divided among the trainers (ZeRO-1: Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,81 +13,112 @@ import torch
 from torch import nn
 
 from lockstep.config import Config
+from lockstep.config.shares import Bounds, bounds_of
 from lockstep.exchange import Op, Span
-from lockstep.exchange.transport import Transport
+from lockstep.exchange.transport import MarkedReduction, Transport
+from lockstep.exchange.tree import PartialSums
 from lockstep.memory import Memory
 from lockstep.network.factors import Factors
 from lockstep.network.optimizer import has_norms, inexact_norms
 from lockstep.network.program import Program
 from lockstep.network.sharded import ShardedUpdater
 from lockstep.network.shared_rows import SharedRows
-from lockstep.sync import Meeting, Rule
+from lockstep.sync import Rule, StepBarrier
 from lockstep.sync.assembling import assemble
 from lockstep.sync.weights import all_reduce_bytes, inexact
 
 
-class Gradients(Rule):
-    """transport: over the arenas of all trainers. From here on the program's updates are by shard."""
+class GradientsRule(Rule):
+    """Averaged gradients and sharded updates. From its construction on, the program's updates are by shard.
+
+    Args:
+        config: The run's.
+        transport: Over the arenas of all trainers.
+        program: Whose gradients and updates the rule takes over.
+        memory: For blocks of the rule.
+    """
 
     def __init__(self, config: Config, transport: Transport, program: Program, memory: Memory) -> None:
         self._arena, self._weights, self._memory = program.arena, transport, memory
-        self._op: Op = "pairwise" if config.parts else "mean"
+        self._op: Op = "pairwise" if config.logical_ranks else "mean"
         self._gradients, self._updater, self._pieces = program.shard_updates(memory, transport)
-        self._buckets, factors = self._gradients.buckets, self._gradients.factors
-        self._spans = [*(factors.spans if factors else ()), *self._buckets]
-        block, flat = self._gradients.block, self._gradients.flat
-        self._transport = transport.another(block, flat)
+        factors = self._gradients.factors
+        self._factor_spans = factors.spans if factors else []
+        self._transport = transport.another(self._gradients.block, self._gradients.whole)
         self._transport.clock = transport.clock
-        if config.overlap and transport.overlaps and not config.parts:
-            self._transport.open_marks(len(self._buckets))
-            self._gradients.when_full = self._transport.mark
-        elif config.overlap and not config.parts and config.accumulate == 1:  # each bucket is full but once
-            self._gradients.when_full = self._transport.sum_early(self._in_block(self._buckets), self._op)
+        self._n_logical, self._bounds = config.logical_ranks or 0, Bounds()
+        if config.logical_ranks:
+            self._use_bounds(bounds_of(config))
+        self._marked: MarkedReduction | None = None
+        if config.overlap and not config.logical_ranks and config.unfreeze_epoch is None:
+            self._overlap(config)
         self._factors = _Factors(factors, transport) if factors else None
         if config.factors:
             names = ", ".join(layer.name for layer in factors.layers) if factors else ""
             program.tell(f"factors: {names or 'no layer has any smaller than its gradient'}")
         self._norms = _Norms(self._updater, transport, memory) if self._updater.needs_norms else None
 
+    def _overlap(self, config: Config) -> None:
+        """Have buckets reduced during backward, if the transport can do that."""
+        if isinstance(self._transport, MarkedReduction):
+            self._marked = self._transport
+            self._marked.open_marks(len(self._gradients.buckets))
+            self._gradients.when_full = self._marked.mark
+        elif config.accumulate == 1:  # else a bucket is full several times a step
+            spans = self._in_block(self._gradients.buckets)
+            self._gradients.when_full = self._transport.overlapped_reduction(spans, self._op)
+
     def end_backward(self) -> None:
         self._gradients.complete()
 
-    def update(self, optimizer: ShardedUpdater, meeting: Meeting | None) -> None:
-        assert meeting
+    def update(self, optimizer: ShardedUpdater, step_barrier: StepBarrier | None) -> None:
+        assert step_barrier
+        if step_barrier.order.bounds not in (self._bounds, ()):
+            self._use_bounds(step_barrier.order.bounds)
         if self._factors:
-            self._factors.exchange(meeting)
-        self._weights.reduce(self._transport, self._in_block(self._buckets), self._op, meeting.barrier)
-        made = self._fold_beside() if self._transport.overlaps and self._gradients.when_full else set()
-        if self._norms:
-            made |= self._make(self._pieces, made)
-            self._norms.exchange(meeting)
-        for piece in self._pieces:
-            self._make([piece], made)
+            self._factors.exchange(step_barrier)
+        buckets = self._gradients.buckets
+        pieces = [piece for piece in self._pieces if piece[0] >= self._arena.n_frozen]
+        self._weights.reduce(self._transport, self._in_block(buckets), self._op, step_barrier)
+        reduced = self._reduce_marked(self._marked) if self._marked and self._gradients.when_full else set()
+        if self._norms:  # these need all gradients before the first step
+            for piece in pieces:
+                if piece not in reduced:
+                    self._reduce(piece)
+            reduced = set(pieces)
+            self._norms.exchange(step_barrier)
+        for piece in pieces:
+            if piece not in reduced:
+                self._reduce(piece)
             optimizer.step(piece)
-            self._weights.spread(piece)
-        self._weights.publish(self._spans, meeting.barrier)
+            self._weights.scatter_shard(piece)
+        self._weights.publish([*self._factor_spans, *buckets], step_barrier)
         optimizer.finish()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The optimizer's, assembled."""
-        found: dict[str, torch.Tensor] = {}
-        with self._room() as (transport, flat):
+        """Return the optimizer's state, assembled from the shards of all ranks."""
+        tensors: dict[str, torch.Tensor] = {}
+        spans = [*self._factor_spans, *self._gradients.all_buckets]
+        with self._checkpoint_block() as (transport, flat):
             for kind, values in self._updater.state.items():
-                found |= self._arena.views(kind, assemble(transport, self._spans, flat, values))
+                tensors |= self._arena.views(kind, assemble(transport, spans, flat, values))
+        return tensors
+
+    def state_bytes(self) -> int:
+        return len(self._updater.state) * self._arena.n_weights * self._arena.flat.itemsize
+
+    def collect_counts(self) -> None:
         for counts in self._weights.group.all_gather("the optimizer's counts", self._updater.counts()):
             for key, values in counts.items():
                 for number, value in values.items():
-                    self._arena.local[key][number] = value  # which a checkpoint has from there
-        return found
+                    self._arena.local[key][number] = value
 
     def promise(self, config: Config, model: nn.Module) -> str:
-        if config.parts and has_norms(model):
-            return (
-                f"parts: batch normalisation has the statistics of each of the {config.parts} parts' pictures"
-            )
+        if config.logical_ranks and has_norms(model):
+            return f"logical_ranks: batch normalisation has the statistics of each of {config.logical_ranks}"
         return inexact("; ".join(inexact_norms(config, model)), config)
 
-    def bytes_per_meeting(self) -> int:
+    def bytes_per_sync(self) -> int:
         n_bytes = all_reduce_bytes(self._gradients.flat.nbytes, self._weights.group.world.size)
         return n_bytes + (self._factors.n_bytes if self._factors else 0)
 
@@ -98,38 +129,41 @@ class Gradients(Rule):
         self._transport.close()
         self._gradients.block.close()
 
-    def _make(self, pieces: list[Span], made: set[Span]) -> set[Span]:
-        """The means of the gradients of those pieces that are not made yet. Returns the pieces."""
-        for piece in pieces:
-            if piece in made:
-                continue
-            if piece[0] < self._gradients.shift:
-                assert self._factors
-                self._factors.make(piece)
-            else:
-                self._transport.fold(self._in_block([piece])[0], self._op)
-                self._updater.average(piece)
-        return set(pieces)
+    def _use_bounds(self, bounds: Bounds) -> None:
+        """Complete the tree from the partial sums of this host's trainers, who have these logical ranks."""
+        world, self._bounds = self._weights.group.everywhere, bounds
+        first = world.host * world.local_size
+        here, n_elements = bounds[first : first + world.local_size + 1], len(self._gradients.flat)
+        self._transport.use_partial_sums(PartialSums.of_ranges(here, self._n_logical, n_elements))
 
-    def _fold_beside(self) -> set[Span]:
-        """Folds all buckets, each from when its gradients are there in all ranks. Returns their pieces."""
-        found = set()
-        for number, bucket in enumerate(self._buckets):
+    def _reduce(self, piece: Span) -> None:
+        """Compute the mean of the gradients of a piece of this rank's shards."""
+        if piece[0] < self._gradients.shift:
+            assert self._factors
+            self._factors.make(piece)
+        else:
+            self._transport.reduce_shard(self._in_block([piece])[0], self._op)
+            self._updater.average(piece)
+
+    def _reduce_marked(self, transport: MarkedReduction) -> set[Span]:
+        """Reduce all buckets, each as soon as all ranks have marked it. Return their pieces."""
+        reduced = set()
+        for number, bucket in enumerate(self._gradients.buckets):
             for piece in self._weights.pieces(bucket):
-                self._transport.fold_marked(number, self._in_block([piece])[0], self._op)
-                found.add(piece)
-        self._transport.join()
-        return found
+                transport.reduce_marked(number, self._in_block([piece])[0], self._op)
+                reduced.add(piece)
+        transport.join_marked()
+        return reduced
 
     def _in_block(self, spans: Sequence[Span]) -> list[Span]:
-        """Spans of the arena, as those of the block of the gradients."""
+        """Return spans of the arena as spans of the gradients' block."""
         shift = self._gradients.shift
         return [(first - shift, last - shift) for first, last in spans]
 
     @contextmanager
-    def _room(self) -> Iterator[tuple[Transport, torch.Tensor]]:
-        """A block laid out as the weights: between steps that of the gradients, where it has them all."""
-        if not self._factors:
+    def _checkpoint_block(self) -> Iterator[tuple[Transport, torch.Tensor]]:
+        """Yield a block laid out as the weights: that of the gradients, or a new one if it begins later."""
+        if self._gradients.shift == 0:
             yield self._transport, self._gradients.flat
             return
         n_elements, dtype = self._arena.n_exchanged, self._arena.flat.dtype
@@ -142,9 +176,9 @@ class Gradients(Rule):
 
 
 class _Factors:
-    """A table of all trainers' factors, shown to all before they make their rows of products.
+    """A table of all trainers' factors, exchanged before each trainer computes its rows of the products.
 
-    n_bytes: what comes and goes in a step, the weights that are updated from it included.
+    n_bytes: Read and written remotely in a step, with the weights that are updated from the products.
     """
 
     def __init__(self, factors: Factors, transport: Transport) -> None:
@@ -155,28 +189,30 @@ class _Factors:
         weights = sum(last - first for first, last in factors.spans) * factors.table.itemsize
         self.n_bytes = (world.size - 1) * (factors.table[0].nbytes + weights // world.size)
 
-    def exchange(self, meeting: Meeting) -> None:
-        """At the end of backward."""
-        self._transport.exchange_rows_of_hosts(meeting.barrier)
+    def exchange(self, step_barrier: StepBarrier) -> None:
+        """Exchange the factors, after backward."""
+        self._transport.exchange_rows_of_hosts(step_barrier)
         self._factors.collect()
 
     def close(self) -> None:
+        """Close the table."""
         self._transport.close()
         self._factors.block.close()
 
 
 class _Norms:
-    """Sums of squares by tensor, shown to all: a table with a row for each rank."""
+    """Sums of squares by tensor: a table with a row for each rank, which all ranks exchange."""
 
     def __init__(self, updater: ShardedUpdater, transport: Transport, memory: Memory) -> None:
         self._updater = updater
         self._table = SharedRows(transport, memory, updater.n_norms, updater.dtype, "norms")
         self._table.use_clock(transport.clock)
 
-    def exchange(self, meeting: Meeting) -> None:
-        """Between the fold of the gradients and the step."""
-        self._table.exchange(self._updater.norms(), meeting.barrier)
+    def exchange(self, step_barrier: StepBarrier) -> None:
+        """Exchange the norms, between the reduction of the gradients and the step."""
+        self._table.exchange(self._updater.norms(), step_barrier)
         self._updater.use_norms(self._table.rows(self._updater.n_norms))
 
     def close(self) -> None:
+        """Close the table."""
         self._table.close()

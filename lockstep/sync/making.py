@@ -1,4 +1,4 @@
-"""Makes the rule that a configuration names."""
+"""The factory of the rule that a configuration names."""
 
 import torch
 
@@ -8,37 +8,41 @@ from lockstep.exchange.transport import Transport
 from lockstep.memory import Memory
 from lockstep.network.program import Program
 from lockstep.sync import Rule
-from lockstep.sync.elastic import Elastic
-from lockstep.sync.gossip import Gossip
-from lockstep.sync.gradients import Gradients
-from lockstep.sync.local import Local
-from lockstep.sync.outer import Outer
-from lockstep.sync.weights import Weights
+from lockstep.sync.elastic import ElasticRule
+from lockstep.sync.gossip import GossipRule
+from lockstep.sync.gradients import GradientsRule
+from lockstep.sync.local import LocalRule
+from lockstep.sync.outer import OuterRule
+from lockstep.sync.weights import WeightsRule
 
 
 def make_rule(
-    config: Config, program: Program, transport: Transport, memory: Memory, kept: dict[str, torch.Tensor]
+    config: Config, program: Program, transport: Transport, memory: Memory, saved: dict[str, torch.Tensor]
 ) -> Rule:
-    """All ranks call it at once, when the program has the state that it begins with.
+    """Make the rule. All ranks call it at once, when the program has its initial state.
 
-    transport: over the arenas of all trainers. memory: for blocks of the rule's own. kept: what the
-    checkpoint that the run goes on from holds of its rule, which may be another one.
+    Args:
+        config: The run's.
+        program: Whose arena and updates the rule takes over.
+        transport: Over the arenas of all trainers.
+        memory: For blocks of the rule.
+        saved: What the checkpoint to resume from holds of its rule, which may be another one.
     """
     rule = _make(config, program, transport, memory)
-    rule.load(kept)
+    rule.load(saved)
     return rule
 
 
 def _make(config: Config, program: Program, transport: Transport, memory: Memory) -> Rule:
     name, arena = rule_of(config), program.arena
     if name == "gradients":
-        return Gradients(config, transport, program, memory)
+        return GradientsRule(config, transport, program, memory)
     if name == "local":
-        return Local(transport, arena, rule_args_of(config))
+        return LocalRule(transport, arena, rule_args_of(config))
     if name == "outer":
-        return Outer(transport, arena, rule_args_of(config))
+        return OuterRule(transport, arena, rule_args_of(config))
     if name == "elastic":
-        return Elastic(transport, arena, rule_args_of(config), memory)
+        return ElasticRule(transport, arena, rule_args_of(config), memory)
     if name == "gossip":
-        return Gossip(transport, arena, rule_args_of(config), memory, config.seed)
-    return Weights(transport, arena)
+        return GossipRule(transport, arena, rule_args_of(config), memory, config.seed)
+    return WeightsRule(transport, arena)

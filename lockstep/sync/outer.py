@@ -1,13 +1,14 @@
-"""The rule `outer`: as `local`, and the mean of what trainers have learned apart is taken with momentum.
+"""The rule `outer`: as `local`, and the mean of what trainers have learned is applied with momentum.
 
 With w_0 the weights of the last meeting and w the mean of all trainers' now,
 
     d = w_0 - w      u = momentum u + d      w_0 = w_0 - learning_rate (d + momentum u)
 
-which is Nesterov's step with d for a gradient: DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
-Each trainer keeps w_0 and u of its shard only.
+This is Nesterov's step with d as the gradient: DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
+Each trainer stores w_0 and u of its shard only.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,20 @@ import torch
 from lockstep.exchange import Span
 from lockstep.exchange.transport import Transport
 from lockstep.network.arena import Arena
-from lockstep.sync import Meeting, assembling
-from lockstep.sync.local import Local
+from lockstep.sync import StepBarrier, assembling
+from lockstep.sync.local import LocalRule
 
-KIND = "outer"  # of u, in checkpoints
+KIND = "outer"  # u's name in checkpoints
 
 
-class Outer(Local):
-    """args: every and from_epoch as of Local, learning_rate and momentum as above."""
+class OuterRule(LocalRule):
+    """Local SGD with outer momentum.
+
+    Args:
+        transport: Over the arenas of all trainers.
+        arena: This trainer's.
+        args: `every` and `from_epoch` as of LocalRule; `learning_rate` and `momentum` of the outer step.
+    """
 
     def __init__(self, transport: Transport, arena: Arena, args: dict[str, Any]) -> None:
         super().__init__(transport, arena, args)
@@ -33,16 +40,20 @@ class Outer(Local):
         self._start = arena.flat[slice(*self._mine)].clone()
         self._u = torch.zeros_like(self._start)
 
-    def average(self, meeting: Meeting) -> None:
-        self._transport.update(self._transport, self._span, "mean", self._step, meeting.barrier)
+    def average(self, step_barrier: StepBarrier) -> None:
+        step = partial(self._step, not self.is_exact(step_barrier.order))
+        self._transport.update(self._transport, self._span, "mean", step, step_barrier)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """u, assembled in the arena's own block, whose content comes back."""
+        """Return u, assembled in the arena's block, whose content is restored."""
         flat = self._arena.flat
-        kept = assembling.in_host_memory(flat)
+        saved = assembling.in_host_memory(flat)
         u = assembling.assemble(self._transport, [self._span], flat, {self._mine: self._u})
-        flat.copy_(kept)
+        flat.copy_(saved)
         return self._arena.views(KIND, u[: self._arena.n_weights])
+
+    def state_bytes(self) -> int:
+        return self._arena.n_weights * self._arena.flat.itemsize
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         whole = torch.zeros(self._arena.n_weights, dtype=self._arena.flat.dtype)
@@ -51,13 +62,14 @@ class Outer(Local):
                 view.copy_(state[name])
         self._u.copy_(whole[slice(*self._mine)])
 
-    def _step(self, piece: Span) -> None:
+    def _step(self, outer: bool, piece: Span) -> None:
+        """Take the outer step on a piece of the shard; without `outer`, keep its mean."""
         first, last = max(piece[0], self._mine[0]), min(piece[1], self._mine[1])
         if first >= last:
             return
         mine = slice(first - self._mine[0], last - self._mine[0])
         weights, start, u = self._arena.flat[first:last], self._start[mine], self._u[mine]
-        if self._apart:
+        if outer:
             d = start - weights
             u.mul_(self._momentum).add_(d)
             torch.sub(start, d.add_(u, alpha=self._momentum), alpha=self._rate, out=weights)

@@ -1,8 +1,8 @@
-"""Functions over data on all cores: the programming interface of Synkhronos (Stooke and Abbeel 2017, arXiv
-1710.04162).
+"""Functions over data on all cores, with the programming interface of Synkhronos.
 
-A program stays serial. It builds functions as with PyTensor; each call runs on all ranks at once, every one
-on its share of the rows, and what they give is folded into one result:
+(Stooke and Abbeel 2017, arXiv 1710.04162.) The program stays serial. It builds functions as with PyTensor.
+Each call runs on all ranks at once, each rank computes its share of the rows, and the results are reduced to
+one:
 
     import numpy as np
     import pytensor.tensor as pt
@@ -33,10 +33,9 @@ from lockstep.synk.collectives import (
     set_value,
 )
 from lockstep.synk.data import Data
-from lockstep.synk.distributing import distribute, function
 from lockstep.synk.functions import Function
 from lockstep.synk.interrupts import RankLost
-from lockstep.synk.session import close, current_team, fork
+from lockstep.synk.session import close, current_team, distribute, fork, function
 
 __all__ = [
     "Data",
@@ -74,39 +73,60 @@ def data(
     oversize: float = 1,
     name: str | None = None,
 ) -> Data:
-    """An array that all ranks can read, for inputs of functions and values of collectives.
+    """Return an array in shared memory, for inputs of functions and values of collectives.
 
-    value: an array. var: a variable that gives dtype, ndim and name. dtype, ndim, shape: what is given here
-    is obeyed. minibatch: its rows are those of a batch, not of the whole. force_cast: cast even where
-    something may be lost. oversize: from 1 to 2, room for growing. name: for errors.
+    Args:
+        value: Initial value.
+        var: Symbolic variable that supplies dtype, ndim and name.
+        dtype, ndim, shape: Override what `value` and `var` supply.
+        minibatch: The array holds only the rows of a batch, not of the whole data set.
+        force_cast: Cast even if the cast loses information.
+        oversize: Allocate this multiple of the size, from 1 to 2.
+        name: Name in error messages.
 
-    Raises RuntimeError before fork(), TypeError without dtype or ndim and for unsafe casts, ValueError for
-    shapes that don't fit, MemoryError.
+    Raises:
+        RuntimeError: fork() was not called.
+        TypeError: dtype or ndim is unknown, or a cast would lose information.
+        ValueError: The shape has another number of dimensions.
+        MemoryError: The host has too little memory.
     """
     team = current_team("data()")
-    return _data.make_data(team, value, var, dtype, ndim, shape, minibatch, force_cast, oversize, name)
+    return _data.make_data(
+        team,
+        value,
+        var=var,
+        dtype=dtype,
+        ndim=ndim,
+        shape=shape,
+        minibatch=minibatch,
+        force_cast=force_cast,
+        oversize=oversize,
+        name=name,
+    )
 
 
 def share(module_or_tensor: Any) -> Any:
-    """Puts a torch module's parameters and buffers, or a tensor, where all ranks reach them. Returns it.
+    """Move a torch module's parameters and buffers, or a tensor, to shared memory, and return it.
 
-    After distribute() every rank has its own, with this process's values at first. Raises TypeError for
-    parameters of several dtypes, for dtypes that NumPy has not, and for what is not on the CPU.
+    After distribute() every rank has its own copy, which starts with this process's values.
+
+    Raises:
+        TypeError: The parameters have several dtypes, NumPy lacks the dtype, or a tensor is not on the CPU.
     """
-    from lockstep.synk.programs import sharing
+    from lockstep.synk import tensors
 
-    return sharing.share(module_or_tensor)
+    return tensors.share(current_team("share()"), module_or_tensor)
 
 
 def weights(module: Any) -> Any:
-    """All parameters of a shared module as one vector, for collectives and `updates`."""
-    from lockstep.synk.programs import sharing
+    """Return all parameters of a shared module as one vector, for collectives and `updates`."""
+    from lockstep.synk import tensors
 
-    return sharing.vectors(module, "weights()")[0]
+    return tensors.vectors(current_team("weights()"), module, "weights()")[0]
 
 
 def grads(module: Any) -> Any:
-    """All gradients of a shared module's parameters as one vector, for collectives and `updates`."""
-    from lockstep.synk.programs import sharing
+    """Return all gradients of a shared module as one vector, for collectives and `updates`."""
+    from lockstep.synk import tensors
 
-    return sharing.vectors(module, "grads()")[1]
+    return tensors.vectors(current_team("grads()"), module, "grads()")[1]

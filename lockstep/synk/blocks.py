@@ -1,7 +1,7 @@
-"""Host memory by number: blocks that the caller allocates and every rank can open.
+"""Numbered blocks of host memory, which the caller allocates and every rank can open.
 
-The caller numbers its blocks, and sends each to a rank at most once, before the first command that needs it.
-From then on a number and an offset say where an array lies, in every process.
+The caller sends each block to a rank at most once, before the first command that needs it. From then on a
+number and an offset identify an array in every process.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ import numpy as np
 
 from lockstep.memory.host import HostBlock
 
-ALIGNMENT = 64  # bytes: arrays begin on a cache line, as numba and BLAS like it
+ALIGNMENT = 64  # bytes: arrays start on a cache line, which numba and BLAS read fastest
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Where an array lies: C-contiguous, in a block, from a byte on."""
+class ArrayLocation:
+    """The location of a C-contiguous array: a block, and an offset in bytes."""
 
     block: int
     dtype: str
@@ -24,11 +24,11 @@ class Span:
 
 
 def align(n_bytes: int) -> int:
-    """The next multiple of ALIGNMENT."""
+    """Return n_bytes rounded up to a multiple of ALIGNMENT."""
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
-class Blocks:
+class BlockTable:
     """The blocks that are open in this process, by number."""
 
     def __init__(self) -> None:
@@ -47,21 +47,21 @@ class Blocks:
         self._open[number] = block
 
     def add_failure(self, number: int, error: Exception) -> None:
-        """Remembers why a block could not be opened: who needs it hears of it."""
+        """Store the error of a block that could not be opened; reading the block raises it."""
         self._failed[number] = error
 
     def drop(self, number: int) -> None:
-        """Lets go of a block; arrays on it that are still in use keep its memory."""
+        """Close a block; arrays on it that are still in use keep its memory."""
         self._failed.pop(number, None)
         block = self._open.pop(number, None)
         if block is not None:
             block.close()
 
     def close(self) -> None:
-        """Lets go of all; arrays on them stay what they are."""
+        """Close all blocks; arrays on them stay valid."""
         for number in list(self._open):
             self.drop(number)
 
-    def array(self, span: Span) -> np.ndarray:
-        """The array there, not a copy."""
-        return self[span.block].array(span.dtype, span.shape, span.offset)
+    def array(self, location: ArrayLocation) -> np.ndarray:
+        """Return the array at this location. No copy."""
+        return self[location.block].array(location.dtype, location.shape, location.offset)

@@ -1,64 +1,73 @@
-"""One rank's part of a call: excerpts of inputs and stored rows, slices, and the fold of what they give."""
+"""The steps of a call: each rank selects rows, computes in slices, and reduces the slices' results.
 
-from collections.abc import Generator, Iterable, Iterator
+Large outputs that a rank holds on its GPU are then reduced on the devices where possible, or copied to host
+memory.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
+
+import numpy as np
 
 from lockstep.synk import rows
-from lockstep.synk.blocks import Span
-from lockstep.synk.commands import Meeting
-from lockstep.synk.folded import Folded
-from lockstep.synk.results import RankPart
+from lockstep.synk.blocks import ArrayLocation
+from lockstep.synk.context import CommandStep, RankContext
+from lockstep.synk.results import REDUCE_OPS, DeviceOutput, PartReducer, RankPart, fractions, unpack
+from lockstep.synk.team import Team
 
-if TYPE_CHECKING:
-    from lockstep.synk.here import Here
-
-Parts = list[tuple[int, int]]
+Slices = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Given:
-    """An input of one call: where it lies, and whether its rows are those of the batch."""
+class CallInput:
+    """An input of one call: its location, and whether its rows are those of the batch."""
 
-    span: Span
+    location: ArrayLocation
     minibatch: bool
+    is_copy: bool  # copied from an array for this call, and not the user's Data
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(CommandStep):
     """Step: every rank calls the program on its rows.
 
-    rows: of the whole, a slice or where row numbers lie; None where no input is divided. stored: what batch_s
-    chooses, by rank: a slice, or where row numbers or a mask lie; None for all rows. outputs: those asked
-    for.
+    Attributes:
+        program: Number of the program.
+        rows: Rows of the inputs: a slice, or the location of row numbers; None if no input is divided.
+        stored: The choice of batch_s for each rank: a slice, or the location of row numbers or of a mask;
+            None for all rows.
+        outputs: Numbers of the requested outputs.
+        settings: New settings for the workers, or None (settings.py).
     """
 
     program: int
-    inputs: tuple[Given, ...]
-    rows: slice | Span | None
-    stored: tuple[slice | Span | None, ...]
+    inputs: tuple[CallInput, ...]
+    rows: slice | ArrayLocation | None
+    stored: tuple[slice | ArrayLocation | None, ...]
     n_slices: int
     outputs: tuple[int, ...]
-    writes_to_others: ClassVar[bool] = False
+    settings: bytes | None
 
     def blocks(self) -> Iterable[int]:
-        spans = [given.span for given in self.inputs]
-        spans += [at for at in (self.rows, *self.stored) if isinstance(at, Span)]
-        return {span.block for span in spans}
+        locations = [call_input.location for call_input in self.inputs]
+        locations += [at for at in (self.rows, *self.stored) if isinstance(at, ArrayLocation)]
+        return {location.block for location in locations}
 
-    def run(self, here: "Here") -> Generator[Meeting, Any, RankPart]:
-        return _Part(self, here).compute()
-        yield  # a step is a generator, also where it meets nobody
+    def run(self, context: RankContext) -> RankPart:
+        if self.settings is not None and not context.is_caller:
+            context.settings.apply(self.settings)
+        return _Part(self, context).compute()
 
 
 class _Part:
-    """This rank's part."""
+    """The part of a call that one rank performs."""
 
-    def __init__(self, call: Call, here: "Here") -> None:
-        self._call, self._here = call, here
-        self._program = here.programs[call.program]
-        self._arrays = [here.blocks.array(given.span) for given in call.inputs]
+    def __init__(self, call: Call, context: RankContext) -> None:
+        self._call, self._context = call, context
+        self._program = context.programs[call.program]
+        self._arrays = [context.blocks.array(call_input.location) for call_input in call.inputs]
         self._chosen, self._first = self._choose_rows()
         self._stored = self._choose_stored()
 
@@ -68,35 +77,41 @@ class _Part:
             shared.rows = n_rows
         if n_rows == 0:
             return RankPart(0, [None] * len(self._call.outputs))
-        n_slices = self._call.n_slices
-        parts = [rows.share(n_rows, number, n_slices) for number in range(n_slices)]
-        parts = [(first, last) for first, last in parts if last > first]
-        if n_slices == 1:
-            with self._stored_rows(*parts[0]):
-                outputs = program.call_whole(self._excerpt(*parts[0]))
+        slices = self._cut_into_slices(n_rows)
+        if self._call.n_slices == 1:
+            with self._stored_rows(*slices[0]):
+                inputs = self._excerpt(*slices[0])
+                outputs = program.call_whole(inputs)
+            self._check_unwritten(inputs)
             return RankPart(n_rows, self._for_caller([outputs[i] for i in self._call.outputs]))
-        return RankPart(n_rows, self._for_caller(self._call_in_slices(parts, n_rows)))
+        return RankPart(n_rows, self._for_caller(self._call_in_slices(slices, n_rows)))
+
+    def _cut_into_slices(self, n_rows: int) -> Slices:
+        """Return the rows [first, last) of each slice that has any."""
+        n_slices = self._call.n_slices
+        slices = [rows.divide(n_rows, number, n_slices) for number in range(n_slices)]
+        return [(first, last) for first, last in slices if last > first]
 
     def _choose_rows(self) -> tuple[rows.Choice | None, int]:
-        """Which rows of the whole are this rank's, and the number of the first in the batch."""
+        """Return this rank's rows of the inputs, and the index of the first of them in the batch."""
         at = self._call.rows
         if at is None:
             return None, 0
-        chosen = self._here.blocks.array(at) if isinstance(at, Span) else at
-        first, last = rows.share(rows.count(chosen), self._here.rank, self._here.size)
+        chosen = self._context.blocks.array(at) if isinstance(at, ArrayLocation) else at
+        first, last = rows.divide(rows.count(chosen), self._context.rank, self._context.size)
         return rows.part(chosen, first, last), first
 
     def _choose_stored(self) -> list[rows.Choice]:
-        at = self._call.stored[self._here.rank] if self._call.stored else None
-        batch = self._here.blocks.array(at) if isinstance(at, Span) else at
+        at = self._call.stored[self._context.rank] if self._call.stored else None
+        batch = self._context.blocks.array(at) if isinstance(at, ArrayLocation) else at
         choices = []
         for shared in self._program.sliceable:
-            what = f"{self._program.name}, rank {self._here.rank}: batch_s in {shared.name!r}"
+            what = f"{self._program.name}, rank {self._context.rank}: batch_s in {shared.name!r}"
             choices.append(rows.choose(batch, shared.shape[0], what))
         return choices
 
     def _count_rows(self) -> int:
-        """How many rows this rank has; 1 where none are divided. Raises ValueError where they differ."""
+        """Return this rank's number of rows, 1 if nothing is divided; raise ValueError if they differ."""
         counts = {
             shared.name: rows.count(c)
             for shared, c in zip(self._program.sliceable, self._stored, strict=True)
@@ -104,70 +119,141 @@ class _Part:
         if self._chosen is not None:
             counts["its inputs"] = rows.count(self._chosen)
         if len(set(counts.values())) > 1:
-            found = ", ".join(f"{number} of {name}" for name, number in counts.items())
+            described = ", ".join(f"{number} of {name}" for name, number in counts.items())
             raise ValueError(
-                f"{self._program.name}: rank {self._here.rank} has unequal numbers of rows: {found}"
+                f"{self._program.name}: rank {self._context.rank} has unequal numbers of rows: {described}"
             )
         return next(iter(counts.values())) if counts else 1
 
     def _excerpt(self, first: int, last: int) -> list[Any]:
-        """The inputs for rows first to last of this rank's."""
+        """Return the inputs for this rank's rows [first, last)."""
         choices: list[rows.Choice | None] = []
-        for given, spec in zip(self._call.inputs, self._program.inputs, strict=True):
+        for call_input, spec in zip(self._call.inputs, self._program.inputs, strict=True):
             if spec.whole:
                 choices.append(None)
-            elif given.minibatch:
+            elif call_input.minibatch:
                 choices.append(slice(self._first + first, self._first + last))
             else:
                 assert self._chosen is not None
                 choices.append(rows.part(self._chosen, first, last))
         return self._program.excerpt(self._arrays, choices)
 
+    def _check_unwritten(self, inputs: list[Any]) -> None:
+        """Raise RuntimeError if the program wrote into memory that other ranks or later calls read."""
+        for number in self._program.find_written(inputs):
+            call_input, spec = self._call.inputs[number], self._program.inputs[number]
+            is_view = spec.whole or call_input.minibatch or isinstance(self._chosen, slice)
+            if is_view and (spec.whole or not call_input.is_copy):
+                raise RuntimeError(
+                    f"{self._program.name} writes into its input {spec.name or number}, which other ranks or "
+                    "later calls read, and has changed it. Make a copy first: x = x.clone()"
+                )
+
     @contextmanager
     def _stored_rows(self, first: int, last: int) -> Iterator[None]:
-        """Gives the program the chosen stored rows as its variables' values; the old values come back."""
-        stored = [(shared, shared.keep()) for shared in self._program.sliceable]
+        """Make the chosen stored rows the values of the program's variables inside of the `with` block."""
+        stored = [(shared, shared.save()) for shared in self._program.sliceable]
         try:
-            for (shared, kept), choice in zip(stored, self._stored, strict=True):
+            for (shared, saved), choice in zip(stored, self._stored, strict=True):
                 chosen = rows.part(choice, first, last)
                 if not isinstance(chosen, slice) or chosen != slice(0, shared.shape[0]):
-                    shared.show(kept, chosen)
+                    shared.select_rows(saved, chosen)
             yield
         finally:
-            for shared, kept in stored:
-                shared.restore(kept)
+            for shared, saved in stored:
+                shared.restore(saved)
 
-    def _call_in_slices(self, parts: Parts, n_rows: int) -> list[Any]:
-        """Every part starts from the values before; the variables get the fold of what the parts gave."""
+    def _call_in_slices(self, slices: Slices, n_rows: int) -> list[Any]:
+        """Compute slice by slice, each from the variables' old values, and assign the reduced new values."""
         program, name = self._program, self._program.name
         before = {shared: shared.get() for shared in program.updated}
-        outputs = [program.folded(i, n_rows) for i in self._call.outputs]
-        updates = {s: Folded(mode, n_rows, f"{name}: {s.name!r}") for s, mode in program.updated.items()}
+        outputs = [program.make_reducer(i, n_rows) for i in self._call.outputs]
+        updates = {s: PartReducer(mode, n_rows, f"{name}: {s.name!r}") for s, mode in program.updated.items()}
         try:
-            for first, last in parts:
+            for first, last in slices:
                 for shared, value in before.items():
                     shared.put(value.copy())
-                marks = program.marks()
+                versions = program.versions()
                 with self._stored_rows(first, last):
-                    results = program.call_part(self._excerpt(first, last))
-                program.check_marks(marks)
-                for folded, i in zip(outputs, self._call.outputs, strict=True):
-                    folded.add(results[i], last - first)
-                for shared, folded in updates.items():
-                    folded.add(shared.get(), last - first)
+                    inputs = self._excerpt(first, last)
+                    results = program.call_part(inputs)
+                self._check_unwritten(inputs)
+                program.check_unchanged(versions)
+                for reducer, i in zip(outputs, self._call.outputs, strict=True):
+                    reducer.add(results[i], last - first)
+                for shared, reducer in updates.items():
+                    reducer.add(shared.get(), last - first)
         finally:
             for shared, value in before.items():
                 shared.put(value)
         for shared, mode in program.updated.items():
-            folded_value = updates[shared].result()
-            shared.assign(folded_value[-1] if mode is None else folded_value)
-        return [folded.result() for folded in outputs]
+            reduced = updates[shared].result()
+            shared.assign(reduced[-1] if mode is None else reduced)
+        return [reducer.result() for reducer in outputs]
 
     def _for_caller(self, outputs: list[Any]) -> list[Any]:
-        if self._here.is_caller:
+        if self._context.is_caller:
             return outputs
         modes = self._program.output_modes
         return [
             value if modes[i] is not None else None
             for i, value in zip(self._call.outputs, outputs, strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class ReduceDeviceOutput(CommandStep):
+    """Step: reduce output `number` of the last call on the ranks' GPUs, and return it in the caller.
+
+    Attributes:
+        weights: Weight of each rank in a mean; None for equal weights and for other modes.
+    """
+
+    number: int
+    mode: str
+    weights: tuple[float, ...] | None
+
+    def run(self, context: RankContext) -> np.ndarray | None:
+        assert context.gpu is not None
+        weight = None if self.weights is None else self.weights[context.rank]
+        reduced = context.gpu.outputs.reduce(self.number, REDUCE_OPS[self.mode], weight)
+        return context.gpu.fetch(reduced) if context.is_caller else None
+
+
+@dataclass(frozen=True)
+class FetchDeviceOutput(CommandStep):
+    """Step: copy output `number` of the last call to host memory, on the ranks that hold it."""
+
+    number: int
+    ranks: tuple[int, ...]
+
+    def run(self, context: RankContext) -> RankPart:
+        assert context.gpu is not None
+        return RankPart(0, [context.gpu.outputs.fetch(self.number) if context.rank in self.ranks else None])
+
+
+def collect_device_outputs(
+    team: Team, call: Call, modes: Sequence[str | None], parts: list[RankPart]
+) -> tuple[list[RankPart], dict[int, np.ndarray]]:
+    """Reduce the outputs that the ranks hold on GPUs, or fetch them where they cannot be reduced there.
+
+    Returns:
+        The parts with the fetched outputs, and the reduced outputs by position in the call.
+    """
+    reduced: dict[int, np.ndarray] = {}
+    for position, number in enumerate(call.outputs):
+        values = [part.outputs[position] for part in parts]
+        holders = tuple(rank for rank, value in enumerate(values) if isinstance(value, DeviceOutput))
+        if not holders:
+            continue
+        mode = modes[number]
+        assert mode is not None
+        if len(holders) == team.size and len({value.shape for value in values}) == 1:
+            weights = fractions([part.rows for part in parts]) if mode == "avg" else None
+            step = ReduceDeviceOutput(number, mode, None if weights is None else tuple(weights))
+            reduced[position] = team.ask("reducing an output", step)[0][team.rank]
+        else:  # a rank without rows, or shapes that `combine` will reject
+            fetched = team.ask("fetching an output", FetchDeviceOutput(number, holders))[0]
+            for rank in holders:
+                parts[rank].outputs[position] = unpack(fetched[rank], team.context.blocks).outputs[0]
+    return parts, reduced

@@ -1,58 +1,93 @@
-"""Collectives on shared variables: what the user calls, and the one that all ranks work on, all_reduce.
+"""Collectives on shared variables.
 
-All ranks' values lie in blocks that this process has mapped, so most collectives are a command that moves
-values to their places (Settle), reading and writing them here, and a command that makes what was written the
-value (Adopt).
+This process has mapped the blocks of all ranks. Most collectives therefore move the values to their slots
+(MoveToSlots), read and write them in this process, and then make the written arrays the values (UseSlots).
+Only all_reduce computes on all ranks.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from lockstep.exchange.fold import fold_all
+from lockstep.exchange.reduction import reduce_arrays
 from lockstep.synk import rows
-from lockstep.synk.allreduce import Shape, check_equal, make_all_reduce
 from lockstep.synk.data import condition
-from lockstep.synk.results import FOLD_OPS, check_foldable, normalise_op
+from lockstep.synk.results import REDUCE_OPS, check_reducible, normalise_op
 from lockstep.synk.session import distributed_team
-from lockstep.synk.shareds import Adopt, Place, Settle, Shapes, Shared, make_room, release_left
+from lockstep.synk.shareds import BlockSlot, Shared
+from lockstep.synk.slots import (
+    MoveToSlots,
+    ReadShapes,
+    Shape,
+    UseSlots,
+    check_equal,
+    find_slots,
+    make_all_reduce,
+    release_unused,
+)
+from lockstep.synk.team import Team
 
-if TYPE_CHECKING:
-    from lockstep.synk.team import Team
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+def _exclusive(collective: Callable[P, R]) -> Callable[P, R]:
+    """Return the collective as a public call, during which other threads wait."""
+
+    @functools.wraps(collective)
+    def call(*arguments: P.args, **options: P.kwargs) -> R:
+        with distributed_team(collective.__name__).exclusive_call(f"{collective.__name__}()"):
+            return collective(*arguments, **options)
+
+    return call
+
+
+@_exclusive
 def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
-    """Gives all ranks this process's value, or one that is given here.
+    """Set the variables of all ranks to this process's values, or to `values`.
 
-    shared_vars: a variable or its name, or a list of them. values: an array or Data for each. nccl: accepted,
-    unused. Raises TypeError for a value of another dtype or number of dimensions, ValueError for an unknown
-    variable.
+    Args:
+        shared_vars: A variable or its name, or a list of them.
+        values: An array or Data for each variable.
+        nccl: Accepted for Synkhronos and ignored.
+
+    Raises:
+        TypeError: A value has another number of dimensions, or casting it would lose information (float64 to
+            float32).
+        ValueError: A variable is unknown.
     """
     team, shareds = _begin("broadcast", shared_vars)
     arrays = [shared.get() for shared in shareds] if values is None else _arrays(shareds, shared_vars, values)
     _write(team, "broadcast", shareds, [[array] * team.size for array in arrays])
 
 
+@_exclusive
 def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
-    """Divides values among the ranks' variables by rows, as a function's inputs are divided.
+    """Divide values by rows among the ranks' variables, as a call divides its inputs.
 
-    batch: which rows, as in a call of a function.
+    Args:
+        shared_vars: A variable or its name, or a list of them.
+        values: An array or Data for each variable.
+        batch: Rows of the values to use, as in a call of a function.
     """
     team, shareds = _begin("scatter", shared_vars)
     parts = []
     for shared, array in zip(shareds, _arrays(shareds, shared_vars, values), strict=True):
         chosen = _choose(batch, array, f"scatter {shared.name!r}: batch")
-        bounds = [rows.share(rows.count(chosen), rank, team.size) for rank in range(team.size)]
+        bounds = [rows.divide(rows.count(chosen), rank, team.size) for rank in range(team.size)]
         parts.append([rows.excerpt(array, rows.part(chosen, *bound)) for bound in bounds])
     _write(team, "scatter", shareds, parts)
 
 
+@_exclusive
 def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
-    """All ranks' values, in rank order.
+    """Return all ranks' values in rank order.
 
-    nd_up: 1 for one more dimension, the ranks' (a list where shapes differ); 0 to join them end to end.
+    Args:
+        nd_up: 1 stacks the values along a new first dimension (a list if shapes differ); 0 concatenates them.
     """
     if nd_up not in (0, 1):
         raise ValueError(f"gather: nd_up={nd_up}: it is 0 or 1")
@@ -68,28 +103,34 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
     return _like(shared_vars, results)
 
 
+@_exclusive
 def all_gather(shared_vars: Any, nccl: bool = True) -> None:
-    """Gives all ranks all values, joined end to end in rank order."""
+    """Set every rank's variable to all ranks' values, concatenated in rank order."""
     team, shareds = _begin("all_gather", shared_vars)
-    found = _read(team, "all_gather", shareds)
-    joined = [_join(shared, parts, "all_gather") for shared, parts in zip(shareds, found, strict=True)]
+    by_variable = _read(team, "all_gather", shareds)
+    joined = [_join(shared, parts, "all_gather") for shared, parts in zip(shareds, by_variable, strict=True)]
     _write(team, "all_gather", shareds, [[array] * team.size for array in joined])
 
 
+@_exclusive
 def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool = True) -> Any:
-    """Folds all ranks' values into this process's variable, or, with in_place=False, into what is returned.
+    """Reduce all ranks' values into this process's variable, or return the result if not `in_place`.
 
-    op: avg, sum, max, min or prod. Raises ValueError where shapes differ or for an unknown op; TypeError for
-    the avg of integers.
+    Args:
+        op: avg, sum, max, min or prod.
+
+    Raises:
+        ValueError: Shapes differ, or the op is unknown.
+        TypeError: The op is avg and the values are integers.
     """
     team, shareds = _begin("reduce", shared_vars)
     op = normalise_op(op, "reduce")
     results = []
     for shared, parts in zip(shareds, _read(team, "reduce", shareds), strict=True):
-        check_foldable(op, parts[0].dtype, f"reduce: {shared.name!r}")
+        check_reducible(op, parts[0].dtype, f"reduce: {shared.name!r}")
         check_equal(shared, [part.shape for part in parts], f"reduce {op}")
         result = np.empty(parts[0].shape, parts[0].dtype)
-        fold_all([part.reshape(-1) for part in parts], [result.reshape(-1)], FOLD_OPS[op])
+        reduce_arrays([part.reshape(-1) for part in parts], [result.reshape(-1)], REDUCE_OPS[op])
         results.append(result)
     if not in_place:
         return _like(shared_vars, results)
@@ -98,20 +139,24 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
     return None
 
 
+@_exclusive
 def all_reduce(shared_vars: Any, op: str = "avg", by_rows: bool = False, nccl: bool = True) -> None:
-    """Folds all ranks' values; every rank's variable gets the result, the same bits in all of them.
+    """Replace every rank's value by the reduction over all ranks, bitwise the same on all.
 
-    by_rows: with avg, ranks count by the rows that they had in the call that last updated the variable, so
-    that the mean of ranks' means is the mean over all rows.
+    Args:
+        op: avg, sum, max, min or prod.
+        by_rows: Weight the avg by each rank's number of rows in the call that last updated the variable, so
+            that the mean of the ranks' means is the mean over all rows.
     """
     team, shareds = _begin("all_reduce", shared_vars)
-    left = [shared.place for shared in shareds]
+    previous = [shared.slot for shared in shareds]
     team.ask("all_reduce", make_all_reduce(shareds, op, by_rows))
-    release_left(team, shareds, left)
+    release_unused(team, shareds, previous)
 
 
+@_exclusive
 def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> None:
-    """Sets one rank's variables. batch: which rows of the values."""
+    """Set the variables of one rank to the rows `batch` of the values."""
     team, shareds = _begin("set_value", shared_vars)
     rank = _check_rank(team, "set_value", rank)
     parts = []
@@ -121,42 +166,46 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
     _write(team, "set_value", shareds, parts, rank)
 
 
+@_exclusive
 def get_value(rank: int, shared_vars: Any) -> Any:
-    """A copy of one rank's value."""
+    """Return a copy of one rank's value."""
     team, shareds = _begin("get_value", shared_vars)
-    found = _read(team, "get_value", shareds, _check_rank(team, "get_value", rank))
-    return _like(shared_vars, [parts[0].copy() for parts in found])
+    by_variable = _read(team, "get_value", shareds, _check_rank(team, "get_value", rank))
+    return _like(shared_vars, [parts[0].copy() for parts in by_variable])
 
 
+@_exclusive
 def get_shapes(shared_vars: Any) -> Any:
-    """The shapes of a variable's values, by rank."""
+    """Return the shapes of a variable's values by rank."""
     team, shareds = _begin("get_shapes", shared_vars)
-    by_rank = team.ask("get_shapes", Shapes(tuple(shared.number for shared in shareds)))[0]
-    return _like(shared_vars, [list(shapes) for shapes in zip(*by_rank, strict=True)])
+    return _like(shared_vars, _shapes_by_rank(team, "get_shapes", shareds))
 
 
+@_exclusive
 def get_lengths(shared_vars: Any) -> Any:
-    """The numbers of rows of a variable's values, by rank. Raises ValueError for a scalar."""
-    _, shareds = _begin("get_lengths", shared_vars)
+    """Return the numbers of rows of a variable's values by rank; raise ValueError for a scalar."""
+    team, shareds = _begin("get_lengths", shared_vars)
     for shared in shareds:
         if len(shared.shape) == 0:
             raise ValueError(f"get_lengths: {shared.name!r} is a scalar")
-    found = get_shapes(list(_listed(shared_vars)))
-    return _like(shared_vars, [[shape[0] for shape in shapes] for shapes in found])
+    by_variable = _shapes_by_rank(team, "get_lengths", shareds)
+    return _like(shared_vars, [[shape[0] for shape in shapes] for shapes in by_variable])
 
 
-def _begin(what: str, shared_vars: Any) -> "tuple[Team, list[Shared]]":
+def _shapes_by_rank(team: Team, what: str, shareds: list[Shared]) -> list[list[Shape]]:
+    """Return the shapes by variable, then by rank."""
+    by_rank = team.ask(what, ReadShapes(tuple(shared.number for shared in shareds)))[0]
+    return [list(shapes) for shapes in zip(*by_rank, strict=True)]
+
+
+def _begin(what: str, shared_vars: Any) -> tuple[Team, list[Shared]]:
     team = distributed_team(what)
-    return team, team.known.find(shared_vars, what)
+    return team, team.registry.find(shared_vars, what)
 
 
-def _listed(given: Any) -> Sequence[Any]:
-    return given if isinstance(given, list | tuple) else [given]
-
-
-def _like(given: Any, results: list[Any]) -> Any:
-    """A list for a list, one for one."""
-    return results if isinstance(given, list | tuple) else results[0]
+def _like(argument: Any, results: list[Any]) -> Any:
+    """Return the results as a list if the argument was one, else the only result."""
+    return results if isinstance(argument, list | tuple) else results[0]
 
 
 def _describe_count(values: Any) -> str:
@@ -165,7 +214,7 @@ def _describe_count(values: Any) -> str:
 
 
 def _arrays(shareds: list[Shared], shared_vars: Any, values: Any) -> list[np.ndarray]:
-    """A value for each variable, as arrays of its dtype."""
+    """Return one array per variable, in the variable's dtype."""
     several = isinstance(shared_vars, list | tuple)
     listed = values if several else [values]
     if not isinstance(listed, list | tuple) or len(listed) != len(shareds):
@@ -173,14 +222,14 @@ def _arrays(shareds: list[Shared], shared_vars: Any, values: Any) -> list[np.nda
             f"{', '.join(shared.name for shared in shareds)}: {len(shareds)} variables need a list of as "
             f"many values, not {_describe_count(values)}"
         )
-    found = []
+    arrays = []
     for shared, value in zip(shareds, listed, strict=True):
         if np.ndim(value) != len(shared.shape):
             raise TypeError(
                 f"{shared.name!r} has {len(shared.shape)} dimensions, the value has {np.ndim(value)}"
             )
-        found.append(condition(value, shared.dtype, repr(shared.name)))
-    return found
+        arrays.append(condition(value, shared.dtype, repr(shared.name)))
+    return arrays
 
 
 def _choose(batch: Any, array: np.ndarray, what: str) -> rows.Choice:
@@ -189,41 +238,44 @@ def _choose(batch: Any, array: np.ndarray, what: str) -> rows.Choice:
     return rows.choose(batch, len(array), what)
 
 
-def _check_rank(team: "Team", what: str, rank: Any) -> int:
+def _check_rank(team: Team, what: str, rank: Any) -> int:
     try:
         number = operator.index(rank)
     except TypeError:
-        raise TypeError(f"{what}: rank {rank!r} is no whole number") from None
+        raise TypeError(f"{what}: rank {rank!r} is not a whole number") from None
     if not 0 <= number < team.size:
-        raise ValueError(f"{what}: there is no rank {number}: they are 0 to {team.size - 1}")
+        raise ValueError(f"{what}: rank {number} does not exist: ranks are 0 to {team.size - 1}")
     return number
 
 
 def _join(shared: Shared, parts: Sequence[np.ndarray], what: str) -> np.ndarray:
     if parts[0].ndim == 0 or any(part.shape[1:] != parts[0].shape[1:] for part in parts):
-        found = ", ".join(str(part.shape) for part in parts)
-        raise ValueError(f"{what}: values of {shared.name!r} can't be joined end to end: {found}")
+        shapes = ", ".join(str(part.shape) for part in parts)
+        raise ValueError(f"{what}: values of {shared.name!r} can't be joined end to end: {shapes}")
     return np.concatenate(parts)
 
 
-def _read(team: "Team", what: str, shareds: list[Shared], only: int | None = None) -> list[list[np.ndarray]]:
-    """All ranks' values by variable, or those of one; not copies."""
+def _read(team: Team, what: str, shareds: list[Shared], only: int | None = None) -> list[list[np.ndarray]]:
+    """Return the values of all ranks, or of rank `only`, by variable. No copies."""
     numbers = tuple(shared.number for shared in shareds)
-    places: tuple[Place, ...] | None = None
-    left = [shared.place for shared in shareds]
+    slots: tuple[BlockSlot, ...] | None = None
+    previous = [shared.slot for shared in shareds]
     ranks = range(team.size) if only is None else [only]
     while True:
-        by_rank = team.ask(what, Settle(numbers, places, only))[0]
+        by_rank = team.ask(what, MoveToSlots(numbers, slots, only))[0]
         shapes = [[by_rank[rank][i] for rank in ranks] for i in range(len(shareds))]
-        places = make_room(
-            team, shareds, [max(map(_bytes_of(s), found)) for s, found in zip(shareds, shapes, strict=True)]
+        slots = find_slots(
+            team,
+            shareds,
+            [max(map(_bytes_of(s), value_shapes)) for s, value_shapes in zip(shareds, shapes, strict=True)],
         )
-        if all(place is shared.place for place, shared in zip(places, shareds, strict=True)):
+        if all(slot is shared.slot for slot, shared in zip(slots, shareds, strict=True)):
             break
-    release_left(team, shareds, left)
+    release_unused(team, shareds, previous)
+    blocks = team.context.blocks
     return [
-        [shared.view(team.here, rank, shape) for rank, shape in zip(ranks, found, strict=True)]
-        for shared, found in zip(shareds, shapes, strict=True)
+        [shared.view(blocks, rank, shape) for rank, shape in zip(ranks, value_shapes, strict=True)]
+        for shared, value_shapes in zip(shareds, shapes, strict=True)
     ]
 
 
@@ -233,19 +285,19 @@ def _bytes_of(shared: Shared) -> Callable[[Shape], int]:
 
 
 def _write(
-    team: "Team", what: str, shareds: list[Shared], parts: list[list[np.ndarray]], only: int | None = None
+    team: Team, what: str, shareds: list[Shared], parts: list[list[np.ndarray]], only: int | None = None
 ) -> None:
-    """Writes values to ranks' places and has them adopted. parts: by variable, by rank. only: this rank."""
+    """Write values to the slots of all ranks, or of rank `only`. `parts` is by variable, then by rank."""
     team.check()
-    left = [shared.place for shared in shareds]
-    places = make_room(team, shareds, [max(part.nbytes for part in by_rank) for by_rank in parts])
-    for shared, place, by_rank in zip(shareds, places, parts, strict=True):
+    previous = [shared.slot for shared in shareds]
+    slots = find_slots(team, shareds, [max(part.nbytes for part in by_rank) for by_rank in parts])
+    for shared, slot, by_rank in zip(shareds, slots, parts, strict=True):
         for rank, part in enumerate(by_rank):
             if only is None or rank == only:
-                view = team.here.blocks.array(place.span(rank, shared.dtype, part.shape))
+                view = team.context.blocks.array(slot.location(rank, shared.dtype, part.shape))
                 if view.ctypes.data != part.ctypes.data:
                     view[...] = part
     numbers = tuple(shared.number for shared in shareds)
     shapes = tuple(tuple(part.shape for part in by_rank) for by_rank in parts)
-    team.ask(what, Adopt(numbers, places, shapes, only))
-    release_left(team, shareds, left)
+    team.ask(what, UseSlots(numbers, slots, shapes, only))
+    release_unused(team, shareds, previous)

@@ -2,52 +2,33 @@
 
 One call, in time (two ranks; the caller is rank 0):
 
-    caller    Open ... Run ---- own part ---- | collects | folds, returns
-    worker    ............ Run ---- own part ---- Answer
+    caller    Open ... RunCommand ---- own part ---- | collects | reduces, returns
+    worker    ............ RunCommand ---- own part ---- CommandResult
 
 Open (a block's number, then its descriptor) goes to a worker once, when a command first needs the block. A
-worker whose results find no room in its block sends NeedRoom before its Answer, and gets a larger one by
+worker whose results exceed its block sends NeedRoom before its CommandResult, and receives a larger block by
 Open.
 
-A command of several steps, or a collective, has meetings in which all ranks wait for each other:
+A command of several steps, or a collective, has barriers at which all ranks wait for each other:
 
-    caller    Run -- step -- | collects, decides -- Go | -- step -- | collects
-    worker    Run -- step -- Arrived ............... Go | -- step -- Answer
+    caller    RunCommand -- step -- | collects, decides ------ Go | -- step -- | collects
+    worker    RunCommand -- step -- BarrierReached ........... Go | -- step -- CommandResult
 
-In every round each worker sends just one of Arrived, Answer, Problem (and NeedRoom before). When a rank has a
-Problem, those that have arrived get Abort, and all are ready for the next command. Workers wait without a
-deadline: the end of the pipe, and of their process, is the caller's end. The caller's waits have deadlines.
+In every round each worker sends exactly one of BarrierReached, CommandResult and CommandError (and NeedRoom
+before it). If a rank sends a CommandError, the ranks at the barrier receive Abort, and all are ready for the
+next command. Workers wait without a timeout, because the end of the caller ends their pipe and their process.
+The caller waits with a timeout.
 """
 
-from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any
 
-if TYPE_CHECKING:
-    from lockstep.synk.here import Here
-
-# How the caller decides, given its team and all ranks' words in rank order; and this rank's word.
-Meeting = tuple[Callable[[Any, list[Any]], Any], Any]
-
-
-class Step(Protocol):
-    """A part of a command, performed by all ranks.
-
-    `run` yields a Meeting where it needs one, and gets what was decided. What it returns goes to the caller.
-    writes_to_others: whether it writes into memory that other ranks read.
-    """
-
-    writes_to_others: ClassVar[bool]
-
-    def blocks(self) -> Iterable[int]:
-        """The blocks that a rank needs for it."""
-
-    def run(self, here: "Here") -> Generator[Meeting, Any, Any]: ...
+from lockstep.synk.context import CommandStep
 
 
 @dataclass(frozen=True)
 class Start:
-    """To a new worker: who it is, and how the caller finds modules."""
+    """The first message to a worker: its rank, and the caller's module path."""
 
     rank: int
     size: int
@@ -60,13 +41,13 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """From a new worker; its status board follows."""
+class WorkerReady:
+    """The first message of a worker; its status board follows."""
 
 
 @dataclass(frozen=True)
 class Open:
-    """A block follows (lockstep/memory). what: names it in errors."""
+    """The announcement of a block's descriptor, which follows. `what` names the block in errors."""
 
     number: int
     what: str
@@ -74,77 +55,81 @@ class Open:
 
 @dataclass(frozen=True)
 class Connect:
-    """Pipes to all other ranks: descriptors follow, in rank order. deadline: seconds of a wait there."""
+    """The announcement of pipes to all other ranks: descriptors follow, in rank order.
+
+    Attributes:
+        deadline: Timeout of a wait at such a pipe, in seconds.
+    """
 
     deadline: float
 
 
 @dataclass(frozen=True)
 class Preload:
-    """Import these modules, which will be needed."""
+    """A request to import modules before they are needed."""
 
     names: list[str]
 
 
 @dataclass(frozen=True)
 class Drop:
-    """These blocks are not needed any more."""
+    """A request to close blocks."""
 
     numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Run:
-    """Perform these steps."""
+class RunCommand:
+    """A request to perform steps."""
 
     what: str
-    steps: tuple[Step, ...]
+    steps: tuple[CommandStep, ...]
 
 
 @dataclass(frozen=True)
 class Close:
-    """Leave."""
+    """A request to exit."""
 
 
 @dataclass(frozen=True)
 class Go:
-    """Everyone has arrived, and this was decided."""
+    """The decision at a barrier that all ranks reached."""
 
     decision: Any
 
 
 @dataclass(frozen=True)
 class Abort:
-    """Another rank has a problem: this command is over."""
+    """A request to abandon the command, because another rank failed."""
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """At a meeting."""
+class BarrierReached:
+    """A worker's contribution at a barrier."""
 
-    word: Any
+    contribution: Any
 
 
 @dataclass(frozen=True)
 class NeedRoom:
-    """The results need a block of so many bytes."""
+    """A worker's request for a larger block for its results."""
 
     n_bytes: int
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The command is done; one value for each step."""
+class CommandResult:
+    """A worker's results of a command, one value per step."""
 
     values: list[Any]
 
 
 @dataclass(frozen=True)
-class Problem:
-    """The command failed here. error: pickled by cloudpickle; traceback: the text."""
+class CommandError:
+    """A worker's error: the exception as pickled by cloudpickle, and the text of its traceback."""
 
     error: bytes
     traceback: str
 
 
-Message = Arrived | NeedRoom | Answer | Problem
+Message = BarrierReached | NeedRoom | CommandResult | CommandError

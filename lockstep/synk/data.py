@@ -1,27 +1,26 @@
-"""Data: arrays in memory that all ranks map, as inputs of functions and as values of collectives."""
+"""Arrays in shared memory, as inputs of functions and as values of collectives."""
 
 import itertools
 import operator
 import weakref
 from collections.abc import Sequence
 from multiprocessing import context, reduction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from lockstep.memory.host import HostBlock
-from lockstep.synk.blocks import Span
-
-if TYPE_CHECKING:
-    from lockstep.synk.team import Team
+from lockstep.synk.blocks import ArrayLocation
+from lockstep.synk.interrupts import defer_signals
+from lockstep.synk.team import Team
 
 _unnamed = itertools.count()
 
 
 class SharedArray(np.ndarray):
-    """A NumPy array on a block. Passed to a multiprocessing child, it is the same memory there.
+    """A NumPy array on a block. A multiprocessing child that receives it uses the same memory.
 
-    A part of it, or what is computed from it, is pickled by value like any array.
+    Parts of it and results computed from it are pickled by value, like any array.
     """
 
     _block: HostBlock | None = None
@@ -51,13 +50,14 @@ def _open_in_child(descriptor: Any, n_bytes: int, dtype: str, shape: tuple[int, 
 class Data:
     """A NumPy-like array that every rank can read.
 
-    Its memory is allocated by the caller, mapped by a rank when a call first needs it there, and let go by
-    all when the Data is collected. Make it with `lockstep.synk.data` or `Function.build_inputs`.
+    The caller allocates its memory. A rank maps it when a call first needs it, and all ranks release it when
+    the Data is garbage-collected. Create it with `lockstep.synk.data` or `Function.build_inputs`.
 
-    minibatch: its rows are those of a batch, not of the whole: row i goes with row i of the batch.
+    Attributes:
+        minibatch: The array holds only the rows of a batch: row i belongs to row i of the batch.
     """
 
-    def __init__(self, team: "Team", dtype: Any, ndim: int, minibatch: bool = False, name: str = "") -> None:
+    def __init__(self, team: Team, dtype: Any, ndim: int, minibatch: bool = False, name: str = "") -> None:
         self._team, self._ndim = team, int(ndim)
         self._dtype: np.dtype[Any] = np.dtype(dtype)
         if self._dtype.hasobject:
@@ -70,6 +70,9 @@ class Data:
 
     def __repr__(self) -> str:
         return f"<Data {self.name!r} {self._dtype} {self.shape}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self!r} can't be pickled. Make it an input, or pass its array, .data")
 
     def __getitem__(self, rows: Any) -> Any:
         return self._array[rows]
@@ -84,13 +87,13 @@ class Data:
         return np.array(self._array, dtype=dtype, copy=copy)
 
     @property
-    def team(self) -> "Team":
-        """Whose ranks can read it."""
+    def team(self) -> Team:
+        """The team whose ranks can read it."""
         return self._team
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no memory."""
+        """True if no memory is allocated."""
         return self._number is None
 
     @property
@@ -111,99 +114,108 @@ class Data:
 
     @property
     def alloc_size(self) -> int:
-        """Items that there is memory for."""
+        """Number of items that the allocated memory can hold."""
         return self._capacity
 
     @property
     def data(self) -> np.ndarray:
-        """The array itself; a multiprocessing child that gets it has the same memory."""
+        """The array itself; a multiprocessing child that receives it uses the same memory."""
         if self._number is None or self._team.closed:
             return self._array
-        return _on_block(self._team.here.blocks[self._number], self._dtype.str, self.shape)
+        return _on_block(self._team.context.blocks[self._number], self._dtype.str, self.shape)
 
     def set_value(self, value: Any, force_cast: bool = False, oversize: float = 1) -> None:
-        """Takes over the value and its shape. See `condition_data` and `set_shape` for what is raised."""
+        """Copy a value, with its shape. Raises what `condition_data` and `set_shape` raise."""
         array = self.condition_data(value, force_cast)
-        self._resize(array.shape, oversize, keep=False)
+        self._resize(array.shape, oversize, keep_rows=False)
         self._array[...] = array
 
     def set_length(self, length: int, oversize: float = 1) -> None:
-        """Changes the number of rows; those that there are stay. Raises ValueError for a length below 1."""
+        """Change the number of rows and keep the existing ones; raise ValueError for a length below 1."""
         if self._ndim == 0:
             raise ValueError(f"{self.name}: a scalar has no length")
-        self._resize((self._whole(length), *self.shape[1:]), oversize, keep=True)
+        self._resize((self._whole(length), *self.shape[1:]), oversize, keep_rows=True)
 
     def set_shape(self, shape: Sequence[int], oversize: float = 1) -> None:
-        """Changes the shape; rows stay where the others dimensions do.
+        """Change the shape. Rows are kept if the other dimensions are unchanged.
 
-        oversize: from 1 to 2, room to be allocated for growing later. What fits keeps its memory. Raises
-        ValueError for another number of dimensions, no rows, or an oversize outside [1, 2]; MemoryError.
+        Args:
+            oversize: Allocate this multiple of the size, from 1 to 2. A shape that fits allocates nothing.
+
+        Raises:
+            ValueError: The number of dimensions differs, there are no rows, or oversize is out of range.
+            MemoryError: The host has too little memory.
         """
         if len(shape) != self._ndim:
             raise ValueError(f"{self.name} has {self._ndim} dimensions, which {tuple(shape)} would change")
-        self._resize(tuple(self._whole(length) for length in shape), oversize, keep=True)
+        self._resize(tuple(self._whole(length) for length in shape), oversize, keep_rows=True)
 
     def condition_data(self, value: Any, force_cast: bool = False) -> np.ndarray:
-        """The array that `set_value` would take over.
+        """Return the array that `set_value` would copy.
 
-        Raises ValueError for another number of dimensions, TypeError where casting would lose something and
-        `force_cast` is not given. Python's own numbers and lists are cast as NumPy does (floats to float32).
+        Python numbers and lists are cast as NumPy casts them (floats to float32).
+
+        Raises:
+            ValueError: The value has another number of dimensions.
+            TypeError: Casting would lose information, and `force_cast` is False.
         """
         if np.ndim(value) != self._ndim:
             raise ValueError(f"{self.name} has {self._ndim} dimensions, the value has {np.ndim(value)}")
         return condition(value, self._dtype, self.name, force_cast)
 
     def free_memory(self) -> None:
-        """Gives the memory back, in all ranks: the only way to shrink alloc_size. The Data is empty then."""
-        self._let_go()
-        self._array = np.empty((0,) * self._ndim, self._dtype)
+        """Release the memory in all ranks; the Data is empty then. Only this makes alloc_size smaller."""
+        with defer_signals():
+            self._release_block()
+            self._array = np.empty((0,) * self._ndim, self._dtype)
 
-    def span(self) -> Span:
-        """Where it lies, for the ranks."""
+    def location(self) -> ArrayLocation:
+        """Return the location of the array, for the ranks."""
         assert self._number is not None, f"{self.name} is empty"
-        return Span(self._number, self._dtype.str, self.shape)
+        return ArrayLocation(self._number, self._dtype.str, self.shape)
 
     def _whole(self, length: Any) -> int:
         try:
             return operator.index(length)
         except TypeError:
-            raise TypeError(f"{self.name}: a length of {length!r} is no whole number") from None
+            raise TypeError(f"{self.name}: the length {length!r} is not a whole number") from None
 
-    def _resize(self, shape: tuple[int, ...], oversize: float, keep: bool) -> None:
+    def _resize(self, shape: tuple[int, ...], oversize: float, keep_rows: bool) -> None:
         if not 1 <= oversize <= 2:
             raise ValueError(f"{self.name}: oversize={oversize} is outside [1, 2]")
         if (shape and shape[0] < 1) or any(length < 0 for length in shape):
             raise ValueError(f"{self.name}: there is no data of shape {shape}: give it one row or more")
         n_items = int(np.prod(shape, dtype=np.int64))
-        if self._number is None or n_items > self._capacity:
-            self._move(shape, int(n_items * oversize), keep)
-        else:
-            self._array = self._view(shape)
+        with defer_signals():
+            if self._number is None or n_items > self._capacity:
+                self._move(shape, int(n_items * oversize), keep_rows)
+            else:
+                self._array = self._view(shape)
 
-    def _move(self, shape: tuple[int, ...], capacity: int, keep: bool) -> None:
+    def _move(self, shape: tuple[int, ...], capacity: int, keep_rows: bool) -> None:
         before = self._array
         number = self._team.allocate(max(1, capacity) * self._dtype.itemsize, f"data {self.name!r}")
-        self._let_go()
+        self._release_block()
         self._number, self._capacity = number, capacity
         self._release = weakref.finalize(self, self._team.release, number)
         self._release.atexit = False
         self._array = self._view(shape)
-        if keep and shape[1:] == before.shape[1:] and shape:
+        if keep_rows and shape[1:] == before.shape[1:] and shape:
             n_rows = min(len(before), len(self._array))
             self._array[:n_rows] = before[:n_rows]
 
     def _view(self, shape: tuple[int, ...]) -> np.ndarray:
         assert self._number is not None
-        return self._team.here.blocks.array(Span(self._number, self._dtype.str, shape))
+        return self._team.context.blocks.array(ArrayLocation(self._number, self._dtype.str, shape))
 
-    def _let_go(self) -> None:
+    def _release_block(self) -> None:
         if self._release is not None:
             self._release()
         self._number, self._release, self._capacity = None, None, 0
 
 
 def condition(value: Any, dtype: np.dtype[Any], what: str, force_cast: bool = False) -> np.ndarray:
-    """The value as an array of this dtype; see Data.condition_data."""
+    """Return the value as an array of this dtype; see Data.condition_data."""
     rule: Any = "unsafe" if force_cast else "safe" if hasattr(value, "dtype") else "same_kind"
     array = np.asarray(value)
     if array.size and not np.can_cast(array.dtype, dtype, rule):
@@ -215,8 +227,9 @@ def condition(value: Any, dtype: np.dtype[Any], what: str, force_cast: bool = Fa
 
 
 def make_data(
-    team: "Team",
+    team: Team,
     value: Any = None,
+    *,
     var: Any = None,
     dtype: Any = None,
     ndim: int | None = None,
@@ -226,9 +239,9 @@ def make_data(
     oversize: float = 1,
     name: str | None = None,
 ) -> Data:
-    """See lockstep.synk.data."""
+    """Return new Data; see lockstep.synk.data."""
     if value is not None and not hasattr(value, "__array__") and hasattr(value, "owner"):
-        value, var = None, value  # a symbolic variable in the first place
+        value, var = None, value  # a symbolic variable as the first argument
     label = name or getattr(var, "name", None) or ""
     what = f"data {label!r}" if label else "data()"
     model = var if var is not None or value is None else np.asarray(value)
@@ -237,13 +250,13 @@ def make_data(
         ndim = len(shape) if shape is not None else getattr(model, "ndim", None)
     if dtype is None or ndim is None:
         raise TypeError(f"{what}: give a value, or a variable, or dtype and ndim (or shape)")
-    if np.dtype(dtype).kind not in "biufcO":  # Python objects have words of their own
+    if np.dtype(dtype).kind not in "biufcO":  # Python objects have an error message of their own
         raise TypeError(f"{what}: {np.dtype(dtype)} is no type of numbers, which functions take")
     if shape is not None and len(shape) != ndim:
         raise ValueError(f"{what}: shape {tuple(shape)} has not {ndim} dimensions")
-    made = Data(team, dtype, ndim, minibatch, label)
+    created = Data(team, dtype, ndim, minibatch, label)
     if shape is not None:
-        made.set_shape(shape, oversize)
+        created.set_shape(shape, oversize)
     if value is not None:
-        made.set_value(value, force_cast, oversize)
-    return made
+        created.set_value(value, force_cast, oversize)
+    return created

@@ -1,31 +1,32 @@
-"""Functions that all ranks run at once: how they are made, called, and brought to the ranks."""
+"""Functions that all ranks run at once: their arguments, calls and results."""
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from lockstep.synk import rows
-from lockstep.synk.blocks import Span, align
-from lockstep.synk.calling import Call, Given
+from lockstep.synk.blocks import ArrayLocation, align
+from lockstep.synk.calling import Call, CallInput, collect_device_outputs
 from lockstep.synk.data import Data, condition, make_data
-from lockstep.synk.kept import collect
-from lockstep.synk.programs import Program
-from lockstep.synk.results import RankPart, check_foldable, combine, unpack
-
-if TYPE_CHECKING:
-    from lockstep.synk.team import Team
+from lockstep.synk.programs import RankProgram
+from lockstep.synk.results import RankPart, check_reducible, combine, unpack
+from lockstep.synk.team import Team
 
 
 class RowNumbers:
-    """Row numbers of the current call, where all ranks can read them."""
+    """The row numbers of the current call, in memory that all ranks can read."""
 
-    def __init__(self, team: "Team") -> None:
+    def __init__(self, team: Team) -> None:
         self._data = Data(team, "u1", 1, name="row numbers")
 
     def put(self, arrays: Iterable[Any]) -> list[Any]:
-        """Where arrays lie now, until the next call. What is no array stays what it is."""
+        """Copy arrays to shared memory and return their locations, valid until the next call.
+
+        Other objects are returned unchanged.
+        """
         listed = list(arrays)
         n_bytes = sum(align(array.nbytes) for array in listed if isinstance(array, np.ndarray))
         if n_bytes:
@@ -35,27 +36,44 @@ class RowNumbers:
             if not isinstance(array, np.ndarray):
                 placed.append(array)
                 continue
-            at = self._data.span()
-            placed.append(Span(at.block, array.dtype.str, array.shape, offset))
+            at = self._data.location()
+            placed.append(ArrayLocation(at.block, array.dtype.str, array.shape, offset))
             self._data[offset : offset + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
             offset += align(array.nbytes)
         return placed
 
 
+@dataclass(frozen=True)
+class CallArguments:
+    """The unchecked arguments of a call; see Function.__call__."""
+
+    inputs: Sequence[Any] = ()
+    inputs_by_name: dict[str, Any] = field(default_factory=dict)
+    output_subset: Any = None
+    batch: Any = None
+    batch_s: Any = None
+    num_slices: Any = 1
+
+
 class Function:
     """A function on all ranks, made by lockstep.synk.function. Call it after distribute().
 
-    output_modes, update_modes: how outputs, and new values of variables in sliced calls, are folded.
+    Attributes:
+        output_modes: Reduction of each output.
+        update_modes: Reduction of each updated variable over the slices of a call.
     """
 
-    def __init__(self, team: "Team", number: int, program: Program, row_numbers: RowNumbers) -> None:
+    def __init__(self, team: Team, number: int, program: RankProgram, row_numbers: RowNumbers) -> None:
         self._team, self.number, self._program, self._row_numbers = team, number, program, row_numbers
-        self._kept: dict[int, Data] = {}
+        self._input_data: dict[int, Data] = {}
         self._called = False
         self.distributed = False
 
     def __repr__(self) -> str:
         return f"<lockstep.synk function {self.name!r}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self!r} can't be pickled. Call it in this process, not in a callable")
 
     @property
     def name(self) -> str:
@@ -78,25 +96,37 @@ class Function:
         num_slices: int = 1,
         **inputs_by_name: Any,
     ) -> Any:
-        """Runs on all ranks, each on its share of the rows, and returns the outputs, folded by their modes.
+        """Run on all ranks, each on its share of the rows, and return the outputs reduced by their modes.
 
-        inputs, inputs_by_name: Data, or arrays, which are copied. output_subset: the numbers of the outputs
-        that are wanted. batch: which rows. batch_s: which rows of each rank's own stored variables.
-        num_slices: in how many parts each rank computes. docs/synk.md has them all, and what is raised when.
+        docs/synk.md describes the arguments in full.
+
+        Args:
+            inputs, inputs_by_name: Data, or arrays, which are copied.
+            output_subset: Numbers of the outputs to return.
+            batch: Rows of the inputs to use.
+            batch_s: Rows to use of each rank's own stored variables.
+            num_slices: Number of slices that each rank computes one after another.
+
+        Raises:
+            RuntimeError: distribute() was not called, or another call of this thread is under way.
+            TypeError, ValueError: An argument does not fit the function.
+            RankLost: A worker died or did not answer in time.
         """
         team = self._team
-        with team.lock:
-            call = self.prepare(inputs, inputs_by_name, output_subset, batch, batch_s, num_slices)
+        with team.exclusive_call(f"function {self.name!r}"):
+            call = self.prepare(
+                CallArguments(inputs, inputs_by_name, output_subset, batch, batch_s, num_slices)
+            )
             parts = team.ask(f"calling {self.name!r}", call, own_first=not self._called)[0]
             return self.finish(call, parts)
 
     def alone(self, *inputs: Any, output_subset: Sequence[int] | None = None, **inputs_by_name: Any) -> Any:
-        """Runs in this process only, on all rows of plain arrays; updates this process's variables."""
-        self._team.check(f"function {self.name!r}")
-        values = self._order(inputs, inputs_by_name)
-        plain = [value.data if isinstance(value, Data) else value for value in values]
-        outputs = self._program.call_alone(plain)
-        return self._shape_outputs([outputs[i] for i in self._subset(output_subset)])
+        """Run in this process only, on all rows, and update this process's variables."""
+        with self._team.exclusive_call(f"function {self.name!r}", on_second_interrupt=_spare_workers):
+            values = self._order(inputs, inputs_by_name)
+            plain = [value.data if isinstance(value, Data) else value for value in values]
+            outputs = self._program.call_locally(plain)
+            return self._shape_outputs([outputs[i] for i in self._subset(output_subset)])
 
     as_theano = alone
 
@@ -108,52 +138,75 @@ class Function:
         minibatch: bool | Sequence[bool] = False,
         **arrays_by_name: Any,
     ) -> Any:
-        """Data for each input, in order; one alone where there is one. minibatch: for all, or for each."""
+        """Return Data for each input, in order, or a single Data if there is one input.
+
+        Args:
+            minibatch: As in lockstep.synk.data, for all inputs or for each.
+        """
         values = self._order(arrays, arrays_by_name)
         flags = [minibatch] * len(values) if isinstance(minibatch, bool) else list(minibatch)
         if len(flags) != len(values):
             raise TypeError(f"{self.name}: minibatch has {len(flags)} entries for {len(values)} inputs")
-        made = []
+        created = []
         for spec, value, flag in zip(self._program.inputs, values, flags, strict=True):
-            kind = spec.dtype, spec.ndim, None, flag, force_cast, oversize, spec.name
             try:
-                made.append(make_data(self._team, value, None, *kind))
+                created.append(
+                    make_data(
+                        self._team,
+                        value,
+                        dtype=spec.dtype,
+                        ndim=spec.ndim,
+                        minibatch=flag,
+                        force_cast=force_cast,
+                        oversize=oversize,
+                        name=spec.name,
+                    )
+                )
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{self.name}: input {error}") from None
-        return made[0] if len(made) == 1 else tuple(made)
+        return created[0] if len(created) == 1 else tuple(created)
 
-    def prepare(
-        self, inputs: Any, by_name: Any, output_subset: Any, batch: Any, batch_s: Any, num_slices: Any
-    ) -> Call:
-        """The command's step, checked."""
+    def prepare(self, arguments: CallArguments) -> Call:
+        """Check the arguments of a call, and return its step."""
         self._team.check(f"function {self.name!r}")
         if not self.distributed:
             raise RuntimeError(f"{self.name}: call distribute() first")
-        wanted = self._subset(output_subset)
-        n_slices = self._check_slices(num_slices)
-        values = self._order(inputs, by_name)
+        outputs = self._subset(arguments.output_subset)
+        n_slices = self._check_slices(arguments.num_slices)
+        values = self._order(arguments.inputs, arguments.inputs_by_name)
         datas = [self._as_data(number, value) for number, value in enumerate(values)]
-        chosen = self._choose(datas, batch)
-        at, *stored = self._row_numbers.put([chosen, *self._choose_stored(batch_s)])
-        given = tuple(Given(data.span(), data.minibatch) for data in datas)
-        return Call(self.number, given, at, tuple(stored), n_slices, wanted)
+        chosen = self._choose(datas, arguments.batch)
+        at, *stored = self._row_numbers.put([chosen, *self._choose_stored(arguments.batch_s)])
+        return Call(
+            program=self.number,
+            inputs=tuple(
+                CallInput(data.location(), data.minibatch, is_copy=data is not value)
+                for data, value in zip(datas, values, strict=True)
+            ),
+            rows=at,
+            stored=tuple(stored),
+            n_slices=n_slices,
+            outputs=outputs,
+            settings=self._team.context.settings.capture(),
+        )
 
     def finish(self, call: Call, parts: list[RankPart]) -> Any:
-        """The outputs, from all ranks' parts."""
+        """Return the outputs, reduced over all ranks' parts."""
+        self._team.context.settings.confirm(call.settings)
         if not self._called:
             self._called = True
             self._team.threads.limit()  # the first call may have loaded a library
         if not any(part.rows for part in parts):
             raise ValueError(f"{self.name}: no rank has rows")
-        read = [unpack(part, self._team.here.blocks) for part in parts]
-        modes, me = self._program.output_modes, self._team.rank
-        read, folded = collect(self._team, call, modes, read)
+        read = [unpack(part, self._team.context.blocks) for part in parts]
+        modes, own_rank = self._program.output_modes, self._team.rank
+        read, reduced = collect_device_outputs(self._team, call, modes, read)
         return self._shape_outputs(
             [
-                folded[place]
-                if place in folded
-                else combine(read, me, place, modes[output], f"{self.name}: output {output}")
-                for place, output in enumerate(call.outputs)
+                reduced[position]
+                if position in reduced
+                else combine(read, own_rank, position, modes[output], f"{self.name}: output {output}")
+                for position, output in enumerate(call.outputs)
             ]
         )
 
@@ -163,23 +216,23 @@ class Function:
         return outputs if self._program.returns == "list" or len(outputs) != 1 else outputs[0]
 
     def _order(self, inputs: Sequence[Any], by_name: dict[str, Any]) -> list[Any]:
-        """The values in the order of the inputs."""
+        """Return the values in the order of the inputs."""
         specs = self._program.inputs
         names = [spec.name for spec in specs]
-        found = dict(enumerate(inputs))
+        values = dict(enumerate(inputs))
         for name, value in by_name.items():
             if names.count(name) != 1:
                 problem = "is the name of several inputs" if name in names else "is the name of no input"
                 raise ValueError(f"{self.name}: {name!r} {problem}")
-            if names.index(name) in found:
+            if names.index(name) in values:
                 raise TypeError(f"{self.name}: two values for {name!r}")
-            found[names.index(name)] = value
-        if len(found) != len(specs) or any(number not in found for number in range(len(specs))):
-            raise TypeError(f"{self.name} takes {len(specs)} inputs, {len(found)} given")
-        return [found[number] for number in range(len(specs))]
+            values[names.index(name)] = value
+        if len(values) != len(specs) or any(number not in values for number in range(len(specs))):
+            raise TypeError(f"{self.name} takes {len(specs)} inputs, {len(values)} given")
+        return [values[number] for number in range(len(specs))]
 
     def _as_data(self, number: int, value: Any) -> Data:
-        """The value as it is where it is Data; else a copy in memory that is kept for this input."""
+        """Return Data unchanged, and copy any other value into Data that is reused for this input."""
         spec = self._program.inputs[number]
         what = f"{self.name}: input {spec.name or number}"
         ndim = value.ndim if isinstance(value, Data) else np.ndim(value)
@@ -191,14 +244,14 @@ class Function:
             self._check_data(what, spec.dtype, value)
             return value
         dtype = np.dtype(spec.dtype) if spec.dtype is not None else np.asarray(value).dtype
-        kept = self._kept.get(number)
-        if kept is None or kept.dtype != dtype or kept.ndim != ndim:
-            kept = self._kept[number] = Data(self._team, dtype, ndim, name=what)
+        data = self._input_data.get(number)
+        if data is None or data.dtype != dtype or data.ndim != ndim:
+            data = self._input_data[number] = Data(self._team, dtype, ndim, name=what)
         array = condition(value, dtype, what)
         if array.ndim and not len(array):
             raise ValueError(f"{what} has no rows")
-        kept.set_value(array)
-        return kept
+        data.set_value(array)
+        return data
 
     def _check_data(self, what: str, dtype: str | None, data: Data) -> None:
         if dtype is not None and data.dtype != dtype:
@@ -209,7 +262,7 @@ class Function:
             raise ValueError(f"{what}: the data {data.name!r} has no memory yet: set its value")
 
     def _choose(self, datas: Sequence[Data], batch: Any) -> rows.Choice | None:
-        """The rows of the whole that `batch` chooses; None where no input is divided."""
+        """Return the rows of the inputs that `batch` chooses, or None if no input is divided."""
         divided = [data for data, spec in zip(datas, self._program.inputs, strict=True) if not spec.whole]
         if not divided:
             if batch is not None:
@@ -219,8 +272,8 @@ class Function:
         lengths = {data.name: len(data) for data in (divided if batch is None else whole or divided)}
         if batch is None and len(set(lengths.values())) > 1:
             bare = {name.removeprefix(f"{self.name}: "): length for name, length in lengths.items()}
-            found = ", ".join(f"{name} has {length} rows" for name, length in bare.items())
-            raise ValueError(f"{self.name}: {found}: without a batch they have to have as many")
+            described = ", ".join(f"{name} has {length} rows" for name, length in bare.items())
+            raise ValueError(f"{self.name}: {described}: without a batch they have to have as many")
         chosen = rows.choose(batch, min(lengths.values()), f"{self.name}: batch")
         n_rows = rows.count(chosen)
         if n_rows == 0:
@@ -233,7 +286,7 @@ class Function:
         return chosen if whole else slice(0, n_rows)
 
     def _choose_stored(self, batch_s: Any) -> list[Any]:
-        """What batch_s chooses, for each rank: slices and arrays as they are; nothing without it."""
+        """Return the choice of batch_s for each rank, or an empty list without batch_s."""
         if batch_s is None:
             return []
         what, n_ranks = f"{self.name}: batch_s", self._team.size
@@ -254,9 +307,9 @@ class Function:
             raise TypeError(f"{what} is {type(output_subset).__name__}, and has to be a list of ints")
         for number in output_subset:
             if isinstance(number, bool) or not isinstance(number, int | np.integer):
-                raise TypeError(f"{what}: {number!r} is no int")
+                raise TypeError(f"{what}: {number!r} is not an int")
             if not 0 <= number < n_outputs:
-                raise ValueError(f"{what}: there is no output {number}: there are {n_outputs}")
+                raise ValueError(f"{what}: output {number} does not exist: there are {n_outputs} outputs")
         return tuple(int(number) for number in output_subset)
 
     def _check_slices(self, num_slices: Any) -> int:
@@ -265,13 +318,17 @@ class Function:
         except (TypeError, ValueError, OverflowError):
             number = 0
         if number < 1 or number != num_slices:
-            raise ValueError(f"{self.name}: num_slices={num_slices!r}: it is a whole number from 1 on")
+            raise ValueError(f"{self.name}: num_slices={num_slices!r} is not a whole number from 1 on")
         if number > 1 and not self._program.divides:
             raise ValueError(f"{self.name}: num_slices={number}, but there is nothing to slice")
         if number > 1:
             for shared in self._program.default_modes:
-                check_foldable("avg", shared.get().dtype, f"{self.name}: update of {shared.name!r}")
+                check_reducible("avg", shared.get().dtype, f"{self.name}: update of {shared.name!r}")
         return number
+
+
+def _spare_workers() -> None:
+    """Do nothing at a second Ctrl-C in `alone`, which does not use the workers."""
 
 
 def _check_stored(entry: Any, what: str) -> slice | np.ndarray:

@@ -1,18 +1,22 @@
-"""What can cut a command short: a rank that is lost, and Ctrl-C, which can wait."""
+"""Interruptions of a command: lost ranks, and signals, whose handlers are deferred to its end."""
 
+import os
 import signal
 import threading
+from _signal import getsignal  # type: ignore[import-not-found]  # signal.getsignal takes 20 times as long
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
+from typing import Any
 
 
 class RankLost(RuntimeError):
-    """A worker has died, or has not answered in time. The team is of no use any more: close(), then fork()
-    again.
+    """A worker died or did not answer in time. The team cannot be used any more: close(), then fork() again.
 
-    rank, pid: whose. signal: the number of the signal that ended it, None where none did. doing: the last
-    line of its status board.
+    Attributes:
+        rank, pid: Rank and process id of the lost worker.
+        signal: Number of the signal that ended it, or None.
+        doing: Last line of its status board.
     """
 
     def __init__(self, rank: int, pid: int, how: str, signal_number: int | None, doing: str) -> None:
@@ -24,29 +28,110 @@ class RankLost(RuntimeError):
         return f"rank {self.rank} (pid {self.pid}) {self.how} at: {self.doing}; close(), then fork() again"
 
 
-@contextmanager
-def whole(give_up: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C waits until what is done inside is whole. A second one calls give_up, and is raised at once."""
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield
-        return
-    frames: list[FrameType | None] = []
+class _Deferral:
+    """The signals that arrive while the main thread performs a call.
 
-    def note(number: int, frame: FrameType | None) -> None:
-        frames.append(frame)
-        if len(frames) > 1:
-            give_up()
+    A handler may raise between any two lines, which would leave half a message in a pipe, or a variable
+    without its value. Therefore `note` replaces all handlers that are Python functions during a call, and the
+    handlers run at its end.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0  # of calls within calls
+        self.on_second_interrupt: Callable[[], None] | None = None
+        self.handlers: dict[int, Any] = {}  # the program's own; never cleared, in case `restore` is cut short
+        self.arrived: list[tuple[int, FrameType | None]] = []
+
+    def replace(self) -> None:
+        for number in _SIGNALS:
+            handler = getsignal(number)
+            if callable(handler) and handler is not _note:
+                self.handlers[number] = handler
+                signal.signal(number, _note)
+
+    def restore(self) -> None:
+        try:
+            for number, handler in self.handlers.items():
+                if getsignal(number) is _note:  # the call may have set a handler itself
+                    signal.signal(number, handler)
+        except BaseException:  # a handler that was already restored raised: restore the others, too
+            self.restore()
+            raise
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if not self.depth:
+            self.handlers[number](number, frame)
+        elif number not in [earlier for earlier, _ in self.arrived]:
+            self.arrived.append((number, frame))
+        elif number == signal.SIGINT:
+            self.arrived = [pair for pair in self.arrived if pair[0] != number]
+            if self.on_second_interrupt is not None:
+                self.on_second_interrupt()
+            self.depth = 0  # here, since the exception may skip the `finally` in `defer_signals`
+            self.restore()
             raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, note)
+    def deliver(self) -> None:
+        """Call the handlers of all signals that arrived, even if one of them raises."""
+        while self.arrived:
+            number, frame = self.arrived.pop(0)
+            try:
+                self.handlers[number](number, frame)
+            finally:
+                self.deliver()
+
+    def send_again(self) -> None:
+        """Send the signals again after a finalizer, in which Python ignores exceptions of handlers."""
+        while self.arrived:
+            number, _ = self.arrived.pop(0)
+            threading.Timer(0.001, signal.pthread_kill, (threading.main_thread().ident, number)).start()
+
+    def forget(self) -> None:
+        """Reset a forked child: the call belongs to the parent."""
+        self.depth, self.arrived = 0, []
+        self.restore()
+
+
+_deferral = _Deferral()
+_SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    _deferral.note(number, frame)
+
+
+os.register_at_fork(after_in_child=_deferral.forget)
+
+
+def defer_signals(
+    on_second_interrupt: Callable[[], None] | None = None, in_finalizer: bool = False
+) -> AbstractContextManager[None]:
+    """Defer the handlers of signals to the end of the `with` block.
+
+    A second Ctrl-C is not deferred. Threads other than the main one need nothing, since Python calls handlers
+    in the main thread only.
+
+    Args:
+        on_second_interrupt: Called at a second Ctrl-C, before KeyboardInterrupt is raised.
+        in_finalizer: Send the signals again afterwards instead of calling the handlers.
+    """
+    if threading.current_thread() is not threading.main_thread() or _deferral.depth:
+        return nullcontext()
+    return _defer(on_second_interrupt, in_finalizer)
+
+
+@contextmanager
+def _defer(on_second_interrupt: Callable[[], None] | None, in_finalizer: bool) -> Iterator[None]:
     try:
+        _deferral.depth, _deferral.on_second_interrupt = 1, on_second_interrupt
+        _deferral.replace()
         yield
-    except Exception as error:
-        if frames:
-            raise KeyboardInterrupt from error
-        raise
     finally:
-        signal.signal(signal.SIGINT, previous)
-    if frames:
-        previous(signal.SIGINT, frames[0])
+        _deferral.depth = 0
+        try:
+            _deferral.restore()
+        finally:
+            if in_finalizer:
+                _deferral.send_again()
+            else:
+                _deferral.deliver()

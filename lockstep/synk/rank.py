@@ -1,7 +1,7 @@
-"""A worker: python -m lockstep.synk.rank DESCRIPTOR, started by lockstep/synk/workers.py.
+"""The program of a worker: python -m lockstep.synk.rank DESCRIPTOR, started by lockstep/synk/workers.py.
 
-It does what the caller says until the pipe ends. An error in a command goes to the caller, and the loop goes
-on.
+A worker performs the caller's commands until the pipe closes. It reports an error to the caller and then
+serves the next command.
 """
 
 import cProfile
@@ -26,56 +26,63 @@ from lockstep.memory.host import HostMemory
 from lockstep.memory.malloc import keep_small_freed_memory
 from lockstep.synk.commands import (
     Abort,
-    Answer,
-    Arrived,
+    BarrierReached,
     Close,
+    CommandError,
+    CommandResult,
     Connect,
     Drop,
     Go,
     NeedRoom,
     Open,
     Preload,
-    Problem,
-    Ready,
-    Run,
+    RunCommand,
     Start,
+    WorkerReady,
 )
-from lockstep.synk.here import Here, perform
+from lockstep.synk.context import RankContext, perform
 from lockstep.synk.results import RankPart, pack
 
-_FOR_EVER = 1e9  # seconds: a worker's end is its caller's
+_FOR_EVER = 1e9  # seconds: a worker waits as long as its caller lives
 
 
 def main(descriptor: int) -> None:
-    """What the process does."""
+    """Run the worker on an inherited descriptor, until the caller ends it or exits."""
     os.set_inheritable(descriptor, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C means
     pipe = Pipe(Connection(descriptor), "the caller", _FOR_EVER)
-    start = pipe.receive(Start, "to be told who it is")
-    die_with_parent()
-    if os.getppid() != start.pid:  # it died before the line above
-        return
-    _see_as_caller_sees(start)
+    with suppress(PeerLost):
+        start = pipe.receive(Start, "its rank")
+        die_with_parent()
+        if os.getppid() == start.pid:  # else the caller died before the line above
+            _run(pipe, start)
+
+
+def _run(pipe: Pipe, start: Start) -> None:
+    """Report that this worker is ready, and serve the caller's commands."""
+    _use_paths_of_caller(start)
     keep_small_freed_memory()
     board = StatusBoard.create()
     board.say("idle")
-    pipe.send(Ready())
+    pipe.send(WorkerReady())
     board.send(pipe)
     _preload(start.preload)
     profile = cProfile.Profile() if start.profile else None
-    with suppress(PeerLost), profile or nullcontext():
-        _Loop(pipe, Here(start.rank, start.size, start.caller, board)).serve()
-    if profile:
-        profile.dump_stats(f"synk_worker_{start.rank}.prof")
+    try:
+        with profile or nullcontext():
+            _Loop(pipe, RankContext(start.rank, start.size, start.caller, board)).serve()
+    finally:
+        if profile:
+            profile.dump_stats(f"synk_worker_{start.rank}.prof")
 
 
 def _preload(names: list[str]) -> None:
-    with suppress(ImportError):  # whoever needs it will say so
+    with suppress(ImportError):  # the function that needs the module will report it
         for name in names:
             importlib.import_module(name)
 
 
-def _see_as_caller_sees(start: Start) -> None:
+def _use_paths_of_caller(start: Start) -> None:
     sys.path[:] = start.path
     if start.python_path is None:
         os.environ.pop("PYTHONPATH", None)
@@ -84,14 +91,14 @@ def _see_as_caller_sees(start: Start) -> None:
 
 
 class _Aborted(Exception):
-    """Another rank has a problem."""
+    """Another rank failed, and the command is abandoned."""
 
 
 class _Loop:
-    """Serves the caller's commands."""
+    """The loop that serves the caller's commands."""
 
-    def __init__(self, pipe: Pipe, here: Here) -> None:
-        self._pipe, self._here = pipe, here
+    def __init__(self, pipe: Pipe, context: RankContext) -> None:
+        self._pipe, self._context = pipe, context
         self._room = -1  # the block for results
 
     def serve(self) -> None:
@@ -99,15 +106,15 @@ class _Loop:
             message = self._next()
             if isinstance(message, Close):
                 return
-            assert isinstance(message, Run), f"{message!r} between two commands"
-            self._here.say(message.what)
+            assert isinstance(message, RunCommand), f"{message!r} between two commands"
+            self._context.say(message.what)
             answer = self._try(message)
-            self._here.say(f"idle after {message.what}")
+            self._context.say(f"idle after {message.what}")
             if answer is not None:
                 self._pipe.send(answer)
 
     def _next(self) -> Any:
-        """The next message that is about a command; blocks are taken and dropped on the way."""
+        """Return the next message about a command, after handling messages about blocks and modules."""
         while True:
             message = self._pipe.receive(object, "a command")
             if isinstance(message, Open):
@@ -118,66 +125,69 @@ class _Loop:
                 _preload(message.names)
             elif isinstance(message, Drop):
                 for number in message.numbers:
-                    self._here.blocks.drop(number)
+                    self._context.blocks.drop(number)
             else:
                 return message
 
     def _connect(self, message: Connect) -> None:
-        others = [rank for rank in range(self._here.size) if rank != self._here.rank]
+        others = [rank for rank in range(self._context.size) if rank != self._context.rank]
         ends = {
             other: Connection(self._pipe.receive_descriptor(f"a pipe to rank {other}")) for other in others
         }
-        world = World.on_one_host(self._here.size)[self._here.rank]
-        self._here.group = Group.connected(world, ends, message.deadline)
+        world = World.on_one_host(self._context.size)[self._context.rank]
+        self._context.group = Group.connected(world, ends, message.deadline)
 
     def _open(self, message: Open) -> None:
         try:
             block = HostMemory().receive(self._pipe, message.what)
         except OSError as error:  # no room for one more descriptor or mapping
             error.add_note(f"opening {message.what}")
-            self._here.blocks.add_failure(message.number, error)
+            self._context.blocks.add_failure(message.number, error)
         else:
-            self._here.blocks.add(message.number, block)
+            self._context.blocks.add(message.number, block)
 
-    def _try(self, command: Run) -> Answer | Problem | None:
+    def _try(self, command: RunCommand) -> CommandResult | CommandError | None:
         try:
             values = self._perform(command)
-            return Answer([self._pack(value) for value in values])
+            return CommandResult([self._pack(value) for value in values])
         except _Aborted:
             return None
-        except PeerLost:
-            raise
         except BaseException as error:  # SystemExit in a user's function too
-            return Problem(_pickled(error), traceback.format_exc())
+            if isinstance(error, PeerLost) and error.peer == self._pipe.peer:
+                raise  # the caller has exited
+            return CommandError(_pickled(error), traceback.format_exc())
 
-    def _perform(self, command: Run) -> list[Any]:
-        own = perform(self._here, command.steps)
+    def _perform(self, command: RunCommand) -> list[Any]:
+        own = perform(self._context, command.steps)
         decision = None
         while True:
             try:
-                _, word = own.send(decision)
+                _, contribution = own.send(decision)
             except StopIteration as stop:
                 values: list[Any] = stop.value
                 return values
-            self._pipe.send(Arrived(word))
+            self._pipe.send(BarrierReached(contribution))
             message = self._next()
             if isinstance(message, Abort):
                 own.close()
                 raise _Aborted
-            assert isinstance(message, Go), f"{message!r} in a meeting"
+            assert isinstance(message, Go), f"{message!r} at a barrier"
             decision = message.decision
 
     def _pack(self, value: Any) -> Any:
         return pack(value, self._get_room) if isinstance(value, RankPart) else value
 
     def _get_room(self, n_bytes: int) -> tuple[int, Any]:
-        """The number of the block for results, and its bytes: at least so many."""
-        if self._room < 0 or self._here.blocks[self._room].n_bytes < n_bytes:
+        """Return the number and the bytes of the block for results, of at least this size."""
+        if self._room < 0 or self._context.blocks[self._room].n_bytes < n_bytes:
             self._pipe.send(NeedRoom(n_bytes))
-            message = self._pipe.receive(Open, "room for its results")
+            message = self._pipe.receive(object, "room for its results")
+            if isinstance(message, Abort):
+                raise _Aborted
+            assert isinstance(message, Open), f"{message!r} where room is due"
             self._open(message)
             self._room = message.number
-        block = self._here.blocks[self._room]
+        block = self._context.blocks[self._room]
         return self._room, block.array("u1", (block.n_bytes,))
 
 
@@ -185,14 +195,19 @@ def _pickled(error: BaseException) -> bytes:
     try:
         pickled: bytes = cloudpickle.dumps(error)
         pickle.loads(pickled)
-    except Exception:  # some exceptions can't be made again from what they keep
-        pickled = cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    except BaseException:  # some exceptions cannot be rebuilt from their arguments
+        pickled = pickle.dumps(RuntimeError(f"{type(error).__name__}: {_text_of(error)}"))
     return pickled
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as second:  # whatever a user's __str__ raises
+        return f"its text can't be had, __str__ raised {type(second).__name__}"
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # taking down an interpreter that has torch in it takes seconds, and nothing is left to be done
+    os._exit(0)  # finalizing an interpreter with torch takes seconds, and no work is left

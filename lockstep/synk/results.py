@@ -1,4 +1,4 @@
-"""Outputs on their way to the caller: in the message, or through a block per rank; and their fold."""
+"""Outputs of a call: their way to the caller, in the message or a block per rank, and their reduction."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,27 +7,30 @@ from typing import Any
 import numpy as np
 
 from lockstep.exchange import Op
-from lockstep.exchange.fold import fold_all
-from lockstep.synk.blocks import Blocks, Span, align
+from lockstep.exchange.reduction import combine_into, reduce_arrays
+from lockstep.synk.blocks import ArrayLocation, BlockTable, align
 
 INLINE_BYTES = 1 << 13
 
-FOLD_OPS: dict[str, Op] = {"avg": "mean", "sum": "sum", "max": "max", "min": "min", "prod": "prod"}
-MODES = ("avg", "sum", "max", "min", "prod", "gather")
+# Names of Synkhronos for the reductions of lockstep/exchange.
+REDUCE_OPS: dict[str, Op] = {"avg": "mean", "sum": "sum", "max": "max", "min": "min", "prod": "prod"}
+MODES = (*REDUCE_OPS, "gather")
 
 
 @dataclass(frozen=True)
-class Kept:
-    """An output that stays on its rank's device until the caller has it folded or fetched (kept.py)."""
+class DeviceOutput:
+    """A placeholder for an output on its rank's GPU, to be reduced or fetched later (calling.py)."""
 
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank's part of a call. rows: 0 where it was passed over; 1 where there is nothing to divide.
+    """One rank's part of a call.
 
-    outputs: those that were asked for; None where the caller has no use for this rank's.
+    Attributes:
+        rows: Number of rows; 0 if the rank had none, 1 if nothing is divided.
+        outputs: The requested outputs; None for those that the caller does not need from this rank.
     """
 
     rows: int
@@ -35,7 +38,7 @@ class RankPart:
 
 
 def normalise_mode(mode: Any, what: str) -> str | None:
-    """A mode without the 'c_' that Synkhronos has for the host. Raises ValueError for an unknown one."""
+    """Return a mode without Synkhronos's prefix 'c_' for the host; raise ValueError if it is unknown."""
     if mode is None:
         return None
     bare = mode.removeprefix("c_") if isinstance(mode, str) else mode
@@ -45,15 +48,15 @@ def normalise_mode(mode: Any, what: str) -> str | None:
 
 
 def normalise_op(op: Any, what: str) -> str:
-    """The same for the operation of a collective."""
+    """Return a collective's op without the prefix 'c_'; raise ValueError if it is unknown."""
     bare = op.removeprefix("c_") if isinstance(op, str) else op
-    if bare not in FOLD_OPS:
-        raise ValueError(f"{what}: unknown op {op!r}; they are {', '.join(FOLD_OPS)}")
+    if bare not in REDUCE_OPS:
+        raise ValueError(f"{what}: unknown op {op!r}; they are {', '.join(REDUCE_OPS)}")
     return str(bare)
 
 
-def check_foldable(mode: str | None, dtype: Any, what: str) -> None:
-    """Raises TypeError for what has no meaning: the mean of integers, sums of booleans."""
+def check_reducible(mode: str | None, dtype: Any, what: str) -> None:
+    """Raise TypeError for meaningless reductions: the mean of integers, sums of booleans."""
     kind = np.dtype(dtype).kind
     if mode == "avg" and kind in "iub":
         raise TypeError(
@@ -64,14 +67,18 @@ def check_foldable(mode: str | None, dtype: Any, what: str) -> None:
 
 
 def fractions(rows: Sequence[int]) -> list[float] | None:
-    """The shares of parts that stand for so many rows each; None where they are equal."""
+    """Return the weight of each part by its number of rows, or None if all are equal."""
     if all(number == rows[0] for number in rows):
         return None
     return [number / sum(rows) for number in rows]
 
 
 def pack(part: RankPart, get_room: Callable[[int], tuple[int, np.ndarray]]) -> RankPart:
-    """Puts large outputs into the rank's block; a Span says where. get_room: a block with so many bytes."""
+    """Move large outputs into the rank's block, and replace them by their locations.
+
+    Args:
+        get_room: Returns the number and the bytes of a block of at least the requested size.
+    """
     large = [value for value in part.outputs if _is_large(value)]
     if not large:
         return part
@@ -83,7 +90,7 @@ def pack(part: RankPart, get_room: Callable[[int], tuple[int, np.ndarray]]) -> R
             continue
         flat = room[offset : offset + value.nbytes].view(value.dtype).reshape(value.shape)
         flat[...] = value
-        outputs.append(Span(number, value.dtype.str, value.shape, offset))
+        outputs.append(ArrayLocation(number, value.dtype.str, value.shape, offset))
         offset += align(value.nbytes)
     return RankPart(part.rows, outputs)
 
@@ -92,14 +99,14 @@ def _is_large(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.nbytes > INLINE_BYTES
 
 
-def unpack(part: RankPart, blocks: Blocks) -> RankPart:
-    """The caller's side; arrays in the rank's block are not copied."""
-    outputs = [blocks.array(value) if isinstance(value, Span) else value for value in part.outputs]
+def unpack(part: RankPart, blocks: BlockTable) -> RankPart:
+    """Return the part with locations replaced by arrays, which are not copied."""
+    outputs = [blocks.array(value) if isinstance(value, ArrayLocation) else value for value in part.outputs]
     return RankPart(part.rows, outputs)
 
 
 def combine(parts: Sequence[RankPart], caller: int, number: int, mode: str | None, what: str) -> Any:
-    """Output `number` of a call, from all ranks' parts; shares no memory with other ranks."""
+    """Return output `number` of a call, reduced over all ranks. It shares no memory with other ranks."""
     if mode is None:
         return parts[caller].outputs[number]
     taking_part = [part for part in parts if part.rows]
@@ -112,14 +119,45 @@ def combine(parts: Sequence[RankPart], caller: int, number: int, mode: str | Non
     result = np.empty(values[0].shape, values[0].dtype)
     rows = [part.rows for part in taking_part]
     flat = [np.ascontiguousarray(value).reshape(-1) for value in values]
-    fold_all(flat, [result.reshape(-1)], FOLD_OPS[mode], fractions(rows) if mode == "avg" else None)
+    reduce_arrays(flat, [result.reshape(-1)], REDUCE_OPS[mode], fractions(rows) if mode == "avg" else None)
     return result
 
 
 def check_same_shape(shapes: Sequence[tuple[int, ...]], what: str, mode: str) -> None:
-    """Raises ValueError where parts can't be folded element by element."""
+    """Raise ValueError if the parts cannot be reduced element by element."""
     if any(shape != shapes[0] for shape in shapes):
-        found = ", ".join(str(shape) for shape in dict.fromkeys(shapes))
+        described = ", ".join(str(shape) for shape in dict.fromkeys(shapes))
         raise ValueError(
-            f"{what} has parts of different shapes ({found}): {mode} needs equal ones; use gather"
+            f"{what} has parts of different shapes ({described}): {mode} needs equal ones; use gather"
         )
+
+
+class PartReducer:
+    """A running reduction of one output over the slices of a call. Mode None collects them in a list."""
+
+    def __init__(self, mode: str | None, n_rows: int, what: str) -> None:
+        self.mode, self.n_rows, self.what = mode, n_rows, what
+        self._parts: list[Any] = []
+
+    def add(self, value: Any, n_rows: int) -> None:
+        """Add a copy of the result of a slice with n_rows rows."""
+        if self.mode in (None, "gather"):
+            self._parts.append(np.array(value))
+            return
+        value = np.asarray(value)
+        if self.mode == "avg":
+            self._dtype = value.dtype
+            dtype = np.promote_types(value.dtype, np.float32)  # float16 is summed in float32
+            value = np.multiply(value, n_rows / self.n_rows, dtype=dtype)
+        if not self._parts:
+            self._parts.append(np.array(value))
+            return
+        check_same_shape([self._parts[0].shape, value.shape], self.what, str(self.mode))
+        combine_into(self._parts[0], value, REDUCE_OPS[str(self.mode)])
+
+    def result(self) -> Any:
+        if self.mode is None:
+            return self._parts
+        if self.mode == "avg":
+            return self._parts[0].astype(self._dtype, copy=False)
+        return np.concatenate(self._parts) if self.mode == "gather" else self._parts[0]

@@ -1,7 +1,7 @@
-"""Which rows a call uses, and who has which of them. Pure functions; nothing here knows processes or memory.
+"""The rows that a call uses, and their division among the ranks. Pure functions on numbers and arrays.
 
-A *choice* is what `choose` makes of a batch: a slice with a step of 1 between two known rows, whose excerpt
-is a view, or an int64 array of row numbers, whose excerpt is a copy.
+A *choice* is the result of `choose`: a slice with step 1, whose excerpt is a view, or an int64 array of row
+numbers, whose excerpt is a copy.
 """
 
 import operator
@@ -12,18 +12,22 @@ import numpy as np
 Choice = slice | np.ndarray
 
 
-def share(n_rows: int, rank: int, n_ranks: int) -> tuple[int, int]:
-    """The rows [first, last) of `rank`: n rows are divided as evenly as possible, in rank order."""
-    return n_rows * rank // n_ranks, n_rows * (rank + 1) // n_ranks
+def divide(n_rows: int, part: int, n_parts: int) -> tuple[int, int]:
+    """Return the rows [first, last) of one of n_parts equal parts, which are ranks or slices."""
+    return n_rows * part // n_parts, n_rows * (part + 1) // n_parts
 
 
 def choose(batch: Any, length: int, what: str) -> Choice:
-    """The rows that `batch` chooses of `length`, in its order.
+    """Return the rows that `batch` chooses of `length` rows, in the order of the batch.
 
-    batch: None (all rows), an int (the first so many), a slice, a list, tuple or array of integers, or a mask
-    of `length` booleans. Numbers below zero count from the end. what: names the batch in errors.
+    Args:
+        batch: None for all rows, an int for the first rows, a slice, a list, tuple or array of integers, or a
+            mask of `length` booleans. Negative numbers count from the end.
+        what: Name of the batch in error messages.
 
-    Raises TypeError for any other kind, ValueError for rows that are not there.
+    Raises:
+        TypeError: The batch has any other type.
+        ValueError: A row does not exist.
     """
     if batch is None:
         return slice(0, length)
@@ -35,19 +39,19 @@ def choose(batch: Any, length: int, what: str) -> Choice:
 
 
 def count(choice: Choice) -> int:
-    """How many rows."""
+    """Return the number of chosen rows."""
     return choice.stop - choice.start if isinstance(choice, slice) else len(choice)
 
 
 def part(choice: Choice, first: int, last: int) -> Choice:
-    """The rows number first to last of those chosen."""
+    """Return the chosen rows [first, last)."""
     if isinstance(choice, slice):
         return slice(choice.start + first, choice.start + last)
     return choice[first:last]
 
 
 def excerpt(array: np.ndarray, choice: Choice) -> np.ndarray:
-    """The chosen rows: a view for a slice, one copy for row numbers."""
+    """Return the chosen rows of an array: a view for a slice, a copy for row numbers."""
     if isinstance(choice, slice):
         return array[choice]
     return array.take(choice, axis=0)

@@ -1,18 +1,36 @@
-"""The one team of this process, from fork() to close()."""
+"""The session of this process, from fork() over function() and distribute() to close()."""
 
 import atexit
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.synk import delivery
+from lockstep.synk.functions import Function, RowNumbers
+from lockstep.synk.interrupts import defer_signals
+from lockstep.synk.programs import FunctionRequest, RankProgram
+from lockstep.synk.shareds import Shared
+from lockstep.synk.slots import UseSlots, make_slots
 from lockstep.synk.team import Team
+from lockstep.synk.workers import TeamOptions
 
 
+@dataclass
 class _Session:
-    """What there is one of in a process."""
+    """A team, and the functions that were made for it."""
 
-    team: Team | None = None
+    team: Team
+    row_numbers: RowNumbers
+    functions: list[Function] = field(default_factory=list)
+
+
+class _Process:
+    """The state of this process."""
+
+    session: _Session | None = None
 
 
 def fork(
@@ -24,51 +42,71 @@ def fork(
     max_dim: int | None = None,
     devices: Sequence[str] | None = None,
     threads: int | None = None,
-    wait_deadline: float = 300,
+    timeout: float = 300,
 ) -> int:
-    """Starts the other ranks; returns the number of ranks.
+    """Start the other ranks and return the number of ranks.
 
-    n_parallel: how many, this process among them; else $LOCKSTEP_SYNK_PARALLEL, else one for each device,
-    else one for each core. use_gpu: ranks are on GPUs, for torch callables: all that are visible. devices:
-    one for each rank, 'cpu' or 'cuda:<n>'. master_rank: this process's rank. profile_workers: workers leave
-    synk_worker_<rank>.prof. max_n_var, max_dim: limits of Synkhronos, accepted and unused. threads: of BLAS
-    and OpenMP in every rank; else cores divided by ranks. wait_deadline: seconds that this process waits for
-    a rank, from when it has done its own part.
+    A forked child has no ranks until it calls fork() itself.
 
-    Raises RuntimeError where there are ranks already, ValueError for numbers that make no sense.
+    Args:
+        n_parallel: Number of ranks, this process included. Default: $LOCKSTEP_SYNK_PARALLEL, else the number
+            of devices, else the number of cores.
+        use_gpu: Put the ranks on all visible GPUs, for torch callables.
+        master_rank: Rank of this process.
+        profile_workers: Each worker writes synk_worker_<rank>.prof.
+        max_n_var, max_dim: Limits of Synkhronos; accepted and ignored.
+        devices: 'cpu' or 'cuda:<n>' for each rank.
+        threads: Number of BLAS and OpenMP threads of each rank. Default: cores divided by ranks.
+        timeout: Seconds that this process waits for a rank after it has done its own part.
+
+    Raises:
+        RuntimeError: The ranks already exist.
+        ValueError: An argument is out of range.
     """
-    if _Session.team is not None and not _Session.team.closed:
+    session = _Process.session
+    if session is not None and session.team.is_mine and not session.team.closed:
         raise RuntimeError("fork(): there is a team already; close() ends it")
     gpus = _choose_devices(use_gpu, devices)
     size = _choose_size(n_parallel, devices or gpus)
     if not 0 <= operator.index(master_rank) < size:
-        raise ValueError(f"fork(): master_rank={master_rank} is none of the {size} ranks")
-    if wait_deadline <= 0:
-        raise ValueError(f"fork(): wait_deadline={wait_deadline} is no time")
+        raise ValueError(f"fork(): master_rank={master_rank} is out of range: ranks are 0 to {size - 1}")
+    if timeout <= 0:
+        raise ValueError(f"fork(): timeout={timeout} is not positive. Give seconds")
     n_threads = max(1, _count_cores() // size) if threads is None else operator.index(threads)
     if n_threads < 1:
-        raise ValueError(f"fork(): threads={threads}: a rank has one or more")
-    _Session.team = Team(size, master_rank, n_threads, profile_workers, wait_deadline, gpus)
+        raise ValueError(f"fork(): threads={threads} is below 1")
+    with defer_signals():
+        team = Team(TeamOptions(size, master_rank, n_threads, profile_workers, timeout, gpus))
+        _Process.session = _Session(team, RowNumbers(team))
     return size
 
 
 def close() -> None:
-    """Ends the other ranks, and gives this process its threads back. Harmless without a team."""
-    if _Session.team is not None:
-        _Session.team.close()
+    """End the other ranks and restore this process's number of threads. Does nothing without a team."""
+    if _Process.session is not None:
+        _Process.session.team.close()
 
 
 def current_team(what: str) -> Team:
-    """The team. Raises RuntimeError where there is none, RankLost where one is lost."""
-    team = _Session.team
-    if team is None or team.closed:
+    """Return the team.
+
+    Raises:
+        RuntimeError: fork() was not called.
+        RankLost: A rank is lost.
+    """
+    return _current_session(what).team
+
+
+def _current_session(what: str) -> _Session:
+    session = _Process.session
+    if session is None or (session.team.closed and session.team.is_mine):
         raise RuntimeError(f"{what}: call fork() first")
-    team.check()
-    return team
+    session.team.check(what)
+    return session
 
 
 def distributed_team(what: str) -> Team:
-    """The same after distribute()."""
+    """Return the team; raise RuntimeError if distribute() was not called."""
     team = current_team(what)
     if not team.distributed:
         raise RuntimeError(f"{what}: call distribute() first")
@@ -76,31 +114,31 @@ def distributed_team(what: str) -> Team:
 
 
 def _choose_size(n_parallel: int | None, devices: Sequence[str] | None) -> int:
-    given = os.environ.get("LOCKSTEP_SYNK_PARALLEL")
-    if n_parallel is None and given:
-        if not given.isdigit():
-            raise ValueError(f"LOCKSTEP_SYNK_PARALLEL={given!r}: it is the number of ranks")
-        n_parallel = int(given)
+    from_environment = os.environ.get("LOCKSTEP_SYNK_PARALLEL")
+    if n_parallel is None and from_environment:
+        if not from_environment.isdigit():
+            raise ValueError(f"LOCKSTEP_SYNK_PARALLEL={from_environment!r} is not a number of ranks")
+        n_parallel = int(from_environment)
     if n_parallel is None:
         n_parallel = len(devices) if devices else _count_cores()
     size = operator.index(n_parallel)
     if size < 1:
-        raise ValueError(f"fork(): {size} ranks: there is one or more")
+        raise ValueError(f"fork(): the number of ranks is {size}. Give one or more")
     if devices and len(devices) != size:
         raise ValueError(f"fork(): {len(devices)} devices for {size} ranks")
     return size
 
 
 def _count_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def _choose_devices(use_gpu: bool | None, devices: Sequence[str] | None) -> tuple[str, ...]:
-    """The GPUs that ranks are to be on; none for CPUs."""
+    """Return the GPU of each rank, or an empty tuple for CPUs."""
     if devices is None and not use_gpu:
         return ()
-    from lockstep.backends import devices as known  # now: it brings much that workers need not
+    from lockstep.backends import devices as known  # imported here, since workers do not need it
 
     if devices is None:
         names, reason = known.choose()
@@ -110,6 +148,146 @@ def _choose_devices(use_gpu: bool | None, devices: Sequence[str] | None) -> tupl
         names = known.normalise(tuple(devices))
     known.check(names)
     return names if known.on_gpus(names) else ()
+
+
+def function(
+    inputs: Any,
+    outputs: Any = None,
+    bcast_inputs: Any = None,
+    updates: Any = None,
+    givens: Any = None,
+    sliceable_shareds: Any = None,
+    **kwargs: Any,
+) -> Function:
+    """Return a function that runs on all ranks at once, made of a PyTensor graph or a torch callable.
+
+    Args:
+        inputs: Graph: a list of variables, whose values are divided by rows. Callable: the callable itself,
+            whose parameters are the inputs, as tensors.
+        outputs: Graph: a variable or (variable, mode), or a list of them. Callable: the mode of its result,
+            a list of modes, or None.
+        bcast_inputs: Inputs that every rank receives whole. Graph: variables. Callable: parameter names.
+        updates: Graph: pairs, triples with a mode, or a dict. Callable: shared tensors that it changes, or
+            (shared, mode).
+        givens: Graph: as in pytensor.function.
+        sliceable_shareds: Shared variables whose rows batch_s and num_slices select.
+        kwargs: Graph: further arguments of pytensor.function.
+
+    Raises:
+        RuntimeError: fork() was not called.
+        TypeError, ValueError: An argument is not as described.
+    """
+    session = _current_session("function()")
+    team = session.team
+    with team.lock:  # not exclusive_call: Ctrl-C need not wait for a compiler
+        number = next(team.numbers)
+        name = str(kwargs.pop("name", None) or f"function{len(team.context.programs)}")
+        build = _build_callable if callable(inputs) else _build_graph
+        request = FunctionRequest(
+            name=name,
+            inputs=inputs,
+            outputs=outputs,
+            bcast_inputs=bcast_inputs,
+            updates=updates,
+            givens=givens,
+            sliceable_shareds=sliceable_shareds,
+            options=kwargs,
+        )
+        program = build(team, request)
+        team.context.programs[number] = program
+        created = Function(team, number, program, session.row_numbers)
+        session.functions.append(created)
+    return created
+
+
+def distribute() -> None:
+    """Send new functions, and the shared variables that they use, to all ranks.
+
+    It may be called again for later functions. Variables start with this process's values on all ranks, and
+    each rank receives random streams of its own. An object that several functions hold (an optimizer) remains
+    one object on the ranks if the functions are distributed together.
+
+    Raises:
+        TypeError: A function cannot be pickled; the message names the part. Create the function again, since
+            the next distribute() skips it.
+        Exception: An error of compiling a function on a rank.
+    """
+    session = _current_session("distribute()")
+    team = session.team
+    with team.exclusive_call("distribute()"):
+        new_functions = [function for function in session.functions if not function.distributed]
+        kinds = {team.context.programs[new_function.number].kind for new_function in new_functions}
+        known = team.registry.delivered
+        new = [s for s in team.context.shareds.values() if s.number not in known and s.kind in kinds]
+        delivered = _pack(session, new_functions, new)
+        replicated = _replicate(team, [shared for shared in new if shared.is_array])
+        try:
+            team.ask("distribute()", delivered, replicated)
+        except Exception:
+            session.functions = [function for function in session.functions if function not in new_functions]
+            raise
+        finally:
+            team.release(delivered.pickles.block)
+        for shared in new:
+            shared.use_rank_stream(team.rank)
+        team.registry.delivered.update(shared.number for shared in new)
+        for function in new_functions:
+            function.distributed = True
+        team.distributed = True
+        team.threads.limit()
+
+
+def _build_graph(team: Team, request: FunctionRequest) -> RankProgram:
+    if team.context.gpu is not None:
+        raise UserError(
+            f"{request.name}: PyTensor has no code for GPUs, and the ranks are on them: use a torch callable"
+        )
+    from lockstep.synk import graphs  # PyTensor is imported when it is needed first
+
+    return graphs.build(team.registry, request)
+
+
+def _build_callable(team: Team, request: FunctionRequest) -> RankProgram:
+    from lockstep.synk import callables  # so is torch
+
+    return callables.build(team.registry, team.context, request)
+
+
+def _pack(session: _Session, new_functions: list[Function], new: list[Shared]) -> delivery.DeliverPrograms:
+    started: list[Function] = []
+    try:
+        return delivery.pack(session.team, _pieces(session.team, new_functions, new, started))
+    except TypeError:
+        session.functions.remove(started[-1])
+        raise
+
+
+def _pieces(
+    team: Team, new_functions: list[Function], new: list[Shared], started: list[Function]
+) -> Iterator[tuple[str, Any]]:
+    """Yield what a worker builds the functions from; new variables precede their first function."""
+    for function in new_functions:
+        started.append(function)
+        program = team.context.programs[function.number]
+        own = [shared for shared in new if shared.kind == program.kind]
+        new = [shared for shared in new if shared not in own]
+        yield from program.pieces(function.number, own)
+
+
+def _replicate(team: Team, shareds: list[Shared]) -> UseSlots:
+    """Give variables slots, and write this process's values into the slots of all ranks."""
+    values = [shared.get() for shared in shareds]
+    without_slot = [shared for shared in shareds if shared.slot is None]
+    if without_slot:
+        new_slots = make_slots(team, [shared.get().nbytes for shared in without_slot], "shared variables")
+        for shared, slot in zip(without_slot, new_slots, strict=True):
+            shared.slot = slot
+    slots = [shared.slot for shared in shareds if shared.slot is not None]
+    for slot, value in zip(slots, values, strict=True):
+        for rank in range(team.size):
+            team.context.blocks.array(slot.location(rank, value.dtype, value.shape))[...] = value
+    shapes = tuple((value.shape,) * team.size for value in values)
+    return UseSlots(tuple(shared.number for shared in shareds), tuple(slots), shapes)
 
 
 atexit.register(close)

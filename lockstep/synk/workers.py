@@ -1,25 +1,29 @@
-"""The worker processes: fresh interpreters that are told everything by one inherited descriptor."""
+"""The worker processes: fresh interpreters that receive all messages through one inherited descriptor."""
 
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.abc import MetaPathFinder
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from threadpoolctl import threadpool_limits
 
 from lockstep.comm.pipes import Pipe
-from lockstep.launch.processes import describe_exit
+from lockstep.launch.processes import connect_all, describe_exit
 from lockstep.launch.status import StatusBoard
-from lockstep.synk.commands import Connect, Ready, Start
-from lockstep.synk.preloading import needed_for_graphs
+from lockstep.synk.commands import Connect, Start, WorkerReady
+from lockstep.threads import DaemonExecutor
 
-LEAVE_SECONDS = 5.0  # from Close to the end of a worker's process
+LEAVE_SECONDS = 5.0  # time that a worker's process has to exit after Close
 _THREADS = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -27,6 +31,27 @@ _THREADS = (
     "BLIS_NUM_THREADS",
     "NUMBA_NUM_THREADS",
 )
+
+
+@dataclass(frozen=True)
+class TeamOptions:
+    """The checked arguments of fork().
+
+    Attributes:
+        size: Number of ranks.
+        caller: Rank of the calling process.
+        threads: Number of BLAS and OpenMP threads of each rank.
+        profile: Workers write profiles.
+        timeout: Seconds that a rank waits for another.
+        devices: The GPU of each rank; empty for CPUs.
+    """
+
+    size: int
+    caller: int
+    threads: int
+    profile: bool
+    timeout: float
+    devices: tuple[str, ...] = ()
 
 
 @dataclass
@@ -37,114 +62,151 @@ class Worker:
     process: "subprocess.Popen[bytes]"
     pipe: Pipe
     board: StatusBoard | None = None
-    known: set[int] = field(default_factory=set)  # blocks that it has
-    results: int | None = None  # the block for its results
+    open_blocks: set[int] = field(default_factory=set)  # blocks that it has
+    results: int | None = None  # number of the block for its results
 
     @property
     def doing(self) -> str:
         return self.board.read() if self.board else "starting"
 
     def describe_end(self, seconds: float) -> str:
-        """How its process ended, after waiting for that for some seconds."""
+        """Wait some seconds for the process to end, and describe how it ended."""
         try:
             return describe_exit(self.process.wait(seconds))
         except subprocess.TimeoutExpired:
             return "has closed its pipe"
 
 
-class _Starter:
-    """A thread that lives as long as the program and starts all workers.
-
-    The kernel ends a worker when the thread that started it ends (PR_SET_PDEATHSIG), which must not be one of
-    the user's. What it starts never gets Ctrl-C.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Worker], Future[Worker]]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="lockstep.synk starter", daemon=True).start()
-
-    def start(self, job: Callable[[], Worker]) -> Worker:
-        future: Future[Worker] = Future()
-        self._jobs.put((job, future))
-        return future.result()
-
-    def _work(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        while True:
-            job, future = self._jobs.get()
-            try:
-                future.set_result(job())
-            except BaseException as error:
-                future.set_exception(error)
+# By process id, since a forked child does not inherit threads. The kernel ends a worker when the thread that
+# started it ends (PR_SET_PDEATHSIG), so that must be a thread that lives as long as the program.
+_starters: dict[int, DaemonExecutor] = {}
 
 
-_starters: dict[int, _Starter] = {}  # by process: a forked child has no threads but its own
-
-
-def start_worker(rank: int, size: int, caller: int, threads: int, profile: bool, deadline: float) -> Worker:
-    """Starts the process of `rank`; `greet` waits until it is ready."""
-    if os.getpid() not in _starters:
-        _starters[os.getpid()] = _Starter()
-    worker = _starters[os.getpid()].start(lambda: _spawn(rank, threads, deadline))
+def start_worker(rank: int, options: TeamOptions) -> Worker:
+    """Start the process of `rank`; `wait_until_ready` waits until it is ready."""
+    worker = _starter().submit(lambda: _spawn(rank, options)).result()
     worker.pipe.send(
         Start(
-            rank,
-            size,
-            caller,
-            os.getpid(),
-            list(sys.path),
-            os.environ.get("PYTHONPATH"),
-            needed_for_graphs() if "pytensor" in sys.modules else [],  # torch takes too long on suspicion
-            profile,
+            rank=rank,
+            size=options.size,
+            caller=options.caller,
+            pid=os.getpid(),
+            path=list(sys.path),
+            python_path=os.environ.get("PYTHONPATH"),
+            preload=needed_for_graphs()
+            if "pytensor" in sys.modules
+            else [],  # importing torch takes too long
+            profile=options.profile,
         )
     )
     return worker
 
 
-def greet(worker: Worker) -> None:
-    """Waits until it is ready, and gets its status board."""
-    worker.pipe.receive(Ready, "to start")
+def _starter() -> DaemonExecutor:
+    """Return this process's thread that starts workers; they inherit a mask that blocks Ctrl-C."""
+    if os.getpid() not in _starters:
+        block_interrupts = partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGINT])
+        _starters[os.getpid()] = DaemonExecutor("lockstep.synk starter", block_interrupts)
+    return _starters[os.getpid()]
+
+
+def wait_until_ready(worker: Worker) -> None:
+    """Wait until a worker is ready, and receive its status board."""
+    worker.pipe.receive(WorkerReady, "to start")
     worker.board = StatusBoard.receive(worker.pipe)
 
 
-def connect_all(workers: Sequence[Worker], caller: int, deadline: float) -> dict[int, Connection]:
-    """Pipes between any two ranks. Gives the workers theirs; returns the caller's, by the other rank."""
-    ends = _pairs(len(workers) + 1)
+def connect_ranks(workers: Sequence[Worker], caller: int, deadline: float) -> dict[int, Connection]:
+    """Connect all pairs of ranks by pipes; return the caller's ends by the other rank."""
+    ends = connect_all(len(workers) + 1)
     for worker in workers:
         worker.pipe.send(Connect(deadline))
         for _, end in sorted(ends[worker.rank].items()):
             with end:
                 worker.pipe.send_descriptor(end.fileno())
-    return {rank: Connection(end.detach()) for rank, end in ends[caller].items()}
+    return ends[caller]
 
 
-def _pairs(size: int) -> list[dict[int, socket.socket]]:
-    """Of sockets, between any two ranks; by rank, by the other rank."""
-    ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
-    for rank in range(size):
-        for other in range(rank):
-            ends[rank][other], ends[other][rank] = socket.socketpair()
-    return ends
-
-
-def _spawn(rank: int, threads: int, deadline: float) -> Worker:
+def _spawn(rank: int, options: TeamOptions) -> Worker:
     ours, theirs = socket.socketpair()
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
-    environment.update({name: str(threads) for name in _THREADS})
-    command = [sys.executable, "-m", "lockstep.synk.rank", str(theirs.fileno())]
+    environment.update({name: str(options.threads) for name in _THREADS})
+    # -P: the working directory does not belong to the path
+    command = [sys.executable, "-P", "-m", "lockstep.synk.rank", str(theirs.fileno())]
     with theirs:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
         )
-    return Worker(rank, process, Pipe(Connection(ours.detach()), f"rank {rank}", deadline))
+    return Worker(rank, process, Pipe(Connection(ours.detach()), f"rank {rank}", options.timeout))
 
 
 def end_worker(worker: Worker, seconds: float) -> None:
-    """Waits so long for its process to leave, then kills it."""
+    """Wait up to `seconds` for a worker's process to exit, then kill it."""
     worker.pipe.close()
     if worker.board is not None:
         worker.board.close()
     if worker.describe_end(seconds) and worker.process.poll() is None:
         worker.process.kill()
         worker.process.wait()
+
+
+_GRAPHS = ["pytensor", "lockstep.synk.graphs"]
+_NUMBA = "pytensor.link.numba.dispatch"  # half of the import time; only this compiler needs it
+
+
+def needed_for_graphs() -> list[str]:
+    """Return the modules that workers import early for graphs, in order.
+
+    They do so while the caller imports PyTensor, so that distribute() need not wait for it.
+    """
+    config: Any = getattr(sys.modules.get("pytensor"), "config", None)
+    flags = os.environ.get("PYTENSOR_FLAGS", "") if config is None else str(config.mode)
+    return _GRAPHS if "FAST_COMPILE" in flags else [*_GRAPHS, _NUMBA]
+
+
+class ImportHook(MetaPathFinder):
+    """An import hook that calls `act` once, when PyTensor is about to be imported. It finds no modules."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if name == "pytensor":
+            self.stop()
+            self._act()
+
+    def stop(self) -> None:
+        with suppress(ValueError):  # it was already removed
+            sys.meta_path.remove(self)
+
+
+class ThreadLimits:
+    """A limit on the threads of BLAS, OpenMP and torch in this process while a team shares its cores.
+
+    It covers the libraries that are loaded; call `limit` again after others were loaded.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._limits: list[Any] = []
+        self._of_torch: int | None = None
+        self.limit()
+
+    def limit(self) -> None:
+        if "torch" in sys.modules and self._of_torch is None:
+            import torch
+
+            self._of_torch = torch.get_num_threads()
+            torch.set_num_threads(self.number)
+        self._limits.append(threadpool_limits(limits=self.number))
+
+    def restore(self) -> None:
+        while self._limits:
+            self._limits.pop().restore_original_limits()
+        if self._of_torch is not None:
+            import torch
+
+            torch.set_num_threads(self._of_torch)
+            self._of_torch = None

@@ -1,6 +1,8 @@
-"""A run's processes on one clock, as a file that Perfetto and Chrome show.
+"""Timelines for Perfetto and Chrome.
 
-With `trace: true` every process appends what its status board says to a file of its own, with the time on
-the machine's monotonic clock, which is one for all (lockstep/launch/status.py). So a trace has what the board
-has: each phase of each step in trainers and loaders.
+chrome.py writes them, for a run's processes and for `lockstep.flow`.
+
+With `trace: true` every process appends each phase of its status board to its own file, with the time of
+the machine's monotonic clock (lockstep/launch/status.py). All processes of the machine share that clock. A
+trace thus has each phase of each step in trainers and loaders.
 """

@@ -1,44 +1,78 @@
-"""From what processes have said, and when, to spans: Chrome's trace event format, complete events ("X")."""
+"""Conversion of a run's recorded phases to a timeline."""
 
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.trace.chrome import ChromeTrace, Row
 
 Line = tuple[int, str]
+_MEETING = "meeting the others"  # a trainer's phase at a barrier of a step (lockstep/sync)
 
 
-def events_of(run: Path) -> list[dict[str, Any]]:
-    """All processes' spans, each process by its number, times in microseconds since the first line.
+@dataclass
+class _Wait:
+    """A trainer's waiting in a step: its row, when it arrived and how long it waited, in microseconds."""
 
-    Raises UserError where the run has no trace, or a file of it can't be read.
+    row: Row
+    arrival: float
+    waited: float = 0.0
+
+
+def trace_of(run: Path) -> ChromeTrace:
+    """Return the spans of all processes, with times since the first line.
+
+    In each step, the trainer that waited least for the others is marked as the last.
+
+    Args:
+        run: The run's folder.
+
+    Raises:
+        UserError: The run has no trace, or one of its files can't be read.
     """
     paths = sorted((run / "trace").glob("*.txt"))
     if not paths:
         raise UserError(f"{run}: has no trace: train with trace=true")
-    said = {path: _read(path) for path in paths}
-    begin = min(lines[0][0] for lines in said.values() if lines)
-    events: list[dict[str, Any]] = []
-    for path, lines in said.items():
+    recorded = dict(sorted(((path, _read(path)) for path in paths), key=lambda item: item[1][:1]))
+    begin = min((lines[0][0] for lines in recorded.values() if lines), default=0)
+    trace, waits = ChromeTrace(), dict[str, dict[str, _Wait]]()  # by step and trainer
+    for path, lines in recorded.items():
         name, _, pid = path.stem.rpartition(".")
-        whose = {"pid": int(pid), "tid": int(pid)}
-        events.append({"ph": "M", "name": "process_name", "args": {"name": f"{name} (pid {pid})"}, **whose})
+        row = Row(int(pid), int(pid))
+        trace.name(row, f"{name} (pid {pid})", "process")
+        own: dict[str, _Wait] = {}
         for (since, text), (until, _) in pairwise(lines):
-            where, _, what = text.rpartition(": ") if "(" not in text else _before_bracket(text)
-            span = {"name": what, "ts": (since - begin) / 1e3, "dur": (until - since) / 1e3}
-            events.append({"ph": "X", "cat": name.split()[0], "args": {"at": where or text}, **span, **whose})
-    return events
+            step, phase = _split(text)
+            times = (since - begin) / 1e3, (until - since) / 1e3
+            trace.span(row, phase, name.split()[0], *times, at=step or text)
+            if phase == _MEETING:
+                own.setdefault(step, _Wait(row, times[0])).waited += times[1]
+        for step, wait in own.items():  # after a restart, a step that is repeated replaces the former one
+            waits.setdefault(step, {})[name] = wait
+    for step, trainers in waits.items():
+        _mark_last(trace, step, list(trainers.values()))
+    return trace
 
 
-def _before_bracket(text: str) -> tuple[str, str, str]:
-    """Splits 'epoch 1 step 2/3: meeting the others (a: b)' at its first colon, without the bracket."""
-    where, _, what = text.partition("(")[0].rstrip().rpartition(": ")
-    return where, "", what
+def _mark_last(trace: ChromeTrace, step: str, waits: list[_Wait]) -> None:
+    """Mark who waited least in a step, when it arrived. A lone trainer is not marked."""
+    if len(waits) < 2:
+        return
+    last = min(waits, key=lambda wait: wait.waited)
+    others = sum(wait.waited for wait in waits if wait is not last) / (len(waits) - 1)
+    milliseconds = round((others - last.waited) / 1e3, 3)
+    trace.instant(last.row, "last", "trainer", last.arrival, at=step, others_waited_ms=milliseconds)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Split 'epoch 1 step 2/3: validating (a: b)' at its last colon outside of the bracket."""
+    step, _, phase = text.partition("(")[0].rstrip().rpartition(": ")
+    return step, phase
 
 
 def _read(path: Path) -> list[Line]:
-    """A process's lines in order; the last may be cut short where it was killed."""
+    """Return a process's lines in order. The last line of a killed process may be incomplete."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
         return [(int(time), text) for time, _, text in (line.partition(" ") for line in lines)]

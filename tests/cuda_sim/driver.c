@@ -20,7 +20,8 @@
 // Rules of the real driver that are easily broken without notice are made to hurt here: freed memory is overwritten before it
 // goes, whoever still has it open; a process can't open its own handle; freeing waits for all streams of the device; a queue that
 // is full blocks; elapsed times need events that are timed and done; memory of another device must have been opened here, or
-// access to its peer enabled; memory is page-locked once; an interprocess event is a file in /dev/shm that outlives a killed process.
+// access to its peer enabled; memory is page-locked once; an interprocess event is a file in /dev/shm that outlives a killed process;
+// the default stream and those made without CU_STREAM_NON_BLOCKING wait for each other, and for no others.
 
 #define _GNU_SOURCE
 #include <cuda.h>
@@ -77,7 +78,7 @@ struct CUfunc_st {
 
 struct operation {
     struct operation *next;
-    enum { COPY, COPY_AND_FREE, FILL, KERNEL, RECORD, WAIT } kind;
+    enum { COPY, COPY_AND_FREE, FILL, KERNEL, RECORD, WAIT, FOLLOW } kind;
     void *to;
     const void *from;
     size_t bytes;
@@ -85,10 +86,17 @@ struct operation {
     struct CUfunc_st *function;
     unsigned blocks, rows, threads;
     struct shared_event *event;
+    struct progress *progress;
     unsigned long long number;
 };
 
+struct progress { // of a stream: operations that it was given, and that it has done; never freed, since others may wait
+    _Atomic unsigned long long given, done;
+};
+
 struct CUstream_st {
+    struct progress *progress;
+    int is_default, blocking; // blocking: it and the default stream wait for each other
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -175,7 +183,7 @@ static void garble(void)
 
 static void perform(struct CUstream_st *stream, struct operation *op)
 {
-    long delay = setting("CUDA_SIM_DELAY", 0);
+    long delay = op->kind == FOLLOW ? 0 : setting("CUDA_SIM_DELAY", 0);
     if (delay)
         usleep(rand_r(&stream->random) % delay);
     switch (op->kind) {
@@ -205,6 +213,10 @@ static void perform(struct CUstream_st *stream, struct operation *op)
     case WAIT:
         while (op->event->done < op->number)
             usleep(20);
+        break;
+    case FOLLOW:
+        while (op->progress->done < op->number)
+            usleep(20);
     }
 }
 
@@ -226,15 +238,19 @@ static void *work(void *argument)
         pthread_mutex_lock(&stream->lock);
         stream->busy = 0;
         stream->queued--;
+        stream->progress->done++;
         pthread_cond_broadcast(&stream->changed);
     }
     pthread_mutex_unlock(&stream->lock);
     return NULL;
 }
 
-static struct CUstream_st *new_stream(void)
+static struct CUstream_st *new_stream(int is_default, int blocking)
 {
     struct CUstream_st *stream = calloc(1, sizeof *stream);
+    stream->progress = calloc(1, sizeof *stream->progress);
+    stream->is_default = is_default;
+    stream->blocking = blocking;
     pthread_mutex_init(&stream->lock, NULL);
     pthread_cond_init(&stream->changed, NULL);
     stream->random = getpid() * 31 + ++counter;
@@ -252,23 +268,19 @@ static struct CUstream_st *stream_of(CUstream given)
     int device = current()->device;
     pthread_mutex_lock(&lock);
     if (!default_streams[device])
-        default_streams[device] = new_stream();
+        default_streams[device] = new_stream(1, 0);
     pthread_mutex_unlock(&lock);
     return default_streams[device];
 }
 
-static CUresult enqueue(CUstream given, struct operation op)
+static void append(struct CUstream_st *stream, struct operation op)
 {
-    if (!current())
-        return CUDA_ERROR_INVALID_CONTEXT;
-    struct CUstream_st *stream = stream_of(given);
     struct operation *copy = malloc(sizeof op);
     *copy = op;
     copy->next = NULL;
     pthread_mutex_lock(&stream->lock);
-    while (stream->queued >= MOST_QUEUED)
-        pthread_cond_wait(&stream->changed, &stream->lock);
     stream->queued++;
+    stream->progress->given++;
     if (stream->first)
         stream->last->next = copy;
     else
@@ -276,6 +288,37 @@ static CUresult enqueue(CUstream given, struct operation op)
     stream->last = copy;
     pthread_cond_broadcast(&stream->changed);
     pthread_mutex_unlock(&stream->lock);
+}
+
+static void follow(struct CUstream_st *stream, struct CUstream_st *other)
+{
+    if (other->progress->done < other->progress->given)
+        append(stream, (struct operation){.kind = FOLLOW, .progress = other->progress, .number = other->progress->given});
+}
+
+// What a stream is given waits for what it must not overtake: that of the default stream, or of all blocking ones.
+static void follow_others(struct CUstream_st *stream) // under `lock`, so that no two can wait for each other
+{
+    if (stream->blocking && default_streams[stream->device])
+        follow(stream, default_streams[stream->device]);
+    for (struct CUstream_st *other = streams; stream->is_default && other; other = other->next)
+        if (other->blocking && other->device == stream->device)
+            follow(stream, other);
+}
+
+static CUresult enqueue(CUstream given, struct operation op)
+{
+    if (!current())
+        return CUDA_ERROR_INVALID_CONTEXT;
+    struct CUstream_st *stream = stream_of(given);
+    pthread_mutex_lock(&stream->lock);
+    while (stream->queued >= MOST_QUEUED)
+        pthread_cond_wait(&stream->changed, &stream->lock);
+    pthread_mutex_unlock(&stream->lock);
+    pthread_mutex_lock(&lock);
+    follow_others(stream);
+    append(stream, op);
+    pthread_mutex_unlock(&lock);
     return CUDA_SUCCESS;
 }
 
@@ -290,11 +333,10 @@ static CUresult drain(struct CUstream_st *stream)
 
 CUresult cuStreamCreate(CUstream *stream, unsigned flags)
 {
-    (void)flags;
-    if (!current())
-        return CUDA_ERROR_INVALID_CONTEXT;
+    if (!current() || flags & ~CU_STREAM_NON_BLOCKING)
+        return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&lock);
-    *stream = new_stream();
+    *stream = new_stream(0, !(flags & CU_STREAM_NON_BLOCKING));
     pthread_mutex_unlock(&lock);
     return CUDA_SUCCESS;
 }

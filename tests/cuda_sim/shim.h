@@ -33,6 +33,27 @@ inline float __uint_as_float(unsigned int bits)
     return value;
 }
 
+inline unsigned long long atomicAdd(unsigned long long *to, unsigned long long value)
+{
+    unsigned long long old = *to;
+    *to += value;
+    return old;
+}
+
+// The device's own functions, as far from the exact value as NVIDIA's guide allows them to be: 2 units in the last place.
+inline float approximate_rsqrt(float value)
+{
+    float root = 1.0f / std::sqrt(value);
+    return std::nextafter(std::nextafter(root, INFINITY), INFINITY);
+}
+#define rsqrtf approximate_rsqrt // some C libraries have that name, too
+
+inline float __fdividef(float a, float b)
+{
+    float quotient = std::fabs(b) > 0x1p126f && std::fabs(b) < INFINITY ? 0.0f : a / b; // as the device does
+    return std::nextafter(std::nextafter(quotient, INFINITY), INFINITY);
+}
+
 // The next argument from a packed buffer, aligned as the driver's cuLaunchKernel packs them.
 template <typename T>
 T take(const char *packed, size_t &offset)

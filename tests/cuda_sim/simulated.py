@@ -1,6 +1,16 @@
-"""Makes a process use PyCUDA on the simulated driver: it calls `use` before anything else.
+"""PyCUDA on the simulated driver: a process calls `use` before anything else.
 
-`environment` makes every child of a program do so: sitecustomize.py in site/ calls `use` in them.
+With `environment`, every child of a program calls it, by sitecustomize.py in site/.
+
+These parts are replaced or missing here, so that only a GPU can test them:
+- torch computes on the host, so `start_torch`, ExternalStream, and captured steps (StepGraph beyond its
+  fallback) do not run, nor does autograd's thread of a device.
+- torch's operations wait for the stream and are done when they return: the host never runs ahead of torch's
+  kernels, and a missing wait for one of them shows nothing.
+- Arrays of lockstep.flow are the host's to torch: record_stream runs against a stand-in only.
+- Kernels are compiled by g++, not to cubins. The device's fast functions are off by as much as NVIDIA's guide
+  allows (shim.h), not by a device's actual error.
+- No work of torch runs in the default stream, which waits for streams that are not non-blocking.
 """
 
 import ctypes
@@ -18,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Simulation:
-    """Where the parts are. folder: what stands for the devices; settings: see driver.c."""
+    """The paths of the builds, the folder that represents the devices, and settings (see driver.c)."""
 
     site: Path
     driver: Path
@@ -27,12 +37,12 @@ class Simulation:
     settings: dict[str, str]
 
     def set(self, **settings: object) -> "Simulation":
-        """The same with settings, written without their CUDA_SIM_."""
+        """Return a copy with other settings; their names lack the prefix CUDA_SIM_."""
         values = {f"CUDA_SIM_{name.upper()}": str(value) for name, value in settings.items()}
         return Simulation(self.site, self.driver, self.kernels, self.folder, {**self.settings, **values})
 
     def environment(self) -> dict[str, str]:
-        """For a program whose trainers and loaders are to use it; `nvidia-smi` lists its devices."""
+        """Return the environment of a program whose children use it; `nvidia-smi` lists its devices."""
         parts = [str(part) for part in (self.site, self.driver, self.kernels, self.folder)]
         program = self.folder / "bin" / "nvidia-smi"
         program.parent.mkdir(exist_ok=True)
@@ -53,7 +63,7 @@ class Simulation:
 
 
 def use(simulation: Simulation) -> None:
-    """Loads the driver before PyCUDA looks for libcuda.so.1; torch sees device memory as host memory."""
+    """Load the driver before PyCUDA looks for libcuda.so.1; torch sees device memory as host memory."""
     os.environ["CUDA_SIM_FOLDER"] = str(simulation.folder)
     os.environ.update(simulation.settings)
     ctypes.CDLL(str(simulation.driver), ctypes.RTLD_GLOBAL)
@@ -66,42 +76,55 @@ def use(simulation: Simulation) -> None:
         from lockstep.exchange import proof
 
         proof.PROOF_BYTES = int(os.environ["CUDA_SIM_PROOF_BYTES"])
-    kernels.compiled = lambda name, architecture: simulation.kernels  # type: ignore[assignment]
+    # Only the compiler and the cache's folder are replaced; naming, caching and finding are the real code.
+    kernels._cache_folder = lambda: simulation.folder / "cache"  # type: ignore[assignment]
+    kernels._compile = lambda source, architecture: simulation.kernels.read_bytes()  # type: ignore[assignment]
     memory.as_bytes = host_view
     backend.start_torch = compute_on_the_host
 
 
 def host_view(block: Any, device: object) -> Any:
+    """Return a tensor of a block by its CUDA array interface."""
     import numpy as np
     import torch
 
-    buffer = (ctypes.c_uint8 * block.n_bytes).from_address(block.pointer)
-    buffer.block = block  # type: ignore[attr-defined]  # kept for as long as the tensor
+    from lockstep.memory.cuda import _Bytes
+
+    holder = _Bytes(block)
+    received: dict[str, Any] = dict(holder.__cuda_array_interface__)
+    assert (received.pop("typestr"), received.pop("version")) == ("|u1", 3)
+    (n_bytes,), (pointer, _) = received.pop("shape"), received.pop("data")
+    assert not received and n_bytes == block.n_bytes
+    buffer = (ctypes.c_uint8 * n_bytes).from_address(pointer)
+    buffer.holder = holder  # type: ignore[attr-defined]  # kept for as long as the tensor
     return torch.from_numpy(np.ctypeslib.as_array(buffer))
 
 
 def compute_flow_on_the_host() -> None:
-    """torch's work is not in the streams of lockstep.flow here: it begins when the lane's has done all."""
+    """Let torch's operations wait for the lane's stream, because torch computes on the host here."""
     import torch
 
     from lockstep.flow import gpu
 
     def launch(self: Any, function: Callable[[], Any]) -> Any:
-        self._here.stream.synchronize()
-        self._here.held = []
+        self._context.stream.synchronize()
+        self._context.held = []
         return function()
 
     def hold(self: Any, values: Any) -> None:
-        """As torch's allocator does: until the stream has done what is launched next."""
-        self._here.held = [*self._here.held, *values]
+        """Keep memory until the stream has completed the next launch, like torch's allocator."""
+        self._context.held = [*self._context.held, *values]
 
     gpu.torch_device = lambda name: torch.device("cpu")
     gpu.Cuda.launch, gpu.Cuda.hold = launch, hold  # type: ignore[method-assign]
 
 
 def compute_on_the_host(device: object, stream: Any) -> None:
-    """torch's work is not in the stream here: it begins when the stream has done what came before it."""
-    from lockstep.network.kernels import DropoutKernel, LrnKernel, PoolKernel, SgdKernel
+    """Let torch's operations wait for the stream, because torch computes on the host here."""
+    from lockstep.kernels.dropout import DropoutKernel
+    from lockstep.kernels.lrn import LrnKernel
+    from lockstep.kernels.pool import PoolKernel
+    from lockstep.kernels.sgd import SgdKernel
 
     def behind(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -121,8 +144,10 @@ def compute_on_the_host(device: object, stream: Any) -> None:
 
         return wait_twice
 
+    # A CPU's convolution adds the bias before it rounds: programs would not have the bits of CPUs.
+    PoolKernel.adds_biases = "CUDA_SIM_BIASES" in os.environ
     kernels = [(kind, way) for kind in (LrnKernel, PoolKernel) for way in ("forward", "backward")]
-    kernels += [(DropoutKernel, "apply"), (SgdKernel, "step")]
+    kernels += [(PoolKernel, "bias_gradient"), (DropoutKernel, "apply"), (SgdKernel, "step")]
     for place, name in kernels:
         setattr(place, name, between(getattr(place, name)))
     for place, name in _places_of_torch():
@@ -130,29 +155,30 @@ def compute_on_the_host(device: object, stream: Any) -> None:
 
 
 def _places_of_torch() -> list[tuple[Any, str]]:
-    """Functions by which a trainer or rank has torch compute: what holds them, and their names."""
+    """Return the functions in which trainers and ranks call torch: their owners and names."""
     import train_funcs
-    from lockstep.hosts.network import Network
-    from lockstep.hosts.over import OverHosts
+    from lockstep.hosts.hierarchical import HierarchicalTransport
+    from lockstep.hosts.network import HostNetwork
     from lockstep.network.arena import Arena
     from lockstep.network.factors import Factors
     from lockstep.network.gradients import Gradients
+    from lockstep.network.optimizer import Updater
     from lockstep.network.replica import Replica
     from lockstep.network.sharded import ShardedUpdater
     from lockstep.network.shared_rows import SharedRows
-    from lockstep.network.updater import Updater
-    from lockstep.sync import apart, assembling
-    from lockstep.sync.apart import Apart
-    from lockstep.sync.elastic import Elastic
-    from lockstep.sync.gossip import Gossip
-    from lockstep.sync.outer import Outer
+    from lockstep.sync import assembling, unsynchronized
+    from lockstep.sync.elastic import ElasticRule
+    from lockstep.sync.gossip import GossipRule
+    from lockstep.sync.outer import OuterRule
+    from lockstep.sync.unsynchronized import UnsynchronizedRule
 
     return [
         (Replica, "forward_backward"),
         (Updater, "step"),
-        (Network, "sum"),
-        (Network, "gather"),
-        (OverHosts, "_share"),
+        (HostNetwork, "sum"),
+        (HostNetwork, "sum_with_row"),
+        (HostNetwork, "gather"),
+        (HierarchicalTransport, "_scale"),
         (Gradients, "complete"),
         (Factors, "collect"),
         (ShardedUpdater, "average"),
@@ -162,16 +188,20 @@ def _places_of_torch() -> list[tuple[Any, str]]:
         (ShardedUpdater, "finish"),
         (SharedRows, "exchange"),
         (SharedRows, "rows"),
-        (Outer, "_step"),
-        (Apart, "mean"),
-        (Elastic, "_move"),
-        (Gossip, "_blend"),
+        (OuterRule, "_step"),
+        (UnsynchronizedRule, "answer"),
+        (ElasticRule, "_move"),
+        (GossipRule, "_blend"),
         (assembling, "in_host_memory"),
-        (apart, "in_host_memory"),  # which has the function by its name
+        (unsynchronized, "in_host_memory"),  # which has the function by its name
         (Replica, "count_errors"),
         (Replica, "log_probabilities"),
         (Arena, "digests"),
         (Arena, "state"),
         (train_funcs.Trainer, "save"),
-        *([(sys.modules["lockstep.synk.gpu"].Gpu, "compute")] if "lockstep.synk.gpu" in sys.modules else []),
+        *(
+            [(sys.modules["lockstep.synk.gpu"].RankGpu, "compute")]
+            if "lockstep.synk.gpu" in sys.modules
+            else []
+        ),
     ]

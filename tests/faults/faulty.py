@@ -1,4 +1,4 @@
-"""Programs whose file operations fail on purpose: faults.c is built, forked.py runs them with it."""
+"""Programs whose file operations fail on purpose, by faults.c and forked.py."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ SECONDS = 30.0  # a program may take, on an idle machine
 
 @dataclass(frozen=True)
 class Fault:
-    """The nth operation of a kind on the files with such a name ends with an error, or tears the process."""
+    """A fault: the nth operation of a kind on matching files fails with an error, or kills the process."""
 
     kind: str
     name: str  # below the folder; a pattern
@@ -50,7 +50,7 @@ NO_FAULT = dict.fromkeys(("FAULTS_KIND", "FAULTS_NAME", "FAULTS_NTH", "FAULTS_ER
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of a program: exit code, words, whether the fault came to be, what it did to files."""
+    """The result of a program: exit status, output, whether the fault occurred, and its file operations."""
 
     code: int
     output: str
@@ -62,7 +62,7 @@ class Ended:
 
 
 def build(folder: Path) -> Path:
-    """The file layer, compiled. Skips the test where that can't be."""
+    """Return the compiled file layer, or skip the test without a compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler here to build the file layer with")
@@ -74,7 +74,7 @@ def build(folder: Path) -> Path:
 
 
 class Runner:
-    """The process of forked.py. place: for outputs and notes."""
+    """The process of forked.py, which forks a child per fault."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
@@ -92,7 +92,7 @@ class Runner:
         assert self._hear() == "ready"
 
     def run(self, program: str, words: Iterable[str], folder: Path, fault: Fault | None = None) -> Ended:
-        """Has a program work on `folder`, below which the fault strikes."""
+        """Run a program on `folder`; the fault affects files below it."""
         self._number += 1
         names = ("output", "log", "count", "fired")
         output, log, count, fired = (self._place / f"{name}{self._number}.txt" for name in names)
@@ -120,7 +120,7 @@ class Runner:
 
 
 def named_again(name: str) -> str:
-    """A pattern for a file's name from run to run: the letters that tempfile chooses are others."""
+    """Return a pattern of a file's name that matches tempfile's random letters in every run."""
     *folders, last = Path(name).parts
     if last.startswith(".") and last.count(".") > 2:
         last = f"{last.rpartition('.')[0]}.*"
@@ -128,7 +128,7 @@ def named_again(name: str) -> str:
 
 
 def each_once(operations: Iterable[tuple[str, str]], errors: Iterable[str]) -> Iterator[Fault]:
-    """A fault for each operation but reads, the errors in turn; the first write of a file is torn, too."""
+    """Return a fault per operation except reads, errors alternating, and a torn first write per file."""
     counts: Counter[tuple[str, str]] = Counter()
     in_turn = list(errors)
     for number, (kind, name) in enumerate(each for each in operations if each[0] != "read"):

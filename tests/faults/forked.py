@@ -1,8 +1,8 @@
-"""Runs programs of the project, one after the other, each in a fork of this process, which has imported them.
+"""Programs of the project, each run in a fork of this process, which has already imported them.
 
-Started with the file layer of faults.c before the C library's (LD_PRELOAD), so that every fork has it; what
-it is to do there comes with the order. A line of JSON on standard input is an order: `program`, its `words`,
-`output` (a file), and `environment`. The answer is a line, too: the exit code, or minus a signal's number.
+The process starts with the file layer of faults.c (LD_PRELOAD), so that every fork has it. A request is a
+line of JSON on standard input: `program`, its `words`, `output` (a file) and `environment`, which selects the
+fault. The answer is a line, too: the exit status, or minus the number of a signal.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ IMPORTED_FOR_CHILDREN = (proc_load, train_funcs)
 
 
 def run_training() -> int:
-    """train.py, whose processes are forked, which takes 0.1 s in place of 2."""
+    """Run train.py with forked instead of spawned processes, which takes 0.1 s instead of 2 s."""
     train.Processes = functools.partial(Processes, method="fork")  # type: ignore[misc, assignment]
     interrupts = Interrupts()
     interrupts.install("stopped as asked, before training began")
@@ -41,7 +41,7 @@ PROGRAMS: dict[str, Callable[[], int]] = {"train.py": run_training, "make_hkl.py
 
 
 def become(order: dict[str, object]) -> None:
-    """What a fork does; it never returns."""
+    """Run the program in the fork; never returns."""
     os.setsid()
     os.environ.update(order["environment"])  # type: ignore[call-overload]
     output = os.open(str(order["output"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -52,18 +52,18 @@ def become(order: dict[str, object]) -> None:
     code = PROGRAMS[sys.argv[0]]()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # Python's own end takes 0.7 s where torch was imported
+    os._exit(code)  # Python's own exit takes 0.7 s after importing torch
 
 
 def run(order: dict[str, object]) -> int:
-    """The program's exit code. What is left of it is killed: forks hold each other's pipes open."""
+    """Return the program's exit status; kill its other processes, because forks hold each other's pipes."""
     child = os.fork()
     if child == 0:
         become(order)
     _, status = os.waitpid(child, 0)
     with suppress(ProcessLookupError, ChildProcessError):
         os.killpg(child, signal.SIGKILL)
-        while True:  # until all have gone, and with them their hold on the run's folder
+        while True:  # until all have exited, and released the run's folder
             os.waitpid(-child, 0)
     return os.waitstatus_to_exitcode(status)
 

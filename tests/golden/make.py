@@ -1,4 +1,4 @@
-"""Makes tests/golden/hickle<N>.hkl with the hickle package of each major version, in a folder of its own.
+"""Makes tests/golden/hickle<N>.hkl with the hickle package of each major version, in its own folder.
 
     pip install --target old six dill
     pip download --no-deps --no-binary :all: hickle==2.0.5        and unpack it

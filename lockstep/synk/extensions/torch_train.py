@@ -1,37 +1,60 @@
 """Training functions for modules of torch: gradient, all_reduce and update as one command to the ranks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from lockstep.synk.distributing import function
-from lockstep.synk.extensions.steps import Step, make_step
-from lockstep.synk.programs import sharing
+from lockstep.synk import tensors
+from lockstep.synk.extensions import TrainingStep, make_step
+from lockstep.synk.session import current_team, function
 
 
 def make_train_function(
     module: torch.nn.Module,
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     optimizer: torch.optim.Optimizer,
-) -> Step:
-    """A function step(x, y, batch=None, num_slices=1) -> loss that trains on all ranks. Call it after
-    distribute().
+) -> TrainingStep:
+    """Return a function step(x, y, batch=None, num_slices=1, learning_rate=None) that trains on all ranks.
 
-    module: is shared (lockstep.synk.share) unless it is already. loss: of module(x) and y, the mean over
-    rows. optimizer: of the module's parameters. A step is exact for any number of rows: ranks' gradients
-    count by their rows.
+    Call distribute() before the first step. A step returns the loss, and is exact for any number of rows:
+    the ranks' gradients are weighted by their rows. A learning_rate replaces that of all parameter groups
+    from this step on; schedulers in this process work, too.
+
+    Args:
+        module: Shared by lockstep.synk.share if it is not yet.
+        loss: Function of module(x) and y that returns the mean over rows.
+        optimizer: Optimizer of the module's parameters.
     """
-    sharing.share(module)
-    weights, gradients = sharing.vectors(module, "make_train_function()")
+    team = current_team("make_train_function()")
+    tensors.share(team, module)
+    weights, gradients = tensors.vectors(team, module, "make_train_function()")
 
     def gradient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
-        found = loss(module(x), y)
-        found.backward()  # type: ignore[no-untyped-call]
-        return found
+        mean_loss = loss(module(x), y)
+        mean_loss.backward()  # type: ignore[no-untyped-call]
+        return mean_loss
 
     def descend() -> None:
         optimizer.step()
 
     compute = function(gradient, "avg", updates=[gradients], name="gradient")
-    return make_step(compute, gradients, function(descend, None, updates=[weights], name="update"))
+    step = make_step(compute, gradients, function(descend, None, updates=[weights], name="update"))
+
+    def step_at(
+        x: Any, y: Any, batch: Any = None, num_slices: int = 1, learning_rate: float | None = None
+    ) -> Any:
+        if learning_rate is not None:
+            _set_learning_rate(optimizer, learning_rate)
+        return step(x, y, batch, num_slices)
+
+    return step_at
+
+
+def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(learning_rate)
+        else:
+            group["lr"] = learning_rate

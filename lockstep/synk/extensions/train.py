@@ -5,8 +5,8 @@ from typing import Any
 
 import pytensor
 
-from lockstep.synk.distributing import function
-from lockstep.synk.extensions.steps import Step, listed, make_step
+from lockstep.synk.extensions import TrainingStep, listed, make_step
+from lockstep.synk.session import function
 
 
 def make_train_function(
@@ -17,13 +17,16 @@ def make_train_function(
     rule: Callable[..., Any],
     *arguments: Any,
     **options: Any,
-) -> Step:
-    """A function step(x, y, batch=None, num_slices=1) -> loss that trains on all ranks. Call it after
-    distribute().
+) -> TrainingStep:
+    """Return a function step(x, y, batch=None, num_slices=1) that trains on all ranks and returns the loss.
 
-    loss: a scalar, the mean over rows. x, y: its variables, or lists of them. rule: one of
-    lockstep.synk.extensions.updates, called with arguments and options. A step is exact for any number of
-    rows: ranks' gradients count by their rows.
+    Call distribute() before the first step. A step is exact for any number of rows: the ranks' gradients are
+    weighted by their rows.
+
+    Args:
+        loss: Scalar expression, the mean over rows.
+        x, y: Variables of the loss, or lists of them.
+        rule: Rule of lockstep.synk.extensions.updates, called with `arguments` and `options`.
     """
     grad_updates, param_updates, gradient = rule(loss, params, *arguments, **options)
     compute = function([*listed(x), *listed(y)], loss, updates=grad_updates, name="gradient")
@@ -39,16 +42,16 @@ def make_train_function_theano(
     rule: Callable[..., Any],
     *arguments: Any,
     **options: Any,
-) -> Step:
-    """The same in one process, by PyTensor alone: step(x, y, batch=None) on arrays."""
+) -> TrainingStep:
+    """Return step(x, y, batch=None) on arrays, which trains in one process with PyTensor only."""
     grad_updates, param_updates, _ = rule(loss, params, *arguments, **options)
     compute = pytensor.function([*listed(x), *listed(y)], loss, updates=grad_updates)
     update = pytensor.function([], updates=param_updates)
 
     def step(x: Any, y: Any, batch: Any = None) -> Any:
         arrays = [*listed(x), *listed(y)]
-        found = compute(*(arrays if batch is None else [array[batch] for array in arrays]))
+        result = compute(*(arrays if batch is None else [array[batch] for array in arrays]))
         update()
-        return found
+        return result
 
     return step

@@ -1,8 +1,8 @@
 """Update rules for training with all ranks: Lasagne's formulas on one flat gradient.
 
-Every rule gives three things: updates that compute the gradient into a shared variable, updates of the
-parameters that read it there, and the variable, which all_reduce averages in between (Synkhronos, section
-3.3). The gradient of all parameters is one vector, written in place, so that one collective does.
+Every rule returns three things: updates that compute the gradient into a shared variable, updates of the
+parameters that read this variable, and the variable, which all_reduce averages in between (Synkhronos,
+section 3.3). The gradient of all parameters is one vector, so that one collective is enough.
 
     grad_updates, param_updates, gradient = updates.adam(loss, params)
     compute = synk.function([x, y], loss, updates=grad_updates)
@@ -27,92 +27,95 @@ Rule = tuple[Updates, Updates, Any]
 
 
 def sgd(loss: Any, params: Sequence[Any], learning_rate: Any) -> Rule:
-    """p - rate g"""
+    """Return the rule p - rate g."""
     grad_updates, gradient, gradients = _flat_gradient(loss, params)
     return grad_updates, _descend(params, gradients, learning_rate), gradient
 
 
 def sgd_nonflat(loss: Any, params: Sequence[Any], learning_rate: Any) -> Rule:
-    """sgd with a gradient for each parameter, to compare with: the third result is a list."""
+    """Return sgd with a separate gradient for each parameter, for comparison; the third result is a list."""
     gradients = [_like(param) for param in params]
     grad_updates = list(zip(gradients, pt.grad(loss, list(params)), strict=True))
     return grad_updates, _descend(params, gradients, learning_rate), gradients
 
 
 def momentum(loss: Any, params: Sequence[Any], learning_rate: Any, momentum: Any = 0.9) -> Rule:
-    """v = momentum v - rate g; p + v"""
+    """Return the rule v = momentum v - rate g; p + v."""
     grad_updates, param_updates, gradient = sgd(loss, params, learning_rate)
     return grad_updates, apply_momentum(param_updates, momentum), gradient
 
 
 def nesterov_momentum(loss: Any, params: Sequence[Any], learning_rate: Any, momentum: Any = 0.9) -> Rule:
-    """v = momentum v - rate g; p + momentum v - rate g"""
+    """Return the rule v = momentum v - rate g; p + momentum v - rate g."""
     grad_updates, param_updates, gradient = sgd(loss, params, learning_rate)
     return grad_updates, apply_nesterov_momentum(param_updates, momentum), gradient
 
 
 def apply_momentum(param_updates: Updates, momentum: Any = 0.9) -> Updates:
-    """Momentum for any updates of parameters."""
-    found: Updates = []
+    """Add momentum to any updates of parameters."""
+    updates: Updates = []
     for param, value in param_updates:
         velocity = _like(param)
         new = _number(momentum, param) * velocity + value
-        found += [(velocity, new - param), (param, new)]
-    return found
+        updates += [(velocity, new - param), (param, new)]
+    return updates
 
 
 def apply_nesterov_momentum(param_updates: Updates, momentum: Any = 0.9) -> Updates:
-    """Nesterov's momentum for any updates of parameters."""
-    found: Updates = []
+    """Add Nesterov's momentum to any updates of parameters."""
+    updates: Updates = []
     for param, value in param_updates:
         velocity, rate = _like(param), _number(momentum, param)
         new = rate * velocity + value - param
-        found += [(velocity, new), (param, rate * new + value)]
-    return found
+        updates += [(velocity, new), (param, rate * new + value)]
+    return updates
 
 
 def adagrad(loss: Any, params: Sequence[Any], learning_rate: Any = 1.0, epsilon: float = 1e-6) -> Rule:
-    """a = a + g^2; p - rate g / sqrt(a + epsilon)"""
+    """Return the rule a = a + g^2; p - rate g / sqrt(a + epsilon)."""
     grad_updates, gradient, gradients = _flat_gradient(loss, params)
-    found: Updates = []
+    updates: Updates = []
     for param, grad in zip(params, gradients, strict=True):
         total = _like(param)
         new = total + grad**2
         step = _number(learning_rate, param) * grad / pt.sqrt(new + _number(epsilon, param))
-        found += [(total, new), (param, param - step)]
-    return grad_updates, found, gradient
+        updates += [(total, new), (param, param - step)]
+    return grad_updates, updates, gradient
 
 
 def rmsprop(
     loss: Any, params: Sequence[Any], learning_rate: Any = 1.0, rho: Any = 0.9, epsilon: float = 1e-6
 ) -> Rule:
-    """a = rho a + (1 - rho) g^2; p - rate g / sqrt(a + epsilon)"""
+    """Return the rule a = rho a + (1 - rho) g^2; p - rate g / sqrt(a + epsilon)."""
     grad_updates, gradient, gradients = _flat_gradient(loss, params)
-    found: Updates = []
+    updates: Updates = []
     for param, grad in zip(params, gradients, strict=True):
         mean = _like(param)
         new = _mean(mean, grad**2, _number(rho, param))
         step = _number(learning_rate, param) * grad / pt.sqrt(new + _number(epsilon, param))
-        found += [(mean, new), (param, param - step)]
-    return grad_updates, found, gradient
+        updates += [(mean, new), (param, param - step)]
+    return grad_updates, updates, gradient
 
 
 def adadelta(
     loss: Any, params: Sequence[Any], learning_rate: Any = 1.0, rho: Any = 0.95, epsilon: float = 1e-6
 ) -> Rule:
-    """a, d: running means of g^2 and u^2; u = g sqrt(d + epsilon) / sqrt(a + epsilon); p - rate u"""
+    """Return the rule u = g sqrt(d + epsilon) / sqrt(a + epsilon); p - rate u.
+
+    a and d are the running means of g^2 and u^2.
+    """
     grad_updates, gradient, gradients = _flat_gradient(loss, params)
-    found: Updates = []
+    updates: Updates = []
     for param, grad in zip(params, gradients, strict=True):
         mean, steps, decay, small = _like(param), _like(param), _number(rho, param), _number(epsilon, param)
         new = _mean(mean, grad**2, decay)
         step = grad * pt.sqrt(steps + small) / pt.sqrt(new + small)
-        found += [
+        updates += [
             (mean, new),
             (param, param - _number(learning_rate, param) * step),
             (steps, _mean(steps, step**2, decay)),
         ]
-    return grad_updates, found, gradient
+    return grad_updates, updates, gradient
 
 
 def adam(
@@ -123,17 +126,20 @@ def adam(
     beta2: Any = 0.999,
     epsilon: float = 1e-8,
 ) -> Rule:
-    """m, v: running means of g, g^2; p - rate sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + epsilon)"""
+    """Return the rule p - rate sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + epsilon).
+
+    m and v are the running means of g and g^2.
+    """
     grad_updates, gradient, gradients = _flat_gradient(loss, params)
     first, second = _number(beta1, gradient), _number(beta2, gradient)
-    found, t, rate = _corrected(learning_rate, first)
+    updates, t, rate = _corrected(learning_rate, first)
     rate *= pt.sqrt(_number(1, gradient) - second**t)
     for param, grad in zip(params, gradients, strict=True):
         mean, square = _like(param), _like(param)
         new_mean, new_square = _mean(mean, grad, first), _mean(square, grad**2, second)
         step = rate * new_mean / (pt.sqrt(new_square) + _number(epsilon, param))
-        found += [(mean, new_mean), (square, new_square), (param, param - step)]
-    return grad_updates, found, gradient
+        updates += [(mean, new_mean), (square, new_square), (param, param - step)]
+    return grad_updates, updates, gradient
 
 
 def adamax(
@@ -144,29 +150,34 @@ def adamax(
     beta2: Any = 0.999,
     epsilon: float = 1e-8,
 ) -> Rule:
-    """m: running mean of g; u = max(beta2 u, |g|); p - rate / (1 - beta1^t) m / (u + epsilon)"""
+    """Return the rule u = max(beta2 u, |g|); p - rate / (1 - beta1^t) m / (u + epsilon).
+
+    m is the running mean of g.
+    """
     grad_updates, gradient, gradients = _flat_gradient(loss, params)
     decay = _number(beta2, gradient)
     first = _number(beta1, gradient)
-    found, _, rate = _corrected(learning_rate, first)
+    updates, _, rate = _corrected(learning_rate, first)
     for param, grad in zip(params, gradients, strict=True):
         mean, largest = _like(param), _like(param)
         new_mean = _mean(mean, grad, first)
         new_largest = pt.maximum(decay * largest, abs(grad))
         step = rate * new_mean / (new_largest + _number(epsilon, param))
-        found += [(mean, new_mean), (largest, new_largest), (param, param - step)]
-    return grad_updates, found, gradient
+        updates += [(mean, new_mean), (largest, new_largest), (param, param - step)]
+    return grad_updates, updates, gradient
 
 
 def _flat_gradient(loss: Any, params: Sequence[Any]) -> tuple[Updates, Any, list[Any]]:
-    """Updates that compute the gradient, the vector it lies in, and its parts in the parameters' shapes.
+    """Return updates that compute the gradient, its vector, and the vector's parts in the parameters' shapes.
 
-    Written by set_subtensor, which happens in place: joining parts would make a new vector in every step.
+    set_subtensor writes in place, while joining the parts would create a new vector in every step.
     """
     dtypes = {param.dtype for param in params}
     if len(dtypes) != 1 or np.dtype(next(iter(dtypes))).kind != "f":
-        found = ", ".join(f"{param.name}: {param.dtype}" for param in params)
-        raise TypeError(f"one flat gradient needs parameters of one floating dtype, not {found or 'none'}")
+        described = ", ".join(f"{param.name}: {param.dtype}" for param in params)
+        raise TypeError(
+            f"one flat gradient needs parameters of one floating dtype, not {described or 'none'}"
+        )
     shapes = [param.get_value(borrow=True).shape for param in params]
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
     flat = pytensor.shared(np.zeros(ends[-1], dtypes.pop()), name="flat_gradient")
@@ -187,7 +198,7 @@ def _descend(params: Sequence[Any], gradients: Sequence[Any], learning_rate: Any
 
 
 def _like(param: Any) -> Any:
-    """A shared variable of the parameter's type, zero."""
+    """Return a shared variable of the parameter's type, set to zero."""
     value = param.get_value(borrow=True)
     return pytensor.shared(np.zeros(value.shape, value.dtype), shape=param.type.shape)
 
@@ -197,14 +208,14 @@ def _mean(old: Any, value: Any, decay: Any) -> Any:
 
 
 def _corrected(learning_rate: Any, decay: Any) -> tuple[Updates, Any, Any]:
-    """The update of a counter of steps, its next value t, and rate / (1 - decay^t)."""
+    """Return the update of a step counter, its next value t, and rate / (1 - decay^t)."""
     counter, one = pytensor.shared(np.asarray(0, decay.dtype), name="steps"), _number(1, decay)
     t = counter + one
     return [(counter, t)], t, _number(learning_rate, decay) / (one - decay**t)
 
 
 def _number(value: Any, model: Any) -> Any:
-    """A number or variable in the dtype of another variable."""
+    """Return a number or variable in the dtype of `model`."""
     if isinstance(value, int | float | np.ndarray | np.generic):
         return pt.constant(np.asarray(value, model.dtype))
     return pt.cast(value, model.dtype)

@@ -1,8 +1,8 @@
-"""Puts trainers and loaders, which a launcher spawns, onto the simulated driver (../simulated.py).
+"""Start the simulated driver (../simulated.py) in trainers and loaders that a launcher spawns.
 
-With CUDA_SIM_ALL every program, since the ranks of lockstep.synk are the user's process and what it starts.
+With CUDA_SIM_ALL it starts in every program, because rank 0 of lockstep.synk is the user's process.
 
-Python imports this file by itself where its folder is on PYTHONPATH.
+Python imports this file at startup where its folder is on PYTHONPATH.
 """
 
 import json
@@ -10,7 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-chosen = "--multiprocessing-fork" in sys.orig_argv or "CUDA_SIM_ALL" in os.environ
+template = any("lockstep.launch.template" in word for word in sys.orig_argv)  # its children are forks
+chosen = template or "--multiprocessing-fork" in sys.orig_argv or "CUDA_SIM_ALL" in os.environ
 if chosen and "CUDA_SIM_PARTS" in os.environ:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     import simulated

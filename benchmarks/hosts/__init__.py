@@ -1,0 +1,1 @@
+"""Benchmarks of the exchange between hosts, and a model of its scaling: python -m benchmarks.hosts."""

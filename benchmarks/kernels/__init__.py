@@ -1,0 +1,1 @@
+"""Benchmarks of single kernels on the CPU; gpu/ measures those for GPUs."""

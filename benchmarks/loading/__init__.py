@@ -1,0 +1,1 @@
+"""Benchmarks of the way from a file to a batch: reading, decoding, augmentation."""

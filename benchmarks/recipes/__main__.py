@@ -1,0 +1,229 @@
+"""The recipe of config_small_images.yaml beside the same one in plain PyTorch, on Fashion-MNIST.
+
+    python preprocessing/make_fashion_mnist.py data/fashion_png --border 2
+    python preprocessing/make_hkl.py data/fashion_png data/fashion32 --size 32
+    python -m benchmarks.recipes                 three seeds of 8 epochs each, then 24 epochs with one
+    python -m benchmarks.recipes --seeds 1 --epochs 2 --long 0 --out trial
+
+Both train in turns, each in its own processes: Lockstep with two trainers and two loaders, the plain loop
+with two threads and two workers of its DataLoader. Then Lockstep trains on a copy of the dataset with 1 % of
+three classes, without and with weights and sampler. The results go to docs/results/recipes.md, with a chart.
+A journal beside them resumes an interrupted run: it takes hours on two cores.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.measure import table, verdict, write_results
+from benchmarks.recipes.imbalanced import RARE, answers_of, f1_of, thin_out
+from lockstep.config import Config, Layer, resolve
+from lockstep.data.dataset import open_dataset
+
+PROGRAMS = ("Lockstep, 2 trainers", "plain PyTorch")
+REMEDIES: dict[str, dict[str, str]] = {
+    "none": {},
+    "class_weights: balanced": {"class_weights": "balanced"},
+    "sampler: balanced": {"sampler": "balanced"},
+    "sampler: sqrt": {"sampler": "sqrt"},
+}
+ACCURACY, LONG_ACCURACY = 92.8, 93.7  # targets in percent
+Curve = list[dict[str, float]]  # by epoch: epoch, error_top1, and the seconds since the first step
+
+
+def ours(options: argparse.Namespace, place: Path, n_epochs: int, seed: int, **keys: str) -> Curve:
+    """Train by train.py with two trainers, and return its validations."""
+    given = {"data_folder": str(options.data), "devices": "[cpu, cpu]", "cpu_threads": "1"}
+    given |= {"n_epochs": str(n_epochs), "snapshot_freq": str(n_epochs), "seed": str(seed)}
+    given |= {"weights_dir": str(place.parent), "run_name": place.name, **keys}
+    words = [f"{key}={value}" for key, value in given.items()]
+    command = [sys.executable, "train.py", "--config", "config_small_images.yaml", *words]
+    subprocess.run(command, check=True, capture_output=True)
+    events = [json.loads(line) for line in (place / "log.jsonl").read_text().splitlines()]
+    begin = next(event["time"] for event in events if event["event"] == "implementations")  # the first step
+    validated = [event for event in events if event["event"] == "validated"]
+    names = "epoch", "error_top1"
+    return [{**{name: each[name] for name in names}, "seconds": each["time"] - begin} for each in validated]
+
+
+def plain(options: argparse.Namespace, n_epochs: int, seed: int) -> Curve:
+    """Train by the plain loop, and return its validations."""
+    words = [str(options.images), str(n_epochs), str(seed)]
+    command = [sys.executable, "-m", "benchmarks.recipes.plain", *words]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+class Journal:
+    """The results so far, in a file from which an interrupted run resumes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self._results = {json.dumps(key): result for key, result in map(json.loads, lines)}
+
+    def once(self, key: list[Any], measure: Any) -> Any:
+        """Return the result of a key, measured unless the file has it."""
+        name = json.dumps(key)
+        if name not in self._results:
+            self._results[name] = measure()
+            with self._path.open("a") as file:
+                file.write(json.dumps([key, self._results[name]]) + "\n")
+        print(name, str(self._results[name])[-120:], flush=True)
+        return self._results[name]
+
+
+def learn_all(options: argparse.Namespace, journal: Journal, place: Path) -> dict[str, list[Curve]]:
+    """Return the curves of both programs for all seeds, then those of the long run."""
+    curves: dict[str, list[Curve]] = {program: [] for program in PROGRAMS}
+    runs = [(options.epochs, seed) for seed in range(options.seeds)]
+    for n_epochs, seed in [*runs, *([(options.long, 0)] if options.long else [])]:
+        for program in PROGRAMS:
+
+            def measure(program: str = program, n_epochs: int = n_epochs, seed: int = seed) -> Curve:
+                if program == PROGRAMS[1]:
+                    return plain(options, n_epochs, seed)
+                return ours(options, place / f"balanced{n_epochs}_{seed}", n_epochs, seed)
+
+            curves[program].append(journal.once([program, n_epochs, seed], measure))
+    return curves
+
+
+def balance(options: argparse.Namespace, journal: Journal, place: Path) -> dict[str, list[float]]:
+    """Return each class's F1 on the imbalanced set for each remedy that this version has."""
+    known = {field.name for field in dataclasses.fields(Config)}
+    source = open_dataset(resolve([Layer("benchmark", {"data_folder": str(options.data)})])[0])
+    folder = place / "imbalanced"
+    scores: dict[str, list[float]] = {}
+    for number, (name, keys) in enumerate(REMEDIES.items()):
+        if not set(keys) <= known:
+            print(f"{name}: this version does not have it")
+            continue
+        if not folder.exists():
+            thin_out(source, folder)
+
+        def measure(number: int = number, keys: dict[str, str] = keys) -> list[float]:
+            run = place / f"remedy{number}"
+            folders = {"data_folder": str(folder), "n_classes": str(source.n_classes)}
+            ours(options, run, options.epochs, 0, **folders, **keys)
+            answered = answers_of(run)
+            return [float(score) for score in f1_of(answered.labels, answered.answers)]
+
+        scores[name] = journal.once(["imbalanced", name, options.epochs], measure)
+    return scores
+
+
+def accuracies(curves: list[Curve]) -> list[float]:
+    """Return the last accuracies in percent."""
+    return [100 * (1 - curve[-1]["error_top1"]) for curve in curves]
+
+
+def standard_error(values: list[float]) -> float:
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
+def seconds_to(curve: Curve, accuracy: float) -> str:
+    """Return the seconds after which a validation has reached an accuracy in percent."""
+    reached = [entry["seconds"] for entry in curve if 100 * (1 - entry["error_top1"]) >= accuracy]
+    return f"{reached[0]:.0f}" if reached else "never"
+
+
+def row_of(program: str, curves: list[Curve], long: list[Curve]) -> tuple[str, ...]:
+    reached, seconds = accuracies(curves), [curve[-1]["seconds"] for curve in curves]
+    accuracy = f"{statistics.mean(reached):.2f} +- {standard_error(reached):.2f}"
+    times = ", ".join(seconds_to(curve, ACCURACY) for curve in curves)
+    last = f"{accuracies(long)[0]:.2f}" if long else "-"
+    return program, accuracy, f"{statistics.mean(seconds):.0f}", times, last
+
+
+def accuracy_section(
+    options: argparse.Namespace, curves: dict[str, list[Curve]]
+) -> tuple[str, dict[str, Any]]:
+    """Return the table of both programs and the comparison with the targets."""
+    long_head = f"{options.long} epochs, top-1 in %" if options.long else "longer"
+    head = "program", "top-1 in %", "seconds", f"seconds to {ACCURACY} %, by seed", long_head
+    short = {program: every[: options.seeds] for program, every in curves.items()}
+    rows = [row_of(program, short[program], every[options.seeds :]) for program, every in curves.items()]
+    mine, theirs = (accuracies(short[program]) for program in PROGRAMS)
+    difference = statistics.mean(mine) - statistics.mean(theirs)
+    error = (standard_error(mine) ** 2 + standard_error(theirs) ** 2) ** 0.5
+    lines = [
+        f"Accuracy: {verdict(statistics.mean(mine), ACCURACY)}. Lockstep's less the plain loop's: "
+        f"{difference:+.2f}, with a standard error of {error:.2f}.",
+        f"The plain loop's crops and mirrors are those of {short[PROGRAMS[1]][0][0]['library']}.",
+    ]
+    if options.long:
+        reached = accuracies(curves[PROGRAMS[0]])[-1]
+        lines.append(f"{options.long} epochs: {verdict(reached, LONG_ACCURACY)}.")
+    title = f"Fashion-MNIST, ResNet-20, {options.epochs} epochs, seeds 0 to {options.seeds - 1}"
+    chart = ["", "![Accuracy by time](recipes.png)", ""]
+    return "\n".join([table(title, [head, *rows]), *lines, *chart]), {"recipes": curves}
+
+
+def imbalanced_section(
+    options: argparse.Namespace, scores: dict[str, list[float]]
+) -> tuple[str, dict[str, Any]]:
+    """Return the table of the imbalanced set."""
+    rows: list[tuple[str, ...]] = [("remedy", "macro F1 in %", "F1 of the rare classes in %")]
+    for name, each in scores.items():
+        rare = ", ".join(f"{100 * each[label]:.1f}" for label in RARE)
+        rows.append((name, f"{100 * statistics.mean(each):.2f}", rare))
+    title = f"With 1 % of the images of classes {', '.join(map(str, RARE))}, {options.epochs} epochs, seed 0"
+    return table(title, rows), {"imbalanced": scores}
+
+
+def draw(curves: dict[str, list[Curve]], path: Path) -> None:
+    """Draw the accuracy of every run by time."""
+    figure = Figure((7, 4))
+    axes = figure.add_subplot(xlabel="seconds of training", ylabel="top-1 on validation images, %")
+    for number, (program, every) in enumerate(curves.items()):
+        for place, curve in enumerate(every):
+            points = [(entry["seconds"], 100 * (1 - entry["error_top1"])) for entry in curve]
+            label = program if place == 0 else None
+            axes.plot(*zip(*points, strict=True), f"C{number}", marker=".", label=label)
+    axes.set_ylim(80)
+    axes.axhline(ACCURACY, color="gray", linewidth=0.8)
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def read_command_line() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.recipes",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of both programs (3)")
+    parser.add_argument("--epochs", type=int, default=8, help="epochs of each (8)")
+    parser.add_argument("--long", type=int, default=24, help="epochs of one more run; 0: none (24)")
+    parser.add_argument("--data", type=Path, default=Path("data/fashion32"), help="the dataset folder")
+    parser.add_argument("--images", type=Path, default=Path("data/fashion_png"), help="its PNG files")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where to write")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = read_command_line()
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "recipes.unfinished.jsonl"
+    journal = Journal(path)
+    with tempfile.TemporaryDirectory() as folder:
+        curves = learn_all(options, journal, Path(folder))
+        scores = balance(options, journal, Path(folder))
+    draw(curves, options.out / "recipes.png")
+    sections = [accuracy_section(options, curves), imbalanced_section(options, scores)]
+    write_results(options.out, "recipes", sections, "python -m benchmarks.recipes")
+    path.unlink()
+    print((options.out / "recipes.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmarks of a training step and its parts, of checkpoints, and of the start of a run."""

@@ -1,0 +1,1 @@
+"""Benchmarks of lockstep.synk: python -m benchmarks.synk."""

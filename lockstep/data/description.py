@@ -1,0 +1,74 @@
+"""The facts about a dataset that users of a trained network need: dataset.json and dataset_mean.npy.
+
+They are in a run's folder, so that `classify.py` works without the dataset.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.data.manifest import ORIENTATIONS, RESIZES, Orientation, Resize
+from lockstep.errors import UserError
+from lockstep.files import write_array, write_text
+
+NAME, MEAN_NAME = "dataset.json", "dataset_mean.npy"
+
+
+@dataclass(frozen=True)
+class Description:
+    """Class names, the mean to subtract, float32 (row, column, channel), and how images became square."""
+
+    class_names: tuple[str, ...]
+    mean: np.ndarray
+    resize: Resize
+    orientation: Orientation
+
+    @property
+    def n_classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        return self.mean.shape
+
+
+def write_description(folder: Path, description: Description) -> None:
+    """Write both files. Raise UserError if that fails."""
+    words = {key: getattr(description, key) for key in ("class_names", "resize", "orientation")}
+    write_array(folder / MEAN_NAME, description.mean)
+    write_text(folder / NAME, json.dumps(words, indent=0))
+
+
+def read_description(folder: Path) -> Description | None:
+    """Return the description in a run's folder, or None if it has none.
+
+    Raises:
+        UserError: A file is damaged; the message names it.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return None
+    try:
+        words = json.loads(path.read_text(encoding="utf-8"))
+        names, resize, orientation = words["class_names"], words["resize"], words["orientation"]
+        if not all(isinstance(name, str) for name in names) or resize not in RESIZES:
+            raise ValueError("class_names or resize")
+        if orientation not in ORIENTATIONS:
+            raise ValueError("orientation")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: can't be used: {error}. Remove it to read the dataset itself.") from error
+    return Description(tuple(names), _read_mean(folder / MEAN_NAME), resize, orientation)
+
+
+def _read_mean(path: Path) -> np.ndarray:
+    try:
+        mean = np.load(path, allow_pickle=False)
+    except Exception as error:  # NumPy raises many types for a file of another format
+        raise UserError(
+            f"{path}: can't be read: {error}. Remove {NAME} to read the dataset itself."
+        ) from error
+    if not isinstance(mean, np.ndarray) or mean.dtype != np.float32 or mean.ndim != 3 or mean.shape[2] > 4:
+        raise UserError(f"{path}: is no mean image. Remove {NAME} to read the dataset itself.")
+    return mean

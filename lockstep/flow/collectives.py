@@ -1,0 +1,230 @@
+"""Collectives: reductions and copies over devices, and over the processes of a torch.distributed group.
+
+All values are combined in the order of devices and ranks, so that the bits are the same in every run.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.errors import UserError
+from lockstep.flow import placement, private
+from lockstep.flow.arrays import Array, bring, from_tensor
+from lockstep.flow.devices import Device
+from lockstep.flow.operations import new, new_sparse, operation
+
+Parts = list[list[Array]]  # the arrays of a bucket, of each device with samples
+
+
+def reduce(parts: Parts, owner: Device, in_all: bool = False) -> tuple[list[Array], Parts]:
+    """Add up dense arrays in place, on the owner.
+
+    Inputs that the owner cannot reach are copied into its memory first.
+
+    Args:
+        parts: The arrays of each device.
+        in_all: Write the sums into the arrays of all devices that the owner reaches.
+
+    Returns:
+        The sums, in the owner's memory, and the parts as used: originals, or copies on the owner.
+    """
+    own = next((n for n, part in enumerate(parts) if part[0].place.memory == owner.memory), None)
+    if own is None:
+        own, parts = 0, [[bring(array, owner) for array in parts[0]], *parts[1:]]
+    reached = [
+        part if all(owner.reaches(array.place, array.dtype) for array in part)
+        else [bring(array, owner) for array in part]
+        for part in parts
+    ]  # fmt: skip
+    if len(reached) > 1:
+        targets = [own, *(n for n, part in enumerate(reached) if in_all and n != own and part is parts[n])]
+        inputs = [array for part in reached for array in part]
+        written = [array for n in targets for array in reached[n]]
+        function = partial(_add_up, owner, len(reached), targets)
+        operation("all_reduce" if in_all else "reduce", function, owner, inputs, written=written)
+    return reached[own], reached
+
+
+def _add_up(owner: Device, n_parts: int, targets: Sequence[int], *values: torch.Tensor) -> None:
+    n_arrays = len(values) // n_parts
+    for first in range(n_arrays):
+        sources = [values[first + n * n_arrays] for n in range(n_parts)]
+        owner.reduce(sources, [sources[n] for n in targets])
+
+
+def reduce_sparse(parts: Parts, owner: Device) -> Array:
+    """Return one sparse array with the entries of all devices in order; equal rows are added up."""
+    inputs = [bring(part[0], owner) for part in parts]
+    merged = new_sparse(owner, inputs[0])
+    operation("reduce", _coalesce, owner, inputs, made=[merged])
+    return merged
+
+
+def _coalesce(*values: torch.Tensor) -> torch.Tensor:
+    indices = torch.cat([value._indices() for value in values], 1)
+    entries = torch.cat([value._values() for value in values])
+    return torch.sparse_coo_tensor(indices, entries, values[0].size(), check_invariants=False).coalesce()
+
+
+def broadcast(sources: Sequence[Array], targets: Sequence[Array], device: Device) -> None:
+    """Copy arrays into others, which are on the device."""
+    brought = [s if device.reaches(s.place, s.dtype) else bring(s, device) for s in sources]
+    operation("broadcast", _copy, device, [*brought, *targets], written=targets)
+
+
+def _copy(*values: torch.Tensor) -> None:
+    half = len(values) // 2
+    for source, target in zip(values[:half], values[half:], strict=True):
+        target.copy_(source)
+
+
+def mean(parts: Parts, fractions: Sequence[Array], owner: Device) -> list[Array]:
+    """Return new arrays: the means of the parts, weighted by scalar arrays."""
+    inputs = [bring(array, owner) for part in parts for array in part]
+    weights = [bring(array, owner) for array in fractions]
+    made = [new(owner, array.shape, array.dtype, inputs) for array in parts[0]]
+    operation("all_reduce", partial(_mean, len(parts)), owner, [*weights, *inputs], made=made)
+    return made
+
+
+def _mean(n_parts: int, *values: Any) -> tuple[torch.Tensor, ...]:
+    weights, arrays = [float(value) for value in values[:n_parts]], values[n_parts:]
+    n_arrays = len(arrays) // n_parts
+    means = []
+    for first in range(n_arrays):
+        total = arrays[first] * weights[0]
+        for number in range(1, n_parts):
+            total = total + arrays[first + number * n_arrays] * weights[number]
+        means.append(total.contiguous())
+    return tuple(means)
+
+
+class ProcessCollectives:
+    """Collectives among processes, which all processes run in the same order.
+
+    Every exchange writes one array, so their hazards fix the order, whichever bucket is ready first.
+    """
+
+    def __init__(self, group: Any, device: Device) -> None:
+        check_distributed("group")
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._turn = _turn(device)
+
+    def broadcast_model(self, model: nn.Module) -> None:
+        """Copy all values of the group's rank 0 into the model."""
+        first = dist.get_global_rank(self._group, 0) if self._group is not dist.group.WORLD else 0
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.data, first, group=self._group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of each process, in the order of ranks."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def all_reduce(self, arrays: Sequence[Array], device: Device) -> None:
+        """Add up arrays over all processes, in place."""
+        inputs = [*arrays, self._turn]
+        operation("all_reduce processes", self._add_up, device, inputs, written=inputs)
+
+    def _add_up(self, *values: torch.Tensor) -> None:
+        tensors = values[:-1]
+        flat = torch.cat([tensor.view(-1) for tensor in tensors])
+        dist.all_reduce(flat, group=self._group)
+        for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def reduce_gathered(
+        self, combine: Callable[..., Any], inputs: Sequence[Array], made: Sequence[Array], device: Device
+    ) -> None:
+        """Make new arrays by combine(values of all processes, in the order of ranks)."""
+        function = partial(self._reduce_gathered, combine)
+        operation(
+            "all_reduce processes", function, device, [*inputs, self._turn], written=[self._turn], made=made
+        )
+
+    def _reduce_gathered(self, combine: Callable[..., Any], *values: torch.Tensor) -> Any:
+        return combine(*(value for own in self.gather(values[:-1]) for value in own))
+
+    def reduce_sparse(self, array: Array, device: Device) -> Array:
+        """Return a sparse array with all entries in the order of ranks, coalesced."""
+        made = new_sparse(device, array)
+        operation(
+            "all_reduce processes",
+            self._coalesce,
+            device,
+            [array, self._turn],
+            written=[self._turn],
+            made=[made],
+        )
+        return made
+
+    def _coalesce(self, value: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+        found = self.gather((value._indices(), value._values()))
+        indices, entries = (
+            torch.cat(parts, dim) for parts, dim in zip(zip(*found, strict=True), (1, 0), strict=True)
+        )
+        return torch.sparse_coo_tensor(indices, entries, value.size(), check_invariants=False).coalesce()
+
+
+def _turn(device: Device) -> Array:
+    with private.without_modes():
+        return from_tensor(torch.zeros(()), device, "turn")
+
+
+def check_distributed(what: str) -> None:
+    """Raise UserError if torch.distributed is not initialized."""
+    if not dist.is_initialized():
+        raise UserError(f"{what} needs other processes: call torch.distributed.init_process_group first")
+
+
+_turns: dict[tuple[Any, ...], Array] = {}  # messages to a peer, and from it, keep their order
+
+
+def _turn_of(kind: str, peer: int, group: Any, device: Device) -> Array:
+    check_distributed(f"flow.{kind}")
+    key = kind, peer, id(group)
+    if key not in _turns:
+        _turns[key] = _turn(device)
+    return _turns[key]
+
+
+def send(array: Array, peer: int, group: Any = None) -> Any:
+    """Send a value to the process with this rank, and return the operation. It has its own lane.
+
+    Values from one process to another arrive in program order.
+
+    Args:
+        peer: A global rank of torch.distributed.
+    """
+    turn = _turn_of("send", peer, group, array.place)
+    message = partial(_send, peer, group)
+    return operation("send", message, array.place, [array, turn], written=[turn], lane="send", phase="copy")
+
+
+def receive(peer: int, like: torch.Tensor, group: Any = None) -> Array:
+    """Return an array like `like`, on the current device, for the next value from the process `peer`."""
+    device = placement.current_device()
+    turn = _turn_of("receive", peer, group, device)
+    made = new(device, like.shape, like.dtype, [like] if isinstance(like, Array) else [])
+    message = _receiving(peer, group, like.shape, like.dtype)
+    operation("receive", message, device, [turn], written=[turn], made=[made], lane="receive", phase="copy")
+    return made
+
+
+def _send(peer: int, group: Any, value: torch.Tensor, _turn: torch.Tensor) -> None:
+    dist.send(value.contiguous(), peer, group=group)
+
+
+def _receiving(peer: int, group: Any, shape: torch.Size, dtype: torch.dtype) -> Callable[..., Any]:
+    def message(turn: torch.Tensor) -> tuple[torch.Tensor]:
+        value = torch.empty(shape, dtype=dtype, device=turn.device)
+        dist.recv(value, peer, group=group)
+        return (value,)
+
+    return message

@@ -1,0 +1,179 @@
+"""New arrays: copies of data, modules, factories, and the scope in which torch's factories make arrays."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ContextDecorator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lockstep.errors import UserError
+from lockstep.flow import placement, private
+from lockstep.flow.arrays import Array, array_leaves, from_tensor, record
+from lockstep.flow.devices import Device
+from lockstep.flow.engine import engine_of
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+class _Forks:
+    """The number of forks between the first process and this one."""
+
+    count = 0
+
+
+def _count_fork() -> None:
+    _Forks.count += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def array(data: Any, dtype: torch.dtype | None = None) -> Array:
+    """Return a copy of numbers, a NumPy array or a tensor, on the current device.
+
+    Arrays inside lists are waited for.
+    """
+    if isinstance(data, Array):
+        copy: Any = data.detach().clone()
+        return copy  # type: ignore[no-any-return]
+    data = with_tensors(data)
+    with private.without_modes():
+        tensor = torch.as_tensor(data, dtype=dtype)
+    return from_tensor(tensor, placement.current_device())
+
+
+def with_tensors(data: Any) -> Any:
+    """Return lists and tuples of numbers with their arrays replaced by ordinary tensors."""
+    if not isinstance(data, list | tuple) or not array_leaves(data):
+        return data
+    return private.tree_map(lambda leaf: leaf.tensor() if isinstance(leaf, Array) else leaf, data)
+
+
+def arrays(module: _Module) -> _Module:
+    """Make the module's parameters and buffers arrays on the current device, in place; return the module.
+
+    Arrays stay as they are. The names of parameters are shown in diagrams of programs.
+    """
+    device, made = placement.current_device(), dict[int, Array]()
+    for prefix, part in module.named_modules():
+        for own in (part._parameters, part._buffers):
+            for key, tensor in own.items():
+                if tensor is None or isinstance(tensor, Array):
+                    continue
+                if id(tensor) not in made:
+                    new = from_tensor(tensor, device, f"{prefix}.{key}".lstrip("."))
+                    if isinstance(tensor, nn.Parameter):
+                        private.as_parameter(new.requires_grad_(tensor.requires_grad))
+                    made[id(tensor)] = new
+                own[key] = made[id(tensor)]
+    return module
+
+
+def _factory(make: Callable[[], torch.Tensor]) -> Array:
+    with recording_everything():
+        made = make()
+    assert isinstance(made, Array)
+    return made
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Array:
+    """Return an array of zeros on the current device."""
+    return _factory(lambda: torch.zeros(tuple(shape), dtype=dtype))
+
+
+def ones(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Array:
+    """Return an array of ones on the current device."""
+    return _factory(lambda: torch.ones(tuple(shape), dtype=dtype))
+
+
+def randn(shape: Sequence[int], mean: float = 0.0, std: float = 1.0) -> Array:
+    """Return normally distributed float32 numbers, on the current device."""
+    return _factory(lambda: torch.empty(tuple(shape), dtype=torch.float32).normal_(mean, std))
+
+
+def randb(shape: Sequence[int], p: float) -> Array:
+    """Return float32 numbers that are 1 with probability p and 0 otherwise, on the current device."""
+    return _factory(lambda: torch.empty(tuple(shape), dtype=torch.float32).bernoulli_(p))
+
+
+class _RecordingMode(private.DispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that records operations of torch, until the process is forked."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fork = _Forks.count
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.holds():
+            return function(*args, **(kwargs or {}))
+        return record(function, args, kwargs or {})
+
+    def holds(self) -> bool:
+        """Return whether the mode is valid: a forked child begins outside of its parent's scopes."""
+        return self._fork == _Forks.count
+
+
+class recording_everything(private.Scope):  # noqa: N801
+    """A scope in which operations on ordinary tensors and factories are recorded, too."""
+
+    def calls(self) -> tuple[list[Any], list[Any]]:
+        return _mode_calls()
+
+
+def _mode_calls() -> tuple[list[Any], list[Any]]:
+    if any(type(mode) is _RecordingMode and mode.holds() for mode in private.active_modes()):
+        return [], []  # a second mode would see what the first does
+    return private.mode_calls(_RecordingMode(), _CopyingMode())
+
+
+class _CopyingMode(TorchFunctionMode):
+    """A mode that makes deep copies arrays; torch would put an ordinary tensor's memory under an array.
+
+    It also replaces the arrays in lists that torch.tensor is given, whose memory torch would read, by their
+    values, and explains the error of a function of torch that reads the memory of an array.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = array(tensor).requires_grad_(tensor.requires_grad)
+            return memo[id(tensor)]
+        if function is torch.tensor and args:
+            args = (with_tensors(args[0]), *args[1:])
+        try:
+            return function(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if "data is not allocated" not in str(error):
+                raise
+            raise UserError(
+                f"{placement.user_line()}: {function.__name__} makes a tensor in C++ and reads its memory, "
+                "but `with flow.device` has made it an array: give tensors instead of lists, or call it "
+                "outside"
+            ) from error
+
+
+class device(ContextDecorator, placement.CurrentDevice):  # noqa: N801
+    """A scope in which results lie on one device, and torch's factories make arrays.
+
+    Args:
+        device: The device; `with` also gives it to the name behind `as`.
+
+    Raises:
+        UserError: This is not a device, or another process's.
+    """
+
+    def __init__(self, device: Device) -> None:
+        engine_of(device)
+        super().__init__(device)
+
+    def calls(self) -> tuple[list[Any], list[Any]]:
+        begin, end = super().calls()
+        mode_begin, mode_end = _mode_calls()
+        return begin + mode_begin, mode_end + end
+
+    def _recreate_cm(self) -> "device":
+        return device(self.value)

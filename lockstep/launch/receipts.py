@@ -1,0 +1,141 @@
+"""The receipts that a trainer keeps of its run: what they say of it, and when they are due."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from lockstep.backends import devices
+from lockstep.config import Config
+from lockstep.data.dataset import Dataset
+from lockstep.errors import UserError
+from lockstep.files import checksum
+from lockstep.runs import versions
+from lockstep.runs.checkpoint_files import read_state
+from lockstep.runs.receipts import (
+    NAME,
+    Receipt,
+    ReceiptFile,
+    digest_of_config,
+    digest_of_settings,
+    digests_of_data,
+    read,
+)
+
+
+class ReceiptKeeper:
+    """The receipts of one process of trainer 0.
+
+    Args:
+        folder: The run's folder.
+        config: The run's.
+        dataset: Its manifest and labels are in every receipt.
+        recovered: Whether the process started from a checkpoint in memory.
+
+    Raises:
+        UserError: The file of receipts can't be used.
+    """
+
+    def __init__(self, folder: Path, config: Config, dataset: Dataset, recovered: bool = False) -> None:
+        self._file = ReceiptFile(folder)
+        self._size = config.global_batch_size or 1
+        self._n_steps = -(-len(dataset.train) // self._size)
+        self._config, self._settings = digest_of_config(config), digest_of_settings(config)
+        self._manifest, self._labels = digests_of_data(dataset)
+        self._versions = versions_of_computing()
+        self._machine = machine_of(config)
+        self._first_kind: Literal["start", "recovery"] | None = "recovery" if recovered else "start"
+
+    def add_checkpoint(self, tensors: Path) -> None:
+        """Add the receipt of a checkpoint that is complete. Raises as `add`."""
+        state = read_state(tensors.with_suffix(".json"))
+        self.add(state.epoch, state.position, state.sha256, tensors)
+
+    def add(self, epoch: int, position: int, state: str, tensors: Path | None = None) -> None:
+        """Add the receipt of a state.
+
+        Args:
+            epoch: The current epoch, from 1.
+            position: Samples of that epoch that have been trained on.
+            state: SHA-256 of the checkpoint's tensors, or of those that it would have.
+            tensors: The checkpoint's file of tensors, if there is one; its record lies beside it.
+
+        Raises:
+            UserError: A file can't be read or written.
+        """
+        try:
+            self._add(epoch, position, state, tensors)
+        except OSError as error:
+            raise UserError(f"{self._file.path}: a receipt can't be written: {error.strerror}") from error
+
+    def _add(self, epoch: int, position: int, state: str, tensors: Path | None) -> None:
+        kind = "checkpoint" if tensors else self._first_kind or "step"
+        self._first_kind = None
+        receipt = Receipt(
+            number=0,
+            kind=kind,
+            step=(epoch - 1) * self._n_steps + -(-position // self._size),
+            epoch=epoch,
+            position=position,
+            state=state,
+            checkpoint=tensors.stem if tensors else "",
+            record=checksum(tensors.with_suffix(".json")) if tensors else "",
+            config=self._config,
+            settings=self._settings,
+            manifest=self._manifest,
+            labels=self._labels,
+            versions=self._versions,
+            machine=self._machine,
+        )
+        self._file.add(receipt)
+
+
+def add_written_out(folder: Path, tensors: Path) -> None:
+    """Add the receipt of a checkpoint that another process than the trainer has written.
+
+    Args:
+        folder: The run's folder. Without receipts in it, none is added.
+        tensors: The checkpoint's file of tensors; its record lies beside it.
+
+    Raises:
+        UserError: A file can't be read or written.
+    """
+    if not (folder / NAME).exists():
+        return
+    known = read(folder)[0]
+    if not known:
+        raise UserError(f"{folder / NAME}: has no whole receipt. Move the file away to go on.")
+    record = tensors.with_suffix(".json")
+    state = read_state(record)
+    size = int(state.config["global_batch_size"] or 1)
+    receipt = replace(
+        known[-1],
+        kind="recovery",
+        step=(state.epoch - 1) * -(-state.n_samples // size) + -(-state.position // size),
+        epoch=state.epoch,
+        position=state.position,
+        state=state.sha256,
+        checkpoint=tensors.stem,
+        record=checksum(record),
+    )
+    try:
+        ReceiptFile(folder).add(receipt)
+    except OSError as error:
+        raise UserError(f"{folder / NAME}: a receipt can't be written: {error.strerror}") from error
+
+
+def versions_of_computing() -> dict[str, str]:
+    """Return the versions of the packages that compute, and of oneDNN inside torch."""
+    found = re.search(r"(?:MKL-DNN|oneDNN)\s+v?([\d.]+)", torch.__config__.show())
+    return {**versions.of_packages(), "onednn": found[1] if found else "none"}
+
+
+def machine_of(config: Config) -> dict[str, str]:
+    """Return what the bits of a state may depend on in the machine, with a trainer's threads."""
+    return {
+        "devices": ", ".join(sorted(set(devices.describe(config.devices).values()))),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+    }

@@ -1,0 +1,78 @@
+"""The command `lockstep resize`: give a run other devices while it trains.
+
+    lockstep resize runs/try1 devices=[cpu,cpu,cpu]     three trainers instead of what the run has
+    lockstep resize runs/try1 +1                        one more
+    lockstep resize runs/try1 -1                        one fewer
+
+The run takes a checkpoint in memory at the end of its step and resumes on the other devices. It needs
+logical_ranks (the same bits) or global_batch_size (the same training up to rounding).
+"""
+
+import re
+import sys
+import time
+from pathlib import Path
+
+from lockstep import config as configuration
+from lockstep.errors import UserError
+from lockstep.runs import resizing
+from lockstep.runs.folder import is_running
+
+_LOOK_SECONDS = 0.02
+_CHANGE = re.compile(r"[+-]\d{1,3}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Exit code 0: done; 2: refused, and the last line says why."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if len(words) != 2 or words[0].startswith("-"):
+        print(__doc__)
+        return 0 if {"-h", "--help"} & set(words) else 2
+    try:
+        print(resize(Path(words[0]), words[1]))
+    except UserError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def resize(folder: Path, wish: str) -> str:
+    """Ask a run's launcher for other devices and wait until it has resumed. Return a line for people.
+
+    Args:
+        folder: The run's folder.
+        wish: 'devices=[...]', or a change of their number, '+1' or '-1'.
+
+    Raises:
+        UserError: The run refuses, has ended or is not on this machine.
+    """
+    devices, change = _parse(wish)
+    if not (folder / "config.yaml").exists():
+        raise UserError(f"{folder}: is not a run's folder. Give the folder of a run that trains now.")
+    if not is_running(folder):
+        raise UserError(f"{folder}: no launcher on this machine is training this run now")
+    request = resizing.ask(folder, devices, change)
+    while True:
+        given = resizing.read_answer(folder)
+        if given and given.number == request.number and given.state != "accepted":
+            break
+        if not is_running(folder):
+            resizing.discard(folder)
+            raise UserError(f"{folder}: the run has ended before it could be resized")
+        time.sleep(_LOOK_SECONDS)
+    if given.state == "refused":
+        raise UserError(f"{folder}: refused: {given.text}")
+    return given.text
+
+
+def _parse(wish: str) -> tuple[tuple[str, ...], int]:
+    if _CHANGE.fullmatch(wish) and int(wish):
+        return (), int(wish)
+    config, _ = configuration.resolve([configuration.read_command_line([wish])])
+    if not wish.startswith("devices=") or not config.devices:
+        raise UserError(f"{wish!r}: must be devices=[...], +1 or -1")
+    return config.devices, 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""The template process: it imports torch and the program once, and forks trainers and loaders.
+
+A fork takes milliseconds, an import of torch about a second. The template computes nothing and opens no
+device, because neither survives a fork. Each process is forked twice, and the process in between exits at
+once, so the kernel makes the launcher the parent (prctl(2), PR_SET_CHILD_SUBREAPER). The launcher therefore
+gets exit codes and takes its children with it when it dies, as with processes that it spawns itself; and a
+template that is killed is missed only at the next start.
+"""
+
+import atexit
+import importlib
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lockstep.comm.pipes import Pipe
+from lockstep.errors import PeerLost, PeerProblem
+from lockstep.interrupts import STOP_SIGNAL, Interrupts, adopt_orphans, die_with_parent, set_process_name
+from lockstep.launch.child import ChildStart, child_main
+from lockstep.memory.host import HostBlock
+
+_NAME = "the template process"
+_CODE = """import json, sys
+connection, launcher, sys.path[:], modules = json.loads(sys.argv[1])
+from lockstep.launch.template import run_template
+run_template(connection, launcher, modules)
+"""
+_POLL_SECONDS = 0.0002  # between two looks for the exit of the process in between
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Launcher to template: fork a child. Its descriptors follow.
+
+    Attributes:
+        start: A pickled ChildStart, in which descriptors are numbered.
+    """
+
+    start: bytes
+    environment: dict[str, str]
+    n_descriptors: int
+
+
+@dataclass(frozen=True)
+class _Forked:
+    """Template to launcher: the child's process id, or the error number of a failed fork."""
+
+    pid: int = 0
+    error: int = 0
+
+
+class ForkedProcess:
+    """The launcher's handle of a forked child, with multiprocessing's interface.
+
+    Attributes:
+        sentinel: A descriptor that is readable once the child has exited.
+    """
+
+    def __init__(self, pid: int, sentinel: int) -> None:
+        self.pid, self.sentinel = pid, sentinel
+        self._code: int | None = None
+
+    @property
+    def exitcode(self) -> int | None:
+        """The exit code, negative after a signal; None while the child runs."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+                os.close(self.sentinel)
+        return self._code
+
+    def kill(self) -> None:
+        """Kill the child, unless it has exited."""
+        if self.exitcode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def join(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for the child's exit."""
+        until = time.monotonic() + timeout
+        while self.exitcode is None and time.monotonic() < until:
+            select.select([self.sentinel], [], [], max(0.0, until - time.monotonic()))
+            time.sleep(_POLL_SECONDS)  # its descriptors close a moment before it can be waited for
+
+
+class Template:
+    """The launcher's side of the template process, which is started again when it has died.
+
+    Args:
+        modules: Imported by the template, for all its children.
+        interrupts: The launcher's signal handling.
+        timeout: Seconds for which the template may take to answer; importing may take longer.
+    """
+
+    def __init__(self, modules: Sequence[str], interrupts: Interrupts, timeout: float = 120.0) -> None:
+        self.timeout = timeout
+        self._modules, self._interrupts = tuple(modules), interrupts
+        adopt_orphans()
+        self._begin()
+
+    def start(self, start: ChildStart) -> ForkedProcess:
+        """Fork a child that runs `child_main(start)`.
+
+        Raises:
+            OSError: The operating system refuses another process.
+            PeerProblem: The template does not answer, and neither does a second one.
+        """
+        try:
+            return self._ask(start)
+        except PeerProblem:  # it was killed, or stands still
+            self.close()
+            self._begin()
+            return self._ask(start)
+
+    def close(self) -> None:
+        """End the template. Its children are not affected."""
+        self._process.kill()
+        self._process.wait()
+        self._pipe.close()
+
+    def _begin(self) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        setting = [theirs.fileno(), os.getpid(), list(map(str, sys.path)), self._modules]
+        command = [sys.executable, *flags, "-c", _CODE, json.dumps(setting)]
+        with self._interrupts.ignored_by_children():
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self._pipe = Pipe(ours, _NAME, self.timeout)
+
+    def _ask(self, start: ChildStart) -> ForkedProcess:
+        sentinel, childs_end = os.pipe()
+        try:
+            payload, descriptors = _pickled(start)
+            descriptors.append(childs_end)
+            self._pipe.send(_Request(payload, dict(os.environ), len(descriptors)))
+            for descriptor in descriptors:
+                self._pipe.send_descriptor(descriptor)
+            forked = self._pipe.receive(_Forked, f"to start {start.name}")
+            if forked.error:
+                raise OSError(forked.error, os.strerror(forked.error))
+        except BaseException:
+            os.close(sentinel)
+            raise
+        finally:
+            os.close(childs_end)
+        return ForkedProcess(forked.pid, sentinel)
+
+
+def run_template(connection: int, launcher: int, modules: Sequence[str]) -> None:
+    """Run the template process, and each child that it forks.
+
+    Args:
+        connection: The descriptor of the pipe to the launcher.
+        launcher: The launcher's process id.
+        modules: Imported before the first fork.
+    """
+    die_with_parent()
+    if os.getppid() != launcher:
+        return
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(launcher, STOP_SIGNAL))  # as its children do
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    for module in modules:
+        importlib.import_module(module)
+    start = _serve(Pipe(Connection(connection), "the launcher", 120.0))
+    if start is not None:
+        _run_child(start)
+
+
+def _run_child(start: ChildStart) -> None:
+    """Run a child, and exit without taking the interpreter apart, which takes 0.7 s after importing torch."""
+    with suppress(SystemExit):
+        child_main(start)
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError):  # the terminal may be closed
+            stream.flush()
+    os._exit(0)
+
+
+def _serve(pipe: Pipe) -> ChildStart | None:
+    """Fork a child for each request. Return its start in each child, and None in the template at the end."""
+    poll = select.poll()
+    poll.register(pipe.fileno(), select.POLLIN)
+    while True:
+        if not pipe.poll():
+            poll.poll()
+        try:
+            request = pipe.receive(_Request, "its next request")
+            descriptors = [pipe.receive_descriptor("a child's pipe") for _ in range(request.n_descriptors)]
+        except PeerLost:
+            return None
+        forked = _fork_twice()
+        if forked is None:
+            pipe.close()
+            os.environ.clear()
+            os.environ.update(request.environment)
+            start = _unpickled(request.start, descriptors)
+            set_process_name(start.name)
+            return start
+        for descriptor in descriptors:
+            os.close(descriptor)
+        pipe.send(forked)
+
+
+def _fork_twice() -> _Forked | None:
+    """Fork a child of the launcher. Return None in the child, once the launcher is its parent."""
+    reading, writing = os.pipe()
+    try:
+        middle = os.fork()
+    except OSError as error:
+        os.close(reading)
+        os.close(writing)
+        return _Forked(error=error.errno or 0)
+    if middle:
+        os.close(writing)
+        with open(reading, "rb") as file:
+            answer = file.read()
+        os.waitpid(middle, 0)  # from now on the launcher is the child's parent
+        forked: _Forked = pickle.loads(answer)
+        return forked
+    middle = os.getpid()
+    try:
+        child = os.fork()
+    except OSError as error:
+        os.write(writing, pickle.dumps(_Forked(error=error.errno or 0)))
+        os._exit(0)
+    if child:
+        os.write(writing, pickle.dumps(_Forked(child)))
+        os._exit(0)
+    os.close(reading)
+    os.close(writing)
+    while os.getppid() == middle:
+        time.sleep(_POLL_SECONDS)
+    return None
+
+
+class _StartPickler(pickle.Pickler):
+    """A pickler that numbers the descriptors of connections and memory files, which travel beside it."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.descriptors: list[int] = []
+
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        if isinstance(value, Connection):
+            self.descriptors.append(value.fileno())
+            return "connection", len(self.descriptors) - 1, value.readable, value.writable
+        if isinstance(value, HostBlock):
+            self.descriptors.append(value.descriptor)
+            return "block", len(self.descriptors) - 1, value.n_bytes
+        return None
+
+
+class _StartUnpickler(pickle.Unpickler):
+    """The counterpart of _StartPickler in the child."""
+
+    def __init__(self, file: io.BytesIO, descriptors: Sequence[int]) -> None:
+        super().__init__(file)
+        self._descriptors = descriptors
+
+    def persistent_load(self, identity: tuple[Any, ...]) -> Connection | HostBlock:
+        kind, number, *rest = identity
+        descriptor = self._descriptors[number]
+        return Connection(descriptor, *rest) if kind == "connection" else HostBlock(descriptor, *rest)
+
+
+def _pickled(start: ChildStart) -> tuple[bytes, list[int]]:
+    file = io.BytesIO()
+    pickler = _StartPickler(file)
+    pickler.dump(start)
+    return file.getvalue(), pickler.descriptors
+
+
+def _unpickled(payload: bytes, descriptors: Sequence[int]) -> ChildStart:
+    """Return the start of this child. The last descriptor stays open until this process exits."""
+    start: ChildStart = _StartUnpickler(io.BytesIO(payload), descriptors).load()
+    return start

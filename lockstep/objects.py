@@ -1,0 +1,160 @@
+"""Python objects of the user: functions by name, and what `lockstep.train` passes to its run.
+
+A program passes a class or function of a network, or datasets.
+
+The caller pickles each object by value (cloudpickle), so the run's processes never import the caller's file.
+The pickles lie in memory files of the caller, which only the environment of its run names, and end with the
+caller. No file in a run's folder is ever unpickled: a program that resumes a run passes the objects again.
+"""
+
+import importlib
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any, Literal
+
+from lockstep.errors import UserError, first_line, nearest
+
+Kind = Literal["model", "data"]  # the keys whose values may name an object
+SOURCE = "caller"  # of `model: caller:Net`
+
+_VARIABLE = "LOCKSTEP_OBJECTS"  # environment variable: JSON, the path of each pickle by its kind
+_ARGUMENTS = {"model": "model=...", "data": "train_data=..., val_data=..."}
+_NOTHING: Mapping[Kind, Any] = MappingProxyType({})
+_of_this_context: ContextVar[Mapping[Kind, Any]] = ContextVar("objects", default=_NOTHING)
+
+
+class PickledObjects:
+    """Pickles of objects, in memory files of this process.
+
+    Args:
+        objects: The objects by kind.
+
+    Raises:
+        UserError: An object can't be pickled; the message names it.
+    """
+
+    def __init__(self, objects: Mapping[Kind, Any]) -> None:
+        self._files: dict[Kind, int] = {}
+        try:
+            for kind, value in objects.items():
+                self._files[kind] = _in_memory_file(_pickled(kind, value))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "PickledObjects":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variable by which the run's processes find the objects."""
+        paths = {kind: f"/proc/{os.getpid()}/fd/{file}" for kind, file in self._files.items()}
+        return {_VARIABLE: json.dumps(paths)}
+
+    def close(self) -> None:
+        """Free the memory. No process of the run can load an object any more."""
+        for file in self._files.values():
+            os.close(file)
+        self._files = {}
+
+
+def _pickled(kind: Kind, value: Any) -> bytes:
+    import cloudpickle  # here: only the caller needs it
+
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:  # the user's objects raise what they like
+        raise UserError(
+            f"{kind}: {_name_of(value)} can't be pickled for the run's processes: {type(error).__name__}: "
+            f"{first_line(error)}. Open files and connections when they are first used, not before."
+        ) from error
+
+
+def _name_of(value: Any) -> str:
+    return getattr(value, "__qualname__", "") or f"an object of {type(value).__qualname__}"
+
+
+def _in_memory_file(content: bytes) -> int:
+    file = os.memfd_create("an object of lockstep.train")
+    try:
+        with open(file, "wb", closefd=False) as writer:
+            writer.write(content)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+@contextmanager
+def available(objects: Mapping[Kind, Any]) -> Iterator[None]:
+    """Have `load_object` return these objects in this thread, inside the block."""
+    token = _of_this_context.set(objects)
+    try:
+        yield
+    finally:
+        _of_this_context.reset(token)
+
+
+def check_available(kind: Kind, name: str) -> None:
+    """Raise UserError unless the caller has passed an object of this kind."""
+    if kind in _of_this_context.get() or kind in _paths():
+        return
+    raise UserError(
+        f"{kind}: {name} was passed by a Python program and is not stored. "
+        f"Pass it again: lockstep.resume(folder, {_ARGUMENTS[kind]})."
+    )
+
+
+def load_object(kind: Kind, name: str) -> Any:
+    """Return the object that the caller has passed.
+
+    Args:
+        name: The object's name, for messages.
+
+    Raises:
+        UserError: The caller has passed no such object, or it can't be unpickled in this process.
+    """
+    check_available(kind, name)
+    if kind in _of_this_context.get():
+        return _of_this_context.get()[kind]
+    try:
+        with open(_paths()[kind], "rb") as file:
+            return pickle.load(file)
+    except Exception as error:  # the caller has died, or a module of the user's fails when it is imported
+        raise UserError(
+            f"{kind}: {name} can't be unpickled in a process of the run: {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def _paths() -> dict[Kind, str]:
+    return dict(json.loads(os.environ.get(_VARIABLE, "{}")))
+
+
+def import_function(key: str, name: str) -> Callable[..., Any]:
+    """Return the function <package.module>:<function>.
+
+    Args:
+        key: The key of the configuration that names it, for messages.
+
+    Raises:
+        UserError: The module can't be imported, or has no such function.
+    """
+    module_name, _, function_name = name.rpartition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the user's code
+        text = f"{type(error).__name__}: {error}"
+        raise UserError(f"{key}: {module_name} can't be imported: {text}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        close = nearest(function_name, dir(module))
+        raise UserError(f"{key}: {module_name} has no function {function_name}{close}")
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,153 @@
+"""The checkpoints in a run's folder: which there are, and whether each is whole. Nothing here needs torch."""
+
+import json
+import re
+from dataclasses import MISSING, asdict, fields, replace
+from pathlib import Path
+
+from lockstep.config import with_new_names
+from lockstep.errors import UserError
+from lockstep.files import checksum, write_text
+from lockstep.runs.metrics import best_epoch, cost_of
+from lockstep.runs.state import Checkpoint, State
+
+_RECORD = re.compile(r"epoch_(\d+)(?:_at_(\d+))?\.json")
+# Temporary files of a checkpoint that is being written, or received from another host.
+_TEMPORARY = re.compile(
+    r"\.(epoch_\d+(_at_\d+)?\.(safetensors\.tmp|safetensors\.json|json\.tmp)|latest\.tmp)"
+)
+
+
+def is_record(path: Path) -> bool:
+    """Return whether a file is named as the JSON file of a checkpoint."""
+    return bool(_RECORD.fullmatch(path.name))
+
+
+def records(folder: Path) -> list[Path]:
+    """Return the JSON files of all checkpoints, oldest position first."""
+    positions = []
+    for path in (folder / "checkpoints").glob("*.json"):
+        match = _RECORD.fullmatch(path.name)
+        if match:
+            position = int(match[2]) if match[2] else float("inf")
+            positions.append((int(match[1]), position, path))
+    return [path for _, _, path in sorted(positions)]
+
+
+def epoch_named(text: str) -> int | str:
+    """Return the value of an option --epoch: a number, 'latest' or 'best'. Raise ValueError for another."""
+    return text if text in ("latest", "best") else int(text)
+
+
+def find_checkpoint(folder: Path, load_epoch: int | str) -> tuple[Checkpoint, list[str]]:
+    """Find the checkpoint of an epoch, or the newest valid one.
+
+    Args:
+        load_epoch: The epoch, 'latest', or 'best': the validated one with the best `monitor`.
+
+    Returns:
+        The checkpoint, and notes on damaged ones that were passed over.
+
+    Raises:
+        UserError: There is no such checkpoint, or the requested one is damaged.
+    """
+    if isinstance(load_epoch, int):
+        path = folder / "checkpoints" / f"epoch_{load_epoch:04d}.json"
+        if not path.exists():
+            existing = ", ".join(record.stem for record in records(folder)) or "none"
+            raise UserError(f"{folder}: has no checkpoint of epoch {load_epoch} (there are: {existing})")
+        return verify_checksum(path), []
+    notes: list[str] = []
+    if load_epoch == "best":
+        return _find_best(folder)
+    for path in reversed(records(folder)):
+        try:
+            return verify_checksum(path), notes
+        except UserError as error:
+            notes.append(f"passing over a checkpoint: {error}")
+    raise UserError("; ".join([f"{folder}: has no whole checkpoint to resume from", *notes]))
+
+
+def _find_best(folder: Path) -> tuple[Checkpoint, list[str]]:
+    """Return the best whole checkpoint by `monitor`, and notes on damaged ones and on a better epoch."""
+    newest, _ = find_checkpoint(folder, "latest")
+    monitor = newest.state.monitor
+    best = best_epoch(newest.state.val_record, monitor)
+    notes: list[str] = []
+    costs: list[tuple[float, Path]] = []
+    for path in records(folder):
+        try:
+            state = read_state(path)
+        except UserError as error:
+            notes.append(f"passing over a checkpoint: {error}")
+            continue
+        if state.is_validated and state.val_record[-1].get(monitor) is not None:
+            costs.append((cost_of(state.val_record[-1], monitor), path))
+    for _, path in sorted(costs, key=lambda item: item[0]):
+        try:
+            found = verify_checksum(path)
+        except UserError as error:
+            notes.append(f"passing over a checkpoint: {error}")
+            continue
+        if found.state.epoch != best:
+            notes.append(f"{folder}: epoch {best} was better than {found.state.epoch}, and has no checkpoint")
+        return found, notes
+    raise UserError(
+        "; ".join([f"{folder}: has no whole checkpoint of an epoch with a validated {monitor}", *notes])
+    )
+
+
+def verify_checksum(record: Path) -> Checkpoint:
+    """Read one checkpoint by its JSON file and verify the checksum of its tensors.
+
+    Raises:
+        UserError: A file is damaged; the message names it.
+    """
+    state = read_state(record)
+    tensors = record.with_suffix(".safetensors")
+    try:
+        sha256 = checksum(tensors)
+    except OSError as error:
+        raise UserError(f"{tensors}: can't be read: {error.strerror}") from error
+    if sha256 != state.sha256:
+        raise UserError(f"{tensors}: is damaged or half written: its checksum is not the recorded one")
+    return Checkpoint(tensors, state)
+
+
+def read_state(record: Path) -> State:
+    """Read a checkpoint's JSON file. Raise UserError if it is damaged."""
+    try:
+        content = dict(json.loads(record.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{record}: is not a whole checkpoint record: {error}") from error
+    needed = {field.name for field in fields(State) if field.default is MISSING}
+    missing = sorted(needed - content.keys())
+    unknown = sorted(content.keys() - {field.name for field in fields(State)})
+    if missing or unknown:
+        problems = [
+            f"{verb} {', '.join(keys)}" for verb, keys in (("lacks", missing), ("has", unknown)) if keys
+        ]
+        raise UserError(f"{record}: is not a checkpoint record of this version: it {' and '.join(problems)}")
+    state = State(**content)
+    if not state.is_well_formed():
+        raise UserError(f"{record}: is not a checkpoint record: a value has the wrong type")
+    return replace(state, config=with_new_names(state.config))
+
+
+def record(tensors: Path, state: State) -> None:
+    """Write the JSON file of a checkpoint whose tensors are written, and point `latest` at it."""
+    write_text(tensors.with_suffix(".json"), json.dumps(asdict(state), indent=1))
+    write_text(tensors.with_name("latest"), tensors.stem + "\n")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the temporary files of a process that was killed while it wrote.
+
+    The caller holds the run's lock. Other files in the folder (a notebook's .ipynb_checkpoints, say) stay.
+
+    Raises:
+        OSError: A file can't be removed.
+    """
+    for leftover in (folder / "checkpoints").glob(".*"):
+        if _TEMPORARY.fullmatch(leftover.name) and leftover.is_file():
+            leftover.unlink(missing_ok=True)

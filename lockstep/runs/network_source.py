@@ -1,0 +1,68 @@
+"""The source of a run's network: a copy for people in the run's folder, <run>/network/.
+
+No program imports it from there: a user who opens a run of somebody else runs no code of that run's folder.
+"""
+
+import importlib.util
+from contextlib import suppress
+from pathlib import Path
+
+from lockstep.errors import UserError
+from lockstep.files import write_bytes
+
+FOLDER = "network"
+_LIBRARIES = ("torchvision", "timm")
+
+
+def keep_source(folder: Path, model: str) -> None:
+    """Copy the file of the network that `model` names into a run's folder, unless a library has it.
+
+    Raises:
+        UserError: The copy can't be written.
+    """
+    modules = _modules_of(model)
+    source = _find_file(modules) if modules else None
+    if source is None:
+        return
+    content = None
+    with suppress(OSError):  # the trainers report a file that can't be read
+        content = source.read_bytes()
+    if content is not None:
+        copy = Path(folder, FOLDER, *modules[:-1], f"{modules[-1]}.py")
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{copy.parent}: can't be made: {error.strerror}") from error
+        write_bytes(copy, content)
+
+
+def check_importable(folder: Path, model: str) -> None:
+    """Raise UserError if a network can't be imported here, and the run's folder has a copy of its source."""
+    modules = _modules_of(model)
+    if modules and _find_file(modules) is None and Path(folder, FOLDER).is_dir():
+        raise UserError(
+            f"model {model}: can't be imported here. The run's folder has a copy of its source. If you trust "
+            f"it, set PYTHONPATH={(folder / FOLDER).absolute()}"
+        )
+
+
+def _modules_of(model: str) -> list[str]:
+    """Return the module of a network by its parts, or [] if a library has it or none is named."""
+    module, _, name = model.rpartition(":")
+    parts = module.split(".") if module else ["models", name]
+    return [] if module in _LIBRARIES or not all(part.isidentifier() for part in parts) else parts
+
+
+def _find_file(modules: list[str]) -> Path | None:
+    """Return the file of a module without importing it, which would run the user's code."""
+    spec = importlib.util.find_spec(modules[0])
+    if spec is None:
+        return None
+    if len(modules) == 1:
+        return Path(spec.origin) if spec.origin else None
+    for place in spec.submodule_search_locations or ():
+        base = Path(place, *modules[1:])
+        found = [path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()]
+        if found:
+            return found[0]
+    return None

@@ -1,0 +1,110 @@
+"""Delivery of graphs and closures to the ranks.
+
+The source is pickled, never a compiled function. Pickling a graph as a whole would recurse as deep as the
+graph, so its nodes are pickled one by one in topological order by one pickler, which keeps its memo. Shared
+variables are pickled as numbers and arrays out of band, and all bytes lie in one block.
+"""
+
+import io
+import pickle
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from lockstep.synk import settings
+from lockstep.synk.blocks import ArrayLocation, align
+from lockstep.synk.context import CommandStep, RankContext
+from lockstep.synk.shareds import SharedRegistry
+from lockstep.synk.team import Team
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """A pickler that replaces a shared variable by its number and that of its part, e.g. a parameter."""
+
+    def __init__(self, file: io.BytesIO, buffers: list[Any], registry: SharedRegistry) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffers.append)
+        self._registry = registry
+        self._kinds, self._with_settings = settings.kinds(), dict[int, Any]()
+
+    def persistent_id(self, obj: Any) -> tuple[int, int] | None:
+        if issubclass(type(obj), self._kinds):
+            self._with_settings[id(obj)] = obj
+        return self._registry.label(obj)
+
+    def with_settings(self) -> list[Any]:
+        """Return the pickled objects that have settings."""
+        return list(self._with_settings.values())
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, buffers: Iterable[Any], context: RankContext) -> None:
+        super().__init__(file, buffers=buffers)
+        self._context = context
+
+    def persistent_load(self, label: tuple[int, int]) -> Any:
+        number, part = label
+        return self._context.shareds[number].parts[part]
+
+
+def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
+    """Pickle objects one after another into a new block.
+
+    Args:
+        pieces: A description for error messages, and the object.
+
+    Raises:
+        TypeError: An object cannot be pickled.
+    """
+    file = io.BytesIO()
+    buffers: list[Any] = []
+    pickler = _Pickler(file, buffers, team.registry)
+    for what, piece in pieces:
+        try:
+            pickler.dump(piece)
+        except Exception as error:  # whatever a user's __reduce__ raises
+            raise TypeError(f"{what} can't go to the ranks: {type(error).__name__}: {error}") from error
+    if objects := pickler.with_settings():
+        number = next(team.numbers)
+        pickler.dump(settings.receive)
+        pickler.dump((number, objects))
+        team.context.settings.add(number, objects)
+    raw = [np.frombuffer(file.getbuffer(), np.uint8)]
+    raw += [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
+    block = team.allocate(max(1, sum(align(len(part)) for part in raw)), "functions")
+    locations, offset = [], 0
+    for part in raw:
+        locations.append(ArrayLocation(block, "|u1", (len(part),), offset))
+        team.context.blocks.array(locations[-1])[:] = part
+        offset += align(len(part))
+    return DeliverPrograms(locations[0], tuple(locations[1:]))
+
+
+def unpack(context: RankContext, pickles: ArrayLocation, buffers: tuple[ArrayLocation, ...]) -> Iterator[Any]:
+    """Yield the objects one after another. Their arrays lie in the block."""
+    file = io.BytesIO(context.blocks.array(pickles).tobytes())
+    unpickler = _Unpickler(file, [context.blocks.array(location) for location in buffers], context)
+    while file.tell() < pickles.shape[0]:
+        yield unpickler.load()
+
+
+@dataclass(frozen=True)
+class DeliverPrograms(CommandStep):
+    """Step: the workers build the pickled programs.
+
+    Each program is preceded by a function, receive(context, objects), which builds it from the next objects.
+    """
+
+    pickles: ArrayLocation
+    buffers: tuple[ArrayLocation, ...]
+
+    def blocks(self) -> Iterable[int]:
+        return (self.pickles.block,)
+
+    def run(self, context: RankContext) -> None:
+        if not context.is_caller:
+            objects = unpack(context, self.pickles, self.buffers)
+            for receive in objects:
+                receive(context, objects)

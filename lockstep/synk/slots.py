@@ -1,0 +1,202 @@
+"""Slots of shared variables in shared blocks, and the steps of collectives, which work on them."""
+
+import math
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lockstep.exchange import shard
+from lockstep.exchange.reduction import reduce_arrays
+from lockstep.synk.blocks import align
+from lockstep.synk.context import Barrier, CommandStep, RankContext, no_decision
+from lockstep.synk.results import REDUCE_OPS, check_reducible, fractions, normalise_op
+from lockstep.synk.shareds import BlockSlot, Shared
+from lockstep.synk.team import Team
+
+Shape = tuple[int, ...]
+
+
+def make_slots(team: Team, sizes: Sequence[int], what: str) -> list[BlockSlot]:
+    """Return slots of these sizes in bytes, in one new block per rank."""
+    offsets = [sum(align(size) for size in sizes[:i]) for i in range(len(sizes))]
+    total = max(1, sum(align(size) for size in sizes))
+    blocks = tuple(team.allocate(total, what) for _ in range(team.size))
+    exclusive = len(sizes) == 1
+    return [BlockSlot(blocks, offset, size, exclusive) for offset, size in zip(offsets, sizes, strict=True)]
+
+
+def find_slots(team: Team, shareds: Sequence[Shared], sizes: Sequence[int]) -> tuple[BlockSlot, ...]:
+    """Return slots of at least these sizes: the variables' own if they are large enough, else new ones."""
+    return tuple(
+        shared.slot
+        if shared.slot is not None and shared.slot.n_bytes >= size
+        else make_slots(team, [size], f"shared variable {shared.name!r}")[0]
+        for shared, size in zip(shareds, sizes, strict=True)
+    )
+
+
+def release_unused(team: Team, shareds: Sequence[Shared], previous: Sequence[BlockSlot | None]) -> None:
+    """Release the blocks of slots that variables no longer use, unless other slots share the blocks."""
+    for shared, slot in zip(shareds, previous, strict=True):
+        if slot is not None and slot is not shared.slot and slot.exclusive:
+            team.release(*slot.blocks)
+
+
+@dataclass(frozen=True)
+class MoveToSlots(CommandStep):
+    """Step: copy the variables' values to their slots, and return their shapes by variable.
+
+    Attributes:
+        slots: New slots, or None to keep the current ones.
+        only: The one rank that copies its values, or None for all.
+    """
+
+    numbers: tuple[int, ...]
+    slots: tuple[BlockSlot, ...] | None = None
+    only: int | None = None
+
+    def blocks(self) -> Iterable[int]:
+        return (number for slot in self.slots or () for number in slot.blocks)
+
+    def run(self, context: RankContext) -> list[tuple[int, ...]]:
+        shareds = [context.shareds[number] for number in self.numbers]
+        for shared, slot in zip(shareds, self.slots or (), strict=self.slots is not None):
+            shared.slot = slot
+        if self.only is not None and context.rank != self.only:
+            return []
+        return [shared.move_to_slot(context.blocks, context.rank) for shared in shareds]
+
+
+@dataclass(frozen=True)
+class UseSlots(CommandStep):
+    """Step: make the arrays in these slots the variables' values; they were written there before.
+
+    Attributes:
+        shapes: Shape of each variable by rank.
+        only: The one rank whose values change, or None for all.
+    """
+
+    numbers: tuple[int, ...]
+    slots: tuple[BlockSlot, ...]
+    shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    only: int | None = None
+
+    def blocks(self) -> Iterable[int]:
+        return (number for slot in self.slots for number in slot.blocks)
+
+    def run(self, context: RankContext) -> None:
+        for number, slot, shapes in zip(self.numbers, self.slots, self.shapes, strict=True):
+            shared = context.shareds[number]
+            shared.slot = slot
+            if self.only is None or context.rank == self.only:
+                shared.put(shared.view(context.blocks, context.rank, shapes[context.rank]))
+
+
+@dataclass(frozen=True)
+class ReadShapes(CommandStep):
+    """Step: return the shapes of the variables' values on this rank."""
+
+    numbers: tuple[int, ...]
+
+    def run(self, context: RankContext) -> list[tuple[int, ...]]:
+        return [context.shareds[number].shape for number in self.numbers]
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """The next action of all ranks: move the values to new slots, or reduce with these weights."""
+
+    slots: tuple[BlockSlot, ...] | None
+    weights: tuple[list[float] | None, ...]
+
+
+@dataclass(frozen=True)
+class AllReduceShared(CommandStep):
+    """Step: rank r reduces shard r of all ranks' values and writes it to all of them.
+
+    Attributes:
+        by_rows: Weight ranks by their rows in the call that last updated the variable.
+    """
+
+    numbers: tuple[int, ...]
+    op: str
+    by_rows: bool
+    writes_to_others: ClassVar[bool] = True
+
+    def run(self, context: RankContext) -> Generator[Barrier, Any, None]:
+        shareds = [context.shareds[number] for number in self.numbers]
+        while True:
+            decision = yield self.decide, [self._describe(context, shared) for shared in shareds]
+            if decision.slots is None:
+                break
+            for shared, slot in zip(shareds, decision.slots, strict=True):
+                shared.slot = slot
+        for shared, weights in zip(shareds, decision.weights, strict=True):
+            if shared.reduces_on_device:
+                weight = None if weights is None else weights[context.rank]
+                shared.all_reduce_on_device(REDUCE_OPS[self.op], weight)
+            else:
+                self._reduce(context, shared, weights)
+        mirrored = [shared for shared in shareds if context.gpu is not None and not shared.reduces_on_device]
+        if mirrored:
+            yield no_decision, None  # all ranks have reduced their shards
+            for shared in mirrored:
+                shared.put(shared.view(context.blocks, context.rank, shared.shape))
+
+    def _describe(self, context: RankContext, shared: Shared) -> tuple[Shape, int]:
+        """Move the value to its slot unless it is reduced on a GPU; return its shape and number of rows."""
+        if shared.reduces_on_device:
+            return shared.shape, shared.rows
+        return shared.move_to_slot(context.blocks, context.rank), shared.rows
+
+    def decide(self, team: Team, contributions: list[list[tuple[Shape, int]]]) -> _Decision:
+        """Decide for all ranks, in the caller; raise ValueError if shapes differ."""
+        shareds = [team.context.shareds[number] for number in self.numbers]
+        by_variable = list(zip(*contributions, strict=True))
+        for shared, entries in zip(shareds, by_variable, strict=True):
+            check_equal(shared, [shape for shape, _ in entries], f"all_reduce {self.op}")
+        sizes = [shared.n_bytes for shared in shareds]
+        slots = find_slots(team, shareds, sizes)
+        if any(slot is not shared.slot for slot, shared in zip(slots, shareds, strict=True)):
+            team.send_missing_blocks({number for slot in slots for number in slot.blocks})
+            return _Decision(slots, ())
+        return _Decision(
+            None,
+            tuple(self._weigh(shared, entries) for shared, entries in zip(shareds, by_variable, strict=True)),
+        )
+
+    def _weigh(self, shared: Shared, entries: Sequence[tuple[Shape, int]]) -> list[float] | None:
+        counts = [n_rows for _, n_rows in entries]
+        if not self.by_rows:
+            return None
+        if not any(counts):
+            raise ValueError(f"all_reduce: no rank had rows when {shared.name!r} was last updated")
+        return fractions(counts)
+
+    def _reduce(self, context: RankContext, shared: Shared, weights: list[float] | None) -> None:
+        size = math.prod(shared.shape)
+        first, last = shard((0, size), context.rank, context.size)
+        if first == last:
+            return
+        flat = [shared.view(context.blocks, rank, (size,))[first:last] for rank in range(context.size)]
+        if weights is None:
+            reduce_arrays(flat, flat, REDUCE_OPS[self.op])
+            return
+        counted = [(part, weight) for part, weight in zip(flat, weights, strict=True) if weight]
+        reduce_arrays([part for part, _ in counted], flat, "mean", [weight for _, weight in counted])
+
+
+def make_all_reduce(shareds: Sequence[Shared], op: str, by_rows: bool) -> AllReduceShared:
+    """Return the step after checking its arguments."""
+    op = normalise_op(op, "all_reduce")
+    if by_rows and op != "avg":
+        raise ValueError(f"all_reduce: by_rows is for avg, not for {op}")
+    for shared in shareds:
+        check_reducible(op, shared.dtype, f"all_reduce: {shared.name!r}")
+    return AllReduceShared(tuple(shared.number for shared in shareds), op, by_rows)
+
+
+def check_equal(shared: Shared, shapes: Sequence[Shape], what: str) -> None:
+    if any(shape != shapes[0] for shape in shapes):
+        described = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
+        raise ValueError(f"{what}: {shared.name!r} has unequal shapes: {described}")

@@ -1,0 +1,485 @@
+"""Torch tensors that all ranks share: one, or a module's parameters, gradients or buffers, as one vector."""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lockstep.exchange import Op
+from lockstep.synk import rows
+from lockstep.synk.blocks import BlockTable
+from lockstep.synk.context import RankContext
+from lockstep.synk.shareds import Shared
+from lockstep.synk.slots import make_slots
+from lockstep.synk.team import Team
+
+if TYPE_CHECKING:
+    from lockstep.exchange.transport import Transport
+    from lockstep.memory.cuda import CudaBlock
+    from lockstep.synk.gpu import RankGpu  # PyCUDA comes with it
+
+
+class SharedStorage(ABC):
+    """The memory of one shared variable on this rank."""
+
+    @abstractmethod
+    def store(self, value: np.ndarray) -> torch.Tensor:
+        """Return a tensor with this value: on the array's own memory, or a copy on the device."""
+
+    @abstractmethod
+    def read(self, tensor: torch.Tensor) -> np.ndarray:
+        """Return a stored tensor's current value: the same memory, or a copy."""
+
+    @abstractmethod
+    def run(self, function: Callable[[], None]) -> None:
+        """Call a function that works on the tensors with torch."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
+        """Reduce all ranks' tensors, which start their blocks and never change in size."""
+        raise AssertionError("AllReduceShared reduces host memory")
+
+    def reduce(self, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
+        """Reduce all ranks' tensors, which lie anywhere on the devices and may change in size."""
+        raise AssertionError("AllReduceShared reduces host memory")
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free memory on devices."""
+
+
+class HostStorage(SharedStorage):
+    """Host memory, which the tensors use directly."""
+
+    def store(self, value: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(value)
+
+    def read(self, tensor: torch.Tensor) -> np.ndarray:
+        array: np.ndarray = tensor.numpy()
+        return array
+
+    def run(self, function: Callable[[], None]) -> None:
+        function()
+
+    def release(self) -> None:
+        """Do nothing: no device memory is used."""
+
+
+class DeviceStorage(SharedStorage):
+    """A block on the rank's GPU, and its collectives with the other ranks' blocks."""
+
+    def __init__(self, gpu: "RankGpu") -> None:
+        self._gpu = gpu
+        self._block: CudaBlock | None = None
+        self._transport: Transport | None = None
+
+    def store(self, value: np.ndarray) -> torch.Tensor:
+        if self._block is None or self._block.n_bytes < value.nbytes:
+            assert self._transport is None, "a block that other ranks have open must not move"
+            if self._block is not None:
+                self._block.close()
+            self._block = self._gpu.memory.allocate(max(1, value.nbytes), "a shared tensor")
+        self._gpu.write(self._block, np.ascontiguousarray(value))
+        return self._block.tensor(torch.from_numpy(np.empty(0, value.dtype)).dtype, value.shape)
+
+    def read(self, tensor: torch.Tensor) -> np.ndarray:
+        return self._gpu.fetch(tensor)
+
+    def run(self, function: Callable[[], None]) -> None:
+        self._gpu.compute(function)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
+        """Reduce over all ranks; `weight` is this rank's weight in the mean, None if equal or another op."""
+        assert self._block is not None
+        if self._transport is None:
+            self._transport = self._gpu.open(self._block, tensor.numel())
+        self._gpu.all_reduce(self._transport, tensor, op, weight)
+
+    def reduce(self, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
+        self._gpu.compute(tensor.copy_, self._gpu.reducer.reduce(tensor, op, weight))
+
+    def release(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+        if self._block is not None:
+            self._gpu.stream.synchronize()
+            self._block.close()
+        self._transport = self._block = None
+
+
+def make_storage(context: RankContext) -> SharedStorage:
+    """Return storage for one variable of this rank."""
+    return HostStorage() if context.gpu is None else DeviceStorage(context.gpu)
+
+
+@dataclass(frozen=True)
+class SharedDescription:
+    """The description from which a worker makes its copy of a shared variable.
+
+    Attributes:
+        kind: Class of the variable.
+        content: Argument of its `from_content`.
+    """
+
+    kind: "type[TensorShared]"
+    number: int
+    name: str
+    content: Any
+
+    def make(self, context: RankContext) -> Shared:
+        shared = self.kind.from_content(context, self.name, self.content)
+        shared.number = self.number
+        return shared
+
+
+class TensorShared(Shared):
+    """A shared variable that is a tensor or a vector of tensors; `storage` is its memory on this rank."""
+
+    kind = "callable"
+    is_array = True
+
+    def __init__(self, name: str, parts: list[Any], storage: SharedStorage) -> None:
+        self.name, self.parts, self.storage = name, parts, storage
+
+    @abstractmethod
+    def versions(self) -> Any:
+        """Return a value that changes when torch writes to the variable."""
+
+    def describe(self) -> SharedDescription:
+        """Return the description from which a worker makes the variable."""
+        return SharedDescription(type(self), self.number, self.name, self.content())
+
+    @abstractmethod
+    def content(self) -> Any:
+        """Return the argument of `from_content`."""
+
+    @classmethod
+    @abstractmethod
+    def from_content(cls, context: RankContext, name: str, content: Any) -> "TensorShared":
+        """Make the variable on another rank; UseSlots sets its value later."""
+
+    def move_to_slot(self, blocks: BlockTable, rank: int) -> tuple[int, ...]:
+        if isinstance(self.storage, DeviceStorage):
+            return self._mirror(blocks, rank)
+        return super().move_to_slot(blocks, rank)
+
+    def assign(self, value: np.ndarray) -> None:
+        if isinstance(self.storage, DeviceStorage):
+            self.put(value)
+        else:
+            super().assign(value)
+
+    @property
+    def reduces_on_device(self) -> bool:
+        return isinstance(self.storage, DeviceStorage) and self.dtype == np.float32
+
+    def release_gpu(self) -> None:
+        """Move the value back to ordinary memory, so that the user's tensors stay valid."""
+        value = self.get()
+        self.storage.release()
+        self.storage = HostStorage()
+        self.put(value)
+
+    def _mirror(self, blocks: BlockTable, rank: int) -> tuple[int, ...]:
+        """Copy a value on a GPU to its slot in host memory."""
+        if self.slot is not None and self.n_bytes <= self.slot.n_bytes:
+            self.view(blocks, rank, self.shape)[...] = self.get()
+        return self.shape
+
+
+class SharedTensor(TensorShared):
+    """A shared tensor. Its memory changes (`Tensor.data`), but the tensor object stays the same."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, storage: SharedStorage) -> None:
+        super().__init__(name, [tensor], storage)
+        self.put(np.array(tensor.detach().numpy()))
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(str(self.parts[0].dtype).removeprefix("torch."))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.parts[0].shape)
+
+    def get(self) -> np.ndarray:
+        return self.storage.read(self.parts[0].detach())
+
+    def put(self, value: np.ndarray) -> None:
+        self.parts[0].data = self.storage.store(value)
+
+    def save(self) -> Any:
+        return super().save() if isinstance(self.storage, HostStorage) else self.parts[0].detach()
+
+    def select_rows(self, saved: Any, choice: rows.Choice) -> None:
+        if isinstance(self.storage, HostStorage):
+            super().select_rows(saved, choice)
+        else:
+            self.storage.run(lambda: self._point_to(_chosen(saved, choice)))
+
+    def restore(self, saved: Any) -> None:
+        if isinstance(self.storage, HostStorage):
+            super().restore(saved)
+        else:
+            self._point_to(saved)
+
+    def all_reduce_on_device(self, op: Op, weight: float | None) -> None:
+        self.storage.reduce(self.parts[0].detach(), op, weight)
+
+    def _point_to(self, tensor: torch.Tensor) -> None:
+        self.parts[0].data = tensor
+
+    def versions(self) -> Any:
+        return self.parts[0]._version
+
+    def content(self) -> "TensorDescription":
+        return TensorDescription.of(self.parts[0])
+
+    @classmethod
+    def from_content(cls, context: RankContext, name: str, content: "TensorDescription") -> "SharedTensor":
+        return cls(name, content.make(), make_storage(context))
+
+
+class Vector:
+    """A handle for all parameters of a module, or for their gradients, as one vector."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+class _FlatVector(TensorShared):
+    """A vector whose parts are the tensors of a module's parameters."""
+
+    params: list[torch.Tensor]
+    _flat: torch.Tensor
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(str(self._flat.dtype).removeprefix("torch."))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._flat.shape)
+
+    def get(self) -> np.ndarray:
+        self.storage.run(self._collect)
+        return self.storage.read(self._flat)
+
+    def put(self, value: np.ndarray) -> None:
+        self._flat = self.storage.store(value)
+        for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
+            self._point(param, part)
+
+    def all_reduce_on_device(self, op: Op, weight: float | None) -> None:
+        self.storage.run(self._collect)
+        self.storage.all_reduce(self._flat, op, weight)
+
+    @abstractmethod
+    def _point(self, param: torch.Tensor, part: torch.Tensor) -> None:
+        """Attach a part of the vector to its parameter."""
+
+    @abstractmethod
+    def _collect(self) -> None:
+        """Copy back into the vector what was moved out of it."""
+
+
+class SharedWeights(_FlatVector):
+    """The parameters of a module as one vector."""
+
+    def __init__(self, name: str, params: Sequence[torch.Tensor], storage: SharedStorage) -> None:
+        super().__init__(name, [Vector(name), *params], storage)
+        self.params = list(params)
+        self.put(np.concatenate([param.detach().numpy().reshape(-1) for param in params]))
+
+    def versions(self) -> Any:
+        return [param._version for param in self.params]
+
+    def content(self) -> "list[TensorDescription]":
+        return [TensorDescription.of(param) for param in self.params]
+
+    @classmethod
+    def from_content(
+        cls, context: RankContext, name: str, content: "list[TensorDescription]"
+    ) -> "SharedWeights":
+        return cls(name, [description.make() for description in content], make_storage(context))
+
+    def _point(self, param: torch.Tensor, part: torch.Tensor) -> None:
+        param.data = part
+
+    def _collect(self) -> None:
+        for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
+            if param.data_ptr() != part.data_ptr():  # module.to() and similar calls move parameters out
+                part.copy_(param.data)
+                param.data = part
+
+
+class SharedBuffers(SharedWeights):
+    """The buffers of a module that have one dtype, as one vector.
+
+    They need not be declared as updates: a sliced call continues with them from slice to slice.
+    """
+
+    def versions(self) -> Any:
+        return None
+
+
+class SharedGradients(_FlatVector):
+    """The gradients of a module's parameters as one vector. A parameter without a gradient has zeros."""
+
+    def __init__(self, name: str, weights: SharedWeights, storage: SharedStorage) -> None:
+        super().__init__(name, [Vector(name)], storage)
+        self.weights, self.params = weights, weights.params
+        self.put(np.zeros(weights.shape, weights.dtype))
+
+    def versions(self) -> Any:
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self.params]
+
+    def content(self) -> int:
+        return self.weights.number
+
+    @classmethod
+    def from_content(cls, context: RankContext, name: str, content: int) -> "SharedGradients":
+        weights = context.shareds[content]
+        assert isinstance(weights, SharedWeights)
+        return cls(name, weights, make_storage(context))
+
+    def _point(self, param: torch.Tensor, part: torch.Tensor) -> None:
+        param.grad = part
+
+    def _collect(self) -> None:
+        for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
+            if param.grad is None:
+                part.zero_()
+                param.grad = part
+            elif param.grad.data_ptr() != part.data_ptr():  # zero_grad() dropped the old gradient
+                part.copy_(param.grad)
+                param.grad = part
+
+
+def _chosen(tensor: torch.Tensor, choice: rows.Choice) -> torch.Tensor:
+    if isinstance(choice, slice):
+        return tensor[choice]
+    return tensor.index_select(0, torch.from_numpy(np.ascontiguousarray(choice)).to(tensor.device))
+
+
+def _cut(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parts of a vector in the shapes of the parameters. No copies."""
+    parts = flat.split_with_sizes([param.numel() for param in params])
+    return [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
+
+
+@dataclass(frozen=True)
+class TensorDescription:
+    """The description of a tensor from which a worker makes its copy."""
+
+    is_parameter: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorDescription":
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return cls(is_parameter, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def make(self) -> torch.Tensor:
+        """Return a tensor of zeros."""
+        tensor = torch.zeros(self.shape, dtype=self.dtype)
+        if self.is_parameter:
+            return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
+        return tensor.requires_grad_(self.requires_grad)
+
+
+_modules: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, SharedWeights, SharedGradients]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def share(team: Team, thing: Any) -> Any:
+    """Share a module or tensor; see lockstep.synk.share."""
+    with team.exclusive_call("share()"):
+        _share(team, thing)
+    return thing
+
+
+def _share(team: Team, thing: Any) -> None:
+    if isinstance(thing, torch.nn.Module):
+        if _find(team, thing) is None:
+            _modules[thing] = team, *_share_module(team, thing)
+    elif isinstance(thing, torch.Tensor):
+        if team.registry.label(thing) is None:
+            _check("a tensor", [thing])
+            _add(team, SharedTensor(f"tensor {len(team.context.shareds)}", thing, make_storage(team.context)))
+    else:
+        raise TypeError(f"share() takes a module or a tensor of torch, not {type(thing).__name__}")
+
+
+def vectors(team: Team, module: torch.nn.Module, what: str) -> tuple[Vector, Vector]:
+    """Return the weights and the gradients of a shared module; `what` names the call in errors."""
+    found = _find(team, module)
+    if found is None:
+        raise ValueError(f"{what}: {type(module).__name__} is not shared: call share() on it first")
+    weights, gradients = found
+    return weights.parts[0], gradients.parts[0]
+
+
+def _find(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, SharedGradients] | None:
+    """Return the variables of a module that is shared in this team, else None."""
+    owner, weights, gradients = _modules.get(module, (None, None, None))
+    if owner is not team or weights is None or gradients is None:
+        return None
+    parameters = list(module.parameters())
+    if [id(parameter) for parameter in parameters] != [id(parameter) for parameter in weights.params]:
+        raise ValueError(
+            f"{type(module).__name__} has other parameters than when it was shared, which the ranks lack. "
+            "Change their values instead: load_state_dict without assign=True"
+        )
+    return weights, gradients
+
+
+def _share_module(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, SharedGradients]:
+    name, params, buffers = type(module).__name__, list(module.parameters()), list(module.buffers())
+    if not params:
+        raise ValueError(f"share(): {name} has no parameters")
+    if len(_check(name, params)) != 1:
+        dtypes = ", ".join(sorted({str(param.dtype) for param in params}))
+        raise TypeError(f"share(): {name} has parameters of {dtypes}: one dtype is needed")
+    weights = SharedWeights(f"weights of {name}", params, make_storage(team.context))
+    _add(team, weights)
+    gradients = SharedGradients(f"gradients of {name}", weights, make_storage(team.context))
+    _add(team, gradients)
+    for dtype in _check(f"a buffer of {name}", buffers):
+        label = f"{str(dtype).removeprefix('torch.')} buffers of {name}"
+        alike = [buffer for buffer in buffers if buffer.dtype == dtype]
+        _add(team, SharedBuffers(label, alike, make_storage(team.context)))
+    return weights, gradients
+
+
+def _check(name: str, tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
+    """Return the tensors' dtypes; raise TypeError for tensors that cannot lie in a block."""
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.layout != torch.strided:
+            raise TypeError(
+                f"share(): {name} is on {tensor.device}: give dense tensors on the CPU; they are moved"
+            )
+        try:
+            torch.empty(0, dtype=tensor.dtype).numpy()
+        except TypeError:
+            raise TypeError(f"share(): {name} is {tensor.dtype}, a dtype that NumPy lacks") from None
+    return list(dict.fromkeys(tensor.dtype for tensor in tensors))
+
+
+def _add(team: Team, shared: TensorShared) -> None:
+    """Register a variable, and move it to a slot in blocks of all ranks."""
+    value = shared.get()
+    shared.slot = make_slots(team, [value.nbytes], shared.name)[0]
+    registered = team.registry.add(shared)
+    mine = registered.view(team.context.blocks, team.rank, value.shape)
+    mine[...] = value
+    registered.put(mine)

@@ -1,0 +1,49 @@
+"""A thread that runs functions one after another and never keeps the program from exiting."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class DaemonExecutor:
+    """A single daemon thread that runs functions in the order of their submission.
+
+    Python waits at exit for the threads of concurrent.futures, so a function that never returns would keep
+    the program from exiting. It does not wait for this one. A forked child has no copy of the thread.
+
+    Args:
+        name: The thread's name.
+        prepare: Called first in the thread.
+    """
+
+    def __init__(self, name: str, prepare: Callable[[], object] | None = None) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, args=(prepare,), daemon=True, name=name).start()
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Return the future of the function's result."""
+        future: Future[T] = Future()
+        self._jobs.put((function, future))
+        return future
+
+    def _run(self, prepare: Callable[[], object] | None) -> None:
+        if prepare is not None:
+            prepare()
+        while True:
+            _complete(*self._jobs.get())
+
+
+def _complete(function: Callable[[], Any], future: "Future[Any]") -> None:
+    """Run the function; its frame, and so its objects, do not outlive the call."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as error:  # SystemExit, too, belongs to the caller and must not end the thread
+        future.set_exception(error)
+    else:
+        future.set_result(result)

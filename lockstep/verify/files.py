@@ -1,0 +1,106 @@
+"""A run's files and data, compared with its receipts. Each problem is a line that names the file."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from lockstep.config import Config
+from lockstep.data.dataset import open_dataset
+from lockstep.data.manifest import NAME, differing, read_manifest
+from lockstep.errors import UserError
+from lockstep.files import checksum
+from lockstep.runs.checkpoint_files import records
+from lockstep.runs.receipts import Receipt, digests_of_data
+from lockstep.runs.retention import is_regular
+
+
+def check_config(folder: Path, receipts: Sequence[Receipt]) -> Iterator[str]:
+    """Yield a problem if config.yaml is not that of the last receipt."""
+    path = folder / "config.yaml"
+    if _digest(path) != receipts[-1].config:
+        yield f"{path}: is not the configuration that receipt {receipts[-1].number} is of"
+
+
+def check_checkpoints(folder: Path, receipts: Sequence[Receipt], config: Config | None) -> Iterator[str]:
+    """Yield the checkpoints that are not those of their receipts.
+
+    Args:
+        folder: The run's folder.
+        receipts: In the order of the file; the last one of a checkpoint counts.
+        config: The run's, or None if it can't be read. A run with `keep_checkpoints` removes older ones, and
+            every run those that were the best for a while.
+    """
+    newest = {receipt.checkpoint: receipt for receipt in receipts if receipt.checkpoint}
+    for name, receipt in newest.items():
+        for suffix, expected in ((".json", receipt.record), (".safetensors", receipt.state)):
+            path = folder / "checkpoints" / (name + suffix)
+            if not path.exists():
+                if config and not _may_lack(receipt, config):
+                    yield f"{path}: is missing, and receipt {receipt.number} is of it"
+            elif _digest(path) != expected:
+                yield f"{path}: is not the file that receipt {receipt.number} is of"
+    for path in records(folder):
+        if path.stem not in newest:
+            yield f"{path}: has no receipt"
+
+
+def _may_lack(receipt: Receipt, config: Config) -> bool:
+    """Return whether a run may have removed a checkpoint itself."""
+    was_best = "_at_" not in receipt.checkpoint
+    was_best &= not is_regular(receipt.epoch, config.snapshot_freq, config.n_epochs)
+    return config.keep_checkpoints is not None or was_best
+
+
+def check_states(receipts: Sequence[Receipt]) -> Iterator[str]:
+    """Yield receipts that have another state than an earlier one of the same step, settings and data."""
+    seen: dict[tuple[int, str, str, str], Receipt] = {}
+    for receipt in receipts:
+        key = receipt.step, receipt.settings, receipt.manifest, receipt.labels
+        first = seen.setdefault(key, receipt)
+        if first.state != receipt.state:
+            yield f"receipt {receipt.number}: has another state of step {receipt.step} than {first.number}"
+    for one, other in pairwise(receipts):
+        if other.kind == "start" and other.state not in {each.state for each in receipts[: other.number]}:
+            yield f"receipt {other.number}: begins with a state that no receipt before it has"
+        if other.kind not in ("start", "recovery") and other.step < one.step:
+            yield f"receipt {other.number}: is of step {other.step}, before that of {one.number}"
+
+
+def check_data(
+    config: Config, receipt: Receipt, on_total: Callable[[int], object], on_done: Callable[[str], object]
+) -> Iterator[str]:
+    """Yield the files of the dataset that are not those of a receipt.
+
+    Args:
+        config: The run's, with the paths of the dataset.
+        receipt: The last one.
+        on_total: Called with the number of files.
+        on_done: Called with each file's name when it has been read.
+
+    Raises:
+        UserError: There is no dataset; the message asks for `data_folder=`. Or a file of it is damaged.
+    """
+    folder = Path(config.data_folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such dataset. Name the folder: data_folder=FOLDER")
+    path = folder / NAME
+    if receipt.manifest:
+        if _digest(path) != receipt.manifest:
+            yield f"{path}: is not the manifest that receipt {receipt.number} is of"
+        manifest = read_manifest(folder)
+        if manifest is None:
+            return
+        sums = manifest.checksums()
+        on_total(len(sums))
+        for name in differing(folder, sums, on_done):
+            yield f"{folder / name}: does not have the manifest's checksum"
+    elif digests_of_data(open_dataset(config))[1] != receipt.labels:
+        yield f"{folder}: has other labels or another mean than receipt {receipt.number}"
+
+
+def _digest(path: Path) -> str:
+    """Return the SHA-256 of a file; '' if it can't be read."""
+    try:
+        return checksum(path)
+    except OSError:
+        return ""

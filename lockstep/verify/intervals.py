@@ -1,0 +1,125 @@
+"""The intervals between receipts that are replayed, and the reasons for which a replay may differ."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from lockstep.errors import UserError
+from lockstep.runs.receipts import Receipt
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Training again from one checkpoint.
+
+    Attributes:
+        start: The checkpoint's file of tensors; None from scratch.
+        first: The step at which it begins.
+        states: The state that is expected after each step that has a receipt, in order.
+    """
+
+    start: Path | None
+    first: int
+    states: Mapping[int, Receipt]
+
+    @property
+    def last(self) -> int:
+        """The step at which it ends."""
+        return max(self.states)
+
+
+def all_intervals(receipts: Sequence[Receipt], settings: str) -> list[tuple[Receipt, Receipt]]:
+    """Return the pairs of neighbouring receipts of one process, made with these settings."""
+    return [
+        (one, other)
+        for one, other in pairwise(receipts)
+        if other.kind != "start" and other.step > one.step and one.settings == other.settings == settings
+    ]
+
+
+def choose(
+    folder: Path, receipts: Sequence[Receipt], settings: str, number: int, dice: random.Random
+) -> tuple[list[Replay], int]:
+    """Return replays that cover random intervals, and how many intervals there are.
+
+    Args:
+        folder: The run's folder.
+        receipts: All of the run.
+        settings: Digest of the settings to replay with.
+        number: How many intervals to choose.
+        dice: The source of the choice.
+
+    Raises:
+        UserError: No interval can be replayed.
+    """
+    intervals = all_intervals(receipts, settings)
+    if not intervals:
+        raise UserError(
+            f"{folder}: there is no interval between two receipts to replay: train with a smaller "
+            "check_every or snapshot_freq, or go without --replay"
+        )
+    chosen = dice.sample(intervals, min(number, len(intervals)))
+    ends: dict[tuple[int, Path | None], int] = {}
+    for one, other in chosen:
+        start = _checkpoint_before(folder, receipts, settings, one.step)
+        ends[start] = max(ends.get(start, 0), other.step)
+    replays = [_replay(receipts, settings, *start, last) for start, last in sorted(ends.items(), key=_place)]
+    return replays, len(intervals)
+
+
+def from_scratch(folder: Path, receipts: Sequence[Receipt], settings: str, step: int) -> Replay:
+    """Return the replay of the whole run up to a step.
+
+    Raises:
+        UserError: The run has other settings at its beginning, or no receipt up to that step.
+    """
+    known = [receipt.step for receipt in receipts if receipt.settings == settings and receipt.step <= step]
+    if not known or receipts[0].step or receipts[0].settings != settings:
+        raise UserError(
+            f"{folder}: its receipts do not begin at step 0 with the settings of config.yaml, so steps 0 to "
+            f"{step} can't be replayed: use --replay"
+        )
+    return _replay(receipts, settings, 0, None, max(known))
+
+
+def _place(item: tuple[tuple[int, Path | None], int]) -> int:
+    return item[0][0]
+
+
+def _checkpoint_before(
+    folder: Path, receipts: Sequence[Receipt], settings: str, step: int
+) -> tuple[int, Path | None]:
+    """Return the last checkpoint up to a step, with its step; (0, None) for the beginning of the run."""
+    found: tuple[int, Path | None] = 0, None
+    for receipt in receipts:
+        path = folder / "checkpoints" / f"{receipt.checkpoint}.safetensors"
+        if receipt.checkpoint and path.exists() and found[0] < receipt.step <= step:
+            found = receipt.step, path
+    if found[1] is None and (receipts[0].step or receipts[0].settings != settings):
+        raise UserError(
+            f"{folder}: has no checkpoint before step {step} to replay from: keep more of them "
+            "(keep_checkpoints: null)"
+        )
+    return found
+
+
+def _replay(receipts: Sequence[Receipt], settings: str, first: int, start: Path | None, last: int) -> Replay:
+    states = {
+        receipt.step: receipt
+        for receipt in receipts
+        if first <= receipt.step <= last and receipt.settings == settings
+    }
+    return Replay(start, first, dict(sorted(states.items())))
+
+
+def reasons(receipt: Receipt, versions: Mapping[str, str], machine: Mapping[str, str]) -> list[str]:
+    """Return what differs between a receipt's making and this replay: code versions, then the machine."""
+    pairs = [("version of", receipt.versions, versions), ("machine's", receipt.machine, machine)]
+    return [
+        f"{kind} {name}: {then.get(name, 'none')} then, {now.get(name, 'none')} now"
+        for kind, then, now in pairs
+        for name in sorted({*then, *now})
+        if then.get(name) != now.get(name)
+    ]

@@ -1,0 +1,91 @@
+"""A saver that sends digests of the states that a replay computes, and writes nothing."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.comm.group import World
+from lockstep.comm.messages import Order
+from lockstep.data.dataset import Dataset
+from lockstep.launch.progress import ProgressReporter
+from lockstep.launch.receipts import machine_of, versions_of_computing
+from lockstep.launch.saving import Saver
+from lockstep.loading.orders import Orders
+from lockstep.memory import Memory
+from lockstep.network.program import Program
+from lockstep.runs import checkpoint
+from lockstep.runs.plan import RunPlan
+
+
+@dataclass(frozen=True)
+class ReplayBegun:
+    """Trainer 0 to the launcher, first: what computes the states, as receipts have it."""
+
+    versions: dict[str, str]
+    machine: dict[str, str]
+
+
+@dataclass(frozen=True)
+class ReplayedState:
+    """Trainer 0 to the launcher: the SHA-256 of the state after a step of the run."""
+
+    step: int
+    state: str
+
+
+class StateSender(Saver):
+    """A saver that sends the digest of each state that has a receipt.
+
+    Args:
+        plan, world, program, memory, reporter: As of Saver; `plan.writes` must be False.
+        orders: They number the steps.
+        steps: The steps of the whole run whose states are sent.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        world: World,
+        program: Program,
+        memory: Memory,
+        reporter: ProgressReporter,
+        orders: Orders,
+        steps: Sequence[int],
+    ) -> None:
+        assert not plan.writes, "a replay writes nothing"
+        super().__init__(plan, world, program, memory, reporter)
+        self._orders, self._steps = orders, set(steps)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all states have been sent. It is the same in all trainers."""
+        return not self._steps
+
+    def begin_receipts(self, dataset: Dataset, save: Callable[[bool, bool], None]) -> None:
+        self._reporter.send(ReplayBegun(versions_of_computing(), machine_of(self._config)))
+        save(False, True)
+
+    def is_receipt_due(self, order: Order, n_steps: int) -> bool:
+        return (order.epoch - 1) * n_steps + order.step in self._steps
+
+    def save(
+        self,
+        epoch: int,
+        position: int,
+        n_samples: int,
+        val_record: list[dict[str, float]],
+        rule_state: dict[str, torch.Tensor],
+        to_disk: bool = True,
+        receipt: bool = False,
+    ) -> None:
+        """Send the digest of the state if it is due, and write nothing."""
+        n_done = -(-position // self._orders.step_size("train"))
+        step = (epoch - 1) * self._orders.n_steps("train") + n_done
+        if step not in self._steps:
+            return
+        self._steps.remove(step)
+        if self._world.rank == 0:
+            arena = self._program.arena
+            tensors = {**rule_state, **arena.outside(), **arena.views_of_all(arena.flat)}
+            self._reporter.send(ReplayedState(step, checkpoint.digest_of(tensors)))

@@ -1,0 +1,197 @@
+"""lockstep.train and lockstep.resume: the runs of train.py, called from Python."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import saved
+from campaigns.watching import processes_of_session
+from conftest import ROOT, Program, wait_until
+from limits import limit
+from own_folders import write_classes
+from PIL import Image
+
+import lockstep
+from preprocessing.layouts import in_validation
+
+KEYS = {"n_classes": 7, "batch_size": 8, "shuffle_block": 4, "print_freq": 2, "cpu_threads": 1}
+
+
+def keys(folder: Path, **more: object) -> dict[str, object]:
+    return {"weights_dir": str(folder / "runs"), "devices": ["cpu", "cpu"], "quiet": True, **KEYS, **more}
+
+
+def script(text: str, *arguments: object, **options: object) -> "subprocess.Popen[str]":
+    """A program in its own session, without a `__main__` guard."""
+    command = [sys.executable, "-c", text, *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes, **options)
+
+
+@pytest.mark.parametrize(
+    "n_trainers", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_a_run_has_the_bits_of_train_py(
+    n_trainers: int, program: Program, shared_folder: Path, tmp_path: Path
+) -> None:
+    devices = ["cpu"] * n_trainers
+    theirs = program.run("n_epochs=2", "cpu_threads=1", devices=f"[{', '.join(devices)}]")
+    events: list[dict[str, object]] = []
+    more = keys(tmp_path, n_epochs=2, run_name="api", devices=devices)
+    run = lockstep.train(shared_folder, callback=events.append, **more)
+    assert run.complete
+    assert run.folder == tmp_path / "runs" / "api"
+    name = "checkpoints/epoch_0002.safetensors"
+    ours = saved.load_file(run.folder / name)
+    saved.assert_same(ours, saved.load_file(theirs.run_folder / name))
+    assert [record["epoch"] for record in run.history] == [1, 2]
+    assert run.best == min(run.history, key=lambda record: record["error_top1"])
+    assert [event for event in events if event["event"] == "validated"] == run.history
+    assert any(event["event"] == "progress" for event in events)
+
+
+def test_the_network_answers_and_the_run_resumes(shared_folder: Path, tmp_path: Path) -> None:
+    run = lockstep.train(shared_folder, **keys(tmp_path, n_epochs=1))
+    model = run.model()
+    assert not model.training
+    Image.new("RGB", (50, 40), "red").save(tmp_path / "red.png")
+    answers = run.predict(tmp_path / "red.png")
+    assert len(answers) == 5
+    assert answers == sorted(answers, key=lambda answer: -answer[1])
+    resumed = lockstep.resume(run.folder, n_epochs=2, quiet=True)
+    assert resumed.complete
+    assert [record["epoch"] for record in resumed.history] == [1, 2]
+
+
+def test_a_folder_of_images_is_converted_and_trained_on(tmp_path: Path) -> None:
+    images = write_classes(tmp_path / "mine", {"cat": 20, "dog": 20})
+    run = lockstep.train(images, **{**keys(tmp_path, n_epochs=1, val_split=0.3), "n_classes": None})
+    assert run.complete
+    assert run.history[0]["n_images"] == sum(
+        in_validation(f"{path.parent.name}/{path.name}", 0.3) for path in images.glob("*/*")
+    )
+    assert {name for name, _ in run.predict(images / "cat" / "000.png")} == {"cat", "dog"}
+    with pytest.raises(lockstep.UserError, match="holds no folders of classes and no table of labels"):
+        lockstep.train(images / "cat", **keys(tmp_path, n_epochs=1))
+
+
+def test_a_callback_stops_a_run(shared_folder: Path, tmp_path: Path) -> None:
+    run = lockstep.train(shared_folder, callback=lambda event: "stop", **keys(tmp_path, n_epochs=500))
+    assert not run.complete
+    assert list((run.folder / "checkpoints").glob("*.safetensors"))
+    assert len(run.history) < 500
+
+
+def test_an_error_of_the_callback_ends_all_processes(shared_folder: Path, tmp_path: Path) -> None:
+    def fail(event: object) -> None:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        lockstep.train(shared_folder, callback=fail, **keys(tmp_path, n_epochs=500, run_name="failed"))
+    events = map(json.loads, (tmp_path / "runs" / "failed" / "log.jsonl").read_text().splitlines())
+    started = next(event for event in events if event["event"] == "started")
+    pids = [pid for name, pid in started.items() if name.startswith(("trainer", "loader"))]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "all processes to end", 10)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"learnig_rate": 1}, "unknown key 'learnig_rate' .did you mean 'learning_rate'"),
+        ({"data_folder": "/nowhere"}, "/nowhere: there is no such dataset folder"),
+        ({"model": 7}, "model: must be a name, or a class or function"),
+        ({"model": lambda n_classes: None}, "must make a torch.nn.Module, not NoneType"),
+        ({"train_data": []}, "train_data and val_data: one is missing"),
+        ({"train_data": [], "val_data": [], "data_folder": "here"}, "given beside another dataset"),
+    ],
+)
+def test_what_cannot_be_used_is_named(
+    given: dict[str, object], message: str, shared_folder: Path, tmp_path: Path
+) -> None:
+    folder = {} if "train_data" in given else {"data_folder": shared_folder}
+    with pytest.raises(lockstep.UserError, match=message):
+        lockstep.train(**keys(tmp_path, n_epochs=1), **folder | given)
+    assert not list((tmp_path / "runs").glob("*/config.yaml")) or "NoneType" in message
+
+
+def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(lockstep.UserError, match="is not a run's folder"):
+        lockstep.resume(tmp_path)
+
+
+def test_a_lost_process_is_named(shared_folder: Path, tmp_path: Path) -> None:
+    def kill(event: dict[str, object]) -> None:
+        text = (tmp_path / "runs" / "lost" / "log.jsonl").read_text()
+        started = json.loads(text.splitlines()[0])
+        os.kill(started["trainer 1"], signal.SIGKILL)
+
+    with pytest.raises(lockstep.RunFailed, match="trainer 1"):
+        lockstep.train(
+            shared_folder, callback=kill, **keys(tmp_path, n_epochs=500, run_name="lost", on_failure="stop")
+        )
+
+
+SCRIPT = """
+import sys, lockstep
+print("once", flush=True)
+keys = dict(weights_dir=sys.argv[2], run_name="r", devices=["cpu"], n_classes=7, batch_size=8, print_freq=2)
+keys |= dict(callback=lambda event: print("event", flush=True))
+run = lockstep.train(sys.argv[1], **keys, quiet=True, n_epochs=500)
+print(run.complete, len(run.history), flush=True)
+"""
+
+
+def test_an_interrupt_saves_and_returns_the_run(shared_folder: Path, tmp_path: Path) -> None:
+    process = script(SCRIPT, shared_folder, tmp_path)
+    assert process.stdout
+    lines = [process.stdout.readline(), process.stdout.readline()]
+    process.send_signal(signal.SIGINT)
+    lines += process.communicate(timeout=limit(60))[0].splitlines()
+    assert [line.strip() for line in lines].count("once") == 1
+    assert lines[-1].startswith("False")
+    assert list((tmp_path / "r" / "checkpoints").glob("*.safetensors"))
+
+
+def test_a_second_interrupt_ends_the_run_at_once(shared_folder: Path, tmp_path: Path) -> None:
+    text = SCRIPT.replace('print("event", flush=True)', '(print("event", flush=True), time.sleep(60))')
+    process = script(f"import time\n{text}", shared_folder, tmp_path)
+    assert process.stdout
+    lines = [process.stdout.readline(), process.stdout.readline()]
+    process.send_signal(signal.SIGINT)  # the callback may end its work
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    lines += process.communicate(timeout=limit(20))[0].splitlines()
+    assert lines[-1] == "KeyboardInterrupt"
+    wait_until(lambda: processes_of_session(process.pid) == [], "all of the run's processes to end", 2)
+
+
+def test_the_callers_death_ends_everything(shared_folder: Path, tmp_path: Path) -> None:
+    process = script(SCRIPT, shared_folder, tmp_path)
+    assert process.stdout
+    process.stdout.readline()
+    process.stdout.readline()  # an event: it trains
+    process.kill()
+    process.wait()
+    wait_until(lambda: processes_of_session(process.pid) == [], "all of the run's processes to end", 2)
+
+
+def test_runs_in_threads_do_not_meet(shared_folder: Path, tmp_path: Path) -> None:
+    runs: dict[str, lockstep.Run] = {}
+
+    def one(name: str) -> None:
+        more = keys(tmp_path, n_epochs=1, run_name=name, devices=["cpu"])
+        runs[name] = lockstep.train(shared_folder, **more)
+
+    threads = [threading.Thread(target=one, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {name: run.complete for name, run in runs.items()} == {"a": True, "b": True}

@@ -1,0 +1,60 @@
+"""The parts of `python -m benchmarks.recipes`: the imbalanced set, F1, and the plain loop's recipe."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from conftest import ROOT, make_config, make_folder
+from PIL import Image
+from sklearn.metrics import f1_score
+
+from benchmarks.recipes import plain
+from benchmarks.recipes.imbalanced import RARE, f1_of, thin_out
+from lockstep.data import hkl
+from lockstep.data.dataset import open_dataset
+
+
+def test_f1_is_scikit_learns() -> None:
+    labels, answers = np.random.default_rng(0).integers(0, 7, (2, 500))
+    answers[:300] = labels[:300]
+    assert f1_of(labels, answers) == pytest.approx(f1_score(labels, answers, average=None))
+
+
+def test_the_imbalanced_set_has_all_but_most_images_of_the_rare_classes(tmp_path: Path) -> None:
+    source = open_dataset(make_config(data_folder=str(make_folder(tmp_path / "set", n_train=700))))
+    thin_out(source, tmp_path / "thin")
+    thin = open_dataset(make_config(data_folder=str(tmp_path / "thin")))
+    before, after = (np.bincount(each.train.labels, minlength=7) for each in (source, thin))
+    for label in range(7):
+        assert after[label] <= before[label] // 20 if label in RARE else after[label] == before[label]
+    assert (thin.val.labels == source.val.labels).all()
+    first = hkl.read(thin.train.files[0].path)[0]
+    kept = int(np.flatnonzero(~np.isin(source.train.labels, RARE))[0])
+    assert thin.train.labels[0] in RARE or (first == hkl.read(source.train.files[0].path)[kept]).all()
+
+
+def test_the_plain_loop_has_the_keys_of_the_configuration() -> None:
+    keys = yaml.safe_load((ROOT / "config_small_images.yaml").read_text())
+    ours = [keys[name] for name in ("global_batch_size", "learning_rate", "momentum", "weight_decay")]
+    assert ours == [plain.BATCH, plain.RATE, plain.MOMENTUM, plain.DECAY]
+    assert (keys["label_smoothing"], keys["warm_up_epochs"]) == (plain.SMOOTHING, plain.WARM_UP)
+    assert keys["crop"] == "padded" and keys["rand_mirror"] and keys["lr_policy"] == "cosine"
+    rates = [plain.rate_at(progress, 8) for progress in (0, 0.5, 1, 4.5, 8)]
+    assert rates == pytest.approx([0.01, 0.055, 0.1, 0.05, 0])
+
+
+def test_pillows_crops_are_those_of_the_padded_image() -> None:
+    random.seed(0)
+    pixels = np.random.default_rng(0).integers(1, 256, (8, 8, 3), dtype=np.uint8)
+    padded = np.pad(pixels, ((4, 4), (4, 4), (0, 0)))
+    windows = {
+        padded[row : row + 8, column : column + 8].tobytes() for row in range(9) for column in range(9)
+    }
+    flipped = padded[:, ::-1]
+    windows |= {
+        flipped[row : row + 8, column : column + 8].tobytes() for row in range(9) for column in range(9)
+    }
+    found = {np.asarray(plain.change_by_pillow(Image.fromarray(pixels))).tobytes() for _ in range(2000)}
+    assert found == windows

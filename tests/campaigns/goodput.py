@@ -1,0 +1,199 @@
+"""Goodput of a run whose processes are killed again and again: python -m campaigns.goodput 15
+
+A run with two trainers and two loaders gets SIGKILL, SIGSEGV or SIGSTOP in a random one of its processes
+every 15 seconds. Goodput is the time that the same steps take in an unbroken run, over the time that they
+took. The campaign measures from each signal to the run's `recovered` event, which is logged at the end of the
+next step. With --hosts 2 two launchers on this machine have two trainers each, and a random one is hit.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import table, verdict, write_results
+from campaigns.watching import ROOT, Watched, free_port
+from lockstep.data import hkl
+from lockstep.files import checksum
+from lockstep.runs.checkpoint_files import find_checkpoint
+
+SIGNALS = ("SIGKILL", "SIGSEGV", "SIGSTOP")
+TIMEOUT = {"digits": 2.0, "alexnet": 20.0}  # seconds after which a stopped process counts as lost
+LEAST_TIMEOUT = 10.0  # over several hosts, whose launchers send heartbeats once a second
+LONGEST = 600.0  # seconds until a step, on any machine
+DEVICES = "devices=[cpu,cpu]"
+KEYS = {
+    "digits": [f"data_folder={ROOT / 'data/digits'}", "model=smallnet"],
+    "alexnet": ["model=alexnet", "batch_size=16"],
+}
+N_TRIAL = 4  # epochs of the run from which the number of epochs is computed
+IMAGES = {"train": 320, "val": 32}  # of 256 x 256 random pixels, for AlexNet
+
+Strike = tuple[str, float]  # the signal, and the seconds from it to the end of the next step
+
+
+def write_images(folder: Path) -> None:
+    """Write a dataset folder of random images of AlexNet's size."""
+    dice = np.random.default_rng(1)
+    for split, n_images in IMAGES.items():
+        for part in (f"{split}_hkl", "labels", "misc"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        images = dice.integers(0, 256, (n_images, 256, 256, 3), dtype=np.uint8)
+        hkl.write(folder / f"{split}_hkl" / "0000.hkl", images)
+        np.save(folder / "labels" / f"{split}_labels.npy", dice.integers(0, 10, n_images))
+    np.save(folder / "misc" / "img_mean.npy", np.full((256, 256, 3), 127.5))
+
+
+def events_of(run: Watched, kind: str) -> list[dict[str, Any]]:
+    """Return the whole events of one kind in a run's log."""
+    log = run.run_folder / "log.jsonl"
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    events = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [event for event in events if event["event"] == kind]
+
+
+def start(folder: Path, words: list[str], n_hosts: int) -> list[Watched]:
+    """Start the run on so many hosts, host 0 first."""
+    if n_hosts == 1:
+        folder.mkdir()
+        return [Watched(folder, words)]
+    runs, keys = [], [*words, f"n_hosts={n_hosts}", f"rendezvous=127.0.0.1:{free_port()}"]
+    for host in range(n_hosts):
+        place = folder / f"host {host}"
+        place.mkdir(parents=True)
+        runs.append(Watched(place, [*keys, f"host_rank={host}"]))
+    return runs
+
+
+def strike(runs: list[Watched], dice: random.Random) -> Strike | None:
+    """Send a signal to a trainer or loader and wait for the recovery. Return None if the run has ended."""
+    run, n_before, name = runs[0], len(events_of(runs[0], "recovered")), dice.choice(SIGNALS)
+    pids = dice.choice(runs).pids()
+    victim = dice.choice(sorted(pids))
+    begin = time.time()
+    try:
+        os.kill(pids[victim], getattr(signal, name))
+    except ProcessLookupError:
+        return None
+    if not run.wait_for(lambda: len(events_of(run, "recovered")) > n_before, LONGEST):
+        return None
+    return name, events_of(run, "recovered")[-1]["time"] - begin
+
+
+def train(
+    folder: Path, words: list[str], every: float, seed: int, n_hosts: int = 1
+) -> tuple[float, list[Strike], str]:
+    """Train, with a strike every so many seconds, or none with 0.
+
+    Returns:
+        The seconds from the first step to the end, the strikes, and the checksum of the last checkpoint.
+    """
+    runs, strikes, dice = start(folder, words, n_hosts), list[Strike](), random.Random(seed)
+    run = runs[0]
+    try:
+        run.wait_for(lambda: events_of(run, "implementations"), LONGEST)
+        begin = due = time.time()
+        while every:
+            due = max(due, time.time()) + every  # so that a long recovery is not followed by a salvo
+            if not run.wait_for(lambda until=due: time.time() > until, LONGEST):
+                break
+            if (found := strike(runs, dice)) is None:
+                break
+            strikes.append(found)
+        if (code := run.process.wait()) != 0:
+            raise RuntimeError(f"the run ended with {code}: {run.last_line()}")
+        seconds = events_of(run, "ended")[-1]["time"] - begin
+    finally:
+        for each in runs:
+            each.end()
+    return seconds, strikes, checksum(find_checkpoint(run.run_folder, "latest")[0].path)
+
+
+def measure(name: str, folder: Path, words: argparse.Namespace) -> dict[str, Any]:
+    """Return the numbers of one network: an unbroken run and a broken one of the same epochs."""
+
+    timeout = max(TIMEOUT[name], LEAST_TIMEOUT if words.hosts > 1 else 0.0) * words.patience
+
+    def keys(n_epochs: int) -> list[str]:
+        usual = [DEVICES, "cpu_threads=1", "print_freq=1000", f"timeout={timeout:g}"]
+        return [*usual, *KEYS[name], *data, f"n_epochs={n_epochs}", f"snapshot_freq={n_epochs}"]
+
+    data = []
+    if name == "alexnet":
+        write_images(folder / "images")
+        data = [f"data_folder={folder / 'images'}", "n_classes=10"]
+    trial, _, _ = train(folder / "trial", keys(N_TRIAL), 0.0, words.seed, words.hosts)
+    n_epochs = max(N_TRIAL, round(N_TRIAL * 60 * words.minutes / trial))
+    unbroken, _, whole = train(folder / "unbroken", keys(n_epochs), 0.0, words.seed, words.hosts)
+    broken, strikes, end = train(folder / "broken", keys(n_epochs), words.every, words.seed, words.hosts)
+    killed = sorted(seconds for kind, seconds in strikes if kind != "SIGSTOP")
+    stopped = [seconds for kind, seconds in strikes if kind == "SIGSTOP"]
+    return {
+        "goodput": unbroken / broken,
+        "seconds": broken,
+        "strikes": len(strikes),
+        "median_killed": statistics.median(killed) if killed else math.nan,
+        "percentile_95_killed": killed[math.ceil(0.95 * len(killed)) - 1] if killed else math.nan,
+        "median_stopped": statistics.median(stopped) if stopped else math.nan,
+        "same_bits": whole == end,
+    }
+
+
+def rows_of(name: str, numbers: dict[str, Any], n_hosts: int = 1) -> list[tuple[str, ...]]:
+    """Return the rows of one network's table."""
+    median, percentile = numbers["median_killed"], numbers["percentile_95_killed"]
+    at_most = ("", "")
+    if name == "digits" and n_hosts == 1:
+        at_most = verdict(median, 0.8, True), verdict(percentile, 1.2, True)
+    elif name == "digits":
+        at_most = verdict(median, 3.0, True), ""
+    return [
+        (f"{name}: goodput", f"{numbers['goodput']:.1%}", verdict(numbers["goodput"], 0.92)),
+        (f"{name}: signals in {numbers['seconds']:.0f} s", f"{numbers['strikes']}", ""),
+        (f"{name}: from a kill to the end of the next step, median", f"{median:.2f} s", at_most[0]),
+        (f"{name}: the same, 95th percentile", f"{percentile:.2f} s", at_most[1]),
+        (f"{name}: after SIGSTOP, with `timeout`", f"{numbers['median_stopped']:.2f} s", ""),
+        (f"{name}: ends with the bits of the unbroken run", "yes" if numbers["same_bits"] else "no", ""),
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the campaign. Exit status 1: a broken run ended with other bits than the unbroken one."""
+    parser = argparse.ArgumentParser(prog="python -m campaigns.goodput", description=__doc__.split("\n")[0])
+    parser.add_argument("minutes", type=float, nargs="?", default=15.0, help="of each run (15)")
+    parser.add_argument("--seed", type=int, default=1, help="other seeds, other victims (1)")
+    parser.add_argument("--every", type=float, default=15.0, help="seconds between two signals (15)")
+    parser.add_argument("--patience", type=float, default=1.0, help="times timeout, on a busy machine (1)")
+    parser.add_argument("--hosts", type=int, default=1, help="launchers on this machine (1)")
+    parser.add_argument("--networks", nargs="*", default=list(KEYS), choices=list(KEYS), help="to train")
+    parser.add_argument("--results", type=Path, default=ROOT / "docs/results", help="folder for goodput.md")
+    words = parser.parse_args(arguments)
+    rows: list[tuple[str, ...]] = [("what", "measured", "")]
+    numbers: dict[str, Any] = {}
+    for name in words.networks:
+        with tempfile.TemporaryDirectory() as folder:
+            numbers[name] = measure(name, Path(folder), words)
+        rows += rows_of(name, numbers[name], words.hosts)
+    each = f" on each of {words.hosts} hosts" if words.hosts > 1 else ""
+    title = f"2 trainers and 2 loaders{each}, {words.minutes:g} minutes, a signal every {words.every:g} s"
+    text = table(title, rows)
+    print(text)
+    page, command = "goodput", f"make goodput MINUTES={words.minutes:g}"
+    if words.hosts > 1:
+        page, command = "goodput_hosts", f"{command} ARGS='--hosts {words.hosts}'"
+    write_results(words.results, page, [(text, numbers)], command)
+    return 0 if all(each["same_bits"] for each in numbers.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

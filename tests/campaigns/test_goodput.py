@@ -1,0 +1,30 @@
+"""The parts of campaigns.goodput that can be tested without training."""
+
+from pathlib import Path
+
+import pytest
+
+from campaigns import goodput
+
+
+@pytest.mark.parametrize(("end", "code"), [("same", 0), ("other", 1)])
+def test_the_table_has_the_figures_and_other_bits_are_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: str, code: int
+) -> None:
+    runs = {"trial": (8.0, [], "trial"), "unbroken": (95.0, [], "same")}
+    strikes = [("SIGKILL", 0.5), ("SIGSEGV", 0.7), ("SIGSTOP", 2.6)]
+    n_epochs: list[str] = []
+
+    def train(folder: Path, words: list[str], *_: float) -> tuple[float, list, str]:
+        n_epochs.append(next(word for word in words if word.startswith("n_epochs=")))
+        return runs.get(folder.name, (100.0, strikes, end))
+
+    monkeypatch.setattr(goodput, "train", train)
+    assert goodput.main(["2", "--networks", "digits", "--results", str(tmp_path)]) == code
+    assert n_epochs == ["n_epochs=4", "n_epochs=60", "n_epochs=60"]
+    text = (tmp_path / "goodput.md").read_text()
+    assert "| digits: goodput | 95.0% | target >= 0.92: pass |" in text
+    assert "| digits: signals in 100 s | 3 |" in text
+    assert "| digits: from a kill to the end of the next step, median | 0.60 s |" in text
+    assert f"| digits: ends with the bits of the unbroken run | {'yes' if code == 0 else 'no'} |" in text
+    assert "digits: goodput" in capsys.readouterr().out

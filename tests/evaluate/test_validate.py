@@ -1,0 +1,332 @@
+"""validate.py and classify.py: the same numbers for any devices, and what a stranger's image is."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import ROOT, Program, Running, make_config, make_folder
+from PIL import Image
+
+import classify
+from lockstep.comm.group import World
+from lockstep.comm.messages import Predictions
+from lockstep.data import hkl
+from lockstep.data.dataset import open_dataset
+from lockstep.data.description import read_description
+from lockstep.errors import UserError
+from lockstep.evaluate.answers import check_target
+from lockstep.evaluate.evaluation import Evaluation, orders_of
+from lockstep.launch.status import StatusBoard
+from lockstep.launch.trainer_setup import computing
+from lockstep.network.build import build_model
+from lockstep.runs.checkpoint_files import find_checkpoint
+
+
+@pytest.fixture(scope="module")
+def trained(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    program = Program(shared_folder, tmp_path_factory.mktemp("run"))
+    return program.run("n_epochs=2", "snapshot_freq=1", "learning_rate=0.001")
+
+
+def call(script: str, *words: object, code: int = 0) -> str:
+    command = [sys.executable, str(ROOT / script), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def first_line(text: str) -> tuple[float, float, float]:
+    """Errors top-1 and top-5 in percent, and the loss."""
+    match = re.search(r"error ([\d.]+)% top-1, ([\d.]+)% top-5, loss ([\d.]+) on 33 images", text)
+    assert match, text
+    return float(match[1]), float(match[2]), float(match[3])
+
+
+@pytest.mark.slow
+def test_it_repeats_what_training_said_on_any_devices(trained: Running) -> None:
+    lines = (trained.run_folder / "log.jsonl").read_text().splitlines()
+    received = [event for event in map(json.loads, lines) if event["event"] == "validated"]
+    for epoch, devices in ((1, "[cpu, cpu, cpu]"), (2, "[cpu]")):
+        words = ("--epoch", epoch, f"devices={devices}", "batch_size=5")
+        text = call("validate.py", trained.run_folder, *words)
+        top1, top5, loss = first_line(text)
+        assert top1 == pytest.approx(100 * received[epoch - 1]["error_top1"], abs=0.006)
+        assert top5 == pytest.approx(100 * received[epoch - 1]["error_top5"], abs=0.006)
+        assert loss == pytest.approx(received[epoch - 1]["loss"], abs=2e-4)
+    assert "classes with the largest error" in text
+
+
+def test_files_hold_what_training_measured(trained: Running, tmp_path: Path) -> None:
+    lines = (trained.run_folder / "log.jsonl").read_text().splitlines()
+    event = [each for each in map(json.loads, lines) if each["event"] == "validated"][-1]
+    files = ("--json", tmp_path / "result.json", "--csv", tmp_path / "classes.csv")
+    text = call("validate.py", trained.run_folder, *files, "devices=[cpu]")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["confusion"] == event["confusion"] and result["n_images"] == 33
+    assert result["macro_f1"] == event["means"]["macro_f1"] and "macro F1" in text
+    assert [row["recall"] for row in result["classes"]] == event["classes"]["recall"]
+    rows = [line.split(",") for line in (tmp_path / "classes.csv").read_text().splitlines()]
+    assert rows[0] == ["class", "support", "precision", "recall", "f1"]
+    assert [int(row[1]) for row in rows[1:]] == event["classes"]["support"]
+
+
+@pytest.mark.slow
+def test_ten_crops_are_the_mean_of_ten_views(trained: Running, shared_folder: Path) -> None:
+    text = call("validate.py", trained.run_folder, "--ten-crops", "devices=[cpu, cpu]")
+    dataset = open_dataset(make_config(data_folder=str(shared_folder)))
+    model = build_model(make_config(), 7).eval()
+    state = find_checkpoint(trained.run_folder, "latest")[0].path
+    tensors = torch.from_numpy(np.concatenate([hkl.read(file.path) for file in dataset.val.files]))
+    load_weights(model, state)
+    images = tensors.float() - torch.from_numpy(dataset.mean)
+    total = torch.zeros(33, 7)
+    for row, column in ((2, 2), (0, 0), (0, 4), (4, 0), (4, 4)):
+        crop = images[:, row : row + 32, column : column + 32].permute(0, 3, 1, 2)
+        for view in (crop, crop.flip(3)):
+            total += model(view).softmax(1).detach()
+    labels = torch.from_numpy(dataset.val.labels)
+    expected = 100 * (total.argmax(1) != labels).float().mean().item()
+    loss = -(total / 10)[torch.arange(33), labels].log().mean().item()
+    top1, _, found = first_line(text)
+    assert top1 == pytest.approx(expected, abs=0.006) and found == pytest.approx(loss, abs=2e-4)
+    assert "(10 views of each)" in text
+
+
+HUNGRY = """
+import os
+import torch
+from models import smallnet
+
+class Net(smallnet.Model):
+    def forward(self, images):
+        if "HUNGRY" in os.environ and len(images) > 2:  # not when it is tried out
+            torch.empty(1 << 60, dtype=torch.uint8)
+        if "THREADS_TO" in os.environ:
+            print(torch.get_num_threads(), file=open(os.environ["THREADS_TO"], "w"))
+        return super().forward(images)
+"""
+
+
+@pytest.mark.slow
+def test_threads_are_the_runs_and_too_little_memory_is_said(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hungry.py").write_text(HUNGRY)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    running = program.run("n_epochs=1", "model=hungry:Net", "cpu_threads=3", devices="[cpu]")
+    monkeypatch.setenv("THREADS_TO", str(tmp_path / "threads"))
+    call("validate.py", running.run_folder, "devices=[cpu, cpu]")
+    assert (tmp_path / "threads").read_text() == "3\n"
+    monkeypatch.setenv("HUNGRY", "")
+    text = call("validate.py", running.run_folder, code=2)
+    assert re.search(r"trainer 0: cpu is out of memory \(.*validating\): .*; lower batch_size", text)
+    assert "Traceback" not in text
+
+
+def test_what_computing_cant_do_is_the_users_to_change() -> None:
+    (world,) = World.on_one_host(1)
+    board = StatusBoard.create()
+    board.say("step 3")
+    for error, message in (
+        (
+            torch.OutOfMemoryError("8 GB"),
+            r"cpu is out of memory \(step 3\): 8 GB; lower batch_size or n_slots",
+        ),
+        (RuntimeError("see use_deterministic_algorithms"), "deterministic: the network has an operation"),
+    ):
+        with (
+            pytest.raises(UserError, match=message),
+            computing(make_config(), world, board),
+        ):
+            raise error
+    with (
+        pytest.raises(RuntimeError, match=r"^another$"),
+        computing(make_config(), world, board),
+    ):
+        raise RuntimeError("another")
+
+
+def load_weights(model: torch.nn.Module, path: Path) -> None:
+    from safetensors.torch import load_file
+
+    state = load_file(path)
+    model.load_state_dict(
+        {name.partition("/")[2]: state[name] for name in state if name.startswith("weights/")}
+    )
+
+
+def test_shares_of_all_ranks_are_every_image_once() -> None:
+    for n_ranks in (1, 2, 3, 5):
+        seen = [
+            image
+            for rank in range(n_ranks)
+            for order in orders_of(33, 4, World.on_one_host(n_ranks)[rank], 1)
+            for image in range(order.first, order.last)
+        ]
+        assert sorted(seen) == list(range(33))
+
+
+def test_the_worst_classes_and_what_they_are_taken_for() -> None:
+    evaluation = Evaluation(6)
+    evaluation.take(Predictions(3, [2, 2, 0], [1, 1, 0], [True, False, True], [1.0, 2.0, 0.5]))
+    evaluation.take(Predictions(0, [0, 0, 2], [0, 1, 2], [True] * 3, [0.5] * 3))
+    assert evaluation.summary() == {
+        "loss": pytest.approx(5 / 6),
+        "error_top1": pytest.approx(0.5),
+        "error_top5": pytest.approx(1 / 6),
+    }
+    worst = [(each.label, each.n_images, each.mistaken_for, each.n_mistaken) for each in evaluation.worst(5)]
+    assert worst == [(2, 3, 1, 2), (0, 3, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nowhere",), "nowhere: is not a run's folder"),
+        pytest.param(
+            ("RUN", "--epoch", "9"),
+            "has no checkpoint of epoch 9 (there are: epoch_0001, epoch_0002)",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("RUN", "data_folder=elsewhere"),
+            "elsewhere: there is no such dataset folder",
+            marks=pytest.mark.slow,
+        ),
+        (("RUN", "batchsize=3"), "unknown key 'batchsize' (did you mean 'batch_size'?)"),
+        pytest.param(("RUN", "n_classes=9", "devices=[cpu]"), "is of another model", marks=pytest.mark.slow),
+        pytest.param(("RUN", "devices=[cuda:99]"), "cuda:99", marks=pytest.mark.slow),
+    ],
+)
+def test_what_cant_be_validated_is_named(trained: Running, words: tuple[str, ...], message: str) -> None:
+    text = call("validate.py", *(trained.run_folder if word == "RUN" else word for word in words), code=2)
+    assert message in text and "Traceback" not in text
+
+
+def set_orientation(data: Path, value: str | None, place: Path) -> Path:
+    """A copy of a dataset folder, with a manifest that says how its images were turned, or says nothing."""
+    files = {
+        split: [
+            {"file": f"{split}_hkl/{path.name}", "labels": labels.tolist()}
+            for path, labels in zip(
+                sorted((data / f"{split}_hkl").iterdir()),
+                np.split(
+                    np.load(data / "labels" / f"{split}_labels.npy"), [32, 64] if split == "train" else [32]
+                ),
+                strict=True,
+            )
+        ]
+        for split in ("train", "val")
+    }
+    shutil.copytree(data, place)
+    manifest = {"version": 1, "classes": list("abcdefg"), **files}
+    text = json.dumps(manifest if value is None else {**manifest, "orientation": value})
+    (place / "manifest.json").write_text(text)
+    return place
+
+
+@pytest.mark.parametrize("value", ["apply", "ignore", None])
+def test_pictures_are_turned_as_those_of_the_dataset_were(
+    trained: Running, shared_folder: Path, tmp_path: Path, value: str | None
+) -> None:
+    data = set_orientation(shared_folder, value, tmp_path / "set")
+    random = np.random.default_rng(3)
+    picture = Image.fromarray(random.integers(0, 256, (36, 36, 3), dtype=np.uint8))
+    picture.save(tmp_path / "upright.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = picture.transpose(Image.Transpose.ROTATE_90)  # as a camera held sideways stores it
+    turned.save(tmp_path / "turned.png", exif=exif)
+    paths = [tmp_path / name for name in ("upright.png", "turned.png")]
+    text = call("classify.py", *paths, "--run", trained.run_folder, "--override", f"data_folder={data}")
+    answers = re.findall(r"^ +([\d.]+)%  ([a-g])$", text, re.MULTILINE)
+    assert len(answers) == 10 and (answers[:5] == answers[5:]) == (value == "apply")
+
+
+def test_a_runs_folder_says_what_classify_needs(tmp_path: Path) -> None:
+    """The dataset is given relative to the working directory, and gone when the network is asked."""
+    make_folder(tmp_path / "set")
+    program = Program(Path(os.path.relpath(tmp_path / "set", ROOT)), tmp_path)
+    run = program.run("n_epochs=1", "learning_rate=0.001", devices="[cpu]").run_folder
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    assert saved["data_folder"] == str(ROOT / program.data)  # so that validate.py works anywhere
+    description = open_dataset(make_config(data_folder=str(tmp_path / "set"))).description
+    found = read_description(run)
+    assert found and found.class_names == description.class_names and (found.mean == description.mean).all()
+    Image.new("RGB", (40, 40), "red").save(tmp_path / "red.png")
+    before = call(
+        "classify.py", tmp_path / "red.png", "--run", run, "--override", f"data_folder={program.data}"
+    )
+    (tmp_path / "set").rename(tmp_path / "moved")
+    assert call("classify.py", tmp_path / "red.png", "--run", run) == before
+    (run / "dataset.json").write_text('{"class_names": 5}')
+    assert "dataset.json: can't be used" in call("classify.py", "a.png", "--run", run, code=2)
+
+
+def test_pictures_get_their_five_best_classes(trained: Running, tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    picture = Image.fromarray(random.integers(0, 256, (36, 36, 3), dtype=np.uint8))
+    picture.save(tmp_path / "upright.png")
+    picture.save(tmp_path / "same.png")
+    (tmp_path / "broken.jpg").write_bytes(b"\xff\xd8 no image")
+    paths = [tmp_path / name for name in ("upright.png", "broken.jpg", "same.png", "missing.png")]
+    text = call("classify.py", *paths, "--run", trained.run_folder, code=2)
+    answers = re.findall(r"^ +([\d.]+)%  (\d)$", text, re.MULTILINE)
+    assert len(answers) == 10 and answers[:5] == answers[5:]
+    shares = [float(share) for share, _ in answers[:5]]
+    assert shares == sorted(shares, reverse=True) and len({label for _, label in answers[:5]}) == 5
+    assert "broken.jpg: can't be used" in text and "missing.png: can't be used: No such file" in text
+
+
+def test_folders_and_patterns_are_classified_into_a_file(trained: Running, tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    names = ["b.png", "deep/a.PNG", "deep/er/Käse, frisch.jpg"]
+    for name in names:
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        pixels = random.integers(0, 256, (36, 36, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "in" / name)
+    (tmp_path / "in" / "note.txt").write_text("no image")
+    run = ("--run", trained.run_folder, "--epoch", "best")
+    text = call("classify.py", tmp_path / "in", f"{tmp_path}/in/*.png", *run, "--out", tmp_path / "a.csv")
+    assert f"wrote {tmp_path}/a.csv: 3 images" in text
+    assert f"left out 1, no image that Pillow reads: {tmp_path}/in/note.txt" in text
+    with open(tmp_path / "a.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["image"] for row in rows] == [str(tmp_path / "in" / name) for name in names]
+    best = find_checkpoint(trained.run_folder, "best")[0]
+    assert f"{best.path}, epoch {best.state.epoch}" in text
+    call("classify.py", f"{tmp_path}/in/**/*.*[gG]", *run, "--out", tmp_path / "a.json")
+    records = json.loads((tmp_path / "a.json").read_text())
+    for row, record in zip(rows, records, strict=True):
+        assert row["image"] == record["image"]
+        shown = [(a["class"], f"{a['probability']:.6f}") for a in record["answers"]]
+        assert shown == [(row[f"class_{n}"], row[f"probability_{n}"]) for n in range(1, 6)]
+    assert "a.csv: already exists" in call("classify.py", "x", *run, "--out", tmp_path / "a.csv", code=2)
+
+
+def test_places_without_images_and_files_of_unknown_formats_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a.txt: is of no known format. Give a name that ends with .csv"):
+        check_target(tmp_path / "a.txt")
+    with pytest.raises(UserError, match=r"none\*: matches no file"):
+        classify.find_images([f"{tmp_path}/none*"])
+    with pytest.raises(UserError, match="holds no images that Pillow reads"):
+        classify.find_images([str(tmp_path)])
+    Image.new("RGB", (9, 9)).save(tmp_path / "a[1].png")  # a file's name, not a pattern
+    assert classify.find_images([f"{tmp_path}/a[1].png", str(tmp_path)]) == [tmp_path / "a[1].png"]
+
+
+@pytest.mark.slow
+def test_the_newest_run_is_taken_and_errors_are_named(trained: Running, tmp_path: Path) -> None:
+    Image.new("L", (50, 80)).save(tmp_path / "grey.png")
+    text = call("classify.py", tmp_path / "grey.png", "--runs", trained.run_folder.parent)
+    assert f"{trained.run_folder}/checkpoints/epoch_0002.safetensors, epoch 2" in text
+    assert "holds no run" in call("classify.py", "a.png", "--runs", tmp_path, code=2)

@@ -1,0 +1,465 @@
+"""ParallelExecutor: N devices are one network, with the same bits on all, by any strategy, every time."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep import flow
+from lockstep.errors import UserError
+from lockstep.flow import ParallelExecutor
+
+STRATEGIES = "all_reduce", "reduce"
+Results = dict[str, torch.Tensor]
+
+
+def network(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    ).double()
+
+
+def loss(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> Any:
+    scores = model(x)
+    return F.cross_entropy(scores, labels), {"scores": scores, "largest": scores.max()}
+
+
+def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=1e-3)
+
+
+def batch(n: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 6, generator=random, dtype=torch.float64)
+    return {"x": x, "labels": torch.randint(0, 3, (n,), generator=random)}
+
+
+@contextmanager
+def executor(n: int, model: nn.Module | None = None, **arguments: Any) -> Iterator[ParallelExecutor]:
+    """Return an executor on n devices, with several small buckets."""
+    made = flow.cpus(n, threads=1)
+    settings: dict[str, Any] = {"loss": loss, "optimizer": momentum, "bucket_mb": 5e-4, **arguments}
+    with flow.Engine(made):
+        yield ParallelExecutor(model or network(), devices=made, **settings)
+
+
+def trained(n: int, sizes: Sequence[int], **arguments: Any) -> Results:
+    """Return the weights after a step on each batch; all replicas must be bitwise equal."""
+    with executor(n, **arguments) as made:
+        for step, size in enumerate(sizes):
+            made.run(batch(size, step))
+        replicas = [made.replica(d) for d in range(n)]
+    for other in replicas[1:]:
+        assert_same(other, replicas[0])
+    return replicas[0]
+
+
+def assert_same(one: Results, other: Results) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def one_network(sizes: Sequence[int]) -> Results:
+    """Train with plain torch."""
+    model = network()
+    optimizer = momentum(list(model.parameters()))
+    for step, size in enumerate(sizes):
+        optimizer.zero_grad()
+        loss(model, *batch(size, step).values())[0].backward()
+        optimizer.step()
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_any_number_of_devices_and_samples_is_one_network(n: int) -> None:
+    sizes = [1, 3, n + 1, 1, n + 1]
+    wanted, found = one_network(sizes), [trained(n, sizes, strategy=strategy) for strategy in STRATEGIES]
+    assert_same(*found)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[0][name], value, rtol=1e-10, atol=1e-10)
+
+
+def test_two_devices_are_two_eager_replicas_whose_halved_gradients_are_added() -> None:
+    replicas = [network(), network()]
+    optimizer, whole = momentum(list(replicas[0].parameters())), batch(8)
+    for _ in range(3):
+        for number, model in enumerate(replicas):
+            model.load_state_dict(replicas[0].state_dict())
+            model.zero_grad()
+            own = slice(4 * number, 4 * number + 4)
+            (loss(model, whole["x"][own], whole["labels"][own])[0] / 2).backward()
+        for first, second in zip(*(model.parameters() for model in replicas), strict=True):
+            assert first.grad is not None and second.grad is not None
+            first.grad += second.grad
+        optimizer.step()
+    with executor(2) as made:
+        for _ in range(3):
+            made.run(whole)
+        assert_same(made.replica(1), dict(replicas[0].state_dict()))
+
+
+@pytest.mark.parametrize("n_times", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_runs_are_repeatable_bit_for_bit(n_times: int) -> None:
+    results = [trained(3, [7, 5], model=network(0.4), strategy=STRATEGIES[n % 2]) for n in range(n_times)]
+    for other in results[1:]:
+        assert_same(other, results[0])
+
+
+def test_dropout_is_by_sample_whatever_the_number_of_devices() -> None:
+    one, three = (trained(n, [7, 2, 7], model=network(0.4)) for n in (1, 3))
+    for name, value in one.items():
+        torch.testing.assert_close(three[name], value, rtol=1e-10, atol=1e-10)
+    other = trained(1, [7, 2, 7], model=network(0.4), seed=1)
+    assert not torch.equal(other["0.weight"], one["0.weight"])
+
+
+def test_what_is_fetched_merged_and_of_each_device() -> None:
+    model, whole = network(), batch(5)
+    wanted, others = loss(model, *whole.values())
+    wanted.backward()
+    names = ("loss", "scores", "largest", "3.weight@GRAD")
+    for strategy in STRATEGIES:
+        with executor(2, strategy=strategy) as made:
+            found = made.run(whole, names)
+        assert list(found) == list(names)
+        assert type(found["scores"]) is torch.Tensor
+        torch.testing.assert_close(found["loss"], wanted.detach())
+        torch.testing.assert_close(found["scores"], others["scores"].detach())
+        assert found["largest"].shape == (2,) and found["largest"].max().item() == pytest.approx(
+            others["scores"].max().item()
+        )
+        torch.testing.assert_close(found["3.weight@GRAD"], dict(model.named_parameters())["3.weight"].grad)
+        with executor(2, strategy=strategy) as made:
+            found = made.run(whole, names, merge=False)
+        assert [part.shape[0] for part in found["scores"]] == [3, 2] and len(found["loss"]) == 2
+        assert torch.equal(*found["3.weight@GRAD"])
+
+
+def test_each_device_can_be_given_its_own_and_nothing() -> None:
+    whole = batch(5)
+    parts = [{name: value[:4] for name, value in whole.items()}, {}]
+    parts.append({name: value[4:] for name, value in whole.items()})
+    with executor(3) as made:
+        found = made.run(parts, ("loss", "scores"))
+        combined = made.replica(1)
+    wanted = one_network_on(whole)
+    assert found["scores"].shape == (5, 3)
+    for name, value in wanted.items():
+        torch.testing.assert_close(combined[name], value, rtol=1e-10, atol=1e-10)
+
+
+def one_network_on(whole: dict[str, torch.Tensor]) -> Results:
+    with executor(1) as made:
+        made.run(whole)
+        return made.replica(0)
+
+
+def test_scales_of_gradients() -> None:
+    gradients: dict[Any, torch.Tensor] = {}
+    for scale in ("mean", "sum", (0.5, 0.5), (1.0, 0.0)):
+        with executor(2, gradient_scale=scale) as made:
+            gradients[scale] = made.run(batch(4), ("0.weight@GRAD",))["0.weight@GRAD"]
+    assert torch.equal(gradients["sum"], 2 * gradients["mean"])
+    assert torch.equal(gradients[0.5, 0.5], gradients["mean"])
+    with executor(1) as made:
+        first = made.run({k: v[:2] for k, v in batch(4).items()}, "0.weight@GRAD")["0.weight@GRAD"]
+    torch.testing.assert_close(gradients[1.0, 0.0], first)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_any_optimizer_whose_hyperparameters_change(strategy: str) -> None:
+    def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, 0.01)
+
+    model, whole = network(), batch(6)
+    optimizer = adam(list(model.parameters()))
+    with executor(2, optimizer=adam, strategy=strategy) as made:
+        for rate in (0.01, 0.01, 0.002, 0.002):
+            made.set_hyperparameters(lr=rate)
+            optimizer.param_groups[0]["lr"] = rate
+            made.run(whole)
+            optimizer.zero_grad()
+            loss(model, *whole.values())[0].backward()
+            optimizer.step()
+        with pytest.raises(UserError, match=r"AdamW has no weight_decai \(did you mean 'weight_decay'\?\)"):
+            made.set_hyperparameters(weight_decai=1)
+        for name, value in made.replica(1).items():
+            torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-9, atol=1e-9)
+
+
+def test_an_optimizer_may_write_its_gradients() -> None:
+    def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, 0.1, 0.9, nesterov=True, foreach=True)
+
+    assert_same(*(trained(3, [7, 2, 7], optimizer=nesterov, strategy=strategy) for strategy in STRATEGIES))
+
+
+def test_training_goes_on_from_a_state_with_other_devices() -> None:
+    with executor(2, network(0.4)) as made:
+        made.run(batch(6, 0))
+        state = made.state_dict()
+        for step in (1, 2):
+            made.run(batch(6, step))
+        wanted = made.replica(0)
+    with executor(2, network(0.4), strategy="reduce") as made:
+        made.load_state_dict(state)
+        for step in (1, 2):
+            made.run(batch(6, step))
+        assert_same(made.replica(1), wanted)
+    with executor(3, network(0.4)) as made:
+        made.run(batch(4))
+        made.load_state_dict(state)
+        for step in (1, 2):
+            made.run(batch(6, step))
+        for name, value in made.replica(2).items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-10, atol=1e-10)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.full((1,), 2.0), persistent=False)
+        self.register_buffer("shift", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.second(torch.tanh(self.first(x))) * self.scale + self.shift
+        return scores
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_models_state_can_be_loaded_into_the_model(strategy: str) -> None:
+    model = Tied().double()
+    with executor(2, model, strategy=strategy) as made:
+        made.run(batch(4))
+        state = made.state_dict()
+        assert list(state["model"]) == list(model.state_dict())
+        assert state["model"]["first.weight"] is state["model"]["second.weight"]  # saved once
+        model.load_state_dict(state["model"])
+        assert_same(
+            dict(model.named_parameters()), {n: made.replica(1)[n] for n, _ in model.named_parameters()}
+        )
+        made.run(batch(4, 1))
+        wanted = made.replica(0)
+        made.load_state_dict(state)
+        made.run(batch(4, 1))
+        assert_same(made.replica(1), wanted)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_when_the_executor_is_made() -> None:
+    with pytest.raises(UserError, match=r"LBFGS.step needs a closure, .*such as SGD or AdamW"):
+        ParallelExecutor(network(), loss, torch.optim.LBFGS, flow.cpus(1))
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.net(x)
+
+
+def test_buffers_are_means_over_samples_on_all_devices() -> None:
+    torch.manual_seed(0)
+    model, whole = Normalised().double(), batch(5)
+    parts = [copy.deepcopy(model) for _ in range(2)]
+    for part, rows in zip(parts, (slice(0, 3), slice(3, 5)), strict=True):
+        part(whole["x"][rows])
+    with executor(3, model, strategy="reduce") as made:
+        made.run([{k: v[:3] for k, v in whole.items()}, {}, {k: v[3:] for k, v in whole.items()}])
+        replicas = [made.replica(d) for d in range(3)]
+    first, second = (dict(part.named_buffers()) for part in parts)
+    for name in ("net.1.running_mean", "net.1.running_var"):
+        torch.testing.assert_close(replicas[0][name], first[name] * 0.6 + second[name] * 0.4)
+    assert replicas[1]["net.1.num_batches_tracked"] == 1
+    for other in replicas[1:]:
+        assert_same(other, replicas[0])
+
+
+def test_evaluation_shares_the_variables_and_changes_none() -> None:
+    torch.manual_seed(0)
+
+    def errors(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"wrong": model(x).argmax(1) != labels}
+
+    with executor(2, Normalised().double()) as made:
+        made.run(batch(6))
+        before = made.replica(0)
+        found = made.evaluate(errors, batch(5), ["wrong"])
+        scored = made.evaluate(loss, batch(5))
+        assert_same(made.replica(0), before)
+        plain = Normalised().double()
+        plain.load_state_dict(before)
+        plain.eval()
+        wanted, _ = loss(plain, *batch(5).values())
+        torch.testing.assert_close(scored["loss"], wanted.detach())
+        assert torch.equal(found["wrong"], errors(plain, *batch(5).values())["wrong"])
+
+
+def test_the_program_merges_a_bucket_as_soon_as_its_gradients_are_there() -> None:
+    with executor(2) as made:
+        made.run(batch(4))
+        program = made.program
+    assert program is not None
+    merges = [o for o in program.operations if o.name == "all_reduce"]
+    assert len(merges) > 2 and {o.name for o in program.operations} >= {"all_reduce", "update", "fetch"}
+    assert {o.lane for o in merges} == {"communication"} and {o.device for o in merges} == {"cpu:0", "cpu:1"}
+    needed = {after: [b for b, a in program.edges if a == after] for after in (o.number for o in merges)}
+    backward = max(o.number for o in program.operations if o.phase == "backward" and o.device == "cpu:1")
+    assert max(needed[merges[0].number]) < backward  # it does not wait for the end of backward
+    with executor(2, strategy="reduce") as made:
+        made.run(batch(4))
+        assert made.program is not None
+        updates = [o for o in made.program.operations if o.name == "update"]
+        assert len(updates) == len(merges) and {o.device for o in updates} == {"cpu:0", "cpu:1"}
+
+
+def test_reduce_keeps_one_copy_of_weights_and_state_in_one_memory() -> None:
+    with executor(3, strategy="reduce") as made:
+        made.run(batch(4))
+        memories = [{id(p.memory) for p in replica.parameters.values()} for replica in made._replicas]
+        assert memories[0] == memories[1] == memories[2]
+        assert all(len(bucket.updates) == 1 for bucket in made._buckets.all)
+
+
+def test_sparse_gradients_stay_sparse() -> None:
+    def words(model: nn.Module, numbers: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(model(numbers).mean(1), wanted)
+
+    def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, 0.5)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 2)).double()
+    feed = {"numbers": torch.randint(0, 9, (7, 5)), "wanted": torch.randn(7, 2, dtype=torch.float64)}
+    found = {}
+    for n in (1, 3):
+        for strategy in STRATEGIES:
+            with executor(n, model, loss=words, optimizer=sgd, strategy=strategy) as made:
+                for _ in range(2):
+                    gradient = made.run(feed, "0.weight@GRAD")["0.weight@GRAD"]
+                replicas = [made.replica(d) for d in range(n)]
+            assert gradient.is_sparse and (n == 1 or len(gradient._values()) <= 9)
+            found[n, strategy] = replicas[0]
+            for other in replicas:
+                assert_same(other, found[n, "all_reduce"])
+    for name, value in found[1, "reduce"].items():
+        torch.testing.assert_close(found[3, "reduce"][name], value, rtol=1e-10, atol=1e-10)
+
+
+def test_a_failed_operation_raises_and_stops_until_a_state_is_loaded() -> None:
+    class Moody(torch.optim.SGD):
+        angry = False
+
+        def step(self, closure: Any = None) -> Any:
+            if Moody.angry:
+                raise RuntimeError("not today")
+            return super().step(closure)
+
+    with executor(2, optimizer=lambda parameters: Moody(parameters, 0.1)) as made:
+        made.run(batch(4))
+        state = made.state_dict()
+        Moody.angry = True
+        with pytest.raises(flow.OperationError, match=r"update on cpu:\d.*not today"):
+            made.run(batch(4))
+        Moody.angry = False
+        with pytest.raises(UserError, match=r"an earlier run has failed .*load_state_dict first"):
+            made.run(batch(4))
+        made.load_state_dict(state)
+        made.run(batch(4))
+        found = made.replica(1)
+        made.load_state_dict(state)
+        made.run(batch(4))
+        assert_same(made.replica(0), found)
+        with pytest.raises(flow.OperationError):
+            flow.wait_all()  # the other device's update failed, too
+
+
+BAD_SETTINGS = [
+    ({"gradient_scale": ["a", "b"]}, "a list of numbers"),
+    ({"group": "world"}, "group needs other processes"),
+    ({"strategy": "al_reduce"}, r"strategy is all_reduce or reduce, not 'al_reduce' \(did you mean"),
+    ({"compress": "int2"}, "compress is int8 or int4, not 'int2'"),
+    ({"gradient_scale": "average"}, "gradient_scale is mean or sum, not 'average'"),
+    ({"gradient_scale": [1.0]}, "gradient_scale has 1 factors for 2 devices"),
+    ({"bucket_mb": 0}, "bucket_mb is more than 0"),
+    ({"optimizer": lambda parameters: None}, "makes a torch.optim.Optimizer, not NoneType"),
+    ({"loss": lambda model, x, labels: model(x)}, r"the loss must be a scalar.*not of shape \(2, 3\)"),
+    ({"loss": lambda model, x, labels: 3.0}, "the loss must be a scalar.*not float"),
+    ({"loss": lambda model, x, labels: x.mean()}, "the loss depends on no parameter"),
+    ({"loss": lambda model: model}, "takes the model and a batch"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS)
+def test_settings_that_cannot_be_used(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message), executor(2, **settings) as made:
+        made.run(batch(4))
+
+
+BAD_RUNS = [
+    ({"x": torch.ones(2, 6), "label": torch.ones(2)}, "loss", r"has 'label' \(did you mean 'labels'\?\)"),
+    ({"x": torch.ones(2, 6)}, "loss", "the feed lacks labels"),
+    ({"x": torch.ones(2, 6), "labels": torch.ones(3)}, "loss", "2 samples of x and 3 of labels"),
+    ({"x": torch.ones(0, 6), "labels": torch.ones(0)}, "loss", "the feed has no samples"),
+    ({"x": torch.ones(()), "labels": torch.ones(2)}, "loss", "'x' is one number"),
+    (3, "loss", "the feed is a dictionary"),
+    ({"x": "six", "labels": torch.ones(2)}, "loss", "'x' can't be made a tensor"),
+    ([batch(2)], "loss", "a list for 1 devices: there are 2"),
+    ([{}, {}], "loss", "the feed has no samples"),
+    (batch(4), "score", r"there is no 'score' \(did you mean 'scores'\?\)"),
+    (batch(4), "3.weigth@GRAD", r"did you mean '3.weight@GRAD'\?"),
+]
+
+
+@pytest.mark.parametrize(("feed", "fetch", "message"), BAD_RUNS)
+def test_runs_that_are_refused_change_nothing(feed: Any, fetch: str, message: str) -> None:
+    with executor(2) as made:
+        with pytest.raises(UserError, match=message):
+            made.run(feed, fetch)
+        made.run(batch(4))
+        assert_same(made.replica(0), trained(2, [4]))
+
+
+def test_devices_that_cannot_be_used() -> None:
+    with pytest.raises(UserError, match="devices: give at least one"):
+        ParallelExecutor(network(), loss, momentum, [])
+    device = flow.cpus(1)[0]
+    with pytest.raises(UserError, match="devices: one is there twice"):
+        ParallelExecutor(network(), loss, momentum, [device, device])
+
+
+def test_a_parameter_that_no_gradient_reaches_is_named_and_left() -> None:
+    model = network()
+    model.register_parameter("idle", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    with executor(2, model, loss=lambda m, x, labels: loss(m, x, labels)[0]) as made:
+        with pytest.warns(UserWarning, match="no gradient reaches idle"):
+            made.run(batch(4))
+        assert torch.equal(made.replica(1)["idle"], torch.ones(3, dtype=torch.float64))
+
+
+def test_states_that_do_not_fit() -> None:
+    with executor(1) as made:
+        state = made.state_dict()
+        short = {**state, "model": {k: v for k, v in state["model"].items() if k != "0.bias"}}
+        with pytest.raises(UserError, match="the state has no optimizer: give what state_dict"):
+            made.load_state_dict({"model": {}})
+        with pytest.raises(
+            UserError, match=r"has no lrr \(did you mean 'lr'"
+        ):  # before there are buckets, too
+            made.set_hyperparameters(lrr=0.1)
+        with pytest.raises(UserError, match="the state has no 0"):
+            made.load_state_dict(short)
+        state["model"]["0.bias"] = torch.ones(3)
+        with pytest.raises(UserError, match=r"0.bias is \(16,\) in the model, \(3,\) in the state"):
+            made.load_state_dict(state)
+        with pytest.raises(UserError, match="replica 1: there are 0 to 0"):
+            made.replica(1)

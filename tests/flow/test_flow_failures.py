@@ -1,0 +1,404 @@
+"""Failures reach the operations that need the missing value, and no others; nothing leaks."""
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from limits import limit
+
+from lockstep import flow
+from lockstep.errors import UserError
+from lockstep.flow import graph
+from lockstep.flow.devices import Cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def engine() -> Iterator[flow.Engine]:
+    engine = flow.Engine(flow.cpus(2))
+    yield engine
+    engine.close()
+
+
+def fail() -> None:
+    raise KeyError("spoon")
+
+
+def test_a_failure_reaches_exactly_those_who_need_it(engine: flow.Engine) -> None:
+    x, y, z = (engine.variable(name) for name in "xyz")
+    ran: list[str] = []
+    failing = engine.push(fail, reads=[x], writes=[y], name="stir")
+    reader = engine.push(lambda: ran.append("reader"), reads=[y], writes=[z], device=engine.devices[1])
+    behind = engine.push(lambda: ran.append("behind"), writes=[x])  # follows a reader of x that failed
+    with pytest.raises(
+        flow.OperationError, match=r"stir on cpu:0, recorded at .*: KeyError: 'spoon'"
+    ) as caught:
+        failing.wait()
+    assert isinstance(caught.value.__cause__, KeyError)
+    for wait in (reader.wait, lambda: engine.wait(z), lambda: engine.wait(y)):
+        with pytest.raises(flow.OperationError, match="stir"):
+            wait()
+    behind.wait()
+    engine.push(lambda: ran.append("again"), writes=[y])  # without reading it
+    engine.wait(y)
+    engine.push(lambda: ran.append("read"), reads=[y]).wait()
+    engine.wait_all()
+    assert ran == ["behind", "again", "read"]
+
+
+def test_wait_all_raises_what_nobody_has_seen_once(engine: flow.Engine) -> None:
+    engine.push(fail, name="first")
+    engine.push(fail, name="second")
+    with pytest.raises(flow.OperationError, match="first") as caught:
+        engine.wait_all()
+    assert "in fail" in caught.value.__notes__[0]
+    (also,) = caught.value.__notes__[1:]
+    assert also.startswith("also failed: second on cpu:0, recorded at ") and also.endswith(
+        ": KeyError: 'spoon'"
+    )
+    engine.wait_all()
+
+
+def test_arrays_name_the_users_line() -> None:
+    with flow.Engine(flow.cpus(2)) as engine, flow.device(engine.devices[1]):
+        x = torch.ones(3, 3)
+        other = x * 2
+        broken = x[torch.tensor([0, 9])]
+        behind = broken + 1
+        with pytest.raises(
+            flow.OperationError, match=r"index on cpu:1, recorded at .*test_flow_failures.py:\d+: "
+        ) as c:
+            behind.numpy()
+        assert isinstance(c.value.__cause__, IndexError)
+        with pytest.raises(flow.OperationError, match="LinAlgError"):  # a check is waited for
+            torch.linalg.cholesky(x - 5)
+        assert other.sum().item() == 18
+        with pytest.raises(flow.OperationError):
+            broken.wait()
+        broken.zero_()  # makes it whole
+        assert broken.sum().item() == 0
+        broken.add_(2)
+        assert broken[0].tolist() == [2, 2, 2]
+
+
+def test_a_pushed_function_names_the_users_line(engine: flow.Engine) -> None:
+    failing = engine.push(fail, name="stir")
+    match = (
+        f"stir on cpu:0, recorded at .*test_flow_failures.py:{line_of('failing = engine.push(fail, name')}: "
+    )
+    with pytest.raises(flow.OperationError, match=match):
+        failing.wait()
+
+
+def test_backward_names_the_line_of_its_forward() -> None:
+    with flow.Engine(flow.cpus(1)):
+        x = flow.ones((3,)).requires_grad_()
+
+        class Broken(torch.autograd.Function):
+            @staticmethod
+            def forward(context: object, x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+            @staticmethod
+            def backward(context: object, gradient: torch.Tensor) -> torch.Tensor:
+                return gradient[torch.tensor([0, 1, 9])]
+
+        y = Broken.apply(x)
+        y.sum().backward()
+        assert x.grad is not None
+        with pytest.raises(flow.OperationError, match=f"py:{line_of('return x * 2')}: "):
+            x.grad.numpy()
+
+
+def line_of(text: str) -> int:
+    return next(
+        n
+        for n, line in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if line.strip().startswith(text)
+    )
+
+
+def test_a_program_fails_where_it_fails_and_can_go_on() -> None:
+    with flow.Engine(flow.cpus(1)):
+        w = flow.ones((2, 2))
+
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            w.add_(1)
+            return w[x].sum(), w.sum()
+
+        good, bad = torch.tensor([0, 1]), torch.tensor([0, 2])
+        program = flow.capture(step, good)
+        assert [value.item() for value in program(good)] == [8, 8]
+        with pytest.raises(flow.OperationError, match=r"index on cpu, recorded at .*IndexError"):
+            program(bad)
+        assert [value.item() for value in program(good)] == [16, 16]
+
+
+def test_waiting_for_all_sees_an_operation_that_moves_from_the_queue_to_the_graph(
+    engine: flow.Engine,
+) -> None:
+    """A worker links it right after `wait_all` has looked at the pending operations, which then lack it."""
+    go, locked, unlock = threading.Event(), threading.Event(), threading.Event()
+
+    class Pending(set[flow.Operation]):
+        def __len__(self) -> int:
+            n = super().__len__()
+            unlock.set()
+            while graph.any_submitted():
+                time.sleep(1e-3)
+            return n
+
+    def hold_the_graph() -> None:
+        with graph.GRAPH:
+            locked.set()
+            unlock.wait(limit(20))
+
+    engine.push(int).wait()
+    holding = threading.Thread(target=hold_the_graph)
+    holding.start()
+    assert locked.wait(limit(20))
+    running = engine.push(go.wait)
+    engine.pending = Pending(engine.pending)
+    try:
+        assert not engine._idle()
+    finally:
+        unlock.set()
+        go.set()
+        holding.join()
+    engine.wait_all()
+    assert running.done
+
+
+def test_waiting_inside_an_operation_of_the_same_device_is_refused(engine: flow.Engine) -> None:
+    first, second = engine.devices
+    never = threading.Event()
+    blocked = engine.push(never.wait, device=first)
+    with pytest.raises(flow.OperationError, match="waits for operation on the same device"):
+        engine.push(
+            lambda: engine.push(int, device=first, after=[blocked]).wait(), device=first, lane="call"
+        ).wait()
+    with pytest.raises(flow.OperationError, match="waits for all"):
+        engine.push(engine.wait_all, device=second).wait()
+    with pytest.raises(flow.OperationError, match="can't close the engine"):
+        engine.push(engine.close, device=second).wait()
+    assert (
+        engine.push(lambda: engine.push(lambda: 7, device=first, lane="call").wait(), device=second).wait()
+        == 7
+    )
+    never.set()
+
+
+def test_bad_input_is_one_line() -> None:
+    engine = flow.Engine(flow.cpus(1))
+    for wrong, words in (
+        (lambda: flow.Engine([]), "an engine needs devices"),
+        (lambda: flow.Engine(flow.cpus(1), run_ahead=0), "1 or more, not 0"),
+        (lambda: flow.Engine(["cpu"]), "'cpu' is not a device"),
+        (lambda: flow.Engine(engine.devices), "belongs to another engine"),
+        (lambda: flow.cpus(0), "n, the number of devices, is 1 or more, not 0"),
+        (lambda: flow.cpus(1, threads=0), "threads is 1 or more"),
+        (lambda: flow.set_device("cpu"), "is not a device"),
+        (lambda: flow.cpus(2.5), "1 or more, not 2.5"),
+        (lambda: flow.cuda(3), r"cuda:3.*flow.cpus\(n\) makes devices"),
+        (lambda: flow.cuda(-1), "counted from 0"),
+        (lambda: engine.push(int, reads=["x"]), "'x' is not a variable"),
+        (lambda: flow.send(flow.ones((1,)), 0), "flow.send needs other processes"),
+        (
+            lambda: engine.push(int, device=flow.cpus(3)[2]),
+            "cpu:2 is not a device of this engine, which has cpu",
+        ),
+    ):
+        with pytest.raises(UserError, match=words) as caught:
+            wrong()
+        assert "\n" not in str(caught.value)
+    with flow.recording() as trace:
+        engine.push(int).wait()
+    with pytest.raises(UserError, match=r"x.png: a trace is saved as .json, .html, .dot, not .png"):
+        trace.save("x.png")
+    engine.close()
+    engine.close()
+    with pytest.raises(UserError, match="the engine is closed"):
+        engine.push(int)
+
+
+def workers() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name.startswith("flow cpu") and each.is_alive()}
+
+
+def test_closing_cancels_what_has_not_begun_and_joins() -> None:
+    others = workers()  # of the engine that has what was given to none
+    engine = flow.Engine(flow.cpus(2))
+    began, go, ran = threading.Event(), threading.Event(), []
+
+    def slow() -> None:
+        began.set()
+        go.wait(limit(20))
+        ran.append("slow")
+
+    x = engine.variable()
+    running = engine.push(slow, writes=[x])
+    waiting = engine.push(lambda: ran.append("never"), reads=[x])
+    began.wait(limit(20))
+    threading.Timer(0.1, go.set).start()
+    engine.close()
+    assert ran == ["slow"] and running.done and waiting.done
+    running.wait()
+    with pytest.raises(flow.OperationError, match="closed before it began"):
+        waiting.wait()
+    assert not workers() - others
+
+
+def test_an_error_inside_closes_at_once() -> None:
+    ran: list[int] = []
+    with pytest.raises(ZeroDivisionError), flow.Engine(flow.cpus(1)) as engine:
+        engine.push(lambda: time.sleep(0.1))
+        engine.push(lambda: ran.append(1))
+        raise ZeroDivisionError
+    assert not ran
+
+
+def test_run_ahead_bounds_what_is_pending() -> None:
+    with flow.Engine(flow.cpus(1), run_ahead=20) as engine:
+        pending, most = [0], [0]
+
+        def count() -> None:
+            pending[0] -= 1
+
+        for _ in range(300):
+            engine.push(count)
+            pending[0] += 1
+            most[0] = max(most[0], pending[0])
+    assert most[0] <= 22 and pending[0] == 0
+
+
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """Handle Ctrl-C even if a shell started the tests in the background, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_is_heard_in_every_wait(engine: flow.Engine, hears_ctrl_c: None) -> None:
+    go = threading.Event()
+    x = engine.variable()
+    hanging = engine.push(go.wait, writes=[x])
+    small = flow.Engine(flow.cpus(1), run_ahead=1)
+    small.push(go.wait)
+    for wait in (hanging.wait, lambda: engine.wait(x), engine.wait_all, lambda: small.push(int)):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+    go.set()
+    small.close()
+    engine.wait_all()
+
+
+def test_nothing_stays_alive(engine: flow.Engine) -> None:
+    """Functions and their values are released after they ran, failed or were cancelled."""
+
+    class Held:
+        pass
+
+    def push(fails: bool, after: list[flow.Operation]) -> tuple[flow.Operation, weakref.ref[Held]]:
+        held = Held()
+        return engine.push(lambda: held.__dict__["x"] if fails else held.__dict__, after=after), weakref.ref(
+            held
+        )
+
+    operations = [push(fails=False, after=[]), push(fails=True, after=[])]
+    for operation, _ in operations:
+        with contextlib.suppress(flow.OperationError):
+            operation.wait()
+    never = threading.Event()
+    blocked = engine.push(lambda: never.wait(0.3))
+    operations.append(push(fails=False, after=[blocked]))
+    engine.close()
+    gc.collect()
+    assert [held() for _, held in operations] == [None, None, None]
+
+
+def test_thread_counts_of_others_stay_as_they_are() -> None:
+    def counts() -> tuple[int, int]:
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        return torch.get_num_threads(), found[0]
+
+    before, cores = counts(), os.sched_getaffinity(0)
+    made = [Cpu("one", frozenset(list(cores)[:1]), 1), Cpu("three", frozenset(cores), 3)]
+    with flow.Engine(made) as engine:
+
+        def inside() -> tuple[int, set[int]]:
+            torch.ones(300, 300) @ torch.ones(300, 300)
+            return torch.get_num_threads(), os.sched_getaffinity(0)
+
+        assert engine.push(inside, device=made[0]).wait() == (1, set(made[0].cores))
+        assert engine.push(inside, device=made[1]).wait() == (3, set(made[1].cores))
+        assert counts() == before
+    assert counts() == before and os.sched_getaffinity(0) == cores
+
+
+def test_devices_of_one_name_have_lanes_of_their_own_in_a_trace() -> None:
+    first, second = flow.Engine(flow.cpus(1)), flow.Engine(flow.cpus(1))
+    with first, second, flow.recording() as trace:
+        for engine in (first, second, first):
+            engine.push(lambda: None)
+        flow.wait_all()
+    lanes = [operation.lane for operation in trace.operations]
+    assert lanes == ["cpu compute", "cpu compute #2", "cpu compute"]
+
+
+def test_devices_split_the_cores() -> None:
+    cores = os.sched_getaffinity(0)
+    for n in (1, 2, 3, 7):
+        split = [device.cores for device in flow.cpus(n)]
+        assert len(split) == n and all(split) and set().union(*split) <= cores
+        if n <= len(cores):
+            assert sum(len(part) for part in split) == len(set().union(*split))
+
+
+def run_python(program: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=seconds
+    )
+
+
+def test_leaving_with_work_pending() -> None:
+    done = run_python(
+        "import time\nfrom lockstep import flow\n"
+        "x = flow.array([1.0])\n"
+        "for _ in range(100): flow.call(lambda v: time.sleep(0.2), x, writes=[x])\n"
+        "print('leaving', flush=True)"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
+
+
+def test_ctrl_c_ends_a_program_that_waits() -> None:
+    program = (
+        "import signal, time\nfrom lockstep import flow\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "engine = flow.Engine(flow.cpus(2))\n"
+        "engine.push(lambda: (print('began', flush=True), time.sleep(1)))\n"
+        "for _ in range(1000): engine.push(lambda: time.sleep(1))\n"
+        "engine.wait_all()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "began\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=limit(60))
+    assert process.returncode == -signal.SIGINT and errors.rstrip().endswith("KeyboardInterrupt")

@@ -1,0 +1,411 @@
+"""Signal handlers, finalizers and forks at any moment: nothing hangs, and all values stay right."""
+
+import _thread
+import contextlib
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import wait_until
+from flow_programs import run_program
+from limits import limit
+from torch._subclasses import fake_tensor
+
+from lockstep import flow
+from lockstep.errors import UserError
+from lockstep.flow import gpu, graph, private
+
+
+class Interrupted(Exception):
+    """Raised by the tests' signal handlers."""
+
+
+@contextlib.contextmanager
+def every(seconds: float, handle: Callable[[], object]) -> Iterator[None]:
+    """Call a signal handler repeatedly inside, this long after it returned."""
+
+    def handler(*_: Any) -> None:
+        handle()
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def wait_for(function: Callable[[], object], seconds: float = 20) -> None:
+    """Check that function() returns in time. It runs in a thread, so that a hang can be left."""
+    done = threading.Event()
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            failed.append(error)
+        done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    assert done.wait(limit(seconds)), "it hangs"
+    if failed:
+        raise failed[0]
+
+
+def interrupted(work: Callable[[], object], times: int, seconds: float = 0.002) -> None:
+    """Call work() repeatedly until it was interrupted so many times, at random moments."""
+    came = [0]
+    work()  # once before: a thread that is interrupted while Python starts it prints an error
+
+    def handler(*_: Any) -> None:
+        came[0] += 1
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, handler)
+    moments, deadline = random.Random(0), time.monotonic() + limit(60)
+    with discarding():
+        for number in range(times):
+            assert time.monotonic() < deadline
+            try:
+                signal.setitimer(signal.ITIMER_REAL, seconds * (0.05 + moments.random()))
+                while came[0] <= number:
+                    work()
+            except Interrupted:
+                pass
+    signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def discarding() -> Iterator[None]:
+    """Accept inside that a finalizer or weakref callback swallows Interrupted.
+
+    Python runs those at any moment, the standard library's too, and discards what a handler raises in them.
+    """
+    report = sys.unraisablehook
+    sys.unraisablehook = lambda each: None if each.exc_type is Interrupted else report(each)
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
+
+
+def test_interrupted_pushes_leave_nothing_pending() -> None:
+    with flow.Engine(flow.cpus(2), run_ahead=50) as engine:
+        x, ran, pushed = engine.variable(), [0], [0]
+
+        def add() -> None:
+            ran[0] += 1
+
+        def work() -> None:
+            pushed[0] += 1
+            engine.push(add, reads=[x], writes=[x], device=engine.devices[pushed[0] % 2])
+            if pushed[0] % 7 == 0:
+                engine.wait(x)
+
+        interrupted(work, 300)
+        wait_for(engine.wait_all)
+        assert not engine.pending and not graph.any_submitted()
+        assert pushed[0] - 300 <= ran[0] <= pushed[0]
+
+
+def test_an_interrupt_while_workers_start_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = _thread.start_new_thread
+
+    def interrupted_start(*arguments: Any) -> None:
+        monkeypatch.undo()
+        start(*arguments)
+        time.sleep(0.1)
+        raise Interrupted
+
+    with flow.Engine(flow.cpus(1, workers=2)) as engine:
+        monkeypatch.setattr(_thread, "start_new_thread", interrupted_start)
+        with pytest.raises(Interrupted):
+            engine.push(int)
+        assert engine.push(lambda: 7).wait() == 7
+
+
+def test_interrupted_arithmetic_keeps_its_values() -> None:
+    with flow.Engine(flow.cpus(2)) as engine:
+        with flow.device(engine.devices[1]):
+            y = torch.full((8,), 4.0)
+        a, sizes = torch.full((8,), 3.0), iter(range(10**9))
+
+        def work() -> None:
+            x = flow.array(a)
+            assert (x + y * 2).view(2, 4)[1:].sum().item() == 44
+            assert (x.sum() * torch.ones(next(sizes) % 100 + 1)).sum().item() % 24 == 0
+
+        interrupted(work, 300)
+        wait_for(flow.wait_all)
+        assert type(torch.zeros(2)) is torch.Tensor
+        with flow.device(engine.devices[0]):
+            assert type(torch.zeros(2)) is flow.Array
+
+
+def test_an_interrupted_program_runs_whole_or_not_at_all() -> None:
+    with flow.Engine(flow.cpus(2)) as engine:
+        arrays = []
+        for device in engine.devices:
+            with flow.device(device):
+                arrays.append(flow.zeros((4,)))
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(10):
+                for array in arrays:
+                    array.add_(x)
+            return arrays[0].sum()
+
+        one = torch.ones(4)
+        program = flow.capture(step, one)
+
+        def work() -> None:
+            found = program(one)
+            assert found.item() % 40 == 0
+
+        interrupted(work, 200, 0.005)
+        wait_for(flow.wait_all)
+        values = [array.tolist() for array in arrays]
+        assert values[0] == values[1] and values[0][0] % 10 == 0 and len(set(values[0])) == 1
+
+
+def test_an_interrupted_device_scope_ends() -> None:
+    """Whenever the interrupt comes, no mode is left on afterwards, and none is missing."""
+    devices = flow.cpus(2)
+    with flow.Engine(devices):
+        outer = flow.current_device()
+
+        def work() -> None:
+            assert flow.current_device() is outer and type(torch.zeros(2)) is torch.Tensor
+            assert not torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+            with flow.device(devices[1]):
+                with private.without_modes():
+                    assert type(torch.zeros(2)) is torch.Tensor
+                with flow.device(devices[0]):
+                    pass
+                assert flow.current_device() is devices[1] and type(torch.zeros(2)) is flow.Array
+
+        interrupted(work, 500)
+        work()
+
+
+def test_a_scope_is_entered_once() -> None:
+    devices = flow.cpus(1)
+    with flow.Engine(devices):
+        scope = flow.device(devices[0])
+        with scope as device, pytest.raises(UserError, match="once"), scope:
+            pass
+        assert device is devices[0] and type(torch.zeros(2)) is torch.Tensor
+
+
+def test_a_handler_can_use_flow() -> None:
+    """It pushes, computes, draws and waits, also for what the interrupted line was about to submit."""
+    with flow.Engine(flow.cpus(2)) as engine:
+        w, seen = flow.zeros((4,)), list[float]()
+        sizes = iter(range(10**9))
+
+        def handle() -> None:
+            seen.append((w * 2).sum().item())
+            engine.push(int, device=engine.devices[1]).wait()
+            flow.randn((next(sizes) % 50 + 1,)).sum().item()
+            flow.wait_all()
+
+        n, deadline = 0, time.monotonic() + limit(60)
+        with every(0.001, handle):
+            while len(seen) < 200 and time.monotonic() < deadline:
+                w.add_(1)
+                flow.randn((next(sizes) % 50 + 1,)).bernoulli_(0.5)
+                n += 1
+        assert len(seen) >= 200
+        assert seen == sorted(seen) and all(value % 8 == 0 for value in seen)
+        assert w.tolist() == [n] * 4
+
+
+def test_a_finalizer_can_push() -> None:
+    """Garbage collection runs it in any thread, and in the middle of anything."""
+    with flow.Engine(flow.cpus(2)) as engine:
+        ran: list[int] = []
+        x = engine.variable()
+
+        class Finalized:
+            def __init__(self) -> None:
+                self.me = self
+
+            def __del__(self) -> None:
+                engine.push(lambda: ran.append(1), writes=[x])
+
+        threshold = gc.get_threshold()
+        gc.set_threshold(20)
+        try:
+            for _ in range(2000):
+                engine.push(Finalized, reads=[x])
+                Finalized()
+        finally:
+            gc.set_threshold(*threshold)
+
+        def all_ran() -> bool:
+            gc.collect()  # returns at once while another thread collects
+            wait_for(engine.wait_all)
+            return len(ran) == 4000
+
+        wait_until(all_ran, "4,000 finalizers")
+        assert len(ran) == 4000
+
+
+def test_a_finalizer_that_waits_in_a_worker_is_refused() -> None:
+    with flow.Engine(flow.cpus(1)) as engine:
+        assert engine.push(int).wait() == 0
+        with graph.GRAPH, pytest.raises(UserError, match="finalizer"):
+            engine.wait_all()
+
+
+AT_THE_END = """
+import torch
+from lockstep import flow
+
+class Finalized:
+    def __init__(self):
+        self.array, self.me = flow.ones((3,)), self  # a cycle, which Python drops at its end only
+
+    def __del__(self):
+        push = flow.Engine(flow.cpus(1)).push
+        for use in (lambda: self.array + 1, lambda: self.array[:2].item(), lambda: push(int)):
+            try:
+                use()
+                print("did not raise", flush=True)
+            except ValueError as error:
+                print(str(error)[:16], flush=True)
+
+Finalized()
+"""
+
+
+def test_a_finalizer_at_the_end_of_the_program_does_not_hang() -> None:
+    assert run_program(AT_THE_END).split("\n")[:-1] == ["Python is ending"] * 3
+
+
+def in_child(function: Callable[[], object]) -> None:
+    """Check that function() returns in a forked child in time, without an error."""
+    child = os.fork()
+    if not child:
+        try:
+            function()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    deadline = time.monotonic() + limit(20)
+    while (found := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise AssertionError("the child hangs")
+        time.sleep(0.01)
+    assert found[1] == 0
+
+
+def test_a_forked_child_begins_afresh() -> None:
+    devices = flow.cpus(2)
+    with flow.Engine(devices) as engine, flow.device(devices[1]):
+        there = torch.ones(4)
+        there.wait()
+        go = threading.Event()
+        late = flow.call(lambda _: go.wait(), there, writes=[there])
+
+        def child() -> None:
+            assert type(torch.zeros(3)) is torch.Tensor  # outside of `with flow.device`
+            assert (flow.ones((3,)) + 1).sum().item() == 6
+            with flow.device(devices[1]):
+                assert torch.randn(7).bernoulli_(0.5).sum().item() <= 7
+            for wait in (late.wait, there.wait):
+                with pytest.raises(flow.OperationError, match="forked"):
+                    wait()
+            with pytest.raises(UserError, match="closed"):
+                engine.push(int)
+            flow.wait_all()
+
+        in_child(child)
+        go.set()
+        assert (there + 1).sum().item() == 8
+
+
+def test_a_fork_while_another_thread_predicts_shapes() -> None:
+    inside, go = threading.Event(), threading.Event()
+
+    def predict_slowly() -> None:
+        with fake_tensor.in_kernel_invocation_manager(private._fake_mode()):
+            inside.set()
+            go.wait(limit(20))
+
+    thread = threading.Thread(target=private.predict, args=(predict_slowly,))
+    thread.start()
+    try:
+        assert inside.wait(limit(20))
+        in_child(lambda: (flow.ones((3, 217)) * 2).sum().item())
+    finally:
+        go.set()
+        thread.join()
+
+
+def test_a_forked_child_cannot_use_its_parents_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = object.__new__(gpu.Cuda)
+    device.name = "cuda:0"
+    monkeypatch.setattr(gpu._ForkState, "uses_cuda", True)
+
+    def child() -> None:
+        for use in (lambda: flow.set_device(device), lambda: flow.Engine([device]), lambda: flow.cuda(0)):
+            with pytest.raises(UserError, match="forked"):
+                use()
+
+    in_child(child)
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3,), float(number)), number
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_a_data_loader_works_inside_a_device(n_workers: int) -> None:
+    loader = torch.utils.data.DataLoader(Samples(), 4, shuffle=True, num_workers=n_workers)
+    with flow.Engine(flow.cpus(2)) as engine, flow.device(engine.devices[1]):
+        total = 0.0
+        for images, numbers in loader:
+            total += (images.sum() + numbers.sum()).item()
+        assert total == 4 * 66
+
+
+def test_backward_runs_where_its_forward_ran_whatever_other_threads_do() -> None:
+    devices, wrong = flow.cpus(2), []
+
+    def work(device: flow.Device) -> None:
+        flow.set_device(device)
+        for _ in range(30):
+            x = flow.ones((3,)).requires_grad_()
+            (x * 2).exp().sum().backward()
+
+    with flow.Engine(devices), flow.recording() as trace:
+        threads = [threading.Thread(target=work, args=[device]) for device in devices]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        flow.wait_all()
+    by_number = {each.number: each for each in trace.operations}
+    for each in trace.operations:
+        wrong += [each for n in each.waited_for if n in by_number and by_number[n].device != each.device]
+    assert not wrong and {each.device for each in trace.operations} == {"cpu:0", "cpu:1"}

@@ -1,0 +1,206 @@
+"""Merges: compressed gradients, several processes, operations that send and receive."""
+
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from limits import limit
+from sklearn.datasets import load_digits
+from torch import nn
+
+from lockstep import flow
+from lockstep.flow.merge import BLOCK, Bits, Compression
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    bits=st.sampled_from(["int8", "int4"]), sizes=st.lists(st.integers(1, 700), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_what_is_rounded_off_is_carried(bits: Bits, sizes: list[int], seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    compression = Compression(bits, tuple(sizes))
+    carried = torch.zeros(compression.n_blocks, BLOCK, dtype=torch.float64)
+    wanted, found = torch.zeros(sum(sizes)), torch.zeros(sum(sizes))
+    for _ in range(5):
+        gradients = [torch.randn(n, generator=random, dtype=torch.float64) for n in sizes]
+        numbers, scales = compression.compress(*gradients, carried)
+        assert numbers.dtype is torch.uint8 and numbers.shape == (compression.n_bytes,)
+        wanted, found = wanted + torch.cat(gradients), found + torch.cat(compression.add_up(numbers, scales))
+        left = carried.view(-1)[: sum(sizes)]
+        torch.testing.assert_close(found + left, wanted)  # nothing is lost, ever
+        assert (carried.abs() <= scales[:, None] / 2 + 1e-12).all()
+
+
+def test_what_is_carried_averages_out() -> None:
+    gradient = torch.randn(1000, dtype=torch.float64)
+    for bits, steps in (("int8", 20), ("int4", 200)):
+        compression = Compression(bits, (1000,))  # type: ignore[arg-type]
+        carried = torch.zeros(compression.n_blocks, BLOCK, dtype=torch.float64)
+        once = compression.add_up(*compression.compress(gradient, carried))[0]
+        mean = once / steps
+        for _ in range(steps - 1):
+            mean += compression.add_up(*compression.compress(gradient, carried))[0] / steps
+        assert (mean - gradient).abs().max() < (once - gradient).abs().max() / (steps / 3)
+
+
+def loss(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Any:
+    scores = model(images)
+    return F.cross_entropy(scores, labels), {"wrong": scores.argmax(1) != labels}
+
+
+def digits_error(**arguments: Any) -> tuple[float, list[dict[str, torch.Tensor]]]:
+    """Return the validation error of scikit-learn's digits after ten epochs on two devices."""
+    images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+    images = (images / 16).float()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    devices = flow.cpus(2, threads=1)
+    with flow.Engine(devices):
+        made = flow.ParallelExecutor(
+            model, loss, lambda p: torch.optim.SGD(p, 0.1, 0.9), devices, bucket_mb=0.02, **arguments
+        )
+        for epoch in range(10):
+            order = torch.randperm(1437, generator=torch.Generator().manual_seed(epoch))
+            for rows in order[:1344].view(-1, 96):
+                made.run({"images": images[rows], "labels": labels[rows]}, ())
+        wrong = made.evaluate(loss, {"images": images[1437:], "labels": labels[1437:]}, ["wrong"])["wrong"]
+        return wrong.double().mean().item(), [made.replica(0), made.replica(1)]
+
+
+@pytest.mark.slow
+def test_digits_learn_from_compressed_gradients() -> None:
+    plain, _ = digits_error()
+    for bits in ("int8", "int4"):
+        found, replicas = digits_error(compress=bits)
+        assert abs(found - plain) <= 0.0031
+        assert all(torch.equal(value, replicas[1][name]) for name, value in replicas[0].items())
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_compressed_strategies_have_the_same_bits_and_resume(bits: Bits) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(30, 20), torch.randn(7, 30)
+    results = []
+    for strategy in ("all_reduce", "reduce"):
+        devices = flow.cpus(2, threads=1)
+        with flow.Engine(devices):
+
+            def make(strategy: Any = strategy, devices: Any = devices) -> flow.ParallelExecutor:
+                return flow.ParallelExecutor(
+                    model, lambda m, x: m(x).square().mean(), lambda p: torch.optim.SGD(p, 0.1), devices,
+                    strategy=strategy, compress=bits,
+                )  # fmt: skip
+
+            first, second = make(), make()
+            first.run({"x": x})
+            second.load_state_dict(first.state_dict())
+            for made in (first, second):
+                made.run({"x": x})
+            results += [first.replica(0), first.replica(1), second.replica(0)]
+            names = {o.name for o in first.program.operations} if first.program else set()
+            assert {"compress", "reduce"} <= names
+    for other in results[1:]:
+        assert all(torch.equal(value, results[0][name]) for name, value in other.items())
+
+
+PROCESS = """
+import pickle, sys, datetime
+import torch, torch.distributed as dist, torch.nn.functional as F
+from torch import nn
+from lockstep import flow
+
+rank, port, settings = int(sys.argv[1]), sys.argv[2], eval(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
+                        timeout=datetime.timedelta(seconds=90))
+torch.manual_seed(rank)  # rank 0's weights count
+model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 3)).double()
+if settings.pop("sparse", False):
+    model = nn.Sequential(nn.Embedding(30, 4, sparse=True), nn.Flatten(), nn.Linear(24, 3)).double()
+random = torch.Generator().manual_seed(5)
+x = torch.randint(0, 30, (9, 6), generator=random)
+x = x if type(model[0]) is nn.Embedding else x.double() / 30
+labels = torch.randint(0, 3, (9,), generator=random)
+loss = lambda model, x, labels: F.cross_entropy(model(x), labels)
+devices = flow.cpus(1 + rank, threads=1)
+own = slice(0, 4) if rank == 0 else slice(4, 9)
+with flow.Engine(devices):
+    made = flow.ParallelExecutor(model, loss, lambda p: torch.optim.SGD(p, 0.1), devices, bucket_mb=5e-4,
+                                 group=dist.group.WORLD, **settings)
+    for _ in range(3):
+        made.run({"x": x[own], "labels": labels[own]})
+    result = made.replica(rank)
+    if rank == 0:
+        state = {name: value for name, value in model.state_dict().items()}
+        alone = flow.ParallelExecutor(model, loss, lambda p: torch.optim.SGD(p, 0.1), devices, bucket_mb=5e-4)
+        for _ in range(3):
+            alone.run({"x": x, "labels": labels})
+        one = alone.replica(0)
+    else:
+        one = None
+    with flow.device(devices[0]):
+        if rank == 0:
+            sent = [flow.send(flow.array(torch.full((3,), n)), 1) for n in (1.0, 2.0)]
+            message = flow.receive(1, torch.empty(2)).tolist()
+            for each in sent:
+                each.wait()
+        else:
+            first, second = (flow.receive(0, torch.empty(3)) for _ in range(2))
+            message = (first + 10 * second).tolist()  # this waits, the engine does not
+            flow.send(flow.array([7.0, 8.0]), 0).wait()
+pickle.dump((result, one, message), open(sys.argv[4], "wb"))
+dist.destroy_process_group()
+"""
+
+
+def two_processes(folder: Path, settings: str) -> list[Any]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    paths = [folder / f"{rank}.pickle" for rank in range(2)]
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(rank), str(port), settings, str(paths[rank])],
+            cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for child in children:
+            _, errors = child.communicate(timeout=limit(120))
+            assert child.returncode == 0, errors
+    finally:
+        for child in children:
+            child.kill()
+    return [pickle.loads(path.read_bytes()) for path in paths]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "{}",
+        "{'strategy': 'reduce', 'sparse': True}",
+        "{'compress': 'int8'}",
+    ],
+)
+def test_two_processes_are_one_network(tmp_path: Path, settings: str) -> None:
+    """One has 4 samples on one device, the other 5 on two."""
+    (first, one, message), (second, _, other_message) = two_processes(tmp_path, settings)
+    exact = "compress" not in settings
+    for name, value in one.items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(
+            first[name], value, rtol=1e-10 if exact else 0.1, atol=1e-10 if exact else 0.01
+        )
+    assert message == [7.0, 8.0] and other_message == [21.0, 21.0, 21.0]

@@ -1,0 +1,317 @@
+"""Programs have the same bits as torch, in any valid order; what cannot be captured is refused."""
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from limits import limit
+from torch import nn
+
+from lockstep import flow
+from lockstep.errors import UserError
+from lockstep.flow.devices import Cpu
+
+Optimizer = Callable[..., torch.optim.Optimizer]
+SGD: Optimizer = lambda p: torch.optim.SGD(p, 0.05, 0.9, weight_decay=1e-3)  # noqa: E731
+ADAMW: Optimizer = lambda p: torch.optim.AdamW(p, 1e-2, fused=True)  # noqa: E731
+
+
+@pytest.fixture
+def devices() -> Iterator[list[Cpu]]:
+    made, threads = flow.cpus(2, threads=1), torch.get_num_threads()
+    torch.set_num_threads(1)
+    with flow.Engine(made):
+        yield made
+    torch.set_num_threads(threads)
+
+
+class Network(nn.Module):
+    """Convolution, batch normalisation, in-place ReLU and dropout; its end can be on another device."""
+
+    def __init__(self, dropout: float = 0.4) -> None:
+        super().__init__()
+        self.start = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten())
+        self.end = nn.Sequential(
+            nn.Linear(144, 8), nn.ReLU(inplace=True), nn.Dropout(dropout), nn.Linear(8, 3)
+        )
+        self.place: Cpu | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        if self.place is None:
+            return self.end(x)
+        with flow.device(self.place):
+            return self.end(x)
+
+
+def make_step(model: nn.Module, make: Optimizer) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    optimizer = make(model.parameters())
+
+    def step(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step.optimizer = optimizer  # type: ignore[attr-defined]
+    return step
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    tensors = list(model.state_dict().values())
+    for parameter in model.parameters():
+        tensors += [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor)]
+    return tensors
+
+
+X, LABELS = torch.linspace(-1, 1, 6 * 64).view(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+@pytest.mark.parametrize("make", [SGD, ADAMW], ids=["SGD", "AdamW"])
+@pytest.mark.parametrize("n_devices", [1, 2])
+def test_any_order_gives_one_result(devices: list[Cpu], make: Optimizer, n_devices: int) -> None:
+    torch.manual_seed(0)
+    with flow.device(devices[0]):
+        model = flow.arrays(Network())
+        model.place = devices[1] if n_devices == 2 else None
+        step = make_step(model, make)
+        step(X, LABELS)
+        program = flow.capture(step, X, LABELS)
+    tensors = state(model, step.optimizer)  # type: ignore[attr-defined]
+    before = [t.tensor() for t in tensors]
+    chance = random.Random(0)
+
+    def run(order: list[int] | None) -> list[torch.Tensor]:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+        program.n_runs = 0
+        loss = program(X, LABELS, order=order)
+        return [loss, *(t.tensor() for t in tensors)]
+
+    expected = run(None)
+    assert any(not torch.equal(a, b) for a, b in zip(before, expected[1:], strict=True))
+    orders = set()
+    for _ in range(125):
+        order = random_order(len(program.operations), program.edges, chance)
+        orders.add(tuple(order))
+        for one, other in zip(run(order), expected, strict=True):
+            assert torch.equal(one, other)
+    assert len(orders) == 125
+    assert {o.device for o in program.operations} == {d.name for d in devices[:n_devices]}
+
+
+def random_order(n: int, edges: set[tuple[int, int]], chance: random.Random) -> list[int]:
+    missing = [sum(after == number for _, after in edges) for number in range(n)]
+    ready, order = [number for number in range(n) if not missing[number]], []
+    while ready:
+        order.append(ready.pop(chance.randrange(len(ready))))
+        for before, after in edges:
+            if before == order[-1]:
+                missing[after] -= 1
+                if not missing[after]:
+                    ready.append(after)
+    return order
+
+
+@pytest.mark.parametrize("make", [SGD, ADAMW], ids=["SGD", "AdamW"])
+def test_replaying_gives_torchs_bits(devices: list[Cpu], make: Optimizer) -> None:
+    torch.manual_seed(0)
+    model = Network(0.0)
+    with flow.device(devices[0]):
+        lazy = flow.arrays(copy.deepcopy(model))
+        lazy_step = make_step(lazy, make)
+        lazy_step(X, LABELS)
+        program = flow.capture(lazy_step, X, LABELS)
+    step = make_step(model, make)
+    step(X, LABELS)
+    for number in range(4):
+        assert torch.equal(program(X + number, LABELS), step(X + number, LABELS))
+    for array, tensor in zip(lazy.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(array.tensor(), tensor)
+
+
+def test_random_numbers_of_a_program(devices: list[Cpu]) -> None:
+    """They differ between runs, repeat with the seed, and agree in forward and backward."""
+    x = torch.ones(1000, requires_grad=False)
+
+    def mask(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.detach().requires_grad_()
+        y = F.dropout(x, 0.5)
+        y.sum().backward()
+        assert x.grad is not None
+        return y.detach(), x.grad
+
+    torch.manual_seed(4)
+    program = flow.capture(mask, x)
+    first, second = program(x), program(x)
+    assert torch.equal(*first) and torch.equal(*second) and not torch.equal(first[0], second[0])
+    torch.manual_seed(4)
+    again = flow.capture(mask, x)
+    assert torch.equal(again(x)[0], first[0]) and torch.equal(again(x)[0], second[0])
+
+
+def test_static_single_assignment(devices: list[Cpu]) -> None:
+    with flow.device(devices[0]):
+        w = torch.ones(3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = w * x
+        w.add_(1)
+        with flow.device(devices[1]):
+            return y + w
+
+    program = flow.capture(step, torch.ones(3))
+    assert [o.name for o in program.operations] == ["mul", "add_", "add", "fetch"]
+    assert program.edges == {(0, 1), (0, 2), (1, 2), (2, 3)}
+    values = {(v.name, v.version): v for v in program.variables}
+    old, new = (
+        next(v for (name, at), v in values.items() if at == n and name.startswith("array")) for n in (0, 1)
+    )
+    assert old.name == new.name and old.device == "cpu:0"
+    assert (old.generated_by, old.waiting) == (None, [0, 1]) and (new.generated_by, new.waiting) == (1, [2])
+    assert values["input 0", 0].waiting == [0] and values["add 2", 0].device == "cpu:1"
+    dot = program.to_dot()
+    assert "cpu:1, version 0" in dot and "cpu:0, version 1" in dot and "o0 -> o1 [style=dashed]" in dot
+    assert program(torch.full((3,), 2.0)).tolist() == [4, 4, 4]
+    assert program(torch.full((3,), 2.0)).tolist() == [7, 7, 7] and w.tolist() == [3, 3, 3]
+    with pytest.raises(UserError, match=r"operation 1 \(add_\) can't come before 0 \(mul\)"):
+        program(torch.ones(3), order=[1, 0, 2, 3])
+    with pytest.raises(UserError, match="numbers 0 to 3"):
+        program(torch.ones(3), order=[0, 1])
+
+
+def test_inputs_of_a_program(devices: list[Cpu]) -> None:
+    program = flow.capture(lambda x, y: (x.t() @ y, {"x": x + 1}, 5), torch.ones(4, 2), torch.ones(4, 3))
+    x = flow.array(torch.arange(8.0).view(4, 2))
+    product, tree, five = program(x * 1, torch.ones(3, 4).t())
+    assert torch.equal(product, x.tensor().t() @ torch.ones(4, 3)) and five == 5
+    assert torch.equal(tree["x"], x.tensor() + 1) and type(tree["x"]) is torch.Tensor
+    with pytest.raises(
+        ValueError, match=r"captured as \(4, 2\) torch.float32 and is \(5, 2\) torch.float32 now"
+    ):
+        program(torch.ones(5, 2), torch.ones(4, 3))
+    with pytest.raises(UserError, match="takes 2 inputs, not 1"):
+        program(torch.ones(4, 2))
+    with pytest.raises(UserError, match="is a tensor, not float"):
+        program(torch.ones(4, 2), 1.0)
+
+
+def test_what_cannot_be_captured_is_refused_at_the_users_line(devices: list[Cpu]) -> None:
+    x = torch.ones(3)
+    counter, kept = torch.zeros(1), []
+    program = flow.capture(lambda x: x + 1, x)
+
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+    cases: list[tuple[Callable[..., object], str]] = [
+        (branches, "depends on values"),
+        (lambda x: x * x.sum().item(), "depends on values"),
+        (lambda x: x[x > 0], "depends on values"),
+        (lambda x: (counter.add_(1), x * counter)[1], "writes an ordinary tensor"),
+        (lambda x: counter.add_(x.detach()[0]), "writes an ordinary tensor"),
+        (lambda x: x.numpy(), "reading a value"),
+        (lambda x: flow.call(lambda v: 1, x).result(), "waiting for <lambda>"),
+        (lambda x: kept.append(x * 2), "kept by something outside"),
+        (lambda x: program(x) * 1, "calling a program"),
+    ]
+    for function, words in cases:
+        with pytest.raises(flow.CaptureError, match=f"test_flow_orders.py:[0-9]+: .*{words}"):
+            flow.capture(function, x)
+    with pytest.raises(UserError, match="inside a captured program"):
+        kept[0] + 1
+    with pytest.raises(UserError, match="example 0 is a tensor, not int"):
+        flow.capture(lambda x: x, 1)
+    assert program(x).tolist() == [2, 2, 2]
+
+
+def test_momentum_that_the_capture_would_make_is_refused(devices: list[Cpu]) -> None:
+    model = flow.arrays(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(flow.CaptureError, match="run the step once before"):
+        flow.capture(step, torch.ones(4, 3))
+
+
+def test_calls_in_a_program(devices: list[Cpu]) -> None:
+    seen: list[list[float]] = []
+    w = flow.ones((2,))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        w.mul_(2)
+        flow.call(lambda value: seen.append(value.tolist()), w)
+        flow.call(lambda value: value.add_(1), w, writes=[w])
+        return w * x
+
+    program = flow.capture(step, torch.ones(2))
+    assert program(torch.ones(2)).tolist() == [3, 3] and program(torch.ones(2)).tolist() == [7, 7]
+    assert seen == [[2, 2], [6, 6]]
+
+
+def test_a_checkpoint_holds_back_the_update_only(devices: list[Cpu]) -> None:
+    import threading
+
+    w, go = flow.ones((2,)), threading.Event()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (w * x).sum()
+        w.add_(1)
+        return loss
+
+    program = flow.capture(step, torch.ones(2))
+    program(torch.ones(2))
+    saved = flow.call(lambda value: (go.wait(limit(20)), value.tolist())[1], w)
+    assert program(torch.ones(2)).item() == 4  # while the call still reads
+    assert not saved.done
+    go.set()
+    assert saved.result() == [2, 2] and w.tolist() == [3, 3]
+
+
+def test_copies_of_state_are_made_anew_when_it_changes() -> None:
+    made = flow.cpus(2)
+    made[1].memory = "far"
+    with flow.Engine(made):
+        w = flow.ones((2,))
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            with flow.device(made[1]):
+                first, second = w + x, w * x
+            w.add_(1)
+            with flow.device(made[1]):
+                return first + second + w
+
+        program = flow.capture(step, torch.zeros(2))
+        assert sum(o.name == "copy" for o in program.operations) == 3  # the input, and two versions
+        assert program(torch.ones(2)).tolist() == [5, 5] and program(torch.ones(2)).tolist() == [8, 8]
+        with flow.device(made[1]):
+            assert (w * 1).tolist() == [3, 3]
+
+
+def test_intermediates_are_dropped_after_their_last_use(devices: list[Cpu]) -> None:
+    import weakref
+
+    alive, seen = weakref.WeakSet(), []
+
+    def look(value: torch.Tensor) -> None:
+        alive.add(value.untyped_storage())
+        seen.append(len(alive))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(30):
+            x = x + 1
+            flow.call(look, x, writes=[x])
+        return x
+
+    program = flow.capture(step, torch.zeros(2))
+    assert program(torch.zeros(2)).tolist() == [30, 30]
+    assert max(seen) <= 4

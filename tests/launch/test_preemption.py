@@ -1,0 +1,69 @@
+"""A machine that is taken away: SIGTERM with `preempt_seconds`, and the launcher that comes after."""
+
+import fcntl
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Program, make_config
+from limits import limit
+from saved import assert_same, tensors
+
+from lockstep.runs.checkpoint_files import find_checkpoint
+from lockstep.runs.folder import await_end
+
+SLOW = ("model=small_networks:StopsAtSixthStep", "cpu_threads=1", "memory_checkpoint_seconds=1e-6")
+
+
+def environment(stands_still: bool) -> dict[str, str]:
+    places = {**os.environ, "PYTHONPATH": str(ROOT / "tests/support")}
+    return {**places, "STAND_STILL": "1"} if stands_still else places
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["[cpu, cpu]", "[cpu]"], ids=["two", "one"])
+def test_a_step_that_takes_too_long_is_left_out_of_what_is_saved(program: Program, devices: str) -> None:
+    """The memory checkpoint is written to the disk instead, from which the run resumes to the same bits."""
+    seconds = limit(6)
+    words = (*SLOW, "n_epochs=3", f"preempt_seconds={seconds:g}", "snapshot_freq=3")
+    running = program.start(*words, devices=devices, environment=environment(True))
+    running.wait_for_text("epoch 1 step 4/")
+    time.sleep(2)  # it stands still in the sixth step now
+    begin = time.monotonic()
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait(60) == 143, running.output()
+    assert time.monotonic() - begin < seconds + limit(10)
+    assert "stopped as asked; saved " in running.last_line()
+    running.assert_nothing_left()
+    state = find_checkpoint(running.run_folder, "latest")[0].state
+    assert state.epoch == 1 and 0 < state.position <= 5 * 8 * (2 if devices == "[cpu, cpu]" else 1)
+    resumed = program.run(*words, "resume_train=auto", devices=devices, environment=environment(False))
+    unbroken = program.run(*words, name="unbroken", devices=devices, environment=environment(False))
+    assert_same(tensors(resumed, 3), tensors(unbroken, 3))
+
+
+def test_a_step_that_ends_in_time_is_saved(program: Program) -> None:
+    running = program.start("n_epochs=100000", "snapshot_freq=100000", "preempt_seconds=600")
+    running.wait_for_text("step 4/6")
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait(20) == 143
+    assert "stopped as asked; saved " in running.last_line()
+    running.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("seconds", "waits"), [(60.0, True), (0.2, False), (None, False)])
+def test_a_second_launcher_waits_for_the_first(tmp_path: Path, seconds: float | None, waits: bool) -> None:
+    (tmp_path / "run").mkdir()
+    config = make_config(weights_dir=str(tmp_path), run_name="run", preempt_seconds=seconds)
+    with open(tmp_path / "run" / ".lock", "w") as lock:
+        assert not await_end(config)  # no other has the lock
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        released = threading.Timer(1.0, lambda: fcntl.flock(lock, fcntl.LOCK_UN))
+        released.start()
+        begin = time.monotonic()
+        assert await_end(config)
+        assert (time.monotonic() - begin > 0.9) == waits
+        released.join()

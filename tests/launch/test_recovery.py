@@ -1,0 +1,224 @@
+"""Runs that resume after a failure (`on_failure`), and runs that resume where a checkpoint exists."""
+
+import dataclasses
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, Program, Running, make_config, wait_until
+from limits import limit
+from saved import assert_same, tensors
+
+from lockstep.launch.processes import ExitStatus
+from lockstep.launch.recovery import Attempt, next_try
+from lockstep.runs.folder import RunFolder, open_run
+
+EVERY_STEP = ("memory_checkpoint_seconds=1e-6",)
+
+
+def events(running: Running) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (running.run_folder / "log.jsonl").read_text().splitlines()]
+
+
+def kill_after_a_checkpoint(running: Running, victim: str) -> None:
+    first = running.run_folder / "checkpoints" / "epoch_0001.json"
+    wait_until(first.exists, "a checkpoint")
+    os.kill(running.pids()[victim], signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "devices", "left"),
+    [
+        ((), "[cpu, cpu]", 2),
+        (("memory_checkpoint_seconds=null",), "[cpu, cpu]", 2),
+        (("optimizer=adamw", "learning_rate=0.001", *EVERY_STEP), "[cpu, cpu]", 2),
+        (("rule=outer", "rule_args={every: 2}", *EVERY_STEP), "[cpu, cpu]", 2),
+        (("rule=elastic", "rule_args={every: 2}", *EVERY_STEP), "[cpu, cpu]", 2),
+        (("rule=gossip", *EVERY_STEP), "[cpu, cpu, cpu]", 3),
+        (("on_failure=shrink", "global_batch_size=16", "logical_ranks=4"), "[cpu, cpu, cpu]", 2),
+    ],
+    ids=["restart", "restart from the disk", "gradients", "outer", "elastic", "gossip", "shrink"],
+)
+def test_after_a_loss_a_run_goes_on_to_the_bits_of_the_unbroken_one(
+    program: Program, words: tuple[str, ...], devices: str, left: int
+) -> None:
+    words = ("n_epochs=12", "snapshot_freq=1", "cpu_threads=1", *words)
+    unbroken = program.run(*words, devices=devices, name="unbroken")
+    running = program.start(*words, devices=devices, name="broken")
+    kill_after_a_checkpoint(running, "trainer 1")
+    assert running.wait(60) == 0, running.output()
+    text = running.output()
+    (line,) = [line for line in text.splitlines() if line.startswith("recovered: trainer 1 (pid ")]
+    source = "epoch_00" if "memory_checkpoint_seconds=null" in words else "memory"
+    assert "was killed by SIGKILL" in line and f"; resumed from {source}" in line
+    assert f" with {left} trainer(s) in " in line
+    (event,) = [each for each in events(running) if each["event"] == "recovered"]
+    assert event["lost"] == "trainer 1" and event["trainers"] == left and event["steps_repeated"] >= 0
+    assert_same(tensors(running, 12), tensors(unbroken, 12))
+    running.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_after_a_hang_a_run_goes_on_to_the_bits_of_the_unbroken_one(program: Program) -> None:
+    """In the midst of a step, in which trainers meet in each layer of batch normalisation."""
+    deadline = round(limit(6))
+    network = "model=resnet20", "model_args={n: 1}", "sync_batch_norm=true"
+    words = (*network, "n_epochs=12", "snapshot_freq=1", "cpu_threads=1")
+    unbroken = program.run(*words, name="unbroken")
+    assert "not exactly one" not in unbroken.output()
+    running = program.start(*words, f"timeout={deadline}", name="broken")
+    first = running.run_folder / "checkpoints" / "epoch_0001.json"
+    wait_until(first.exists, "a checkpoint")
+    os.kill(running.pids()["trainer 1"], signal.SIGSTOP)
+    assert running.wait(120) == 0, running.output()
+    text = running.output()
+    assert "recovered: trainer 1 (pid " in text and "has stood still for " in text
+    assert_same(tensors(running, 12), tensors(unbroken, 12))
+    running.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("parts", "lost", "left"), [(8, "trainer 1", ["a", "c", "d"]), (None, "loader 0", ["b", "c", "d"])]
+)
+def test_what_is_left_of_four_shares_the_work(
+    tmp_path: Path, parts: int | None, lost: str, left: list[str]
+) -> None:
+    """With logical ranks, in equal shares, since a list of shares is for the devices of before."""
+    shares = {"shares": (5, 1, 1, 1)} if parts else {}
+    keys = {
+        **shares,
+        "global_batch_size": 16,
+        "logical_ranks": parts,
+        "on_failure": "shrink",
+        "devices": ["a", "b", "c", "d"],
+    }
+    with open(tmp_path / "lock", "w") as lock:
+        run = RunFolder(tmp_path, None, [], lock)
+    found = next_try(Attempt(make_config(**keys), run), ExitStatus(1, lost=lost), 0)
+    assert found and list(found.config.devices) == left and found.config.batch_size == 6
+    assert found.config.shares == "equal"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_lost_too_often_ends(program: Program) -> None:
+    """The network dies at its third step, each time: a second restart would not come further."""
+    words = ("model=small_networks:DiesAtThirdStep", "max_restarts=2", "memory_checkpoint_seconds=null")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests/support")}
+    running = program.run(*words, environment=environment, code=1)
+    assert running.last_line().startswith("lockstep: trainer ") and "SIGSEGV" in running.last_line()
+    assert len([each for each in events(running) if each["event"] == "started"]) == 3
+
+
+@pytest.mark.slow
+def test_restarts_with_progress_between_them_are_not_limited(program: Program) -> None:
+    words = ("n_epochs=14", "snapshot_freq=100", "max_restarts=1", "cpu_threads=1")
+    unbroken = program.run(*words, name="unbroken")
+    running = program.start(*words, name="broken")
+    for number in range(3):
+        validated = f"epoch {3 * number + 2}/14: validation"
+        running.wait_for_text(validated)
+        os.kill(running.pids()[f"trainer {number % 2}"], signal.SIGKILL)
+        n_recovered = number + 1
+        wait_until(lambda n=n_recovered: running.output().count("\nrecovered: ") == n, "the recovery")
+    assert running.wait() == 0, running.output()
+    assert_same(tensors(running, 14), tensors(unbroken, 14))
+
+
+@pytest.mark.slow
+def test_a_users_error_is_no_loss(program: Program) -> None:
+    running = program.run("learning_rate=1e30", code=2)
+    assert "lower learning_rate" in running.last_line() and "recovered" not in running.output()
+
+
+@pytest.mark.slow
+def test_auto_begins_and_goes_on(program: Program) -> None:
+    words = ("resume_train=auto", "snapshot_freq=1")
+    first = program.run("n_epochs=1", *words)
+    second = program.run("n_epochs=2", *words)
+    assert "resuming from" not in first.output() and "resuming from" in second.output()
+    assert_same(tensors(second, 2), tensors(program.run("n_epochs=2", name="unbroken"), 2))
+
+
+@pytest.mark.slow
+def test_replicas_that_cant_go_on_each_in_its_trainer_are_told(program: Program) -> None:
+    words = ("rule=gossip", "resume_train=auto", "snapshot_freq=1")
+    program.run("n_epochs=1", *words)
+    same = program.run("n_epochs=2", *words)
+    fewer = program.run("n_epochs=3", *words, devices="[cpu]")
+    received = "the checkpoint has 2 replicas of rule: gossip: all begin with their mean"
+    assert received in fewer.output() and "replicas of rule" not in same.output()
+
+
+@pytest.mark.parametrize("on_failure", ["a restart", "a resume"])
+def test_only_temporary_files_of_checkpoints_are_removed(tmp_path: Path, on_failure: str) -> None:
+    """A notebook keeps a hidden folder beside the files that it shows."""
+    checkpoints = tmp_path / "runs" / "run" / "checkpoints"
+    (checkpoints / ".ipynb_checkpoints").mkdir(parents=True)
+    stay = [".ipynb_checkpoints", ".nfs0001", ".epoch_0003.safetensors.swp"]
+    ours = [".epoch_0003.safetensors.tmp", ".epoch_0003_at_8.json.tmp", ".latest.tmp"]
+    ours += [".epoch_0003.safetensors.json"]  # while another host sends it
+    for name in [*stay[1:], *ours]:
+        (checkpoints / name).touch()
+    config = make_config(on_failure="restart", weights_dir=str(tmp_path / "runs"), run_name="run")
+    if on_failure == "a resume":
+        open_run(dataclasses.replace(config, resume_train=True), 90).lock.close()
+    else:
+        with open(tmp_path / "lock", "w") as lock:
+            run = RunFolder(checkpoints.parent, None, [], lock)
+            assert next_try(Attempt(config, run), ExitStatus(1, lost="trainer 0"), 0)
+    assert sorted(path.name for path in checkpoints.iterdir()) == sorted(stay)
+
+
+READ_ONLY = """
+import errno, os
+_unlink = os.unlink
+
+def unlink(path, **options):
+    if os.fspath(path).endswith(".latest.tmp"):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    _unlink(path, **options)
+
+os.unlink = unlink
+"""  # run by every Python process that finds it first
+
+
+def test_a_recovery_that_fails_is_named_after_the_loss(program: Program, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "sitecustomize.py").write_text(READ_ONLY)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "disk")}
+    words = ("n_epochs=100000", "snapshot_freq=100000")
+    running = program.start(*words, environment=environment)
+    running.wait_for_text("step 2/6")
+    (running.run_folder / "checkpoints" / ".latest.tmp").touch()
+    os.kill(running.pids()["trainer 1"], signal.SIGKILL)
+    assert running.wait(20) == 1
+    loss, failure = running.output().splitlines()[-2:]
+    assert loss.startswith("lockstep: trainer 1 (pid ") and "was killed by SIGKILL" in loss
+    received = "can't be written to: Read-only file system"
+    assert failure == f"lockstep: the run can't resume: {running.run_folder}: {received}"
+    assert "Traceback" not in running.output()
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_lost_while_it_writes_the_last_checkpoint_costs_no_checkpoint(
+    program: Program,
+) -> None:
+    """Its memory checkpoint is complete, so no step is left from which another trainer would save."""
+    words = ("n_epochs=2", "snapshot_freq=2")
+    unbroken = program.run(*words, name="unbroken")
+    running = program.start(*words, name="broken")
+    wait_until((running.run_folder / "checkpoints").exists, "the run's folder")
+    blocking = running.run_folder / "checkpoints" / ".epoch_0002.safetensors.tmp"
+    os.mkfifo(blocking)  # opening it for writing waits for a reader
+    running.wait_for_text("epoch 2/2: validation")
+    time.sleep(limit(1))  # for the memory checkpoint
+    blocking.unlink()
+    os.kill(running.pids()["trainer 0"], signal.SIGKILL)
+    assert running.wait(60) == 0, running.output()
+    assert "resumed from memory at step 12" in running.output(), running.output()
+    assert_same(tensors(running, 2), tensors(unbroken, 2))

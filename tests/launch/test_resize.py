@@ -1,0 +1,143 @@
+"""`lockstep resize`: other devices for a run while it trains."""
+
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Program, Running, make_config, wait_until
+from limits import limit
+from saved import assert_same, tensors
+
+from lockstep.config import Config
+from lockstep.config.rules import settle
+from lockstep.errors import UserError
+from lockstep.launch.resize import resize
+from lockstep.launch.resizing import resized
+from lockstep.runs import resizing
+from lockstep.runs.resizing import ANSWER, REQUEST, Request, ResizeAnswer
+
+FOUR = {"global_batch_size": 16, "logical_ranks": 4}
+WORDS = ("global_batch_size=16", "logical_ranks=4", "cpu_threads=1", "snapshot_freq=100")
+
+
+def config_on(n_devices: int, **keys: object) -> Config:
+    return settle(make_config(devices=["cpu"] * n_devices, **{**FOUR, **keys}))[0]
+
+
+def command(running: Running, wish: str) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, "-m", "lockstep.launch.resize", str(running.run_folder), wish]
+    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
+
+
+def test_a_run_that_is_resized_ends_with_the_bits_of_the_unbroken_one(program: Program) -> None:
+    unbroken = program.run(*WORDS, "n_epochs=40", name="unbroken", devices="[cpu]")
+    running = program.start(*WORDS, "n_epochs=40", name="resized", devices="[cpu]")
+    running.wait_for_text("epoch 1 step 2/")
+    for wish, n_trainers in (("devices=[cpu,cpu]", 2), ("+2", 4), ("-1", 3), ("-2", 1)):
+        done = command(running, wish)
+        assert done.returncode == 0, done.stderr + running.output()
+        assert re.match(rf"resized: {n_trainers} trainer\(s\) on cpu.* after \d+\.\d\d s", done.stdout)
+        assert len(running.pids()) == 2 * n_trainers
+    assert running.wait() == 0, running.output()
+    assert running.output().count("\nresized: ") == 4
+    assert_same(tensors(running, 40), tensors(unbroken, 40))
+    running.assert_nothing_left()
+    assert not (running.run_folder / REQUEST).exists()
+
+
+def test_what_cannot_be_carried_out_is_refused_and_the_run_trains_on(program: Program) -> None:
+    running = program.start(*WORDS, "n_epochs=100000", devices="[cpu, cpu]")
+    running.wait_for_text("epoch 1 step 2/")
+    pids = running.pids()
+    for wish, reason in (
+        ("devices=[cpu,cpu,cpu,cpu,cpu]", "5 trainers can't share 4"),
+        ("-2", "2 trainer(s) and -2 leave none"),
+        ("devices=[cpu,cpu]", "the run is on cpu, cpu already"),
+        ("devices=[cuda:7]", "can't be used"),
+    ):
+        done = command(running, wish)
+        assert done.returncode == 2 and reason in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    (running.run_folder / REQUEST).write_text("no JSON")
+    running.wait_for_text(f"note: {running.run_folder / REQUEST}: can't be read")
+    wait_until(lambda: not (running.run_folder / REQUEST).exists(), "the removal of a malformed request")
+    os.kill(running.process.pid, signal.SIGUSR1)
+    running.wait_for_text("note: status: loader 0: ")
+    assert running.pids() == pids and running.process.poll() is None
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait() == 143
+
+
+def test_a_run_that_has_ended_is_not_resized(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a run's folder"):
+        resize(tmp_path, "+1")
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / ".lock").touch()
+    with pytest.raises(UserError, match="no launcher on this machine is training this run now"):
+        resize(tmp_path, "+1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.yaml"]
+
+
+@pytest.mark.parametrize("wish", ["+0", "1", "devices=[]", "devices=cpu,,", "batch_size=3"])
+def test_a_wish_that_is_none_is_refused(tmp_path: Path, wish: str) -> None:
+    with pytest.raises(UserError):
+        resize(tmp_path, wish)
+
+
+def test_two_requests_at_once_are_one(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with open(tmp_path / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        first = resizing.ask(tmp_path, ("cpu",), 0)
+        with pytest.raises(UserError, match="another request waits for its answer"):
+            resize(tmp_path, "+1")
+    assert resizing.read_request(tmp_path) == first
+    resizing.answer(tmp_path, ResizeAnswer(first.number, "done", "resized"))
+    assert resizing.read_request(tmp_path) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.yaml", ANSWER]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"number": 3}',
+        '{"number": "a", "devices": "cpu"}',
+        '{"number": "a", "devices": [1]}',
+        '{"number": "a", "change": true}',
+        '{"number": "a", "more": 1}',
+        "[" * 100_000,
+        json.dumps({"number": "a", "devices": ["cpu"] * 2000}),
+    ],
+)
+def test_a_malformed_request_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    (tmp_path / REQUEST).write_text(content)
+    with pytest.raises(UserError, match=REQUEST):
+        resizing.read_request(tmp_path)
+
+
+def test_devices_are_added_and_removed_at_the_end() -> None:
+    two = config_on(2)
+    assert resized(two, Request("a", (), 2), True).devices == ("cpu",) * 4
+    assert resized(two, Request("a", (), -1), True).devices == ("cpu",)
+    other = resized(two, Request("a", ("cpu",)), True)
+    assert other == dataclasses.replace(two, devices=("cpu",), batch_size=16)
+
+
+def test_only_a_run_that_stays_the_same_training_is_resized() -> None:
+    wish = Request("a", ("cpu",))
+    with pytest.raises(UserError, match="only a run with global_batch_size"):
+        resized(make_config(devices=["cpu", "cpu"]), wish, True)
+    with pytest.raises(UserError, match="memory_checkpoint_seconds is null"):
+        resized(config_on(2), wish, False)
+    hosts = {"n_hosts": 2, "host_rank": 0, "rendezvous": "127.0.0.1:29500", "run_name": "a"}
+    with pytest.raises(UserError, match="a run on several hosts can't be resized"):
+        resized(config_on(1, **hosts), wish, True)

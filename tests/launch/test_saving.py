@@ -1,0 +1,398 @@
+"""Checkpoints by minutes, written behind the training, of which only some are kept."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import Program, make_config, wait_until
+from dataset_folders import write_manifest
+from limits import limit
+from safetensors.torch import load_file, save_file
+from saved import assert_same, tensors
+
+from lockstep.comm.group import World
+from lockstep.comm.messages import Saved
+from lockstep.errors import UserError
+from lockstep.files import checksum
+from lockstep.launch import saving
+from lockstep.launch.processes import ExitStatus
+from lockstep.launch.recovery import Attempt, next_try
+from lockstep.launch.saving import Saver
+from lockstep.memory.host import HostMemory
+from lockstep.network.arena import Arena
+from lockstep.runs import checkpoint
+from lockstep.runs.checkpoint_files import find_checkpoint, records
+from lockstep.runs.folder import RunFolder, open_run
+from lockstep.runs.plan import RunPlan
+from lockstep.runs.retention import remove_older, remove_superseded
+from lockstep.runs.state import Checkpoint, State
+
+EVERY_STEP = "checkpoint_minutes=1e-9"
+
+
+def names(folder: Path) -> list[str]:
+    return [record.stem for record in records(folder)]
+
+
+def test_a_checkpoint_is_written_as_the_package_writes_it(tmp_path: Path) -> None:
+    """Of every dtype and shape, with names that JSON escapes."""
+    names = ("bool", "uint8", "int8", "int16", "float16", "bfloat16", "int32", "float32", "float64", "int64")
+    shapes = ((), (0, 2), (3,), (5, 7))
+    tensors = {
+        f"{name}/{shape}": torch.ones(shape, dtype=getattr(torch, name)) for name in names for shape in shapes
+    }
+    tensors |= {'a "quoted" \n é': torch.arange(12.0).view(3, 4).T, "b": torch.ones(2, requires_grad=True)}
+    found = checkpoint.write(tmp_path / "ours", tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert found == checksum(tmp_path / "ours")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("rule=gradients", "optimizer=adamw", "learning_rate=0.001", "ema_decay=0.9"),
+        ("rule=outer", "rule_args={every: 2}"),
+        ("rule=elastic", "rule_args={every: 2}"),
+    ],
+    ids=["gradients", "outer", "elastic"],
+)
+def test_from_within_an_epoch_a_run_goes_on_to_the_bits_of_the_unbroken_one(
+    program: Program, words: tuple[str, ...]
+) -> None:
+    """A whole run that saves at every step has the same bits as one that does not, too."""
+    words = ("n_epochs=2", "snapshot_freq=2", "cpu_threads=1", *words)
+    unbroken = program.run(*words, name="unbroken")
+    saving_all = program.run(*words, EVERY_STEP, name="run")
+    assert_same(tensors(saving_all, 2), tensors(unbroken, 2))
+    within = [name for name in names(saving_all.run_folder) if "_at_" in name]
+    assert len(within) > 1
+    for name in set(names(saving_all.run_folder)) - {within[-2]}:  # so that it is the newest one
+        for exit_status in (".json", ".safetensors"):
+            (saving_all.run_folder / "checkpoints" / f"{name}{exit_status}").unlink()
+    resumed = program.run(*words, "resume_train=true", name="run")
+    assert f"resuming from {resumed.run_folder}/checkpoints/{within[-2]}.safetensors" in resumed.output()
+    assert_same(tensors(resumed, 2), tensors(unbroken, 2))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_from_within_its_epoch(program: Program) -> None:
+    """The newest checkpoint is torn, as a disk may do it, and named."""
+    words = ("n_epochs=400", "snapshot_freq=400", EVERY_STEP, "keep_checkpoints=3", "cpu_threads=1")
+    running = program.start(*words, "on_failure=stop")
+    checkpoints = running.run_folder / "checkpoints"
+    wait_until(lambda: len(list(checkpoints.glob("*.json"))) >= 3, "three checkpoints")
+    os.kill(running.pids()["trainer 0"], signal.SIGKILL)
+    assert running.wait(20) == 1
+    running.assert_nothing_left()
+    assert len(names(running.run_folder)) <= 4  # it may have been killed before an older one was removed
+    found, _ = find_checkpoint(running.run_folder, "latest")
+    os.truncate(found.path, 1000)
+    before, _ = find_checkpoint(running.run_folder, "latest")
+    n_epochs = f"n_epochs={found.state.epoch + 1}"
+    resumed = program.run(n_epochs, "resume_train=true", "checkpoint_minutes=null", "snapshot_freq=400")
+    assert f"{found.path}: is damaged or half written" in resumed.output()
+    assert f"resuming from {before.path}" in resumed.output()
+    unbroken = program.run(n_epochs, "snapshot_freq=400", "cpu_threads=1", name="unbroken")
+    assert_same(tensors(resumed, found.state.epoch + 1), tensors(unbroken, found.state.epoch + 1))
+
+
+class Heard:
+    """A stand-in for a trainer's ProgressReporter."""
+
+    def __init__(self) -> None:
+        self.messages: list[object] = []
+
+    def send(self, message: object) -> None:
+        self.messages.append(message)
+
+
+def make_saver(folder: Path, **keys: object) -> tuple[Saver, Arena, Heard]:
+    (folder / "checkpoints").mkdir()
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+    arena, heard = Arena(model, HostMemory(), ("momenta",)), Heard()
+    program = SimpleNamespace(arena=arena, optimizer=SimpleNamespace(learning_rate=0.1))
+    plan = RunPlan(make_config(**keys), folder, None)
+    (world,) = World.on_one_host(1)
+    return Saver(plan, world, program, HostMemory(), heard), arena, heard  # type: ignore[arg-type]
+
+
+class Gate:
+    """Holds up the thread that writes, until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.write, self.n_writes = threading.Event(), checkpoint.save, 0
+        monkeypatch.setattr(saving.checkpoint, "save", self.save)
+
+    def save(self, *arguments: object) -> Path:
+        self.n_writes += 1
+        self.open.wait(limit(60))
+        return self.write(*arguments)  # type: ignore[arg-type]
+
+
+def test_what_is_written_is_the_step_that_was_copied(tmp_path: Path, monkeypatch) -> None:
+    """The training continues meanwhile: weights, counts and the record of validation change."""
+    gate = Gate(monkeypatch)
+    saver, arena, heard = make_saver(tmp_path, checkpoint_minutes=1e-9)
+    expected = {name: tensor.clone() for name, tensor in arena.state().items()}
+    val_record = [{"epoch": 1, "loss": 1.0, "error_top1": 0.5, "error_top5": 0.5}]
+    wait_until(saver.is_due, "the first checkpoint to be due")
+    of_rule = {"outer/0.weight": torch.ones(4)}
+    saver.save(2, 32, 90, val_record, of_rule)
+    assert not saver.is_due() and heard.messages == []  # at most one is written at once
+    arena.flat.add_(1)
+    for counts in arena.local.values():
+        counts.add_(1)
+    val_record.append(val_record[0])
+    gate.open.set()
+    saver.finish()
+    found, _ = find_checkpoint(tmp_path, "latest")
+    assert heard.messages == [Saved(str(found.path))]
+    assert found.path.stem == "epoch_0002_at_32" and len(found.state.val_record) == 1
+    written = load_file(found.path)
+    assert written.keys() == expected.keys() | of_rule.keys() and len(arena.local) == 1
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    assert saver.is_due() and saver.is_due()
+    assert len(heard.messages) == 1
+
+
+def test_a_second_one_waits_for_the_first(tmp_path: Path, monkeypatch) -> None:
+    gate = Gate(monkeypatch)
+    saver, _, heard = make_saver(tmp_path)
+    saver.save(1, 8, 90, [], {})
+    wait_until(lambda: gate.n_writes == 1, "the first write")
+    second = threading.Thread(target=saver.save, args=(1, 16, 90, [], {}))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive() and gate.n_writes == 1
+    gate.open.set()
+    second.join()
+    saver.finish()
+    assert gate.n_writes == len(heard.messages) == 2
+    assert names(tmp_path) == ["epoch_0001_at_8", "epoch_0001_at_16"]
+    assert not saver.is_due()  # without checkpoint_minutes
+
+
+def test_what_goes_wrong_in_the_thread_reaches_the_trainer(tmp_path: Path, monkeypatch) -> None:
+    saver, _, heard = make_saver(tmp_path, timeout=1)
+    shutil.rmtree(tmp_path / "checkpoints")
+    saver.save(1, 8, 90, [], {})
+    failed = r"epoch_0001_at_8\.safetensors: the checkpoint can't be written: "
+    wait_until(saver.is_due, "the failure, which makes a save due")  # there is no checkpoint_minutes
+    with pytest.raises(UserError, match=failed):
+        saver.save(1, 16, 90, [], {})
+    saver.save(1, 8, 90, [], {})
+    with pytest.raises(UserError, match=failed):
+        saver.finish()
+    gate = Gate(monkeypatch)
+    saver.save(1, 16, 90, [], {})
+    with pytest.raises(
+        UserError, match="the checkpoint of epoch 1 at image 16 is not written after 1 s: the disk is slow"
+    ):
+        saver.finish()
+    gate.open.set()
+    assert heard.messages == []
+
+
+def test_a_run_looks_for_room_on_the_disk_before_its_first_step(program: Program) -> None:
+    (program.place / "runs").mkdir()
+    on_a_small_disk = f'mount -t tmpfs -o size=256k small {program.place}/runs && exec "$@"'
+    unshare = ("unshare", "--user", "--map-root-user", "--mount")
+    if subprocess.run([*unshare, "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("this machine's users may not mount a file system of their own")
+    running = program.start(through=(*unshare, "sh", "-c", on_a_small_disk, "sh"), devices="[cpu]")
+    assert running.wait(20) == 2
+    words = r"lockstep: trainer 0: .*/runs/run: a checkpoint takes \S+ MB, and \S+ MB are free on its disk: "
+    assert re.match(words, running.last_line()) and "weights_dir" in running.last_line()
+    assert " step 2/" not in running.output()
+    running.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_run_that_can_save_no_more_says_why(program: Program) -> None:
+    running = program.start("n_epochs=100000", "snapshot_freq=100000", EVERY_STEP)
+    running.wait_for_text("saved ")
+    (running.run_folder / "checkpoints").rename(running.run_folder / "elsewhere")
+    assert running.wait(20) == 2
+    words = r"lockstep: trainer 0: .*/checkpoints/epoch_\d+_at_\d+\.(safetensors|json): .*can't be "
+    assert re.match(words, running.last_line()) and "No such file" in running.last_line()
+    running.assert_nothing_left()
+
+
+def write_record(
+    folder: Path,
+    epoch: int,
+    position: int,
+    errors: list[float],
+    only_best: bool = False,
+    macro_f1: tuple[float, ...] = (),
+) -> Path:
+    """Write a checkpoint. With `macro_f1` it is of a run that monitors these values."""
+    record = [{"epoch": n, "error_top1": error} for n, error in enumerate(errors, 1)]
+    for entry, value in zip(record, macro_f1, strict=False):
+        entry["macro_f1"] = value
+    config = {"monitor": "macro_f1"} if macro_f1 else {}
+    state = State(epoch, position, 90, 0.1, record, 1, config, {}, only_best=only_best)
+    return checkpoint.save(folder, {"weights/a": torch.zeros(3)}, state)
+
+
+def test_the_last_ones_and_the_best_stay(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    errors: list[float] = []
+    for epoch, error in enumerate((0.9, 0.2, 0.5, 0.4), 1):
+        remove_older(write_record(tmp_path, epoch, 32, list(errors)), 2)
+        errors.append(error)
+        newest = write_record(tmp_path, epoch, 90, errors)
+        remove_older(newest, 2)
+        assert newest.stem in names(tmp_path)
+    assert names(tmp_path) == ["epoch_0002", "epoch_0004_at_32", "epoch_0004"]
+    left = {path.stem for path in (tmp_path / "checkpoints").glob("*.safetensors")}
+    assert left == set(names(tmp_path))
+
+
+def test_one_that_was_passed_over_does_not_count(tmp_path: Path) -> None:
+    """It is later than the newest, from before a resumption; another has a record that can't be read."""
+    (tmp_path / "checkpoints").mkdir()
+    for epoch in (1, 2, 3):
+        write_record(tmp_path, epoch, 90, [0.5] * epoch)
+    (tmp_path / "checkpoints" / "epoch_0001.json").write_text("{")
+    os.truncate(tmp_path / "checkpoints" / "epoch_0003.safetensors", 10)
+    newest = write_record(tmp_path, 3, 8, [0.5, 0.5])
+    remove_older(newest, 1)
+    assert names(tmp_path) == ["epoch_0001", "epoch_0002", "epoch_0003_at_8", "epoch_0003"]
+    found, notices = find_checkpoint(tmp_path, "latest")
+    assert found.path == newest and "epoch_0003.safetensors: is damaged" in notices[0]
+
+
+def test_only_the_best_of_those_saved_for_being_the_best_stays(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    errors: list[float] = []
+    kept = []
+    for epoch, error in enumerate((0.9, 0.3, 0.4, 0.3, 0.2), 1):
+        errors.append(error)
+        if epoch == 4 or error < min(errors[:-1], default=1):  # 4: a regular one
+            remove_superseded(write_record(tmp_path, epoch, 90, errors, only_best=epoch != 4))
+        kept.append(names(tmp_path))
+    assert kept == [
+        ["epoch_0001"],
+        ["epoch_0002"],
+        ["epoch_0002"],
+        ["epoch_0002", "epoch_0004"],  # of equal errors the earlier one is the best
+        ["epoch_0004", "epoch_0005"],
+    ]
+
+
+def test_monitor_decides_which_is_the_best(tmp_path: Path) -> None:
+    """By the top-1 error epoch 3 would be."""
+    (tmp_path / "checkpoints").mkdir()
+    errors, macro_f1 = [0.5, 0.4, 0.3], (0.2, 0.9, 0.6)
+    for epoch in (1, 2, 3):
+        newest = write_record(tmp_path, epoch, 90, errors[:epoch], epoch < 3, macro_f1)
+        remove_superseded(newest)
+    assert names(tmp_path) == ["epoch_0002", "epoch_0003"]
+    assert find_checkpoint(tmp_path, "best")[0].state.epoch == 2
+    remove_older(newest, 1)
+    assert names(tmp_path) == ["epoch_0002", "epoch_0003"]
+
+
+def test_the_best_is_found_and_a_better_one_without_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    errors = [0.5, 0.1, 0.3, 0.4]
+    for epoch in (1, 3, 4):
+        write_record(tmp_path, epoch, 90, errors[:epoch])
+    best, notes = find_checkpoint(tmp_path, "best")
+    assert best.path.stem == "epoch_0003"
+    assert notes == [f"{tmp_path}: epoch 2 was better than 3, and has no checkpoint"]
+    os.truncate(tmp_path / "checkpoints" / "epoch_0003.safetensors", 10)
+    best, notes = find_checkpoint(tmp_path, "best")
+    assert best.path.stem == "epoch_0004" and "epoch_0003.safetensors: is damaged" in notes[0]
+    (tmp_path / "other" / "checkpoints").mkdir(parents=True)
+    write_record(tmp_path / "other", 1, 8, [])
+    with pytest.raises(UserError, match="has no whole checkpoint of an epoch with a validated error_top1"):
+        find_checkpoint(tmp_path / "other", "best")
+
+
+def test_a_run_always_saves_its_best_epoch(program: Program) -> None:
+    running = program.run("n_epochs=4", "snapshot_freq=100", "learning_rate=0.001")
+    events = map(json.loads, (running.run_folder / "log.jsonl").read_text().splitlines())
+    errors = [event["error_top1"] for event in events if event["event"] == "validated"]
+    best = errors.index(min(errors)) + 1
+    assert names(running.run_folder) == sorted({f"epoch_{best:04d}", "epoch_0004"})
+    assert find_checkpoint(running.run_folder, "best")[0].state.epoch == best
+
+
+@pytest.mark.slow
+def test_a_run_keeps_what_it_is_told_to(program: Program) -> None:
+    running = program.run("n_epochs=4", "snapshot_freq=1", "keep_checkpoints=1", devices="[cpu]")
+    last = json.loads((running.run_folder / "checkpoints" / "epoch_0004.json").read_text())
+    errors = [entry["error_top1"] for entry in last["val_record"]]
+    best = errors.index(min(errors)) + 1
+    assert names(running.run_folder) == sorted({f"epoch_{best:04d}", "epoch_0004"})
+
+
+def test_a_run_lost_before_its_first_checkpoint_begins_where_it_began(tmp_path: Path) -> None:
+    """It resumes from a checkpoint in another folder, say; its own has none but an unfinished one."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / ".epoch_0003.safetensors.tmp").write_bytes(b"unfinished")
+    start = Checkpoint(tmp_path / "elsewhere.safetensors", State(2, 90, 90, 0.1, [], 1, {}, {}))
+    with open(tmp_path / "lock", "w") as lock:
+        run = RunFolder(tmp_path, start, ["said before"], lock)
+    config = make_config(on_failure="restart")
+    for began, received in ((start, "elsewhere"), (None, "the beginning")):
+        attempt = Attempt(config, dataclasses.replace(run, start=began))
+        again = next_try(attempt, ExitStatus(1, lost="trainer 0"), 0)
+        assert again and again.run.start is began and again.run.notes == [] and again.source == received
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("position", [32, 90])
+@pytest.mark.parametrize(("before", "now"), [("a", "b"), ("a", "a"), ("", "b"), ("a", "")])
+def test_resuming_on_another_dataset_is_refused_within_an_epoch(
+    tmp_path: Path, position: int, before: str, now: str
+) -> None:
+    """At its end it is said. A folder without a manifest is not told from others."""
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    keys = {"weights_dir": str(tmp_path), "run_name": "run", "n_epochs": 3}
+    record = [{"epoch": 1, "error_top1": 0.5}] * (position // 90)
+    state = State.now(1, position, 90, 0.1, record, 1, make_config(**keys), before)
+    checkpoint.save(folder, {"weights/a": torch.zeros(3)}, state)
+    config = make_config(**keys, resume_train=True)
+    differs = {before, now} == {"a", "b"}
+    if differs and position == 32:
+        with pytest.raises(UserError, match=r"holds another dataset than .* within epoch 1 .*: set data_fol"):
+            open_run(config, 90, now)
+        return
+    run = open_run(config, 90, now)
+    run.lock.close()
+    assert run.start and run.start.state.dataset == before
+    assert ["holds another dataset" in notice for notice in run.notes] == [True] * differs
+
+
+def test_an_older_checkpoint_without_its_dataset_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    path = write_record(tmp_path, 1, 90, [0.5]).with_suffix(".json")
+    content = json.loads(path.read_text())
+    del content["dataset"]
+    path.write_text(json.dumps(content))
+    assert find_checkpoint(tmp_path, "latest")[0].state.dataset == ""
+
+
+def test_a_run_records_its_dataset_and_notices_another(program: Program, folder: Path) -> None:
+    write_manifest(folder)
+    program.data = folder
+    program.run("n_epochs=1", devices="[cpu]")
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"a"', '"another"'))
+    resumed = program.run("n_epochs=2", "resume_train=true", devices="[cpu]")
+    assert f"note: {folder}: holds another dataset than the one of the checkpoint" in resumed.output()

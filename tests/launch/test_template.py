@@ -1,0 +1,156 @@
+"""The template process: it forks trainers and loaders, which end and inherit as if they had been spawned."""
+
+import ctypes
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Program, Running, wait_until
+
+from lockstep.comm.pipes import Pipe
+from lockstep.interrupts import Interrupts
+from lockstep.launch import processes
+from lockstep.launch.processes import Processes
+from lockstep.launch.status import StatusBoard
+from lockstep.launch.template import Template
+
+LONG = ("n_epochs=100000", "snapshot_freq=100000")
+
+
+def template_of(running: Running) -> int:
+    """Return the process id of a run's template, the only child that the log does not name."""
+    launcher = running.process.pid
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    (pid,) = {int(child) for child in children} - set(running.pids().values())
+    return pid
+
+
+def sockets_of(pid: int) -> set[str]:
+    """Return the inodes of a process's sockets; each end of a pipe has its own."""
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    return {link for link in links if link.startswith("socket:")}
+
+
+def test_no_process_holds_a_pipe_of_another(program: Program) -> None:
+    """A copy of a dead process's pipe would keep its peers from noticing its death."""
+    running = program.start(*LONG)
+    running.wait_for_text("step 2/6")
+    pids = {"launcher": running.process.pid, "template": template_of(running), **running.pids()}
+    sockets = {name: sockets_of(pid) for name, pid in pids.items()}
+    assert len(sockets["template"]) == 1 and all(sockets.values())
+    names = sorted(sockets)
+    shared = {(a, b): sockets[a] & sockets[b] for a in names for b in names if a < b}
+    assert {pair for pair, common in shared.items() if common} == set()
+
+
+def test_a_killed_template_ends_nothing_and_is_replaced_at_the_next_start(program: Program) -> None:
+    running = program.start(*LONG)
+    running.wait_for_text("step 2/6")
+    first = template_of(running)
+    os.kill(first, signal.SIGKILL)
+    os.kill(running.pids()["trainer 1"], signal.SIGKILL)
+    running.wait_for_text("recovered: trainer 1 (pid ")
+    assert template_of(running) != first
+    os.kill(running.process.pid, signal.SIGINT)
+    assert running.wait() == 130, running.output()
+    running.assert_nothing_left()
+
+
+@pytest.mark.parametrize("victim", ["launcher", "group"])
+def test_the_template_dies_with_its_launcher(program: Program, victim: str) -> None:
+    running = program.start(*LONG)
+    running.wait_for_text("step 2/6")
+    if victim == "group":
+        os.killpg(running.process.pid, signal.SIGKILL)
+    else:
+        os.kill(running.process.pid, signal.SIGKILL)
+    assert running.wait() == -signal.SIGKILL
+    running.assert_nothing_left()
+
+
+def test_sigterm_to_the_template_stops_the_run_in_good_order(program: Program) -> None:
+    running = program.start(*LONG)
+    running.wait_for_text("step 2/6")
+    os.kill(template_of(running), signal.SIGTERM)
+    assert running.wait() == 143, running.output()
+    assert "stopped as asked; saved" in running.last_line()
+
+
+@pytest.fixture
+def template() -> Iterator[Template]:
+    """Return a template of this process, which is a subreaper until the end of the test."""
+    template = Template(["test_template"], Interrupts(), timeout=1.0)
+    yield template
+    template.close()
+    ctypes.CDLL(None).prctl(36, 0)  # PR_SET_CHILD_SUBREAPER: orphans of other tests belong to init again
+
+
+def report(control: Pipe, board: StatusBoard, text: str) -> None:
+    """A child's work: tell what it has from its parent."""
+    control.send(json.dumps([text, os.environ.get("TEST_OF_TEMPLATE"), os.getppid()]))
+
+
+def die(control: Pipe, board: StatusBoard, how: str) -> None:
+    """A child's work, which ends it."""
+    if how == "exits":
+        os._exit(3)
+    os.kill(os.getpid(), getattr(signal, how))
+
+
+def test_a_child_gets_arguments_and_environment_and_is_the_launchers_own(
+    monkeypatch: pytest.MonkeyPatch, template: Template
+) -> None:
+    monkeypatch.setenv("TEST_OF_TEMPLATE", "set after the template was started")
+    heard: list[object] = []
+    with Processes(60, template=template) as children:
+        children.start("trainer 0", "test_template:report", ("hello",))
+        assert children.watch(heard.append) == processes.ExitStatus(0)
+    assert heard == [json.dumps(["hello", "set after the template was started", os.getpid()])]
+
+
+@pytest.mark.parametrize(
+    ("how", "text"), [("exits", "left with exit code 3"), ("SIGSEGV", "was killed by SIGSEGV")]
+)
+def test_how_a_child_ended_reaches_the_launcher(how: str, text: str, template: Template) -> None:
+    with Processes(60, template=template) as children:
+        children.start("trainer 0", "test_template:die", (how,))
+        exit_status = children.watch(lambda message: None)
+    assert exit_status.lost == "trainer 0" and text in exit_status.message
+
+
+def test_a_template_that_stands_still_is_replaced(template: Template) -> None:
+    heard: list[object] = []
+    with Processes(60, template=template) as children:
+        children.start("trainer 0", "test_template:report", ("first",))
+        assert children.watch(heard.append) == processes.ExitStatus(0)
+        stopped = template._process
+        os.kill(stopped.pid, signal.SIGSTOP)
+        children.start("trainer 1", "test_template:report", ("second",))
+        assert children.watch(heard.append) == processes.ExitStatus(0)
+    wait_until(lambda: stopped.poll() is not None, "the end of the first template")
+    assert len(heard) == 2 and "second" in str(heard[1])
+
+
+COUNTING = """
+import os, sys
+
+class Counter:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            with open(os.environ["IMPORTS_OF_TORCH"], "a") as file:
+                file.write(f"{os.getpid()}\\n")
+
+sys.meta_path.insert(0, Counter())
+"""  # run by every Python process that finds it first
+
+
+def test_torch_is_imported_once_for_all_processes(program: Program, tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(COUNTING)
+    places = {"PYTHONPATH": str(tmp_path / "site"), "IMPORTS_OF_TORCH": str(tmp_path / "imports")}
+    running = program.start(*LONG, environment={**os.environ, **places})
+    running.wait_for_text("step 2/6")
+    assert (tmp_path / "imports").read_text().split() == [str(template_of(running))]

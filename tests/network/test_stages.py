@@ -1,0 +1,137 @@
+"""Stages: their order in networks of several kinds, and the bits and memory of `recompute`."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_replicas import make_replica, recorder
+from torch import nn
+
+from lockstep.comm.messages import Order
+from lockstep.errors import UserError
+from lockstep.loading import Batch
+from lockstep.network.replica import Replica
+from lockstep.network.stages import stages_of
+
+
+class Blocks(nn.Module):
+    """A network of blocks with dropout, norms, and numbers from torch's generator."""
+
+    input_size = 8
+
+    def __init__(self, n_classes: int) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.blocks = nn.ModuleList([Block(8, p) for p in (0.2, 0.4, 0.2)])
+        self.fc = nn.Linear(8, n_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.stem(images / 64))
+        for block in (*self.blocks, self.blocks[0]):  # the first block is used twice
+            x = block(x)
+        logits: torch.Tensor = self.fc(x.mean((2, 3)))
+        return logits
+
+
+class Block(nn.Module):
+    """A residual block that scales its branch by random numbers."""
+
+    def __init__(self, width: int, p: float) -> None:
+        super().__init__()
+        self.conv, self.norm, self.drop = (
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.BatchNorm2d(width),
+            nn.Dropout(p),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 0.5 + torch.rand(len(x), 1, 1, 1)
+        return x + scale * self.drop(torch.relu(self.norm(self.conv(x))))
+
+
+def without_values(name: str) -> nn.Module:
+    """Return a network of models/ whose tensors have shapes only, which takes no time."""
+    with torch.device("meta"):
+        model: nn.Module = importlib.import_module(f"models.{name}").Model(7)
+    return model
+
+
+def test_stages_follow_the_networks_order() -> None:
+    def names(model: str) -> list[tuple[str, ...]]:
+        return [stage.prefixes for stage in stages_of(without_values(model))]
+
+    assert names("smallnet") == [("conv1",), ("conv2",), ("conv3",), ("fc4",), ("fc5",)]
+    assert names("resnet20")[:2] == [("conv1", "bn1"), ("blocks.0",)] and names("resnet20")[-1] == ("fc",)
+    assert len(names("resnet50")) == 1 + 16 + 1
+    vgg = names("vgg16")
+    assert len(vgg) == 16 and vgg[0] == ("features.0",)  # its layers with weights
+
+
+def test_every_parameter_belongs_to_one_stage() -> None:
+    for name in ("smallnet", "resnet20", "googlenet", "vgg16"):
+        model = without_values(name)
+        stages = stages_of(model)
+        for parameter, _ in model.named_parameters():
+            assert sum(stage.holds(parameter) for stage in stages) == 1, parameter
+
+
+def batch_of(number: int) -> Batch:
+    random = torch.Generator().manual_seed(number)
+    images = 60 * torch.randn(6, 3, 8, 8, generator=random)
+    labels = torch.randint(0, 7, (6,), generator=random)
+    return Batch(Order("train", 1, 1, 0, 6, 0, 6), images, labels, torch.arange(6))
+
+
+def trained(folder: Path, **values: Any) -> Replica:
+    replica = make_replica(folder, model="test_stages:Blocks", **values)
+    for number in range(3):
+        replica.forward_backward(batch_of(number), 6, 0, recorder())
+        replica.optimizer.step()
+    return replica
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recomputing_gives_the_same_bits(shared_folder: Path, precision: str) -> None:
+    """Weights, momenta and running statistics: with dropout, a block used twice, and random numbers."""
+    plain, recomputed = (
+        trained(shared_folder, precision=precision, recompute=each) for each in (False, True)
+    )
+    for name, tensor in plain.arena.state().items():
+        assert torch.equal(tensor, recomputed.arena.state()[name]), name
+    assert "3 blocks" in recomputed.implementations["recompute"]
+
+
+def test_statistics_that_count_twice_would_show(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: without the guard a recomputed pass moves the running statistics again."""
+    monkeypatch.setattr("lockstep.network.stages._as_before", lambda block, calls: torch.enable_grad())
+    plain, recomputed = (trained(shared_folder, recompute=each) for each in (False, True))
+    name = "buffers/blocks.0.norm.running_mean"
+    assert not torch.equal(plain.arena.state()[name], recomputed.arena.state()[name])
+
+
+def saved_bytes(folder: Path, recompute: bool) -> int:
+    """Return the bytes that autograd keeps between the forward and the backward pass."""
+    replica, kept = make_replica(folder, model="test_stages:Blocks", recompute=recompute), {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        replica._learn_batch(batch_of(0), 6, 0, recorder())
+    return sum(kept.values())
+
+
+def test_recomputing_keeps_less(shared_folder: Path) -> None:
+    weights = sum(
+        value.nbytes for value in make_replica(shared_folder, model="test_stages:Blocks").model.parameters()
+    )
+    plain, recomputed = (saved_bytes(shared_folder, each) - weights for each in (False, True))
+    assert recomputed < 0.5 * plain
+
+
+def test_a_network_without_blocks_is_refused(shared_folder: Path) -> None:
+    with pytest.raises(UserError, match=r"recompute: model small_replicas:TwoHeads has no blocks"):
+        make_replica(shared_folder, recompute=True)

@@ -1,0 +1,45 @@
+"""Tests of the form of README.md, the decisions and the glossary."""
+
+import re
+
+from conftest import ROOT
+
+DECISIONS = ROOT / "docs" / "decisions"
+LABELS = ["Context", "Decision"]
+
+
+def entries_of(text: str) -> dict[str, str]:
+    """Return the text below each heading of the third level."""
+    parts = re.split(r"^### ", text, flags=re.MULTILINE)[1:]
+    return {part.partition("\n")[0]: part for part in parts}
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_every_decision_has_its_number_its_parts_and_at_most_25_lines() -> None:
+    pages = {path: path.read_text() for path in DECISIONS.glob("*.md") if path.name != "README.md"}
+    assert len(pages) >= 8
+    for path, text in pages.items():
+        headings = list(entries_of(text))
+        letter = headings[0][0]
+        numbers = [heading.partition(". ")[0] for heading in headings]
+        assert numbers == [f"{letter}-{number}" for number in range(1, len(headings) + 1)], path
+        for heading, entry in entries_of(text).items():
+            assert re.findall(r"\*\*(\w+)\.\*\*", entry)[:2] == LABELS, heading
+            assert len(entry.strip().splitlines()) <= 25, heading
+
+
+def test_the_index_lists_every_decision() -> None:
+    index = re.findall(r"^- (\w-\d+\. .*)$", (DECISIONS / "README.md").read_text(), re.MULTILINE)
+    pages = [path for path in DECISIONS.glob("*.md") if path.name != "README.md"]
+    headings = [heading for path in pages for heading in entries_of(path.read_text())]
+    assert sorted(index) == sorted(headings)
+
+
+def test_the_glossary_is_sorted_and_defines_every_term_in_a_few_lines() -> None:
+    entries = entries_of((ROOT / "docs" / "glossary.md").read_text())
+    assert list(entries) == sorted(entries)
+    assert {"arena", "slot", "ring", "rule", "transport", "logical rank"} < set(entries)
+    assert [term for term, entry in entries.items() if not 3 <= len(entry.strip().splitlines()) <= 7] == []

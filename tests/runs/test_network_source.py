@@ -1,0 +1,69 @@
+"""The copy of a run's network: what is copied, and that nothing runs it without being asked."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from limits import limit
+from PIL import Image
+
+from lockstep.errors import UserError
+from lockstep.runs.network_source import check_importable, keep_source
+
+NETWORK = """
+import torch
+
+class Net(torch.nn.Module):
+    input_size = 32
+
+    def __init__(self, n_classes):
+        super().__init__()
+        self.layer = torch.nn.Linear(3 * 32 * 32, n_classes)
+
+    def forward(self, images):
+        return self.layer(images.flatten(1) / 128)
+"""
+
+
+def test_networks_of_files_are_copied_and_those_of_libraries_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (tmp_path / "mine" / "net.py").write_text(NETWORK)
+    (tmp_path / "alone.py").write_text(NETWORK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for model in ("mine.net:Net", "alone:Net", "smallnet", "timm:x", "torchvision:y", "nowhere:Net", "a b:C"):
+        keep_source(tmp_path / "run", model)
+    copies = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*.py")}
+    assert copies == {"network/mine/net.py", "network/alone.py", "network/models/smallnet.py"}
+    assert (tmp_path / "run" / "network" / "mine" / "net.py").read_text() == NETWORK
+    check_importable(tmp_path / "run", "alone:Net")
+    with pytest.raises(UserError, match=r"nowhere:Net: can't be imported here.*PYTHONPATH=.*run/network"):
+        check_importable(tmp_path / "run", "nowhere:Net")
+
+
+def test_a_run_whose_network_is_gone_names_its_copy(tmp_path: Path, shared_folder: Path) -> None:
+    (tmp_path / "my_net.py").write_text(NETWORK)
+
+    def call(script: str, *words: object, path: Path | None = None) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, str(ROOT / script), *map(str, words)]
+        environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=limit(60)
+        )
+
+    keys = ("n_classes=7", "n_epochs=1", "devices=[cpu]", "run_name=one", "rand_mirror=false")
+    done = call("train.py", f"data_folder={shared_folder}", "model=my_net:Net", *keys, path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "my_net.py").unlink()
+    Image.fromarray(np.zeros((40, 40, 3), np.uint8)).save(tmp_path / "a.png")
+    refused = call("classify.py", "a.png")
+    assert refused.returncode == 2
+    assert f"set PYTHONPATH={tmp_path}/runs/one/network" in refused.stderr
+    done = call("classify.py", "a.png", path=tmp_path / "runs" / "one" / "network")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,227 @@
+"""Delivery of functions to the ranks: deep graphs, loops, random streams, later functions; whole programs."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytensor
+import pytensor.tensor as pt
+import pytest
+from limits import limit
+from synk_teams import MODE, largest_error, team
+
+import lockstep.synk as synk
+from lockstep.synk import graphs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[int]:
+    with team(3) as size:
+        yield size
+
+
+@pytest.mark.parametrize("n", [100, pytest.param(3000, marks=pytest.mark.slow)])
+def test_graphs_of_any_depth_go_over(n: int) -> None:
+    x = pt.vector("x")
+    y = x
+    for i in range(n):
+        y = y * 1.0001 if i % 2 else y + 0.001
+    f = synk.function([x], (y.sum(), "sum"), mode=pytensor.compile.mode.Mode("py", None))
+    synk.distribute()
+    assert largest_error(f(np.ones(30)), f.alone(np.ones(30))) < 1e-10
+
+
+def test_a_graph_with_a_loop_in_it() -> None:
+    x, s = pt.vector("x"), pytensor.shared(np.asarray(2.0), name="s")
+    ys = pytensor.scan(lambda y: y * s, outputs_info=x, n_steps=5, return_updates=False)
+    f = synk.function([x], (ys[-1], "gather"), name="loop")
+    synk.distribute()
+    assert np.array_equal(f(np.arange(7.0)), 32 * np.arange(7.0))
+
+
+def test_givens_and_constants_and_names_go_over() -> None:
+    x, y = pt.vector("x"), pt.vector("y")
+    stored = pytensor.shared(np.arange(6.0), name="stored")
+    table = pt.constant(np.arange(10_000.0))
+    f = synk.function([x], ((x.sum() + y.sum() * table[7]), "sum"), givens={y: stored}, name="given")
+    pair = synk.function([], (y.sum() * 1, "sum"), sliceable_shareds=[(y, stored)])
+    synk.distribute()
+    assert f(x=np.ones(5)) == 5 + 3 * 15 * 7
+    assert pair(batch_s=[2, 3]) == 3 * 5
+    assert f.name == "given" and f.output_modes == ["sum"]
+
+
+def test_later_functions_share_variables_with_older_ones() -> None:
+    s = pytensor.shared(np.zeros(2), name="shared")
+    count = synk.function([], updates=[(s, s + 1)])
+    synk.distribute()
+    count()
+    read = synk.function([], (s, "sum"))
+    synk.distribute()
+    count()
+    assert read().tolist() == [6, 6]
+    assert read.update_modes == [] and count.update_modes == ["avg"]
+
+
+def test_random_streams_are_each_ranks_own_and_go_on_over_slices() -> None:
+    rng = pytensor.shared(np.random.default_rng(5), name="rng")
+    state = rng.get_value()
+    next_rng, draw = pt.random.normal(size=(2,), rng=rng).owner.outputs
+    x = pt.vector("x")
+    f = synk.function([x], [(draw, "gather")], updates=[(rng, next_rng)], on_unused_input="ignore")
+    synk.distribute()
+    first = f(np.ones(3))[0].reshape(3, 2)
+    assert len(np.unique(first)) == 6, "no two ranks draw the same"
+    sliced = f(np.ones(6), num_slices=2)[0].reshape(3, 4)
+    assert len(np.unique([first, sliced[:, :2], sliced[:, 2:]])) == 18, "nor two parts, nor two calls"
+    for rank in range(3):
+        own = graphs.own_stream(state if rank == 0 else np.random.default_rng(5), rank)
+        expected = [own.normal(size=2) for _ in range(3)]
+        assert np.allclose(first[rank], expected[0]) and np.allclose(
+            sliced[rank], np.concatenate(expected[1:])
+        )
+
+
+def test_one_graph_is_compiled_for_all_ways_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    compile_one = pytensor.function
+    monkeypatch.setattr(
+        pytensor, "function", lambda *a, **k: compiled.append(k["name"]) or compile_one(*a, **k)
+    )
+    x, s, v = pt.matrix("x"), pytensor.shared(np.zeros((6, 2))), pytensor.shared(np.zeros(2))
+    f = synk.function(
+        [x],
+        [(x.sum(0) + s.sum(0), "sum"), x.mean()],
+        updates=[(v, v + x.sum(0))],
+        sliceable_shareds=[s],
+        name="one",
+    )
+    synk.distribute()
+    for options in ({}, {"num_slices": 3}, {"batch": [1, 2, 5]}, {"output_subset": [1]}):
+        values = np.ones((18, 2))
+        f(values, batch_s=[0] if "batch" in options else None, **options)
+    f.alone(np.ones((6, 2)))
+    assert compiled == ["one"]
+
+
+def test_a_graph_that_can_not_go_over_is_named() -> None:
+    x = pt.vector("x")
+
+    f = synk.function([x], (x.sum(), "sum"), name="good")
+    x.tag.lock = threading.Lock()
+    synk.function([x], (x.max(), "max"), name="locked")
+    with pytest.raises(TypeError, match=r"function 'good'.* can't go to the ranks: .*lock"):
+        synk.distribute()
+    del x.tag.lock
+    synk.distribute()
+    with pytest.raises(RuntimeError, match="good: call distribute"):
+        f(np.ones(3))
+
+
+PAPER = """
+    import {theano} as theano, numpy as np, sys
+    {synk}
+    T = theano.tensor
+
+    def build_mlp():
+        x = T.matrix("x")
+        random, shapes = np.random.default_rng(0), [(8, 16), (16, 3)]
+        params = [theano.shared(random.normal(0, 0.3, shape), name="w") for shape in shapes]
+        return T.tanh(x.dot(params[0])).dot(params[1]), x, params
+
+    def setup_training(network):
+        y = T.matrix("y")
+        loss = ((network - y) ** 2).mean()
+        return [(p, p - 0.1 * g) for p, g in zip(params, T.grad(loss, params))], y
+
+    network, input_var, params = build_mlp()
+    updates, target_var = setup_training(network)
+    train_fn = {function}(inputs=[input_var, target_var], updates=updates)
+    {distribute}
+    random = np.random.default_rng(1)
+    X, Y = random.normal(size=(60, 8)), random.normal(size=(60, 3))
+    {data}
+    for epoch in range(3):
+        order = random.permutation(60)
+        for first in range(0, 60, 20):
+            batch = order[first:first + 20]
+            {train}
+    np.save(sys.argv[1], np.concatenate([p.get_value().ravel() for p in params]))
+"""
+
+
+def test_the_papers_program_is_its_serial_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures 4 and 5 of Stooke and Abbeel 2017; SGD on averaged parameters is SGD on the whole batch."""
+    serial = {
+        "synk": "",
+        "function": "theano.function",
+        "distribute": "",
+        "data": "",
+        "train": "train_fn(X[batch], Y[batch])",
+    }
+    ours = {
+        "synk": "import lockstep.synk as synk; synk.fork(2)",
+        "function": "synk.function",
+        "distribute": "synk.distribute()",
+        "data": "X, Y = synk.data(X), synk.data(Y)",
+        "train": "train_fn(X, Y, batch=batch); synk.all_reduce(params, op='avg')",
+    }
+    saved = {name: tmp_path / f"{name}.npy" for name in ("serial", "ours")}
+    monkeypatch.setattr(sys, "argv", ["serial.py", str(saved["serial"])])
+    exec(textwrap.dedent(PAPER).format(theano="pytensor", **serial), {})
+    script = tmp_path / "ours.py"
+    script.write_text(textwrap.dedent(PAPER).format(theano="pytensor", **ours))
+    environment = {**os.environ, "PYTENSOR_FLAGS": f"mode={MODE}"}
+    command = [sys.executable, script, saved["ours"]]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit(100), env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert largest_error(np.load(saved["ours"]), np.load(saved["serial"])) < 1e-10
+
+
+def test_the_guides_first_example_runs(tmp_path: Path) -> None:
+    """As it stands in docs/synk.md, but with two ranks."""
+    text = (Path(__file__).parents[2] / "docs" / "synk.md").read_text()
+    example = textwrap.dedent(text[text.index("    import numpy") : text.index("A script needs no")])
+    script = tmp_path / "example.py"
+    script.write_text(example + "print(mean.shape, each.shape, np.allclose(each.mean(), mean))")
+    environment = {**os.environ, "PYTENSOR_FLAGS": f"mode={MODE}", "LOCKSTEP_SYNK_PARALLEL": "2"}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=limit(100), env=environment
+    )
+    assert done.stdout == "() (60000,) True\n", done.stderr
+
+
+@pytest.mark.slow
+def test_compiled_by_numba() -> None:
+    """One of each kind: modes, slices, index lists, stored rows, updates."""
+    x, s = pt.matrix("x"), pytensor.shared(np.zeros((9, 3)), name="numbas")
+    total = pytensor.shared(np.zeros(3), name="total")
+    rows = pt.tanh(x)
+    outputs = [(rows.sum(0), "sum"), rows.mean(0), (rows.max(0), "max"), (rows, "gather")]
+    f = synk.function([x], outputs, updates=[(total, total + rows.sum(0), "sum")], mode="NUMBA")
+    g = synk.function([], (pt.tanh(s).sum(0), "sum"), sliceable_shareds=[s], mode="NUMBA")
+    synk.distribute()
+    values = np.random.default_rng(0).normal(size=(50, 3))
+    expected = np.tanh(values)
+    for batch, chosen in (
+        (None, expected),
+        (slice(3, 40), expected[3:40]),
+        ([5, 1, 30], expected[[5, 1, 30]]),
+    ):
+        for n_slices in (1, 3):
+            found = f(values, batch=batch, num_slices=n_slices)
+            folds = [chosen.sum(0), chosen.mean(0), chosen.max(0), chosen]
+            assert all(largest_error(a, b) < 1e-10 for a, b in zip(found, folds, strict=True))
+    assert np.abs(synk.reduce(total, "sum", in_place=False)).sum() > 0
+    synk.scatter(s, values)
+    assert largest_error(g(), expected.sum(0)) < 1e-10
+    with pytest.raises(Exception, match=r"rank|index|dim|shape|incompatible"):
+        f(np.ones((5, 2)))
+    assert largest_error(g(num_slices=2), expected.sum(0)) < 1e-10

@@ -1,0 +1,55 @@
+"""Ranks on GPUs, for torch callables: tests/synk/test_synk_torch.py on real ones and on the simulated driver.
+
+On the simulated driver torch computes on the host; what is tested is all else: memory, copies, their order,
+the end.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from limits import limit
+from simulated import Simulation
+
+SUITE = Path(__file__).with_name("test_synk_torch.py")
+
+
+def run_suite(environment: dict[str, str], devices: str, transport: str, which: str = "test") -> None:
+    environment |= {"LOCKSTEP_TEST_DEVICES": devices, "LOCKSTEP_TEST_TRANSPORT": transport}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, str(SUITE)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit(300), env=environment, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # PyCUDA is built the first time
+@pytest.mark.parametrize(
+    ("devices", "fault", "transport", "which"),
+    [
+        ("cuda:0 cuda:1", "", "PeerTransport", "large_outputs or single_tensor or buffers"),
+        ("cuda:0 cuda:1", "lost", "StagedTransport", "test"),
+        ("cuda:0 cuda:0 cuda:1", "", "PeerTransport", "test"),
+    ],
+)
+def test_the_suite_of_callables_on_simulated_gpus(
+    simulation: Simulation, devices: str, fault: str, transport: str, which: str
+) -> None:
+    settings = {"delay": 300, "all": 1, "proof_bytes": 1 << 16, **({fault: "0-1"} if fault else {})}
+    environment = simulation.set(**settings).environment()
+    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    run_suite(environment, devices, transport, which)
+    assert list(simulation.folder.glob("memory-*")) == [], "closed and freed, in the right order"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_the_suite_of_callables_with_two_ranks_on_one_gpu() -> None:
+    for module in ("cloudpickle", "threadpoolctl"):
+        pytest.importorskip(module)
+    run_suite(dict(os.environ), "cuda:0 cuda:0", "PeerTransport")

@@ -1,0 +1,225 @@
+"""Settings that a program changes between calls apply on all ranks; inputs that callables write into."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from synk_teams import team
+
+import lockstep.synk as synk
+from lockstep.exchange.reduction import reduce_arrays
+from lockstep.synk.extensions import torch_train
+
+LOSS = torch.nn.functional.mse_loss
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_ranks() -> Iterator[None]:
+    with team(2):
+        yield
+
+
+def make_net(*more: torch.nn.Module) -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), *more).to(torch.float64)
+
+
+def rows() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(1)
+    return random.normal(size=(8, 4)), random.normal(size=(8, 3))
+
+
+def test_the_training_mode_is_that_of_the_caller_on_all_ranks() -> None:
+    net = make_net(torch.nn.Dropout(0.5))
+    synk.share(net)
+    f = synk.function(net, "gather")
+    synk.distribute()
+    x, _ = rows()
+    for _ in range(2):
+        net.eval()
+        with torch.no_grad():
+            expected = net(torch.from_numpy(x)).numpy()
+        for _ in range(2):
+            assert np.allclose(f(x), expected, rtol=1e-12), "rank 1 drops nothing out"
+        net.train()
+        dropped = f(x) == 0
+        assert dropped[:4].any()
+        assert dropped[4:].any()
+
+
+def test_a_mode_that_a_failed_call_has_brought_is_taken_back() -> None:
+    net = make_net(torch.nn.Dropout(0.5))
+    synk.share(net)
+    failing = [True]
+
+    def compute(x, fails):
+        if fails.sum() > 0:
+            raise ArithmeticError("no good")
+        return net(x)
+
+    f = synk.function(compute, "gather", bcast_inputs=["fails"])
+    synk.distribute()
+    x, _ = rows()
+    no, yes = np.zeros(1), np.ones(1)
+    f(x, no)
+    net.eval()
+    with pytest.raises(ArithmeticError):
+        f(x, yes)
+    net.train()
+    assert (f(x, no)[4:] == 0).any()
+    assert failing
+
+
+def schedulers(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+@pytest.mark.parametrize("rate", [0.2, torch.tensor(0.2, dtype=torch.float64)])
+def test_a_scheduler_in_the_caller_holds_on_all_ranks(rate: Any) -> None:
+    net, lone = synk.share(make_net()), make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+    reference = torch.optim.SGD(lone.parameters(), lr=float(rate))
+    step = torch_train.make_train_function(net, LOSS, optimizer)
+    synk.distribute()
+    scheduler, expected = schedulers(optimizer), schedulers(reference)
+    x, y = rows()
+    for number in range(5):
+        learning_rate = 0.3 if number == 3 else None
+        step(x, y, learning_rate=learning_rate)
+        if learning_rate is not None:
+            reference.param_groups[0]["lr"] = learning_rate
+        reference.zero_grad()
+        LOSS(lone(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+        reference.step()
+        scheduler.step()
+        expected.step()
+    first, second = synk.gather(synk.weights(net))
+    assert np.array_equal(first, second)
+    flat = np.concatenate([param.detach().numpy().ravel() for param in lone.parameters()])
+    assert np.abs(first - flat).max() < 1e-12
+
+
+def adam(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(net.parameters(), lr=0.1)
+
+
+def train_steps(net: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Train in one process."""
+    x, y = (torch.from_numpy(array) for array in rows())
+    for _ in range(number):
+        optimizer.zero_grad()
+        LOSS(net(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("n_before", [0, 2], ids=["before the first step", "between steps"])
+def test_a_loaded_state_of_an_optimizer_goes_to_all_ranks(n_before: int) -> None:
+    reference = make_net()
+    saved_from = adam(reference)
+    train_steps(reference, saved_from, 3)
+    weights, state = copy.deepcopy((reference.state_dict(), saved_from.state_dict()))
+    train_steps(reference, saved_from, 3)
+
+    net = synk.share(make_net())
+    optimizer = adam(net)
+    step = torch_train.make_train_function(net, LOSS, optimizer)
+    synk.distribute()
+    for _ in range(n_before):
+        step(*rows())
+    net.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    synk.broadcast(synk.weights(net))
+    for _ in range(3):
+        step(*rows())
+    first, second = synk.gather(synk.weights(net))
+    assert np.array_equal(first, second)
+    flat = np.concatenate([param.detach().numpy().ravel() for param in reference.parameters()])
+    assert np.abs(first - flat).max() < 1e-12
+
+
+def test_other_parameters_of_a_shared_module_are_refused() -> None:
+    net = synk.share(make_net())
+    synk.function(net, "gather")
+    synk.distribute()
+    net.load_state_dict(copy.deepcopy(net.state_dict()))
+    synk.broadcast(synk.weights(net))
+    net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
+    for use in (synk.weights, synk.grads, synk.share):
+        with pytest.raises(ValueError, match="other parameters than when it was shared"):
+            use(net)
+
+
+def test_another_number_of_parameter_groups_is_refused() -> None:
+    net = synk.share(make_net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = torch_train.make_train_function(net, LOSS, optimizer)
+    synk.distribute()
+    step(*rows())
+    groups = list(optimizer.param_groups)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(ValueError, match="SGD has 2 groups of parameters, 1 at distribute"):
+        step(*rows())
+    optimizer.param_groups[:] = groups
+    step(*rows())
+
+
+def test_a_callable_that_writes_into_data_is_told() -> None:
+    def halve(x):
+        return x.mul_(0.5).sum()
+
+    f = synk.function(halve, "sum")
+    g = synk.function(halve, "sum", bcast_inputs=["x"])
+    synk.distribute()
+    data = synk.data(np.ones(6))
+    with pytest.raises(RuntimeError, match=r"writes into its input x.*x\.clone\(\)"):
+        f(data)
+    data.set_value(np.ones(6))
+    with pytest.raises(RuntimeError, match="writes into its input x"):
+        f(data, batch=slice(0, 4), num_slices=2)
+    with pytest.raises(RuntimeError, match="writes into its input x"):
+        g(np.ones(6))
+    data.set_value(np.ones(6))
+    assert f(data, batch=[0, 1, 2]) == 1.5
+    assert f(np.ones(6)) == 3
+    assert f(np.ones(6), num_slices=3) == 3
+    assert f.alone(data) == 3
+    assert (data[:] == 1).all()
+
+
+def test_a_callable_that_holds_a_function_or_data_is_refused() -> None:
+    inner, data = synk.function(lambda x: x, "gather", name="inner"), synk.data(np.ones(3), name="held")
+    for held, words in (
+        (inner, r"function 'inner'> can't be pickled"),
+        (data, r"'held' .* can't be pickled"),
+    ):
+
+        def outer(x, held=held):
+            return x
+
+        synk.function(outer, "gather", name="outer")
+        with pytest.raises(TypeError, match=f"function 'outer' can't go to the ranks: .*{words}"):
+            synk.distribute()
+    synk.distribute()
+    assert (inner(data) == 1).all()
+
+
+@pytest.mark.parametrize("weights", [None, [0.25, 0.75]])
+def test_the_mean_of_float16_is_summed_in_float32(weights: Any) -> None:
+    parts = [np.full(5, 60000, np.float16), np.full(5, 60000, np.float16)]
+    reduce_arrays(parts, parts, "mean", weights)
+    assert all((part == 60000).all() and part.dtype == np.float16 for part in parts)
+
+
+def test_float16_outputs_and_variables_have_a_mean() -> None:
+    shared = synk.share(torch.full((4,), 60000.0, dtype=torch.float16))
+    f = synk.function(lambda x: x.max(), "avg", name="largest")
+    synk.distribute()
+    x = np.full(7, 60000, np.float16)
+    for n_slices in (1, 3):
+        found = f(x, num_slices=n_slices)
+        assert (found, found.dtype) == (60000, np.float16)
+    synk.all_reduce(shared)
+    assert (synk.reduce(shared, in_place=False) == 60000).all()

@@ -1,0 +1,251 @@
+"""verify.py: a true run passes with any devices; each changed bit and a forged state are named."""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, Program, Running, make_folder
+from dataset_folders import write_true_manifest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from limits import limit
+from safetensors.numpy import load_file, save_file
+
+import verify
+from lockstep.errors import UserError
+from lockstep.files import checksum
+from lockstep.interrupts import Interrupts
+from lockstep.runs import receipts
+from lockstep.runs.receipts import ReceiptFile
+
+KEYS = ("logical_ranks=4", "global_batch_size=8", "check_every=3", "snapshot_freq=1", "cpu_threads=1")
+
+
+@pytest.fixture(scope="module")
+def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset folder with a manifest."""
+    folder = make_folder(tmp_path_factory.mktemp("data") / "set")
+    write_true_manifest(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(whole_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    program = Program(whole_folder, tmp_path_factory.mktemp("run"))
+    return program.run(*KEYS, "n_epochs=2", "learning_rate=0.001")
+
+
+@pytest.fixture
+def copied(trained: Running, whole_folder: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of the run, and one of its data."""
+    return (
+        Path(shutil.copytree(trained.run_folder, tmp_path / "run")),
+        Path(shutil.copytree(whole_folder, tmp_path / "data")),
+    )
+
+
+def call(*words: object, code: int = 0) -> str:
+    command = [sys.executable, str(ROOT / "verify.py"), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=limit(100))
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def problems_of(folder: Path, data: Path) -> list[str]:
+    words = {"replay": None, "step": None, "json": True, "overrides": [f"data_folder={data}"]}
+    found: list[str] = verify.verify(argparse.Namespace(run=folder, **words), Interrupts())["problems"]
+    return found
+
+
+def test_a_true_run_is_verified_and_replayed_on_other_devices(trained: Running) -> None:
+    text = call(trained.run_folder, "--replay", 2, "devices=[cpu, cpu, cpu]")
+    assert ": verified; " in text and " steps computed again" in text
+    found = json.loads(call(trained.run_folder, "--json"))
+    assert found["verified"] and found["receipts"] >= 5 and found["problems"] == []
+
+
+@pytest.mark.slow
+def test_a_run_is_replayed_from_its_beginning(trained: Running) -> None:
+    found = json.loads(call(trained.run_folder, "--step", 7, "--json", "devices=[cpu]"))
+    (replay,) = found["replays"]
+    assert replay["from"] == 0 and replay["equal"] and replay["receipts"] >= 3
+
+
+PLACES = (
+    "receipts.jsonl",
+    "checkpoints/epoch_0001.safetensors",
+    "checkpoints/epoch_0002.json",
+    "config.yaml",
+)
+FILES = ("manifest.json", "labels/train_labels.npy", "train_hkl/0000.hkl", "misc/img_mean.npy")
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    place %= 8 * len(content)
+    content[place // 8] ^= 1 << place % 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", [*PLACES, *FILES])
+def test_a_changed_bit_is_found_and_named(copied: tuple[Path, Path], name: str) -> None:
+    folder, data = copied
+    assert problems_of(folder, data) == []
+    path = (folder if name in PLACES else data) / name
+    content = path.read_bytes()
+    for place in (0, 4 * len(content) + 3, 8 * len(content) - 1):
+        flip(path, place)
+        problems = problems_of(folder, data)
+        assert problems, place
+        expected = "receipt" if name == "receipts.jsonl" else str(path)
+        assert any(expected in problem for problem in problems), problems
+        path.write_bytes(content)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(place=st.integers(0, 1 << 20))
+def test_any_bit_of_the_receipts_counts(trained: Running, tmp_path: Path, place: int) -> None:
+    shutil.copy(trained.run_folder / receipts.NAME, tmp_path)
+    assert receipts.read(tmp_path)[1] == []
+    flip(tmp_path / receipts.NAME, place)
+    assert receipts.read(tmp_path)[1]
+
+
+@pytest.mark.slow
+def test_a_forged_state_with_a_true_chain_is_found_by_a_replay(copied: tuple[Path, Path]) -> None:
+    """The chain is no proof alone: a forger makes it anew, and the replay names the interval."""
+    folder, data = copied
+    tensors = folder / "checkpoints" / "epoch_0002.safetensors"
+    values = load_file(tensors)
+    name = next(name for name in values if name.startswith("weights/"))
+    values[name].view("u4").flat[0] ^= 1
+    save_file(values, tensors)
+    record = tensors.with_suffix(".json")
+    content = {**json.loads(record.read_text()), "sha256": checksum(tensors)}
+    record.write_text(json.dumps(content, indent=1))
+    seal_anew(folder, tensors)
+    assert problems_of(folder, data) == []
+    text = call(folder, "--replay", 20, f"data_folder={data}", "devices=[cpu]", code=1)
+    assert "give another state when replayed (data, configuration, versions and machine are those" in text
+
+
+def seal_anew(folder: Path, tensors: Path) -> None:
+    """Write the chain with the digests of another checkpoint, each receipt with a true hash."""
+    found, _ = receipts.read(folder)
+    lines, previous = [], ""
+    for receipt in found:
+        forged: dict[str, Any] = {}
+        if receipt.step == found[-1].step:
+            record = checksum(tensors.with_suffix(".json")) if receipt.record else ""
+            forged = {"state": checksum(tensors), "record": record}
+        sealed = dataclasses.replace(receipt, previous=previous, **forged).sealed()
+        lines, previous = [*lines, sealed.line()], sealed.hash
+    (folder / receipts.NAME).write_text("\n".join(lines) + "\n")
+
+
+def test_what_cant_be_verified_says_what_to_do(copied: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, data = copied
+    assert "there is no such run" in call(tmp_path / "none", code=2)
+    assert "can't share 4: raise logical_ranks" in call(
+        folder, "--replay", 1, "devices=[cpu, cpu, cpu, cpu, cpu]", code=2
+    )
+    assert "--replay must be at least 1" in call(folder, "--replay", 0, code=2)
+    moved = data.with_name("moved")
+    assert "Name the folder: data_folder=FOLDER" in call(folder, f"data_folder={moved}", code=2)
+    data.rename(moved)
+    assert ": verified; " in call(folder, f"data_folder={moved}")
+    lines = (folder / receipts.NAME).read_text().splitlines(keepends=True)
+    (folder / receipts.NAME).write_text(lines[0])
+    assert "has no receipt" in call(folder, code=1)
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "checkpoints").mkdir()
+    assert "there is no interval between two receipts" in call(folder, "--replay", 1, code=2)
+    (folder / receipts.NAME).unlink()
+    assert "has no receipts, so it can't be verified" in call(folder, code=2)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_continues_its_chain(program: Program) -> None:
+    program.run(*KEYS, "n_epochs=1")
+    running = program.run(*KEYS, "n_epochs=2", "resume_train=true", devices="[cpu]")
+    kinds = [receipt.kind for receipt in receipts.read(running.run_folder)[0]]
+    assert kinds.count("start") == 2 and kinds[-1] == "checkpoint"
+    assert ": verified; " in call(running.run_folder)
+
+
+@pytest.mark.slow
+def test_a_recovered_run_is_verified_across_its_recovery(program: Program) -> None:
+    """The receipt of the state in memory that the run went on from joins the two parts of the chain."""
+    words = ("n_epochs=3", "learning_rate=0.001", "memory_checkpoint_seconds=1e-6")
+    running = program.start(*KEYS, *words)
+    running.wait_for_text("epoch 1 step 4/")
+    os.kill(running.pids()["trainer 1"], signal.SIGKILL)
+    assert running.wait() == 0, running.output()
+    assert "resumed from memory" in running.output()
+    kinds = [receipt.kind for receipt in receipts.read(running.run_folder)[0]]
+    assert kinds.count("start") == kinds.count("recovery") == 1
+    text = call(running.run_folder, "--replay", 3)
+    assert ": verified; " in text and "computed again" in text
+
+
+@pytest.mark.slow
+def test_a_preempted_run_is_verified_across_its_checkpoint_from_memory(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher writes the checkpoint and its receipt, since the trainers stand still."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
+    words = (*KEYS, "model=small_networks:StopsAtSixthStep", "n_epochs=2", "memory_checkpoint_seconds=1e-6")
+    seconds = f"preempt_seconds={limit(6):g}"
+    running = program.start(*words, seconds, environment={**os.environ, "STAND_STILL": "1"})
+    running.wait_for_text("epoch 1 step 2/")  # each trainer has two logical ranks, so two passes a step
+    time.sleep(2)  # it stands still in the sixth pass now
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait() == 143, running.output()
+    last = receipts.read(running.run_folder)[0][-1]
+    assert last.kind == "recovery" and last.checkpoint and last.position > 0
+    program.run(*words, "resume_train=true")
+    text = call(running.run_folder, "--replay", 3)
+    assert ": verified; " in text and "computed again" in text
+
+
+def example() -> receipts.Receipt:
+    texts = dict.fromkeys(("state", "checkpoint", "record", "config", "settings", "manifest", "labels"), "x")
+    return receipts.Receipt(0, "step", 1, 1, 8, versions={}, machine={}, **texts)
+
+
+def test_a_line_that_was_not_finished_is_removed(tmp_path: Path) -> None:
+    file = ReceiptFile(tmp_path)
+    for _ in range(2):
+        file.add(example())
+    path = tmp_path / receipts.NAME
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"half')
+    ReceiptFile(tmp_path).add(example())
+    found, problems = receipts.read(tmp_path)
+    assert path.read_bytes().startswith(whole) and len(found) == 3 and problems == []
+    path.write_bytes(whole.replace(b'"number":1', b'"number":"a"'))
+    with pytest.raises(UserError, match="its last receipt is damaged"):
+        ReceiptFile(tmp_path)
+
+
+def test_a_run_without_logical_ranks_keeps_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Runs with logical_ranks keep them"):
+        receipts.read(tmp_path)
+
+
+def test_the_hash_is_of_all_other_fields() -> None:
+    sealed = example().sealed()
+    content: dict[str, Any] = dataclasses.asdict(sealed)
+    content.pop("hash")
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    assert sealed.hash == hashlib.sha256(text.encode()).hexdigest()
