@@ -1,9 +1,14 @@
 """Fixtures for all tests: dataset folders, train.py as a process, the simulated driver, markers for GPUs."""
 
+import os
+
+# Idle OpenMP threads wait without spinning: on cores that several tests share, spinning takes most of the
+# time. This comes before the first import of torch; xdist's workers and all programs inherit it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import functools
 import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys

@@ -14,6 +14,7 @@ from lockstep.config.rules import settle
 from lockstep.errors import UserError
 from lockstep.hosts import torchrun
 from lockstep.runs import folder as runfolder
+from lockstep.runs.checkpoint_files import records
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Arguments:
     """The parsed command line.
 
     Attributes:
-        config: The configuration so far; that of a run to resume is not read yet.
+        config: The configuration so far. A run to resume may still have to come from another host.
         notes: Lines for the user.
         overrides: The layers above the configuration file, lowest first.
         names_config: Whether the command line names a configuration file.
@@ -64,6 +65,8 @@ def parse_arguments(description: str, standard: Path) -> Arguments:
     layers.append(Layer(torchrun.SOURCE, torchrun.keys(os.environ, overrides.values)))
     layers.append(overrides)
     base = configuration.read_yaml(arguments.config or default_config(standard.parent))
+    if overrides.values.get("resume_train") and not arguments.config:
+        base = _of_run_to_resume(base, overrides)
     config, notes = configuration.resolve([base, *layers])
     if "load_epoch" in overrides.values and not config.resume_train:
         raise UserError(
@@ -76,6 +79,18 @@ def default_config(folder: Path) -> Path:
     """Return config.yaml of the current folder (made by `lockstep init`), else that of `folder`."""
     project = Path("config.yaml")
     return project if project.exists() else folder / "config.yaml"
+
+
+def _of_run_to_resume(base: Layer, overrides: Layer) -> Layer:
+    """Return the configuration of the run to resume, or `base` if this host has no checkpoint of it."""
+    names = {key: overrides.values[key] for key in ("weights_dir", "run_name") if key in overrides.values}
+    config, _ = configuration.resolve([base, Layer(COMMAND_LINE, names)])
+    try:
+        folder = runfolder.folder_to_resume(config)
+    except UserError:
+        return base
+    saved = folder / "config.yaml"
+    return configuration.read_run(saved) if saved.exists() and records(folder) else base
 
 
 def complete_config(arguments: Arguments) -> tuple[Config, list[str]]:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -159,3 +160,12 @@ def test_a_threshold_is_refused_for_one_class_per_image(program: Program) -> Non
     assert refused.returncode == 2 and "--threshold: is for task: multilabel" in refused.stderr
     changed = program.run("resume_train=true", "n_epochs=2", "task=multilabel", code=2)
     assert "task" in changed.last_line()
+
+
+def test_a_key_of_its_task_alone_can_be_changed_when_it_resumes(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    keys = [f"weights_dir={tmp_path}", "run_name=run", "resume_train=true", "n_epochs=3", "threshold=0.3"]
+    command = [sys.executable, str(ROOT / "train.py"), *keys]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=limit(60))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "threshold is 0.3 now, was 0.5 before" in done.stdout

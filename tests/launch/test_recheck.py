@@ -3,70 +3,20 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from conftest import make_config, make_folder
-from training_runs import assert_same, make_trainer, newest, train
+from conftest import make_folder
+from faulty_gradients import KEYS, config_of, train_faultily
+from training_runs import assert_same, newest, train
 
 from lockstep.comm.pipes import Pipe
-from lockstep.config import Config
-from lockstep.config.rules import settle
 from lockstep.errors import DeviceFault, PeerLost
 from lockstep.launch.processes import Processes
 from lockstep.launch.ranks import run_ranks
-
-KEYS: dict[str, Any] = {"model": "smallnet", "learning_rate": 0.02, "logical_ranks": 4, "n_epochs": 2}
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("data") / "set", n_train=37, n_val=9)
-
-
-def config_of(data: Path, n_trainers: int, **values: Any) -> Config:
-    fixed = {"data_folder": str(data), "para_load": False, "global_batch_size": 8, "shuffle_block": 3}
-    return settle(make_config(devices=["cpu"] * n_trainers, **{**fixed, **KEYS, **values}))[0]
-
-
-def break_gradients(trainer: Any, seed: int, from_step: int) -> None:
-    """Change a bit of one element of all gradients of a trainer, from a step on, also when it rechecks."""
-    dice, program = np.random.default_rng(seed), trainer.program
-    gradients = program._gradients
-    names = list(gradients.trained)
-    first, last = program.arena.span_of(names[dice.integers(len(names))])
-    element, bit = int(dice.integers(first, last)), int(dice.integers(32))
-    learn, compare = program._learn_batch, program.recheck.begin_step
-    steps = [0]
-
-    def begin_step() -> Any:
-        steps[0] += 1
-        return compare()
-
-    def learn_wrongly(*arguments: Any) -> None:
-        learn(*arguments)
-        if steps[0] >= from_step:
-            gradients.complete()
-            gradients.flat[element : element + 1].view(torch.int32).bitwise_xor_(
-                torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
-            )
-
-    program.recheck.begin_step, program._learn_batch = begin_step, learn_wrongly
-    trainer.steps = steps
-
-
-def train_faultily(
-    rank: int, pipes: dict[int, Pipe], config: Config, place: Path, wrong: int, from_step: int
-) -> tuple[str, str, int]:
-    """Train with one faulty trainer; return the error, and in the faulty one the step that raised it."""
-    trainer, _keep_open = make_trainer(rank, pipes, config, place, double=False)
-    if rank == wrong:
-        break_gradients(trainer, 10 * wrong + from_step, from_step)
-    try:
-        trainer.run()
-    except (DeviceFault, PeerLost) as error:
-        return type(error).__name__, str(error), getattr(trainer, "steps", [0])[0]
-    return "", "", 0
 
 
 SLOW = pytest.mark.slow
@@ -80,7 +30,7 @@ def test_a_faulty_trainer_of_three_is_found_and_named(
 ) -> None:
     (tmp_path / "checkpoints").mkdir()
     config = config_of(data, 3, recheck_every=1)
-    results = run_ranks(train_faultily, 3, config, tmp_path, wrong, from_step)
+    results = run_ranks(train_faultily, 3, config, tmp_path, wrong, from_step, 10 * wrong + from_step)
     for rank, (name, text, steps) in enumerate(results):
         if rank == wrong:
             assert name == "DeviceFault" and from_step <= steps < from_step + KEYS["logical_ranks"]
@@ -92,7 +42,7 @@ def test_a_faulty_trainer_of_three_is_found_and_named(
 def test_two_trainers_that_differ_are_both_named(data: Path, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     config = config_of(data, 2, recheck_every=2)
-    for name, text, _ in run_ranks(train_faultily, 2, config, tmp_path, 1, 1):
+    for name, text, _ in run_ranks(train_faultily, 2, config, tmp_path, 1, 1, 11):
         assert name == "DeviceFault" and "only a third trainer could decide" in text
 
 
