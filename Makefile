@@ -5,6 +5,7 @@
 # make fuzz    damage files and arguments at random (N=1000 of each kind, SEED=1)
 # make chaos   send random signals to processes (N=500, SEED=1)      make soak   check that nothing grows (MINUTES=30)
 # make goodput kill processes every 15 s and measure what that costs (MINUTES=15)
+# make tampering  change single bits of a run, replay true ones (N=1000)    make recheck  make gradients wrong (N=200)
 PYTHON ?= python3
 BIN := .venv/bin
 # compileall compiles modules on all cores and leaves out the tests of packages; pip does neither.
@@ -14,7 +15,7 @@ COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing/_internal|sym
 DIGITS := data/digits/manifest.json
 .DEFAULT_GOAL := help
 
-.PHONY: help setup setup-test data train test test-all check format bench bench-peers rules fuzz chaos soak goodput demos clean
+.PHONY: help setup setup-test data train test test-all check format bench bench-peers rules fuzz chaos soak goodput tampering recheck demos clean
 help:
 	@sed -n '1,7s/^# //p' Makefile
 
@@ -73,21 +74,31 @@ bench: .venv/.installed-test $(DIGITS)
 bench-peers: .venv/.installed-test $(DIGITS)
 	$(BIN)/python -m benchmarks.peers
 
+CAMPAIGN = PYTHONPATH=tests:tests/support:tests/cuda_sim:tests/faults $(BIN)/python -m campaigns.
+
 # Damaged files for every reader: `make fuzz N=10000` takes about 20 minutes on two busy cores.
 SEED ?= 1
 fuzz: .venv/.installed-test
-	PYTHONPATH=tests $(BIN)/python -m campaigns.fuzz $(or $(N),1000) --seed $(SEED) $(ARGS)
+	$(CAMPAIGN)fuzz $(or $(N),1000) --seed $(SEED) $(ARGS)
 
 # Random signals to every kind of process: 500 cases take hours. The same command resumes it.
 chaos: .venv/.installed-test $(DIGITS)
-	PYTHONPATH=tests $(BIN)/python -m campaigns.chaos $(or $(N),500) --seed $(SEED) $(ARGS)
+	$(CAMPAIGN)chaos $(or $(N),500) --seed $(SEED) $(ARGS)
 
 soak: .venv/.installed-test $(DIGITS)
-	PYTHONPATH=tests $(BIN)/python -m campaigns.soak $(or $(MINUTES),30) $(ARGS)
+	$(CAMPAIGN)soak $(or $(MINUTES),30) $(ARGS)
 
 # Runs whose processes are killed every 15 seconds, and unbroken ones: an hour for 15 minutes of each network.
 goodput: .venv/.installed-test $(DIGITS)
-	PYTHONPATH=tests $(BIN)/python -m campaigns.goodput $(or $(MINUTES),15) $(ARGS)
+	$(CAMPAIGN)goodput $(or $(MINUTES),15) $(ARGS)
+
+# Single-bit changes in a run's files, and replays of true runs.
+tampering: .venv/.installed-test $(DIGITS)
+	$(CAMPAIGN)tampering $(or $(N),1000) --seed $(SEED) $(ARGS)
+
+# Trainers that compute wrong gradients, and as many runs of true ones: 200 of each take a quarter of an hour.
+recheck: .venv/.installed-test
+	$(CAMPAIGN)recheck $(or $(N),200) --seed $(SEED) $(ARGS)
 
 demos: .venv/.installed-test
 	demos/run.sh $(abspath $(BIN)/python)

@@ -5,7 +5,7 @@
 Each trainer holds a replica of the network in an arena of shared memory. Its loader writes the next batch
 into a slot of shared memory meanwhile. After every step, each trainer averages its shard of all arenas and
 writes the mean into all of them. Order and crops depend on (seed, epoch, sample) only. It ends with the bits
-of `train.py model_args='{dropout: 0}' rand_mirror=false cpu_threads=1 devices='[cpu, cpu]'`.
+of `train.py model_args='{dropout: 0}' rand_mirror=false cpu_threads=1 devices='[cpu, cpu]' n_epochs=2`.
 """
 
 import sys
@@ -82,7 +82,7 @@ def load(rank, folder, n_epochs, images, labels, free, full):
 
 
 def train(rank, folder, n_epochs, images, labels, free, full, arenas, barrier):
-    """The process of a trainer: take steps, and average the arenas after each."""
+    """The process of a trainer: take steps, and average the arenas (a row of weights, one of momenta)."""
     torch.set_num_threads(1)
     torch.manual_seed(int(np.random.SeedSequence([INITIALISATION, SEED]).generate_state(1, np.uint64)[0]))
     model, n_samples, slot = Network(), len(np.load(folder / "labels/train_labels.npy")), 0
@@ -95,7 +95,7 @@ def train(rank, folder, n_epochs, images, labels, free, full, arenas, barrier):
             full.acquire()
             batch = images[slot, : last - first].permute(0, 3, 1, 2)
             loss = F.cross_entropy(model(batch), labels[slot, : last - first], reduction="sum")
-            (loss / (size / N_RANKS)).backward()
+            (loss / (size / N_RANKS)).backward()  # the mean over ranks is then that of the batch
             slot = (slot + 1) % N_SLOTS
             free.release()
             update(dict(model.named_parameters()), momenta)

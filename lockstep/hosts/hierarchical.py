@@ -2,6 +2,8 @@
 
 The transport inside a host reduces a shard over the trainers of that host. The shard's owner then sums it
 with the trainers of its local rank on the other hosts, before it is used. All else stays inside the host.
+Shards are of weights and momenta (`rule: weights`) or of gradients. Each host contributes its mean over the
+number of hosts, so the sum is the mean of all; hosts/sums.py computes it over the network.
 """
 
 from collections.abc import Callable, Sequence
@@ -87,7 +89,7 @@ class HierarchicalTransport(Transport):
         self._inside.reduce_scatter(span, op, barrier)
         self._clock("exchange")
         self._scale(self.shard(span), op)
-        self._sum([span], barrier)
+        self._sum_over_hosts([span], barrier)
 
     def all_gather(self, span: Span, barrier: Barrier | None = None) -> None:
         """Copy the shards of this host's ranks into its blocks, since the other hosts have the same."""
@@ -173,7 +175,7 @@ class HierarchicalTransport(Transport):
             for piece in self.pieces(span):
                 self._inside.reduce_shard(piece, op)
                 self._scale(piece, op)
-        self._sum(spans, barrier)
+        self._sum_over_hosts(spans, barrier)
 
     def _scale(self, span: Span, op: Op) -> None:
         """Turn this host's mean into its share of the mean of all hosts, while a core's cache holds it."""
@@ -181,7 +183,7 @@ class HierarchicalTransport(Transport):
         if op == "mean":
             self._flat[slice(*span)].div_(self._n_hosts)
 
-    def _sum(self, spans: Sequence[Span], barrier: Barrier | None) -> None:
+    def _sum_over_hosts(self, spans: Sequence[Span], barrier: Barrier | None) -> None:
         """Sum this rank's shards over the network; the first sum after a step's barrier carries its row."""
         tensors = [self._flat[slice(*self.shard(span))] for span in spans]
         if isinstance(barrier, HostsStepBarrier) and barrier.rows is None:

@@ -2,8 +2,8 @@
 
 Children are forked by a template process (template.py) or spawned. The launcher is the parent of all, so they
 are siblings, and each has a control pipe to it. A child that dies is noticed at once by its sentinel; a child
-that hangs, by a status board that stops changing. `Processes.watch` watches a run and ends it when a child
-fails; ranks.py collects results.
+that hangs, by a status board that stops changing. `Processes.watch` watches a run, restarts killed loaders
+(loader_restarts.py), and ends the run when another child fails; ranks.py collects results.
 """
 
 import multiprocessing
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -22,6 +23,7 @@ from lockstep.comm.pipes import START_SECONDS, Pipe
 from lockstep.errors import Garbled, PeerProblem, UserError
 from lockstep.interrupts import STOP_SIGNAL, Interrupts
 from lockstep.launch.child import ChildStart, child_main
+from lockstep.launch.loader_restarts import restart_killed_loaders
 from lockstep.launch.spawning import start_resource_tracker, without_main_file
 from lockstep.launch.status import StatusBoard
 from lockstep.launch.template import ForkedProcess, Template
@@ -340,10 +342,11 @@ class Processes:
     # -- failures --------------------------------------------------------------------------------------------
 
     def _handle_failures(self, on_message: Callable[[Any], None]) -> ExitStatus | None:
-        """Restart killed children that have spares. Return the run's status if a child still fails."""
+        """Restart killed loaders that have spares. Return the run's status if a child still fails."""
         if not self._failing():
             return None
-        all_well = self._restart_killed(on_message)
+        failing, listen = self._failing, partial(self.listen, on_message, 0)
+        all_well = restart_killed_loaders(failing, listen, partial(self._restart_loader, on_message))
         return None if all_well else self._explain_failure(on_message)
 
     def _failing(self) -> list[Child]:
@@ -358,20 +361,7 @@ class Processes:
         patience = max(START_SECONDS, self._timeout) if is_importing else self._timeout + 3
         return self._now - child.last_active > patience
 
-    def _restart_killed(self, on_message: Callable[[Any], None]) -> bool:
-        """Restart killed children that have spare arguments. Return whether all children are well then."""
-        while failing := self._failing():
-            self.listen(on_message, 0)  # their last messages
-            killed = [
-                child for child in failing if child.spares and not child.is_well() and not child.failure
-            ]
-            if not killed:
-                return False
-            for child in killed:  # meanwhile others may be killed, hence the loop around
-                self._restart(child, on_message)
-        return True
-
-    def _restart(self, child: Child, on_message: Callable[[Any], None]) -> None:
+    def _restart_loader(self, on_message: Callable[[Any], None], child: Child) -> None:
         text = f"{self._describe_silent(child)}; it is started again"
         on_message(WarningMessage(f"{text} (restarts left: {len(child.spares) - 1})"))
         child.control.close()

@@ -76,8 +76,8 @@ class Rule(ABC):
         """Take the optimizer's step, and exchange what is due.
 
         Args:
-            optimizer: The program's, with `step()` (network/updater.py), or for a rule by shards the sharded
-                one (network/sharded.py).
+            optimizer: The program's, with `step()` (network/optimizer.py), or for a rule by shards the
+                sharded one (network/sharded.py).
             step_barrier: To be passed to the collectives; None in a step without a meeting.
 
         Raises:

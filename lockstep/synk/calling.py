@@ -17,8 +17,6 @@ from lockstep.synk.context import CommandStep, RankContext
 from lockstep.synk.results import REDUCE_OPS, DeviceOutput, PartReducer, RankPart, fractions, unpack
 from lockstep.synk.team import Team
 
-Slices = list[tuple[int, int]]
-
 
 @dataclass(frozen=True)
 class CallInput:
@@ -77,7 +75,7 @@ class _Part:
             shared.rows = n_rows
         if n_rows == 0:
             return RankPart(0, [None] * len(self._call.outputs))
-        slices = self._cut_into_slices(n_rows)
+        slices = rows.cut_into_slices(n_rows, self._call.n_slices)
         if self._call.n_slices == 1:
             with self._stored_rows(*slices[0]):
                 inputs = self._excerpt(*slices[0])
@@ -85,12 +83,6 @@ class _Part:
             self._check_unwritten(inputs)
             return RankPart(n_rows, self._for_caller([outputs[i] for i in self._call.outputs]))
         return RankPart(n_rows, self._for_caller(self._call_in_slices(slices, n_rows)))
-
-    def _cut_into_slices(self, n_rows: int) -> Slices:
-        """Return the rows [first, last) of each slice that has any."""
-        n_slices = self._call.n_slices
-        slices = [rows.divide(n_rows, number, n_slices) for number in range(n_slices)]
-        return [(first, last) for first, last in slices if last > first]
 
     def _choose_rows(self) -> tuple[rows.Choice | None, int]:
         """Return this rank's rows of the inputs, and the index of the first of them in the batch."""
@@ -163,7 +155,7 @@ class _Part:
             for shared, saved in stored:
                 shared.restore(saved)
 
-    def _call_in_slices(self, slices: Slices, n_rows: int) -> list[Any]:
+    def _call_in_slices(self, slices: list[tuple[int, int]], n_rows: int) -> list[Any]:
         """Compute slice by slice, each from the variables' old values, and assign the reduced new values."""
         program, name = self._program, self._program.name
         before = {shared: shared.get() for shared in program.updated}

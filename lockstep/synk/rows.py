@@ -1,4 +1,6 @@
-"""The rows that a call uses, and their division among the ranks. Pure functions on numbers and arrays.
+"""The rows that a call uses: their division among the ranks, and each rank's into slices.
+
+These are pure functions on numbers and arrays; calling.py uses them in each call.
 
 A *choice* is the result of `choose`: a slice with step 1, whose excerpt is a view, or an int64 array of row
 numbers, whose excerpt is a copy.
@@ -15,6 +17,12 @@ Choice = slice | np.ndarray
 def divide(n_rows: int, part: int, n_parts: int) -> tuple[int, int]:
     """Return the rows [first, last) of one of n_parts equal parts, which are ranks or slices."""
     return n_rows * part // n_parts, n_rows * (part + 1) // n_parts
+
+
+def cut_into_slices(n_rows: int, n_slices: int) -> list[tuple[int, int]]:
+    """Return the rows [first, last) of each of a rank's slices that has any."""
+    slices = [divide(n_rows, number, n_slices) for number in range(n_slices)]
+    return [(first, last) for first, last in slices if last > first]
 
 
 def choose(batch: Any, length: int, what: str) -> Choice:

@@ -1,6 +1,6 @@
-"""Runs with and without a trainer that computes wrong gradients: python -m campaigns.recheck 200
+"""Runs with and without a trainer that computes wrong gradients.
 
-    PYTHONPATH=tests:tests/support .venv/bin/python -m campaigns.recheck 200
+    make recheck N=200
 
 Three trainers check one logical rank's gradient in every step. In each faulty run one bit of a random
 element of one trainer's gradients is wrong, from a random step on. The trainer must be named within

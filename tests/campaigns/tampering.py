@@ -1,6 +1,6 @@
 """Single-bit changes in a run's receipts, checkpoints, data and configuration, and replays of true runs.
 
-    PYTHONPATH=tests .venv/bin/python -m campaigns.tampering 1000 --replays 200
+    make tampering N=1000 ARGS="--replays 200"
 
 It trains on the digits with two trainers. Each change must be found and its file named; each replay, on one,
 two and three trainers in turns, must be equal. Results are in docs/results/tampering.json.

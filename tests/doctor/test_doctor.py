@@ -86,6 +86,7 @@ def test_without_a_gpu_all_else_is_measured(doctor: Doctor) -> None:
         "Devices",
         "Files",
         LOADING,
+        "If a trainer is slower than the others: the usual causes, by what progress lines name",
         "Nothing is wrong.",
     ]
     n_cores = devices.count_cores()
