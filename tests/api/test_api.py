@@ -81,6 +81,7 @@ def test_a_folder_of_images_is_converted_and_trained_on(tmp_path: Path) -> None:
         lockstep.train(images / "cat", **keys(tmp_path, n_epochs=1))
 
 
+@pytest.mark.slow
 def test_a_callback_stops_a_run(shared_folder: Path, tmp_path: Path) -> None:
     run = lockstep.train(shared_folder, callback=lambda event: "stop", **keys(tmp_path, n_epochs=500))
     assert not run.complete
@@ -172,6 +173,7 @@ def test_a_second_interrupt_ends_the_run_at_once(shared_folder: Path, tmp_path: 
     wait_until(lambda: processes_of_session(process.pid) == [], "all of the run's processes to end", 2)
 
 
+@pytest.mark.slow
 def test_the_callers_death_ends_everything(shared_folder: Path, tmp_path: Path) -> None:
     process = script(SCRIPT, shared_folder, tmp_path)
     assert process.stdout
@@ -182,6 +184,7 @@ def test_the_callers_death_ends_everything(shared_folder: Path, tmp_path: Path) 
     wait_until(lambda: processes_of_session(process.pid) == [], "all of the run's processes to end", 2)
 
 
+@pytest.mark.slow
 def test_runs_in_threads_do_not_meet(shared_folder: Path, tmp_path: Path) -> None:
     runs: dict[str, lockstep.Run] = {}
 

@@ -80,6 +80,7 @@ def test_a_dataset_trains_to_the_bits_of_a_folder_with_its_items(
             saved.assert_same(bits(train(tmp_path, squares(2), **more)), bits(ours))
 
 
+@pytest.mark.slow
 def test_grey_rectangles_are_learned_and_predicted(tmp_path: Path) -> None:
     data = Squares(90, 0, (27, 45), 1), Squares(33, 1, (27, 45), 1)
     more: dict[str, Any] = {"input_size": [24, 40], "model": pooled, "scale": 1 / 64, "n_epochs": 6}
@@ -92,6 +93,7 @@ def test_grey_rectangles_are_learned_and_predicted(tmp_path: Path) -> None:
     assert sum(probability for _, probability in run.predict(tmp_path / "image.png")) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_threads_and_loaders_do_not_change_the_bits(tmp_path: Path) -> None:
     expected = bits(train(tmp_path))
     for more in ({"read_threads": 3}, {"para_load": False, "read_threads": 2}):
@@ -162,6 +164,7 @@ def test_an_item_that_cannot_be_used_is_named(index: int, item: Any, message: st
         train(tmp_path, (Squares(90, 0), Other(index, item)))
 
 
+@pytest.mark.slow
 def test_a_dataset_that_shrinks_is_named(tmp_path: Path) -> None:
     length = tmp_path / "length"
     length.write_text("90")
@@ -208,6 +211,7 @@ class Sizes(Squares):
         return resized.convert(("RGB", "L", "P", "RGBA", "CMYK")[index % 5]), label
 
 
+@pytest.mark.slow
 def test_images_of_several_sizes_are_resized_with_a_margin(tmp_path: Path) -> None:
     run = train(tmp_path, (Sizes(90, 0), Sizes(33, 1)))
     assert "item_size:\n- 36\n- 36\n" in (run.folder / "config.yaml").read_text()
@@ -263,6 +267,7 @@ def test_datasets_of_torchvision(torchvision: Any, tmp_path: Path) -> None:
     assert run.best["error_top1"] < 0.5
 
 
+@pytest.mark.slow
 def test_labels_may_be_vectors(tmp_path: Path) -> None:
     """As lists and as arrays, with several classes per image; the bits are the same."""
     several = {"task": "multilabel", "n_classes": None}

@@ -69,6 +69,7 @@ def test_the_dataset_of_the_page_trains(shared_folder: Path, tmp_path: Path) -> 
     assert "done: " in run_block(text, shared_folder, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_dataset_with_several_classes_trains(shared_folder: Path, tmp_path: Path) -> None:
     (text,) = blocks("multilabel.md")
     shown = run_block(text, shared_folder, tmp_path)

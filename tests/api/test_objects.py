@@ -86,6 +86,7 @@ def test_a_function_of_this_test_trains_predicts_and_resumes(shared_folder: Path
     assert len(lockstep.resume(run.folder, model=make_net, n_epochs=3, quiet=True).history) == 3
 
 
+@pytest.mark.slow
 def test_a_function_that_can_be_imported_is_named(shared_folder: Path, tmp_path: Path) -> None:
     run = lockstep.train(shared_folder, model=small_net, input_size=32, n_epochs=1, **keys(tmp_path))
     assert f"model: {__name__}:small_net" in (run.folder / "config.yaml").read_text()
@@ -122,6 +123,7 @@ def test_a_call_in_a_child_process_is_refused(shared_folder: Path, tmp_path: Pat
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_module_that_trains_when_the_trainers_import_it_is_refused(
     shared_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +135,7 @@ def test_a_module_that_trains_when_the_trainers_import_it_is_refused(
         lockstep.train(shared_folder, model="careless:Net", **keys(tmp_path, n_epochs=1))
 
 
+@pytest.mark.slow
 def test_the_run_is_where_the_projects_configuration_says(
     shared_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +146,8 @@ def test_the_run_is_where_the_projects_configuration_says(
     assert len(run.history) == 1
 
 
-@pytest.mark.parametrize("quiet", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quiet", [False, True])
 def test_a_terminal_shows_a_bar_unless_it_is_quiet(quiet: bool, shared_folder: Path, tmp_path: Path) -> None:
     text = f"{PROGRAM}\nprint('end', flush=True)"
     text = text.replace("DATA", repr(str(shared_folder))).replace("FOLDER", repr(str(tmp_path / "runs")))

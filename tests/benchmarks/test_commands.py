@@ -19,6 +19,7 @@ def test_every_command_imports(name: str) -> None:
     assert importlib.import_module(f"benchmarks.{name}")
 
 
+@pytest.mark.slow
 def test_an_unknown_benchmark_is_refused_with_the_names_of_all() -> None:
     command = [sys.executable, "-m", "benchmarks", "nothing"]
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(60))

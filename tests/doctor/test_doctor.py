@@ -122,6 +122,7 @@ def test_what_is_broken_or_given_wrongly_is_a_line_and_the_rest_goes_on(
     assert "3 wrong: see above" in doctor.sections
 
 
+@pytest.mark.slow
 def test_a_data_folder_that_is_not_there(doctor: Doctor, tmp_path: Path) -> None:
     doctor.run(str(tmp_path / "nowhere"), code=1)
     expected = f"WRONG: {tmp_path}/nowhere/train_hkl: there is no such folder of .hkl batches"
@@ -216,6 +217,7 @@ def test_how_each_rank_ended_is_told() -> None:
     assert outcome.problem == "gave no result in time"
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_without_a_result_is_named_before_others() -> None:
     with pytest.raises(EOFError, match="rank 1 was killed by signal 9"):
         run_ranks(end_in_some_way, 3)

@@ -65,6 +65,7 @@ def test_it_repeats_what_training_said_on_any_devices(trained: Running) -> None:
     assert "classes with the largest error" in text
 
 
+@pytest.mark.slow
 def test_files_hold_what_training_measured(trained: Running, tmp_path: Path) -> None:
     lines = (trained.run_folder / "log.jsonl").read_text().splitlines()
     event = [each for each in map(json.loads, lines) if each["event"] == "validated"][-1]
@@ -252,6 +253,7 @@ def test_pictures_are_turned_as_those_of_the_dataset_were(
     assert len(answers) == 10 and (answers[:5] == answers[5:]) == (value == "apply")
 
 
+@pytest.mark.slow
 def test_a_runs_folder_says_what_classify_needs(tmp_path: Path) -> None:
     """The dataset is given relative to the working directory, and gone when the network is asked."""
     make_folder(tmp_path / "set")

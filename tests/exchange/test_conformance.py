@@ -210,6 +210,7 @@ def expected_means(n_ranks: int, n_elements: int) -> list[bytes]:
     return means
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("place", [*PLACES, FOUR_GPUS], indirect=True)
 def test_averages_equal_swap_then_average_whatever_the_streams_do(place: Place, n_ranks: int) -> None:

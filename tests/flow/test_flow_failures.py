@@ -376,6 +376,7 @@ def run_python(program: str, seconds: float = 60) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.slow
 def test_leaving_with_work_pending() -> None:
     done = run_python(
         "import time\nfrom lockstep import flow\n"

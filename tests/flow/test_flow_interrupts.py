@@ -291,6 +291,7 @@ Finalized()
 """
 
 
+@pytest.mark.slow
 def test_a_finalizer_at_the_end_of_the_program_does_not_hang() -> None:
     assert run_program(AT_THE_END).split("\n")[:-1] == ["Python is ending"] * 3
 

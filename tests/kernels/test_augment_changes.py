@@ -185,6 +185,7 @@ def test_jittered_colors_are_those_of_the_loader(library: ctypes.CDLL, strengths
     assert distance(jitter(library, images, changes), wanted) > 1
 
 
+@pytest.mark.slow
 def test_every_color_is_turned_as_by_pillow(library: ctypes.CDLL) -> None:
     """All levels of green and blue with every third level of red, each of which is turned by another hue."""
     red, green, blue = np.meshgrid(np.arange(0, 256, 3), np.arange(256), np.arange(256), indexing="ij")

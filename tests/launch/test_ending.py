@@ -136,7 +136,8 @@ def test_a_terminal_that_is_closed_stops_the_run_in_good_order(program: Program)
     assert find_checkpoint(running.run_folder, "latest")[0].state.position > 0
 
 
-@pytest.mark.parametrize("victim", ["trainer 1", pytest.param("loader 0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["trainer 1", "loader 0"])
 def test_a_process_that_stands_still_is_found(program: Program, victim: str) -> None:
     deadline = round(limit(3))
     running = program.start(*FOREVER, f"timeout={deadline}")
@@ -219,6 +220,7 @@ def test_ctrl_c_while_the_processes_start_ends_them_at_once(
     assert not re.search(r"step \d+/|stopping after this step", running.output())
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_the_first_step_of_a_resumed_run_names_its_checkpoint(program: Program) -> None:
     """And a line of the log that was torn swallows none that comes after it."""
     first = program.run("n_epochs=1", "snapshot_freq=1", devices="[cpu]")
@@ -332,6 +334,7 @@ def dawdle(control: object, board: StatusBoard) -> None:
     board.say("done")
 
 
+@pytest.mark.slow
 def test_a_process_that_moves_again_just_before_it_is_ended_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     explain, found = processes.Processes._explain_failure, []
 

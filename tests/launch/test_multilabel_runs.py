@@ -131,6 +131,7 @@ def test_validate_agrees_with_the_run(trained: Path, tmp_path: Path) -> None:
     assert [float(row["average_precision"]) for row in rows] == last["classes"]["average_precision"]
 
 
+@pytest.mark.slow
 def test_predict_gives_all_classes_above_the_threshold(trained: Path, tmp_path: Path) -> None:
     image = str(trained.parents[1] / "mine" / "000.png")
     shown = {}
@@ -151,6 +152,7 @@ def test_predict_gives_all_classes_above_the_threshold(trained: Path, tmp_path: 
     assert refused.returncode == 2 and "--threshold: 2 is not from 0 to 1" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_threshold_is_refused_for_one_class_per_image(program: Program) -> None:
     running = program.run("n_epochs=1", "devices=[cpu]")
     image = next((ROOT / "docs").glob("*.png"))
@@ -162,6 +164,7 @@ def test_a_threshold_is_refused_for_one_class_per_image(program: Program) -> Non
     assert "task" in changed.last_line()
 
 
+@pytest.mark.slow
 def test_a_key_of_its_task_alone_can_be_changed_when_it_resumes(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "run")
     keys = [f"weights_dir={tmp_path}", "run_name=run", "resume_train=true", "n_epochs=3", "threshold=0.3"]

@@ -36,6 +36,7 @@ def command(running: Running, wish: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resized_ends_with_the_bits_of_the_unbroken_one(program: Program) -> None:
     unbroken = program.run(*WORDS, "n_epochs=40", name="unbroken", devices="[cpu]")
     running = program.start(*WORDS, "n_epochs=40", name="resized", devices="[cpu]")

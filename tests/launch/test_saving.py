@@ -388,6 +388,7 @@ def test_an_older_checkpoint_without_its_dataset_is_opened(tmp_path: Path) -> No
     assert find_checkpoint(tmp_path, "latest")[0].state.dataset == ""
 
 
+@pytest.mark.slow
 def test_a_run_records_its_dataset_and_notices_another(program: Program, folder: Path) -> None:
     write_manifest(folder)
     program.data = folder

@@ -34,6 +34,7 @@ def sockets_of(pid: int) -> set[str]:
     return {link for link in links if link.startswith("socket:")}
 
 
+@pytest.mark.slow
 def test_no_process_holds_a_pipe_of_another(program: Program) -> None:
     """A copy of a dead process's pipe would keep its peers from noticing its death."""
     running = program.start(*LONG)
@@ -46,6 +47,7 @@ def test_no_process_holds_a_pipe_of_another(program: Program) -> None:
     assert {pair for pair, common in shared.items() if common} == set()
 
 
+@pytest.mark.slow
 def test_a_killed_template_ends_nothing_and_is_replaced_at_the_next_start(program: Program) -> None:
     running = program.start(*LONG)
     running.wait_for_text("step 2/6")
@@ -71,6 +73,7 @@ def test_the_template_dies_with_its_launcher(program: Program, victim: str) -> N
     running.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_template_stops_the_run_in_good_order(program: Program) -> None:
     running = program.start(*LONG)
     running.wait_for_text("step 2/6")

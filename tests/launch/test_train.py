@@ -307,6 +307,7 @@ def test_a_terminal_gets_a_progress_bar(program: Program) -> None:
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_runs_once(shared_folder: Path, tmp_path: Path) -> None:
     """multiprocessing would import the script into each of the four children, where it would run again."""
     script = tmp_path / "mine.py"
@@ -327,6 +328,7 @@ def test_a_script_without_a_guard_runs_once(shared_folder: Path, tmp_path: Path)
     assert result.stdout.endswith("exit code 0\n") and result.stderr == ""
 
 
+@pytest.mark.slow
 def test_the_screen_shows_what_is_not_the_default_and_the_file_all(program: Program) -> None:
     running = program.run("n_epochs=1", "learning_rate=0.003", "clip_norm=7", "print_freq=20")
     _, _, rest = running.output().partition("configuration, beside the defaults: ")
@@ -337,6 +339,7 @@ def test_the_screen_shows_what_is_not_the_default_and_the_file_all(program: Prog
     assert list(saved) == list(Config.__dataclass_fields__)
 
 
+@pytest.mark.slow
 def test_a_short_epoch_has_one_line_without_top_5_of_few_classes(program: Program, folder: Path) -> None:
     for path in (folder / "labels").glob("*_labels.npy"):
         np.save(path, np.load(path) % 3)
@@ -366,6 +369,7 @@ def test_runs_without_a_name_that_start_in_the_same_second_have_folders_of_their
         open_run(Config(weights_dir=str(tmp_path / "file")), 90)
 
 
+@pytest.mark.slow
 def test_a_batch_larger_than_the_training_set_is_remarked_on(program: Program) -> None:
     running = program.run("n_epochs=1", "batch_size=64")
     assert "note: batch_size: 64: a step takes 128 images, the training set has 90" in running.output()

@@ -27,6 +27,7 @@ def test_the_log_has_the_metrics_of_every_class(program: Program, shared_folder:
     assert record[0]["macro_f1"] == event["means"]["macro_f1"]
 
 
+@pytest.mark.slow
 def test_val_freq_validates_every_second_epoch_and_the_last(program: Program) -> None:
     """A run resumes after an epoch that was not validated."""
     words = ("val_freq=2", "snapshot_freq=1", "devices=[cpu]")

@@ -259,6 +259,7 @@ def test_on_gpus_loaders_that_upload_are_not_started_again() -> None:
 MANY = ("loader_restarts=100", "n_epochs=1")
 
 
+@pytest.mark.slow
 def test_the_limit_of_open_files_is_raised_where_restarts_need_it(program: Program) -> None:
     limited = ("sh", "-c", 'ulimit -Sn 128; exec "$@"', "sh")
     assert program.run(*MANY, devices="[cpu, cpu]", through=limited).last_line().startswith("done")

@@ -109,6 +109,7 @@ class Net(nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_a_single_image_for_batch_normalisation_is_refused_before_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,7 +222,7 @@ def test_a_run_until_unfreezing_is_one_with_freeze_and_then_one_without(data: Pa
 
 
 @pytest.mark.parametrize("rule", ["weights", "gradients"])
-@pytest.mark.parametrize("epoch", [1, 2])
+@pytest.mark.parametrize("epoch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_resumed_before_at_and_after_unfreezing_has_the_same_bits(
     data: Path, tmp_path: Path, rule: str, epoch: int
 ) -> None:

@@ -75,6 +75,7 @@ def test_every_kind_of_file_is_converted_but_two_bad_ones(
     assert "smallest image: 20 x 30 (" in said or "smallest image: 30 x 20 (" in said
 
 
+@pytest.mark.slow
 def test_convert_reads_the_same_folder_alike(source: Path, tmp_path: Path) -> None:
     ours = read_all(convert(source))
     assert make_hkl.main([str(source), str(tmp_path / "set"), "--size", "36", "--resize", "crop"]) == 0
@@ -311,6 +312,7 @@ def train(*words: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=limit(100))
 
 
+@pytest.mark.slow
 def test_train_py_converts_and_trains(source: Path, tmp_path: Path) -> None:
     done = train("data_folder=mine", "run_name=one", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -324,6 +326,7 @@ def test_train_py_converts_and_trains(source: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_set_that_a_run_uses_is_not_replaced(source: Path, tmp_path: Path) -> None:
     convert(source)
     small = (

@@ -66,6 +66,7 @@ def pictures(tmp_path: Path) -> Path:
     return source
 
 
+@pytest.mark.slow
 def test_labels_belong_to_their_images(pictures: Path, tmp_path: Path) -> None:
     assert "27 training and 12 validation images of 3 classes" in run_on_a_terminal(
         "make_hkl.py", pictures, tmp_path / "set", "--size", "10", "--batch", "8", "--workers", "2"

@@ -330,6 +330,7 @@ def test_a_folder_of_theirs_is_written_again_to_the_same_bits(golden: Path, tmp_
     assert yaml.safe_load((tmp_path / "ours" / "config.yaml").read_text())["lib_conv"] == "cudnn"
 
 
+@pytest.mark.slow
 def test_alexnet_has_the_layers_and_momenta_of_theano_alexnet(tmp_path: Path) -> None:
     """The real sizes once: 22 files, with the shapes of its alex_net.py."""
     model = build_model(make_config(model="alexnet"), 1000)

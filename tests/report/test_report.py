@@ -105,6 +105,7 @@ def report(*runs: Path, options: tuple[str, ...] = ("--no-examples",)) -> Page:
     return Page(runs[0] / "report.html")
 
 
+@pytest.mark.slow
 def test_the_page_says_which_way_each_part_was_computed(run: Path) -> None:
     """As was told before the first step, but for what came since."""
     events = lines_of(run)

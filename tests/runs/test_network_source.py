@@ -47,6 +47,7 @@ def test_networks_of_files_are_copied_and_those_of_libraries_are_not(
         check_importable(tmp_path / "run", "nowhere:Net")
 
 
+@pytest.mark.slow
 def test_a_run_whose_network_is_gone_names_its_copy(tmp_path: Path, shared_folder: Path) -> None:
     (tmp_path / "my_net.py").write_text(NETWORK)
 

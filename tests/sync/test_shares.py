@@ -57,6 +57,7 @@ def test_another_tree_has_other_bits(data: Path, tmp_path: Path) -> None:
     assert relative_difference(eight, six) > 0
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_shares(data: Path, tmp_path: Path) -> None:
     keys = {**KEYS, "logical_ranks": 6}
     whole = train(1, data, tmp_path / "one", **keys)

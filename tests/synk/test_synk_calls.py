@@ -336,6 +336,7 @@ def test_an_error_without_text_that_cannot_be_pickled_is_an_error_like_others(tw
     assert f(np.ones(4)) == 4
 
 
+@pytest.mark.slow
 def test_results_without_room_are_an_error_and_the_team_goes_on(
     two_ranks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ def test_10000_data_and_calls_in_a_loop_cost_no_memory_or_descriptors() -> None:
         assert more <= memory + 2000, "8 MB in pages"
 
 
+@pytest.mark.slow
 def test_a_limit_on_descriptors_names_the_data(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -82,6 +82,7 @@ def test_a_rank_killed_in_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
             synk.all_reduce(shared)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_lost_after_the_deadline(tmp_path: Path) -> None:
     seconds = round(limit(4))
     with team(2, timeout=seconds):
@@ -305,6 +306,7 @@ def test_scripts_need_no_guard(start: Callable[..., Program], how: str) -> None:
     wait_until(lambda: not program.left(), "its workers to be gone", 5)
 
 
+@pytest.mark.slow
 def test_two_programs_at_once_open_no_port_and_leave_nothing(start: Callable[..., Program]) -> None:
     before = named_memory()
     programs = [start(SLEEPER.format(rank=1, what="sleep"), name=f"program{i}") for i in range(2)]

@@ -96,6 +96,7 @@ def test_stored_rows_beside_inputs_need_no_batch_s() -> None:
         assert largest_error(f(values[1], num_slices=3), (values[0] * values[1]).sum(0)) < 1e-10
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_before_it_is_needed() -> None:
     """Neither PyTensor nor torch by the program, nor torch by workers that compute graphs."""
     program = "import sys, lockstep.synk as synk; synk.fork(2); print({'torch', 'pytensor'} & {*sys.modules})"

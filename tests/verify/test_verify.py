@@ -67,6 +67,7 @@ def problems_of(folder: Path, data: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_true_run_is_verified_and_replayed_on_other_devices(trained: Running) -> None:
     text = call(trained.run_folder, "--replay", 2, "devices=[cpu, cpu, cpu]")
     assert ": verified; " in text and " steps computed again" in text
