@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from campaigns.programs import STEPS, newest
 from campaigns.watching import ROOT, Watched, free_port
 from lockstep.errors import UserError
+from lockstep.runs import resizing
 from lockstep.runs.checkpoint_files import find_checkpoint
 
 DATA = ROOT / "data" / "digits"
@@ -112,6 +114,9 @@ class Case:
             return time.time() - run.since > self.moment
         return run.is_at(self.moment) if self.is_training else self.moment in run.text()
 
+    def prepare(self, run: Watched) -> None:
+        """Do what comes right before the signal."""
+
     def pid(self, run: Watched) -> int:
         """Return the victim's process id, or 0 while it does not exist."""
         if self.is_for_all:
@@ -163,6 +168,47 @@ class Case:
         if not self.is_training:
             return place / f"{STEPS}.safetensors"
         return place / "run/checkpoints/epoch_0002.safetensors"
+
+
+@dataclass(frozen=True)
+class ResizedCase(Case):
+    """One signal to a process of a run that was just asked for other devices.
+
+    Attributes:
+        change: The devices to add, or to remove if it is negative.
+        delay: Seconds from the request to the signal.
+    """
+
+    change: int = 0
+    delay: float = 0.0
+
+    def prepare(self, run: Watched) -> None:
+        with suppress(UserError):  # the run has ended, or has no folder yet
+            resizing.ask(run.run_folder, (), self.change)
+        time.sleep(self.delay)
+
+    def expected(self, host: int) -> tuple[tuple[int, ...], str]:
+        statuses, word = super().expected(host)
+        is_alone = 1 in (self.n_processes, self.n_processes + self.change)
+        if is_alone and statuses in ((0,), (1,)) and self.victim.startswith(("trainer", "loader")):
+            return (0, 1), ""  # it recovers, unless it has a single trainer at this moment
+        return statuses, word
+
+
+def resized_cases(n: int, seed: int) -> Iterator[ResizedCase]:
+    """Draw cases of runs that are resized, from a seed."""
+    dice = random.Random(seed)
+    while n:
+        n_processes = dice.choice((1, 2, 3, 4))
+        change = dice.choice([count for count in (1, 2, 3, 4) if count != n_processes]) - n_processes
+        both = [f"{kind} {rank}" for kind in ("trainer", "loader") for rank in range(n_processes)]
+        victim = dice.choice(["launcher", "the group", "the template", *both])
+        named = dice.random() < 0.3
+        moment: str | float = dice.choice(OF_A_RUN[3:]) if named else round(dice.uniform(1, 6), 2)
+        number, delay = dice.choice(SIGNALS), round(dice.choice((0.0, dice.uniform(0, 1.5))), 3)
+        if number != "SIGSTOP" or victim not in ("launcher", "the group", "the template"):
+            n -= 1
+            yield ResizedCase("train.py", number, victim, moment, "parts", n_processes, 0, change, delay)
 
 
 def cases(n: int, seed: int) -> Iterator[Case]:

@@ -5,6 +5,8 @@ again. Programs are train.py on one host or two, and those of synk and flow in p
 exit in time with the right exit status and last line, leave no process, file or shared memory, and leave a
 whole newest checkpoint. After the second start the final weights must equal those of an uninterrupted run.
 
+With --resizing each run is asked for other devices right before its signal.
+
 A journal beside the results records each case, so that the same command resumes an interrupted campaign.
 """
 
@@ -26,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.measure import commit, table, write_results
-from campaigns.cases import HOSTS, STANDS_STILL, Case, cases
+from campaigns.cases import HOSTS, STANDS_STILL, Case, cases, resized_cases
 from campaigns.watching import ROOT, Watched
 from lockstep.comm.pipes import START_SECONDS
 from lockstep.errors import UserError
@@ -41,6 +43,7 @@ def strike(run: Watched, case: Case) -> bool:
     """Send the signal. Return false if the program had exited before or the victim never existed."""
     run.wait_for(lambda: case.has_come(run), WHOLE_RUN)
     run.wait_for(lambda: case.pid(run), WHOLE_RUN)
+    case.prepare(run)
     pid = case.pid(run)
     if run.process.poll() is not None or not pid:
         return False
@@ -147,7 +150,11 @@ def named_memory() -> set[str]:
 
 
 def journal_of(words: argparse.Namespace) -> Path:
-    return Path(words.results / f"chaos_{words.seed}.jsonl")
+    return Path(words.results / f"{page_of(words)}_{words.seed}.jsonl")
+
+
+def page_of(words: argparse.Namespace) -> str:
+    return "chaos_resizing" if words.resizing else "chaos"
 
 
 def done_before(words: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -161,9 +168,10 @@ def run_all(words: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the entry of each case of this share, from the journal if it was run before."""
     done = done_before(words)
     share, shares = map(int, words.share.split("/"))
+    draw = resized_cases if words.resizing else cases
     words.results.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place, open(journal_of(words), "a") as file:
-        for number, case in enumerate(cases(words.n, words.seed), 1):
+        for number, case in enumerate(draw(words.n, words.seed), 1):
             entry = done.get(f"{number}: {case}")
             if entry is None and zlib.crc32(case.name.encode()) % shares != share - 1:
                 continue
@@ -183,6 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="other seeds, other cases (1)")
     parser.add_argument("--patience", type=float, default=1.0, help="times the limits, on a busy machine (1)")
     parser.add_argument("--share", default="1/1", help="1/2 and 2/2: two that work side by side (1/1)")
+    parser.add_argument("--resizing", action="store_true", help="ask for other devices before each signal")
     parser.add_argument("--results", type=Path, default=ROOT / "docs/results", help="folder for chaos.md")
     words = parser.parse_args(arguments)
     # Under nohup the programs would inherit SIGHUP as ignored. A handler, unlike that, is not inherited.
@@ -202,11 +211,14 @@ def report(words: argparse.Namespace, entries: list[dict[str, Any]]) -> int:
     text = "\n".join([table(title, rows_of(entries)), f"Commits: {commits}\n", *(f"- {b}" for b in broken)])
     print(text)
     if len(entries) < words.n:
-        print(f"{words.n - len(entries)} of {words.n} are left to others, so {words.results} has no chaos.md")
+        print(f"{words.n - len(entries)} of {words.n} are left to others, so {words.results} has no page")
     else:
         numbers = {"seed": words.seed, "cases": words.n, "broken": broken}
-        command = f"python -m campaigns.chaos {words.n} --seed {words.seed} --patience {words.patience:g}"
-        write_results(words.results, "chaos", [(text, numbers)], command)
+        more = " --resizing" if words.resizing else ""
+        options = f"--seed {words.seed} --patience {words.patience:g}{more}"
+        write_results(
+            words.results, page_of(words), [(text, numbers)], f"python -m campaigns.chaos {words.n} {options}"
+        )
     return 1 if broken else 0
 
 
