@@ -225,6 +225,11 @@ def replay(
         exit_status = processes.watch(on_message)
     if exit_status.code and not interrupts.code:
         raise UserError(f"the replay from step {each.first} failed: {exit_status.message}")
+    if not interrupts.code and (missing := each.states.keys() - states.keys()):
+        raise UserError(
+            f"the replay from step {each.first} ended before step {min(missing)}: "
+            "leave out n_epochs and other keys that end the run earlier"
+        )
     differing = [step for step in states if states[step] != each.states[step].state]
     if not differing:
         return "", []

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
 from tqdm import tqdm
 
@@ -34,7 +35,7 @@ from lockstep.launch.bar import SENDING, BarState, ProgressBar, from_line
 from lockstep.launch.commandline import default_config
 from lockstep.objects import Kind, PickledObjects
 from lockstep.runs.checkpoint_files import find_checkpoint
-from lockstep.runs.folder import make_folder_named_by_time
+from lockstep.runs.folder import folder_after, make_folder_named_by_time, newest
 from lockstep.runs.metrics import best_epoch
 
 if TYPE_CHECKING:
@@ -177,6 +178,8 @@ def train(
     if not keys.get("run_name") and not keys.get("resume_train"):
         parent = Path(keys["weights_dir"])
         keys["run_name"] = make_folder_named_by_time(parent, keys.get("model", "run")).name
+    elif not keys.get("run_name") and keys["resume_train"] is True:
+        keys["run_name"] = newest(Path(keys["weights_dir"])).name
     return _Launch(keys, passed, callback, quiet).run()
 
 
@@ -217,7 +220,9 @@ class _Launch:
     def __init__(
         self, keys: dict[str, Any], passed: dict[Kind, Any], callback: Callback | None, quiet: bool
     ) -> None:
-        self._folder = Path(keys["weights_dir"], str(keys["run_name"]))
+        self._folder = Path(keys["weights_dir"], str(keys.get("run_name")))
+        if isinstance(keys.get("load_epoch"), int):
+            self._folder = folder_after(self._folder, f"epoch_{keys['load_epoch']:04d}")
         self._words = [f"{key}={_as_yaml(value)}" for key, value in keys.items()]
         self._passed, self._callback = passed, callback
         self._silent = quiet
@@ -348,8 +353,9 @@ class _Launch:
     def _remove_empty_folder(self) -> None:
         """Remove the folder if it was made for the name, and nothing was written."""
         with suppress(OSError):
-            (self._folder / "checkpoints").rmdir()
-            self._folder.rmdir()
+            if os.listdir(self._folder) == ["checkpoints"]:  # else another run may be writing there
+                (self._folder / "checkpoints").rmdir()
+                self._folder.rmdir()
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
@@ -434,7 +440,12 @@ def _is_terminal(stream: Any) -> bool:
 def _as_yaml(value: Any) -> str:
     """Return a value as the command line takes it: YAML on one line."""
     plain = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
-    text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"))
+    if isinstance(value, np.generic | np.ndarray):
+        plain = value.tolist()
+    try:
+        text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"))
+    except yaml.YAMLError:
+        raise UserError(f"{value!r}: must be a text, a number, a list or a mapping of these") from None
     return text.removesuffix("\n").removesuffix("\n...")
 
 

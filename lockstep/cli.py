@@ -1,5 +1,6 @@
 """The command `lockstep`: one name for the programs of the repository, from any folder."""
 
+import json
 import os
 import runpy
 import shutil
@@ -118,6 +119,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("lockstep: stopped as asked", file=sys.stderr)
+        return 130
 
 
 def _overview() -> str:
@@ -141,9 +145,9 @@ def _run(name: str, words: list[str]) -> int:
 
 def _with_data_folder(words: list[str]) -> list[str]:
     """Return the arguments of train.py; FOLDER before them stands for data_folder=FOLDER."""
-    if not words or words[0].startswith("-") or "=" in words[0]:
+    if not words or words[0].startswith("-") or ("=" in words[0] and not os.path.isdir(words[0])):
         return words
-    return [f"data_folder={words[0]}", *words[1:]]
+    return [f"data_folder={json.dumps(words[0], ensure_ascii=False)}", *words[1:]]  # as YAML text
 
 
 def _init(words: list[str]) -> int:

@@ -76,9 +76,14 @@ def _walk(folder: Path, prefix: str, left_out: list[LeftOut], above: tuple[Path,
 
 def _why_left_out(entry: "os.DirEntry[str]") -> str | None:
     """Return the reason to leave out an entry, or None for an image or a folder."""
-    hidden = why_hidden(entry.name)
-    if hidden or entry.is_dir():
-        return hidden
+    try:
+        hidden = why_hidden(entry.name)
+        if hidden or entry.is_dir():
+            return hidden
+        if os.path.exists(entry.path) and not entry.is_file():
+            return "not a regular file"
+    except OSError as error:  # a link to itself
+        return str(error.strerror)
     return why_no_image(entry.name, lambda: _regular(entry))
 
 

@@ -121,7 +121,7 @@ def read_yaml(path: str | Path) -> Layer:
 
 
 def read_run(path: Path, hosts: int = 1) -> Layer:
-    """Read a run's config.yaml without the keys of its hosts.
+    """Read a run's config.yaml without the keys of its hosts, and without the checkpoint that it began with.
 
     Args:
         path: The run's config.yaml. It may hold the names that keys had in version 0.1.
@@ -132,7 +132,7 @@ def read_run(path: Path, hosts: int = 1) -> Layer:
         UserError: The file is missing, not YAML or not a mapping.
     """
     layer = read_yaml(path)
-    dropped = _HOST_KEYS if hosts > 1 else _HOST_KEYS | {"network", "network_dtype"}
+    dropped = _HOST_KEYS | {"load_epoch"} | (set() if hosts > 1 else {"network", "network_dtype"})
     values = with_new_names(layer.values)
     return Layer(layer.source, {key: value for key, value in values.items() if key not in dropped})
 

@@ -110,7 +110,10 @@ def complete_config(arguments: Arguments) -> tuple[Config, list[str]]:
         chosen, reason = devices.choose()
         notes.append(f"devices: {', '.join(chosen)}; {reason}")
     n_readers = config.read_threads or (1 if config.data else devices.count_readers(chosen))
-    config = dataclasses.replace(config, devices=chosen, read_threads=n_readers)
+    n_threads = config.cpu_threads
+    if n_threads is None and config.logical_ranks:  # bits depend on it: it stays when the devices change
+        n_threads = max(1, devices.count_cores() // len(chosen))
+    config = dataclasses.replace(config, devices=chosen, read_threads=n_readers, cpu_threads=n_threads)
     config, more_notes = settle(Config(**with_absolute_paths(dataclasses.asdict(config))))
     notes += more_notes
     devices.check_keys(config)

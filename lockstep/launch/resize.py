@@ -33,6 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("lockstep: stopped as asked; the request is withdrawn", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -52,17 +55,25 @@ def resize(folder: Path, wish: str) -> str:
     if not is_running(folder):
         raise UserError(f"{folder}: no launcher on this machine is training this run now")
     request = resizing.ask(folder, devices, change)
+    try:
+        given = _await_answer(folder, request)
+    except KeyboardInterrupt:
+        resizing.discard(folder)
+        raise
+    if given.state == "refused":
+        raise UserError(f"{folder}: refused: {given.text}")
+    return given.text
+
+
+def _await_answer(folder: Path, request: resizing.Request) -> resizing.ResizeAnswer:
     while True:
         given = resizing.read_answer(folder)
         if given and given.number == request.number and given.state != "accepted":
-            break
+            return given
         if not is_running(folder):
             resizing.discard(folder)
             raise UserError(f"{folder}: the run has ended before it could be resized")
         time.sleep(_LOOK_SECONDS)
-    if given.state == "refused":
-        raise UserError(f"{folder}: refused: {given.text}")
-    return given.text
 
 
 def _parse(wish: str) -> tuple[tuple[str, ...], int]:

@@ -30,6 +30,8 @@ class Resizing:
         self._is_open = True  # until the folder can't be written
         self.before: Config | None = None
         self.config: Config | None = None
+        self._request = self._read()  # from before this start: who asked may be gone
+        self.refuse("it was asked before the run started. Ask again.")
 
     def is_asked(self, config: Config, retains: bool) -> bool:
         """Return whether the trainers are to pause for a request that can be carried out.

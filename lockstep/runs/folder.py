@@ -39,6 +39,7 @@ from lockstep.optim.schedules import spans_run
 from lockstep.runs.checkpoint_files import find_checkpoint, is_record, records, remove_unfinished
 from lockstep.runs.metrics import has_ended
 from lockstep.runs.network_source import keep_source
+from lockstep.runs.receipts import NAME as RECEIPTS
 from lockstep.runs.state import Checkpoint
 
 _LOCK_SECONDS = 0.1  # between two looks at another run's lock
@@ -82,20 +83,34 @@ def open_run(config: Config, n_train: int, dataset: str = "") -> RunFolder:
         )
         if config.run_name:
             _make_folder(folder)
-        return RunFolder(folder, None, [], _lock(folder))
+        return RunFolder(folder, None, [], _lock_new(folder))
     folder = folder_to_resume(config)
-    lock = _lock(folder)
     if not records(folder) and config.load_epoch == "latest":
-        return RunFolder(folder, None, [f"{folder} has no checkpoint yet: starting from scratch"], lock)
+        notes = [f"{folder} has no checkpoint yet: starting from scratch"]
+        return RunFolder(folder, None, notes, _lock_new(folder))
+    lock = _lock(folder)
     start, notes = find_checkpoint(folder, config.load_epoch)
     notes += _check_same_run(config, n_train, start) + _check_same_dataset(config, dataset, start)
-    if config.load_epoch != "latest" and start.path.with_suffix(".json") != records(folder)[-1]:
-        # Resuming from an older checkpoint in place would overwrite the newer ones.
-        branch = folder.with_name(f"{folder.name}-from-{start.state.name}")
+    branch = folder_after(folder, start.state.name)
+    if config.load_epoch != "latest" and branch != folder:
         _make_folder(branch)
         notes.append(f"{folder} has newer checkpoints; this run goes to {branch}")
         return RunFolder(branch, start, notes, _lock(branch))
     return RunFolder(folder, start, notes, lock)
+
+
+def folder_after(folder: Path, name: str) -> Path:
+    """Return the folder to which a run writes that is resumed from one of its checkpoints.
+
+    It is another one if there are newer checkpoints, which would be overwritten.
+
+    Args:
+        folder: The run's folder.
+        name: The checkpoint's name, such as 'epoch_0003'.
+    """
+    known = records(folder)
+    is_newest = not known or known[-1].stem == name
+    return folder if is_newest else folder.with_name(f"{folder.name}-from-{name}")
 
 
 def keep_settings(folder: Path, config: Config, description: Description) -> None:
@@ -144,6 +159,16 @@ def _make_folder(path: Path) -> None:
 
 def _cant_make(path: Path, error: OSError) -> UserError:
     return UserError(f"{path}: can't be made: {error.strerror} (weights_dir in the config)")
+
+
+def _lock_new(folder: Path) -> IO[str]:
+    """Lock the folder of a run that begins, and remove receipts of one that ended without a checkpoint."""
+    lock = _lock(folder)
+    try:
+        (folder / RECEIPTS).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder / RECEIPTS}: can't be removed: {error.strerror}") from error
+    return lock
 
 
 def _lock(folder: Path) -> IO[str]:

@@ -81,7 +81,7 @@ def check_data(
         UserError: There is no dataset; the message asks for `data_folder=`. Or a file of it is damaged.
     """
     folder = Path(config.data_folder)
-    if not folder.is_dir():
+    if not config.data and not folder.is_dir():
         raise UserError(f"{folder}: there is no such dataset. Name the folder: data_folder=FOLDER")
     path = folder / NAME
     if receipt.manifest:

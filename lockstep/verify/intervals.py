@@ -93,10 +93,13 @@ def _checkpoint_before(
 ) -> tuple[int, Path | None]:
     """Return the last checkpoint up to a step, with its step; (0, None) for the beginning of the run."""
     found: tuple[int, Path | None] = 0, None
+    paths: dict[str, Path] = {}  # by state: a run that was resumed with other settings counts steps anew
     for receipt in receipts:
         path = folder / "checkpoints" / f"{receipt.checkpoint}.safetensors"
-        if receipt.checkpoint and path.exists() and found[0] < receipt.step <= step:
-            found = receipt.step, path
+        if receipt.checkpoint and path.exists():
+            paths[receipt.state] = path
+        if receipt.settings == settings and receipt.state in paths and found[0] < receipt.step <= step:
+            found = receipt.step, paths[receipt.state]
     if found[1] is None and (receipts[0].step or receipts[0].settings != settings):
         raise UserError(
             f"{folder}: has no checkpoint before step {step} to replay from: keep more of them "

@@ -1,5 +1,6 @@
 """lockstep.train and lockstep.resume: the runs of train.py, called from Python."""
 
+import fcntl
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import saved
 from campaigns.watching import processes_of_session
@@ -18,6 +20,7 @@ from own_folders import write_classes
 from PIL import Image
 
 import lockstep
+from lockstep.api import _as_yaml
 from preprocessing.layouts import in_validation
 
 KEYS = {"n_classes": 7, "batch_size": 8, "shuffle_block": 4, "print_freq": 2, "cpu_threads": 1}
@@ -198,3 +201,32 @@ def test_runs_in_threads_do_not_meet(shared_folder: Path, tmp_path: Path) -> Non
     for thread in threads:
         thread.join()
     assert {name: run.complete for name, run in runs.items()} == {"a": True, "b": True}
+
+
+def test_a_refused_call_leaves_the_folder_of_the_run_that_trains(shared_folder: Path, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "runs" / "mine" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    with open(checkpoints.parent / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(lockstep.UserError, match="another run is writing there now"):
+            lockstep.train(shared_folder, **keys(tmp_path, run_name="mine"))
+    assert checkpoints.is_dir()
+
+
+@pytest.mark.slow
+def test_a_run_resumed_from_an_older_checkpoint_is_the_one_that_is_returned(
+    shared_folder: Path, tmp_path: Path
+) -> None:
+    run = lockstep.train(shared_folder, **keys(tmp_path, n_epochs=2, run_name="a", snapshot_freq=1))
+    events: list[dict[str, object]] = []
+    older = lockstep.resume(run.folder, load_epoch=1, callback=events.append, quiet=True)
+    assert older.folder.name == "a-from-epoch_0001" and older.complete
+    assert [event["epoch"] for event in events if event["event"] == "validated"] == [2]
+    newest = lockstep.train(shared_folder, **keys(tmp_path, n_epochs=3, resume_train=True))
+    assert newest.folder == older.folder and newest.history[-1]["epoch"] == 3
+
+
+def test_values_of_numpy_are_keys_too() -> None:
+    assert _as_yaml(np.float32(0.5)) == "0.5" and _as_yaml(np.array([1, 2])) == "[1, 2]"
+    with pytest.raises(lockstep.UserError, match="must be a text, a number, a list or a mapping"):
+        _as_yaml(object())

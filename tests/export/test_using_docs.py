@@ -1,5 +1,6 @@
 """The examples of docs/using-a-trained-network.md, each run as it stands, in its own process."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -57,6 +58,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         export(trained, "safetensors", folder / "net.safetensors")
         export(trained, "torchvision", folder / "net.pth")
         export(trained, "theano_alexnet", folder / "theirs")
+        if all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript")):
+            export(trained, "onnx", folder / "net.onnx")
         del sys.modules["my_network"]
     Image.new("RGB", (60, 40), (200, 30, 30)).save(folder / "photo.jpg")
     return folder

@@ -15,11 +15,14 @@ from conftest import ROOT, Program, Running, make_config, wait_until
 from limits import limit
 from saved import assert_same, tensors
 
+from lockstep.backends import devices
 from lockstep.config import Config
 from lockstep.config.rules import settle
 from lockstep.errors import UserError
+from lockstep.launch import commandline
+from lockstep.launch.console import Console
 from lockstep.launch.resize import resize
-from lockstep.launch.resizing import resized
+from lockstep.launch.resizing import Resizing, resized
 from lockstep.runs import resizing
 from lockstep.runs.resizing import ANSWER, REQUEST, Request, ResizeAnswer
 
@@ -142,3 +145,40 @@ def test_only_a_run_that_stays_the_same_training_is_resized() -> None:
     hosts = {"n_hosts": 2, "host_rank": 0, "rendezvous": "127.0.0.1:29500", "run_name": "a"}
     with pytest.raises(UserError, match="a run on several hosts can't be resized"):
         resized(config_on(1, **hosts), wish, True)
+
+
+def test_ctrl_c_withdraws_the_request(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with open(tmp_path / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        arguments = [sys.executable, "-m", "lockstep.launch.resize", str(tmp_path), "+1"]
+        asking = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        wait_until((tmp_path / REQUEST).exists, "the request")
+        asking.send_signal(signal.SIGINT)
+        _, said = asking.communicate(timeout=limit(20))
+    assert asking.returncode == 130 and said.count("\n") == 1 and "withdrawn" in said
+    assert not (tmp_path / REQUEST).exists()
+
+
+def test_a_request_from_before_the_start_is_refused(tmp_path: Path) -> None:
+    request = resizing.ask(tmp_path, (), 1)
+    console = Console(tmp_path / "log.jsonl", make_config(), 1, True)
+    waiting = Resizing(tmp_path, console)
+    answer = resizing.read_answer(tmp_path)
+    assert answer and (answer.number, answer.state) == (request.number, "refused")
+    assert not waiting.is_asked(config_on(1), True)
+    resizing.ask(tmp_path, (), 1)
+    assert waiting.is_asked(config_on(1), True)  # a new one is carried out
+
+
+def test_trainers_keep_their_threads_when_their_number_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads change bits, so a run with logical_ranks keeps the number that it began with."""
+    words = [f"{key}={value}" for key, value in FOUR.items()]
+    monkeypatch.setattr(sys, "argv", ["train.py", "devices=[cpu]", *words])
+    config, _ = commandline.load_config("", ROOT / "config.yaml")
+    assert config.cpu_threads == devices.count_cores()
+    assert resized(config, Request("a", (), 1), True).cpu_threads == config.cpu_threads
+    monkeypatch.setattr(sys, "argv", ["train.py", "devices=[cpu]"])
+    assert commandline.load_config("", ROOT / "config.yaml")[0].cpu_threads is None

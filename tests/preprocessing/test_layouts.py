@@ -1,6 +1,9 @@
 """The layouts of a user's own folder: which are read, how they are split, and which are refused."""
 
+import errno
 import importlib.util
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -190,3 +193,19 @@ def test_the_hash_of_a_name_is_fixed() -> None:
     """A new version must not move images from one half to the other. The numbers are sha256sum's."""
     chosen = [number for number in range(60) if in_validation(f"cat/{number}.jpg", 0.1)]
     assert chosen == [3, 13, 30, 36, 38, 44, 53, 58]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (os.mkfifo, "not a regular file"),
+        (lambda path: path.symlink_to(path), os.strerror(errno.ELOOP)),
+    ],
+    ids=["a named pipe", "a link to itself"],
+)
+def test_what_cannot_be_read_is_left_out(make: Callable[[Path], None], reason: str, tmp_path: Path) -> None:
+    write_classes(tmp_path, {"cat": 4, "dog": 4})
+    make(tmp_path / "cat" / "odd.png")
+    listing = list_source(tmp_path, 0.25)
+    assert [(Path(each.place).name, each.reason) for each in listing.left_out] == [("odd.png", reason)]
+    assert len(listing.train) + len(listing.val) == 8

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Program, Running, make_folder
+from conftest import ROOT, Program, Running, make_config, make_folder
 from dataset_folders import write_true_manifest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,6 +26,7 @@ from lockstep.errors import UserError
 from lockstep.files import checksum
 from lockstep.interrupts import Interrupts
 from lockstep.runs import receipts
+from lockstep.runs.folder import open_run
 from lockstep.runs.receipts import ReceiptFile
 
 KEYS = ("logical_ranks=4", "global_batch_size=8", "check_every=3", "snapshot_freq=1", "cpu_threads=1")
@@ -250,3 +251,34 @@ def test_the_hash_is_of_all_other_fields() -> None:
     content.pop("hash")
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     assert sealed.hash == hashlib.sha256(text.encode()).hexdigest()
+
+
+@pytest.mark.slow
+def test_a_replay_that_ends_early_is_no_proof(program: Program) -> None:
+    running = program.run(*KEYS, "n_epochs=2", "lr_step=[5]")  # a schedule that does not span the run
+    text = call(running.run_folder, "--step", 24, "n_epochs=1", code=2)
+    assert "ended before step" in text and "leave out n_epochs" in text
+
+
+@pytest.mark.slow
+def test_a_run_resumed_with_another_batch_size_is_verified(program: Program) -> None:
+    program.run("logical_ranks=4", "global_batch_size=16", "cpu_threads=1", "n_epochs=1")
+    words = ("logical_ranks=4", "global_batch_size=30", "cpu_threads=1", "resume_train=true")
+    running = program.run(*words, "n_epochs=2")
+    assert ": verified; " in call(running.run_folder, "--replay", 5)
+
+
+@pytest.mark.slow
+def test_a_run_on_datasets_is_verified(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
+    running = program.run("data=own_datasets:make_squares", "n_classes=4", "n_epochs=1", *KEYS)
+    assert ": verified; " in call(running.run_folder)
+
+
+def test_receipts_of_a_run_without_a_checkpoint_go_when_another_begins(tmp_path: Path) -> None:
+    config = make_config(weights_dir=str(tmp_path), run_name="run")
+    for resumes in (False, True):
+        begun = open_run(dataclasses.replace(config, resume_train=resumes), 10)
+        begun.lock.close()
+        assert not (begun.folder / receipts.NAME).exists()
+        (begun.folder / receipts.NAME).write_text("of a run that was killed")

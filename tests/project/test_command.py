@@ -1,0 +1,41 @@
+"""The command `lockstep`: its arguments."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from limits import limit
+
+from lockstep.cli import _with_data_folder
+from lockstep.config import read_command_line
+
+
+@pytest.mark.parametrize("name", ["photos", "photos #2", "2024", "a: b", "x=y", "ü 'q' \"d\"", "null", "[a]"])
+def test_any_name_of_a_folder_is_that_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkdir(name)
+    words = _with_data_folder([name, "n_epochs=1"])
+    assert dict(read_command_line(words).values) == {"data_folder": name, "n_epochs": 1}
+
+
+def test_keys_are_no_folder() -> None:
+    assert _with_data_folder(["n_epochs=1"]) == ["n_epochs=1"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_command_in_one_line() -> None:
+    command = [sys.executable, "-m", "lockstep.cli", "doctor"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(limit(0.7))
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=limit(30))
+    assert process.returncode == 130 and "Traceback" not in said, said
