@@ -1,4 +1,7 @@
-"""Augmentation on the CPU: crop, mirror, mean subtraction and color shift, from uint8 to float32."""
+"""Augmentation on the CPU: crop, mirror, mean subtraction and color shift, from uint8 to float32.
+
+On GPUs kernels/augment.cu does the same.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""The device of each operation, and the user's line that it comes from."""
+"""The device of each operation, and the user's line that it comes from.
+
+Operands on other devices are copied by `arrays.bring`.
+"""
 
 import contextlib
 import os

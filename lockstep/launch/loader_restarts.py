@@ -1,6 +1,7 @@
 """Restarting killed loaders, with `loader_restarts`.
 
-A killed loader is started again by the launcher, with the next of its spare pipes. Its trainer finds the new
+The launcher starts a killed loader again, with the next of its spare pipes
+(`Processes._restart_loader`, launch/processes.py). Its trainer finds the new
 loader at the other end of that pipe (loading/feed.py) and repeats its requests, so the bits are the same.
 """
 

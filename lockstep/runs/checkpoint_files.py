@@ -1,4 +1,7 @@
-"""The checkpoints in a run's folder: which there are, and whether each is whole. Nothing here needs torch."""
+"""The checkpoints in a run's folder: which there are, and whether each is whole, by its checksum.
+
+A run that resumes looks here for its checkpoint. Nothing here needs torch.
+"""
 
 import json
 import re
