@@ -142,20 +142,23 @@ class Template:
 
     def _ask(self, start: ChildStart) -> ForkedProcess:
         sentinel, childs_end = os.pipe()
+        confirmation, confirming = os.pipe()
         try:
             payload, descriptors = _pickled(start)
-            descriptors.append(childs_end)
+            descriptors += [childs_end, confirmation]
             self._pipe.send(_Request(payload, dict(os.environ), len(descriptors)))
             for descriptor in descriptors:
                 self._pipe.send_descriptor(descriptor)
             forked = self._pipe.receive(_Forked, f"to start {start.name}")
             if forked.error:
                 raise OSError(forked.error, os.strerror(forked.error))
+            os.write(confirming, b"1")
         except BaseException:
             os.close(sentinel)
             raise
         finally:
-            os.close(childs_end)
+            for descriptor in (childs_end, confirmation, confirming):
+                os.close(descriptor)
         return ForkedProcess(forked.pid, sentinel)
 
 
@@ -205,6 +208,7 @@ def _serve(pipe: Pipe) -> ChildStart | None:
         forked = _fork_twice()
         if forked is None:
             pipe.close()
+            _await_confirmation(descriptors.pop())
             os.environ.clear()
             os.environ.update(request.environment)
             start = _unpickled(request.start, descriptors)
@@ -245,6 +249,13 @@ def _fork_twice() -> _Forked | None:
     while os.getppid() == middle:
         time.sleep(_POLL_SECONDS)
     return None
+
+
+def _await_confirmation(descriptor: int) -> None:
+    """Exit unless the launcher confirms this child: it starts another one if the template dies meanwhile."""
+    if not os.read(descriptor, 1):
+        os._exit(0)
+    os.close(descriptor)
 
 
 class _StartPickler(pickle.Pickler):

@@ -6,11 +6,13 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Program, Running, wait_until
 
 from lockstep.comm.pipes import Pipe
+from lockstep.errors import PeerLost
 from lockstep.interrupts import Interrupts
 from lockstep.launch import processes
 from lockstep.launch.processes import Processes
@@ -135,6 +137,25 @@ def test_a_template_that_stands_still_is_replaced(template: Template) -> None:
         assert children.watch(heard.append) == processes.ExitStatus(0)
     wait_until(lambda: stopped.poll() is not None, "the end of the first template")
     assert len(heard) == 2 and "second" in str(heard[1])
+
+
+def test_a_child_whose_template_died_before_it_answered_does_nothing(
+    template: Template, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one is started in its place, with the same pipes."""
+    receive, orphans, heard = template._pipe.receive, list[int](), list[object]()
+
+    def lose(kind: type[Any], purpose: str) -> None:
+        orphans.append(receive(kind, purpose).pid)
+        template._process.kill()
+        raise PeerLost("the template process", "was killed")
+
+    monkeypatch.setattr(template._pipe, "receive", lose)
+    with Processes(60, template=template) as children:
+        children.start("trainer 0", "test_template:report", ("once",))
+        assert children.watch(heard.append) == processes.ExitStatus(0)
+        wait_until(lambda: os.waitpid(orphans[0], os.WNOHANG)[0], "the end of the first child")
+    assert len(heard) == 1
 
 
 COUNTING = """
