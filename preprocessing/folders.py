@@ -80,18 +80,16 @@ def _why_left_out(entry: "os.DirEntry[str]") -> str | None:
         hidden = why_hidden(entry.name)
         if hidden or entry.is_dir():
             return hidden
-        if os.path.exists(entry.path) and not entry.is_file():
-            return "not a regular file"
-    except OSError as error:  # a link to itself
-        return str(error.strerror)
-    return why_no_image(entry.name, lambda: _regular(entry))
+        _check_regular(entry)
+    except OSError as error:  # a pipe, or a link to itself
+        return f"can't be read: {error.strerror}"
+    return why_no_image(entry.name, lambda: entry.path)
 
 
-def _regular(entry: "os.DirEntry[str]") -> str:
-    """Return the path of a regular file. Raise OSError for others, such as a pipe."""
+def _check_regular(entry: "os.DirEntry[str]") -> None:
+    """Raise OSError for what is not a regular file, such as a pipe, whose reader would wait for ever."""
     if os.path.exists(entry.path) and not entry.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file")
-    return entry.path
 
 
 def _is_class(entry: "os.DirEntry[str]") -> bool:

@@ -198,8 +198,8 @@ def test_the_hash_of_a_name_is_fixed() -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (os.mkfifo, "not a regular file"),
-        (lambda path: path.symlink_to(path), os.strerror(errno.ELOOP)),
+        (os.mkfifo, "can't be read: it is not a regular file"),
+        (lambda path: path.symlink_to(path), f"can't be read: {os.strerror(errno.ELOOP)}"),
     ],
     ids=["a named pipe", "a link to itself"],
 )

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, make_config, processes_of_session, wait_until
 from dataset_folders import read_all
+from held_files import HeldFile
 from limits import limit
 from own_folders import COLOURS, images_below, write_classes, write_image, write_mixed
 
@@ -358,8 +359,7 @@ def assert_colours_of_three(folder: Path) -> None:
 def test_a_conversion_that_is_killed_or_stopped_leaves_no_process(
     source: Path, tmp_path: Path, number: int
 ) -> None:
-    held = source / "cat" / "held.png"
-    os.mkfifo(held)  # its reader waits
+    held = HeldFile(next(source.glob("cat/*.png")))
     command = [
         sys.executable,
         str(ROOT / "train.py"),
@@ -381,7 +381,7 @@ def test_a_conversion_that_is_killed_or_stopped_leaves_no_process(
     assert running.returncode == (1 if number == signal.SIGKILL else 130)
     wait_until(lambda: processes_of_session(running.pid) == [], "all processes to end", 10)
     assert not (unfinished_set.parent / "36x36").exists()
-    held.unlink()
+    held.release()
     assert opened(convert(source)).n_classes == 3
 
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import imagenet
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, make_config, processes_of_session, wait_until
 from dataset_folders import read_all
+from held_files import HeldFile
 from imagenet import WNIDS
 from limits import limit
 
@@ -59,31 +59,19 @@ class Held:
         self.folder = folder
         paths = sorted(folder.glob("train/*/*"))
         order = generator(0, 0, Purpose.ORDER).permutation(len(paths))
-        self._contents = {paths[place]: paths[place].read_bytes() for place in order[[12, 16]]}
-        for path in self._contents:
-            path.unlink()
-            os.mkfifo(path)
+        self._files = [HeldFile(paths[place]) for place in order[[12, 16]]]
 
     def await_workers(self, running: "subprocess.Popen[str]") -> None:
-        self._pipes: dict[Path, int] = {}
-        wait_until(lambda: self._are_read() or running.poll() is not None, "the workers to read both")
+        def are_read() -> bool:
+            return all(file.has_reader() for file in self._files)
+
+        wait_until(lambda: are_read() or running.poll() is not None, "the workers to read both")
         assert running.poll() is None, running.communicate()
 
     def let_go(self) -> None:
-        """Gives its image to each worker that is still there; from now on they are files."""
-        for path, content in self._contents.items():
-            with suppress(BrokenPipeError), open(self._pipes[path], "wb") as pipe:
-                pipe.write(content)
-            path.unlink()
-            path.write_bytes(content)
-
-    def _are_read(self) -> bool:
-        return all(map(self._open, self._contents))
-
-    def _open(self, path: Path) -> bool:
-        with suppress(OSError):  # ENXIO: no process reads it
-            self._pipes[path] = self._pipes.get(path) or os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-        return path in self._pipes
+        """Let workers that are still there read their images."""
+        for file in self._files:
+            file.release()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
