@@ -162,6 +162,7 @@ def test_an_interrupt_saves_and_returns_the_run(shared_folder: Path, tmp_path: P
     assert list((tmp_path / "r" / "checkpoints").glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_the_run_at_once(shared_folder: Path, tmp_path: Path) -> None:
     text = SCRIPT.replace('print("event", flush=True)', '(print("event", flush=True), time.sleep(60))')
     process = script(f"import time\n{text}", shared_folder, tmp_path)

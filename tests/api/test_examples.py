@@ -64,6 +64,7 @@ def test_the_callbacks_of_the_page_work(
     assert [line for line in expected if line not in shown] == []
 
 
+@pytest.mark.slow
 def test_the_dataset_of_the_page_trains(shared_folder: Path, tmp_path: Path) -> None:
     (text,) = blocks("datasets.md")
     assert "done: " in run_block(text, shared_folder, tmp_path)

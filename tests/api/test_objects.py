@@ -70,6 +70,7 @@ def test_a_class_of_the_main_program_trains(way: str, shared_folder: Path, tmp_p
     assert done.stdout.split() == ["once", "Net", "675", "True"]
 
 
+@pytest.mark.slow
 def test_a_function_of_this_test_trains_predicts_and_resumes(shared_folder: Path, tmp_path: Path) -> None:
     def make_net(n_classes: int) -> nn.Module:
         return small_net(n_classes, width)

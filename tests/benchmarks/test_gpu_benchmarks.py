@@ -172,6 +172,7 @@ def test_a_section_that_crashes_or_fails_leaves_the_others(
     assert "ValueError: broken" in (tmp_path / f"gpu-{content['machine']['date']}.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_section_that_hangs_is_ended_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +245,7 @@ def test_results_of_tests_are_counted_as_they_come(tmp_path: Path) -> None:
     assert counts["reasons"] == {"test_some.py::test_elsewhere": "Skipped: needs 2 GPUs"}
 
 
+@pytest.mark.slow
 def test_the_roofline_counts_what_the_network_does() -> None:
     with torch.device("meta"):
         model, images = Model(1000, "theano_alexnet"), torch.empty(256, 3, 227, 227)

@@ -203,6 +203,7 @@ def wait_for_ever(rank: int, pipes: dict[int, Pipe]) -> None:
     time.sleep(1000)
 
 
+@pytest.mark.slow
 def test_how_each_rank_ended_is_told() -> None:
     outcomes = try_ranks(end_in_some_way, 4, seconds=limit(60))
     assert [outcome.value for outcome in outcomes] == [0, None, None, None]

@@ -289,6 +289,7 @@ def test_pictures_get_their_five_best_classes(trained: Running, tmp_path: Path) 
     assert "broken.jpg: can't be used" in text and "missing.png: can't be used: No such file" in text
 
 
+@pytest.mark.slow
 def test_folders_and_patterns_are_classified_into_a_file(trained: Running, tmp_path: Path) -> None:
     random = np.random.default_rng(3)
     names = ["b.png", "deep/a.PNG", "deep/er/Käse, frisch.jpg"]

@@ -69,7 +69,13 @@ def test_the_examples_are_found() -> None:
     assert len(EXAMPLES) == PAGE.count("```python") == 6
 
 
-@pytest.mark.parametrize(("title", "code"), EXAMPLES, ids=[title for title, _ in EXAMPLES])
+@pytest.mark.parametrize(
+    ("title", "code"),
+    [
+        pytest.param(*each, id=each[0], marks=[pytest.mark.slow] if each[0].startswith("From Python") else [])
+        for each in EXAMPLES
+    ],
+)
 def test_an_example_runs(title: str, code: str, place: Path) -> None:
     if title in NEEDS:
         pytest.importorskip(NEEDS[title], reason=f"needs {NEEDS[title]}")

@@ -55,6 +55,7 @@ def test_rows_survive_a_sum_bit_for_bit(dtype: torch.dtype) -> None:
     assert RowTable(0, 2).decode(tables[0] + tables[1]) == rows
 
 
+@pytest.mark.slow
 def test_rounded_runs_are_near_and_go_on(data: Path, tmp_path: Path) -> None:
     """Hosts are equal to the bit (checked by `train`), and a resumed run has the bits of the whole one."""
     keys: dict[str, Any] = {**SMOOTH, "double": False}

@@ -118,6 +118,7 @@ def test_a_host_that_is_stopped_before_it_trains_tells_the_others() -> None:
     lives[0].leave()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("leaving", "number"), [(1, signal.SIGINT), (0, signal.SIGTERM)])
 def test_a_host_that_is_stopped_at_the_meeting_leaves_at_once_and_is_named(
     program: Program, leaving: int, number: signal.Signals
@@ -161,6 +162,7 @@ def test_who_does_not_come_is_named_by_all_who_have(hosts: list[int], n_hosts: i
         assert words in str(error) and "\n" not in str(error)
 
 
+@pytest.mark.slow
 def test_hosts_that_disagree_on_their_number_say_so() -> None:
     port = free_port()
     with ThreadPoolExecutor(2) as pool:

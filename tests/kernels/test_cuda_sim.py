@@ -149,6 +149,7 @@ if sys.argv[6] == "stay":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["leave", "stay"])
 def test_shared_events_are_files_that_only_a_killed_process_leaves(simulation: Simulation, how: str) -> None:
     parts = [

@@ -97,6 +97,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "runs" / "run"
 
 
+@pytest.mark.slow
 def test_the_log_has_what_is_measured_and_no_top_1(trained: Path) -> None:
     events = [json.loads(line) for line in (trained / "log.jsonl").read_text().splitlines()]
     (first, last) = [event for event in events if event["event"] == "validated"]
@@ -108,12 +109,14 @@ def test_the_log_has_what_is_measured_and_no_top_1(trained: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_report_shows_precision_and_no_confusions(trained: Path) -> None:
     page = (trained / "report.html").read_text()
     assert "Mean average precision" in page and "Best mAP" in page and "<th>Class</th>" in page
     assert "Label error" in page and "Confusion matrix" not in page and "op-1" not in page
 
 
+@pytest.mark.slow
 def test_validate_agrees_with_the_run(trained: Path, tmp_path: Path) -> None:
     files = str(tmp_path / "out.json"), str(tmp_path / "out.csv")
     done = lockstep("validate", str(trained), "--json", files[0], "--csv", files[1], place=tmp_path)

@@ -224,7 +224,7 @@ def train_unevenly(
 @pytest.mark.parametrize(
     "phase",
     [
-        "exchange",
+        pytest.param("exchange", marks=pytest.mark.slow),
         pytest.param("load-wait", marks=pytest.mark.slow),
         pytest.param("compute", marks=pytest.mark.slow),
         pytest.param("other", marks=pytest.mark.slow),

@@ -44,6 +44,7 @@ def test_val_freq_validates_every_second_epoch_and_the_last(program: Program) ->
     assert both[0] == both[1]
 
 
+@pytest.mark.slow
 def test_patience_ends_a_run_and_says_so(program: Program) -> None:
     """At a rate of nearly 0 no epoch is better than the first."""
     words = ("n_epochs=9", "patience=2", "monitor=loss", "learning_rate=1e-30", "snapshot_freq=9")

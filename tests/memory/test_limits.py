@@ -37,6 +37,7 @@ def spin() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_other_work_is_measured(idle: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(limits._MEASURED)
     cores = os.sched_getaffinity(0)

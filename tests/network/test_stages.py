@@ -58,6 +58,7 @@ def without_values(name: str) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_stages_follow_the_networks_order() -> None:
     def names(model: str) -> list[tuple[str, ...]]:
         return [stage.prefixes for stage in stages_of(without_values(model))]

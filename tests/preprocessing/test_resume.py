@@ -277,6 +277,7 @@ def wait_and_return(item: int) -> int:
     return item * item
 
 
+@pytest.mark.slow
 def test_results_come_as_they_are_ready() -> None:
     found = list(workers.in_parallel(wait_and_return, range(12), 2))
     assert sorted(found) == [(item, item * item) for item in range(12)]

@@ -88,6 +88,7 @@ def test_caffes_blobs_are_read_and_bgr_is_turned(tmp_path: Path, trained, form: 
     assert "Caffe's own networks take BGR" in found.notes[0]
 
 
+@pytest.mark.slow
 def test_torchvisions_alexnet_is_another_network_and_its_shapes_say_so(tmp_path: Path) -> None:
     shapes = {"features.0": (64, 3, 11, 11), "features.3": (192, 64, 5, 5), "features.6": (384, 192, 3, 3)}
     shapes |= {"features.8": (256, 384, 3, 3), "features.10": (256, 256, 3, 3)}

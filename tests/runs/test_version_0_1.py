@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from conftest import ROOT
 from safetensors.numpy import load_file
 
@@ -47,6 +48,7 @@ def test_a_run_of_0_1_keeps_its_rates_by_epoch(tmp_path: Path) -> None:
     assert learning_rate(config, 2, [], 0.5) < rates[0]
 
 
+@pytest.mark.slow
 def test_a_run_of_0_1_validates_and_reports(tmp_path: Path) -> None:
     shutil.copytree(ROOT / OLD / "run", tmp_path / "run")
     assert "9 images" in run("validate.py", str(tmp_path / "run"))

@@ -96,6 +96,7 @@ def distributed(*callables: Any) -> list[synk.Function]:
     return made
 
 
+@pytest.mark.slow
 def test_a_handler_that_raises_while_answers_come_waits_for_them(two_ranks: None, alarm: Any) -> None:
     late, f = distributed(total_late, total)
     for number in range(3):
@@ -159,6 +160,7 @@ def test_a_keyboard_interrupt_of_the_users_function_is_an_error_like_others(
         assert f(np.full(4, 2.0)) == 8
 
 
+@pytest.mark.slow
 def test_a_command_cut_short_in_a_thread_is_refused_later(
     two_ranks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

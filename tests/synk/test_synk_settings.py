@@ -77,6 +77,7 @@ def schedulers(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.2, torch.tensor(0.2, dtype=torch.float64)])
 def test_a_scheduler_in_the_caller_holds_on_all_ranks(rate: Any) -> None:
     net, lone = synk.share(make_net()), make_net()
