@@ -72,8 +72,9 @@ class Trainer:
         self.epoch, self.position, self.val_record = start.epoch, start.position, start.val_record
         self._open_exchange(group, start)
         self.losses = Losses(plan, group, self.coordinator, dataset.train, self.program, self.recorder)
-        n_bytes, memory = self.rule.state_bytes(), self.backend.memory
-        self.saver = Saver(plan, self.world, self.program, memory, self.reporter, dataset.digest, n_bytes)
+        parts = plan, self.world, self.program, self.backend.memory, self.reporter
+        clock = self.recorder.stopwatch
+        self.saver = Saver(*parts, dataset.digest, self.rule.state_bytes(), clock)
         self.orders = Orders(self.config, self.world, len(dataset.train), len(dataset.val))
         self.validator = Validator(
             self.program, self.coordinator, self.reporter, control, board.say, self.orders, dataset

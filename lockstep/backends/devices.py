@@ -32,12 +32,9 @@ def normalise(devices: tuple[str, ...]) -> tuple[str, ...]:
     """Return every device as 'cpu' or 'cuda:<n>'.
 
     Raises:
-        UserError: A name is not a device, or CPUs and GPUs are mixed.
+        UserError: A name is not a device.
     """
-    names = tuple(_normalise_one(device) for device in devices)
-    if "cpu" in names and len(set(names)) > 1:
-        raise UserError(f"devices: a run is on CPUs or on GPUs, not on both: {', '.join(names)}")
-    return names
+    return tuple(_normalise_one(device) for device in devices)
 
 
 def _normalise_one(device: str) -> str:
@@ -52,6 +49,12 @@ def _normalise_one(device: str) -> str:
 def on_gpus(devices: Iterable[object]) -> bool:
     """Return whether any device, torch's or a name from `normalise`, is a GPU."""
     return any(str(device).partition(":")[0] != "cpu" for device in devices)
+
+
+def are_mixed(devices: Iterable[str]) -> bool:
+    """Return whether there are CPUs and GPUs among the devices, as `normalise` returns them."""
+    names = set(devices)
+    return "cpu" in names and len(names) > 1
 
 
 def choose() -> tuple[tuple[str, ...], str]:
@@ -115,11 +118,11 @@ def notices(devices: tuple[str, ...]) -> list[str]:
 
 def describe(devices: tuple[str, ...]) -> dict[str, str]:
     """Return the model of each device by its name, and the driver of GPUs, for the run's record."""
-    if not on_gpus(devices):
-        return {"cpu": _processor()}
-    _, shown = _look()
-    numbers = (int(device.removeprefix("cuda:")) for device in devices)
-    return {f"cuda:{number}": f"{shown[number].name}, driver {shown[number].driver}" for number in numbers}
+    processor = {"cpu": _processor()} if "cpu" in devices else {}
+    numbers = [int(device.removeprefix("cuda:")) for device in devices if device != "cpu"]
+    shown = _look()[1] if numbers else []
+    gpus = {f"cuda:{number}": f"{shown[number].name}, driver {shown[number].driver}" for number in numbers}
+    return processor | gpus
 
 
 def number_gpus_by_place() -> None:
@@ -235,11 +238,39 @@ def _count(gpus: list[Gpu]) -> str:
 def notices_of_keys(config: Config) -> list[str]:
     """Return warnings about keys whose effect depends on these devices."""
     if on_gpus(config.devices):
-        same = config.logical_ranks is None or config.deterministic
-        if same:
-            return []
-        return ["logical_ranks: GPUs give the same bits in every run with deterministic: true only"]
+        notes = _differences(config.devices)
+        if config.logical_ranks is not None and not config.deterministic:
+            notes += ["logical_ranks: GPUs give the same bits in every run with deterministic: true only"]
+        return notes
     return _cost_of_bf16() if config.precision == "bf16" else []
+
+
+def _differences(devices: tuple[str, ...]) -> list[str]:
+    """Return a warning if the devices round differently: CPUs beside GPUs, or several models of GPUs."""
+    models = sorted(set(describe(devices).values()))
+    if len(models) < 2:
+        return []
+    return [
+        f"devices: {', '.join(models)} round differently: this is the same training up to rounding, but its "
+        "bits may differ from those on other devices, and with other shares"
+    ]
+
+
+def _check_mixed(config: Config) -> None:
+    """Check that CPUs and GPUs in one run can do what the keys ask for."""
+    names = ", ".join(config.devices)
+    if config.exchange not in ("auto", "staged"):
+        raise UserError(
+            f"exchange: {config.exchange} is between GPUs only, and devices are {names}: set auto or staged"
+        )
+    if config.recheck_every:
+        raise UserError(
+            f"recheck_every: CPUs and GPUs round differently, so {names} can't be compared: set it to null"
+        )
+    if config.n_hosts > 1:
+        raise UserError(
+            f"devices: {names}: over several hosts a run is on CPUs or on GPUs, not on both: name one kind"
+        )
 
 
 def _cost_of_bf16() -> list[str]:
@@ -259,6 +290,8 @@ def check_keys(config: Config) -> None:
     Raises:
         UserError: A key needs another kind of device.
     """
+    if are_mixed(config.devices):
+        _check_mixed(config)
     if on_gpus(config.devices):
         if config.recheck_every and not config.deterministic:
             raise UserError(

@@ -8,6 +8,7 @@ from lockstep.backends import Backend
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
+from lockstep.errors import UserError
 from lockstep.loading import Filler, Ring
 from lockstep.loading.host import HostFiller, HostRing, RawHostFiller
 from lockstep.loading.reader import Reader
@@ -63,8 +64,13 @@ class HostBackend(Backend):
         import torch
 
         from lockstep.exchange.host import HostTransport
+        from lockstep.exchange.staged import HostStagedTransport
 
-        assert isinstance(block, HostBlock) and kind == "auto"
+        assert isinstance(block, HostBlock) and kind in ("auto", "staged")
+        if kind == "staged":  # there are GPUs among the devices
+            if arena.dtype != torch.float32:
+                raise UserError(f"beside a GPU the model's weights must be float32, not {arena.dtype}")
+            return HostStagedTransport(block, len(arena), group), ""
         n_threads = torch.get_num_threads()
         return HostTransport.open(block, arena.numpy().dtype, len(arena), group, n_threads), ""
 

@@ -40,10 +40,10 @@ def main() -> int:
     chosen = _choose(report, config)
     report.show_all("logical ranks", lambda: sums.describe(config, chosen))
     copies = None
-    if devices.on_gpus(chosen):
-        copies = cards.examine(report, chosen)
-        links.examine(report, chosen)
-        uploads.examine(report, chosen[0])
+    if gpus := tuple(device for device in chosen if device != "cpu"):
+        copies = cards.examine(report, gpus)
+        links.examine(report, gpus)
+        uploads.examine(report, gpus[0])
     report.title("Files")
     scratch = machine.existing(runs)
     report.attempt("files", lambda: loading.examine(report, batches, scratch, chosen, copies))

@@ -8,8 +8,8 @@ blocks are bitwise equal afterwards, for any P.
 
 `transport.py` defines a collective and its phases, `tree.py` the order of sums that is the same for any
 number of ranks. `host.py` implements it in host memory (`reduction.py`),
-`p2p.py` between GPUs that reach each other's memory, `staged.py` between GPUs that don't. `direct.py` is what
-these three have in common. `proof.py` tests which GPUs reach each other. A rule decides which values are
+`p2p.py` between GPUs that reach each other's memory, `staged.py` between devices that don't. `direct.py` is
+what these three have in common. `proof.py` tests which GPUs reach each other. A rule decides which values are
 exchanged, and when: lockstep/sync.
 """
 

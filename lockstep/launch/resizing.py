@@ -137,8 +137,8 @@ def _changed(names: tuple[str, ...], change: int) -> tuple[str, ...]:
         raise UserError(f"{len(names)} trainer(s) and {change:+d} leave none")
     if change < 0:
         return names[:change]
-    if not devices.on_gpus(names):
-        return names + names[:1] * change
+    if "cpu" in names:  # beside GPUs, too: there is always another one
+        return names + ("cpu",) * change
     numbers = [int(name.rpartition(":")[2]) for name in names]
     free = [number for number in range(len(names) + change) if number not in numbers]
     return names + tuple(f"cuda:{number}" for number in free[:change])

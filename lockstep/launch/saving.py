@@ -1,9 +1,9 @@
 """Checkpoints in memory and on disk, made in the background of training.
 
 At the end of a step trainer 0 copies weights and optimizer state into a slot of a memory file, and training
-resumes. A thread completes the slot, which is then a memory checkpoint, and writes it to the disk if that is
-due. There is one write at a time. An error in the thread is raised in the trainer, after the step in which it
-was noticed.
+resumes. A GPU copies while the trainer asks for the next steps. A thread completes the slot, which is then a
+memory checkpoint, and writes it to the disk if that is due. There is one write at a time. An error in the
+thread is raised in the trainer, after the step in which it was noticed.
 """
 
 import math
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from lockstep.launch.progress import ProgressReporter
 from lockstep.launch.receipts import ReceiptKeeper
 from lockstep.memory import Memory
 from lockstep.network.program import Program
+from lockstep.network.recorder import HostStopwatch, Stopwatch
 from lockstep.runs import checkpoint
 from lockstep.runs.metrics import best_epoch
 from lockstep.runs.plan import RunPlan
@@ -44,6 +46,20 @@ def wants_disk(control: Pipe) -> bool:
     return not control.poll() or control.receive(Stop, "why to stop").to_disk
 
 
+@dataclass(frozen=True)
+class _Copying:
+    """A copy that the device is making.
+
+    Attributes:
+        begin, end: Points in the device's work.
+        write: Starts what follows the copy, in the thread.
+    """
+
+    begin: Any
+    end: Any
+    write: Callable[[], None]
+
+
 class Saver:
     """A writer of checkpoints. Only trainer 0 of each host copies and writes; on others it does nothing.
 
@@ -53,6 +69,7 @@ class Saver:
         memory: The memory of the trainer's device.
         dataset: The digest of the dataset's manifest; '' without a manifest.
         rule_bytes: Bytes of the rule's tensors in a checkpoint.
+        stopwatch: Of the trainer's device; by default of a CPU.
 
     Raises:
         UserError: The disk or the memory has no room for a checkpoint.
@@ -67,17 +84,21 @@ class Saver:
         reporter: ProgressReporter,
         dataset: str = "",
         rule_bytes: int = 0,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         self._plan, self._config, self._world = plan, plan.config, world
+        self._stopwatch = stopwatch or HostStopwatch()
         self._program, self._reporter, self._dataset = program, reporter, dataset
         self._is_writer = world.local_rank == 0 and plan.writes
         self._copies = world.local_rank == 0 and (plan.writes or plan.retains)
         self._receipts: ReceiptKeeper | None = None
         self._thread = ThreadPoolExecutor(1, "saving")
+        self._copying: _Copying | None = None
         self._digesting: Future[MemoryCheckpoint] | None = None
         self._pending: Future[Path | None] | None = None
         self._last_save = self._last_copy = time.monotonic()  # or the start of the run
-        self._copy_seconds = 0.0  # that the fastest checkpoint within an epoch took
+        self._pause_seconds = 0.0  # that the fastest checkpoint within an epoch held up the trainer
+        self._copy_seconds = 0.0  # that the fastest copy took the device
         if self._is_writer:
             _check_disk(plan.folder, program.arena.flat.nbytes)
         if self._copies:
@@ -93,6 +114,7 @@ class Saver:
         finished write is reported here. After a failed write the answer is True: `save` then raises the
         error, once the losses have been examined.
         """
+        self._poll_copy()
         if self._digesting and self._digesting.done():
             self._report_copy(self._digesting)
         if self._pending and self._pending.done():
@@ -100,7 +122,7 @@ class Saver:
                 return True
             self._report(self._pending)
         minutes = self._config.checkpoint_minutes if self._is_writer else None
-        if minutes is None or self._pending:
+        if minutes is None or self._copying or self._pending:
             return False
         return time.monotonic() - self._last_save >= 60 * minutes
 
@@ -142,13 +164,15 @@ class Saver:
     def is_copy_due(self) -> bool:
         """Return whether a memory checkpoint is due by `memory_checkpoint_seconds`.
 
-        None is due while a slot is being written to the disk.
+        None is due while a slot is being written, or written to the disk.
         """
-        if not (self._copies and self._plan.retains) or self._pending or self._digesting:
+        is_busy = self._copying or self._digesting or self._pending
+        if not (self._copies and self._plan.retains) or is_busy:
             return False
         seconds = self._config.memory_checkpoint_seconds
         if seconds == "auto":
-            seconds = max(_LEAST_SECONDS, self._copy_seconds / _SHARE_OF_TIME)
+            cost = max(self._pause_seconds, self._copy_seconds)
+            seconds = max(_LEAST_SECONDS, cost / _SHARE_OF_TIME)
         return seconds is not None and time.monotonic() - self._last_copy >= seconds
 
     def save(
@@ -178,7 +202,7 @@ class Saver:
         self.finish()
         if not self._copies:
             return
-        begin = time.monotonic()
+        started, begin = time.monotonic(), self._stopwatch.now()
         self._name = f"the checkpoint of epoch {epoch} at image {position}"
         copies = self._slots.copy({**rule_state, **self._program.arena.outside()})
         config = self._config
@@ -195,14 +219,35 @@ class Saver:
             dataset=self._dataset,
             only_best=not regular and best_epoch(val_record, monitor_of(config)) == epoch,
         )
+        if to_disk and self._is_writer:
+            self._last_save = started
         self._last_copy = time.monotonic()
+        write = partial(self._start_writing, copies, make_state, to_disk, receipt)
+        self._copying = _Copying(begin, self._stopwatch.now(), write)
+        self._poll_copy()
+
+    def _poll_copy(self) -> None:
+        """Start what follows a copy, if the device has made it."""
+        if self._copying and self._stopwatch.is_past(self._copying.end):
+            self._end_copy(self._copying)
+
+    def _start_writing(
+        self, copies: dict[str, torch.Tensor], make_state: Callable[[], State], to_disk: bool, receipt: bool
+    ) -> None:
+        """Start in the thread what `save` was asked for, when the copies are made."""
         if self._plan.retains:
             self._digesting = self._thread.submit(self._complete, make_state, to_disk)
         if to_disk and self._is_writer:
-            self._last_save = begin
             self._pending = self._thread.submit(self._write, copies, make_state)
         elif receipt and self._receipts:
-            self._pending = self._thread.submit(self._add_receipt, epoch, position, copies)
+            self._pending = self._thread.submit(self._add_receipt, make_state, copies)
+
+    def _end_copy(self, copying: _Copying) -> None:
+        """Wait for the device's copy, and start what follows it."""
+        self._copying = None
+        seconds = self._stopwatch.seconds_between(copying.begin, copying.end)
+        self._copy_seconds = min(self._copy_seconds or seconds, seconds)
+        copying.write()
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -213,7 +258,7 @@ class Saver:
         begin = time.monotonic()
         yield
         seconds = time.monotonic() - begin
-        self._copy_seconds = min(self._copy_seconds or seconds, seconds)
+        self._pause_seconds = min(self._pause_seconds or seconds, seconds)
 
     def finish(self) -> None:
         """Wait for the pending write.
@@ -221,6 +266,8 @@ class Saver:
         Raises:
             UserError: The write failed, or took longer than `timeout`.
         """
+        if self._copying:
+            self._end_copy(self._copying)
         if self._digesting:
             self._await(self._digesting)
             self._report_copy(self._digesting)
@@ -248,10 +295,11 @@ class Saver:
         if path:
             self._reporter.send(Saved(str(path)))
 
-    def _add_receipt(self, epoch: int, position: int, tensors: dict[str, torch.Tensor]) -> None:
+    def _add_receipt(self, make_state: Callable[[], State], tensors: dict[str, torch.Tensor]) -> None:
         """Add the receipt of a state that is not written."""
         assert self._receipts
-        self._receipts.add(epoch, position, checkpoint.digest_of(tensors))
+        state = make_state()
+        self._receipts.add(state.epoch, state.position, checkpoint.digest_of(tensors))
 
     def _complete(self, make_state: Callable[[], State], to_disk: bool) -> MemoryCheckpoint:
         return self._slots.complete(make_state(), to_disk)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lockstep.backends import Backend
-from lockstep.backends.devices import count_cores
+from lockstep.backends.devices import are_mixed, count_cores
 from lockstep.comm.group import Group, World
 from lockstep.config import Config
 from lockstep.config.rules import rule_of
@@ -107,7 +107,8 @@ def open_exchange(
         UserError: The configured exchange is not possible.
     """
     arena = program.arena
-    transport, reason = backend.open_transport(config.exchange, arena.block, arena.flat, group)
+    kind = "staged" if are_mixed(config.devices) else config.exchange
+    transport, reason = backend.open_transport(kind, arena.block, arena.flat, group)
     transport = coordinator.hierarchical(transport, arena.flat)
     is_single = coordinator.world.size == 1
     average = "none: a single trainer" if is_single else f"{transport.name}, rule: {rule_of(config)}"

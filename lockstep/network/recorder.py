@@ -35,7 +35,7 @@ class Stopwatch(ABC):
 
     def enter(self, phase: str) -> None:
         """Count time for `phase`, one of PHASES, from now on."""
-        now = self._now()
+        now = self.now()
         if self._phase is not None:
             self._lap(self._phase, self._begin, now)
         self._phase, self._begin = phase, now
@@ -43,7 +43,7 @@ class Stopwatch(ABC):
     def leave(self) -> None:
         """Stop counting time."""
         if self._phase is not None:
-            self._lap(self._phase, self._begin, self._now())
+            self._lap(self._phase, self._begin, self.now())
         self._phase = None
 
     def seconds(self) -> dict[str, float]:
@@ -71,8 +71,16 @@ class Stopwatch(ABC):
         step[phase] += seconds
 
     @abstractmethod
-    def _now(self) -> Any:
-        """Return a point in time."""
+    def now(self) -> Any:
+        """Return a point in the device's work, at which all work that was asked for before is done."""
+
+    @abstractmethod
+    def is_past(self, point: Any) -> bool:
+        """Return whether the device has come to a point. Never waits."""
+
+    @abstractmethod
+    def seconds_between(self, begin: Any, end: Any) -> float:
+        """Return the seconds between two points. Waits for the device."""
 
     @abstractmethod
     def _lap(self, name: str, begin: Any, end: Any) -> None:
@@ -82,8 +90,14 @@ class Stopwatch(ABC):
 class HostStopwatch(Stopwatch):
     """A stopwatch that reads the host's monotonic clock."""
 
-    def _now(self) -> float:
+    def now(self) -> float:
         return time.perf_counter()
+
+    def is_past(self, point: float) -> bool:
+        return True
+
+    def seconds_between(self, begin: float, end: float) -> float:
+        return end - begin
 
     def _lap(self, name: str, begin: float, end: float) -> None:
         self._add(self._step, name, end - begin)
@@ -111,20 +125,26 @@ class StreamStopwatch(Stopwatch):
             self._read()
         return super().seconds()
 
-    def _now(self) -> Any:
+    def now(self) -> Any:
         event = self._new_event()
         event.record(self._stream)
         return event
 
+    def is_past(self, point: Any) -> bool:
+        return bool(point.query())
+
+    def seconds_between(self, begin: Any, end: Any) -> float:
+        end.synchronize()
+        return float(end.time_since(begin)) / 1e3
+
     def _lap(self, name: str, begin: Any, end: Any) -> None:
         self._pending.append((self._step, name, begin, end))
-        while len(self._pending) > _MOST_PENDING and self._pending[0][3].query():
+        while len(self._pending) > _MOST_PENDING and self.is_past(self._pending[0][3]):
             self._read()
 
     def _read(self) -> None:
         step, name, begin, end = self._pending.popleft()
-        end.synchronize()
-        self._add(step, name, end.time_since(begin) / 1e3)
+        self._add(step, name, self.seconds_between(begin, end))
 
 
 class Recorder:

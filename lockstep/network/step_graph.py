@@ -25,7 +25,7 @@ def why_not_captured(config: Config, on_gpu: bool) -> str:
     With `auto`, steps are captured on GPUs if the network runs the same code in every step. That is unknown
     for networks from elsewhere.
     """
-    if config.cuda_graph != "auto":
+    if config.cuda_graph != "auto" and (on_gpu or not config.cuda_graph):
         return "" if config.cuda_graph else "as asked"
     reasons = {
         "on CPUs": not on_gpu,

@@ -138,12 +138,14 @@ class Snapshots:
     def copy(self, others: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
         """Copy the arena and other tensors into the slot that is not the newest one, which it becomes.
 
+        A GPU copies in its stream, after the work that was asked for before, and this does not wait for it.
+
         Returns:
             The copies, by name.
         """
         self.newest = (self.newest + 1) % self.n_slots
         content, flat = self._content(self.newest), self._flats[self.newest]
-        flat.copy_(self._arena.flat)
+        flat.copy_(self._arena.flat, non_blocking=True)
         copies = self._arena.views_of_all(flat)
         self._places = {name: _place_of(view, content) for name, view in copies.items()}
         end = flat.nbytes
@@ -151,7 +153,7 @@ class Snapshots:
             end = -(-end // _ALIGNMENT) * _ALIGNMENT
             place = Place(_name_of(value), tuple(value.shape), _contiguous(value.shape), end)
             self._places[name], copies[name] = place, _at(content, place)
-            copies[name].copy_(value)
+            copies[name].copy_(value, non_blocking=True)
             end += value.nbytes
         self._n_bytes = end
         return copies

@@ -146,6 +146,8 @@ def _choose_devices(use_gpu: bool | None, devices: Sequence[str] | None) -> tupl
             raise UserError(f"fork(): use_gpu, but {reason}")
     else:
         names = known.normalise(tuple(devices))
+    if known.are_mixed(names):
+        raise UserError(f"fork(): ranks are on CPUs or on GPUs, not on both: {', '.join(names)}")
     known.check(names)
     return names if known.on_gpus(names) else ()
 

@@ -125,6 +125,7 @@ def compute_on_the_host(device: object, stream: Any) -> None:
     from lockstep.kernels.lrn import LrnKernel
     from lockstep.kernels.pool import PoolKernel
     from lockstep.kernels.sgd import SgdKernel
+    from lockstep.sync.unsynchronized import UnsynchronizedRule
 
     def behind(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -148,6 +149,7 @@ def compute_on_the_host(device: object, stream: Any) -> None:
     PoolKernel.adds_biases = "CUDA_SIM_BIASES" in os.environ
     kernels = [(kind, way) for kind in (LrnKernel, PoolKernel) for way in ("forward", "backward")]
     kernels += [(PoolKernel, "bias_gradient"), (DropoutKernel, "apply"), (SgdKernel, "step")]
+    kernels += [(UnsynchronizedRule, "answer")]  # its caller copies what the exchange has written
     for place, name in kernels:
         setattr(place, name, between(getattr(place, name)))
     for place, name in _places_of_torch():
@@ -170,7 +172,6 @@ def _places_of_torch() -> list[tuple[Any, str]]:
     from lockstep.sync.elastic import ElasticRule
     from lockstep.sync.gossip import GossipRule
     from lockstep.sync.outer import OuterRule
-    from lockstep.sync.unsynchronized import UnsynchronizedRule
 
     return [
         (Replica, "forward_backward"),
@@ -189,7 +190,6 @@ def _places_of_torch() -> list[tuple[Any, str]]:
         (SharedRows, "exchange"),
         (SharedRows, "rows"),
         (OuterRule, "_step"),
-        (UnsynchronizedRule, "answer"),
         (ElasticRule, "_move"),
         (GossipRule, "_blend"),
         (assembling, "in_host_memory"),

@@ -158,7 +158,6 @@ def test_a_manifest_that_disagrees_names_the_file(folder: Path) -> None:
             "model smallnet: can't be made for 7 classes with model_args {'depth': 3}",
         ),
         (["devices=[cuda:99]"], "devices: cuda:99 "),
-        (["devices=[cpu, gpu0]"], "a run is on CPUs or on GPUs, not on both"),
         (["devices=[tpu]"], "'tpu' is not a device"),
         (["resume_train=true"], "there is no such run to resume"),
         (["load_epoch=3"], "load_epoch=3 selects a checkpoint to resume from: it needs resume_train=True"),

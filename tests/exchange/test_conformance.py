@@ -35,6 +35,7 @@ PLACES = [
     pytest.param("simulated: a device each", id="simulated-a-device-each"),
     pytest.param("gpu: one device", id="gpu-one-device", marks=pytest.mark.gpu),
 ]
+MIXED = pytest.param("simulated: a device each beside CPUs", id="simulated-beside-cpus")
 FOUR_GPUS = pytest.param("gpu: a device each", id="gpus", marks=pytest.mark.multigpu(4))
 TWO_GPUS = pytest.param("gpu: a device each", id="gpus", marks=pytest.mark.multigpu(2))
 
@@ -44,7 +45,8 @@ def place(request: pytest.FixtureRequest) -> Place:
     text, simulation = request.param, None
     if text.startswith("simulated"):
         simulation = request.getfixturevalue("simulation").set(delay=1500, devices=4)
-    return Place(text if text == "cpu" else "cuda", "each" in text, simulation)
+    kind = text if text == "cpu" else "mixed" if "beside" in text else "cuda"
+    return Place(kind, "each" in text, simulation)
 
 
 # -- memory --------------------------------------------------------------------------------------------------
@@ -212,19 +214,19 @@ def expected_means(n_ranks: int, n_elements: int) -> list[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("place", [*PLACES, FOUR_GPUS], indirect=True)
+@pytest.mark.parametrize("place", [*PLACES, MIXED, FOUR_GPUS], indirect=True)
 def test_averages_equal_swap_then_average_whatever_the_streams_do(place: Place, n_ranks: int) -> None:
-    kinds = ["auto"] if place.kind == "cpu" else ["p2p", "staged", "swap"]
+    kinds = [*place.kinds(), "swap"] if place.kind == "cuda" else place.kinds()
     for results in run_ranks(average, n_ranks, place, kinds, 16 * 301, True):
         assert results == [expected_means(n_ranks, 16 * 301)] * len(kinds)
     assert left_of(place) == []
 
 
-@pytest.mark.parametrize("place", [PLACES[1], PLACES[3]], indirect=True)
+@pytest.mark.parametrize("place", [PLACES[1], MIXED, PLACES[3]], indirect=True)
 def test_small_arenas_leave_some_ranks_without_a_shard(place: Place) -> None:
-    kinds = ["p2p", "staged", "swap"]
+    kinds = [*place.kinds(), "swap"] if place.kind == "cuda" else place.kinds()
     for results in run_ranks(average, 4, place, kinds, 48, True):
-        assert results == [expected_means(4, 48)] * 3
+        assert results == [expected_means(4, 48)] * len(kinds)
 
 
 def test_without_its_events_the_exchange_would_be_wrong(simulation: Simulation) -> None:
@@ -235,10 +237,10 @@ def test_without_its_events_the_exchange_would_be_wrong(simulation: Simulation) 
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("place", [*PLACES, FOUR_GPUS], indirect=True)
+@pytest.mark.parametrize("place", [*PLACES, MIXED, FOUR_GPUS], indirect=True)
 def test_every_collective_on_any_span_leaves_numpys_bits(place: Place, n_ranks: int) -> None:
     expected = expected_collectives(n_ranks)
-    for kind in ["auto"] if place.kind == "cpu" else ["p2p", "staged"]:
+    for kind in place.kinds():
         for rank, results in enumerate(run_ranks(collect, n_ranks, place, kind)):
             for (name, span, argument), result, wanted in zip(
                 COLLECTIVES, results, expected[rank], strict=True
@@ -316,11 +318,11 @@ def expected_updates(n_ranks: int, op: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("place", PLACES[:3], indirect=True)
+@pytest.mark.parametrize("place", [*PLACES[:3], MIXED], indirect=True)
 def test_updates_by_shard_leave_numpys_bits(place: Place, n_ranks: int) -> None:
     op = "mean" if n_ranks % 2 else "pairwise"
     rows = [np.repeat(100 * n + np.arange(1, n_ranks), 16).astype(np.float32).tobytes() for n in range(3)]
-    for kind in ["auto"] if place.kind == "cpu" else ["p2p", "staged"]:
+    for kind in place.kinds():
         for results in run_ranks(update, n_ranks, place, kind, op, True):
             assert results == (expected_updates(n_ranks, op), rows)
     assert left_of(place) == []

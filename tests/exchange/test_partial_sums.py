@@ -81,11 +81,11 @@ def test_partial_sums_in_host_memory_leave_numpys_bits(n_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("n_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("kind", ["p2p", "staged"])
+@pytest.mark.parametrize(("device", "kind"), [("cuda", "p2p"), ("cuda", "staged"), ("mixed", "staged")])
 def test_partial_sums_on_the_simulated_driver_leave_numpys_bits(
-    simulation: Simulation, kind: str, n_ranks: int
+    simulation: Simulation, device: str, kind: str, n_ranks: int
 ) -> None:
-    place = Place("cuda", False, simulation.set(delay=1500, devices=4))
+    place = Place(device, False, simulation.set(delay=1500, devices=4))
     for results in run_ranks(complete, n_ranks, place, kind):
         assert results == expected(n_ranks)
 

@@ -256,6 +256,53 @@ def test_gradients_through_host_memory_train_to_the_bits_of_cpus(
     assert_same(tensors(ours, 2), tensors(program.run(*words, name="cpu"), 2))
 
 
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        ("[cuda:0, cpu, cuda:1]", ("global_batch_size=16", "logical_ranks=8", "shares=[3, 4, 1]")),
+        pytest.param("[cpu, cuda:0]", (), marks=pytest.mark.slow),
+        pytest.param("[cuda:0, cpu]", ("rule=gradients", "overlap=true"), marks=pytest.mark.slow),
+        pytest.param("[cuda:0, cpu]", ("precision=bf16", "custom_kernels=dropout"), marks=pytest.mark.slow),
+        pytest.param("[cpu, cuda:0]", ("rule=elastic", "rule_args={every: 2}"), marks=pytest.mark.slow),
+        pytest.param("[cpu, cuda:0]", ("rule=gossip",), marks=pytest.mark.slow),
+        pytest.param(
+            "[cuda:0, cpu]",
+            ("model=resnet20", "model_args={n: 1}", "sync_batch_norm=true"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["shares", "weights", "gradients", "bf16", "elastic", "gossip", "statistics of all"],
+)
+def test_cpus_and_gpus_in_one_run_train_to_the_bits_of_cpus(
+    program: Program, simulation: Simulation, devices: str, words: tuple[str, ...]
+) -> None:
+    """They have the same bits here, because torch computes on the host."""
+    words = ("n_epochs=2", *words)
+    environment = simulation.set(delay=300).environment()
+    ours = program.run(*words, devices=devices, name="mixed", environment=environment)
+    assert "round differently: this is the same training up to rounding" in ours.output()
+    on_cpus = devices.replace("cuda:0", "cpu").replace("cuda:1", "cpu")
+    assert_same(tensors(ours, 2), tensors(program.run(*words, devices=on_cpus, name="cpu"), 2))
+    ours.assert_nothing_left()
+    assert list(simulation.folder.glob("memory-*")) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("exchange=p2p", "exchange: p2p is between GPUs only, and devices are cuda:0, cpu: set auto or"),
+        ("recheck_every=5", "recheck_every: CPUs and GPUs round differently, so cuda:0, cpu can't be"),
+    ],
+)
+def test_what_cpus_and_gpus_can_not_do_together_is_refused(
+    program: Program, simulation: Simulation, word: str, text: str
+) -> None:
+    words = (word, "deterministic=true", "global_batch_size=16", "logical_ranks=4")
+    environment = simulation.environment()
+    refused = program.run(*words, devices="[cuda:0, cpu]", code=2, environment=environment)
+    assert refused.last_line().startswith(f"lockstep: {text}")
+
+
 @pytest.mark.slow
 def test_a_run_that_names_no_devices_takes_the_gpus_and_goes_on_there(
     program: Program, simulation: Simulation, on_cpus: Running

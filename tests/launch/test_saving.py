@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,11 +30,13 @@ from lockstep.launch.recovery import Attempt, next_try
 from lockstep.launch.saving import Saver
 from lockstep.memory.host import HostMemory
 from lockstep.network.arena import Arena
+from lockstep.network.recorder import HostStopwatch
 from lockstep.runs import checkpoint
 from lockstep.runs.checkpoint_files import find_checkpoint, records
 from lockstep.runs.folder import RunFolder, open_run
 from lockstep.runs.plan import RunPlan
 from lockstep.runs.retention import remove_older, remove_superseded
+from lockstep.runs.snapshot import MemoryCheckpoint
 from lockstep.runs.state import Checkpoint, State
 
 EVERY_STEP = "checkpoint_minutes=1e-9"
@@ -116,15 +119,36 @@ class Heard:
     def send(self, message: object) -> None:
         self.messages.append(message)
 
+    def share(self, message: object, block: object) -> None:
+        self.messages.append(message)
 
-def make_saver(folder: Path, **keys: object) -> tuple[Saver, Arena, Heard]:
+
+class DeviceClock(HostStopwatch):
+    """A stand-in for the stopwatch of a device that is still copying."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_done = False
+
+    def is_past(self, point: float) -> bool:
+        return self.is_done
+
+    def seconds_between(self, begin: float, end: float) -> float:
+        self.is_done = True
+        return 10.0
+
+
+def make_saver(
+    folder: Path, stopwatch: HostStopwatch | None = None, retains: bool = False, **keys: object
+) -> tuple[Saver, Arena, Heard]:
     (folder / "checkpoints").mkdir()
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
     arena, heard = Arena(model, HostMemory(), ("momenta",)), Heard()
     program = SimpleNamespace(arena=arena, optimizer=SimpleNamespace(learning_rate=0.1))
-    plan = RunPlan(make_config(**keys), folder, None)
+    plan = RunPlan(make_config(**keys), folder, None, retains=retains)
     (world,) = World.on_one_host(1)
-    return Saver(plan, world, program, HostMemory(), heard), arena, heard  # type: ignore[arg-type]
+    parts = plan, world, program, HostMemory(), heard
+    return Saver(*parts, stopwatch=stopwatch), arena, heard  # type: ignore[arg-type]
 
 
 class Gate:
@@ -164,6 +188,36 @@ def test_what_is_written_is_the_step_that_was_copied(tmp_path: Path, monkeypatch
     assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
     assert saver.is_due() and saver.is_due()
     assert len(heard.messages) == 1
+
+
+def test_nothing_is_made_of_a_copy_that_the_device_is_still_making(tmp_path: Path) -> None:
+    clock = DeviceClock()
+    saver, _, heard = make_saver(tmp_path, clock, retains=True, checkpoint_minutes=1e-9)
+    for name in ("written at a later step", "written at the end"):
+        heard.messages.clear()
+        saver.save(2, 32, 90, [], {})
+        for _ in range(3):  # steps
+            assert not (saver.is_due() or saver.is_copy_due()) and not heard.messages, name
+        if name == "written at a later step":
+            clock.is_done = True
+            saver.is_due()
+        saver.finish()
+        whole, saved = heard.messages
+        assert isinstance(whole, MemoryCheckpoint) and isinstance(saved, Saved)
+        clock.is_done = False
+
+
+def test_the_cost_of_a_memory_checkpoint_counts_the_time_of_the_device(tmp_path: Path) -> None:
+    """It is 10 s of the stand-in, so that auto makes the next copy 1,000 s later."""
+    due = []
+    for name, clock in (("device", DeviceClock()), ("host", HostStopwatch())):
+        (tmp_path / name).mkdir()
+        saver, _, _ = make_saver(tmp_path / name, clock, retains=True)
+        saver.save(1, 8, 90, [], {}, to_disk=False)
+        saver.finish()
+        time.sleep(0.3)
+        due.append(saver.is_copy_due())
+    assert due == [False, True]
 
 
 def test_a_second_one_waits_for_the_first(tmp_path: Path, monkeypatch) -> None:

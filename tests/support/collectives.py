@@ -20,14 +20,23 @@ from lockstep.memory import Block
 
 @dataclass(frozen=True)
 class Place:
-    """The kind of device of all ranks: CPU or CUDA, shared or one device per rank, real or simulated."""
+    """The kind of device of all ranks: CPU or CUDA, shared or one device per rank, real or simulated.
+
+    With kind 'mixed', ranks are on CUDA and on the CPU in turn.
+    """
 
     kind: str
     device_each: bool
     simulation: Simulation | None
 
     def device(self, rank: int) -> str:
-        return "cpu" if self.kind == "cpu" else f"cuda:{rank if self.device_each else 0}"
+        if self.kind == "cpu" or (self.kind == "mixed" and rank % 2):
+            return "cpu"
+        return f"cuda:{rank if self.device_each else 0}"
+
+    def kinds(self) -> list[str]:
+        """Return the kinds of transport that exist here and have the same interface."""
+        return {"cpu": ["auto"], "mixed": ["staged"]}.get(self.kind, ["p2p", "staged"])
 
     def start(self, rank: int) -> Backend:
         """Set up this rank's process. Call it first."""

@@ -213,6 +213,7 @@ def test_what_needs_a_team_says_so() -> None:
         ({"use_gpu": True}, "use_gpu, but"),
         ({"devices": ["cuda:0", "cuda:1"]}, "cuda:0, cuda:1 can't be used|cuda:1 is not there"),
         ({"devices": ["tpu"]}, "tpu"),
+        ({"devices": ["cuda:0", "cpu"]}, "ranks are on CPUs or on GPUs, not on both: cuda:0, cpu"),
     ],
 )
 def test_teams_that_make_no_sense(options: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
