@@ -100,10 +100,10 @@ def check(devices: tuple[str, ...], otherwise: str = _ON_CPU) -> None:
 
 
 def notices(devices: tuple[str, ...]) -> list[str]:
-    """Return warnings about these devices' environment that need no change."""
+    """Return warnings about these devices and their environment that need no change."""
     if not on_gpus(devices):
         return []
-    warnings = []
+    warnings = _differences(devices)
     for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if _EXPANDABLE.search(os.environ.get(key, "")):
             warnings.append(
@@ -114,6 +114,17 @@ def notices(devices: tuple[str, ...]) -> list[str]:
     if order != "PCI_BUS_ID":
         warnings.append(f"CUDA_DEVICE_ORDER is {order}: if GPUs differ, cuda:0 may not be nvidia-smi's GPU 0")
     return warnings
+
+
+def _differences(devices: tuple[str, ...]) -> list[str]:
+    """Return a warning if the devices round differently: CPUs beside GPUs, or several models of GPUs."""
+    models = sorted(set(describe(devices).values()))
+    if len(models) < 2:
+        return []
+    return [
+        f"devices: {', '.join(models)} round differently: this is the same training up to rounding, but its "
+        "bits may differ from those on other devices, and with other shares"
+    ]
 
 
 def describe(devices: tuple[str, ...]) -> dict[str, str]:
@@ -238,22 +249,11 @@ def _count(gpus: list[Gpu]) -> str:
 def notices_of_keys(config: Config) -> list[str]:
     """Return warnings about keys whose effect depends on these devices."""
     if on_gpus(config.devices):
-        notes = _differences(config.devices)
-        if config.logical_ranks is not None and not config.deterministic:
-            notes += ["logical_ranks: GPUs give the same bits in every run with deterministic: true only"]
-        return notes
+        same = config.logical_ranks is None or config.deterministic
+        if same:
+            return []
+        return ["logical_ranks: GPUs give the same bits in every run with deterministic: true only"]
     return _cost_of_bf16() if config.precision == "bf16" else []
-
-
-def _differences(devices: tuple[str, ...]) -> list[str]:
-    """Return a warning if the devices round differently: CPUs beside GPUs, or several models of GPUs."""
-    models = sorted(set(describe(devices).values()))
-    if len(models) < 2:
-        return []
-    return [
-        f"devices: {', '.join(models)} round differently: this is the same training up to rounding, but its "
-        "bits may differ from those on other devices, and with other shares"
-    ]
 
 
 def _check_mixed(config: Config) -> None:

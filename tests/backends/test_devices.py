@@ -337,6 +337,15 @@ def test_notices(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.notices(("cpu",)) == []
 
 
+def test_devices_that_round_differently_are_named(driver: Driver) -> None:
+    assert devices.notices(("cuda:0", "cuda:1")) == []
+    (notice,) = devices.notices(("cuda:0", "cpu"))
+    assert "NVIDIA H200, driver 570.86.15 round differently" in notice and "bits may differ" in notice
+    driver.answer(f"{H200}\n{SECOND.replace('H200', 'L4')}\n")
+    (notice,) = devices.notices(("cuda:0", "cuda:1"))
+    assert "NVIDIA H200, driver 570.86.15, NVIDIA L4, driver 570.86.15 round differently" in notice
+
+
 def test_parts_on_gpus_say_what_their_bits_need() -> None:
     keys = {"global_batch_size": 8, "logical_ranks": 2, "devices": ["cuda:0", "cuda:1"]}
     (notice,) = devices.notices_of_keys(make_config(**keys))
