@@ -167,6 +167,17 @@ def rows_of(name: str, numbers: dict[str, Any], n_hosts: int = 1) -> list[tuple[
     ]
 
 
+def named(words: argparse.Namespace) -> tuple[str, str]:
+    """Return the names of the page of results and of the command that makes it."""
+    some = words.networks if set(words.networks) != set(KEYS) else []
+    over_hosts = words.hosts > 1
+    page = "_".join(["goodput", *(["hosts"] if over_hosts else []), *some])
+    options = [f"--hosts {words.hosts}"] if over_hosts else []
+    options += ["--networks", *some] if some else []
+    arguments = f" ARGS='{' '.join(options)}'" if options else ""
+    return page, f"make goodput MINUTES={words.minutes:g}{arguments}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the campaign. Exit status 1: a broken run ended with other bits than the unbroken one."""
     parser = argparse.ArgumentParser(prog="python -m campaigns.goodput", description=__doc__.split("\n")[0])
@@ -188,9 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
     title = f"2 trainers and 2 loaders{each}, {words.minutes:g} minutes, a signal every {words.every:g} s"
     text = table(title, rows)
     print(text)
-    page, command = "goodput", f"make goodput MINUTES={words.minutes:g}"
-    if words.hosts > 1:
-        page, command = "goodput_hosts", f"{command} ARGS='--hosts {words.hosts}'"
+    page, command = named(words)
     write_results(words.results, page, [(text, numbers)], command)
     return 0 if all(each["same_bits"] for each in numbers.values()) else 1
 

@@ -22,7 +22,7 @@ def test_the_table_has_the_figures_and_other_bits_are_a_failure(
     monkeypatch.setattr(goodput, "train", train)
     assert goodput.main(["2", "--networks", "digits", "--results", str(tmp_path)]) == code
     assert n_epochs == ["n_epochs=4", "n_epochs=60", "n_epochs=60"]
-    text = (tmp_path / "goodput.md").read_text()
+    text = (tmp_path / "goodput_digits.md").read_text()
     assert "| digits: goodput | 95.0% | target >= 0.92: pass |" in text
     assert "| digits: signals in 100 s | 3 |" in text
     assert "| digits: from a kill to the end of the next step, median | 0.60 s |" in text
