@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from lockstep.comm.messages import Failed, Finished, Ready, Started, Stop, WarningMessage
@@ -96,6 +97,14 @@ class Child:
     @property
     def is_running(self) -> bool:
         return self.process.exitcode is None
+
+    def is_stopped(self) -> bool:
+        """Return whether a signal has stopped the process, as SIGSTOP does."""
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:  # it has exited
+            return False
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
     def note_activity(self) -> None:
         """Update `last_active` if the status board has changed since the last call."""
@@ -392,8 +401,10 @@ class Processes:
         """Listen for a moment: the other children notice a failure too, and may know its cause."""
         begin = self._now = time.monotonic()
         while any(child.is_running for child in self._children):
-            least = min(self._innocence(child) for child in self._children)
-            if least == 0:  # others can only report the loss of this one
+            suspect = min(self._children, key=self._innocence)
+            least = self._innocence(suspect)
+            # Others can only report the loss of one that has died or is stopped.
+            if least == 0 or self._follow(suspect)[0].is_stopped():
                 break
             only_timeouts = least == 2
             if time.monotonic() - begin > (LATE_SECONDS if only_timeouts else GATHER_SECONDS):

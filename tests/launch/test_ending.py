@@ -4,6 +4,7 @@ import atexit
 import fcntl
 import itertools
 import json
+import math
 import os
 import pty
 import re
@@ -23,6 +24,7 @@ from saved import assert_same, tensors
 
 from lockstep.comm.messages import WarningMessage
 from lockstep.comm.pipes import Pipe
+from lockstep.errors import DeadlinePassed
 from lockstep.interrupts import Interrupts
 from lockstep.launch import processes
 from lockstep.launch.status import StatusBoard
@@ -348,6 +350,30 @@ def test_a_process_that_moves_again_just_before_it_is_ended_goes_on(monkeypatch:
         children.start("trainer 0", "test_ending:dawdle", ())
         assert children.watch(lambda message: None) == processes.ExitStatus(0)
     assert found == [None]  # it was taken for one that hangs, once
+
+
+def stop_oneself(control: object, board: object) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def miss_the_other(control: object, board: object) -> None:
+    """A child's work: it waits for trainer 1 in vain."""
+    raise DeadlinePassed("trainer 1", "waited 1 s for trainer 1 (a test)")
+
+
+@pytest.mark.timeout(limit(60))
+def test_a_stopped_process_is_the_cause_without_waiting_for_more_reports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "LATE_SECONDS", math.inf)
+    with processes.Processes(60, Interrupts()) as children:
+        children.start("trainer 1", "test_ending:stop_oneself", ())
+        pid = children.pids()["trainer 1"]
+        stat = Path(f"/proc/{pid}/stat")
+        wait_until(lambda: ") T " in stat.read_text(), "trainer 1 to be stopped")
+        children.start("trainer 0", "test_ending:miss_the_other", ())
+        found = children.watch(lambda message: None)
+    assert found.lost == "trainer 1" and f"trainer 1 (pid {pid}) has stood still" in found.message
 
 
 def talk(control: Pipe, board: object, path: Path) -> None:
