@@ -1,0 +1,114 @@
+"""What receipts, rechecks and memory checkpoints cost a run, and how long a run pauses for other devices."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import table, verdict
+from lockstep.files import checksum
+from lockstep.runs.checkpoint_files import find_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+ROUNDS = 7
+N_EPOCHS = 20
+EVERY = 200  # steps between two receipts or rechecks; receipts have 1,000 by default
+WORDS = ("logical_ranks=4", "cpu_threads=1", "print_freq=1000")
+NOTHING = {"check_every": "null", "memory_checkpoint_seconds": "null", "on_failure": "stop"}
+CONTENDERS: dict[str, dict[str, str]] = {
+    "none of them": NOTHING,
+    f"receipts every {EVERY} steps": NOTHING | {"check_every": f"{EVERY}"},
+    f"recheck_every: {EVERY}": NOTHING | {"recheck_every": f"{EVERY}"},
+    "memory checkpoints (auto)": {"check_every": "null"},
+}
+SHORT_STEPS = ("devices=[cpu]", "global_batch_size=4", "learning_rate=0.001", "n_epochs=1")
+SIZES = (2, 4, 3, 1)  # numbers of trainers, one after the other
+N_SEQUENCES = 3
+MOST = 1.01  # times the run without
+
+
+def costs() -> tuple[str, dict[str, Any]]:
+    """Return the table and the numbers of what a run's safeguards cost."""
+    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for number in range(ROUNDS + 1):
+        for name, keys in CONTENDERS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                found = train(Path(folder), keys)
+            if number:  # the first round warms the page cache
+                seconds[name].append(found)
+    without, *_ = (statistics.median(values) for values in seconds.values())
+    rows: list[tuple[str, ...]] = [("a run with", "seconds", "of the run without", "")]
+    for name, values in seconds.items():
+        ratio = statistics.median(values) / without
+        rows.append((name, f"{ratio * without:.2f}", f"{ratio:.3f} x", verdict(ratio, MOST, True)))
+    title = f"{N_EPOCHS} epochs of the digits, 2 trainers and 2 loaders, medians of {ROUNDS} in turns"
+    return table(title, rows), {"safeguards_seconds": seconds}
+
+
+def train(folder: Path, keys: dict[str, str]) -> float:
+    """Train, and return the seconds from the first step to the end."""
+    words = ["devices=[cpu,cpu]", "global_batch_size=32", *WORDS]
+    words += [f"n_epochs={N_EPOCHS}", f"snapshot_freq={N_EPOCHS}"]
+    run = start(folder, "run", [*words, *(f"{key}={value}" for key, value in keys.items())])
+    if run.wait():
+        raise RuntimeError(f"a run with {keys} ended with exit status {run.returncode}")
+    events = events_of(folder / "run")
+    (begin,) = (event["time"] for event in events if event["event"] == "implementations")
+    return float(events[-1]["time"] - begin)
+
+
+def pauses() -> tuple[str, dict[str, Any]]:
+    """Return the table and the numbers of the pauses in which a run gets other devices."""
+    found: dict[str, list[float]] = {f"to {size} trainer(s)": [] for size in SIZES}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        unbroken = resized(folder, "unbroken", ())
+        same = True
+        for number in range(N_SEQUENCES):
+            same &= resized(folder, f"run{number}", SIZES) == unbroken
+            events = [event for event in events_of(folder / f"run{number}") if event["event"] == "resized"]
+            for values, event in zip(found.values(), events, strict=True):
+                values.append(event["seconds"])
+    rows: list[tuple[str, ...]] = [("resize", "seconds until the next step ends", "")]
+    for name, values in found.items():
+        rows.append((name, ", ".join(f"{value:.2f}" for value in values), verdict(max(values), 1.0, True)))
+    rows.append(("ends with the bits of the unbroken run", "yes" if same else "no", ""))
+    return table("The pause of a run that gets other devices", rows), {"resize_seconds": found, "same": same}
+
+
+def resized(folder: Path, name: str, sizes: tuple[int, ...]) -> str:
+    """Train one epoch of short steps on one device, then on others. Return the checkpoint's checksum."""
+    process = start(folder, name, [*SHORT_STEPS, *WORDS])
+    await_event(folder / name, "implementations")
+    for size in sizes:
+        wish = f"devices=[{','.join(['cpu'] * size)}]"
+        command = [sys.executable, "-m", "lockstep.launch.resize", str(folder / name), wish]
+        subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    if process.wait():
+        raise RuntimeError(f"the run {name} ended with exit status {process.returncode}")
+    return checksum(find_checkpoint(folder / name, "latest")[0].path)
+
+
+def start(folder: Path, name: str, words: list[str]) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "train.py", f"weights_dir={folder}", f"run_name={name}", *words]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), **quiet)
+
+
+def events_of(run: Path) -> list[dict[str, Any]]:
+    log = run / "log.jsonl"
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def await_event(run: Path, kind: str, seconds: float = 300.0) -> None:
+    until = time.monotonic() + seconds
+    while not any(event["event"] == kind for event in events_of(run)):
+        if time.monotonic() > until:
+            raise TimeoutError(f"{run}: no event {kind!r} within {seconds:g} s")
+        time.sleep(0.02)
