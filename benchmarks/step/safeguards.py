@@ -16,7 +16,7 @@ from lockstep.runs.checkpoint_files import find_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 7
-N_EPOCHS = 20
+N_EPOCHS = 10
 EVERY = 200  # steps between two receipts or rechecks; receipts have 1,000 by default
 WORDS = ("logical_ranks=4", "cpu_threads=1", "print_freq=1000")
 NOTHING = {"check_every": "null", "memory_checkpoint_seconds": "null", "on_failure": "stop"}
