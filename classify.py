@@ -210,6 +210,8 @@ def read_image(path: Path, dataset: Description) -> np.ndarray:
         BadImage: The file is no usable image.
         UserError: Likewise, where images are not square or have other channels than three.
     """
+    if path.is_char_device() or path.is_block_device():  # a pipe has an end, /dev/zero has none
+        raise BadImage("it is a device, not a file")
     rows, columns, n_channels = dataset.image_shape
     if rows != columns or n_channels != 3:
         with Image.open(path) as opened:
