@@ -48,6 +48,25 @@ def processor_seconds(function: Callable[[], object], rounds: int = 5) -> float:
     return min(found[1:])
 
 
+class Journal:
+    """The results so far, in a file from which an interrupted run resumes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self._results = {json.dumps(key): result for key, result in map(json.loads, lines)}
+
+    def once(self, key: list[Any], measure: Any) -> Any:
+        """Return the result of a key, measured unless the file has it."""
+        name = json.dumps(key)
+        if name not in self._results:
+            self._results[name] = measure()
+            with self._path.open("a") as file:
+                file.write(json.dumps([key, self._results[name]]) + "\n")
+        print(name, str(self._results[name])[-120:], flush=True)
+        return self._results[name]
+
+
 def machine() -> dict[str, object]:
     """Return the machine and the versions of a measurement."""
     return {

@@ -3,10 +3,13 @@
     python -m benchmarks.shares                  200 random shares for each network and optimizer: an hour
     python -m benchmarks.shares --vectors 5
     python -m benchmarks.shares --speed          with two processes that keep one trainer's core busy
+    python -m benchmarks.shares --overhead       processor time of a step beside that of its passes
 
 The first two train the digits for two short epochs on 1 to 8 trainers with 8 and with 12 logical ranks, and
 compare SHA-256 of weights, optimizer state and buffers. The third measures steps with equal shares and with
-`shares: auto` in turns; it needs two cores without other work.
+`shares: auto` in turns; it needs two cores without other work. The fourth measures processor time, because
+three trainers do not fit two cores: what the trainer with most logical ranks uses for a whole step, over what
+it uses for its forward and backward passes.
 """
 
 import argparse
@@ -18,14 +21,16 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.measure import table, write_results
+from benchmarks.measure import Journal, table, verdict, write_results
 from lockstep.comm.group import Group
+from lockstep.comm.messages import Order
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config, Layer, resolve
 from lockstep.config.rules import settle
@@ -146,14 +151,68 @@ def speed() -> dict[str, float]:
     return {shares: statistics.median(seconds) for shares, seconds in found.items()}
 
 
+def processor_times(rank: int, pipes: dict[int, Pipe], config: Config) -> tuple[float, float]:
+    """Return this trainer's processor seconds in TIMED steps, and in their forward and backward passes."""
+    trainer, passes = make_trainer(rank, pipes, config), 0.0
+    compute = trainer._forward_backward
+
+    def timed() -> Order:
+        nonlocal passes
+        begin = time.process_time()
+        order = compute()
+        passes += time.process_time() - begin
+        return order
+
+    trainer._forward_backward = timed  # type: ignore[method-assign]
+    trainer.begin_epoch()
+    for number in range(WARM_UP + TIMED):
+        if number == WARM_UP:
+            begin, passes = time.process_time(), 0.0
+        if trainer.position >= len(trainer.dataset.train):
+            trainer.validate()
+            trainer.epoch, trainer.position = trainer.epoch + 1, 0
+            trainer.begin_epoch()
+        trainer.train_step(trainer.orders.n_steps("train"))
+    whole = time.process_time() - begin
+    trainer.close()
+    return whole, passes
+
+
+def overhead() -> dict[str, list[float]]:
+    """Return a step's processor time over that of its passes, in turns, by network and trainers."""
+    found: dict[str, list[float]] = {}
+    for _, model, n_trainers in itertools.product(range(N_TURNS), ("smallnet", "resnet20"), (2, 3)):
+        config = config_of(n_trainers, 8, "equal", n_epochs=20, model=model, learning_rate=0.01)
+        whole, passes = run_ranks(processor_times, n_trainers, config)[0]  # it has most logical ranks
+        found.setdefault(f"{model}, {n_trainers} trainers", []).append(whole / passes)
+    return found
+
+
+def write_overhead(command: str) -> None:
+    ratios = overhead()
+    rows: list[tuple[str, ...]] = [("8 logical ranks", "step / its passes, processor time", "")]
+    for name, each in ratios.items():
+        rows.append((name, f"{statistics.median(each):.3f}", verdict(statistics.median(each), 1.05, True)))
+    section = (
+        table("What sums and exchange cost the trainer with most logical ranks", rows),
+        {"ratios": ratios},
+    )
+    print(section[0])
+    write_results(Path("docs/results"), "shares_overhead", [section], command)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--vectors", type=int, default=200, help="random shares for each network")
     parser.add_argument("--speed", action="store_true", help="measure `auto` instead")
+    parser.add_argument("--overhead", action="store_true", help="measure the cost of sums instead")
     arguments = parser.parse_args()
     command = "python -m benchmarks.shares " + " ".join(sys.argv[1:])
+    if arguments.overhead:
+        write_overhead(command)
+        return 0
     if arguments.speed:
         seconds = speed()
         rows = [("shares", "ms a step"), *((name, f"{1e3 * each:.1f}") for name, each in seconds.items())]
@@ -165,10 +224,12 @@ def main() -> int:
         print(section[0])
         write_results(Path("docs/results"), "shares_speed", [section], command)
         return 0
-    numbers = {}
+    numbers, path = {}, Path("docs/results/shares.unfinished.jsonl")
+    journal = Journal(path)
     for case, n_logical in itertools.product(CASES, N_LOGICAL):
         n_vectors = min(arguments.vectors, N_RESNET) if "resnet" in case else arguments.vectors
-        numbers[f"{case}, {n_logical} logical ranks"] = compare(case, n_logical, n_vectors)
+        measure = partial(compare, case, n_logical, n_vectors)
+        numbers[f"{case}, {n_logical} logical ranks"] = journal.once([case, n_logical, n_vectors], measure)
     names = ("divisions", "checksums", "first")
     rows = [
         ("network", *names),
@@ -177,6 +238,7 @@ def main() -> int:
     section = table(f"Checksums after {N_STEPS} steps of {BATCH} images", rows), {"shares": numbers}
     print(section[0])
     write_results(Path("docs/results"), "shares", [section], command.strip())
+    path.unlink()
     return int(any(each["checksums"] > 1 for each in numbers.values()))
 
 

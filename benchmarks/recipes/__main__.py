@@ -23,7 +23,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.measure import table, verdict, write_results
+from benchmarks.measure import Journal, table, verdict, write_results
 from benchmarks.recipes.imbalanced import RARE, answers_of, f1_of, thin_out
 from lockstep.config import Config, Layer, resolve
 from lockstep.data.dataset import open_dataset
@@ -60,25 +60,6 @@ def plain(options: argparse.Namespace, n_epochs: int, seed: int) -> Curve:
     command = [sys.executable, "-m", "benchmarks.recipes.plain", *words]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-class Journal:
-    """The results so far, in a file from which an interrupted run resumes."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self._results = {json.dumps(key): result for key, result in map(json.loads, lines)}
-
-    def once(self, key: list[Any], measure: Any) -> Any:
-        """Return the result of a key, measured unless the file has it."""
-        name = json.dumps(key)
-        if name not in self._results:
-            self._results[name] = measure()
-            with self._path.open("a") as file:
-                file.write(json.dumps([key, self._results[name]]) + "\n")
-        print(name, str(self._results[name])[-120:], flush=True)
-        return self._results[name]
 
 
 def learn_all(options: argparse.Namespace, journal: Journal, place: Path) -> dict[str, list[Curve]]:
