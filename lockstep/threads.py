@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+MOST_THREADS = 1024  # of a process; more of them leave none to other programs of the machine
+
 T = TypeVar("T")
 
 

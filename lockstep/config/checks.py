@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config import augmentation, hosts, rules, tasks
 from lockstep.errors import UserError
 from lockstep.optim import args_of
+from lockstep.threads import MOST_THREADS
 
 if TYPE_CHECKING:
     from lockstep.config import Config
@@ -70,9 +71,13 @@ _ABOVE_0 = (
     "val_split",
 )
 _BELOW_1 = ("ema_decay", "label_smoothing", "lr_gamma", "momentum", "threshold", "val_split")
+_AT_MOST = {
+    "cpu_threads": MOST_THREADS,
+    "loader_restarts": 100,  # each restart needs a pipe that is open from the start
+    "read_threads": MOST_THREADS,
+}
 _LARGEST = 2**31 - 1
 _MOST_CHANNELS = 4
-_MOST_RESTARTS = 100  # each restart needs a pipe that is open from the start
 _OWN_FUNCTION = re.compile(r"[\w.]+:\w+")
 _RUN_NAME = re.compile(r"[\w+-][\w.+-]{0,99}")
 
@@ -113,8 +118,9 @@ def _bad_numbers(config: "Config") -> Iterable[tuple[str, str]]:
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             yield key, f"must be a finite number, not {value}"
-        if type(value) is int and value > _LARGEST:
-            yield key, f"must be at most {_LARGEST}, not {value}"
+        most = _AT_MOST.get(key, _LARGEST)
+        if type(value) is int and value > most:
+            yield key, f"must be at most {most}, not {value}"
     for key in _ABOVE_0:
         value = getattr(config, key)
         numbers = value if isinstance(value, tuple) else (value,)
@@ -201,8 +207,6 @@ def _bad_combinations(config: "Config") -> Iterable[tuple[str, str]]:
         yield "resume_train", "auto needs run_name, the run to start or resume"
     if config.loader_restarts and not config.para_load:
         yield "loader_restarts", "needs para_load: true, because other runs have no loader process"
-    if config.loader_restarts > _MOST_RESTARTS:
-        yield "loader_restarts", f"must be at most {_MOST_RESTARTS}, not {config.loader_restarts}"
     if config.sampler and config.shuffle != "blocks":
         yield "sampler", f"draws single images in random order: set shuffle: blocks, not {config.shuffle}"
     if config.loss and config.label_smoothing:

@@ -17,6 +17,7 @@ from lockstep.backends import devices as machine
 from lockstep.errors import UserError
 from lockstep.exchange.reduction import reduce_arrays
 from lockstep.memory.malloc import share_one_heap
+from lockstep.threads import MOST_THREADS
 
 _THREADS = threading.Lock()
 os.register_at_fork(after_in_child=_THREADS._at_fork_reinit)  # type: ignore[attr-defined]
@@ -155,11 +156,13 @@ def cpus(n: int, threads: int | None = None, workers: int = 1) -> list[Cpu]:
         workers: Workers that compute, on each device. docs/decisions/flow.md says why it is one.
 
     Raises:
-        UserError: An argument is less than 1.
+        UserError: An argument is less than 1, or more than a machine has threads for.
     """
     for value, what in ((n, "n, the number of devices,"), (threads, "threads"), (workers, "workers")):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise UserError(f"flow.cpus: {what} is 1 or more, not {value}")
+        if value is not None and value > MOST_THREADS:
+            raise UserError(f"flow.cpus: {what} is at most {MOST_THREADS}, not {value}")
     share_one_heap()
     cores = sorted(os.sched_getaffinity(0))[: machine.count_cores()]
     made = []

@@ -16,6 +16,7 @@ from lockstep.synk.shareds import Shared
 from lockstep.synk.slots import UseSlots, make_slots
 from lockstep.synk.team import Team
 from lockstep.synk.workers import TeamOptions
+from lockstep.threads import MOST_THREADS
 
 
 @dataclass
@@ -73,8 +74,8 @@ def fork(
     if timeout <= 0:
         raise ValueError(f"fork(): timeout={timeout} is not positive. Give seconds")
     n_threads = max(1, _count_cores() // size) if threads is None else operator.index(threads)
-    if n_threads < 1:
-        raise ValueError(f"fork(): threads={threads} is below 1")
+    if not 1 <= n_threads <= MOST_THREADS:
+        raise ValueError(f"fork(): threads={threads} is not from 1 to {MOST_THREADS}")
     with defer_signals():
         team = Team(TeamOptions(size, master_rank, n_threads, profile_workers, timeout, gpus))
         _Process.session = _Session(team, RowNumbers(team))

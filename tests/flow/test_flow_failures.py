@@ -207,6 +207,7 @@ def test_bad_input_is_one_line() -> None:
         (lambda: flow.Engine(["cpu"]), "'cpu' is not a device"),
         (lambda: flow.Engine(engine.devices), "belongs to another engine"),
         (lambda: flow.cpus(0), "n, the number of devices, is 1 or more, not 0"),
+        (lambda: flow.cpus(1, threads=100_000), "threads is at most 1024, not 100000"),
         (lambda: flow.cpus(1, threads=0), "threads is 1 or more"),
         (lambda: flow.set_device("cpu"), "is not a device"),
         (lambda: flow.cpus(2.5), "1 or more, not 2.5"),

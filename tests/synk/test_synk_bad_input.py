@@ -209,6 +209,7 @@ def test_what_needs_a_team_says_so() -> None:
         ({"n_parallel": 2, "master_rank": 2}, "master_rank=2"),
         ({"n_parallel": 2, "timeout": 0}, "timeout=0"),
         ({"n_parallel": 2, "threads": 0}, "threads=0"),
+        ({"n_parallel": 2, "threads": 100_000}, "threads=100000 is not from 1 to 1024"),
         ({"n_parallel": 2, "devices": ["cpu"]}, "1 devices for 2 ranks"),
         ({"use_gpu": True}, "use_gpu, but"),
         ({"devices": ["cuda:0", "cuda:1"]}, "cuda:0, cuda:1 can't be used|cuda:1 is not there"),
