@@ -128,9 +128,13 @@ class Saver:
 
     def is_due_after(self, epoch: int, val_record: list[dict[str, float]]) -> bool:
         """Return whether a complete epoch is saved: every `snapshot_freq` epochs, the last, and the best."""
-        config = self._config
-        regular = is_regular(epoch, config.snapshot_freq, config.n_epochs)
-        return regular or best_epoch(val_record, monitor_of(config)) == epoch
+        return self._is_regular(epoch) or self._is_best(epoch, val_record)
+
+    def _is_regular(self, epoch: int) -> bool:
+        return is_regular(epoch, self._config.snapshot_freq, self._config.n_epochs)
+
+    def _is_best(self, epoch: int, val_record: list[dict[str, float]]) -> bool:
+        return best_epoch(val_record, monitor_of(self._config)) == epoch
 
     def begin_receipts(self, dataset: Dataset, save: Callable[[bool, bool], None]) -> None:
         """Begin to keep receipts, with `logical_ranks`. All trainers call it before the first step.
@@ -205,8 +209,6 @@ class Saver:
         started, begin = time.monotonic(), self._stopwatch.now()
         self._name = f"the checkpoint of epoch {epoch} at image {position}"
         copies = self._slots.copy({**rule_state, **self._program.arena.outside()})
-        config = self._config
-        regular = is_regular(epoch, config.snapshot_freq, config.n_epochs)
         make_state = partial(
             State.now,
             epoch=epoch,
@@ -215,9 +217,9 @@ class Saver:
             learning_rate=self._program.optimizer.learning_rate,
             val_record=list(val_record),
             n_trainers=self._world.size,
-            config=config,
+            config=self._config,
             dataset=self._dataset,
-            only_best=not regular and best_epoch(val_record, monitor_of(config)) == epoch,
+            only_best=not self._is_regular(epoch) and self._is_best(epoch, val_record),
         )
         if to_disk and self._is_writer:
             self._last_save = started
