@@ -107,8 +107,10 @@ def open_exchange(
         UserError: The configured exchange is not possible.
     """
     arena = program.arena
-    kind = "staged" if are_mixed(config.devices) else config.exchange
+    mixed = are_mixed(config.devices)
+    kind = "staged" if mixed else config.exchange
     transport, reason = backend.open_transport(kind, arena.block, arena.flat, group)
+    reason = "between CPUs and GPUs" if mixed else reason
     transport = coordinator.hierarchical(transport, arena.flat)
     is_single = coordinator.world.size == 1
     average = "none: a single trainer" if is_single else f"{transport.name}, rule: {rule_of(config)}"

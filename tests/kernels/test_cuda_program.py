@@ -281,6 +281,7 @@ def test_cpus_and_gpus_in_one_run_train_to_the_bits_of_cpus(
     environment = simulation.set(delay=300).environment()
     ours = program.run(*words, devices=devices, name="mixed", environment=environment)
     assert "round differently: this is the same training up to rounding" in ours.output()
+    assert "exchange: staged through host memory: between CPUs and GPUs" in ours.output()
     on_cpus = devices.replace("cuda:0", "cpu").replace("cuda:1", "cpu")
     assert_same(tensors(ours, 2), tensors(program.run(*words, devices=on_cpus, name="cpu"), 2))
     ours.assert_nothing_left()
