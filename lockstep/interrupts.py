@@ -51,6 +51,8 @@ class Interrupts:
     def install(self, last_line: str) -> None:
         """Install the signal handlers. A signal now ends the program with the message `last_line`."""
         signal.signal(STATUS_SIGNAL, self._note_status)
+        # Inherited as ignored, it would take away the exit codes of children.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in (*_STOP_REQUESTS, STOP_SIGNAL):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)

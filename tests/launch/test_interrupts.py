@@ -165,3 +165,16 @@ def test_it_leaves_where_its_last_words_cant_be_said(redirection: str) -> None:
     code = INHERITED.replace("interrupts.note()\n", "")
     shell = ["sh", "-c", f'exec "$0" "$@" {redirection}', sys.executable, "-c", code]
     assert subprocess.run(shell, cwd=ROOT, timeout=limit(30)).returncode == 143
+
+
+def test_a_signal_about_children_that_is_inherited_as_ignored_changes_nothing(program: Program) -> None:
+    """A kernel that reaps children itself would leave no exit codes."""
+    ignoring = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+    running = program.start("n_epochs=1", through=(sys.executable, "-c", ignoring))
+    assert running.wait() == 0, running.output()
+    assert "Traceback" not in running.output() and running.last_line().startswith("done")
+    running.assert_nothing_left()
