@@ -37,6 +37,7 @@ class Order:
     """One trainer's share of one minibatch: positions [first, last) of minibatch [start, stop).
 
     bounds: With `logical_ranks`, trainer r computes the logical ranks [bounds[r], bounds[r + 1]).
+    of_step: With `accumulate`, the positions [first, last) of all minibatches of the step.
     """
 
     stage: Stage
@@ -48,6 +49,12 @@ class Order:
     last: int
     view: int = 0  # in validation: the crop of each image, see reader.py; 0 is the middle
     bounds: tuple[int, ...] = ()
+    of_step: tuple[int, int] | None = None
+
+    @property
+    def mixed_with(self) -> tuple[int, int]:
+        """The positions [first, last) with which images are mixed: those of the step."""
+        return self.of_step or (self.start, self.stop)
 
     def __str__(self) -> str:
         stage = "" if self.stage == "train" else "validation "

@@ -2,7 +2,7 @@
 
 Mixup is Zhang et al. 2018 (arXiv 1710.09412), CutMix is Yun et al. 2019 (arXiv 1905.04899).
 
-The partner of an image is another one of the same global batch, at a random distance that all of the batch
+The partner of an image is another one of the same step, at a random distance that all images of the step
 share. Which images are mixed, how, and with which partner depends on the seed, the epoch and the place in
 the epoch only, so it is the same for any number of trainers.
 """
@@ -65,7 +65,7 @@ class Mixer:
         self._weights = np.where(mixed & cut, 1 - replaced, weights).astype(np.float32)
 
     def choose_partners(self, start: int, stop: int, first: int, last: int) -> Mixing:
-        """Return partners, weights and boxes of positions [first, last) of the global batch [start, stop)."""
+        """Return partners, weights and boxes of positions [first, last) of the step [start, stop)."""
         size, positions = stop - start, np.arange(first, last)
         distance = 1 + int(self._distances[start] * (size - 1)) if size > 1 else 0
         partners = start + (positions - start + distance) % size

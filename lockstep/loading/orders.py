@@ -58,7 +58,21 @@ class Orders:
                 self._bounds, self._next_bounds = self._next_bounds[1], None
             first, last = self._share(start, stop)
             step = start // self.step_size(stage) + 1
-            yield Order(stage, epoch, step, start, stop, first, last, bounds=self._bounds)
+            of_step = self._step_of(start, position) if stage == "train" else None
+            yield Order(stage, epoch, step, start, stop, first, last, bounds=self._bounds, of_step=of_step)
+
+    def _step_of(self, start: int, position: int) -> tuple[int, int] | None:
+        """Return the positions of the step that a minibatch belongs to; None if it is the only one.
+
+        Args:
+            start: The minibatch's first position.
+            position: Where the first step begins.
+        """
+        if self.config.accumulate == 1:
+            return None
+        size = self.step_size("train")
+        first = position + (start - position) // size * size
+        return first, min(first + size, self._n_images["train"])
 
     def change_bounds(self, bounds: Bounds, order: Order) -> Order | None:
         """Give the trainers other logical ranks, from the first order that no loader has yet.

@@ -94,14 +94,18 @@ def test_what_is_linear_in_the_gradient_is_exact_for_any_n(
     assert all(two[0][name].tobytes() == two[1][name].tobytes() for name in one)
 
 
-def test_accumulated_minibatches_are_one_large_minibatch(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mixed", [{}, {"mixup": 0.8, "cutmix": 1.0}], ids=["plain", "mixed"])
+def test_accumulated_minibatches_are_one_large_minibatch(
+    data: Path, tmp_path: Path, mixed: dict[str, object]
+) -> None:
     """3 x 8 images a step and 24; the last step of an epoch has 13 and none is left out."""
-    large = train_n(1, data, tmp_path / "1", True, n_epochs=2, batch_size=24, **EXACT)[0]
+    values = {"n_epochs": 2, **EXACT, **mixed}
+    large = train_n(1, data, tmp_path / "1", True, **values, batch_size=24)[0]
     for n_trainers in (1, 2):
         place = tmp_path / f"accumulated{n_trainers}"
-        several = train_n(n_trainers, data, place, True, n_epochs=2, accumulate=3, **EXACT)[0]
+        several = train_n(n_trainers, data, place, True, **values, accumulate=3)[0]
         assert relative_difference(several, large) <= 1e-10
-    other = train_n(1, data, tmp_path / "2", True, n_epochs=2, accumulate=2, **EXACT)[0]
+    other = train_n(1, data, tmp_path / "2", True, **values, accumulate=2)[0]
     assert relative_difference(other, large) > 1e-4
 
 
