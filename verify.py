@@ -187,8 +187,15 @@ def on_devices(config: Config, overrides: list[str], receipt: Receipt) -> Config
     n_threads = config.cpu_threads if "cpu_threads" in values else int(receipt.machine["threads"])
     if "devices" not in values:
         chosen = chosen[: config.logical_ranks]
+    on_one_host = {"n_hosts": 1, "host_rank": None, "rendezvous": None, "host_address": None}
     config = dataclasses.replace(
-        config, devices=chosen, shares=shares, cpu_threads=n_threads, para_load=False, trace=False
+        config,
+        devices=chosen,
+        shares=shares,
+        cpu_threads=n_threads,
+        para_load=False,
+        trace=False,
+        **on_one_host,  # type: ignore[arg-type]
     )
     return settle(config)[0]
 

@@ -23,32 +23,16 @@ from lockstep.optim.schedules import spans_run
 
 NAME = "receipts.jsonl"
 # Keys that change neither a bit of the training nor the meaning of a checkpoint.
-_FREE_KEYS = frozenset(
-    {
-        *("resume_train", "load_epoch", "run_name", "weights_dir", "devices", "batch_size", "shares"),
-        *(
-            "tensorboard",
-            "report",
-            "trace",
-            "monitor",
-            "patience",
-            "threshold",
-            "print_freq",
-            "timeout",
-            "on_failure",
-            "max_restarts",
-        ),
-        *("data_folder", "train_folder", "val_folder", "label_folder", "mean_file", "para_load"),
-        *(
-            "n_slots",
-            "snapshot_freq",
-            "keep_checkpoints",
-            "checkpoint_minutes",
-            "check_every",
-            "recheck_every",
-        ),
-    }
-)
+_PLACES = ("run_name", "weights_dir", "cache_folder", "resume_train", "load_epoch")
+_DATA = ("data_folder", "train_folder", "val_folder", "label_folder", "mean_file", "check_sums")
+_DEVICES = ("devices", "batch_size", "shares", "pin_cores", "exchange", "overlap", "upload")
+_HOSTS = ("n_hosts", "host_rank", "rendezvous", "host_address", "rejoin_seconds", "network")
+_LOADING = ("para_load", "n_slots", "read_threads", "read_retries", "loader_restarts")
+_SHOWN = ("tensorboard", "report", "trace", "print_freq", "print_train_error", "monitor", "threshold")
+_ENDS = ("patience", "timeout", "on_failure", "max_restarts", "preempt_seconds")
+_SAVING = ("snapshot_freq", "keep_checkpoints", "checkpoint_minutes", "memory_checkpoint_seconds")
+_CHECKS = ("check_every", "recheck_every")
+_FREE_KEYS = {*_PLACES, *_DATA, *_DEVICES, *_HOSTS, *_LOADING, *_SHOWN, *_ENDS, *_SAVING, *_CHECKS}
 
 
 @dataclass(frozen=True)

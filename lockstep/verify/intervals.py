@@ -9,6 +9,8 @@ from pathlib import Path
 from lockstep.errors import UserError
 from lockstep.runs.receipts import Receipt
 
+_Start = tuple[int, Path | None]  # a step, and the checkpoint's file of tensors; None from scratch
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -42,7 +44,7 @@ def all_intervals(receipts: Sequence[Receipt], settings: str) -> list[tuple[Rece
 def choose(
     folder: Path, receipts: Sequence[Receipt], settings: str, number: int, dice: random.Random
 ) -> tuple[list[Replay], int]:
-    """Return replays that cover random intervals, and how many intervals there are.
+    """Return replays that cover random intervals, and how many intervals can be replayed.
 
     Args:
         folder: The run's folder.
@@ -60,13 +62,18 @@ def choose(
             f"{folder}: there is no interval between two receipts to replay: train with a smaller "
             "check_every or snapshot_freq, or go without --replay"
         )
-    chosen = dice.sample(intervals, min(number, len(intervals)))
-    ends: dict[tuple[int, Path | None], int] = {}
-    for one, other in chosen:
-        start = _checkpoint_before(folder, receipts, settings, one.step)
-        ends[start] = max(ends.get(start, 0), other.step)
+    begins = [(_start_before(folder, receipts, settings, one.step), other.step) for one, other in intervals]
+    possible = [(start, last) for start, last in begins if start is not None]
+    if not possible:
+        raise UserError(
+            f"{folder}: has no checkpoint before step {intervals[-1][0].step} to replay from: keep more of "
+            "them (keep_checkpoints: null)"
+        )
+    ends: dict[_Start, int] = {}
+    for start, last in dice.sample(possible, min(number, len(possible))):
+        ends[start] = max(ends.get(start, 0), last)
     replays = [_replay(receipts, settings, *start, last) for start, last in sorted(ends.items(), key=_place)]
-    return replays, len(intervals)
+    return replays, len(possible)
 
 
 def from_scratch(folder: Path, receipts: Sequence[Receipt], settings: str, step: int) -> Replay:
@@ -84,15 +91,13 @@ def from_scratch(folder: Path, receipts: Sequence[Receipt], settings: str, step:
     return _replay(receipts, settings, 0, None, max(known))
 
 
-def _place(item: tuple[tuple[int, Path | None], int]) -> int:
+def _place(item: tuple[_Start, int]) -> int:
     return item[0][0]
 
 
-def _checkpoint_before(
-    folder: Path, receipts: Sequence[Receipt], settings: str, step: int
-) -> tuple[int, Path | None]:
-    """Return the last checkpoint up to a step, with its step; (0, None) for the beginning of the run."""
-    found: tuple[int, Path | None] = 0, None
+def _start_before(folder: Path, receipts: Sequence[Receipt], settings: str, step: int) -> _Start | None:
+    """Return the last state up to a step from which a replay can start; None without one."""
+    found: _Start = 0, None
     paths: dict[str, Path] = {}  # by state: a run that was resumed with other settings counts steps anew
     for receipt in receipts:
         path = folder / "checkpoints" / f"{receipt.checkpoint}.safetensors"
@@ -100,12 +105,8 @@ def _checkpoint_before(
             paths[receipt.state] = path
         if receipt.settings == settings and receipt.state in paths and found[0] < receipt.step <= step:
             found = receipt.step, paths[receipt.state]
-    if found[1] is None and (receipts[0].step or receipts[0].settings != settings):
-        raise UserError(
-            f"{folder}: has no checkpoint before step {step} to replay from: keep more of them "
-            "(keep_checkpoints: null)"
-        )
-    return found
+    begins_here = receipts[0].step == 0 and receipts[0].settings == settings
+    return found if found[1] is not None or begins_here else None
 
 
 def _replay(receipts: Sequence[Receipt], settings: str, first: int, start: Path | None, last: int) -> Replay:

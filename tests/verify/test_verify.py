@@ -20,8 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from limits import limit
 from safetensors.numpy import load_file, save_file
+from two_hosts import end_well, start
 
 import verify
+from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.files import checksum
 from lockstep.interrupts import Interrupts
@@ -282,3 +284,31 @@ def test_receipts_of_a_run_without_a_checkpoint_go_when_another_begins(tmp_path:
         begun.lock.close()
         assert not (begun.folder / receipts.NAME).exists()
         (begun.folder / receipts.NAME).write_text("of a run that was killed")
+
+
+@pytest.mark.parametrize(
+    "word", ["read_threads=2", "preempt_seconds=30", "memory_checkpoint_seconds=null", "exchange=staged"]
+)
+def test_keys_that_change_no_bit_change_no_settings(word: str) -> None:
+    key, _, value = word.partition("=")
+    config, names = make_config(), {field.name for field in dataclasses.fields(Config)}
+    other = dataclasses.replace(config, **{key: value})
+    assert receipts.digest_of_settings(other) == receipts.digest_of_settings(config)
+    assert names > receipts._FREE_KEYS, "a key has another name now"
+
+
+@pytest.mark.slow
+def test_a_run_on_two_hosts_is_replayed_on_one(program: Program) -> None:
+    hosts = start(program, "n_epochs=2", *KEYS)
+    end_well(hosts)
+    assert ": verified; " in call(hosts[0].run_folder, "--replay", 2, "devices=[cpu, cpu, cpu]")
+
+
+@pytest.mark.slow
+def test_intervals_whose_checkpoint_is_gone_are_left_out(program: Program) -> None:
+    """The run begins at a checkpoint of another run."""
+    program.run(*KEYS, "n_epochs=2", "snapshot_freq=1")
+    words = ("n_epochs=3", "resume_train=true", "load_epoch=1")
+    program.run(*KEYS, *words)
+    begun = program.place / "runs" / "run-from-epoch_0001"
+    assert "note: only 4 intervals can be replayed, not 9" in call(begun, "--replay", 9)  # those of epoch 3
