@@ -37,6 +37,7 @@ connection, launcher, sys.path[:], modules = json.loads(sys.argv[1])
 from lockstep.launch.template import run_template
 run_template(connection, launcher, modules)
 """
+_REPLACEMENTS = 3  # of a template that does not answer, for one child
 _POLL_SECONDS = 0.0002  # between two looks for the exit of the process in between
 
 
@@ -115,14 +116,19 @@ class Template:
 
         Raises:
             OSError: The operating system refuses another process.
-            PeerProblem: The template does not answer, and neither does a second one.
+            PeerProblem: The template does not answer, and neither do those that replace it.
         """
+        for _ in range(_REPLACEMENTS):
+            try:
+                return self._ask(start)
+            except PeerProblem:  # it was killed, or stands still
+                self.close()
+                self._begin()
         try:
             return self._ask(start)
-        except PeerProblem:  # it was killed, or stands still
-            self.close()
-            self._begin()
-            return self._ask(start)
+        except PeerProblem as problem:
+            text = f"{problem}; it was started {_REPLACEMENTS + 1} times, last as pid {self._process.pid}"
+            raise type(problem)(problem.peer, text) from problem
 
     def close(self) -> None:
         """End the template. Its children are not affected."""

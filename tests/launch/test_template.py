@@ -12,7 +12,7 @@ import pytest
 from conftest import Program, Running, wait_until
 
 from lockstep.comm.pipes import Pipe
-from lockstep.errors import PeerLost
+from lockstep.errors import PeerLost, PeerProblem
 from lockstep.interrupts import Interrupts
 from lockstep.launch import processes
 from lockstep.launch.processes import Processes
@@ -137,6 +137,32 @@ def test_a_template_that_stands_still_is_replaced(template: Template) -> None:
         assert children.watch(heard.append) == processes.ExitStatus(0)
     wait_until(lambda: stopped.poll() is not None, "the end of the first template")
     assert len(heard) == 2 and "second" in str(heard[1])
+
+
+@pytest.mark.parametrize("n_killed", [2, 4])
+def test_a_template_is_replaced_until_several_in_a_row_have_died(
+    template: Template, monkeypatch: pytest.MonkeyPatch, n_killed: int
+) -> None:
+    heard, left, begin = list[object](), [n_killed - 1], template._begin
+    template._process.kill()
+
+    def begin_and_die() -> None:
+        begin()
+        if left[0]:
+            left[0] -= 1
+            template._process.kill()
+
+    monkeypatch.setattr(template, "_begin", begin_and_die)
+    with Processes(60, template=template) as children:
+        if n_killed == 4:
+            with pytest.raises(
+                PeerProblem, match=r"to start trainer 0\); it was started 4 times, last as pid \d+"
+            ):
+                children.start("trainer 0", "test_template:report", ("first",))
+            return
+        children.start("trainer 0", "test_template:report", ("first",))
+        assert children.watch(heard.append) == processes.ExitStatus(0)
+    assert len(heard) == 1
 
 
 def test_a_child_whose_template_died_before_it_answered_does_nothing(
