@@ -34,7 +34,7 @@ from lockstep.launch import child
 from lockstep.launch.bar import SENDING, BarState, ProgressBar, from_line
 from lockstep.launch.commandline import default_config
 from lockstep.objects import Kind, PickledObjects
-from lockstep.runs.checkpoint_files import find_checkpoint
+from lockstep.runs.checkpoint_files import check_epoch, find_checkpoint
 from lockstep.runs.folder import folder_after, make_folder_named_by_time, newest
 from lockstep.runs.metrics import best_epoch
 
@@ -128,6 +128,7 @@ class Run:
         Raises:
             UserError: The file or the run's checkpoint cannot be used.
         """
+        check_epoch(epoch)
         command = ["predict", str(image), "--run", str(self.folder), "--epoch", str(epoch), "--json"]
         command += [] if threshold is None else ["--threshold", str(threshold)]
         with PickledObjects(self._passed) as passed:

@@ -100,7 +100,7 @@ class Saver:
         self._pause_seconds = 0.0  # that the fastest checkpoint within an epoch held up the trainer
         self._copy_seconds = 0.0  # that the fastest copy took the device
         if self._is_writer:
-            _check_disk(plan.folder, program.arena.flat.nbytes)
+            _check_disk(plan.folder, program.arena.flat.nbytes + rule_bytes)
         if self._copies:
             n_slots = 2 if plan.retains else 1
             self._slots = Snapshots(program.arena, rule_bytes, n_slots, memory, world.size, plan.retained)

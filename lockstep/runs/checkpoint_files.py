@@ -54,6 +54,7 @@ def find_checkpoint(folder: Path, load_epoch: int | str) -> tuple[Checkpoint, li
     Raises:
         UserError: There is no such checkpoint, or the requested one is damaged.
     """
+    check_epoch(load_epoch)
     if isinstance(load_epoch, int):
         path = folder / "checkpoints" / f"epoch_{load_epoch:04d}.json"
         if not path.exists():
@@ -69,6 +70,13 @@ def find_checkpoint(folder: Path, load_epoch: int | str) -> tuple[Checkpoint, li
         except UserError as error:
             notes.append(f"passing over a checkpoint: {error}")
     raise UserError("; ".join([f"{folder}: has no whole checkpoint to resume from", *notes]))
+
+
+def check_epoch(epoch: object) -> None:
+    """Raise UserError if `epoch` can't name a checkpoint."""
+    is_number = isinstance(epoch, int) and not isinstance(epoch, bool)
+    if not (is_number or epoch in ("latest", "best")):
+        raise UserError(f"epoch: {epoch!r} is not the number of an epoch, 'best' or 'latest'")
 
 
 def _find_best(folder: Path) -> tuple[Checkpoint, list[str]]:

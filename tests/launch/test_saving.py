@@ -139,16 +139,21 @@ class DeviceClock(HostStopwatch):
 
 
 def make_saver(
-    folder: Path, stopwatch: HostStopwatch | None = None, retains: bool = False, **keys: object
+    folder: Path,
+    stopwatch: HostStopwatch | None = None,
+    retains: bool = False,
+    rule_bytes: int = 0,
+    **keys: object,
 ) -> tuple[Saver, Arena, Heard]:
-    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints").mkdir(parents=True)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
     arena, heard = Arena(model, HostMemory(), ("momenta",)), Heard()
     program = SimpleNamespace(arena=arena, optimizer=SimpleNamespace(learning_rate=0.1))
     plan = RunPlan(make_config(**keys), folder, None, retains=retains)
     (world,) = World.on_one_host(1)
     parts = plan, world, program, HostMemory(), heard
-    return Saver(*parts, stopwatch=stopwatch), arena, heard  # type: ignore[arg-type]
+    saver = Saver(*parts, rule_bytes=rule_bytes, stopwatch=stopwatch)  # type: ignore[arg-type]
+    return saver, arena, heard
 
 
 class Gate:
@@ -211,7 +216,6 @@ def test_the_cost_of_a_memory_checkpoint_counts_the_time_of_the_device(tmp_path:
     """It is 10 s of the stand-in, so that auto makes the next copy 1,000 s later."""
     due = []
     for name, clock in (("device", DeviceClock()), ("host", HostStopwatch())):
-        (tmp_path / name).mkdir()
         saver, _, _ = make_saver(tmp_path / name, clock, retains=True)
         saver.save(1, 8, 90, [], {}, to_disk=False)
         saver.finish()
@@ -258,6 +262,17 @@ def test_what_goes_wrong_in_the_thread_reaches_the_trainer(tmp_path: Path, monke
     assert heard.messages == []
 
 
+def test_the_rules_tensors_count_for_the_room_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rule: gradients they are the optimizer's state, which is as large as the weights."""
+    free = SimpleNamespace(free=10_000)
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda folder: free)
+    make_saver(tmp_path / "weights")
+    with pytest.raises(UserError, match=r"a checkpoint takes 0\.0 MB, and 0\.0 MB are free"):
+        make_saver(tmp_path / "gradients", rule_bytes=10_000)
+
+
 def test_a_run_looks_for_room_on_the_disk_before_its_first_step(program: Program) -> None:
     (program.place / "runs").mkdir()
     on_a_small_disk = f'mount -t tmpfs -o size=256k small {program.place}/runs && exec "$@"'
@@ -270,6 +285,14 @@ def test_a_run_looks_for_room_on_the_disk_before_its_first_step(program: Program
     assert re.match(words, running.last_line()) and "weights_dir" in running.last_line()
     assert " step 2/" not in running.output()
     running.assert_nothing_left()
+
+
+@pytest.mark.parametrize("epoch", ["bst", "1", 1.0, None, True])
+def test_what_names_no_checkpoint_is_refused(tmp_path: Path, epoch: object) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    write_record(tmp_path, 1, 90, [0.5])
+    with pytest.raises(UserError, match="is not the number of an epoch, 'best' or 'latest'"):
+        find_checkpoint(tmp_path, epoch)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
