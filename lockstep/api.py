@@ -236,7 +236,7 @@ class _Launch:
     def run(self) -> Run:
         """Wait for the end. KeyboardInterrupt is passed on: the run finishes its step and saves."""
         try:
-            with PickledObjects(self._passed) as passed, self._interrupts_counted():
+            with PickledObjects(self._passed) as passed, _exit_codes(), self._interrupts_counted():
                 process = self._start(_environment() | passed.environment())
                 reader = threading.Thread(target=self._read, args=(process,), daemon=True)
                 try:
@@ -257,6 +257,8 @@ class _Launch:
 
         def end_with_caller() -> None:
             die_with_parent()
+            # A Ctrl-C that is passed on while Python starts waits until `Interrupts` can handle it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             if os.getppid() != caller:  # it died before the line above
                 os._exit(1)
 
@@ -357,6 +359,20 @@ class _Launch:
             if os.listdir(self._folder) == ["checkpoints"]:  # else another run may be writing there
                 (self._folder / "checkpoints").rmdir()
                 self._folder.rmdir()
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Have the kernel keep exit codes of children inside the block, also where the caller ignores SIGCHLD."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

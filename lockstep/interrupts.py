@@ -57,6 +57,7 @@ class Interrupts:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
         self.leave(last_line)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # lockstep.train blocks it until now
 
     def note(self) -> None:
         """Record signals from now on, because child processes must be stopped before the launcher exits."""

@@ -129,6 +129,19 @@ def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
         lockstep.resume(tmp_path)
 
 
+def test_a_failure_is_one_also_where_the_caller_ignores_the_end_of_children(
+    shared_folder: Path, tmp_path: Path
+) -> None:
+    """Python takes the unknown exit code of a child for 0."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(lockstep.UserError, match="learning_rate must be above 0"):
+            lockstep.train(shared_folder, **keys(tmp_path, learning_rate=-1))
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_a_lost_process_is_named(shared_folder: Path, tmp_path: Path) -> None:
     def kill(event: dict[str, object]) -> None:
         text = (tmp_path / "runs" / "lost" / "log.jsonl").read_text()
@@ -160,6 +173,26 @@ def test_an_interrupt_saves_and_returns_the_run(shared_folder: Path, tmp_path: P
     assert [line.strip() for line in lines].count("once") == 1
     assert lines[-1].startswith("False")
     assert list((tmp_path / "r" / "checkpoints").glob("*.safetensors"))
+
+
+def test_an_interrupt_while_the_launcher_starts_returns_the_run(shared_folder: Path, tmp_path: Path) -> None:
+    """Python has no handlers of the launcher's yet."""
+    at_once = """
+import os, signal
+from lockstep import api
+start = api._Launch._start
+
+def start_and_interrupt(self, environment):
+    process = start(self, environment)
+    os.kill(os.getpid(), signal.SIGINT)
+    return process
+
+api._Launch._start = start_and_interrupt
+"""
+    process = script(at_once + SCRIPT, shared_folder, tmp_path)
+    output, errors = process.communicate(timeout=limit(60))
+    assert output.splitlines()[-1].startswith("False 0"), output
+    assert "Traceback" not in f"{output}{errors}"
 
 
 @pytest.mark.slow
