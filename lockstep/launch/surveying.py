@@ -1,6 +1,7 @@
 """The survey of datasets that are Python objects, in its own process before the run's others."""
 
 import dataclasses
+from importlib import import_module
 
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
@@ -39,6 +40,8 @@ def with_survey(config: Config) -> tuple[Config, list[str]]:
 
 def run_survey(control: Pipe, board: StatusBoard, config: Config) -> None:
     """Send the launcher the survey. The network is made only if its size is needed."""
+    if config.item_size is None:  # imports torch now, when the launcher grants time for imports
+        import_module("lockstep.network.build")
 
     def input_size(n_channels: int, n_classes: int) -> tuple[int, int]:
         from lockstep.network.build import build_model, input_spec_of, sides_of
