@@ -339,7 +339,7 @@ def _announce_resuming(console: Console, start: Checkpoint, config: Config, orde
     previous = state.config.get("global_batch_size") or state.n_trainers * state.config["batch_size"]
     if previous != orders.minibatch_size:
         console.say("note: the global batch size differs from before; no image is lost or seen twice")
-    if note := _discarded_replicas(state.config.get("rule", ""), state.n_trainers, config):
+    if note := discarded_replicas(state.config.get("rule", ""), state.n_trainers, config):
         console.say(f"note: {note}")
     console.log("resumed", {"checkpoint": str(start.path)})
 
@@ -362,7 +362,7 @@ def _describe_config(config: Config, saved: Path) -> str:
     return "\n".join([*lines, f"all keys are in {saved}"])
 
 
-def _discarded_replicas(rule: str, n_trainers: int, config: Config) -> str:
+def discarded_replicas(rule: str, n_trainers: int, config: Config) -> str:
     """Return a note if a checkpoint's unequal replicas can't each resume in a trainer; '' otherwise.
 
     Args:

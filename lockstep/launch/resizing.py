@@ -9,7 +9,7 @@ from lockstep.config import Config
 from lockstep.config.rules import settle
 from lockstep.errors import UserError
 from lockstep.launch.checks import check_descriptors
-from lockstep.launch.console import Console
+from lockstep.launch.console import Console, discarded_replicas
 from lockstep.runs import resizing
 from lockstep.runs.resizing import Request, ResizeAnswer
 
@@ -67,11 +67,13 @@ class Resizing:
         Args:
             step: The number of steps before it, from the start of the run.
         """
-        assert self.config
+        assert self.before and self.config
         seconds, names = time.monotonic() - self._begin, ", ".join(self.config.devices)
         n_trainers = len(self.config.devices)
         text = f"resized: {n_trainers} trainer(s) on {names} from step {step + 1} on, after {seconds:.2f} s"
         self._console.say(text)
+        if note := discarded_replicas(self.before.rule, len(self.before.devices), self.config):
+            self._console.say(f"note: {note}")
         event = {"devices": list(self.config.devices), "step": step, "seconds": round(seconds, 3)}
         self._console.log("resized", event)
         self._answer("done", text)

@@ -304,3 +304,22 @@ def test_wrong_vectors_are_named(label: Any, message: str) -> None:
         check_label(item_of([(image, label)], 0, "train_data", multilabel=True)[1], 4, "train_data: item 0")
     with pytest.raises(UserError, match="which is no whole number"):
         item_of([(image, [0, 1])], 0, "train_data")
+
+
+IMPORTING = """
+import sys
+from lockstep.config import Config
+from lockstep.launch.surveying import run_survey
+
+class Board:
+    def say(self, text):
+        sys.exit(f"{text}, torch imported: {'torch' in sys.modules}")
+
+run_survey(None, Board(), Config(data="nowhere:datasets"))
+"""
+
+
+def test_the_survey_imports_torch_before_its_first_line() -> None:
+    """Until then the launcher grants time for imports."""
+    done = subprocess.run([sys.executable, "-c", IMPORTING], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == "loading the datasets, torch imported: True\n"

@@ -171,6 +171,15 @@ def test_a_request_from_before_the_start_is_refused(tmp_path: Path) -> None:
     assert waiting.is_asked(config_on(1), True)  # a new one is carried out
 
 
+def test_replicas_that_can_not_go_on_are_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    two = settle(make_config(devices=["cpu"] * 2, rule="elastic", global_batch_size=16))[0]
+    waiting = Resizing(tmp_path, Console(tmp_path / "log.jsonl", two, 1, True))
+    resizing.ask(tmp_path, (), 1)
+    assert waiting.is_asked(two, True)
+    waiting.finish(7)
+    assert "note: the checkpoint has 2 replicas of rule: elastic: all begin with" in capsys.readouterr().out
+
+
 def test_trainers_keep_their_threads_when_their_number_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
