@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lockstep.errors import UserError, nearest
 from lockstep.files import program_folder
+from lockstep.text import escape_when_printing
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit status. Most subcommands end the process themselves, with the status of their script.
     """
+    escape_when_printing()
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(_overview())

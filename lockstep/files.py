@@ -12,6 +12,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from lockstep.errors import UserError
+from lockstep.text import as_valid
 
 _WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # of Python; of HDF5 and torch; of safetensors
 
@@ -77,7 +78,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write text in UTF-8, completely or not at all. Raise UserError on failure."""
-    write_bytes(path, text.encode())
+    write_bytes(path, as_valid(text).encode())
 
 
 def write_array(path: Path, array: np.ndarray) -> None:

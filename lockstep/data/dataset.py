@@ -29,6 +29,7 @@ from lockstep.data.split import HklSplit
 from lockstep.data.split import Split as Split
 from lockstep.data.survey import Survey, current_survey, split_of
 from lockstep.errors import UserError
+from lockstep.text import as_valid
 
 _LARGEST_IMAGE = 300_000_000  # bytes, the limit of preprocessing/images.py
 
@@ -60,8 +61,10 @@ class Dataset:
     def class_names(self) -> tuple[str, ...]:
         """One name per class, or its number if there are no names."""
         if self.survey and self.survey.class_names:
-            return self.survey.class_names
-        return self.manifest.class_names if self.manifest else tuple(map(str, range(self.n_classes)))
+            return tuple(map(as_valid, self.survey.class_names))
+        if self.manifest:
+            return tuple(map(as_valid, self.manifest.class_names))
+        return tuple(map(str, range(self.n_classes)))
 
     @property
     def digest(self) -> str:
