@@ -33,7 +33,7 @@ from pathlib import Path
 
 from lockstep.config.tasks import MONITORED
 from lockstep.data.manifest import ORIENTATIONS, RESIZES
-from lockstep.errors import UserError
+from lockstep.errors import UserError, first_line
 from lockstep.text import escape_when_printing
 from preprocessing.build import Job, build, unfinished
 from preprocessing.finish import BAD_LIST, task_fact
@@ -60,6 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
         make_dataset(listing, folder, settings, words.workers, words.max_errors)
     except (UserError, OSError) as error:
         print(f"make_hkl: {error}", file=sys.stderr)
+        return 2
+    except MemoryError as error:
+        text = f"not enough memory: {first_line(error)}. Lower --size, --batch or --workers."
+        print(f"make_hkl: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("make_hkl: stopped as asked; the same command resumes", file=sys.stderr)
