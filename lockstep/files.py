@@ -106,6 +106,14 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def working_directory() -> str:
+    """Return the working directory. Raise UserError if it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError("the working directory does not exist any more. Change to another one.") from error
+
+
 def program_folder() -> Path:
     """Return the folder of train.py, config.yaml, models/ and preprocessing/.
 
