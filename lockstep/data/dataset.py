@@ -180,7 +180,10 @@ def _folder_of(split: str, given: str | None, folder: Path, manifest: Manifest |
 
 def _open_half(split: str, folder: Path, label_folder: Path, layout: Layout | None) -> HklSplit:
     if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder of .hkl batches (data_folder in the config)")
+        raise UserError(
+            f"{folder}: there is no such folder of .hkl batches (data_folder in the config). If data_folder "
+            "holds images, convert them (lockstep convert IMAGES FOLDER), and set data_folder to FOLDER."
+        )
     files = tuple(hkl.inspect(path) for path in sorted(folder.glob("*.hkl"), key=theano_alexnet.place))
     if not files:
         raise UserError(f"{folder}: holds no .hkl files")
