@@ -37,7 +37,6 @@ from lockstep.comm.messages import Started
 from lockstep.config import Config
 from lockstep.data.dataset import Dataset
 from lockstep.errors import PeerProblem, UserError
-from lockstep.files import working_directory
 from lockstep.launch import commandline
 from lockstep.launch.checks import open_all
 from lockstep.launch.console import Console, announce, show
@@ -57,7 +56,6 @@ def main(interrupts: Interrupts, template: Template | None = None) -> int:
     try:
         if not sys.platform.startswith("linux"):
             raise UserError("Lockstep runs on Linux only: it needs memfd and descriptor passing")
-        working_directory()
         arguments = commandline.parse_arguments(__doc__, HERE / "config.yaml")
         failures = Failures()
 
