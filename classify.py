@@ -210,8 +210,8 @@ def read_image(path: Path, dataset: Description) -> np.ndarray:
         BadImage: The file is no usable image.
         UserError: Likewise, where images are not square or have other channels than three.
     """
-    if path.is_char_device() or path.is_block_device():  # a pipe has an end, /dev/zero has none
-        raise BadImage("it is a device, not a file")
+    if path.exists() and not path.is_file():  # reading a pipe may wait for ever, and /dev/zero has no end
+        raise BadImage("it is not a regular file")
     rows, columns, n_channels = dataset.image_shape
     if rows != columns or n_channels != 3:
         with Image.open(path) as opened:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import UserError, nearest
-from lockstep.files import program_folder
+from lockstep.files import program_folder, working_directory
+from lockstep.text import escape_when_printing
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit status. Most subcommands end the process themselves, with the status of their script.
     """
+    escape_when_printing()
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(_overview())
@@ -134,7 +136,7 @@ def _overview() -> str:
 def _run(name: str, words: list[str]) -> int:
     """Run a script as the main program, with `lockstep NAME` as its name. Return 0 unless it exits itself."""
     folder, target = program_folder(), COMMANDS[name].target
-    sys.path[:] = [str(folder), *sys.path, os.getcwd()]  # the user's own networks come last
+    sys.path[:] = [str(folder), *sys.path, working_directory()]  # the user's own networks come last
     sys.argv = [f"lockstep {name}", *(_with_data_folder(words) if name == "train" else words)]
     if target.endswith(".py"):
         runpy.run_path(str(folder / target), run_name="__main__")

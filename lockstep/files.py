@@ -12,6 +12,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from lockstep.errors import UserError
+from lockstep.text import as_valid
 
 _WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # of Python; of HDF5 and torch; of safetensors
 
@@ -77,7 +78,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write text in UTF-8, completely or not at all. Raise UserError on failure."""
-    write_bytes(path, text.encode())
+    write_bytes(path, as_valid(text).encode())
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
@@ -103,6 +104,14 @@ def checksum(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal. Raise OSError if it can't be read."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def working_directory() -> str:
+    """Return the working directory. Raise UserError if it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError("the working directory does not exist any more. Change to another one.") from error
 
 
 def program_folder() -> Path:

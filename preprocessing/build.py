@@ -74,7 +74,7 @@ def build(job: Job, n_workers: int, max_errors: int, complete: Complete | None =
         try:
             _do(job, journal, remaining, n_workers, max_errors)
         except BaseException:
-            with suppress(UserError):  # report the error that stopped the work
+            with suppress(ValueError, MemoryError):  # report the error that stopped the work
                 journal.write()
             raise
         journal.write()

@@ -27,14 +27,14 @@ Exit code: 0: the dataset is complete. 2: an argument or an image can't be used.
 """
 
 import argparse
-import io
 import os
 import sys
 from pathlib import Path
 
 from lockstep.config.tasks import MONITORED
 from lockstep.data.manifest import ORIENTATIONS, RESIZES
-from lockstep.errors import UserError
+from lockstep.errors import UserError, first_line
+from lockstep.text import escape_when_printing
 from preprocessing.build import Job, build, unfinished
 from preprocessing.finish import BAD_LIST, task_fact
 from preprocessing.images import Geometry
@@ -46,9 +46,7 @@ from preprocessing.tasks import OnError, Target
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status. `arguments` replaces those of the command line."""
-    for stream in (sys.stdout, sys.stderr):  # file names may be bytes that are not text
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    escape_when_printing()
     words = read_command_line(arguments)
     try:
         mode, source, target = split_words(words.words)
@@ -62,6 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
         make_dataset(listing, folder, settings, words.workers, words.max_errors)
     except (UserError, OSError) as error:
         print(f"make_hkl: {error}", file=sys.stderr)
+        return 2
+    except MemoryError as error:
+        text = f"not enough memory: {first_line(error)}. Lower --size, --batch or --workers."
+        print(f"make_hkl: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("make_hkl: stopped as asked; the same command resumes", file=sys.stderr)

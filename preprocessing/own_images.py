@@ -20,6 +20,7 @@ import yaml
 from lockstep.config import Config, Layer, resolve
 from lockstep.config.tasks import Task
 from lockstep.errors import UserError
+from lockstep.text import escape_when_printing
 from preprocessing import summary
 from preprocessing.inputs import list_source
 from preprocessing.layouts import refuse
@@ -79,6 +80,5 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):  # file names may be bytes that are not text
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    escape_when_printing()
     sys.exit(main())

@@ -1,11 +1,12 @@
 """The division of a listing into tasks, as a function of the user's settings only."""
 
+import math
 from dataclasses import dataclass
 
 from lockstep.data.hkl import Layout
 from lockstep.data.randomness import Purpose, generator
 from lockstep.errors import UserError
-from preprocessing.images import Geometry
+from preprocessing.images import MAX_PIXELS, Geometry
 from preprocessing.listing import Label, Listing, SourceImage
 from preprocessing.tasks import ImageBatch, OnError, Task
 
@@ -28,6 +29,9 @@ class Settings:
         """Raise UserError for values or combinations that can't work."""
         if self.geometry.size < 1 or self.batch < 1 or self.seed < 0:
             raise UserError("--size and --batch must be at least 1, --seed at least 0")
+        largest = math.isqrt(MAX_PIXELS)
+        if self.geometry.size > largest:
+            raise UserError(f"--size: {self.geometry.size:,} is more than {largest:,}. Give a smaller size.")
         if self.parts not in (1, 2, 4):
             raise UserError("--split must be 1, 2 or 4")
         if self.layout == "b01c" and self.parts > 1:

@@ -29,6 +29,7 @@ from lockstep.data.split import HklSplit
 from lockstep.data.split import Split as Split
 from lockstep.data.survey import Survey, current_survey, split_of
 from lockstep.errors import UserError
+from lockstep.text import as_valid
 
 _LARGEST_IMAGE = 300_000_000  # bytes, the limit of preprocessing/images.py
 
@@ -60,8 +61,10 @@ class Dataset:
     def class_names(self) -> tuple[str, ...]:
         """One name per class, or its number if there are no names."""
         if self.survey and self.survey.class_names:
-            return self.survey.class_names
-        return self.manifest.class_names if self.manifest else tuple(map(str, range(self.n_classes)))
+            return tuple(map(as_valid, self.survey.class_names))
+        if self.manifest:
+            return tuple(map(as_valid, self.manifest.class_names))
+        return tuple(map(str, range(self.n_classes)))
 
     @property
     def digest(self) -> str:
@@ -177,7 +180,10 @@ def _folder_of(split: str, given: str | None, folder: Path, manifest: Manifest |
 
 def _open_half(split: str, folder: Path, label_folder: Path, layout: Layout | None) -> HklSplit:
     if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder of .hkl batches (data_folder in the config)")
+        raise UserError(
+            f"{folder}: there is no such folder of .hkl batches (data_folder in the config). If data_folder "
+            "holds images, convert them (lockstep convert IMAGES FOLDER), and set data_folder to FOLDER."
+        )
     files = tuple(hkl.inspect(path) for path in sorted(folder.glob("*.hkl"), key=theano_alexnet.place))
     if not files:
         raise UserError(f"{folder}: holds no .hkl files")

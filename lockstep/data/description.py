@@ -12,6 +12,7 @@ import numpy as np
 from lockstep.data.manifest import ORIENTATIONS, RESIZES, Orientation, Resize
 from lockstep.errors import UserError
 from lockstep.files import write_array, write_text
+from lockstep.text import as_valid
 
 NAME, MEAN_NAME = "dataset.json", "dataset_mean.npy"
 
@@ -59,7 +60,7 @@ def read_description(folder: Path) -> Description | None:
             raise ValueError("orientation")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: can't be used: {error}. Remove it to read the dataset itself.") from error
-    return Description(tuple(names), _read_mean(folder / MEAN_NAME), resize, orientation)
+    return Description(tuple(map(as_valid, names)), _read_mean(folder / MEAN_NAME), resize, orientation)
 
 
 def _read_mean(path: Path) -> np.ndarray:

@@ -92,9 +92,11 @@ def check_descriptors(config: Config) -> None:
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
+        fewer = "use fewer devices, or " if n_trainers > 1 else ""
+        advice = "lower loader_restarts, or " if config.loader_restarts else fewer
         raise UserError(
             f"{n_trainers} trainers with loader_restarts: {config.loader_restarts} need up to {needed:,} "
-            f"open files, the limit is {hard:,}: lower loader_restarts, or raise the limit (ulimit -n)"
+            f"open files, the limit is {hard:,}: {advice}raise the limit (ulimit -n)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

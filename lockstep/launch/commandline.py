@@ -12,6 +12,7 @@ from lockstep.config import COMMAND_LINE, Config, Layer
 from lockstep.config.layers import with_absolute_paths
 from lockstep.config.rules import settle
 from lockstep.errors import UserError
+from lockstep.files import working_directory
 from lockstep.hosts import torchrun
 from lockstep.runs import folder as runfolder
 from lockstep.runs.checkpoint_files import records
@@ -60,6 +61,7 @@ def parse_arguments(description: str, standard: Path) -> Arguments:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key of the files")
     arguments, unknown = parser.parse_known_intermixed_args()
+    working_directory()  # paths are relative to it
     overrides = configuration.read_command_line([*unknown, *arguments.overrides])
     layers = [configuration.read_yaml(arguments.spec)] if arguments.spec else []
     layers.append(Layer(torchrun.SOURCE, torchrun.keys(os.environ, overrides.values)))

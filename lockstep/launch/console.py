@@ -262,8 +262,9 @@ def show(text: str, stream: str) -> None:
     file = getattr(sys, stream)
     if file is None:  # closed before the program started
         return
+    encoding = file.encoding or "utf-8"  # io.StringIO has none
     try:
-        tqdm.write(text, file=file)
+        tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding), file=file)
         file.flush()
     except OSError:
         devnull = os.open(os.devnull, os.O_WRONLY)

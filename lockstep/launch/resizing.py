@@ -71,6 +71,8 @@ class Resizing:
         seconds, names = time.monotonic() - self._begin, ", ".join(self.config.devices)
         n_trainers = len(self.config.devices)
         text = f"resized: {n_trainers} trainer(s) on {names} from step {step + 1} on, after {seconds:.2f} s"
+        if self.before and self.before.shares != self.config.shares:
+            text += f"; shares are {self.config.shares} now: the list was for {len(self.before.devices)}"
         self._console.say(text)
         if note := discarded_replicas(self.before.rule, len(self.before.devices), self.config):
             self._console.say(f"note: {note}")
@@ -126,7 +128,9 @@ def resized(config: Config, request: Request, retains: bool) -> Config:
     if names == config.devices:
         raise UserError(f"the run is on {', '.join(names)} already")
     devices.check(names)
-    found, _ = settle(dataclasses.replace(config, devices=names))
+    is_listed = not isinstance(config.shares, str)
+    shares = "equal" if is_listed and len(names) != len(config.devices) else config.shares
+    found, _ = settle(dataclasses.replace(config, devices=names, shares=shares))
     devices.check_keys(found)
     devices.check_sharing(found)
     check_descriptors(found)

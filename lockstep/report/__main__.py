@@ -6,9 +6,10 @@
     python -m lockstep.report runs/try1 --no-examples
     python -m lockstep.report runs/try1 --live        every few seconds until the run has ended
 
-It writes report.html, one page without scripts that loads nothing, and its charts as PNG files in the folder
-`report` beside it. They are in the run's folder. For several runs they are in `comparison` beside the first
-run's folder, where the next comparison replaces them. The page names files that can't be read.
+It writes report.html, one page that loads nothing and whose only script sorts tables, and its charts as PNG
+files in the folder `report` beside it. They are in the run's folder. For several runs they are in
+`comparison` beside the first run's folder, where the next comparison replaces them. The page names files that
+can't be read.
 
 Exit code: 0: the report is written. 2: nothing can be shown of the given runs.
 """

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SIZE, Program, make_config
+from own_folders import write_classes
 
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
@@ -41,6 +42,11 @@ def truncate(name: str, n_bytes: int):
     return lambda folder: os.truncate(folder / name, n_bytes)
 
 
+def hold_images(folder: Path) -> None:
+    shutil.rmtree(folder)
+    write_classes(folder, {"cat": 1, "dog": 1})
+
+
 def set_manifest(text: str):
     return lambda folder: (folder / "manifest.json").write_text(text)
 
@@ -56,6 +62,7 @@ MANIFEST = {"version": 1, "classes": ["a"], "train": [ENTRY], "val": [ENTRY]}
     [
         (lambda folder: shutil.rmtree(folder / "val_hkl"), "val_hkl", "there is no such folder"),
         (shutil.rmtree, "set", "there is no such dataset folder"),
+        (hold_images, "train_hkl", "If data_folder holds images, convert them (lockstep convert IMAGES"),
         (truncate(HKL, 5000), HKL, "is not a whole .hkl"),
         (truncate(HKL, 0), HKL, "is not a whole .hkl"),
         (replace(HKL, IMAGES[:31]), LABELS, "holds 90 labels for the 89 images"),

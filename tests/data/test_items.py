@@ -71,6 +71,7 @@ def test_arrays_and_tensors_are_taken_as_they_are() -> None:
         ("a.jpg", "here has an image that is <U5"),
         (COLORS[:, :, :2], "others have 3 channels"),
         (COLORS[:0], "others have 3 channels"),
+        (COLORS.repeat(2, axis=2), r"here has an image of shape \(5, 4, 6\). Give it 1 to 4 channels"),
         (Image.fromarray(np.zeros((3, 3), np.float32)), "can't be used: it holds floating-point pixels"),
     ],
 )

@@ -280,7 +280,8 @@ def test_pictures_get_their_five_best_classes(trained: Running, tmp_path: Path) 
     picture.save(tmp_path / "upright.png")
     picture.save(tmp_path / "same.png")
     (tmp_path / "broken.jpg").write_bytes(b"\xff\xd8 no image")
-    names = ("upright.png", "broken.jpg", "same.png", "missing.png", "/dev/null")
+    names = ("upright.png", "broken.jpg", "same.png", "missing.png", "/dev/null", "pipe")
+    os.mkfifo(tmp_path / "pipe")
     paths = [tmp_path / name for name in names]
     text = call("classify.py", *paths, "--run", trained.run_folder, code=2)
     answers = re.findall(r"^ +([\d.]+)%  (\d)$", text, re.MULTILINE)
@@ -288,7 +289,8 @@ def test_pictures_get_their_five_best_classes(trained: Running, tmp_path: Path) 
     shares = [float(share) for share, _ in answers[:5]]
     assert shares == sorted(shares, reverse=True) and len({label for _, label in answers[:5]}) == 5
     assert "broken.jpg: can't be used" in text and "missing.png: can't be used: No such file" in text
-    assert "/dev/null: can't be used: it is a device, not a file" in text
+    assert "/dev/null: can't be used: it is not a regular file" in text
+    assert "pipe: can't be used: it is not a regular file" in text
 
 
 @pytest.mark.slow

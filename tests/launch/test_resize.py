@@ -136,6 +136,17 @@ def test_devices_are_added_and_removed_at_the_end() -> None:
     assert other == dataclasses.replace(two, devices=("cpu",), batch_size=16)
 
 
+def test_listed_shares_become_equal_for_another_number_of_trainers(tmp_path: Path) -> None:
+    assert resized(config_on(2, shares="auto"), Request("a", (), 1), True).shares == "auto"
+    resizing_of_run = Resizing(tmp_path, Console(tmp_path / "log.jsonl", make_config(), 1, True))
+    resizing.ask(tmp_path, (), 1)
+    assert resizing_of_run.is_asked(config_on(2, shares=[3, 1]), True)
+    assert resizing_of_run.config and resizing_of_run.config.shares == "equal"
+    resizing_of_run.finish(3)
+    answer = resizing.read_answer(tmp_path)
+    assert answer and answer.text.endswith("; shares are equal now: the list was for 2")
+
+
 def test_only_a_run_that_stays_the_same_training_is_resized() -> None:
     wish = Request("a", ("cpu",))
     with pytest.raises(UserError, match="only a run with global_batch_size"):

@@ -1,5 +1,6 @@
 """The program as a user runs it: it trains, ends, leaves nothing, and resumes exactly where it stopped."""
 
+import io
 import json
 import os
 import pty
@@ -23,10 +24,11 @@ from saved import assert_same, tensors
 from lockstep.comm.messages import Progress
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.launch.console import Console, progress_line
+from lockstep.launch.console import Console, progress_line, show
 from lockstep.launch.processes import ExitStatus
 from lockstep.runs.checkpoint_files import verify_checksum
 from lockstep.runs.folder import open_run
+from lockstep.text import escape_when_printing
 
 
 def events(running: Running, kind: str) -> list[dict]:
@@ -388,3 +390,13 @@ def test_a_host_that_is_not_to_write_says_who_saved(tmp_path: Path, writes: bool
         assert console.last_line(ExitStatus(130)) == f"lockstep: stopped as asked; {expected}"
     finally:
         assert console.close("", "stdout")
+
+
+def test_printing_escapes_what_the_terminal_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    show("class \U0001f600, file caf\udce9", "stdout")
+    escape_when_printing()
+    print("\xe9")
+    terminal.flush()
+    assert terminal.buffer.getvalue() == b"class \\U0001f600, file caf\\udce9\n\\xe9\n"

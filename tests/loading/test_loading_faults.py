@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from saved import assert_same, tensors
 from lockstep.backends import devices
 from lockstep.data import hkl
 from lockstep.errors import UserError
+from lockstep.launch.checks import check_descriptors
 
 # Run by every Python process that finds it first: the faults of a disk, in the one call that reads images.
 FAULTY = """
@@ -263,6 +265,15 @@ MANY = ("loader_restarts=100", "n_epochs=1")
 def test_the_limit_of_open_files_is_raised_where_restarts_need_it(program: Program) -> None:
     limited = ("sh", "-c", 'ulimit -Sn 128; exec "$@"', "sh")
     assert program.run(*MANY, devices="[cpu, cpu]", through=limited).last_line().startswith("done")
+
+
+@pytest.mark.parametrize(("restarts", "advice"), [(0, "use fewer devices, or raise"), (9, "lower loader_r")])
+def test_a_limit_of_open_files_is_refused_with_what_helps(
+    monkeypatch: pytest.MonkeyPatch, restarts: int, advice: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
+    with pytest.raises(UserError, match=rf"open files, the limit is 64: {advice}"):
+        check_descriptors(make_config(devices=["cpu", "cpu"], loader_restarts=restarts))
 
 
 def test_too_low_a_limit_of_open_files_is_refused_in_one_line(program: Program) -> None:

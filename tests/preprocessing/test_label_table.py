@@ -1,5 +1,6 @@
 """Tables of labels with any number of classes for each image, and the sets that are made of them."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from multilabel_folders import NAMES, labels_of, write_multilabel
 from own_folders import write_classes
 
 from lockstep.data.dataset import Dataset, open_dataset
+from lockstep.data.description import read_description, write_description
 from lockstep.errors import UserError
 from preprocessing import inspect_data, make_hkl, own_images
 from preprocessing.caffe_lists import read_names
@@ -126,3 +128,30 @@ def test_parquet_has_numbers_or_lists_of_names(tmp_path: Path) -> None:
         parquet.write_table(pyarrow.table({"path": paths, **columns}), source / "labels.parquet")
         classes, images = list_table(source / "labels.parquet", [], "multilabel")
         assert classes == ["a", "b"] and [image.label for image in images] == [(0, 1), ()]
+
+
+def test_class_names_that_are_not_utf8_are_stored_with_escapes(tmp_path: Path) -> None:
+    table = write_multilabel(tmp_path / "table") / "labels.csv"
+    table.write_bytes(table.read_bytes().replace(NAMES[0].encode(), b"caf\xe9"))
+    folders = write_classes(tmp_path / "folders", {"cat": 9, "dog": 9})
+    os.rename(folders / "cat", os.path.join(os.fsencode(folders), b"caf\xe9"))
+    for source, keys in ((table.parent, {}), (folders, {"task": "classify"})):
+        dataset = opened(convert(source, **keys), **keys)
+        assert "caf\\udce9" in dataset.class_names
+        write_description(tmp_path, dataset.description)
+        found = read_description(tmp_path)
+        assert found and found.class_names == dataset.class_names
+
+
+def test_class_names_of_an_earlier_version_are_shown_with_escapes(tmp_path: Path) -> None:
+    folder = convert(write_classes(tmp_path / "mine", {"cat": 9, "dog": 9}), task="classify")
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"cat"', '"caf\\udce9"'))
+    assert opened(folder, task="classify").class_names == ("caf\\udce9", "dog")
+    (tmp_path / "run").mkdir()
+    write_description(tmp_path / "run", opened(folder, task="classify").description)
+    path = tmp_path / "run" / "dataset.json"
+    path.write_text(path.read_text().replace("\\\\", "\\"))
+    assert r'"caf\udce9"' in path.read_text()
+    found = read_description(tmp_path / "run")
+    assert found and found.class_names == ("caf\\udce9", "dog")

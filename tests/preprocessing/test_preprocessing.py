@@ -237,6 +237,21 @@ def test_a_share_for_split_is_told_what_to_do(
     assert "--split: 0.2 is not 1, 2 or 4" in said and "--val-split is the share" in said
 
 
+def test_a_size_that_needs_too_much_memory_is_refused_in_one_line(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert make(pictures, tmp_path / "set", "--size", 100_000) == 2
+    assert capsys.readouterr().err == "make_hkl: --size: 100,000 is more than 10,000. Give a smaller size.\n"
+
+    def without_memory(*arguments: object) -> None:
+        raise MemoryError("Unable to allocate 2 GiB")
+
+    monkeypatch.setattr(make_hkl, "build", without_memory)
+    assert make(pictures, tmp_path / "set") == 2
+    said = "make_hkl: not enough memory: Unable to allocate 2 GiB. Lower --size, --batch or --workers.\n"
+    assert capsys.readouterr().err == said
+
+
 def test_an_existing_folder_is_left_alone(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
