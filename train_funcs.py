@@ -72,9 +72,8 @@ class Trainer:
         self.epoch, self.position, self.val_record = start.epoch, start.position, start.val_record
         self._open_exchange(group, start)
         self.losses = Losses(plan, group, self.coordinator, dataset.train, self.program, self.recorder)
-        parts = plan, self.world, self.program, self.backend.memory, self.reporter
-        clock = self.recorder.stopwatch
-        self.saver = Saver(*parts, dataset.digest, self.rule.state_bytes(), clock)
+        parts = plan, self.world, self.program, self.backend.memory, self.reporter, dataset.digest
+        self.saver = Saver(*parts, self.rule.state_bytes(), self.recorder.stopwatch)
         self.orders = Orders(self.config, self.world, len(dataset.train), len(dataset.val))
         self.validator = Validator(
             self.program, self.coordinator, self.reporter, control, board.say, self.orders, dataset

@@ -57,6 +57,20 @@ def are_mixed(devices: Iterable[str]) -> bool:
     return "cpu" in names and len(names) > 1
 
 
+def gpus_among(devices: Iterable[str]) -> tuple[str, ...]:
+    """Return the GPUs among the devices, as `normalise` returns them."""
+    return tuple(device for device in devices if device != "cpu")
+
+
+def unused(devices: tuple[str, ...], number: int) -> tuple[str, ...]:
+    """Return so many devices to add to a run: CPUs, which can have any number of trainers, or other GPUs."""
+    if "cpu" in devices:
+        return ("cpu",) * number
+    taken = [int(device.removeprefix("cuda:")) for device in devices]
+    free = [place for place in range(len(devices) + number) if place not in taken]
+    return tuple(f"cuda:{place}" for place in free[:number])
+
+
 def choose() -> tuple[tuple[str, ...], str]:
     """Return the devices of a run that names none, and why: all visible GPUs if usable, else CPUs."""
     cpus = ("cpu",) * min(2, count_cores())
@@ -81,7 +95,7 @@ def check(devices: tuple[str, ...], otherwise: str = _ON_CPU) -> None:
     Raises:
         UserError: A device is missing or cannot be used.
     """
-    numbers = [int(device.removeprefix("cuda:")) for device in devices if device != "cpu"]
+    numbers = [int(device.removeprefix("cuda:")) for device in gpus_among(devices)]
     if not numbers:
         return
     refused = f"devices: {', '.join(devices)} can't be used"
@@ -130,7 +144,7 @@ def _differences(devices: tuple[str, ...]) -> list[str]:
 def describe(devices: tuple[str, ...]) -> dict[str, str]:
     """Return the model of each device by its name, and the driver of GPUs, for the run's record."""
     processor = {"cpu": _processor()} if "cpu" in devices else {}
-    numbers = [int(device.removeprefix("cuda:")) for device in devices if device != "cpu"]
+    numbers = [int(device.removeprefix("cuda:")) for device in gpus_among(devices)]
     shown = _look()[1] if numbers else []
     gpus = {f"cuda:{number}": f"{shown[number].name}, driver {shown[number].driver}" for number in numbers}
     return processor | gpus

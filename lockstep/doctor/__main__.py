@@ -40,7 +40,7 @@ def main() -> int:
     chosen = _choose(report, config)
     report.show_all("logical ranks", lambda: sums.describe(config, chosen))
     copies = None
-    if gpus := tuple(device for device in chosen if device != "cpu"):
+    if gpus := devices.gpus_among(chosen):
         copies = cards.examine(report, gpus)
         links.examine(report, gpus)
         uploads.examine(report, gpus[0])

@@ -141,10 +141,4 @@ def _changed(names: tuple[str, ...], change: int) -> tuple[str, ...]:
     """Return devices with some added or the last ones removed."""
     if len(names) + change < 1:
         raise UserError(f"{len(names)} trainer(s) and {change:+d} leave none")
-    if change < 0:
-        return names[:change]
-    if "cpu" in names:  # beside GPUs, too: there is always another one
-        return names + ("cpu",) * change
-    numbers = [int(name.rpartition(":")[2]) for name in names]
-    free = [number for number in range(len(names) + change) if number not in numbers]
-    return names + tuple(f"cuda:{number}" for number in free[:change])
+    return names[:change] if change < 0 else names + devices.unused(names, change)
