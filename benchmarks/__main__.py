@@ -1,6 +1,7 @@
 """Run all benchmarks, print their tables and write them to docs/results/.
 
     python -m benchmarks saving flow     run only these, and only print their tables
+    python -m benchmarks safeguards resizing --page safeguards    and write them to docs/results/safeguards.md
 
 Each benchmark runs in its own process, because the number of torch's threads is a setting of the process.
 """
@@ -44,7 +45,9 @@ def main() -> None:
         prog="python -m benchmarks", description="Run benchmarks; see CONTRIBUTING.md."
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(BENCHMARKS)}")
-    names = parser.parse_args().names
+    parser.add_argument("--page", help="of docs/results, to write the tables of some benchmarks to")
+    arguments = parser.parse_args()
+    names = arguments.names
     if unknown := [name for name in names if name not in BENCHMARKS]:
         parser.error(f"unknown benchmark: {unknown[0]}. Choose from {', '.join(BENCHMARKS)}.")
     sections = []
@@ -53,9 +56,10 @@ def main() -> None:
         for name in names or BENCHMARKS:
             sections.append(pool.submit(BENCHMARKS[name]).result())
             print(sections[-1][0], flush=True)
-    if not names:
-        write_results(Path("docs/results"), "cpu", sections)
-        print("written to docs/results/cpu.md and cpu.json")
+    if page := arguments.page or ("" if names else "cpu"):
+        command = " ".join(["python -m benchmarks", *names, *(["--page", page] if arguments.page else [])])
+        write_results(Path("docs/results"), page, sections, command)
+        print(f"written to docs/results/{page}.md and {page}.json")
 
 
 if __name__ == "__main__":
