@@ -57,7 +57,7 @@ def main() -> None:
             sections.append(pool.submit(BENCHMARKS[name]).result())
             print(sections[-1][0], flush=True)
     if page := arguments.page or ("" if names else "cpu"):
-        command = " ".join(["python -m benchmarks", *names, *(["--page", page] if arguments.page else [])])
+        command = f"python -m benchmarks {' '.join(names)} --page {page}" if arguments.page else "make bench"
         write_results(Path("docs/results"), page, sections, command)
         print(f"written to docs/results/{page}.md and {page}.json")
 
