@@ -62,11 +62,16 @@ def gpus_among(devices: Iterable[str]) -> tuple[str, ...]:
     return tuple(device for device in devices if device != "cpu")
 
 
+def _numbers(devices: Iterable[str]) -> list[int]:
+    """Return n of each 'cuda:<n>' among the devices."""
+    return [int(device.removeprefix("cuda:")) for device in gpus_among(devices)]
+
+
 def unused(devices: tuple[str, ...], number: int) -> tuple[str, ...]:
     """Return so many devices to add to a run: CPUs, which can have any number of trainers, or other GPUs."""
     if "cpu" in devices:
         return ("cpu",) * number
-    taken = [int(device.removeprefix("cuda:")) for device in devices]
+    taken = _numbers(devices)
     free = [place for place in range(len(devices) + number) if place not in taken]
     return tuple(f"cuda:{place}" for place in free[:number])
 
@@ -95,7 +100,7 @@ def check(devices: tuple[str, ...], otherwise: str = _ON_CPU) -> None:
     Raises:
         UserError: A device is missing or cannot be used.
     """
-    numbers = [int(device.removeprefix("cuda:")) for device in gpus_among(devices)]
+    numbers = _numbers(devices)
     if not numbers:
         return
     refused = f"devices: {', '.join(devices)} can't be used"
@@ -144,7 +149,7 @@ def _differences(devices: tuple[str, ...]) -> list[str]:
 def describe(devices: tuple[str, ...]) -> dict[str, str]:
     """Return the model of each device by its name, and the driver of GPUs, for the run's record."""
     processor = {"cpu": _processor()} if "cpu" in devices else {}
-    numbers = [int(device.removeprefix("cuda:")) for device in gpus_among(devices)]
+    numbers = _numbers(devices)
     shown = _look()[1] if numbers else []
     gpus = {f"cuda:{number}": f"{shown[number].name}, driver {shown[number].driver}" for number in numbers}
     return processor | gpus

@@ -64,10 +64,11 @@ class HostBackend(Backend):
         import torch
 
         from lockstep.exchange.host import HostTransport
-        from lockstep.exchange.staged import HostStagedTransport
 
         assert isinstance(block, HostBlock) and kind in ("auto", "staged")
         if kind == "staged":  # there are GPUs among the devices
+            from lockstep.exchange.staged import HostStagedTransport
+
             if arena.dtype != torch.float32:
                 raise UserError(f"beside a GPU the model's weights must be float32, not {arena.dtype}")
             return HostStagedTransport(block, len(arena), group), ""

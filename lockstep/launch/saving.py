@@ -224,7 +224,8 @@ class Saver:
         if to_disk and self._is_writer:
             self._last_save = started
         self._last_copy = time.monotonic()
-        write = partial(self._start_writing, copies, make_state, to_disk, receipt)
+        moment = (epoch, position) if receipt else None
+        write = partial(self._start_writing, copies, make_state, to_disk, moment)
         self._copying = _Copying(begin, self._stopwatch.now(), write)
         self._poll_copy()
 
@@ -234,15 +235,26 @@ class Saver:
             self._end_copy(self._copying)
 
     def _start_writing(
-        self, copies: dict[str, torch.Tensor], make_state: Callable[[], State], to_disk: bool, receipt: bool
+        self,
+        copies: dict[str, torch.Tensor],
+        make_state: Callable[[], State],
+        to_disk: bool,
+        receipt: tuple[int, int] | None,
     ) -> None:
-        """Start in the thread what `save` was asked for, when the copies are made."""
+        """Start in the thread what `save` was asked for, when the copies are made.
+
+        Args:
+            copies: The tensors.
+            make_state: Makes the rest of a checkpoint.
+            to_disk: Whether they are written to the disk.
+            receipt: The epoch and position of a receipt that is asked for.
+        """
         if self._plan.retains:
             self._digesting = self._thread.submit(self._complete, make_state, to_disk)
         if to_disk and self._is_writer:
             self._pending = self._thread.submit(self._write, copies, make_state)
         elif receipt and self._receipts:
-            self._pending = self._thread.submit(self._add_receipt, make_state, copies)
+            self._pending = self._thread.submit(self._add_receipt, *receipt, copies)
 
     def _end_copy(self, copying: _Copying) -> None:
         """Wait for the device's copy, and start what follows it."""
@@ -297,11 +309,10 @@ class Saver:
         if path:
             self._reporter.send(Saved(str(path)))
 
-    def _add_receipt(self, make_state: Callable[[], State], tensors: dict[str, torch.Tensor]) -> None:
+    def _add_receipt(self, epoch: int, position: int, tensors: dict[str, torch.Tensor]) -> None:
         """Add the receipt of a state that is not written."""
         assert self._receipts
-        state = make_state()
-        self._receipts.add(state.epoch, state.position, checkpoint.digest_of(tensors))
+        self._receipts.add(epoch, position, checkpoint.digest_of(tensors))
 
     def _complete(self, make_state: Callable[[], State], to_disk: bool) -> MemoryCheckpoint:
         return self._slots.complete(make_state(), to_disk)
