@@ -71,7 +71,7 @@ class Resizing:
         seconds, names = time.monotonic() - self._begin, ", ".join(self.config.devices)
         n_trainers = len(self.config.devices)
         text = f"resized: {n_trainers} trainer(s) on {names} from step {step + 1} on, after {seconds:.2f} s"
-        if self.before and self.before.shares != self.config.shares:
+        if self.before.shares != self.config.shares:
             text += f"; shares are {self.config.shares} now: the list was for {len(self.before.devices)}"
         self._console.say(text)
         if note := discarded_replicas(self.before.rule, len(self.before.devices), self.config):

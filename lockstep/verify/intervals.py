@@ -1,6 +1,7 @@
 """The intervals between receipts that are replayed, and the reasons for which a replay may differ."""
 
 import random
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,8 +9,6 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.runs.receipts import Receipt
-
-_Start = tuple[int, Path | None]  # a step, and the checkpoint's file of tensors; None from scratch
 
 
 @dataclass(frozen=True)
@@ -62,17 +61,19 @@ def choose(
             f"{folder}: there is no interval between two receipts to replay: train with a smaller "
             "check_every or snapshot_freq, or go without --replay"
         )
-    begins = [(_start_before(folder, receipts, settings, one.step), other.step) for one, other in intervals]
-    possible = [(start, last) for start, last in begins if start is not None]
+    starts = _starts(folder, receipts, settings)
+    steps = sorted(starts)
+    befores = [(bisect_right(steps, one.step), other.step) for one, other in intervals]
+    possible = [(steps[place - 1], last) for place, last in befores if place]
     if not possible:
         raise UserError(
             f"{folder}: has no checkpoint before step {intervals[-1][0].step} to replay from: keep more of "
             "them (keep_checkpoints: null)"
         )
-    ends: dict[_Start, int] = {}
-    for start, last in dice.sample(possible, min(number, len(possible))):
-        ends[start] = max(ends.get(start, 0), last)
-    replays = [_replay(receipts, settings, *start, last) for start, last in sorted(ends.items(), key=_place)]
+    ends: dict[int, int] = {}
+    for first, last in dice.sample(possible, min(number, len(possible))):
+        ends[first] = max(ends.get(first, 0), last)
+    replays = [_replay(receipts, settings, first, starts[first], ends[first]) for first in sorted(ends)]
     return replays, len(possible)
 
 
@@ -91,22 +92,18 @@ def from_scratch(folder: Path, receipts: Sequence[Receipt], settings: str, step:
     return _replay(receipts, settings, 0, None, max(known))
 
 
-def _place(item: tuple[_Start, int]) -> int:
-    return item[0][0]
-
-
-def _start_before(folder: Path, receipts: Sequence[Receipt], settings: str, step: int) -> _Start | None:
-    """Return the last state up to a step from which a replay can start; None without one."""
-    found: _Start = 0, None
+def _starts(folder: Path, receipts: Sequence[Receipt], settings: str) -> dict[int, Path | None]:
+    """Return the steps at which a replay can start, with their checkpoints; None from scratch."""
+    begins_here = receipts[0].step == 0 and receipts[0].settings == settings
+    found: dict[int, Path | None] = {0: None} if begins_here else {}
     paths: dict[str, Path] = {}  # by state: a run that was resumed with other settings counts steps anew
     for receipt in receipts:
         path = folder / "checkpoints" / f"{receipt.checkpoint}.safetensors"
         if receipt.checkpoint and path.exists():
             paths[receipt.state] = path
-        if receipt.settings == settings and receipt.state in paths and found[0] < receipt.step <= step:
-            found = receipt.step, paths[receipt.state]
-    begins_here = receipts[0].step == 0 and receipts[0].settings == settings
-    return found if found[1] is not None or begins_here else None
+        if receipt.step and receipt.settings == settings and receipt.state in paths:
+            found.setdefault(receipt.step, paths[receipt.state])
+    return found
 
 
 def _replay(receipts: Sequence[Receipt], settings: str, first: int, start: Path | None, last: int) -> Replay:
