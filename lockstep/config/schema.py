@@ -132,7 +132,7 @@ class Config:
     devices: tuple[str, ...] = ()
     batch_size: int = 32  # per trainer
     cpu_threads: int | None = None  # per trainer; null: the cores divided by the number of trainers
-    pin_cores: bool = False  # bind each trainer's threads to cores of its own
+    pin_cores: bool = False  # bind each trainer's threads to its own cores
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of matrix products; weights are always float32
     conv_layout: Literal["plain", "space_to_depth", "dense", "all"] = "plain"
     deterministic: bool = False  # GPUs: the same bits in every run

@@ -54,7 +54,7 @@ def test_several_launchers_on_a_host_are_refused(program: Program) -> None:
 
 
 class Torchrun:
-    """torchrun on what counts as several hosts, each with a weights_dir of its own."""
+    """torchrun on what counts as several hosts, each with its own weights_dir."""
 
     def __init__(self, program: Program, n_hosts: str, *words: str, restarts: int = 0) -> None:
         self.program, self.n_hosts, self.words, self.restarts = program, n_hosts, words, restarts

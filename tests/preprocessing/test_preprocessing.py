@@ -36,7 +36,7 @@ def run_on_a_terminal(name: str, *words: object) -> str:
     while True:
         try:
             output += os.read(ours, 65536)
-        except OSError:  # all that could write are gone
+        except OSError:  # everything that could write is gone
             break
     os.close(ours)
     assert process.wait(limit(60)) == 0, output

@@ -36,7 +36,7 @@ PARTS = ("lockstep", "models", "preprocessing", "train.py", "train_funcs.py", "p
 
 
 def follow(place: Path) -> Path:
-    """A copy of the program in `place`, with all that the page tells to write in it."""
+    """A copy of the program in `place`, with everything that the page tells to write in it."""
     for part in PARTS:
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         copy(ROOT / part, place / part)
@@ -109,7 +109,7 @@ def test_every_example_is_a_file_of_ten_to_thirty_lines(written: Path) -> None:
 
 
 def test_network_loss_optimizer_transport_back_end_and_data_train(written: Path) -> None:
-    """One run with two trainers, on all that the page adds."""
+    """Return one run with two trainers on everything that the page adds."""
     run(written, "preprocessing/make_squares.py", "data/squares")
     keys = "data_folder=data/squares n_classes=4 model=squeeze optimizer=lion learning_rate=0.003 n_epochs=4"
     more = "batch_size=16 print_freq=8 run_name=squares lr_policy=cosine"
