@@ -150,7 +150,7 @@ class Config:
     # when a process dies or hangs; auto: restart with several trainers, else stop
     on_failure: Literal["auto", "stop", "restart", "shrink"] = "auto"
     max_restarts: int = 3  # failures without a new step, with on_failure: restart and shrink
-    # between checkpoints in memory; auto: 1 % of the time is spent on them; null: none
+    # between checkpoints in memory; auto: 1 % of the time is spent on them, more after failures; null: none
     memory_checkpoint_seconds: float | Literal["auto"] | None = "auto"
     preempt_seconds: float | None = None  # from SIGTERM until the machine is taken away; null: not known
     check_every: int | None = 1000  # steps between bitwise comparisons of the replicas; null: never

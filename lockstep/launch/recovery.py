@@ -23,7 +23,7 @@ from lockstep.loading.orders import Orders
 from lockstep.memory.host import HostBlock
 from lockstep.runs.checkpoint_files import find_checkpoint, remove_unfinished
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.plan import HostConnection, RunPlan
+from lockstep.runs.plan import FailureRate, HostConnection, RunPlan
 from lockstep.runs.snapshot import MemoryCheckpoint, Retained
 from lockstep.runs.state import State
 
@@ -39,11 +39,13 @@ class Failures:
         loss: The one from which the run is recovering, or None.
         furthest: The last step that was completed in any attempt; -1 before the first attempt has ended.
         n_in_vain: Failures in a row without progress between them.
+        rate: All failures since the launcher began.
     """
 
     loss: "_Loss | None" = None
     furthest: int = -1
     n_in_vain: int = 0
+    rate: FailureRate = field(default_factory=lambda: FailureRate(0, time.monotonic()))
 
     def add(self, exit_status: ExitStatus, step: int) -> int:
         """Add a failure. Return how many there were before it since the run last made progress.
@@ -54,6 +56,7 @@ class Failures:
         self.loss = _Loss(exit_status, step, time.monotonic())
         n_before = 0 if step > self.furthest >= 0 else self.n_in_vain
         self.furthest, self.n_in_vain = max(step, self.furthest), n_before + 1
+        self.rate = dataclasses.replace(self.rate, n=self.rate.n + 1)
         return n_before
 
 
@@ -76,6 +79,7 @@ class Attempt:
         run: Its folder and the checkpoint on disk from which it starts.
         retained: The memory checkpoint from which it starts instead, or None.
         number: 0 for the first attempt.
+        failure_rate: That of the run so far.
         state: The state from which it starts; None from scratch. Later checkpoints replace the one in memory.
     """
 
@@ -83,6 +87,7 @@ class Attempt:
     run: RunFolder
     retained: Retained | None = None
     number: int = 0
+    failure_rate: FailureRate = field(default_factory=FailureRate)
     state: State | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,10 +100,8 @@ class Attempt:
         if host_connection:  # keys in the hosts' store of this attempt's own
             prefix = f"{host_connection.prefix}/{self.number}"
             host_connection = dataclasses.replace(host_connection, prefix=prefix)
-        will_retain = retains(self.config)
-        return RunPlan(
-            self.config, self.run.folder, start, host_connection, writes, will_retain, self.retained
-        )
+        place = self.run.folder, start, host_connection, writes
+        return RunPlan(self.config, *place, retains(self.config), self.retained, self.failure_rate)
 
     @property
     def source(self) -> str:
@@ -199,8 +202,10 @@ class Recovery:
         if is_asked_to_stop or exit_status.is_overdue:
             return exit_status, None
         if self._resizing.before is not None:
-            return exit_status, self._next_after_resizing(attempt, exit_status, end)
-        return exit_status, self._next_after_loss(attempt, end) if exit_status.lost else None
+            found = self._next_after_resizing(attempt, exit_status, end)
+        else:
+            found = self._next_after_loss(attempt, end) if exit_status.lost else None
+        return exit_status, found and dataclasses.replace(found, failure_rate=self._failures.rate)
 
     def _next_after_loss(self, attempt: Attempt, end: JointEnd) -> Attempt | None:
         if self._failures.loss:

@@ -4,6 +4,7 @@ They are small, because they go through a pipe that is not read yet. A process r
 labels, and the checkpoint, itself.
 """
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,18 @@ class HostConnection:
 
 
 @dataclass(frozen=True)
+class FailureRate:
+    """How often processes of a run were lost: `n` times since `begin` (this machine's monotonic clock)."""
+
+    n: int = 0
+    begin: float = 0.0
+
+    def mean_seconds(self) -> float | None:
+        """Return the mean time between two failures, as of now; None before the first failure."""
+        return (time.monotonic() - self.begin) / self.n if self.n else None
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """The settings of all processes of a run: how to train and where to write.
 
@@ -32,6 +45,7 @@ class RunPlan:
         writes: Whether this host writes to the folder; otherwise another host does.
         retains: Whether trainer 0 makes memory checkpoints, which the launcher retains.
         retained: The memory checkpoint to resume from, instead of `start`.
+        failure_rate: That of the run before this start of its processes.
     """
 
     config: Config
@@ -41,3 +55,4 @@ class RunPlan:
     writes: bool = True
     retains: bool = False
     retained: Retained | None = None
+    failure_rate: FailureRate = FailureRate()

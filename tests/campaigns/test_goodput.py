@@ -11,17 +11,18 @@ from campaigns import goodput
 def test_the_table_has_the_figures_and_other_bits_are_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: str, code: int
 ) -> None:
-    runs = {"trial": (8.0, [], "trial"), "unbroken": (95.0, [], "same")}
+    runs = {"trial 0": (8.0, [], "trial"), "unbroken 0": (50.0, [], "same"), "unbroken 1": (45.0, [], "same")}
     strikes = [("SIGKILL", 0.5), ("SIGSEGV", 0.7), ("SIGSTOP", 2.6)]
+    broken = {"broken 0": (60.0, strikes[:2], "same"), "broken 1": (40.0, strikes[2:], end)}
     n_epochs: list[str] = []
 
     def train(folder: Path, words: list[str], *_: float) -> tuple[float, list, str]:
         n_epochs.append(next(word for word in words if word.startswith("n_epochs=")))
-        return runs.get(folder.name, (100.0, strikes, end))
+        return (runs | broken)[folder.name]
 
     monkeypatch.setattr(goodput, "train", train)
-    assert goodput.main(["2", "--networks", "digits", "--results", str(tmp_path)]) == code
-    assert n_epochs == ["n_epochs=4", "n_epochs=60", "n_epochs=60"]
+    assert goodput.main(["4", "--turns", "2", "--networks", "digits", "--results", str(tmp_path)]) == code
+    assert n_epochs == ["n_epochs=4", *["n_epochs=60"] * 4]
     text = (tmp_path / "goodput_digits.md").read_text()
     assert "| digits: goodput | 95.0% | target >= 0.92: pass |" in text
     assert "| digits: signals in 100 s | 3 |" in text

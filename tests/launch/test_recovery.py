@@ -14,7 +14,7 @@ from limits import limit
 from saved import assert_same, tensors
 
 from lockstep.launch.processes import ExitStatus
-from lockstep.launch.recovery import Attempt, next_try
+from lockstep.launch.recovery import Attempt, Failures, next_try
 from lockstep.runs.folder import RunFolder, open_run
 
 EVERY_STEP = ("memory_checkpoint_seconds=1e-6",)
@@ -102,6 +102,17 @@ def test_what_is_left_of_four_shares_the_work(
     found = next_try(Attempt(make_config(**keys), run), ExitStatus(1, lost=lost), 0)
     assert found and list(found.config.devices) == left and found.config.batch_size == 6
     assert found.config.shares == "equal"
+
+
+def test_processes_learn_how_often_the_run_has_failed(tmp_path: Path) -> None:
+    failures = Failures()
+    assert failures.rate.mean_seconds() is None
+    for step in (5, 9):
+        failures.add(ExitStatus(1, lost="trainer 0"), step)
+    with open(tmp_path / "lock", "w") as lock:
+        attempt = Attempt(make_config(), RunFolder(tmp_path, None, [], lock), failure_rate=failures.rate)
+    seconds = attempt.plan(None, True).failure_rate.mean_seconds()
+    assert seconds is not None and 0 < 2 * seconds <= time.monotonic() - failures.rate.begin
 
 
 @pytest.mark.slow

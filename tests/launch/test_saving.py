@@ -16,6 +16,8 @@ import pytest
 import torch
 from conftest import Program, make_config, wait_until
 from dataset_folders import write_manifest
+from hypothesis import given
+from hypothesis import strategies as st
 from limits import limit
 from safetensors.torch import load_file, save_file
 from saved import assert_same, tensors
@@ -34,7 +36,7 @@ from lockstep.network.recorder import HostStopwatch
 from lockstep.runs import checkpoint
 from lockstep.runs.checkpoint_files import find_checkpoint, records
 from lockstep.runs.folder import RunFolder, open_run
-from lockstep.runs.plan import RunPlan
+from lockstep.runs.plan import FailureRate, RunPlan
 from lockstep.runs.retention import remove_older, remove_superseded
 from lockstep.runs.snapshot import MemoryCheckpoint
 from lockstep.runs.state import Checkpoint, State
@@ -143,13 +145,14 @@ def make_saver(
     stopwatch: HostStopwatch | None = None,
     retains: bool = False,
     rule_bytes: int = 0,
+    failure_rate: FailureRate = FailureRate(),  # noqa: B008
     **keys: object,
 ) -> tuple[Saver, Arena, Heard]:
     (folder / "checkpoints").mkdir(parents=True)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
     arena, heard = Arena(model, HostMemory(), ("momenta",)), Heard()
     program = SimpleNamespace(arena=arena, optimizer=SimpleNamespace(learning_rate=0.1))
-    plan = RunPlan(make_config(**keys), folder, None, retains=retains)
+    plan = RunPlan(make_config(**keys), folder, None, retains=retains, failure_rate=failure_rate)
     (world,) = World.on_one_host(1)
     parts = plan, world, program, HostMemory(), heard
     saver = Saver(*parts, rule_bytes=rule_bytes, stopwatch=stopwatch)  # type: ignore[arg-type]
@@ -222,6 +225,33 @@ def test_the_cost_of_a_memory_checkpoint_counts_the_time_of_the_device(tmp_path:
         time.sleep(0.3)
         due.append(saver.is_copy_due())
     assert due == [False, True]
+
+
+def test_frequent_failures_make_memory_checkpoints_more_frequent(tmp_path: Path) -> None:
+    """One takes 10 s. With as many seconds between failures as since the launcher began, all are late."""
+    now, due = time.monotonic(), []
+    rates = {
+        "none": FailureRate(0, now),
+        "many": FailureRate(10**9, now - 1),
+        "old": FailureRate(1, now - 1e9),
+    }
+    for name, rate in rates.items():
+        saver, _, _ = make_saver(tmp_path / name, DeviceClock(), retains=True, failure_rate=rate)
+        saver.save(1, 8, 90, [], {}, to_disk=False)
+        saver.finish()
+        time.sleep(0.3)
+        due.append(saver.is_copy_due())
+    assert due == [False, True, False]
+
+
+@given(st.floats(1e-4, 100), st.floats(0.1, 1e9))
+def test_the_interval_costs_least_in_copies_and_repeated_steps(cost: float, failure_seconds: float) -> None:
+    """A neighbouring interval costs more, unless 1 % of the time or the least interval sets it."""
+    found = saving.interval(cost, failure_seconds)
+    assert 0.2 <= found <= max(0.2, saving.interval(cost, None))
+    if 0.2 < found < saving.interval(cost, None):
+        costs = [cost / x + x / 2 / failure_seconds for x in (found * 0.9, found, found * 1.1)]
+        assert costs[1] == min(costs)
 
 
 def test_a_second_one_waits_for_the_first(tmp_path: Path, monkeypatch) -> None:
