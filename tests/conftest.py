@@ -112,8 +112,11 @@ class Running:
 
 
 def named_memory() -> set[str]:
-    """Return the names in /dev/shm, without events of simulated GPUs, which concurrent tests use."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("cuda.shm.")}
+    """Return the names in /dev/shm, without those that libraries in concurrent tests use.
+
+    They are events of simulated GPUs and semaphores of multiprocessing.
+    """
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("cuda.shm.", "sem.mp-"))}
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:

@@ -29,7 +29,7 @@ from lockstep.files import checksum
 from lockstep.runs.checkpoint_files import find_checkpoint
 
 SIGNALS = ("SIGKILL", "SIGSEGV", "SIGSTOP")
-TIMEOUT = {"digits": 2.0, "alexnet": 5.0}  # seconds after which a stopped process counts as lost
+TIMEOUT = {"digits": 1.0, "alexnet": 5.0}  # seconds after which a stopped process counts as lost
 LEAST_TIMEOUT = 10.0  # over several hosts, whose launchers send heartbeats once a second
 LONGEST = 600.0  # seconds until a step, on any machine
 DEVICES = "devices=[cpu,cpu]"
@@ -154,6 +154,7 @@ def measure(name: str, folder: Path, words: argparse.Namespace) -> dict[str, Any
         "median_killed": statistics.median(killed) if killed else math.nan,
         "percentile_95_killed": killed[math.ceil(0.95 * len(killed)) - 1] if killed else math.nan,
         "median_stopped": statistics.median(stopped) if stopped else math.nan,
+        "timeout": timeout,
         "same_bits": same_bits,
     }
 
@@ -171,7 +172,11 @@ def rows_of(name: str, numbers: dict[str, Any], n_hosts: int = 1) -> list[tuple[
         (f"{name}: signals in {numbers['seconds']:.0f} s", f"{numbers['strikes']}", ""),
         (f"{name}: from a kill to the end of the next step, median", f"{median:.2f} s", at_most[0]),
         (f"{name}: the same, 95th percentile", f"{percentile:.2f} s", at_most[1]),
-        (f"{name}: after SIGSTOP, with `timeout`", f"{numbers['median_stopped']:.2f} s", ""),
+        (
+            f"{name}: after SIGSTOP, `timeout` {numbers['timeout']:g} s",
+            f"{numbers['median_stopped']:.2f} s",
+            "",
+        ),
         (f"{name}: ends with the bits of the unbroken run", "yes" if numbers["same_bits"] else "no", ""),
     ]
 

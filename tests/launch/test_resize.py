@@ -41,8 +41,9 @@ def command(running: Running, wish: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_run_that_is_resized_ends_with_the_bits_of_the_unbroken_one(program: Program) -> None:
-    unbroken = program.run(*WORDS, "n_epochs=40", name="unbroken", devices="[cpu]")
-    running = program.start(*WORDS, "n_epochs=40", name="resized", devices="[cpu]")
+    """The run is long enough for four commands on a busy machine."""
+    unbroken = program.run(*WORDS, "n_epochs=99", name="unbroken", devices="[cpu]")
+    running = program.start(*WORDS, "n_epochs=99", name="resized", devices="[cpu]")
     running.wait_for_text("epoch 1 step 2/")
     for wish, n_trainers in (("devices=[cpu,cpu]", 2), ("+2", 4), ("-1", 3), ("-2", 1)):
         done = command(running, wish)
@@ -51,7 +52,7 @@ def test_a_run_that_is_resized_ends_with_the_bits_of_the_unbroken_one(program: P
         assert len(running.pids()) == 2 * n_trainers
     assert running.wait() == 0, running.output()
     assert running.output().count("\nresized: ") == 4
-    assert_same(tensors(running, 40), tensors(unbroken, 40))
+    assert_same(tensors(running, 99), tensors(unbroken, 99))
     running.assert_nothing_left()
     assert not (running.run_folder / REQUEST).exists()
 

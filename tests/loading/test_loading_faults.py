@@ -205,7 +205,6 @@ def test_of_a_slow_disk_the_time_split_says_so(program: Program, tmp_path: Path)
 
 
 def loader_of(running: Running) -> int:
-    """Return the newest process of loader 0: the launcher has logged the first and its replacements."""
     return running.pids()["loader 0"]
 
 
@@ -233,22 +232,19 @@ def test_a_killed_loader_is_started_again_to_the_same_bits(
 def test_a_loader_that_is_killed_too_often_is_a_loss(program: Program) -> None:
     running = program.start("n_epochs=100000", "loader_restarts=1", "on_failure=stop")
     running.wait_for_text("step 2/6")
+    before = children_of(running)
     os.kill(running.pids()["loader 1"], signal.SIGKILL)
-    running.wait_for_text("loader 1 (pid ")
-    first = running.pids()["loader 1"]
-    wait_until(lambda: len(loaders(running) - {first}) == 2, "another loader")
-    (second,) = loaders(running) - set(running.pids().values())
+    wait_until(lambda: children_of(running) - before, "another loader")
+    (second,) = children_of(running) - before
     os.kill(second, signal.SIGKILL)
     assert running.wait(20) == 1
     assert running.last_line().startswith(f"lockstep: loader 1 (pid {second}) was killed by SIGKILL")
     running.assert_nothing_left()
 
 
-def loaders(running: Running) -> set[int]:
-    """Return the launcher's children that are neither trainers nor the template, the first of all."""
-    children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
-    forked = set(sorted(map(int, children))[1:])
-    return forked - {pid for name, pid in running.pids().items() if name.startswith("trainer")}
+def children_of(running: Running) -> set[int]:
+    launcher = running.process.pid
+    return set(map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()))
 
 
 def test_on_gpus_loaders_that_upload_are_not_started_again() -> None:
