@@ -110,7 +110,7 @@ def train_once(
             keep_settings(folder, config, dataset.description)
         begin_trace(config.trace and host.writes, folder)
         with Processes(config.timeout, context.interrupts, template=context.template) as processes:
-            start_processes(processes, attempt, host)
+            start_processes(processes, attempt, context)
             machine = {"cores": devices.count_cores(), **devices.describe(config.devices)}
             software = {"versions": versions.of_packages(), "machine": machine}
             console.log("started", {**processes.pids(), **software})
@@ -125,11 +125,11 @@ def train_once(
     return exit_status, last_step
 
 
-def start_processes(processes: Processes, attempt: Attempt, host: SingleHost) -> None:
+def start_processes(processes: Processes, attempt: Attempt, context: Context) -> None:
     """Start a trainer and, with para_load, a loader for each device, connected by pipes."""
     devices.number_gpus_by_place()
     config, worlds = attempt.config, worlds_of(attempt.config)
-    plan = attempt.plan(host.host_connection, host.writes)
+    plan = attempt.plan(context.host.host_connection, context.host.writes, context.failures.rate)
     peers = connect_all(len(worlds))
     for rank, world in enumerate(worlds):
         loaders: list[Connection] = []

@@ -93,6 +93,11 @@ class Running:
         started = [event for event in events if event["event"] == "started"][-1]
         return {name: pid for name, pid in started.items() if name.startswith(("trainer", "loader"))}
 
+    def children(self) -> set[int]:
+        """Return the process ids of the launcher's children."""
+        pid = self.process.pid
+        return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
     def wait_for_text(self, text: str) -> None:
         wait_until(lambda: text in self.output() or self.process.poll() is not None, f"{text!r}")
         assert text in self.output(), self.output()

@@ -56,7 +56,7 @@ class Failures:
         self.loss = _Loss(exit_status, step, time.monotonic())
         n_before = 0 if step > self.furthest >= 0 else self.n_in_vain
         self.furthest, self.n_in_vain = max(step, self.furthest), n_before + 1
-        self.rate = dataclasses.replace(self.rate, n=self.rate.n + 1)
+        self.rate = FailureRate(self.rate.n + 1, self.rate.begin)
         return n_before
 
 
@@ -79,7 +79,6 @@ class Attempt:
         run: Its folder and the checkpoint on disk from which it starts.
         retained: The memory checkpoint from which it starts instead, or None.
         number: 0 for the first attempt.
-        failure_rate: That of the run so far.
         state: The state from which it starts; None from scratch. Later checkpoints replace the one in memory.
     """
 
@@ -87,21 +86,30 @@ class Attempt:
     run: RunFolder
     retained: Retained | None = None
     number: int = 0
-    failure_rate: FailureRate = field(default_factory=FailureRate)
     state: State | None = field(init=False)
 
     def __post_init__(self) -> None:
         on_disk = self.run.start.state if self.run.start else None
         object.__setattr__(self, "state", self.retained.state() if self.retained else on_disk)
 
-    def plan(self, host_connection: HostConnection | None, writes: bool) -> RunPlan:
+    def plan(
+        self, host_connection: HostConnection | None, writes: bool, failure_rate: FailureRate
+    ) -> RunPlan:
         """Return the settings of the attempt's processes. See RunPlan for the arguments."""
         start = self.run.start.path if self.run.start else None
         if host_connection:  # keys in the hosts' store of this attempt's own
             prefix = f"{host_connection.prefix}/{self.number}"
             host_connection = dataclasses.replace(host_connection, prefix=prefix)
-        place = self.run.folder, start, host_connection, writes
-        return RunPlan(self.config, *place, retains(self.config), self.retained, self.failure_rate)
+        return RunPlan(
+            self.config,
+            self.run.folder,
+            start,
+            host_connection,
+            writes,
+            retains=retains(self.config),
+            retained=self.retained,
+            failure_rate=failure_rate,
+        )
 
     @property
     def source(self) -> str:
@@ -202,10 +210,8 @@ class Recovery:
         if is_asked_to_stop or exit_status.is_overdue:
             return exit_status, None
         if self._resizing.before is not None:
-            found = self._next_after_resizing(attempt, exit_status, end)
-        else:
-            found = self._next_after_loss(attempt, end) if exit_status.lost else None
-        return exit_status, found and dataclasses.replace(found, failure_rate=self._failures.rate)
+            return exit_status, self._next_after_resizing(attempt, exit_status, end)
+        return exit_status, self._next_after_loss(attempt, end) if exit_status.lost else None
 
     def _next_after_loss(self, attempt: Attempt, end: JointEnd) -> Attempt | None:
         if self._failures.loss:

@@ -72,13 +72,14 @@ class Watched:
         found = []
         for pid in self.left():
             try:
-                parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except (FileNotFoundError, ProcessLookupError):  # gone since
                 continue
+            parent, start_time = int(fields[1]), int(fields[19])
             if parent == self.process.pid and words in line:
-                found.append(pid)
-        return sorted(found)
+                found.append((start_time, pid))  # process ids wrap around, so they tell no age
+        return [pid for _, pid in sorted(found)]
 
     def is_at(self, point: str) -> bool:
         """Return whether a process has reported an activity that contains a text."""

@@ -110,8 +110,8 @@ def test_processes_learn_how_often_the_run_has_failed(tmp_path: Path) -> None:
     for step in (5, 9):
         failures.add(ExitStatus(1, lost="trainer 0"), step)
     with open(tmp_path / "lock", "w") as lock:
-        attempt = Attempt(make_config(), RunFolder(tmp_path, None, [], lock), failure_rate=failures.rate)
-    seconds = attempt.plan(None, True).failure_rate.mean_seconds()
+        attempt = Attempt(make_config(), RunFolder(tmp_path, None, [], lock))
+    seconds = attempt.plan(None, True, failures.rate).failure_rate.mean_seconds()
     assert seconds is not None and 0 < 2 * seconds <= time.monotonic() - failures.rate.begin
 
 

@@ -228,7 +228,7 @@ def test_the_cost_of_a_memory_checkpoint_counts_the_time_of_the_device(tmp_path:
 
 
 def test_frequent_failures_make_memory_checkpoints_more_frequent(tmp_path: Path) -> None:
-    """One takes 10 s. With as many seconds between failures as since the launcher began, all are late."""
+    """One takes 10 s, so the next is due after 1,000 s; at once while failures come every nanosecond."""
     now, due = time.monotonic(), []
     rates = {
         "none": FailureRate(0, now),

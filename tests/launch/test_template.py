@@ -24,9 +24,7 @@ LONG = ("n_epochs=100000", "snapshot_freq=100000")
 
 def template_of(running: Running) -> int:
     """Return the process id of a run's template, the only child that the log does not name."""
-    launcher = running.process.pid
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    (pid,) = {int(child) for child in children} - set(running.pids().values())
+    (pid,) = running.children() - set(running.pids().values())
     return pid
 
 

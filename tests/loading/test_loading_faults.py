@@ -12,7 +12,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from conftest import Program, Running, make_config, wait_until
+from conftest import Program, make_config, wait_until
 from saved import assert_same, tensors
 
 from lockstep.backends import devices
@@ -204,10 +204,6 @@ def test_of_a_slow_disk_the_time_split_says_so(program: Program, tmp_path: Path)
     assert total["load-wait"] > total["compute"]
 
 
-def loader_of(running: Running) -> int:
-    return running.pids()["loader 0"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "trainers"),
@@ -220,9 +216,10 @@ def test_a_killed_loader_is_started_again_to_the_same_bits(
     words = ("n_epochs=30", "snapshot_freq=30", "cpu_threads=1")
     running = program.start(*words, "loader_restarts=1", devices=trainers)
     running.wait_for_text(when)
-    os.kill(loader_of(running), signal.SIGKILL)
+    pid = running.pids()["loader 0"]
+    os.kill(pid, signal.SIGKILL)
     assert running.wait() == 0, running.output()
-    received = f"note: loader 0 (pid {loader_of(running)}) was killed by SIGKILL"
+    received = f"note: loader 0 (pid {pid}) was killed by SIGKILL"
     assert received in running.output() and "it is started again (restarts left: 0)" in running.output()
     assert_same(tensors(running, 30), tensors(program.run(*words, name="unbroken", devices=trainers), 30))
     running.assert_nothing_left()
@@ -232,19 +229,14 @@ def test_a_killed_loader_is_started_again_to_the_same_bits(
 def test_a_loader_that_is_killed_too_often_is_a_loss(program: Program) -> None:
     running = program.start("n_epochs=100000", "loader_restarts=1", "on_failure=stop")
     running.wait_for_text("step 2/6")
-    before = children_of(running)
+    before = running.children()
     os.kill(running.pids()["loader 1"], signal.SIGKILL)
-    wait_until(lambda: children_of(running) - before, "another loader")
-    (second,) = children_of(running) - before
+    wait_until(lambda: running.children() - before, "another loader")
+    (second,) = running.children() - before
     os.kill(second, signal.SIGKILL)
     assert running.wait(20) == 1
     assert running.last_line().startswith(f"lockstep: loader 1 (pid {second}) was killed by SIGKILL")
     running.assert_nothing_left()
-
-
-def children_of(running: Running) -> set[int]:
-    launcher = running.process.pid
-    return set(map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()))
 
 
 def test_on_gpus_loaders_that_upload_are_not_started_again() -> None:

@@ -109,7 +109,7 @@ def test_every_example_is_a_file_of_ten_to_thirty_lines(written: Path) -> None:
 
 
 def test_network_loss_optimizer_transport_back_end_and_data_train(written: Path) -> None:
-    """Return one run with two trainers on everything that the page adds."""
+    """One run with two trainers uses everything that the page adds."""
     run(written, "preprocessing/make_squares.py", "data/squares")
     keys = "data_folder=data/squares n_classes=4 model=squeeze optimizer=lion learning_rate=0.003 n_epochs=4"
     more = "batch_size=16 print_freq=8 run_name=squares lr_policy=cosine"
