@@ -15,7 +15,7 @@ from lockstep.comm.group import World
 from lockstep.comm.messages import Fill, Filled, Stop, Subtract
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.data.dataset import open_dataset, subtracting
+from lockstep.data.dataset import open_dataset, with_mean
 from lockstep.launch.status import StatusBoard
 from lockstep.loading.reader import Reader
 from lockstep.loading.slots import RingShape
@@ -38,7 +38,7 @@ def run_loader(
     if isinstance(first, Stop):  # restarted when no loader was needed any more
         return
     assert isinstance(first, Subtract)
-    dataset = subtracting(dataset, first.mean)
+    dataset = with_mean(dataset, first.mean)
     shape = trainer.receive(RingShape, "the ring's shape")
     reader = Reader(config, dataset, shape.crop_size, board.say, shape.changes)
     filler = backend.receive_ring(trainer, shape, reader)

@@ -15,7 +15,7 @@ saved; press again to leave at once), 143 SIGTERM or SIGHUP (a closed terminal),
 and the last line says which process failed, how, and what it was doing.
 """
 
-from lockstep.interrupts import Interrupts
+from lockstep.signals import Interrupts
 
 if __name__ == "__main__":
     interrupts = Interrupts()

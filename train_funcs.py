@@ -8,8 +8,8 @@ from lockstep.comm.group import Group, World
 from lockstep.comm.messages import Order, Started
 from lockstep.comm.pipes import Pipe
 from lockstep.data.dataset import open_dataset
-from lockstep.hosts.coordinator import Coordinator, StepReport
 from lockstep.launch.balancing import Balancer
+from lockstep.launch.coordinator import Coordinator, StepReport
 from lockstep.launch.postmortem import Losses
 from lockstep.launch.progress import ProgressReporter, warnings_of
 from lockstep.launch.saving import Saver, wants_disk

@@ -12,7 +12,7 @@ Exit code: 0 success; 2 an argument or file can't be used; 130 Ctrl-C, 143 SIGTE
 and the last line says which process failed, how, and what it was doing.
 """
 
-from lockstep.interrupts import Interrupts
+from lockstep.signals import Interrupts
 
 if __name__ == "__main__":
     interrupts = Interrupts()

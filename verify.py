@@ -12,7 +12,7 @@ Exit code: 0 verified; 1 something is not as the receipts say, each in a line; 2
 has no receipts, its data are missing, or an argument can't be used; 130 Ctrl-C, 143 SIGTERM or SIGHUP.
 """
 
-from lockstep.interrupts import Interrupts
+from lockstep.signals import Interrupts
 
 if __name__ == "__main__":
     interrupts = Interrupts()

@@ -5,7 +5,7 @@ The list goes from the lowest package to the highest. A package imports only tho
 
     errors.py     exceptions with messages for users     files.py   files that appear complete or not at all
     extras.py     packages that only some features need  text.py  text that can be stored and printed
-    interrupts.py Ctrl-C and SIGTERM                     typed.py   YAML values as annotated types
+    signals.py    Ctrl-C and SIGTERM                     typed.py   YAML values as annotated types
     threads.py    functions in a thread that never delays the exit
     objects.py    functions by name, and what lockstep.train passes
     trace/        timelines for Perfetto and Chrome: a run's processes, and dataflow

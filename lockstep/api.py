@@ -29,7 +29,6 @@ from lockstep.config import read_run, read_yaml, resolve
 from lockstep.config.tasks import MONITORED, monitor_of
 from lockstep.errors import UserError
 from lockstep.files import program_folder
-from lockstep.interrupts import die_with_parent
 from lockstep.launch import child
 from lockstep.launch.bar import SENDING, BarState, ProgressBar, from_line
 from lockstep.launch.commandline import default_config
@@ -37,6 +36,7 @@ from lockstep.objects import Kind, PickledObjects
 from lockstep.runs.checkpoint_files import check_epoch, find_checkpoint
 from lockstep.runs.folder import folder_after, make_folder_named_by_time, newest
 from lockstep.runs.metrics import best_epoch
+from lockstep.signals import die_with_parent
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lockstep.backends.ask_driver import NO_LIBRARY
 from lockstep.errors import UserError
-from lockstep.interrupts import die_with_parent
+from lockstep.signals import die_with_parent
 
 QUERY = "index,uuid,pci.bus_id,name,driver_version,memory.total,mig.mode.current,compute_mode"
 NO_DRIVER = "there is no NVIDIA driver here"

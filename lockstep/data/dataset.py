@@ -146,7 +146,7 @@ def _check_task(config: Config, manifest: Manifest) -> None:
         )
 
 
-def subtracting(dataset: Described, mean: tuple[float, ...] | None) -> Described:
+def with_mean(dataset: Described, mean: tuple[float, ...] | None) -> Described:
     """Return the dataset with a mean of R, G and B as its mean. With None, return it unchanged."""
     if mean is None:
         return dataset

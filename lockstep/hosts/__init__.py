@@ -12,7 +12,6 @@ Read in this order; a file imports only from files above it:
     sums.py          all-reduce algorithms: the library's, along a tree, rounded to bfloat16
     network.py       the process group of the trainers of equal local rank
     hierarchical.py  a transport over all hosts, made of a transport inside each host
-    coordinator.py   stop and save requests, sums of losses, and the cost of a step's exchange
 
 Hosts exchange tensors, JSON and files of checkpoints. Nothing is unpickled. The files that launchers use
 import torch when they open a connection, not before.

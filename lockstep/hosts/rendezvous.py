@@ -21,8 +21,8 @@ from lockstep.config.hosts import address_and_port
 from lockstep.errors import PeerProblem, UserError
 from lockstep.hosts.addresses import Address, bind, check_reachable, listen, own_address, resolve, show
 from lockstep.hosts.store import Store, StoreLost, as_type, load_torch, one_line, refusal
-from lockstep.interrupts import Interrupts
 from lockstep.runs.plan import HostConnection
+from lockstep.signals import Interrupts
 
 T = TypeVar("T")
 

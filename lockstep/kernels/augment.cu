@@ -78,7 +78,7 @@ __device__ inline int scaled(
 
 // Make crops of `rows` and `columns`. `down` has a filter of n_down numbers for each number of rows that a box may have and each
 // new row; `across` likewise. They are not needed where all boxes have the crops' size.
-extern "C" __global__ void augment_crop(
+extern "C" __global__ void augment_resized_crop(
     const uint8 *stored, const Change *changes, const short *down, const short *across, uint8 *crops, int n_down, int n_across,
     int height, int width, int rows, int columns, int colors, int reflects)
 {
@@ -292,7 +292,7 @@ __device__ inline void augment(
     augment<BLOCK, COLORS>(images, crops, shifts, mean, out, height, width, rows, columns, n_columns, padding)
 
 template <typename T>
-__device__ inline void augment_in(
+__device__ inline void crop_and_subtract(
     const uint8 *images, const Crop *crops, const float *shifts, const float *mean, T *out, int height, int width,
     int rows, int columns, int n_columns, int colors, int block, int padding)
 {
@@ -310,16 +310,16 @@ __device__ inline void augment_in(
         AUGMENT(1, 3);
 }
 
-extern "C" __global__ void augment_float32(
+extern "C" __global__ void crop_and_subtract_float32(
     const uint8 *images, const Crop *crops, const float *shifts, const float *mean, float *out, int height, int width,
     int rows, int columns, int n_columns, int colors, int block, int padding)
 {
-    augment_in(images, crops, shifts, mean, out, height, width, rows, columns, n_columns, colors, block, padding);
+    crop_and_subtract(images, crops, shifts, mean, out, height, width, rows, columns, n_columns, colors, block, padding);
 }
 
-extern "C" __global__ void augment_bfloat16(
+extern "C" __global__ void crop_and_subtract_bfloat16(
     const uint8 *images, const Crop *crops, const float *shifts, const float *mean, bfloat16 *out, int height, int width,
     int rows, int columns, int n_columns, int colors, int block, int padding)
 {
-    augment_in(images, crops, shifts, mean, out, height, width, rows, columns, n_columns, colors, block, padding);
+    crop_and_subtract(images, crops, shifts, mean, out, height, width, rows, columns, n_columns, colors, block, padding);
 }

@@ -31,7 +31,7 @@ class ChangeKernels:
         assert raw.changes is not None
         self._driver, self._stream, self._raw, self._changes = memory.driver, stream, raw, raw.changes
         module = kernels.load(memory.driver, "augment")
-        names = ("crop", "sum_gray", "jitter", "erase", "mix")
+        names = ("resized_crop", "sum_gray", "jitter", "erase", "mix")
         self._kernels = {name: module.get_function(f"augment_{name}") for name in names}
         (self._rows, self._columns), n_bytes = raw.crop_size, raw.n_colors * math.prod(raw.crop_size)
         sizes = {"crops": raw.n_images * n_bytes, "mixed": 0, "sums": 0}
@@ -67,7 +67,7 @@ class ChangeKernels:
         shape = (*size, self._raw.n_colors)
         stored = raw + self._raw.images_at, changes, self._at("down"), self._at("across"), crops
         numbers = *self._n_weights, *self._raw.image_size, *shape, int(self._changes.reflects)
-        self._run("crop", n_images, stored, numbers)
+        self._run("resized_crop", n_images, stored, numbers)
         if self._changes.jitters:
             self._driver.memset_d8_async(sums, 0, 8 * n_images, self._stream)
             self._run("sum_gray", n_images, (crops, changes, sums), size, _WARP)
@@ -122,7 +122,7 @@ class AugmentKernel:
             most = _MOST_IMAGES * raw.batch_size // raw.n_images
             raise UserError(f"batch_size: a GPU trainer takes {most:,} at most, not {raw.batch_size:,}")
         self._driver, self._stream, self._raw, self._out = memory.driver, stream, raw, out
-        self._kernel = kernels.load(memory.driver, "augment").get_function(f"augment_{out.dtype}")
+        self._kernel = kernels.load(memory.driver, "augment").get_function(f"crop_and_subtract_{out.dtype}")
         self._mean = memory.allocate(mean.nbytes, "the mean image")
         memory.upload(self._mean, mean)
         self._changes = ChangeKernels(memory, stream, raw) if raw.changes else None

@@ -5,7 +5,7 @@ from itertools import pairwise
 from lockstep.comm.messages import Order
 from lockstep.config import Config
 from lockstep.config.shares import Bounds, balance, bounds_of, most_of, slowest
-from lockstep.hosts.coordinator import Coordinator
+from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.progress import ProgressReporter
 from lockstep.loading.orders import Orders
 from lockstep.network.recorder import Recorder

@@ -10,7 +10,6 @@ from lockstep.data.classes import check_classes
 from lockstep.data.dataset import Dataset, check_content, open_dataset
 from lockstep.errors import UserError, nearest
 from lockstep.extras import require
-from lockstep.interrupts import Interrupts
 from lockstep.launch import scalars
 from lockstep.launch.commandline import Arguments, complete_config
 from lockstep.launch.console import show
@@ -19,6 +18,7 @@ from lockstep.launch.own_images import with_converted_images
 from lockstep.launch.surveying import with_survey
 from lockstep.objects import SOURCE, check_available
 from lockstep.runs.folder import RunFolder
+from lockstep.signals import Interrupts
 
 _OTHER_DESCRIPTORS = 128  # of the launcher, beside its pipes: files, sockets, threads
 _DESCRIPTORS_PER_TRAINER = 24  # for a trainer and its loader: sentinels, control pipes, status boards

@@ -20,8 +20,8 @@ from typing import Any
 from lockstep.comm.messages import Failed, Finished, Ready
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import DeviceFault, Garbled, PeerLost, PeerProblem, UserError
-from lockstep.interrupts import die_with_parent
 from lockstep.launch.status import TRACE, StatusBoard
+from lockstep.signals import die_with_parent
 
 NAME = "LOCKSTEP_CHILD"  # environment variable: the name of this process
 _report_lock = threading.Lock()

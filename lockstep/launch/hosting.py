@@ -31,12 +31,12 @@ from lockstep.hosts.rendezvous import (
     join_rendezvous,
 )
 from lockstep.hosts.store import Store, as_record, one_line, refusal
-from lockstep.interrupts import Interrupts
 from lockstep.launch.processes import ExitStatus, Processes
 from lockstep.runs import checkpoint_files
 from lockstep.runs import folder as runfolder
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.plan import HostConnection
+from lockstep.signals import Interrupts
 
 FAILURE_SECONDS = 8.0  # after a failure caused by another host, for that host to report the cause
 _END_SECONDS = 20.0  # beside `timeout`, for a host to end its processes and to compare a digest

@@ -17,7 +17,7 @@ from lockstep.config import Config, to_yaml
 from lockstep.data import old_folders
 from lockstep.errors import PeerLost, UserError
 from lockstep.files import program_folder
-from lockstep.interrupts import Interrupts, die_with_parent
+from lockstep.signals import Interrupts, die_with_parent
 
 _OF_DATASETS = ("manifest.json", "train_hkl", "val_hkl", "labels/train_labels.npy", "misc/img_mean.npy")
 

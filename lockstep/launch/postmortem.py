@@ -11,7 +11,7 @@ from lockstep.comm.messages import Order
 from lockstep.data.dataset import Split
 from lockstep.errors import UserError
 from lockstep.files import write_text, write_with
-from lockstep.hosts.coordinator import Coordinator
+from lockstep.launch.coordinator import Coordinator
 from lockstep.network.program import Program
 from lockstep.network.recorder import Recorder
 from lockstep.runs.plan import RunPlan

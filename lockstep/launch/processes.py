@@ -2,8 +2,8 @@
 
 Children are forked by a template process (template.py) or spawned. The launcher is the parent of all, so they
 are siblings, and each has a control pipe to it. A child that dies is noticed at once by its sentinel; a child
-that hangs, by a status board that stops changing. `Processes.watch` watches a run, restarts killed loaders
-(loader_restarts.py), and ends the run when another child fails; ranks.py collects results.
+that hangs, by a status board that stops changing. `Processes.watch` watches a run, restarts killed loaders,
+and ends the run when another child fails; ranks.py collects results.
 """
 
 import multiprocessing
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,15 +21,14 @@ from typing import Any
 from lockstep.comm.messages import Failed, Finished, Ready, Started, Stop, WarningMessage
 from lockstep.comm.pipes import START_SECONDS, Pipe
 from lockstep.errors import Garbled, PeerProblem, UserError
-from lockstep.interrupts import STOP_SIGNAL, Interrupts
 from lockstep.launch.child import ChildStart, child_main
-from lockstep.launch.loader_restarts import restart_killed_loaders
 from lockstep.launch.spawning import start_resource_tracker, without_main_file
 from lockstep.launch.status import StatusBoard
 from lockstep.launch.template import ForkedProcess, Template
 from lockstep.memory.host import HostMemory
 from lockstep.memory.leftovers import remove_leftovers
 from lockstep.runs.snapshot import SnapshotMemory
+from lockstep.signals import STOP_SIGNAL, Interrupts
 
 LEAVE_SECONDS = 10.0  # from a child's last message to its exit
 LISTEN_SECONDS = 0.5  # between two checks of signals and status boards
@@ -352,11 +350,7 @@ class Processes:
 
     def _handle_failures(self, on_message: Callable[[Any], None]) -> ExitStatus | None:
         """Restart killed loaders that have spares. Return the run's status if a child still fails."""
-        if not self._failing():
-            return None
-        failing, listen = self._failing, partial(self.listen, on_message, 0)
-        all_well = restart_killed_loaders(failing, listen, partial(self._restart_loader, on_message))
-        return None if all_well else self._explain_failure(on_message)
+        return None if self._restart_killed_loaders(on_message) else self._explain_failure(on_message)
 
     def _failing(self) -> list[Child]:
         return [child for child in self._children if not child.is_well() or self._is_stuck(child)]
@@ -369,6 +363,21 @@ class Processes:
         # Later on a process that waits for it times out first, and knows more.
         patience = max(START_SECONDS, self._timeout) if is_importing else self._timeout + 3
         return self._now - child.last_active > patience
+
+    def _restart_killed_loaders(self, on_message: Callable[[Any], None]) -> bool:
+        """Restart killed loaders that have spare pipes. Return whether all children are well then.
+
+        The trainer finds the new loader at the other end of the next pipe (loading/feed.py), and repeats its
+        requests, so the bits are the same.
+        """
+        while children := self._failing():
+            self.listen(on_message, 0)
+            killed = [each for each in children if each.spares and not each.is_well() and not each.failure]
+            if not killed:
+                return False
+            for child in killed:  # meanwhile others may be killed, hence the loop around
+                self._restart_loader(on_message, child)
+        return True
 
     def _restart_loader(self, on_message: Callable[[Any], None], child: Child) -> None:
         text = f"{self._describe_silent(child)}; it is started again"

@@ -10,7 +10,7 @@ from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.config.augmentation import crop_of
 from lockstep.errors import UserError
-from lockstep.hosts.coordinator import Coordinator
+from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.straggler_watch import StragglerWatch
 from lockstep.memory import Block
 from lockstep.network.program import Program

@@ -13,7 +13,6 @@ from lockstep.config.rules import on_failure_of, settle
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.hosts.rendezvous import HostFailed, HostLost
-from lockstep.interrupts import Interrupts
 from lockstep.launch.console import Console
 from lockstep.launch.hosting import JointEnd, Rejoining, SingleHost
 from lockstep.launch.processes import ExitStatus, Processes
@@ -26,6 +25,7 @@ from lockstep.runs.folder import RunFolder
 from lockstep.runs.plan import FailureRate, HostConnection, RunPlan
 from lockstep.runs.snapshot import MemoryCheckpoint, Retained
 from lockstep.runs.state import State
+from lockstep.signals import Interrupts
 
 _RESERVE_SECONDS = 1.0  # to write a memory checkpoint, and for each so many bytes:
 _BYTES_PER_SECOND = 100e6

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from lockstep.config import Config
 from lockstep.files import program_folder
-from lockstep.interrupts import Interrupts, die_with_parent
 from lockstep.launch.console import show
+from lockstep.signals import Interrupts, die_with_parent
 
 REPORT_SECONDS = 600.0  # the report limits itself to much less
 

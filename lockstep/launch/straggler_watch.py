@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from lockstep.comm.messages import EpochTimes, Straggler
-from lockstep.hosts.coordinator import Coordinator
+from lockstep.launch.coordinator import Coordinator
 from lockstep.network.recorder import Recorder
 from lockstep.runs.stragglers import PHASES, added, measure, straggler_of
 

@@ -27,9 +27,9 @@ from typing import Any
 
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import PeerLost, PeerProblem
-from lockstep.interrupts import STOP_SIGNAL, Interrupts, adopt_orphans, die_with_parent, set_process_name
 from lockstep.launch.child import ChildStart, child_main
 from lockstep.memory.host import HostBlock
+from lockstep.signals import STOP_SIGNAL, Interrupts, adopt_orphans, die_with_parent, set_process_name
 
 _NAME = "the template process"
 _CODE = """import json, sys

@@ -14,7 +14,7 @@ from lockstep.config import Config
 from lockstep.config.rules import rule_of
 from lockstep.errors import UserError
 from lockstep.exchange.transport import Transport
-from lockstep.hosts.coordinator import Coordinator
+from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.recheck import Recheck
 from lockstep.launch.status import StatusBoard
 from lockstep.network.program import CheckedGradients, Program

@@ -10,7 +10,7 @@ from lockstep.comm.messages import Validated
 from lockstep.comm.pipes import Pipe
 from lockstep.config.tasks import is_multilabel, monitor_of
 from lockstep.data.dataset import Dataset
-from lockstep.hosts.coordinator import Coordinator
+from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.progress import ProgressReporter, check_finite
 from lockstep.loading.feed import Feed
 from lockstep.loading.orders import Orders

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from lockstep.comm.messages import Fill, Filled, Order, Stop, Subtract
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.data.dataset import Dataset, subtracting
+from lockstep.data.dataset import Dataset, with_mean
 from lockstep.errors import PeerLost
 from lockstep.loading import Batch, Filler, Ring
 from lockstep.loading.reader import Reader
@@ -188,7 +188,7 @@ def open_feed(
         loaders: Pipes to the loader and its replacements. If empty, this process reads each minibatch when it
             needs it.
     """
-    dataset = subtracting(dataset, network.mean)
+    dataset = with_mean(dataset, network.mean)
     size, blocks = network.crop_size, network.blocks
     if loaders:
         ring = backend.make_ring(config, config.n_slots, size, dataset.mean, blocks, dataset.n_labels)

@@ -14,7 +14,7 @@ from lockstep.config.rules import KINDS_OF_RULES, rule_of
 from lockstep.config.shares import bounds_of
 from lockstep.config.tasks import is_multilabel
 from lockstep.data.classes import class_weights
-from lockstep.data.dataset import Dataset, Described, subtracting
+from lockstep.data.dataset import Dataset, Described, with_mean
 from lockstep.data.description import Description
 from lockstep.data.randomness import Purpose, seed_of
 from lockstep.errors import UserError
@@ -409,4 +409,4 @@ def open_trained(
     replica = Replica(config, dataset, memory)
     replica.load(checkpoint.load(tensors), str(tensors))
     replica.begin_validation()
-    return replica, subtracting(dataset, replica.mean)
+    return replica, with_mean(dataset, replica.mean)

@@ -8,7 +8,7 @@ from PIL import Image
 from lockstep.comm.messages import Order
 from lockstep.config import Config
 from lockstep.config.augmentation import makes_images
-from lockstep.data.dataset import Dataset, subtracting
+from lockstep.data.dataset import Dataset, with_mean
 from lockstep.errors import UserError
 from lockstep.loading.host import HostFiller, HostRing
 from lockstep.loading.reader import Reader
@@ -59,7 +59,7 @@ def augmented_images(
     """
     config = dataclasses.replace(config, shuffle="none", batch_size=n_images, mix_off_epoch=None)
     if not makes_images(config):  # the mean has a place in the stored image: do without
-        dataset = subtracting(dataset, (0.0,) * dataset.image_shape[2])
+        dataset = with_mean(dataset, (0.0,) * dataset.image_shape[2])
     n_channels, n_labels = dataset.image_shape[2], dataset.n_labels
     ring = HostRing(RingShape(1, n_images, size, "float32", size, n_channels, n_labels=n_labels))
     reader = Reader(config, dataset, size, lambda text: None)

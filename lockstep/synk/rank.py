@@ -20,10 +20,10 @@ import cloudpickle
 from lockstep.comm.group import Group, World
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import PeerLost
-from lockstep.interrupts import die_with_parent
 from lockstep.launch.status import StatusBoard
 from lockstep.memory.host import HostMemory
 from lockstep.memory.malloc import keep_small_freed_memory
+from lockstep.signals import die_with_parent
 from lockstep.synk.commands import (
     Abort,
     BarrierReached,

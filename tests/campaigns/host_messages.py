@@ -23,11 +23,11 @@ from lockstep.hosts.attempts import AttemptEnd, describe_losses, exchange_ends, 
 from lockstep.hosts.heartbeat import Heartbeat, Seen
 from lockstep.hosts.rendezvous import Rendezvous, exit_code
 from lockstep.hosts.store import Store
-from lockstep.interrupts import Interrupts
 from lockstep.launch.hosting import MultiHost
 from lockstep.runs import checkpoint
 from lockstep.runs.plan import HostConnection
 from lockstep.runs.state import State
+from lockstep.signals import Interrupts
 
 N_TRAIN = 90
 _FACTS = {"seed": 1, "lr_step": [2, 4], "version of torch": "2", "trainers per host": 1}

@@ -21,7 +21,7 @@ from benchmarks.measure import table, write_results
 from campaigns.sampling import Limits, Series, take
 from campaigns.watching import ROOT, Watched
 from lockstep.backends.devices import count_cores
-from lockstep.interrupts import die_with_parent
+from lockstep.signals import die_with_parent
 
 PATIENCE = 300.0  # seconds for what takes a few seconds on an idle machine
 SAMPLES = 200  # per process and start, about

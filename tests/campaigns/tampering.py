@@ -18,8 +18,8 @@ from typing import Any
 
 import verify
 from benchmarks.measure import machine
-from lockstep.interrupts import Interrupts
 from lockstep.runs.receipts import NAME
+from lockstep.signals import Interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "tampering.json"

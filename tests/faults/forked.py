@@ -21,8 +21,8 @@ import torch
 import proc_load
 import train
 import train_funcs
-from lockstep.interrupts import Interrupts
 from lockstep.launch.processes import Processes
+from lockstep.signals import Interrupts
 from preprocessing import make_hkl
 
 _PR_SET_CHILD_SUBREAPER = 36

@@ -23,10 +23,10 @@ from lockstep.hosts.folders import bring_newest
 from lockstep.hosts.heartbeat import Heartbeat
 from lockstep.hosts.rendezvous import HostFailed, Rendezvous, join_rendezvous
 from lockstep.hosts.store import Store
-from lockstep.interrupts import Interrupts
 from lockstep.runs import checkpoint
 from lockstep.runs.checkpoint_files import find_checkpoint
 from lockstep.runs.state import State
+from lockstep.signals import Interrupts
 
 RUBBISH = (b"GET / HTTP/1.0\r\n\r\n", b"\x00" * 100, b"\xff" * 5000, b"\x80\x04\x95pickle", b"")
 

@@ -20,12 +20,12 @@ from lockstep.hosts.addresses import listen
 from lockstep.hosts.heartbeat import Heartbeat
 from lockstep.hosts.rendezvous import HostFailed, LivenessConnections, join_rendezvous
 from lockstep.hosts.store import Store
-from lockstep.interrupts import Interrupts
+from lockstep.signals import Interrupts
 
 COMES_AND_STAYS = """
 import sys, time
 from lockstep.hosts.rendezvous import join_rendezvous
-from lockstep.interrupts import Interrupts
+from lockstep.signals import Interrupts
 here = join_rendezvous(2, int(sys.argv[1]), sys.argv[2], None, float(sys.argv[3]), False, Interrupts())
 print("is here", flush=True)
 time.sleep(1000)

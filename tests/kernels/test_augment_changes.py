@@ -50,7 +50,8 @@ def crop(
     down, across = scaling_filters(height, size[0]), scaling_filters(width, size[1])
     out = np.full(n_images * size[0] * size[1] * n_colors + GUARD, 77, np.uint8)
     numbers = down.shape[2], across.shape[2], height, width, *size, n_colors, int(reflects)
-    launch(library, "augment_crop", (images, changes, down, across, out), numbers, (size[0], n_images))
+    buffers = images, changes, down, across, out
+    launch(library, "augment_resized_crop", buffers, numbers, (size[0], n_images))
     assert (out[-GUARD:] == 77).all()
     return out[:-GUARD].reshape(n_images, *size, n_colors)
 

@@ -25,10 +25,10 @@ from saved import assert_same, tensors
 from lockstep.comm.messages import WarningMessage
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import DeadlinePassed
-from lockstep.interrupts import Interrupts
 from lockstep.launch import processes
 from lockstep.launch.status import StatusBoard
 from lockstep.runs.checkpoint_files import find_checkpoint
+from lockstep.signals import Interrupts
 
 FOREVER = ("n_epochs=100000", "snapshot_freq=1", "on_failure=stop")
 

@@ -13,7 +13,7 @@ from conftest import ROOT, Program, Running, wait_until
 from dataset_folders import write_manifest
 from limits import limit
 
-from lockstep.interrupts import STOP_SIGNAL, Interrupts
+from lockstep.signals import STOP_SIGNAL, Interrupts
 
 SECONDS = 10  # for an answer that takes milliseconds; without one, each of these waits would be for ever
 
@@ -137,7 +137,7 @@ def test_a_signal_that_comes_within_anothers_handler_is_no_second_wish(number: i
 
 INHERITED = """
 import os, signal, time
-from lockstep.interrupts import Interrupts
+from lockstep.signals import Interrupts
 
 interrupts = Interrupts()
 interrupts.install("stopped as asked")

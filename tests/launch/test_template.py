@@ -13,11 +13,11 @@ from conftest import Program, Running, wait_until
 
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import PeerLost, PeerProblem
-from lockstep.interrupts import Interrupts
 from lockstep.launch import processes
 from lockstep.launch.processes import Processes
 from lockstep.launch.status import StatusBoard
 from lockstep.launch.template import Template
+from lockstep.signals import Interrupts
 
 LONG = ("n_epochs=100000", "snapshot_freq=100000")
 

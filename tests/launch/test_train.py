@@ -314,7 +314,7 @@ def test_a_script_without_a_guard_runs_once(shared_folder: Path, tmp_path: Path)
     """multiprocessing would import the script into each of the four children, where it would run again."""
     script = tmp_path / "mine.py"
     script.write_text(
-        "import train\nfrom lockstep.interrupts import Interrupts\n"
+        "import train\nfrom lockstep.signals import Interrupts\n"
         "print('the script runs', flush=True)\nprint('exit code', train.main(Interrupts()), flush=True)\n"
     )
     words = [f"data_folder={shared_folder}", "n_classes=7", f"weights_dir={tmp_path}", "devices=[cpu, cpu]"]

@@ -18,7 +18,7 @@ from limits import limit
 from safetensors.numpy import load_file
 from torch import nn
 
-from lockstep.data.dataset import open_dataset, subtracting
+from lockstep.data.dataset import open_dataset, with_mean
 from lockstep.errors import UserError
 from lockstep.launch.checks import check_model
 from lockstep.memory.host import HostMemory
@@ -136,8 +136,8 @@ def test_a_networks_mean_and_scale_come_to_its_pictures(package: Path, shared_fo
     dataset = open_dataset(config)
     replica = Replica(config, dataset, HostMemory())
     assert replica.mean == (1, 2, 3) and replica.crop_size == (32, 32)
-    assert (subtracting(dataset, replica.mean).mean == np.array([1, 2, 3])).all()
-    assert subtracting(dataset, None) is dataset
+    assert (with_mean(dataset, replica.mean).mean == np.array([1, 2, 3])).all()
+    assert with_mean(dataset, None) is dataset
     images = torch.randn(2, 3, 32, 32)
     replica.begin_validation()
     assert torch.equal(replica._forward(images)[0], replica.model(images / 2))

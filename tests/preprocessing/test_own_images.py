@@ -19,8 +19,8 @@ from own_folders import COLOURS, images_below, write_classes, write_image, write
 
 from lockstep.data.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
-from lockstep.interrupts import Interrupts
 from lockstep.launch.own_images import with_converted_images
+from lockstep.signals import Interrupts
 from preprocessing import converting, make_hkl, own_images, tasks
 from preprocessing.build import unfinished
 from preprocessing.journal import Journal

@@ -23,12 +23,12 @@ from lockstep.config import read_command_line, read_yaml
 from lockstep.data import hkl
 from lockstep.data.dataset import open_dataset
 from lockstep.errors import UserError
-from lockstep.interrupts import Interrupts
 from lockstep.launch import reporting
 from lockstep.memory.host import HostMemory
 from lockstep.pretrained.files import read_state_dict
 from lockstep.report.runlog import read_run
 from lockstep.runs.checkpoint_files import read_state
+from lockstep.signals import Interrupts
 from preprocessing import devkit, make_labels, tars
 
 HKL = "train_hkl/0000.hkl"

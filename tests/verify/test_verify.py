@@ -26,10 +26,10 @@ import verify
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.files import checksum
-from lockstep.interrupts import Interrupts
 from lockstep.runs import receipts
 from lockstep.runs.folder import open_run
 from lockstep.runs.receipts import ReceiptFile
+from lockstep.signals import Interrupts
 
 KEYS = ("logical_ranks=4", "global_batch_size=8", "check_every=3", "snapshot_freq=1", "cpu_threads=1")
 
