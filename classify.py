@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
 from lockstep.comm.messages import Order
 from lockstep.config import Config
@@ -38,7 +37,7 @@ from lockstep.network.replica import Replica, open_trained
 from lockstep.runs import checkpoint_files
 from lockstep.runs import folder as runfolder
 from preprocessing import folders
-from preprocessing.images import BadImage, Geometry, to_image
+from preprocessing.images import BadImage, Geometry, open_by_pillow, to_image
 from preprocessing.listing import LeftOut, summary_of
 from validate import open_checkpoint
 
@@ -214,7 +213,7 @@ def read_image(path: Path, dataset: Description) -> np.ndarray:
         raise BadImage("it is not a regular file")
     rows, columns, n_channels = dataset.image_shape
     if rows != columns or n_channels != 3:
-        with Image.open(path) as opened:
+        with open_by_pillow(path.read_bytes(), path.name) as opened:
             return resized(pixels_of(opened, n_channels, path.name), rows, columns)
     geometry = Geometry(dataset.image_shape[0], dataset.resize, dataset.orientation)
     return to_image(path.read_bytes(), geometry, path.name)

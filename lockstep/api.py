@@ -129,6 +129,10 @@ class Run:
             UserError: The file or the run's checkpoint cannot be used.
         """
         check_epoch(epoch)
+        if Path(image).is_dir():
+            raise UserError(
+                f"{image}: is a folder. Name one image; the command `lockstep predict` takes folders."
+            )
         command = ["predict", str(image), "--run", str(self.folder), "--epoch", str(epoch), "--json"]
         command += [] if threshold is None else ["--threshold", str(threshold)]
         with PickledObjects(self._passed) as passed:

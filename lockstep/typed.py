@@ -19,7 +19,9 @@ def convert(value: Any, hint: Any) -> Any:
             raise TypeError
         return tuple(convert(item, options[0]) for item in value)
     elif origin is dict:
-        matches = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+        if not isinstance(value, dict) or not all(type(key) in (str, int) for key in value):
+            raise TypeError
+        return {str(key): item for key, item in value.items()}  # {0: 10} names the class '0'
     elif hint is float:
         return _convert_to_float(value)
     else:
@@ -68,7 +70,7 @@ def describe(hint: Any) -> str:
     if origin is tuple:
         return f"a list, each item {describe(options[0])}"
     if origin is dict:
-        return "a mapping (key: value)"
+        return "a mapping (text: value)"
     names = {
         bool: "true or false",
         int: "a whole number",

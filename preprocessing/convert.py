@@ -76,10 +76,14 @@ def convert(options: argparse.Namespace) -> None:
         for task in make_tasks(split, half, find_names(options.old, split, half), options.batch)
     ]
     classes = find_classes(options.old, dataset)
-    kit = devkit.read_meta(options.meta_clsloc_mat) if options.meta_clsloc_mat else None
-    names = [kit.words.get(name, name) if kit else name for name in classes]
+    old = dataset.manifest
+    names = list(old.class_names) if old else classes
+    if options.meta_clsloc_mat:
+        kit = devkit.read_meta(options.meta_clsloc_mat)
+        names = [kit.words.get(name, name) for name in classes]
+    kept = {"resize": old.resize, "orientation": old.orientation} if old else {}
     target = Target(unfinished(options.new), size, options.batch, "b01c", 1)
-    done = build(Job(options.new, target, tasks, classes, names, {}), options.workers, 0)
+    done = build(Job(options.new, target, tasks, classes, names, kept), options.workers, 0)
     print(f"{done.n_train:,} training and {done.n_val:,} validation images in {options.new}")
 
 

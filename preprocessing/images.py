@@ -72,8 +72,6 @@ def to_sized_image(content: bytes, geometry: Geometry, name: str = "") -> tuple[
             return _fit(image, geometry), shape
     except BadImage:
         raise
-    except UnidentifiedImageError as error:
-        raise BadImage(f"is {NO_IMAGE}") from error
     except Exception as error:  # decoders raise many types for damaged bytes
         raise BadImage(str(error) or type(error).__name__) from error
 
@@ -103,9 +101,30 @@ def _decode(content: bytes, geometry: Geometry, name: str) -> tuple[np.ndarray, 
     return image, (height, width)
 
 
+def open_by_pillow(content: bytes, name: str) -> Image.Image:
+    """Open an image of a format that Pillow decodes itself. Its pixels are not read.
+
+    Args:
+        content: The file.
+        name: The file's name, whose suffix names the formats without a signature.
+
+    Raises:
+        BadImage: It is no such image, or has more than MAX_PIXELS.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of sizes below MAX_PIXELS
+            opened = Image.open(io.BytesIO(content), formats=formats_of(name))
+    except UnidentifiedImageError as error:
+        raise BadImage(f"is {NO_IMAGE}") from error
+    except Image.DecompressionBombError as error:
+        raise BadImage(str(error)) from error
+    _check_size(opened.height, opened.width)
+    return opened
+
+
 def _decode_with_pillow(content: bytes, geometry: Geometry, name: str) -> tuple[np.ndarray, Shape]:
-    with Image.open(io.BytesIO(content), formats=formats_of(name)) as opened:
-        _check_size(opened.height, opened.width)
+    with open_by_pillow(content, name) as opened:
         opened.load()
         upright = ImageOps.exif_transpose(opened) if geometry.orientation == "apply" else opened
         return np.array(_to_rgb(upright)), (opened.height, opened.width)

@@ -40,9 +40,9 @@ class Columns(NamedTuple):
     of_classes: dict[str, int]
 
     @property
-    def last(self) -> int:
-        """The last column that is used."""
-        return max(self.path, self.label, *self.of_classes.values())
+    def used(self) -> set[int]:
+        """The columns that are read."""
+        return {self.path, self.label, *self.of_classes.values()}
 
 
 def find_table(folder: Path) -> Path | None:
@@ -60,14 +60,15 @@ def list_table(
 
     Args:
         table: The table; its paths are relative to its folder.
-        left_out: Gets the images of the folder that the table does not name.
+        left_out: Gets the images of the folder that the table does not name, and the table's columns that are
+            not read.
         task: Whether a row has one class, or any number of them.
 
     Raises:
         UserError: The table can't be read, names a missing file, or names a file twice.
     """
     multilabel = task == "multilabel"
-    columns, rows = _read(table, multilabel)
+    columns, rows = _read(table, multilabel, left_out)
     _check(table, rows, multilabel)
     classes = list(columns.of_classes)
     if not classes:
@@ -107,17 +108,26 @@ def _check(table: Path, rows: list[Row], multilabel: bool) -> None:
         raise UserError(f"{table}: has no rows. Write a path and a label into each.")
 
 
-def _read(table: Path, multilabel: bool) -> tuple[Columns, list[Row]]:
-    """Return the columns and the rows of a table."""
+def _read(table: Path, multilabel: bool, left_out: list[LeftOut]) -> tuple[Columns, list[Row]]:
+    """Return the columns and the rows of a table. Columns that are not read are added to `left_out`."""
     read = _read_parquet if table.suffix == ".parquet" else _read_csv
     names, values = read(table)
     columns = _columns(table, names, multilabel)
-    return columns, [_row_of(table, columns, place, row, multilabel) for place, row in values]
+    unread = [name for place, name in enumerate(names) if place not in columns.used]
+    left_out += [LeftOut(f"{table}: {name}", "a column that is not read") for name in unread]
+    return columns, [_row_of(table, columns, len(names), place, row, multilabel) for place, row in values]
 
 
-def _row_of(table: Path, columns: Columns, place: str, values: list[str], multilabel: bool) -> Row:
-    if len(values) <= columns.last:
+def _row_of(
+    table: Path, columns: Columns, n_columns: int, place: str, values: list[str], multilabel: bool
+) -> Row:
+    if len(values) <= max(columns.used):
         raise UserError(f"{table}: {place} has {len(values)} columns. Complete it.")
+    if any(values[n_columns:]):
+        raise UserError(
+            f"{table}: {place} has {len(values)} columns, the first line names {n_columns}. Put text with a "
+            "comma in quotes, and separate several classes by ';'."
+        )
     path = values[columns.path]
     if columns.label >= 0:
         label = values[columns.label]

@@ -75,9 +75,11 @@ def rate_at(progress: float, n_epochs: int) -> float:
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    decayed = [weight for weight in model.parameters() if weight.ndim > 1]
-    others = [weight for weight in model.parameters() if weight.ndim <= 1]
-    return [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    """Return the groups of the optimizer. As in Lockstep, only biases do not decay."""
+    named = list(model.named_parameters())
+    biases = [parameter for name, parameter in named if name.endswith(".bias")]
+    others = [parameter for name, parameter in named if not name.endswith(".bias")]
+    return [{"params": others, "weight_decay": DECAY}, {"params": biases, "weight_decay": 0.0}]
 
 
 def train(folder: Path, n_epochs: int, seed: int) -> None:

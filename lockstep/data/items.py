@@ -93,8 +93,8 @@ def item_of(data: Any, index: int, name: str, multilabel: bool = False) -> tuple
     if multilabel:
         return image, _vector(label, where)
     try:
-        return image, int(label.item() if hasattr(label, "item") else _whole(label))
-    except (TypeError, ValueError, RuntimeError):
+        return image, _whole(label)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         hint = " (task: multilabel takes vectors of 0 and 1)" if _is_vector(label) else ""
         raise UserError(f"{where} has the label {label!r:.60}, which is no whole number{hint}") from None
 
@@ -121,9 +121,11 @@ def _is_binary(values: np.ndarray) -> bool:
 
 
 def _whole(label: Any) -> int:
-    if not isinstance(label, int):
+    """Return a label as int; it may also be a number of NumPy or torch, such as 3.0."""
+    value = label.item() if hasattr(label, "item") else label
+    if not isinstance(value, int) and (value is label or int(value) != value):
         raise TypeError
-    return label
+    return int(value)
 
 
 def check_label(label: Label, n_classes: int, where: str) -> None:
@@ -222,7 +224,8 @@ def _pixels_of_pillow(image: Any, n_channels: int, where: str) -> np.ndarray:
             background = Image.new("RGBA", upright.size, "white")
             background.alpha_composite(upright.convert("RGBA"))
             upright = background
-        pixels = np.asarray(upright.convert(_MODES[n_channels]))
+        # A copy: torch warns of arrays that can't be written.
+        pixels = np.array(upright.convert(_MODES[n_channels]))
     except Exception as error:  # Pillow reads some files when their pixels are used
         raise UserError(f"{where} has an image that can't be used: {first_line(error)}") from error
     return pixels[:, :, None] if n_channels == 1 else pixels
@@ -303,6 +306,9 @@ class ItemSplit(Split):
                 f"{self._name}: its labels must be known before its items are read. "
                 "Give it an attribute `targets`, one label for each item."
             )
+        # The first that is no class. Of several classes, all rows have the length of row 0.
+        suspect = 0 if self._is_multilabel else int(np.argmax((labels < 0) | (labels >= self._n_classes)))
+        check_label(labels[suspect], self._n_classes, f"{self._name}: item {suspect}")
         return labels
 
     @property

@@ -16,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.errors import UserError
 from lockstep.network.dropout import SampleDropout
 
+_LISTS = (nn.Sequential, nn.ModuleList)
+_LEAST_BLOCKS = 3  # a branch within a block, such as GoogLeNet's, may have two
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -33,6 +36,7 @@ def stages_of(model: nn.Module) -> list[Stage]:
     """Return the stages that have weights, in the order of registration.
 
     Sequential and ModuleList are opened, so each block of a residual network or layer of a chain is a stage.
+    So are modules around a list of equal blocks, such as the encoder of a vision transformer.
     Norms, which have no tensor of two dimensions, belong to the stage before them.
     """
     stages: list[Stage] = []
@@ -50,10 +54,17 @@ def stages_of(model: nn.Module) -> list[Stage]:
 def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
-        if type(child) in (nn.Sequential, nn.ModuleList):
+        if type(child) in _LISTS or any(map(_is_list_of_blocks, child.children())):
             yield from _parts(child, path)
         else:
             yield path, child
+
+
+def _is_list_of_blocks(module: nn.Module) -> bool:
+    """Return whether a module is a list of at least three blocks of one class, each of several layers."""
+    blocks = list(module.children())
+    alike = len({type(block) for block in blocks}) == 1
+    return type(module) in _LISTS and len(blocks) >= _LEAST_BLOCKS and alike and any(blocks[0].children())
 
 
 def recompute(model: nn.Module, name: str) -> int:

@@ -65,6 +65,8 @@ def test_the_network_answers_and_the_run_resumes(shared_folder: Path, tmp_path: 
     assert not model.training
     Image.new("RGB", (50, 40), "red").save(tmp_path / "red.png")
     answers = run.predict(tmp_path / "red.png")
+    with pytest.raises(lockstep.UserError, match="is a folder"):
+        run.predict(tmp_path)
     assert len(answers) == 5
     assert answers == sorted(answers, key=lambda answer: -answer[1])
     resumed = lockstep.resume(run.folder, n_epochs=2, quiet=True)

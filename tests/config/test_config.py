@@ -201,6 +201,7 @@ def test_files_of_theano_alexnet_are_understood(tmp_path: Path) -> None:
         ("class_weights=[1, -1]", "class_weights must be finite numbers of at least 0: -1.0"),
         ("class_weights={cat: .inf}", "class_weights must be finite numbers of at least 0: inf"),
         ("class_weights={cat: [1]}", "class_weights must be finite numbers of at least 0: [1]"),
+        ("class_weights={yes: 2}", "a mapping (text: value) or null, not {True: 2}"),
         ("class_weights=balance", "not 'balance' (did you mean 'balanced'?)"),
         ("sampler=sqrt shuffle=none", "sampler draws single images in random order: set shuffle: blocks"),
         ("loss=mine", "loss is <package.module>:<function>, not 'mine'"),

@@ -6,6 +6,7 @@ from conftest import make_config
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.config import Layer, resolve
 from lockstep.data.classes import check_classes, class_weights, draw_by_class
 from lockstep.data.hkl import HklArray
 from lockstep.data.sampling import EpochSamples
@@ -29,6 +30,9 @@ def test_balanced_weights_give_every_class_the_same_sum() -> None:
     assert values is not None and np.allclose(values * counts, 14 / 3)
     named = class_weights(make_config(class_weights={"owl": 3}), np.repeat(np.arange(3), counts), NAMES)
     assert named is not None and np.allclose(named / named[0], [1, 1, 3])
+    config, _ = resolve([Layer("command line", {"class_weights": {1: 3}})])  # YAML's {1: 3}
+    numbered = class_weights(config, np.repeat(np.arange(3), counts), ("0", "1", "2"))
+    assert numbered is not None and np.allclose(numbered / numbered[0], [1, 3, 1])
 
 
 @given(labels, st.sampled_from(["balanced", "sqrt"]), st.integers(0, 9), st.integers(1, 5))

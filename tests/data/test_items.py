@@ -97,6 +97,8 @@ def test_items_may_be_pairs_or_rows_of_columns(label: Any, name: str) -> None:
         ({"image": "a.jpg", "label": 1}, "0 columns that may be the image"),
         ((COLORS, "dog"), "has the label 'dog', which is no whole number"),
         ((COLORS, 1.0), "has the label 1.0"),
+        ((COLORS, np.float64(1.7)), "has the label .*1.7.* which is no whole number"),
+        ((COLORS, torch.tensor(float("inf"))), "has the label tensor.inf., which is no whole number"),
         ((COLORS, 1, 2), "must be .image, label., not tuple"),
         (None, "must be .image, label., not NoneType"),
     ],
@@ -252,3 +254,6 @@ def test_labels_are_known_where_the_dataset_has_them() -> None:
             _ = dataset.train.labels
         data.targets = [data[index][1] for index in range(9)]
         assert open_dataset(config).train.labels.tolist() == data.targets
+        data.targets[3:5] = 0, -1  # as STL10 has for unlabelled images
+        with pytest.raises(UserError, match=r"item 4 has label -1, not one of 0 to 3 \(n_classes: 4\)"):
+            _ = dataset.train.labels

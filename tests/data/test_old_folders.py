@@ -14,6 +14,7 @@ from imagenet import WNIDS
 from lockstep.data import hkl
 from lockstep.data import old_folders as theano_alexnet
 from lockstep.data.dataset import open_dataset
+from lockstep.data.manifest import read_manifest
 from lockstep.errors import UserError
 from preprocessing import convert, inspect_data, make_hkl
 
@@ -157,6 +158,16 @@ def test_it_can_be_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     path.write_bytes(path.read_bytes()[:-9])
     assert inspect_data.main([str(tmp_path)]) == 2
     assert "0001_1.hkl" in capsys.readouterr().err
+
+
+def test_conversion_keeps_what_a_manifest_says(tmp_path: Path) -> None:
+    made = imagenet.build(tmp_path / "imagenet")
+    words = ["--size", "16", "--batch", "4", "--workers", "1", "--layout", "c01b", "--resize", "crop"]
+    assert make_hkl.main([str(made.folders), str(tmp_path / "old"), *words]) == 0
+    assert convert.main([str(tmp_path / "old"), str(tmp_path / "new"), "--workers", "1"]) == 0
+    old, new = (read_manifest(tmp_path / name) for name in ("old", "new"))
+    assert old and new and (new.resize, new.orientation) == (old.resize, old.orientation) == ("crop", "apply")
+    assert new.class_names == old.class_names != new.classes
 
 
 def test_conversion_goes_on_and_takes_names_along(tmp_path: Path, monkeypatch) -> None:

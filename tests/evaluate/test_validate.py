@@ -21,7 +21,7 @@ from lockstep.comm.group import World
 from lockstep.comm.messages import Predictions
 from lockstep.data import hkl
 from lockstep.data.dataset import open_dataset
-from lockstep.data.description import read_description
+from lockstep.data.description import Description, read_description
 from lockstep.errors import UserError
 from lockstep.evaluate.answers import check_target
 from lockstep.evaluate.evaluation import Evaluation, orders_of
@@ -29,6 +29,7 @@ from lockstep.launch.status import StatusBoard
 from lockstep.launch.trainer_setup import computing
 from lockstep.network.build import build_model
 from lockstep.runs.checkpoint_files import find_checkpoint
+from preprocessing.images import BadImage
 
 
 @pytest.fixture(scope="module")
@@ -272,6 +273,20 @@ def test_a_runs_folder_says_what_classify_needs(tmp_path: Path) -> None:
     assert call("classify.py", tmp_path / "red.png", "--run", run) == before
     (run / "dataset.json").write_text('{"class_names": 5}')
     assert "dataset.json: can't be used" in call("classify.py", "a.png", "--run", run, code=2)
+
+
+def test_a_picture_of_other_channels_is_opened_as_those_of_three_are(tmp_path: Path) -> None:
+    gray = Description(("a", "b"), np.zeros((8, 8, 1), np.float32), "squash", "apply")
+    (tmp_path / "photo.jpg").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    Image.new("1", (20_000, 20_000)).save(tmp_path / "huge.png")
+    Image.new("1", (10_500, 10_500)).save(tmp_path / "large.png")
+    for name, reason in (
+        ("photo.jpg", "no image that Pillow reads"),  # a program, which Ghostscript would run
+        ("huge.png", "exceeds limit"),
+        ("large.png", "claims 10500 x 10500 pixels"),
+    ):
+        with pytest.raises(BadImage, match=reason):
+            classify.read_image(tmp_path / name, gray)
 
 
 def test_pictures_get_their_five_best_classes(trained: Running, tmp_path: Path) -> None:

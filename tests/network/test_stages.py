@@ -70,6 +70,15 @@ def test_stages_follow_the_networks_order() -> None:
     assert len(vgg) == 16 and vgg[0] == ("features.0",)  # its layers with weights
 
 
+def test_equal_blocks_within_an_encoder_are_stages() -> None:
+    with torch.device("meta"):
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 4, nn.LayerNorm(8))
+        branch = nn.Sequential(nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)), nn.Conv2d(8, 8, 1))
+        model = nn.Sequential(nn.Linear(8, 8), encoder, nn.ModuleDict({"left": branch}), nn.Linear(8, 7))
+    blocks = [("1.layers.0",), ("1.layers.1",), ("1.layers.2",), ("1.layers.3", "1.norm")]
+    assert [stage.prefixes for stage in stages_of(model)] == [("0",), *blocks, ("2",), ("3",)]
+
+
 def test_every_parameter_belongs_to_one_stage() -> None:
     for name in ("smallnet", "resnet20", "googlenet", "vgg16"):
         model = without_values(name)

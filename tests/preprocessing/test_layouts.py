@@ -15,7 +15,7 @@ from PIL import Image
 from lockstep.errors import UserError
 from preprocessing.inputs import list_source
 from preprocessing.layouts import UNDERSTOOD, in_validation
-from preprocessing.listing import SourceImage
+from preprocessing.listing import LeftOut, SourceImage
 
 
 def names(images: list[SourceImage]) -> list[str]:
@@ -102,6 +102,19 @@ def test_a_table_gives_paths_and_labels(tmp_path: Path) -> None:
     assert [(Path(e.place).name, e.reason) for e in listing.left_out] == [("loose.png", "not in labels.csv")]
 
 
+def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
+    write_table(tmp_path)
+    lines = (tmp_path / "labels.csv").read_text(encoding="utf-8-sig").splitlines()
+    table = [
+        f"{lines[0]},split",
+        *(f"{line},train," for line in lines[1:]),
+    ]  # no loss: an empty field too many
+    (tmp_path / "labels.csv").write_text("\n".join(table))
+    listing = list_source(tmp_path, 0.3)
+    assert len(listing.train) + len(listing.val) == 40
+    assert listing.left_out == (LeftOut(f"{tmp_path}/labels.csv: split", "a column that is not read"),)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -110,6 +123,7 @@ def test_a_table_gives_paths_and_labels(tmp_path: Path) -> None:
         ("path,label\na.png,1\n./a.png,2\n", "line 3 names ./a.png again, after line 2"),
         ("path,label\na.png,\n", "line 2 lacks a path or a label"),
         ("path,label\na.png\n", "line 2 has 1 columns"),
+        ("path,label\na.png,red,spotted\n", "line 2 has 3 columns, the first line names 2. Put text with a"),
         ("path,label\n", "has no rows"),
         ("", "has no column path"),
     ],
