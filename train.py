@@ -40,8 +40,9 @@ from lockstep.errors import PeerProblem, UserError
 from lockstep.launch import commandline
 from lockstep.launch.checks import open_all
 from lockstep.launch.console import Console, announce, show
+from lockstep.launch.exit_status import ExitStatus
 from lockstep.launch.hosting import SingleHost, leave, with_hosts
-from lockstep.launch.processes import ExitStatus, Processes, connect_all
+from lockstep.launch.processes import Processes, connect_all
 from lockstep.launch.recovery import Attempt, Context, Failures, Recovery, orders_of, worlds_of
 from lockstep.launch.reporting import live_report, write_report
 from lockstep.launch.status import begin_trace

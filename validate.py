@@ -36,7 +36,8 @@ from lockstep.errors import UserError
 from lockstep.evaluate.evaluation import Evaluation, LabelEvaluation
 from lockstep.evaluate.files import write_csv, write_json
 from lockstep.launch.console import show
-from lockstep.launch.processes import ExitStatus, Processes
+from lockstep.launch.exit_status import ExitStatus
+from lockstep.launch.processes import Processes
 from lockstep.launch.validation import FEW_CLASSES
 from lockstep.loading.reader import N_VIEWS
 from lockstep.runs import checkpoint_files

@@ -11,7 +11,11 @@ class UserError(ValueError):
 
 
 class DeviceFault(RuntimeError):
-    """This process's device has computed something else than others did."""
+    """This process's device has computed something else than two others did."""
+
+
+class UndecidedFault(RuntimeError):
+    """One of two devices computes wrong numbers, and none could decide which."""
 
 
 class PeerProblem(RuntimeError):

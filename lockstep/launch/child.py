@@ -19,7 +19,7 @@ from typing import Any
 
 from lockstep.comm.messages import Failed, Finished, Ready
 from lockstep.comm.pipes import Pipe
-from lockstep.errors import DeviceFault, Garbled, PeerLost, PeerProblem, UserError
+from lockstep.errors import DeviceFault, Garbled, PeerLost, PeerProblem, UndecidedFault, UserError
 from lockstep.launch.status import TRACE, StatusBoard
 from lockstep.signals import die_with_parent
 
@@ -107,7 +107,7 @@ def _failure(error: BaseException) -> Failed:
         return Failed("user", f"out of memory: {text}; lower batch_size or n_slots")
     if isinstance(error, DeviceFault):
         return Failed("faulty", text)
-    if isinstance(error, Garbled):  # no process is lost
+    if isinstance(error, Garbled | UndecidedFault):  # no process is lost
         return Failed("crash", text)
     if isinstance(error, PeerProblem):
         return Failed("lost", text, peer=error.peer)

@@ -26,7 +26,7 @@ from lockstep.config.tasks import is_multilabel
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.launch.bar import BarState, ProgressBar, as_line, is_sending
-from lockstep.launch.processes import ExitStatus
+from lockstep.launch.exit_status import ExitStatus
 from lockstep.launch.scalars import Scalars
 from lockstep.loading.orders import Orders
 from lockstep.runs import stragglers
@@ -189,11 +189,11 @@ class Console:
         if exit_status.message:
             return f"{exit_status.traceback}lockstep: {exit_status.message}"
         if exit_status.code:
-            return f"lockstep: stopped as asked; {self._describe_saved()}"
+            return f"lockstep: stopped as asked; {self.describe_saved()}"
         assert self.last_validation, "a run validates at least once"
         return f"done: {validation_text(self.last_validation)}; files are in {self._path.parent}"
 
-    def _describe_saved(self) -> str:
+    def describe_saved(self) -> str:
         """Return what a run that was stopped has saved, and which host has saved it."""
         if not self._writes:
             newest = [record.stem for record in records(self._path.parent)][-1:]

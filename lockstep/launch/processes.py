@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,6 +22,7 @@ from lockstep.comm.messages import Failed, Finished, Ready, Started, Stop, Warni
 from lockstep.comm.pipes import START_SECONDS, Pipe
 from lockstep.errors import Garbled, PeerProblem, UserError
 from lockstep.launch.child import ChildStart, child_main
+from lockstep.launch.exit_status import ExitStatus
 from lockstep.launch.spawning import start_resource_tracker, without_main_file
 from lockstep.launch.status import StatusBoard
 from lockstep.launch.template import ForkedProcess, Template
@@ -39,33 +40,6 @@ _HINTS: dict[int, str] = {
     signal.SIGKILL: " (by someone, or by the kernel for lack of memory: see dmesg)",
     signal.SIGBUS: " (shared memory or a file went away under it: see df and dmesg)",
 }
-
-
-@dataclass(frozen=True)
-class ExitStatus:
-    """The end of a run: exit code, message and cause.
-
-    Attributes:
-        code: The launcher's exit code.
-        message: The one message that says why the run ended; empty on success.
-        traceback: The traceback of a bug in a child.
-        lost: The name of the child that was killed, hangs or computes wrong numbers, if that is the cause.
-        awaited: The name of a process on another host for which a child waited until its timeout.
-        is_overdue: Whether a run was asked to stop, and its trainers have not saved on the disk.
-        is_paused: Whether the trainers have saved in memory and exited as `is_to_pause` asked.
-    """
-
-    code: int
-    message: str = ""
-    traceback: str = ""
-    lost: str = ""
-    awaited: str = ""
-    is_overdue: bool = False
-    is_paused: bool = False
-
-    def followed_by(self, message: str) -> "ExitStatus":
-        """Return the same status with another line after its message."""
-        return replace(self, message=f"{self.message}\nlockstep: {message}" if self.message else message)
 
 
 @dataclass
@@ -127,6 +101,7 @@ class Processes:
         method: multiprocessing's start method, 'spawn' or 'forkserver'.
         has_main: Whether children import the program's main file.
         template: Forks the children, instead of `method`.
+        passes_on_sigterm: Whether children pass SIGTERM on, instead of exiting, also without `interrupts`.
 
     Attributes:
         has_begun: Whether training has started.
@@ -141,9 +116,10 @@ class Processes:
         method: str = "spawn",
         has_main: bool = False,
         template: Template | None = None,
+        passes_on_sigterm: bool = False,
     ) -> None:
         self._timeout = timeout
-        self._stop_signal = STOP_SIGNAL if interrupts else None
+        self._stop_signal = STOP_SIGNAL if interrupts or passes_on_sigterm else None
         self._interrupts = interrupts or Interrupts()
         self._asked_to_stop = self.has_begun = False
         self.is_overdue: Callable[[], bool] = lambda: False
@@ -402,7 +378,8 @@ class Processes:
         if culprit.failure.kind == "user":
             return ExitStatus(2, f"{culprit.name}: {culprit.failure.text}")
         if culprit.failure.kind == "faulty":
-            return ExitStatus(1, f"{culprit.text}: {culprit.failure.text}", lost=culprit.name)
+            text = f"{culprit.text}: {culprit.failure.text}"
+            return ExitStatus(1, text, lost=culprit.name, is_faulty=True)
         text = f"{culprit.text} failed at {culprit.doing}: {culprit.failure.text}"
         return ExitStatus(1, text, culprit.failure.traceback, awaited=culprit.failure.peer)
 

@@ -15,7 +15,7 @@ from lockstep.comm.messages import Order
 from lockstep.config import Config
 from lockstep.data.dataset import open_dataset
 from lockstep.data.sampling import share
-from lockstep.errors import DeviceFault, PeerLost
+from lockstep.errors import DeviceFault, PeerLost, UndecidedFault
 from lockstep.loading import Batch
 from lockstep.loading.feed import Feed, NetworkInput, open_feed
 
@@ -59,7 +59,8 @@ class Recheck:
             own: The digest of its gradient in the trainer that owns it; any text in others.
 
         Raises:
-            DeviceFault: This trainer's gradient is wrong; or, of two trainers, one's is.
+            DeviceFault: This trainer's gradient is wrong.
+            UndecidedFault: One of two trainers' gradients is wrong.
             PeerLost: Another trainer's gradient is wrong; the error names it.
         """
         world = self._group.world
@@ -70,7 +71,7 @@ class Recheck:
         if digests[owner] == digests[checker]:
             return
         if judge == owner:
-            raise DeviceFault(
+            raise UndecidedFault(
                 f"trainers {owner} and {checker} compute different gradients of logical rank {number} at "
                 f"{order}, and only a third trainer could decide which is wrong"
             )

@@ -14,8 +14,9 @@ from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.hosts.rendezvous import HostFailed, HostLost
 from lockstep.launch.console import Console
+from lockstep.launch.exit_status import ExitStatus
 from lockstep.launch.hosting import JointEnd, Rejoining, SingleHost
-from lockstep.launch.processes import ExitStatus, Processes
+from lockstep.launch.processes import Processes
 from lockstep.launch.resizing import Resizing
 from lockstep.launch.template import Template
 from lockstep.loading.orders import Orders
@@ -29,6 +30,7 @@ from lockstep.signals import Interrupts
 
 _RESERVE_SECONDS = 1.0  # to write a memory checkpoint, and for each so many bytes:
 _BYTES_PER_SECOND = 100e6
+_DAMAGED = "the memory checkpoint is damaged: its checksum is not the recorded one"
 
 
 @dataclass
@@ -181,7 +183,9 @@ class Recovery:
         """
         step = max(self._count(attempt.config, *last_step), self._first_step(attempt))
         try:
-            return self._next(attempt, exit_status, step)
+            exit_status, found = self._next(attempt, exit_status, step)
+            self._begin(found)
+            return exit_status, found
         except HostLost as lost:
             if self._rejoins(attempt, exit_status):
                 self._begin_rejoining(attempt, lost, step)
@@ -202,21 +206,37 @@ class Recovery:
         resumes = on_failure_of(config) != "stop" or config.preempt_seconds is not None
         end = host.join_ends(exit_status, step, [each.checkpoint.moment for each in self._memory], resumes)
         exit_status = end.exit_status
-        if exit_status.is_overdue:
+        if loss := self._failures.loss:  # the run had not made a step since
+            if exit_status.code:
+                self._console.say(f"lockstep: {loss.exit_status.message}", "stderr")
+            else:
+                self._report(attempt, loss)
+        code = self._context.interrupts.code if config.n_hosts == 1 else 0  # several hosts have agreed on it
+        if code and exit_status.is_paused:  # the signal came after the trainers had paused
+            exit_status = dataclasses.replace(exit_status, code=code, is_overdue=True)
+        if exit_status.is_overdue or (code and exit_status.lost):
             self._write_out(attempt)
-        if not exit_status.code and self._failures.loss:  # it has resumed after the last step
-            self._report(attempt, self._failures.loss)
-        is_asked_to_stop = self._context.interrupts.code and config.n_hosts == 1  # else the hosts agree
-        if is_asked_to_stop or exit_status.is_overdue:
+            if exit_status.message:
+                saved = f"stopped as asked; {self._console.describe_saved()}"
+                exit_status = exit_status.followed_by(saved)
+        if code or exit_status.is_overdue:
             return exit_status, None
         if self._resizing.before is not None:
             return exit_status, self._next_after_resizing(attempt, exit_status, end)
         return exit_status, self._next_after_loss(attempt, end) if exit_status.lost else None
 
+    def _begin(self, attempt: Attempt | None) -> None:
+        """Keep the memory file from which an attempt starts. Close that of one that made no checkpoint."""
+        block = attempt.retained.block if attempt and attempt.retained else None
+        if attempt and self._block is not block:
+            if self._block:
+                self._block.close()
+            self._block = block
+
     def _next_after_loss(self, attempt: Attempt, end: JointEnd) -> Attempt | None:
-        if self._failures.loss:
-            self._console.say(f"lockstep: {self._failures.loss.exit_status.message}", "stderr")
         n_in_vain = self._failures.add(end.exit_status, end.step)
+        event = {"lost": end.exit_status.lost, "failure": end.exit_status.message, "step": end.step}
+        self._console.log("lost", event)
         common = [each for each in self._memory if each.checkpoint.moment == end.moment]
         newest = common[-1] if common else None
         try:
@@ -246,6 +266,10 @@ class Recovery:
         """Return the attempt on other devices, or on those before if the run can't start on the others."""
         before, config = self._resizing.before, self._resizing.config
         assert before and config
+        resumes = exit_status.is_paused or (attempt.config is config and exit_status.code)
+        if resumes and self._memory and not self._memory[-1].is_whole():
+            self._resizing.refuse(_DAMAGED)
+            raise UserError(f"the run can't resume: {_DAMAGED}. resume_train=true resumes from the disk.")
         if exit_status.is_paused and self._memory:
             return Attempt(config, attempt.run, self._memory[-1], attempt.number + 1)
         if attempt.config is config and exit_status.code and self._memory:
@@ -272,11 +296,11 @@ class Recovery:
     def is_overdue(self, config: Config, interrupts: Interrupts) -> bool:
         """Return whether a preempted run has no time left for more than writing out its memory checkpoint.
 
-        A memory checkpoint that is newer than the signal is that of the last step, and is being written.
+        A memory checkpoint of the last step is newer than the signal, and is being written.
         """
         if config.preempt_seconds is None or not interrupts.code or not self._memory:
             return False
-        if self._retained_at > interrupts.since:
+        if self._retained_at > interrupts.since and self._memory[-1].checkpoint.to_disk:
             return False
         reserve = _RESERVE_SECONDS + self._memory[-1].block.n_bytes / _BYTES_PER_SECOND
         left = interrupts.since + config.preempt_seconds - time.monotonic()
@@ -312,8 +336,9 @@ class Recovery:
             return
         if not self._memory[-1].is_whole():
             raise UserError(f"{folder}: the memory checkpoint is damaged, so only older ones are on the disk")
-        remove_unfinished(folder)
-        with Processes(attempt.config.timeout, template=self._context.template) as processes:
+        _remove_unfinished(folder)
+        template = self._context.template
+        with Processes(attempt.config.timeout, template=template, passes_on_sigterm=True) as processes:
             arguments = (self._memory[-1], folder)
             processes.start("the writer", "lockstep.launch.rescue:write_out", arguments)
             exit_status = processes.watch(self._console.take)
@@ -398,21 +423,19 @@ def next_try(
     on_failure = on_failure_of(config)
     if not exit_status.lost or on_failure == "stop" or n_failures >= config.max_restarts:
         return None
+    if exit_status.is_faulty and on_failure != "shrink":  # its device would compute wrong numbers again
+        return None
     if on_failure == "shrink":
         smaller = _without_trainer(config, int(exit_status.lost.split()[-1]))
         if smaller is None:
             return None
         config = smaller
-    try:
-        remove_unfinished(run.folder)
-    except OSError as error:
-        raise UserError(f"{run.folder}: can't be written to: {error.strerror}") from error
+    _remove_unfinished(run.folder)
     number, host = attempt.number + 1, host or SingleHost()
     notes = []
     if retained and (damaged_on := host.names_without(retained.is_whole(), number)):
         of_whom = f" of {' and '.join(damaged_on)}" if config.n_hosts > 1 else ""
-        text = f"the memory checkpoint{of_whom} is damaged: its checksum is not the recorded one"
-        notes, retained = [text], None
+        notes, retained = [_DAMAGED.replace(" is", f"{of_whom} is", 1)], None
     if retained is None:
         notes += host.bring_newest(config, number)
         try:
@@ -423,6 +446,14 @@ def next_try(
         host.check_start(run, number)
     run = dataclasses.replace(run, notes=notes)
     return Attempt(config, run, retained, number)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove files that a lost writer has left. Raise UserError if the folder can't be written to."""
+    try:
+        remove_unfinished(folder)
+    except OSError as error:
+        raise UserError(f"{folder}: can't be written to: {error.strerror}") from error
 
 
 def _without_trainer(config: Config, rank: int) -> Config | None:

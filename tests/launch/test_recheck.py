@@ -4,14 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import make_folder
+from conftest import make_config, make_folder
 from faulty_gradients import KEYS, config_of, train_faultily
 from training_runs import assert_same, newest, train
 
 from lockstep.comm.pipes import Pipe
-from lockstep.errors import DeviceFault, PeerLost
+from lockstep.errors import DeviceFault, PeerLost, UndecidedFault
+from lockstep.launch.exit_status import ExitStatus
 from lockstep.launch.processes import Processes
 from lockstep.launch.ranks import run_ranks
+from lockstep.launch.recovery import Attempt, next_try
+from lockstep.runs.folder import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,7 @@ def test_two_trainers_that_differ_are_both_named(data: Path, tmp_path: Path) -> 
     (tmp_path / "checkpoints").mkdir()
     config = config_of(data, 2, recheck_every=2)
     for name, text, _ in run_ranks(train_faultily, 2, config, tmp_path, 1, 1, 11):
-        assert name == "DeviceFault" and "only a third trainer could decide" in text
+        assert name == "UndecidedFault" and "only a third trainer could decide" in text
 
 
 def test_true_trainers_are_not_accused_and_keep_their_bits(data: Path, tmp_path: Path) -> None:
@@ -60,11 +63,37 @@ def fail_as_faulty(control: Pipe, board: Any, is_faulty: bool) -> bool:
     raise PeerLost("trainer 1", "finds that trainer 1 computes wrong gradients")
 
 
+def fail_undecided(control: Pipe, board: Any) -> bool:
+    raise UndecidedFault("trainers 0 and 1 compute different gradients")
+
+
+def test_neither_of_two_trainers_that_differ_is_left_out() -> None:
+    with Processes(20, has_main=True) as processes:
+        for rank in range(2):
+            processes.start(f"trainer {rank}", "test_recheck:fail_undecided", ())
+        exit_status = processes.watch(lambda message: None)
+    assert exit_status.code == 1 and not exit_status.lost and not exit_status.traceback
+    assert "trainers 0 and 1 compute different gradients" in exit_status.message
+
+
+@pytest.mark.parametrize(("on_failure", "devices"), [("restart", None), ("shrink", ("a", "c"))])
+def test_a_faulty_device_is_not_started_again(
+    tmp_path: Path, on_failure: str, devices: tuple[str, ...] | None
+) -> None:
+    config = make_config(
+        devices=["a", "b", "c"], on_failure=on_failure, global_batch_size=12, logical_ranks=6
+    )
+    with open(tmp_path / "lock", "w") as lock:
+        attempt = Attempt(config, RunFolder(tmp_path, None, [], lock))
+    found = next_try(attempt, ExitStatus(1, "it is wrong", lost="trainer 1", is_faulty=True), 0)
+    assert (found and found.config.devices) == devices
+
+
 def test_the_launcher_names_the_faulty_trainer_and_can_go_on_without_it() -> None:
     with Processes(20, has_main=True) as processes:
         for rank in range(2):
             processes.start(f"trainer {rank}", "test_recheck:fail_as_faulty", (rank == 1,))
         exit_status = processes.watch(lambda message: None)
-    assert exit_status.lost == "trainer 1" and exit_status.code == 1
+    assert exit_status.lost == "trainer 1" and exit_status.code == 1 and exit_status.is_faulty
     assert "trainer 1 (pid " in exit_status.message
     assert "its device computes wrong numbers" in exit_status.message

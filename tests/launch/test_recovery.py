@@ -13,7 +13,7 @@ from conftest import ROOT, Program, Running, make_config, wait_until
 from limits import limit
 from saved import assert_same, tensors
 
-from lockstep.launch.processes import ExitStatus
+from lockstep.launch.exit_status import ExitStatus
 from lockstep.launch.recovery import Attempt, Failures, next_try
 from lockstep.runs.folder import RunFolder, open_run
 

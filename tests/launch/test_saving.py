@@ -27,7 +27,7 @@ from lockstep.comm.messages import Saved
 from lockstep.errors import UserError
 from lockstep.files import checksum
 from lockstep.launch import saving
-from lockstep.launch.processes import ExitStatus
+from lockstep.launch.exit_status import ExitStatus
 from lockstep.launch.recovery import Attempt, next_try
 from lockstep.launch.saving import Saver
 from lockstep.memory.host import HostMemory

@@ -11,7 +11,7 @@ from training_runs import make_trainer
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.config.rules import settle
-from lockstep.errors import DeviceFault, PeerLost
+from lockstep.errors import DeviceFault, PeerLost, UndecidedFault
 
 KEYS: dict[str, Any] = {"model": "smallnet", "learning_rate": 0.02, "logical_ranks": 4, "n_epochs": 2}
 
@@ -71,6 +71,6 @@ def train_faultily(
         break_gradients(trainer, seed, from_step)
     try:
         trainer.run()
-    except (DeviceFault, PeerLost) as error:
+    except (DeviceFault, UndecidedFault, PeerLost) as error:
         return type(error).__name__, str(error), getattr(trainer, "steps", [0])[0]
     return "", "", 0

@@ -1,0 +1,215 @@
+"""The launcher's record of memory checkpoints: which file they lie in, and when they are written out."""
+
+import dataclasses
+import errno
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Program, make_config
+from limits import limit
+from saved import assert_same, tensors
+
+from lockstep.config import Config
+from lockstep.config.rules import settle
+from lockstep.launch import recovery as recovery_module
+from lockstep.launch.exit_status import ExitStatus
+from lockstep.launch.hosting import SingleHost
+from lockstep.launch.recovery import Attempt, Context, Recovery
+from lockstep.memory.digest import digest_of
+from lockstep.memory.host import HostBlock, HostMemory
+from lockstep.runs import resizing
+from lockstep.runs.checkpoint_files import find_checkpoint
+from lockstep.runs.folder import RunFolder
+from lockstep.runs.snapshot import MemoryCheckpoint
+from lockstep.runs.state import State
+from lockstep.signals import Interrupts
+
+LOST = ExitStatus(1, "trainer 1 was killed", lost="trainer 1")
+PAUSED = ExitStatus(0, is_paused=True)
+N_TENSOR_BYTES = 100
+
+
+class Console:
+    """Records what a console is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.logged: list[tuple[str, dict[str, Any]]] = []
+
+    def say(self, text: str, stream: str = "stdout") -> None:
+        self.said.append(text)
+
+    def log(self, event: str, values: dict[str, Any]) -> None:
+        self.logged.append((event, values))
+
+    def describe_saved(self) -> str:
+        return "saved nothing"
+
+    def take(self, message: object) -> None:
+        pass
+
+
+@dataclasses.dataclass
+class Launcher:
+    """A run's recovery without processes."""
+
+    recovery: Recovery
+    attempt: Attempt
+    console: Console
+    interrupts: Interrupts
+
+
+def config_on(n_devices: int) -> Config:
+    config = make_config(global_batch_size=16, preempt_seconds=5.0, devices=("cpu",) * n_devices)
+    return settle(config)[0]
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    (tmp_path / "checkpoints").mkdir()
+    console, interrupts = Console(), Interrupts()
+    dataset: Any = SimpleNamespace(train=range(100), val=range(10))
+    recovery = Recovery(console, dataset, tmp_path, Context(SingleHost(), interrupts, None))  # type: ignore[arg-type]
+    with open(tmp_path / "lock", "w") as lock:
+        yield Launcher(
+            recovery, Attempt(config_on(2), RunFolder(tmp_path, None, [], lock)), console, interrupts
+        )
+
+
+def allocate(n_bytes: int = 1 << 16) -> HostBlock:
+    return HostMemory().allocate(n_bytes, "copies")
+
+
+def written(block: HostBlock, slot: int, position: int = 16, to_disk: bool = False) -> MemoryCheckpoint:
+    """Write a record into a slot, and return trainer 0's message about it."""
+    state = State.now(1, position, 100, 0.1, [], 2, config_on(2))
+    record = json.dumps({"state": dataclasses.asdict(state), "places": {}}).encode()
+    content = block.array(np.uint8, (N_TENSOR_BYTES + len(record),), slot * (block.n_bytes // 2))
+    content[:N_TENSOR_BYTES], content[N_TENSOR_BYTES:] = slot, np.frombuffer(record, np.uint8)
+    return MemoryCheckpoint(slot, N_TENSOR_BYTES, len(record), digest_of(content), (1, position, 0), to_disk)
+
+
+def resize(launcher: Launcher, attempt: Attempt, change: int) -> Attempt:
+    """Ask for more or fewer trainers, and return the attempt after the pause."""
+    resizing.ask(launcher.attempt.run.folder, (), change)
+    assert launcher.recovery.is_to_pause(attempt)
+    status, found = launcher.recovery.next(attempt, PAUSED, (1, 1))
+    assert found and status == PAUSED
+    return found
+
+
+def test_after_a_refused_resize_checkpoints_lie_in_the_file_from_before(launcher: Launcher) -> None:
+    """Trainer 0 uses the file from which it resumes again, and does not share it a second time."""
+    recovery, first, second = launcher.recovery, allocate(), allocate(1 << 17)
+    recovery.take(launcher.attempt, first)
+    recovery.take(launcher.attempt, written(first, 0))
+    resized = resize(launcher, launcher.attempt, 1)
+    recovery.take(resized, second)
+    _, found = recovery.next(resized, ExitStatus(2, "trainer 2: there is too little memory"), (0, 0))
+    assert found and len(found.config.devices) == 2
+    recovery.take(found, written(first, 1, 32))
+    _, recovered = recovery.next(found, LOST, (1, 3))
+    assert recovered and recovered.source == "memory" and recovered.run.notes == []
+    assert recovered.state and recovered.state.position == 32
+    assert len(resize(launcher, recovered, -1).config.devices) == 1
+
+
+def test_a_damaged_memory_checkpoint_is_not_resized_from(launcher: Launcher) -> None:
+    block = allocate()
+    launcher.recovery.take(launcher.attempt, block)
+    launcher.recovery.take(launcher.attempt, written(block, 0))
+    resizing.ask(launcher.attempt.run.folder, (), 1)
+    assert launcher.recovery.is_to_pause(launcher.attempt)
+    block.array(np.uint8, (1,))[0] += 1
+    status, found = launcher.recovery.next(launcher.attempt, PAUSED, (1, 1))
+    assert found is None and status.code == 1 and "the memory checkpoint is damaged" in status.message
+    assert any(text.startswith("note: not resized: the memory checkpoint") for text in launcher.console.said)
+
+
+@pytest.mark.parametrize("status", [PAUSED, LOST], ids=["paused", "lost"])
+def test_a_run_that_is_asked_to_stop_writes_out_what_is_only_in_memory(
+    launcher: Launcher, status: ExitStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal came after the trainers had paused, or one was lost before it could save."""
+    block, wrote = allocate(), []
+    monkeypatch.setattr(Recovery, "_write_out", lambda self, attempt: wrote.append(attempt))
+    launcher.recovery.take(launcher.attempt, block)
+    launcher.recovery.take(launcher.attempt, written(block, 0))
+    resizing.ask(launcher.attempt.run.folder, (), 1)
+    assert launcher.recovery.is_to_pause(launcher.attempt)
+    launcher.interrupts.code = 143
+    ended, found = launcher.recovery.next(launcher.attempt, status, (1, 1))
+    assert found is None and wrote == [launcher.attempt]
+    assert ended.code == (status.code or 143)
+
+
+@pytest.mark.parametrize("to_disk", [True, False])
+def test_only_the_checkpoint_of_the_last_step_saves_a_run_in_time(launcher: Launcher, to_disk: bool) -> None:
+    """A copy that was begun before the signal may be complete after it; it is not written to the disk."""
+    block = allocate()
+    launcher.recovery.take(launcher.attempt, block)
+    launcher.interrupts.code, launcher.interrupts.since = 143, time.monotonic() - 4.9
+    launcher.recovery.take(launcher.attempt, written(block, 0, to_disk=to_disk))
+    assert launcher.recovery.is_overdue(launcher.attempt.config, launcher.interrupts) is not to_disk
+
+
+def test_a_folder_that_cannot_be_written_is_named_when_memory_is_written_out(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    block = allocate()
+    launcher.recovery.take(launcher.attempt, block)
+    launcher.recovery.take(launcher.attempt, written(block, 0))
+    monkeypatch.setattr(recovery_module, "remove_unfinished", refuse)
+    status, found = launcher.recovery.next(launcher.attempt, ExitStatus(143, is_overdue=True), (1, 1))
+    assert found is None and "can't be written to: Read-only file system" in status.message
+
+
+def test_a_failure_is_logged_and_named_if_the_restart_fails(launcher: Launcher) -> None:
+    block = allocate()
+    launcher.recovery.take(launcher.attempt, block)
+    launcher.recovery.take(launcher.attempt, written(block, 0))
+    _, again = launcher.recovery.next(launcher.attempt, LOST, (1, 1))
+    assert again and launcher.console.logged[-1][0] == "lost"
+    assert launcher.console.logged[-1][1]["failure"] == "trainer 1 was killed"
+    status, found = launcher.recovery.next(again, ExitStatus(2, "the disk is full"), (1, 1))
+    assert found is None and status.message == "the disk is full"
+    assert launcher.console.said[-1] == "lockstep: trainer 1 was killed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signals_the_writer", [False, True], ids=["once", "the writer, too"])
+def test_a_run_that_hangs_and_is_asked_to_stop_keeps_its_memory_checkpoint(
+    program: Program, signals_the_writer: bool
+) -> None:
+    """A scheduler may send SIGTERM to all processes again, also to the one that writes the checkpoint."""
+    words = ("n_epochs=12", "snapshot_freq=12", "cpu_threads=1", "memory_checkpoint_seconds=1e-6")
+    running = program.start(*words, f"timeout={round(limit(4))}", name="broken")
+    running.wait_for_text("epoch 2 step 4/")
+    os.kill(running.pids()["trainer 1"], signal.SIGSTOP)
+    running.process.send_signal(signal.SIGTERM)
+    while signals_the_writer and running.process.poll() is None:
+        with suppress(OSError):  # a process has exited since
+            for pid in running.children():
+                if Path(f"/proc/{pid}/comm").read_text() == "the writer\n":
+                    os.kill(pid, signal.SIGTERM)
+        time.sleep(0.002)
+    assert running.wait(60) == 1, running.output()
+    assert "trainer 1 (pid " in running.output()
+    assert "stopped as asked; saved " in running.last_line()
+    state = find_checkpoint(running.run_folder, "latest")[0].state
+    assert state.epoch == 2 and state.position
+    running.assert_nothing_left()
+    resumed = program.run(*words, "resume_train=auto", name="broken")
+    assert_same(tensors(resumed, 12), tensors(program.run(*words, name="unbroken"), 12))
