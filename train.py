@@ -113,8 +113,7 @@ def train_once(
         with Processes(config.timeout, context.interrupts, template=context.template) as processes:
             start_processes(processes, attempt, context)
             machine = {"cores": devices.count_cores(), **devices.describe(config.devices)}
-            software = {"versions": versions.of_packages(), "machine": machine}
-            console.log("started", {**processes.pids(), **software})
+            console.log("started", {**processes.pids(), "versions": versions.of_packages(), "machine": machine})
             if attempt.number == 0:
                 console.say("starting: " + ", ".join(processes.pids()))
             processes.is_to_pause = lambda: recovery.is_to_pause(attempt)
