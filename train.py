@@ -95,7 +95,6 @@ def train_once(
 ) -> tuple[ExitStatus, tuple[int, int]]:
     """Run all processes until they have exited. Return how they ended, and the last step: epoch, number."""
     config, folder, host = attempt.config, attempt.run.folder, context.host
-    last_step = 0, 0
 
     def on_message(message: object) -> None:
         if isinstance(message, Started) and host.writes:  # not earlier: it replaces a good run's settings
@@ -113,16 +112,15 @@ def train_once(
         with Processes(config.timeout, context.interrupts, template=context.template) as processes:
             start_processes(processes, attempt, context)
             machine = {"cores": devices.count_cores(), **devices.describe(config.devices)}
-            console.log("started", {**processes.pids(), "versions": versions.of_packages(), "machine": machine})
+            software = {"versions": versions.of_packages(), "machine": machine}
+            console.log("started", processes.pids() | software)
             if attempt.number == 0:
                 console.say("starting: " + ", ".join(processes.pids()))
             processes.is_to_pause = lambda: recovery.is_to_pause(attempt)
             processes.is_overdue = lambda: recovery.is_overdue(config, context.interrupts)
-            exit_status = host.watch(processes, on_message, attempt.number)
-            last_step = processes.last_step()
+            return host.watch(processes, on_message, attempt.number), processes.last_step()
     except UserError as error:  # the console prints it, after the lines that still wait
-        exit_status = ExitStatus(2, str(error))
-    return exit_status, last_step
+        return ExitStatus(2, str(error)), (0, 0)
 
 
 def start_processes(processes: Processes, attempt: Attempt, context: Context) -> None:
