@@ -12,7 +12,7 @@ from lockstep.flow import placement, private
 from lockstep.flow.arrays import Array
 from lockstep.flow.creation import recording_everything
 from lockstep.flow.graph import Uses, order
-from lockstep.flow.instructions import Instruction, Storage, fetching
+from lockstep.flow.instructions import Instruction, Storage, fetching, strides_of_copy
 from lockstep.flow.program import (
     CapturedProgram,
     FetchedOutput,
@@ -102,7 +102,7 @@ class Capture:
         """Return an array that stands for an input."""
         if not isinstance(example, torch.Tensor):
             raise UserError(f"flow.capture: example {number} is a tensor, not {type(example).__name__}")
-        layout = (example.size(), example.stride(), example.dtype)
+        layout = (example.size(), strides_of_copy(example), example.dtype)  # each run reads a copy
         place = example.place if isinstance(example, Array) else placement.current_device()
         storage = Storage(place, layout, f"input {number}", self)
         self.inputs.append((self._number(storage), layout, storage.device))

@@ -201,6 +201,25 @@ def test_inputs_of_a_program(devices: list[Cpu]) -> None:
         program(torch.ones(4, 2), 1.0)
 
 
+GAPS = [
+    torch.arange(60.0).view(6, 10)[:, :9],
+    torch.arange(60.0).view(6, 10)[::2].t(),
+    torch.arange(6.0)[:, None].expand(6, 3),
+]
+
+
+@pytest.mark.parametrize("example", GAPS, ids=["slice", "transposed", "expanded"])
+@pytest.mark.parametrize("as_array", [False, True])
+def test_inputs_with_gaps(devices: list[Cpu], example: torch.Tensor, as_array: bool) -> None:
+    """A run reads a compact copy of its input, and a capture sees the strides of that copy."""
+    whole = example.as_strided((example.untyped_storage().size() // 4,), (1,))
+    given = flow.array(whole).as_strided(example.size(), example.stride()) if as_array else example
+    program = flow.capture(lambda x: (x[1:] + 0, x.t().contiguous()), given)
+    for other in (given, example.contiguous(), example.t().contiguous().t()):
+        row, turned = program(other)
+        assert torch.equal(row, example[1:]) and torch.equal(turned, example.t())
+
+
 def test_what_cannot_be_captured_is_refused_at_the_users_line(devices: list[Cpu]) -> None:
     x = torch.ones(3)
     counter, kept = torch.zeros(1), []
