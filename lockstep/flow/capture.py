@@ -38,13 +38,18 @@ def capture(function: Callable[..., Any], *examples: torch.Tensor) -> CapturedPr
             something else keeps. The message has the user's line.
     """
     made = Capture()
-    inputs = [made.input(number, example) for number, example in enumerate(examples)]
-    with placement.capturing(made), recording_everything():
-        returned = function(*inputs)
-    leaves, structure = private.tree_flatten(returned)
-    outputs = [made.output(leaf) for leaf in leaves]
-    del inputs, returned, leaves
-    made.close()
+    try:
+        inputs = [made.input(number, example) for number, example in enumerate(examples)]
+        with placement.capturing(made):
+            with recording_everything():
+                returned = function(*inputs)
+            leaves, structure = private.tree_flatten(returned)
+            outputs = [made.output(leaf) for leaf in leaves]
+        del inputs, returned, leaves
+        made.close()
+    except BaseException:
+        made.forget_gradients()  # the next backward would add to gradients that have no value
+        raise
     return CapturedProgram(
         (made.operations, made.variables, made.edges),
         made.steps,
@@ -64,34 +69,42 @@ class _Number:
 
 
 class Capture:
-    """The operations and memories that have been recorded so far."""
+    """The operations and memories that have been recorded so far.
+
+    Attributes:
+        is_open: Whether operations can be added; `placement.capturing` ends it.
+    """
 
     def __init__(self) -> None:
+        self.is_open = True
         self.operations: list[ProgramOperation] = []
         self.variables: list[ProgramVariable] = []
         self.edges: set[tuple[int, int]] = set()
         self.steps: list[ProgramStep] = []
         self.memories: list[ProgramMemory] = []
         self.inputs: list[tuple[int, Any, Any]] = []  # memory, layout, device
-        self._open = True
         self._uses: list[Uses] = []
         self._numbers: dict[int, int] = {}  # of memories, by the id of their storage
         self._storages: list[Storage] = []  # keeps those ids
         self._copies: dict[int, dict[Any, Any]] = {}
-        self._leaves: dict[int, Array] = {}
+        self._leaves: dict[int, weakref.ref[Array]] = {}  # by id; a dead one may be replaced
 
     def refuse(self, what: str, remedy: str = "a program has values only when it runs") -> NoReturn:
         """Raise CaptureError with the user's line."""
         line = placement.user_line()
-        if self._open:
+        if self.is_open:
             raise CaptureError(f"{line}: {what}, which can't be captured: {remedy}")
-        raise UserError(f"{line}: {what}: this array stands for a value inside a captured program")
+        raise UserError(
+            f"{line}: {what}: this array stands for a value inside a captured program: make it, or the "
+            "optimizer that keeps it, anew"
+        )
 
     def see(self, inputs: Sequence[Array]) -> None:
         """Note parameters, whose gradients the program will make."""
         for array in inputs:
-            if array.requires_grad and array.is_leaf:
-                self._leaves[id(array)] = array
+            leaf: Any = array if array._base is None else array._base
+            if leaf.requires_grad and leaf.is_leaf:
+                self._leaves[id(leaf)] = weakref.ref(leaf)
 
     def copies_of(self, storage: Storage) -> tuple[dict[Any, Any], int]:
         """Return a memory's copies on other devices, and its version in the program."""
@@ -111,7 +124,8 @@ class Capture:
     def output(self, leaf: Any) -> Any:
         """Return what a run returns in place of this leaf: an array is copied to host memory."""
         if not isinstance(leaf, Array):
-            return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+            with private.without_modes():
+                return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
         self.add(fetching(leaf.memory, leaf.view_of_memory()), [leaf.memory], [], [])
         return FetchedOutput(len(self.steps) - 1)
 
@@ -119,7 +133,7 @@ class Capture:
         self, step: Instruction, reads: Sequence[Storage], writes: Sequence[Storage], made: Sequence[Storage]
     ) -> "_Unread":
         """Append an operation."""
-        if not self._open:
+        if not self.is_open:
             self.refuse(step.name)
         operation = _Number(len(self.steps))
         read = [self._number(storage) for storage in reads]
@@ -176,16 +190,19 @@ class Capture:
         self.variables.append(ProgramVariable(title, storage.device.name, 0, None))
         return number
 
+    def forget_gradients(self) -> None:
+        """Remove the gradients that the program makes from its parameters."""
+        for leaf in self._leaves.values():
+            _forget_gradient(leaf(), self)
+
     def close(self) -> None:
-        """End the capture.
+        """Check that a closed capture can be replayed.
 
         Raises:
             CaptureError: Something keeps an array that the program makes: it would not see the next run's.
         """
-        self._open = False
         self._copies.clear()
-        while self._leaves:  # a loop's variable would keep the last
-            _forget_gradient(self._leaves.popitem()[1], self)
+        self.forget_gradients()
         inputs = {n for n, _, _ in self.inputs}
         made = [
             (n, weakref.ref(s)) for n, s in enumerate(self._storages) if s.program is self and n not in inputs
@@ -206,8 +223,8 @@ class Capture:
         )
 
 
-def _forget_gradient(leaf: Array, program: Capture) -> None:
-    if isinstance(leaf.grad, Array) and leaf.grad.memory.program is program:
+def _forget_gradient(leaf: Array | None, program: Capture) -> None:
+    if leaf is not None and isinstance(leaf.grad, Array) and leaf.grad.memory.program is program:
         leaf.grad = None
 
 

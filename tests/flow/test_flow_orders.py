@@ -262,6 +262,28 @@ def test_momentum_that_the_capture_would_make_is_refused(devices: list[Cpu]) -> 
         flow.capture(step, torch.ones(4, 3))
 
 
+def test_eager_training_after_a_failed_capture(devices: list[Cpu]) -> None:
+    """Arrays that the capture left behind are refused; no later operation disappears in its program."""
+    model, x = flow.arrays(nn.Linear(3, 2)), torch.ones(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+
+    def step(x: torch.Tensor) -> float:
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    with pytest.raises(flow.CaptureError, match="depends on values"):
+        flow.capture(step, x)
+    assert model.weight.grad is None and model.bias.grad is None
+    with pytest.raises(UserError, match="the optimizer that keeps it, anew"):
+        step(x)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9)
+    optimizer.zero_grad()
+    assert step(x) > step(x) > step(x)
+
+
 def test_calls_in_a_program(devices: list[Cpu]) -> None:
     seen: list[list[float]] = []
     w = flow.ones((2,))
