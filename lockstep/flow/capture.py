@@ -192,8 +192,26 @@ class Capture:
 
     def forget_gradients(self) -> None:
         """Remove the gradients that the program makes from its parameters."""
-        for leaf in self._leaves.values():
-            _forget_gradient(leaf(), self)
+        for leaf in self._leaves_with_gradients():
+            leaf.grad = None
+
+    def _forget_used_gradients(self) -> None:
+        """Remove the gradients with which the step updates their parameters; only it needs them."""
+        for leaf in self._leaves_with_gradients():
+            update = self._uses[self._number(leaf.memory)].writer
+            if update is not None and update.number > self._maker(self._number(leaf.grad.memory)):
+                leaf.grad = None
+
+    def _leaves_with_gradients(self) -> list[Any]:
+        leaves = (leaf() for leaf in self._leaves.values())
+        return [
+            leaf for leaf in leaves
+            if leaf is not None and isinstance(leaf.grad, Array) and leaf.grad.memory.program is self
+        ]  # fmt: skip
+
+    def _maker(self, memory: int) -> int:
+        """Return the number of the operation that makes a memory; -1 for an input."""
+        return next((number for number, step in enumerate(self.steps) if memory in step.made), -1)
 
     def close(self) -> None:
         """Check that a closed capture can be replayed.
@@ -202,7 +220,7 @@ class Capture:
             CaptureError: Something keeps an array that the program makes: it would not see the next run's.
         """
         self._copies.clear()
-        self.forget_gradients()
+        self._forget_used_gradients()
         inputs = {n for n, _, _ in self.inputs}
         made = [
             (n, weakref.ref(s)) for n, s in enumerate(self._storages) if s.program is self and n not in inputs
@@ -212,20 +230,22 @@ class Capture:
             gc.collect()
         for n, storage in made:
             if storage() is not None:
-                self._refuse_keeping(n)
+                self._refuse_keeping(n, storage())
 
-    def _refuse_keeping(self, memory: int) -> NoReturn:
+    def _refuse_keeping(self, memory: int, storage: Any) -> NoReturn:
         name = self.variables[self.memories[memory].newest].name
-        maker = next(number for number, step in enumerate(self.steps) if memory in step.made)
+        remedy = "run the step once before the capture, so that what it keeps is there"
+        for leaf in self._leaves_with_gradients():
+            if leaf.grad.memory is storage:
+                name = f"{name}, the gradient of {leaf.memory.name or 'a parameter'},"
+                remedy = (
+                    "put optimizer.step into the step; or end it with zero_grad, if nothing needs it later; "
+                    "or make gradients before the capture and zero them in place (set_to_none=False)"
+                )
         raise CaptureError(
-            f"{self.operations[maker].line}: {name} is kept by something outside of the step, which would "
-            "not see the next run's: run the step once before the capture, so that what it keeps is there"
+            f"{self.operations[self._maker(memory)].line}: {name} is kept by something outside of the step, "
+            f"which would not see the next run's: {remedy}"
         )
-
-
-def _forget_gradient(leaf: Array | None, program: Capture) -> None:
-    if leaf is not None and isinstance(leaf.grad, Array) and leaf.grad.memory.program is program:
-        leaf.grad = None
 
 
 class _Unread:

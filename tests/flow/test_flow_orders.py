@@ -262,6 +262,34 @@ def test_momentum_that_the_capture_would_make_is_refused(devices: list[Cpu]) -> 
         flow.capture(step, torch.ones(4, 3))
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Conv2d(1, 2, 3), lambda: nn.Linear(8, 2)], ids=["conv", "linear"]
+)
+def test_gradients_that_the_step_does_not_use_are_refused(
+    devices: list[Cpu], make: Callable[[], nn.Module]
+) -> None:
+    """An optimizer outside of the program would not see them. Gradients that exist before are state."""
+    model = flow.arrays(make())
+    optimizer, before = torch.optim.SGD(model.parameters(), 0.1), model.weight.tensor()
+
+    def backward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach(), model.weight.grad.norm()
+
+    with pytest.raises(
+        flow.CaptureError, match=r"gradient of (weight|bias), is kept .*put optimizer.step into"
+    ):
+        flow.capture(backward, X)
+    assert model.weight.grad is None and model.bias.grad is None
+    backward(X)
+    program = flow.capture(backward, X)
+    optimizer.zero_grad(set_to_none=False)
+    program(X)
+    optimizer.step()
+    assert not torch.equal(model.weight.tensor(), before)
+
+
 def test_eager_training_after_a_failed_capture(devices: list[Cpu]) -> None:
     """Arrays that the capture left behind are refused; no later operation disappears in its program."""
     model, x = flow.arrays(nn.Linear(3, 2)), torch.ones(4, 3)
