@@ -1,6 +1,5 @@
 """The functions that ParallelExecutor captures: a training step of all devices, and an evaluation."""
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import UserError, nearest
-from lockstep.flow import collectives
+from lockstep.flow import collectives, private
 from lockstep.flow.arrays import Array
 from lockstep.flow.creation import device as on_device
 from lockstep.flow.merge import GradientMerger
@@ -217,16 +216,18 @@ def record_evaluation(
     return {name: results[name] for name in fetch}
 
 
-@contextlib.contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Put all modules into evaluation mode inside."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+class evaluating(private.Scope):  # noqa: N801
+    """A scope in which all modules are in evaluation mode."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.value = model
+
+    def calls(self) -> tuple[list[Any], list[Any]]:
+        restore = [
+            partial(object.__setattr__, module, "training", module.training)
+            for module in self.value.modules()
+        ]
+        return [self.value.eval], restore
 
 
 def named(returned: Any) -> dict[str, Any]:

@@ -304,6 +304,17 @@ def test_evaluation_shares_the_variables_and_changes_none() -> None:
         assert torch.equal(found["wrong"], errors(plain, *batch(5).values())["wrong"])
 
 
+def test_an_interrupted_evaluation_restores_the_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: nn.Module, mode: bool = True) -> nn.Module:
+        raise KeyboardInterrupt
+
+    with executor(2, Normalised().double()) as made:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(nn.ReLU, "train", interrupted)
+            made.evaluate(loss, batch(5))
+        assert all(module.training for replica in made._replicas for module in replica.model.modules())
+
+
 def test_the_program_merges_a_bucket_as_soon_as_its_gradients_are_there() -> None:
     with executor(2) as made:
         made.run(batch(4))
