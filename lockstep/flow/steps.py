@@ -98,10 +98,12 @@ class StepRecorder:
             replica = self._replicas[share.device]
             with on_device(replica.device), torch.no_grad():
                 before = {name: copied(buffer) for name, buffer in replica.buffers.items()}
-                dropout.set_keys(replica.dropouts, share.keys)
-                self._loss(replica.model, *share.batch)
-                for name, value in before.items():
-                    replica.buffers[name].copy_(value)
+                try:
+                    dropout.set_keys(replica.dropouts, share.keys)
+                    self._loss(replica.model, *share.batch)
+                finally:  # after an error, too: replicas must not differ
+                    for name, value in before.items():
+                        replica.buffers[name].copy_(value)
 
     def _own(self, gradients: dict[str, Any]) -> dict[str, Array]:
         """Return contiguous gradients, each in its own memory, since they are added up in place."""

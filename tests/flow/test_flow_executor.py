@@ -284,6 +284,18 @@ def test_buffers_are_means_over_samples_on_all_devices() -> None:
         assert_same(other, replicas[0])
 
 
+def test_buffers_are_restored_if_the_loss_raises() -> None:
+    def broken(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        model(x)
+        raise KeyError("user")
+
+    with executor(2, Normalised().double(), loss=broken) as made:
+        before = made.replica(0)
+        with pytest.raises(KeyError):
+            made.run(batch(4))
+        assert_same(made.replica(0), before)
+
+
 def test_evaluation_shares_the_variables_and_changes_none() -> None:
     torch.manual_seed(0)
 
