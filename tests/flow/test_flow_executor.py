@@ -316,6 +316,26 @@ def test_evaluation_shares_the_variables_and_changes_none() -> None:
         assert torch.equal(found["wrong"], errors(plain, *batch(5).values())["wrong"])
 
 
+def test_the_state_of_parameter_groups_lies_under_the_parameters_names() -> None:
+    def grouped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        biases = [parameter for parameter in parameters if parameter.dim() == 1]
+        weights = [parameter for parameter in parameters if parameter.dim() > 1]
+        return torch.optim.SGD([{"params": biases, "lr": 0.2}, {"params": weights}], 0.1, 0.9)
+
+    with executor(2, optimizer=grouped, bucket_mb=4) as first:
+        first.run(batch(5))
+        state = first.state_dict()
+        first.run(batch(5))
+        wanted = first.replica(0)
+    for name, own in state["optimizer"].items():
+        assert own["state"]["momentum_buffer"].shape == state["model"][name].shape
+        assert own["hyperparameters"]["lr"] == (0.2 if "bias" in name else 0.1)
+    with executor(2, optimizer=grouped) as other:  # with other buckets
+        other.load_state_dict(state)
+        other.run(batch(5))
+        assert_same(other.replica(0), wanted)
+
+
 def test_an_interrupted_evaluation_restores_the_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(self: nn.Module, mode: bool = True) -> nn.Module:
         raise KeyboardInterrupt
