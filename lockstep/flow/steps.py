@@ -121,6 +121,7 @@ class StepRecorder:
         return made
 
     def _check_reached(self, gradients: Gradients) -> None:
+        _check_same(gradients)
         reached = {name for each in gradients.values() for name in each}
         trained = [name for name, p in self._replicas[0].parameters.items() if p.requires_grad]
         missing = [name for name in trained if name not in reached and name not in self._warned]
@@ -241,6 +242,18 @@ def named(returned: Any) -> dict[str, Any]:
             raise UserError("the loss's results have 'loss', which is the name of the loss itself: rename it")
         return {"loss": returned[0], **returned[1]}
     return {"loss": returned}
+
+
+def _check_same(gradients: Gradients) -> None:
+    """Raise UserError if the devices' gradients reach different parameters."""
+    (first, wanted), *others = gradients.items()
+    for number, own in others:
+        only = sorted(own.keys() ^ wanted.keys())
+        if only:
+            raise UserError(
+                f"gradients reach {', '.join(only)} on one of devices {first} and {number} only: "
+                "let the loss use the same parameters for any number of samples"
+            )
 
 
 def _check_loss(loss: Any) -> None:

@@ -489,6 +489,17 @@ def test_a_parameter_that_no_gradient_reaches_is_named_and_left() -> None:
         assert torch.equal(made.replica(1)["idle"], torch.ones(3, dtype=torch.float64))
 
 
+def test_devices_whose_gradients_reach_other_parameters_are_refused() -> None:
+    def uneven(model: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model[0](x) + (model[1](x) if len(x) > 2 else 0), labels)
+
+    model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]).double()
+    with executor(2, model, loss=uneven) as made:
+        with pytest.raises(UserError, match=r"reach 1\.bias, 1\.weight on one of devices 0 and 1 only"):
+            made.run(batch(5))
+        assert made.run(batch(6))["loss"] > 0
+
+
 def test_states_that_do_not_fit() -> None:
     with executor(1) as made:
         state = made.state_dict()
