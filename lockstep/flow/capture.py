@@ -12,7 +12,7 @@ from lockstep.flow import placement, private
 from lockstep.flow.arrays import Array
 from lockstep.flow.creation import recording_everything
 from lockstep.flow.graph import Uses, order
-from lockstep.flow.instructions import Instruction, Storage, fetching
+from lockstep.flow.instructions import Instruction, Storage, fetching, strides_of_copy
 from lockstep.flow.program import (
     CapturedProgram,
     FetchedOutput,
@@ -38,13 +38,18 @@ def capture(function: Callable[..., Any], *examples: torch.Tensor) -> CapturedPr
             something else keeps. The message has the user's line.
     """
     made = Capture()
-    inputs = [made.input(number, example) for number, example in enumerate(examples)]
-    with placement.capturing(made), recording_everything():
-        returned = function(*inputs)
-    leaves, structure = private.tree_flatten(returned)
-    outputs = [made.output(leaf) for leaf in leaves]
-    del inputs, returned, leaves
-    made.close()
+    try:
+        inputs = [made.input(number, example) for number, example in enumerate(examples)]
+        with placement.capturing(made):
+            with recording_everything():
+                returned = function(*inputs)
+            leaves, structure = private.tree_flatten(returned)
+            outputs = [made.output(leaf) for leaf in leaves]
+        del inputs, returned, leaves
+        made.close()
+    except BaseException:
+        made.forget_gradients()  # the next backward would add to gradients that have no value
+        raise
     return CapturedProgram(
         (made.operations, made.variables, made.edges),
         made.steps,
@@ -64,34 +69,42 @@ class _Number:
 
 
 class Capture:
-    """The operations and memories that have been recorded so far."""
+    """The operations and memories that have been recorded so far.
+
+    Attributes:
+        is_open: Whether operations can be added; `placement.capturing` ends it.
+    """
 
     def __init__(self) -> None:
+        self.is_open = True
         self.operations: list[ProgramOperation] = []
         self.variables: list[ProgramVariable] = []
         self.edges: set[tuple[int, int]] = set()
         self.steps: list[ProgramStep] = []
         self.memories: list[ProgramMemory] = []
         self.inputs: list[tuple[int, Any, Any]] = []  # memory, layout, device
-        self._open = True
         self._uses: list[Uses] = []
         self._numbers: dict[int, int] = {}  # of memories, by the id of their storage
         self._storages: list[Storage] = []  # keeps those ids
         self._copies: dict[int, dict[Any, Any]] = {}
-        self._leaves: dict[int, Array] = {}
+        self._leaves: dict[int, weakref.ref[Array]] = {}  # by id; a dead one may be replaced
 
     def refuse(self, what: str, remedy: str = "a program has values only when it runs") -> NoReturn:
         """Raise CaptureError with the user's line."""
         line = placement.user_line()
-        if self._open:
+        if self.is_open:
             raise CaptureError(f"{line}: {what}, which can't be captured: {remedy}")
-        raise UserError(f"{line}: {what}: this array stands for a value inside a captured program")
+        raise UserError(
+            f"{line}: {what}: this array stands for a value inside a captured program: make it, or the "
+            "optimizer that keeps it, anew"
+        )
 
     def see(self, inputs: Sequence[Array]) -> None:
         """Note parameters, whose gradients the program will make."""
         for array in inputs:
-            if array.requires_grad and array.is_leaf:
-                self._leaves[id(array)] = array
+            leaf: Any = array if array._base is None else array._base
+            if leaf.requires_grad and leaf.is_leaf:
+                self._leaves[id(leaf)] = weakref.ref(leaf)
 
     def copies_of(self, storage: Storage) -> tuple[dict[Any, Any], int]:
         """Return a memory's copies on other devices, and its version in the program."""
@@ -102,7 +115,7 @@ class Capture:
         """Return an array that stands for an input."""
         if not isinstance(example, torch.Tensor):
             raise UserError(f"flow.capture: example {number} is a tensor, not {type(example).__name__}")
-        layout = (example.size(), example.stride(), example.dtype)
+        layout = (example.size(), strides_of_copy(example), example.dtype)  # each run reads a copy
         place = example.place if isinstance(example, Array) else placement.current_device()
         storage = Storage(place, layout, f"input {number}", self)
         self.inputs.append((self._number(storage), layout, storage.device))
@@ -111,7 +124,8 @@ class Capture:
     def output(self, leaf: Any) -> Any:
         """Return what a run returns in place of this leaf: an array is copied to host memory."""
         if not isinstance(leaf, Array):
-            return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+            with private.without_modes():
+                return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
         self.add(fetching(leaf.memory, leaf.view_of_memory()), [leaf.memory], [], [])
         return FetchedOutput(len(self.steps) - 1)
 
@@ -119,7 +133,7 @@ class Capture:
         self, step: Instruction, reads: Sequence[Storage], writes: Sequence[Storage], made: Sequence[Storage]
     ) -> "_Unread":
         """Append an operation."""
-        if not self._open:
+        if not self.is_open:
             self.refuse(step.name)
         operation = _Number(len(self.steps))
         read = [self._number(storage) for storage in reads]
@@ -176,16 +190,37 @@ class Capture:
         self.variables.append(ProgramVariable(title, storage.device.name, 0, None))
         return number
 
+    def forget_gradients(self) -> None:
+        """Remove the gradients that the program makes from its parameters."""
+        for leaf in self._leaves_with_gradients():
+            leaf.grad = None
+
+    def _forget_used_gradients(self) -> None:
+        """Remove the gradients with which the step updates their parameters; only it needs them."""
+        for leaf in self._leaves_with_gradients():
+            update = self._uses[self._number(leaf.memory)].writer
+            if update is not None and update.number > self._maker(self._number(leaf.grad.memory)):
+                leaf.grad = None
+
+    def _leaves_with_gradients(self) -> list[Any]:
+        leaves = (leaf() for leaf in self._leaves.values())
+        return [
+            leaf for leaf in leaves
+            if leaf is not None and isinstance(leaf.grad, Array) and leaf.grad.memory.program is self
+        ]  # fmt: skip
+
+    def _maker(self, memory: int) -> int:
+        """Return the number of the operation that makes a memory; -1 for an input."""
+        return next((number for number, step in enumerate(self.steps) if memory in step.made), -1)
+
     def close(self) -> None:
-        """End the capture.
+        """Check that a closed capture can be replayed.
 
         Raises:
             CaptureError: Something keeps an array that the program makes: it would not see the next run's.
         """
-        self._open = False
         self._copies.clear()
-        while self._leaves:  # a loop's variable would keep the last
-            _forget_gradient(self._leaves.popitem()[1], self)
+        self._forget_used_gradients()
         inputs = {n for n, _, _ in self.inputs}
         made = [
             (n, weakref.ref(s)) for n, s in enumerate(self._storages) if s.program is self and n not in inputs
@@ -195,20 +230,22 @@ class Capture:
             gc.collect()
         for n, storage in made:
             if storage() is not None:
-                self._refuse_keeping(n)
+                self._refuse_keeping(n, storage())
 
-    def _refuse_keeping(self, memory: int) -> NoReturn:
+    def _refuse_keeping(self, memory: int, storage: Any) -> NoReturn:
         name = self.variables[self.memories[memory].newest].name
-        maker = next(number for number, step in enumerate(self.steps) if memory in step.made)
+        remedy = "run the step once before the capture, so that what it keeps is there"
+        for leaf in self._leaves_with_gradients():
+            if leaf.grad.memory is storage:
+                name = f"{name}, the gradient of {leaf.memory.name or 'a parameter'},"
+                remedy = (
+                    "put optimizer.step into the step; or end it with zero_grad, if nothing needs it later; "
+                    "or make gradients before the capture and zero them in place (set_to_none=False)"
+                )
         raise CaptureError(
-            f"{self.operations[maker].line}: {name} is kept by something outside of the step, which would "
-            "not see the next run's: run the step once before the capture, so that what it keeps is there"
+            f"{self.operations[self._maker(memory)].line}: {name} is kept by something outside of the step, "
+            f"which would not see the next run's: {remedy}"
         )
-
-
-def _forget_gradient(leaf: Array, program: Capture) -> None:
-    if isinstance(leaf.grad, Array) and leaf.grad.memory.program is program:
-        leaf.grad = None
 
 
 class _Unread:

@@ -13,8 +13,10 @@ from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.flow import placement, private
-from lockstep.flow.arrays import Array, bring, from_tensor
+from lockstep.flow.arrays import Array, bring
 from lockstep.flow.devices import Device
+from lockstep.flow.instructions import Storage
+from lockstep.flow.lanes import Operation
 from lockstep.flow.operations import new, new_sparse, operation
 
 Parts = list[list[Array]]  # the arrays of a bucket, of each device with samples
@@ -115,6 +117,10 @@ class ProcessCollectives:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._turn = _turn(device)
 
+    def forget_failure(self) -> None:
+        """Let exchanges run again, whether or not an earlier failure was reported."""
+        self._turn.zero_()
+
     def broadcast_model(self, model: nn.Module) -> None:
         """Copy all values of the group's rank 0 into the model."""
         first = dist.get_global_rank(self._group, 0) if self._group is not dist.group.WORLD else 0
@@ -172,9 +178,35 @@ class ProcessCollectives:
         return torch.sparse_coo_tensor(indices, entries, value.size(), check_invariants=False).coalesce()
 
 
+class Turn(Storage):
+    """A memory that orders exchanges. Each reads and writes it, so the failure of one reaches those behind.
+
+    Otherwise a peer would take a later value for the missing one. A failure that was reported reaches no
+    further exchange.
+    """
+
+    __slots__ = ("_newest",)
+
+    @property
+    def writer(self) -> Any:
+        """The newest exchange, or None if its failure was reported."""
+        newest = self._newest
+        return newest if newest is None or not newest.done or not _is_reported(newest) else None
+
+    @writer.setter
+    def writer(self, newest: Any) -> None:
+        self._newest = newest
+
+
+def _is_reported(operation: Operation) -> bool:
+    return operation.failure is not None and operation.failure.seen
+
+
 def _turn(device: Device) -> Array:
+    turn = Turn(device, (torch.Size(()), (), torch.float32), "turn")
     with private.without_modes():
-        return from_tensor(torch.zeros(()), device, "turn")
+        turn.cell.value = torch.zeros(())
+    return Array(turn, torch.Size(()), (), 0, torch.float32)
 
 
 def check_distributed(what: str) -> None:
@@ -212,7 +244,7 @@ def receive(peer: int, like: torch.Tensor, group: Any = None) -> Array:
     device = placement.current_device()
     turn = _turn_of("receive", peer, group, device)
     made = new(device, like.shape, like.dtype, [like] if isinstance(like, Array) else [])
-    message = _receiving(peer, group, like.shape, like.dtype)
+    message = _receiving(peer, group, like.shape, like.dtype, device.torch_device)
     operation("receive", message, device, [turn], written=[turn], made=[made], lane="receive", phase="copy")
     return made
 
@@ -221,9 +253,11 @@ def _send(peer: int, group: Any, value: torch.Tensor, _turn: torch.Tensor) -> No
     dist.send(value.contiguous(), peer, group=group)
 
 
-def _receiving(peer: int, group: Any, shape: torch.Size, dtype: torch.dtype) -> Callable[..., Any]:
-    def message(turn: torch.Tensor) -> tuple[torch.Tensor]:
-        value = torch.empty(shape, dtype=dtype, device=turn.device)
+def _receiving(
+    peer: int, group: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Callable[..., Any]:
+    def message(_turn: torch.Tensor) -> tuple[torch.Tensor]:
+        value = torch.empty(shape, dtype=dtype, device=device)
         dist.recv(value, peer, group=group)
         return (value,)
 

@@ -38,7 +38,7 @@ def array(data: Any, dtype: torch.dtype | None = None) -> Array:
     """
     if isinstance(data, Array):
         copy: Any = data.detach().clone()
-        return copy  # type: ignore[no-any-return]
+        return copy if dtype is None else copy.to(dtype)  # type: ignore[no-any-return]
     data = with_tensors(data)
     with private.without_modes():
         tensor = torch.as_tensor(data, dtype=dtype)

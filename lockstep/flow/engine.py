@@ -4,13 +4,15 @@ import atexit
 import contextlib
 import itertools
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.flow import graph, placement, trace
+from lockstep.flow import graph, placement, private, trace
 from lockstep.flow.devices import Device
 from lockstep.flow.graph import GRAPH, Submission, Uses
 from lockstep.flow.lanes import POLL_SECONDS, WORKER, Failure, Lane, Operation
@@ -342,18 +344,22 @@ def in_dry_run() -> bool:
     return _dry_run.dry
 
 
-@contextlib.contextmanager
-def dry_run() -> Iterator[None]:
-    """Schedule what this thread pushes or records inside, without executing it.
+class dry_run(private.Scope):  # noqa: N801
+    """A scope in which what this thread pushes or records is scheduled, and not executed.
 
-    Arrays made inside never get a value.
+    Arrays made inside never get a value. The end waits for all operations, unless an error ends the scope.
     """
-    _dry_run.dry = True
-    try:
-        yield
+
+    def calls(self) -> tuple[list[Any], list[Any]]:
+        outer, handled = _dry_run.dry, sys.exception()
+        end = [partial(setattr, _dry_run, "dry", outer), partial(_wait_unless_failed, handled)]
+        return [partial(setattr, _dry_run, "dry", True)], end
+
+
+def _wait_unless_failed(handled: BaseException | None) -> None:
+    """Wait for all operations if this thread handles no other exception than the given one."""
+    if sys.exception() is handled:
         wait_all()
-    finally:
-        _dry_run.dry = False
 
 
 def wait_all() -> None:

@@ -270,6 +270,13 @@ def _copy(tensor: torch.Tensor, call: Callable[..., Any]) -> torch.Tensor:
     return made
 
 
+def strides_of_copy(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides that a copy of the tensor has: its own, unless it has gaps or overlaps itself."""
+    with private.without_modes():
+        alike = torch.empty_strided(tensor.size(), tensor.stride(), device="meta")
+        return torch.empty_like(alike).stride()
+
+
 def copy_on(device: Device, source: Storage, program: Any) -> Storage:
     """Return the memory's copy on another device, made once per version.
 

@@ -191,6 +191,8 @@ class ParallelExecutor:
                 for name, array in replica.state().items():
                     array.detach().copy_(given[name])
         self._merger.load_state(state["carried"])
+        if self._processes is not None:
+            self._processes.forget_failure()
         self._wait()
         self._buckets.load_state(state["optimizer"])
         self._n_runs, self._failure = state["runs"], ""

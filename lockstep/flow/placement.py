@@ -3,12 +3,11 @@
 Operands on other devices are copied by `arrays.bring`.
 """
 
-import contextlib
 import os
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,16 +118,17 @@ def user_line() -> str:
     return ""
 
 
-@contextlib.contextmanager
-def capturing(program: Any) -> Iterator[None]:
-    """Let everything that this thread records inside belong to the program."""
-    if CONTEXT.program is not None:
-        raise UserError("a program can't be captured while another one is")
-    CONTEXT.program = program
-    try:
-        yield
-    finally:
-        CONTEXT.program = None
+class capturing(private.Scope):  # noqa: N801
+    """A scope in which everything that this thread records belongs to a program, which its end closes."""
+
+    def __init__(self, program: Any) -> None:
+        self.value = program
+
+    def calls(self) -> tuple[list[Any], list[Any]]:
+        if CONTEXT.program is not None:
+            raise UserError("a program can't be captured while another one is")
+        end = [partial(setattr, CONTEXT, "program", None), partial(setattr, self.value, "is_open", False)]
+        return [partial(setattr, CONTEXT, "program", self.value)], end
 
 
 def program_of(inputs: Sequence[Any]) -> Any:
@@ -141,14 +141,15 @@ def program_of(inputs: Sequence[Any]) -> Any:
     return None
 
 
-@contextlib.contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Show what this thread records inside as this phase, except for backward."""
-    outer, CONTEXT.phase = CONTEXT.phase, name
-    try:
-        yield
-    finally:
-        CONTEXT.phase = outer
+class phase(private.Scope):  # noqa: N801
+    """A scope that shows what this thread records as this phase, except for backward."""
+
+    def __init__(self, name: str) -> None:
+        self.value = name
+
+    def calls(self) -> tuple[list[Any], list[Any]]:
+        outer = CONTEXT.phase
+        return [partial(setattr, CONTEXT, "phase", self.value)], [partial(setattr, CONTEXT, "phase", outer)]
 
 
 class CurrentDevice(private.Scope):

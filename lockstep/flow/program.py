@@ -12,7 +12,7 @@ from lockstep.flow import graph, placement, private, trace
 from lockstep.flow.arrays import Array
 from lockstep.flow.creation import array
 from lockstep.flow.engine import Engine, engine_of
-from lockstep.flow.instructions import Cell, Instruction, Storage
+from lockstep.flow.instructions import Cell, Instruction, Storage, strides_of_copy
 from lockstep.flow.lanes import Lane, Operation
 from lockstep.flow.recipes import Layout
 
@@ -350,9 +350,8 @@ class CapturedProgram:
                 outside[number] = given.memory
                 continue
             with placement.CurrentDevice(device):
-                outside[number] = array(
-                    given if given.stride() == layout[1] else _strided(given, layout)
-                ).memory
+                fits = layout[1] in (given.stride(), strides_of_copy(given))
+                outside[number] = array(given if fits else _strided(given, layout)).memory
         cells = [
             Cell(m.layout) if s is None else s.cell for m, s in zip(self._memories, outside, strict=True)
         ]

@@ -255,7 +255,9 @@ def _predict(
         leaves, structure = [returned], None
     else:
         leaves, structure = private.tree_flatten(returned)
-    given = {id(fake) for fake in fakes}
+    # torch's prediction may return an input where the schema, and the operation itself, return a new tensor
+    returns_inputs = any(place is not None for place in traits_of(function).same)
+    given = {id(fake) for fake in fakes} if returns_inputs else ()
     made = [leaf if isinstance(leaf, torch.Tensor) and id(leaf) not in given else None for leaf in leaves]
     known: Sequence[Any] = _dtypes_of_norms(function, layouts) or [
         leaf if leaf is None else leaf.dtype for leaf in made

@@ -117,19 +117,25 @@ class BucketOptimizer:
 
     def state(self) -> dict[str, Any]:
         """Return the state and the hyperparameters of each parameter, by name."""
-        found = self.optimizer.state_dict()
+        found, names = self.optimizer.state_dict(), self._names_by_number()
         made = {}
         for group in found["param_groups"]:
             values = {key: value for key, value in group.items() if key != "params"}
             for number in group["params"]:
                 own = found["state"].get(number, {})
-                made[self.names[number]] = {"state": _copied(own), "hyperparameters": dict(values)}
+                made[names[number]] = {"state": _copied(own), "hyperparameters": dict(values)}
         return made
+
+    def _names_by_number(self) -> list[str]:
+        """Return the parameters' names in the order in which torch numbers them: group by group."""
+        names = {id(own): name for own, name in zip(self._own, self.names, strict=True)}
+        numbered = [own for group in self.optimizer.param_groups for own in group["params"]]
+        return [names.get(id(own), self.names[n]) for n, own in enumerate(numbered)]  # it may have copies
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore these parameters' part of `state`, which other buckets may have returned."""
         groups = self.optimizer.state_dict()["param_groups"]
-        own = {n: state[name] for n, name in enumerate(self.names) if name in state}
+        own = {n: state[name] for n, name in enumerate(self._names_by_number()) if name in state}
         for group in groups:
             for number in group["params"][:1]:
                 group.update(own[number]["hyperparameters"] if number in own else {})

@@ -1,6 +1,5 @@
 """The functions that ParallelExecutor captures: a training step of all devices, and an evaluation."""
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import UserError, nearest
-from lockstep.flow import collectives
+from lockstep.flow import collectives, private
 from lockstep.flow.arrays import Array
 from lockstep.flow.creation import device as on_device
 from lockstep.flow.merge import GradientMerger
@@ -99,10 +98,12 @@ class StepRecorder:
             replica = self._replicas[share.device]
             with on_device(replica.device), torch.no_grad():
                 before = {name: copied(buffer) for name, buffer in replica.buffers.items()}
-                dropout.set_keys(replica.dropouts, share.keys)
-                self._loss(replica.model, *share.batch)
-                for name, value in before.items():
-                    replica.buffers[name].copy_(value)
+                try:
+                    dropout.set_keys(replica.dropouts, share.keys)
+                    self._loss(replica.model, *share.batch)
+                finally:  # after an error, too: replicas must not differ
+                    for name, value in before.items():
+                        replica.buffers[name].copy_(value)
 
     def _own(self, gradients: dict[str, Any]) -> dict[str, Array]:
         """Return contiguous gradients, each in its own memory, since they are added up in place."""
@@ -120,6 +121,7 @@ class StepRecorder:
         return made
 
     def _check_reached(self, gradients: Gradients) -> None:
+        _check_same(gradients)
         reached = {name for each in gradients.values() for name in each}
         trained = [name for name, p in self._replicas[0].parameters.items() if p.requires_grad]
         missing = [name for name in trained if name not in reached and name not in self._warned]
@@ -217,16 +219,18 @@ def record_evaluation(
     return {name: results[name] for name in fetch}
 
 
-@contextlib.contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Put all modules into evaluation mode inside."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+class evaluating(private.Scope):  # noqa: N801
+    """A scope in which all modules are in evaluation mode."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.value = model
+
+    def calls(self) -> tuple[list[Any], list[Any]]:
+        restore = [
+            partial(object.__setattr__, module, "training", module.training)
+            for module in self.value.modules()
+        ]
+        return [self.value.eval], restore
 
 
 def named(returned: Any) -> dict[str, Any]:
@@ -238,6 +242,18 @@ def named(returned: Any) -> dict[str, Any]:
             raise UserError("the loss's results have 'loss', which is the name of the loss itself: rename it")
         return {"loss": returned[0], **returned[1]}
     return {"loss": returned}
+
+
+def _check_same(gradients: Gradients) -> None:
+    """Raise UserError if the devices' gradients reach different parameters."""
+    (first, wanted), *others = gradients.items()
+    for number, own in others:
+        only = sorted(own.keys() ^ wanted.keys())
+        if only:
+            raise UserError(
+                f"gradients reach {', '.join(only)} on one of devices {first} and {number} only: "
+                "let the loss use the same parameters for any number of samples"
+            )
 
 
 def _check_loss(loss: Any) -> None:

@@ -507,6 +507,18 @@ def test_reading_waits_and_gives_copies(devices: list[Cpu]) -> None:
     assert torch.load(file)["x"].tolist() == x.tolist()
 
 
+def test_an_array_is_copied_with_another_dtype(devices: list[Cpu]) -> None:
+    made = flow.array(flow.array([1.5, 2.5]), dtype=torch.float64)
+    assert made.dtype is torch.float64 and made.tolist() == [1.5, 2.5]
+
+
+def test_a_result_that_is_an_input_only_in_the_prediction_is_an_array(devices: list[Cpu]) -> None:
+    ones = flow.ones((4,))
+    for rate in (0.0, 0.5):  # both use one recipe
+        values, mask = torch.native_dropout(ones, rate, True)
+        assert values is not ones and values.tolist() == [kept / (1 - rate) for kept in mask.tolist()]
+
+
 def test_numbers_are_formatted_as_torch_does(devices: list[Cpu]) -> None:
     loss = flow.array(torch.tensor(1.23456))
     assert f"{loss:.3f} {loss:>8.1f} {loss}" == "{0:.3f} {0:>8.1f} {0}".format(torch.tensor(1.23456))

@@ -284,6 +284,18 @@ def test_buffers_are_means_over_samples_on_all_devices() -> None:
         assert_same(other, replicas[0])
 
 
+def test_buffers_are_restored_if_the_loss_raises() -> None:
+    def broken(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        model(x)
+        raise KeyError("user")
+
+    with executor(2, Normalised().double(), loss=broken) as made:
+        before = made.replica(0)
+        with pytest.raises(KeyError):
+            made.run(batch(4))
+        assert_same(made.replica(0), before)
+
+
 def test_evaluation_shares_the_variables_and_changes_none() -> None:
     torch.manual_seed(0)
 
@@ -302,6 +314,37 @@ def test_evaluation_shares_the_variables_and_changes_none() -> None:
         wanted, _ = loss(plain, *batch(5).values())
         torch.testing.assert_close(scored["loss"], wanted.detach())
         assert torch.equal(found["wrong"], errors(plain, *batch(5).values())["wrong"])
+
+
+def test_the_state_of_parameter_groups_lies_under_the_parameters_names() -> None:
+    def grouped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        biases = [parameter for parameter in parameters if parameter.dim() == 1]
+        weights = [parameter for parameter in parameters if parameter.dim() > 1]
+        return torch.optim.SGD([{"params": biases, "lr": 0.2}, {"params": weights}], 0.1, 0.9)
+
+    with executor(2, optimizer=grouped, bucket_mb=4) as first:
+        first.run(batch(5))
+        state = first.state_dict()
+        first.run(batch(5))
+        wanted = first.replica(0)
+    for name, own in state["optimizer"].items():
+        assert own["state"]["momentum_buffer"].shape == state["model"][name].shape
+        assert own["hyperparameters"]["lr"] == (0.2 if "bias" in name else 0.1)
+    with executor(2, optimizer=grouped) as other:  # with other buckets
+        other.load_state_dict(state)
+        other.run(batch(5))
+        assert_same(other.replica(0), wanted)
+
+
+def test_an_interrupted_evaluation_restores_the_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: nn.Module, mode: bool = True) -> nn.Module:
+        raise KeyboardInterrupt
+
+    with executor(2, Normalised().double()) as made:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(nn.ReLU, "train", interrupted)
+            made.evaluate(loss, batch(5))
+        assert all(module.training for replica in made._replicas for module in replica.model.modules())
 
 
 def test_the_program_merges_a_bucket_as_soon_as_its_gradients_are_there() -> None:
@@ -444,6 +487,17 @@ def test_a_parameter_that_no_gradient_reaches_is_named_and_left() -> None:
         with pytest.warns(UserWarning, match="no gradient reaches idle"):
             made.run(batch(4))
         assert torch.equal(made.replica(1)["idle"], torch.ones(3, dtype=torch.float64))
+
+
+def test_devices_whose_gradients_reach_other_parameters_are_refused() -> None:
+    def uneven(model: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model[0](x) + (model[1](x) if len(x) > 2 else 0), labels)
+
+    model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]).double()
+    with executor(2, model, loss=uneven) as made:
+        with pytest.raises(UserError, match=r"reach 1\.bias, 1\.weight on one of devices 0 and 1 only"):
+            made.run(batch(5))
+        assert made.run(batch(6))["loss"] > 0
 
 
 def test_states_that_do_not_fit() -> None:

@@ -3,6 +3,7 @@
 import _thread
 import contextlib
 import gc
+import itertools
 import os
 import random
 import signal
@@ -22,7 +23,8 @@ from torch._subclasses import fake_tensor
 
 from lockstep import flow
 from lockstep.errors import UserError
-from lockstep.flow import gpu, graph, private
+from lockstep.flow import gpu, graph, placement, private
+from lockstep.flow.engine import in_dry_run
 
 
 class Interrupted(Exception):
@@ -198,6 +200,46 @@ def test_an_interrupted_device_scope_ends() -> None:
 
         interrupted(work, 500)
         work()
+
+
+def test_captures_and_dry_runs_end_whichever_call_is_interrupted() -> None:
+    kept = []  # a traceback keeps what a frame has opened, as a notebook's last error does
+
+    def work() -> None:
+        flow.capture(lambda x: x + 1, torch.ones(2))
+        with flow.dry_run(), placement.phase("merge"):
+            pass
+
+    with flow.Engine(flow.cpus(1)), discarding():
+        work()
+        for number in itertools.count():
+            n_calls = [0]
+            try:
+                with interrupted_at_call(number, n_calls):
+                    work()
+            except Interrupted as error:
+                kept.append(error)
+            assert placement.CONTEXT.program is placement.CONTEXT.phase is None and not in_dry_run()
+            if n_calls[0] <= number:
+                break
+        assert len(kept) > 50 and (flow.ones((2,)) + 1).tolist() == [2, 2]
+
+
+@contextlib.contextmanager
+def interrupted_at_call(number: int, n_calls: list[int]) -> Iterator[None]:
+    """Raise Interrupted when this thread has entered so many Python functions; count them in `n_calls`."""
+
+    def trace(frame: Any, event: str, argument: object) -> None:
+        n_calls[0] += 1
+        if n_calls[0] > number:
+            sys.settrace(None)
+            raise Interrupted
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
 
 
 def test_a_scope_is_entered_once() -> None:

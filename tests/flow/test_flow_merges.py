@@ -4,11 +4,14 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,6 +115,52 @@ def test_compressed_strategies_have_the_same_bits_and_resume(bits: Bits) -> None
             assert {"compress", "reduce"} <= names
     for other in results[1:]:
         assert all(torch.equal(value, results[0][name]) for name, value in other.items())
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of torch.distributed with this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_exchanges_run_again_after_a_state_is_loaded(alone: None) -> None:
+    devices, x, good = flow.cpus(2), torch.ones(4, 3), torch.tensor([0, 1, 1, 0])
+    with flow.Engine(devices):
+        made = flow.ParallelExecutor(
+            nn.Linear(3, 2), lambda model, x, y: F.cross_entropy(model(x), y),
+            lambda p: torch.optim.SGD(p, 0.1), devices, group=dist.group.WORLD,
+        )  # fmt: skip
+        made.run({"x": x, "y": good})
+        state = made.state_dict()
+        with pytest.raises(flow.OperationError, match="out of bounds"):
+            made.run({"x": x, "y": good + 7})
+        made.load_state_dict(state)
+        assert made.run({"x": x, "y": good})["loss"] > 0
+        with pytest.raises(flow.OperationError):
+            flow.wait_all()  # the other device's loss failed, too
+
+
+def test_messages_are_sent_again_after_a_failure_was_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[float] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "send", lambda value, peer, group: sent.append(value.item()))
+    with flow.Engine(flow.cpus(1)):
+        bad = flow.array(1.0)
+        flow.call(lambda value: 1 / 0, bad, writes=[bad])
+        flow.send(bad, 12345)
+        with pytest.raises(flow.OperationError, match="division by zero"):
+            flow.send(flow.array(2.0), 12345).wait()  # the peer would take it for the first
+        flow.send(flow.array(3.0), 12345).wait()
+    with pytest.raises(KeyError), flow.Engine(flow.cpus(1)):
+        late = flow.array(4.0)
+        flow.call(lambda value: time.sleep(0.1), late, writes=[late])
+        flow.send(late, 12345)
+        raise KeyError  # which closes the engine
+    with flow.Engine(flow.cpus(1)):
+        flow.send(flow.array(5.0), 12345).wait()
+    assert sent == [3, 5]
 
 
 PROCESS = """

@@ -201,6 +201,25 @@ def test_inputs_of_a_program(devices: list[Cpu]) -> None:
         program(torch.ones(4, 2), 1.0)
 
 
+GAPS = [
+    torch.arange(60.0).view(6, 10)[:, :9],
+    torch.arange(60.0).view(6, 10)[::2].t(),
+    torch.arange(6.0)[:, None].expand(6, 3),
+]
+
+
+@pytest.mark.parametrize("example", GAPS, ids=["slice", "transposed", "expanded"])
+@pytest.mark.parametrize("as_array", [False, True])
+def test_inputs_with_gaps(devices: list[Cpu], example: torch.Tensor, as_array: bool) -> None:
+    """A run reads a compact copy of its input, and a capture sees the strides of that copy."""
+    whole = example.as_strided((example.untyped_storage().size() // 4,), (1,))
+    given = flow.array(whole).as_strided(example.size(), example.stride()) if as_array else example
+    program = flow.capture(lambda x: (x[1:] + 0, x.t().contiguous()), given)
+    for other in (given, example.contiguous(), example.t().contiguous().t()):
+        row, turned = program(other)
+        assert torch.equal(row, example[1:]) and torch.equal(turned, example.t())
+
+
 def test_what_cannot_be_captured_is_refused_at_the_users_line(devices: list[Cpu]) -> None:
     x = torch.ones(3)
     counter, kept = torch.zeros(1), []
@@ -241,6 +260,56 @@ def test_momentum_that_the_capture_would_make_is_refused(devices: list[Cpu]) -> 
 
     with pytest.raises(flow.CaptureError, match="run the step once before"):
         flow.capture(step, torch.ones(4, 3))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Conv2d(1, 2, 3), lambda: nn.Linear(8, 2)], ids=["conv", "linear"]
+)
+def test_gradients_that_the_step_does_not_use_are_refused(
+    devices: list[Cpu], make: Callable[[], nn.Module]
+) -> None:
+    """An optimizer outside of the program would not see them. Gradients that exist before are state."""
+    model = flow.arrays(make())
+    optimizer, before = torch.optim.SGD(model.parameters(), 0.1), model.weight.tensor()
+
+    def backward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach(), model.weight.grad.norm()
+
+    with pytest.raises(
+        flow.CaptureError, match=r"gradient of (weight|bias), is kept .*put optimizer.step into"
+    ):
+        flow.capture(backward, X)
+    assert model.weight.grad is None and model.bias.grad is None
+    backward(X)
+    program = flow.capture(backward, X)
+    optimizer.zero_grad(set_to_none=False)
+    program(X)
+    optimizer.step()
+    assert not torch.equal(model.weight.tensor(), before)
+
+
+def test_eager_training_after_a_failed_capture(devices: list[Cpu]) -> None:
+    """Arrays that the capture left behind are refused; no later operation disappears in its program."""
+    model, x = flow.arrays(nn.Linear(3, 2)), torch.ones(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+
+    def step(x: torch.Tensor) -> float:
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    with pytest.raises(flow.CaptureError, match="depends on values"):
+        flow.capture(step, x)
+    assert model.weight.grad is None and model.bias.grad is None
+    with pytest.raises(UserError, match="the optimizer that keeps it, anew"):
+        step(x)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9)
+    optimizer.zero_grad()
+    assert step(x) > step(x) > step(x)
 
 
 def test_calls_in_a_program(devices: list[Cpu]) -> None:
