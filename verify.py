@@ -97,7 +97,7 @@ def verify(arguments: argparse.Namespace, interrupts: Interrupts) -> dict[str, A
         problems += files.check_config(folder, receipts)
         problems += files.check_states(receipts)
         config = read_config(folder, arguments.overrides, problems)
-        problems += files.check_checkpoints(folder, receipts, config)
+        problems += files.check_checkpoints(folder, receipts, config, found["notes"])
         if config:
             problems += check_data(config, receipts[-1], arguments.json, bool(problems))
         if config and not problems and (arguments.replay or arguments.step):

@@ -20,6 +20,7 @@ _DATA = ("data_folder", "train_folder", "val_folder", "label_folder", "mean_file
 _OWN = ("weights_dir", "host_rank", "host_address", "rendezvous", "devices", "cpu_threads", "pin_cores")
 _LOADING = ("para_load", "read_threads", "n_slots", "check_sums")
 _FREE = {*_DATA, *_OWN, *_LOADING, "trace", "tensorboard", "report"}
+_KINDS = "kinds of processors"  # may differ, with a note
 
 
 def facts_of(config: Config, dataset: Dataset) -> Facts:
@@ -29,23 +30,44 @@ def facts_of(config: Config, dataset: Dataset) -> Facts:
     # Devices come before the keys: with global_batch_size, batch_size follows from their number.
     first = {"devices": f"{len(config.devices)} x {'GPU' if devices.on_gpus(config.devices) else 'CPU'}"}
     data = {"checksum of the data": _digest_of(dataset)}
-    return dict(json.loads(json.dumps({**first, **keys, **packages, **data})))
+    exact = _facts_of_rounding(config) if config.logical_ranks else {}
+    return dict(json.loads(json.dumps({**first, **keys, **packages, **data, **exact})))
 
 
-def agree(rendezvous: Rendezvous, facts: Facts, seconds: float) -> None:
+def _facts_of_rounding(config: Config) -> Facts:
+    """Return what else the bits of a step depend on, which logical_ranks promises for any devices."""
+    import torch  # which the rendezvous has loaded
+
+    kinds = set(devices.describe(config.devices).values())
+    if not devices.on_gpus(config.devices):
+        kinds = {torch.backends.cpu.get_cpu_capability()}
+    return {"cpu_threads": config.cpu_threads, _KINDS: ", ".join(sorted(kinds))}
+
+
+def agree(rendezvous: Rendezvous, facts: Facts, seconds: float) -> list[str]:
     """Compare the facts of all hosts. All hosts call it at once.
+
+    Returns:
+        Notes on differences that are allowed.
 
     Raises:
         UserError: On all hosts, if a host differs from host 0; the message names it, the key and both values.
         HostFailed: A host has ended, or has not sent its facts in time.
     """
+    notes = []
     first, *others = rendezvous.gather("agreement", facts, seconds)
     for host, theirs in enumerate(others, 1):
         for name in {**first, **theirs}:
             ours, other = (each.get(name, "nothing") for each in (first, theirs))
             if ours != other:
-                values = f"{one_line(ours)} on host 0, {one_line(other)} on host {host}"
-                raise UserError(f"{one_line(name)}: {values}: it has to be the same on all hosts")
+                text = f"{one_line(name)}: {one_line(ours)} on host 0, {one_line(other)} on host {host}"
+                if name != _KINDS:
+                    advice = (
+                        " with logical_ranks. Set cpu_threads on all hosts" if name == "cpu_threads" else ""
+                    )
+                    raise UserError(f"{text}: it has to be the same on all hosts{advice}")
+                notes.append(f"{text}: they may round differently, and then one host gives other bits")
+    return notes
 
 
 def _digest_of(dataset: Dataset) -> str:

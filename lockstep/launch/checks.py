@@ -66,7 +66,8 @@ def open_all(
     check_classes(config, dataset.train, names)
     if config.check_sums:
         check_content(dataset)
-    host.agree(config, dataset)
+    for note in host.agree(config, dataset):
+        show(f"note: {note}", "stdout")
     return config, dataset, host.open_run(config, len(dataset.train), dataset.digest)
 
 

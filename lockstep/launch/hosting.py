@@ -89,8 +89,9 @@ class SingleHost:
         """Fetch the newest checkpoint from the host that has it, when resuming. Return notes."""
         return []
 
-    def agree(self, config: Config, dataset: Dataset) -> None:
-        """Raise UserError on all hosts if programs, settings or data differ between hosts."""
+    def agree(self, config: Config, dataset: Dataset) -> list[str]:
+        """Raise UserError on all hosts if programs, settings or data differ between hosts. Return notes."""
+        return []
 
     def open_run(self, config: Config, n_train: int, dataset: str = "") -> RunFolder:
         """Open the run's folder as runfolder.open_run does, or return host 0's run if it writes for all."""
@@ -172,8 +173,8 @@ class MultiHost(SingleHost):
             notes.append(folders.bring_newest(self.rendezvous, config, shared))
         return list(filter(None, notes))
 
-    def agree(self, config: Config, dataset: Dataset) -> None:
-        agreement.agree(self.rendezvous, agreement.facts_of(config, dataset), self._timeout)
+    def agree(self, config: Config, dataset: Dataset) -> list[str]:
+        return agreement.agree(self.rendezvous, agreement.facts_of(config, dataset), self._timeout)
 
     def open_run(self, config: Config, n_train: int, dataset: str = "") -> RunFolder:
         run = super().open_run(config, n_train, dataset) if self.writes else None

@@ -291,13 +291,25 @@ def _write(
     team.check()
     previous = [shared.slot for shared in shareds]
     slots = find_slots(team, shareds, [max(part.nbytes for part in by_rank) for by_rank in parts])
+    blocks, writes = team.context.blocks, []
     for shared, slot, by_rank in zip(shareds, slots, parts, strict=True):
         for rank, part in enumerate(by_rank):
-            if only is None or rank == only:
-                view = team.context.blocks.array(slot.location(rank, shared.dtype, part.shape))
-                if view.ctypes.data != part.ctypes.data:
-                    view[...] = part
+            view = blocks.array(slot.location(rank, shared.dtype, part.shape))
+            is_own = view.ctypes.data == part.ctypes.data and view.strides == part.strides
+            if not is_own and only in (None, rank):
+                writes.append((view, part))
+    for view, part in _independent(writes):
+        view[...] = part
     numbers = tuple(shared.number for shared in shareds)
     shapes = tuple(tuple(part.shape for part in by_rank) for by_rank in parts)
     team.ask(what, UseSlots(numbers, slots, shapes, only))
     release_unused(team, shareds, previous)
+
+
+def _independent(writes: list[tuple[np.ndarray, np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return destinations and values, with copies of the values that lie in the memory of a destination."""
+    views = [view for view, _ in writes]
+    return [
+        (view, part.copy() if any(np.may_share_memory(part, other) for other in views) else part)
+        for view, part in writes
+    ]

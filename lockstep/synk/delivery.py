@@ -9,12 +9,13 @@ import io
 import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import cloudpickle
 import numpy as np
 
-from lockstep.synk import settings
+from lockstep.synk import imported, settings
 from lockstep.synk.blocks import ArrayLocation, align
 from lockstep.synk.context import CommandStep, RankContext
 from lockstep.synk.shareds import SharedRegistry
@@ -33,6 +34,26 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if issubclass(type(obj), self._kinds):
             self._with_settings[id(obj)] = obj
         return self._registry.label(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Refuse a function or class that uses state of an imported module.
+
+        Raises:
+            TypeError: Each rank would import other state.
+        """
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, FunctionType | type):
+            name = imported.find_state(obj, self._is_state, by_value=reduced is not NotImplemented)
+            if name:
+                raise TypeError(
+                    f"{obj.__qualname__} uses {name}, and each rank would import another one. Define the "
+                    "function in the program, with what it uses, or call cloudpickle.register_pickle_by_value"
+                    f"({name.rpartition('.')[0]}) before distribute()"
+                )
+        return reduced
+
+    def _is_state(self, obj: Any) -> bool:
+        return issubclass(type(obj), self._kinds) or self._registry.label(obj) is not None
 
     def with_settings(self) -> list[Any]:
         """Return the pickled objects that have settings."""

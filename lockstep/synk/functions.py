@@ -28,9 +28,9 @@ class RowNumbers:
         Other objects are returned unchanged.
         """
         listed = list(arrays)
-        n_bytes = sum(align(array.nbytes) for array in listed if isinstance(array, np.ndarray))
-        if n_bytes:
-            self._data.set_length(n_bytes, oversize=1.5)
+        sizes = [align(array.nbytes) for array in listed if isinstance(array, np.ndarray)]
+        if sizes:
+            self._data.set_length(max(1, sum(sizes)), oversize=1.5)  # the location of no rows needs a block
         placed, offset = [], 0
         for array in listed:
             if not isinstance(array, np.ndarray):
@@ -269,12 +269,15 @@ class Function:
                 raise TypeError(f"{self.name}: batch, but no input is divided; batch_s chooses stored rows")
             return None
         whole = [data for data in divided if not data.minibatch]
-        lengths = {data.name: len(data) for data in (divided if batch is None else whole or divided)}
-        if batch is None and len(set(lengths.values())) > 1:
-            bare = {name.removeprefix(f"{self.name}: "): length for name, length in lengths.items()}
-            described = ", ".join(f"{name} has {length} rows" for name, length in bare.items())
+        counted = divided if batch is None else whole or divided
+        lengths = [len(data) for data in counted]
+        if batch is None and len(set(lengths)) > 1:
+            bare = [data.name.removeprefix(f"{self.name}: ") for data in counted]
+            described = ", ".join(
+                f"{name} has {length} rows" for name, length in zip(bare, lengths, strict=True)
+            )
             raise ValueError(f"{self.name}: {described}: without a batch they have to have as many")
-        chosen = rows.choose(batch, min(lengths.values()), f"{self.name}: batch")
+        chosen = rows.choose(batch, min(lengths), f"{self.name}: batch")
         n_rows = rows.count(chosen)
         if n_rows == 0:
             raise ValueError(f"{self.name}: the batch has no rows")

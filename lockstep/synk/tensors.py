@@ -447,6 +447,7 @@ def _share_module(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, S
     name, params, buffers = type(module).__name__, list(module.parameters()), list(module.buffers())
     if not params:
         raise ValueError(f"share(): {name} has no parameters")
+    _check_unshared(team, name, [*params, *buffers])
     if len(_check(name, params)) != 1:
         dtypes = ", ".join(sorted({str(param.dtype) for param in params}))
         raise TypeError(f"share(): {name} has parameters of {dtypes}: one dtype is needed")
@@ -459,6 +460,17 @@ def _share_module(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, S
         alike = [buffer for buffer in buffers if buffer.dtype == dtype]
         _add(team, SharedBuffers(label, alike, make_storage(team.context)))
     return weights, gradients
+
+
+def _check_unshared(team: Team, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError if a tensor belongs to another shared variable, which would lose its memory."""
+    for tensor in tensors:
+        if label := team.registry.label(tensor):
+            other = team.context.shareds[label[0]].name
+            raise ValueError(
+                f"share(): {name} has a tensor of shape {tuple(tensor.shape)} in common with {other!r}, "
+                "which is shared already. Share one module that has all of them"
+            )
 
 
 def _check(name: str, tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:

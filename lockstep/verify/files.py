@@ -1,6 +1,7 @@
 """A run's files and data, compared with its receipts. Each problem is a line that names the file."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,8 +10,8 @@ from lockstep.data.dataset import open_dataset
 from lockstep.data.manifest import NAME, differing, read_manifest
 from lockstep.errors import UserError
 from lockstep.files import checksum
-from lockstep.runs.checkpoint_files import records
-from lockstep.runs.receipts import Receipt, digests_of_data
+from lockstep.runs.checkpoint_files import read_state, records, verify_checksum
+from lockstep.runs.receipts import Receipt, digest_of_config, digests_of_data
 from lockstep.runs.retention import is_regular
 
 
@@ -21,34 +22,88 @@ def check_config(folder: Path, receipts: Sequence[Receipt]) -> Iterator[str]:
         yield f"{path}: is not the configuration that receipt {receipts[-1].number} is of"
 
 
-def check_checkpoints(folder: Path, receipts: Sequence[Receipt], config: Config | None) -> Iterator[str]:
+def check_checkpoints(
+    folder: Path, receipts: Sequence[Receipt], config: Config | None, notes: list[str]
+) -> Iterator[str]:
     """Yield the checkpoints that are not those of their receipts.
 
     Args:
         folder: The run's folder.
         receipts: In the order of the file; the last one of a checkpoint counts.
-        config: The run's, or None if it can't be read. A run with `keep_checkpoints` removes older ones, and
-            every run those that were the best for a while.
+        config: The run's, or None if it can't be read.
+        notes: Gets a line for each checkpoint from before the receipts.
     """
     newest = {receipt.checkpoint: receipt for receipt in receipts if receipt.checkpoint}
+    retained = _retained(folder, receipts, config) if config else set()
     for name, receipt in newest.items():
         for suffix, expected in ((".json", receipt.record), (".safetensors", receipt.state)):
             path = folder / "checkpoints" / (name + suffix)
             if not path.exists():
-                if config and not _may_lack(receipt, config):
+                if name in retained:
                     yield f"{path}: is missing, and receipt {receipt.number} is of it"
             elif _digest(path) != expected:
                 yield f"{path}: is not the file that receipt {receipt.number} is of"
     for path in records(folder):
         if path.stem not in newest:
-            yield f"{path}: has no receipt"
+            yield from _check_without_receipt(path, receipts[0], notes)
 
 
-def _may_lack(receipt: Receipt, config: Config) -> bool:
-    """Return whether a run may have removed a checkpoint itself."""
-    was_best = "_at_" not in receipt.checkpoint
-    was_best &= not is_regular(receipt.epoch, config.snapshot_freq, config.n_epochs)
-    return config.keep_checkpoints is not None or was_best
+def _retained(folder: Path, receipts: Sequence[Receipt], config: Config) -> set[str]:
+    """Return the names of the checkpoints that the run has not removed itself.
+
+    A run with `keep_checkpoints` removes older ones, also those of its earlier parts with other settings.
+    Every run removes those that it saved only because they were the best so far.
+
+    Args:
+        config: That of the last part, and of parts whose configuration no checkpoint has.
+    """
+    parts = _configs_of_parts(folder)
+    retained: set[str] = set()
+    for receipt in reversed(receipts):
+        own = config if receipt.config == receipts[-1].config else parts.get(receipt.config, config)
+        if own.keep_checkpoints is not None:
+            break
+        if "_at_" in receipt.checkpoint or is_regular(receipt.epoch, own.snapshot_freq, own.n_epochs):
+            retained.add(receipt.checkpoint)
+    return retained
+
+
+def _configs_of_parts(folder: Path) -> dict[str, Config]:
+    """Return the configurations that a run was begun and resumed with, by digest, from its checkpoints."""
+    found: dict[str, Config] = {}
+    for path in records(folder):
+        with suppress(UserError, TypeError):  # a damaged record, which gets a line of its own
+            config = Config(**read_state(path).config)
+            found[digest_of_config(config)] = config
+    return found
+
+
+def _check_without_receipt(record: Path, first: Receipt, notes: list[str]) -> Iterator[str]:
+    """Yield a problem of a checkpoint that has no receipt, unless the receipts began after it.
+
+    A host whose disk was lost gets a checkpoint from another host, and then begins its receipts. A run that
+    is resumed with `logical_ranks` begins them, too.
+
+    Args:
+        record: The checkpoint's JSON file.
+        first: The first receipt.
+        notes: Gets a line for a whole checkpoint from before the receipts.
+    """
+    try:
+        state = verify_checksum(record).state
+    except UserError as error:
+        yield f"{error}, and it has no receipt"
+        return
+    moment, begin = (
+        (each.epoch + 1, 0) if each.position >= state.n_samples else (each.epoch, each.position)
+        for each in (state, first)
+    )
+    is_older = moment <= begin and first.step > 0
+    if is_older and state.name == record.stem:
+        path = record.with_suffix(".safetensors")
+        notes.append(f"{path}: is older than the receipts. Only its own checksum was checked, which is right")
+    else:
+        yield f"{record}: has no receipt"
 
 
 def check_states(receipts: Sequence[Receipt]) -> Iterator[str]:

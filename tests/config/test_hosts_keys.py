@@ -85,8 +85,8 @@ def test_hosts_agree_or_the_first_that_differs_is_named(shared_folder: Path) -> 
         config = make_config(**{**HOSTS, "data_folder": str(shared_folder), **values})
         return facts_of(config, open_dataset(config))
 
-    def join_rendezvous(*hosts: dict[str, Any]) -> None:
-        agree(SimpleNamespace(gather=lambda key, value, seconds: list(hosts)), hosts[0], 1.0)  # type: ignore[arg-type]
+    def join_rendezvous(*hosts: dict[str, Any]) -> list[str]:
+        return agree(SimpleNamespace(gather=lambda key, value, seconds: list(hosts)), hosts[0], 1.0)  # type: ignore[arg-type]
 
     ours = facts()
     join_rendezvous(
@@ -99,6 +99,13 @@ def test_hosts_agree_or_the_first_that_differs_is_named(shared_folder: Path) -> 
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             join_rendezvous(ours, ours, facts(**values))
+    exact = {"logical_ranks": 4, "global_batch_size": 64}
+    threads = "cpu_threads: 2 on host 0, 1 on host 1: it has to be the same .* Set cpu_threads on all hosts"
+    with pytest.raises(UserError, match=threads):
+        join_rendezvous(facts(**exact, cpu_threads=2), facts(**exact, cpu_threads=1))
+    other = {**facts(**exact, cpu_threads=1), "kinds of processors": "another"}
+    (note,) = join_rendezvous(facts(**exact, cpu_threads=1), other)
+    assert re.match("kinds of processors: .* on host 0, another on host 1: they may round differently", note)
     several = (
         facts(global_batch_size=64, batch_size=32),
         facts(global_batch_size=64, batch_size=16, devices=["cpu", "cpu"]),

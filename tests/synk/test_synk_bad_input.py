@@ -26,6 +26,9 @@ def case() -> Iterator[Any]:
             "f": synk.function([x, y], [(x.sum(0), "sum"), y.mean()], name="f"),
             "g": synk.function([], (s.sum(), "sum"), sliceable_shareds=[s], name="g"),
             "h": synk.function([], (count * 1, "max"), updates=[(count, count + 1)], name="h"),
+            "equal": synk.function(
+                [pt.vector("z"), pt.vector("z")], None, on_unused_input="ignore", name="equal"
+            ),
             "both": synk.function([x], ((x + s).sum(), "sum"), sliceable_shareds=[s], name="both"),
         }
         synk.distribute()
@@ -107,6 +110,7 @@ CALLING = [
     (lambda c: c["f"](synk.data(dtype=float, ndim=2), Y), ValueError, "no memory yet"),
     (lambda c: c["f"](X[:0], Y[:0]), ValueError, "input x has no rows"),
     (lambda c: c["f"](X, Y[:5]), ValueError, "^f: input x has 6 rows, input y has 5 rows: without a batch"),
+    (lambda c: c["equal"](Y, Y[:5]), ValueError, "^equal: input z has 6 rows, input z has 5 rows: without"),
     (lambda c: c["f"].build_inputs(X.astype(complex), Y), TypeError, "^f: input x is float64, and casting"),
     (lambda c: synk.data("text"), TypeError, r"^data\(\): <U4 is no type of numbers"),
     (lambda c: synk.data(dtype="f4"), TypeError, r"^data\(\): give a value"),
@@ -170,6 +174,16 @@ def test_an_integer_counter_is_fine_until_it_has_to_be_folded(case: Any) -> None
         f(X, num_slices=2)
     g(X, num_slices=2)
     assert synk.get_value(1, "count") == before + 2
+
+
+def test_no_row_numbers_in_the_first_call_with_any() -> None:
+    with team(1):
+        stored = pytensor.shared(np.ones(2), name="stored")
+        f = synk.function([], (stored.sum(), "sum"), sliceable_shareds=[stored], name="f")
+        synk.distribute()
+        with pytest.raises(ValueError, match="f: no rank has rows"):
+            f(batch_s=[])
+        assert f(batch_s=[0]) == 1
 
 
 def test_what_needs_a_team_says_so() -> None:

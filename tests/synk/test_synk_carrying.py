@@ -8,10 +8,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
+import own_networks
 import pytensor
 import pytensor.tensor as pt
 import pytest
+import torch
 from limits import limit
 from synk_teams import MODE, largest_error, team
 
@@ -121,6 +124,31 @@ def test_a_graph_that_can_not_go_over_is_named() -> None:
     synk.distribute()
     with pytest.raises(RuntimeError, match="good: call distribute"):
         f(np.ones(3))
+
+
+@pytest.mark.parametrize("is_imported", [True, False], ids=["imported", "own"])
+def test_a_network_of_an_imported_module_goes_over_or_is_refused(is_imported: bool) -> None:
+    """Each rank would import the module, and compute with a network that is not shared."""
+    net = synk.share(own_networks.net)
+    function = own_networks.compute if is_imported else lambda x: own_networks.net(x.float())
+    synk.function(function, "gather")
+    with pytest.raises(TypeError, match=r"uses own_networks\.nets?, .*_by_value\(own_networks\) before"):
+        synk.distribute()
+    cloudpickle.register_pickle_by_value(own_networks)
+    f = synk.function(function, "gather")
+    synk.distribute()
+    cloudpickle.unregister_pickle_by_value(own_networks)
+    values = np.ones((6, 2), "float32")
+    assert f(values).tolist() == net(torch.from_numpy(values)).tolist()
+
+
+def test_a_network_of_an_imported_class_goes_over() -> None:
+    """Its attribute `net` is not the global of that name."""
+    net = synk.share(own_networks.Doubling())
+    f = synk.function(net, "gather")
+    synk.distribute()
+    values = np.ones((6, 2), "float32")
+    assert f(values).tolist() == net(torch.from_numpy(values)).tolist()
 
 
 PAPER = """

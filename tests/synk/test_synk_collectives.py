@@ -107,6 +107,21 @@ def test_broadcast_and_get(case: Any) -> None:
     synk.broadcast("b", np.arange(5, dtype="float32"))
 
 
+def test_broadcast_of_a_view_of_the_variables_own_memory(case: Any) -> None:
+    """A rank's value may be its slot in another order, by an update or by `values`."""
+    a, b = (pytensor.shared(np.zeros((2, 2)), name=name) for name in ("square", "other"))
+    turn = synk.function([], updates=[(a, a.T), (b, b.T)])
+    synk.distribute()
+    synk.broadcast([a, b], [np.arange(4.0).reshape(2, 2), np.arange(4.0, 8).reshape(2, 2)])
+    turn()
+    synk.broadcast(a)
+    assert all(value.tolist() == [[0, 2], [1, 3]] for value in synk.gather(a))
+    synk.broadcast(b)
+    synk.broadcast([a, b], [each.get_value(borrow=True)[::-1] for each in (b, a)])
+    assert all(value.tolist() == [[5, 7], [4, 6]] for value in synk.gather(a))
+    assert all(value.tolist() == [[1, 3], [0, 2]] for value in synk.gather(b))
+
+
 @pytest.mark.parametrize("as_data", [False, True])
 @pytest.mark.parametrize("batch", [None, 5, slice(2, 9), [8, 0, 3, 3]])
 def test_scatter_and_gather(case: Any, as_data: bool, batch: Any) -> None:

@@ -277,6 +277,11 @@ def test_what_a_callable_may_not_be(ranks: int) -> None:
         synk.weights(make_net())
     with pytest.raises(TypeError, match="one dtype"):
         synk.share(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double()))
+    for part in (torch.nn.Sequential(net, torch.nn.Linear(2, 1).double()), net[0]):
+        with pytest.raises(
+            ValueError, match=rf"{type(part).__name__} has .* in common with 'weights of Sequential'"
+        ):
+            synk.share(part)
     with pytest.raises(TypeError, match=r"tanh.* has no readable signature"):
         synk.function(torch.tanh, "gather")
     module = synk.function(net, "gather")

@@ -188,6 +188,34 @@ def test_a_resumed_run_continues_its_chain(program: Program) -> None:
 
 
 @pytest.mark.slow
+def test_each_part_of_a_run_is_judged_by_its_own_settings(program: Program) -> None:
+    """The first part may remove its checkpoints, and the second may not."""
+    program.run(*KEYS, "n_epochs=3", "keep_checkpoints=1")
+    running = program.run(*KEYS, "n_epochs=4", "keep_checkpoints=null", "resume_train=true")
+    records = running.run_folder / "checkpoints"
+    assert len(list(records.glob("*.json"))) < 4
+    assert ": verified; " in call(running.run_folder)
+    (records / "epoch_0004.json").unlink()
+    assert "epoch_0004.json: is missing, and receipt" in call(running.run_folder, code=1)
+
+
+@pytest.mark.slow
+def test_checkpoints_from_before_the_receipts_get_a_note(program: Program) -> None:
+    """The run began without logical_ranks. As of a host that lost its disk, the receipts begin later."""
+    program.run(*KEYS[1:], "n_epochs=2")
+    running = program.run(*KEYS, "n_epochs=3", "resume_train=true")
+    note = "epoch_0001.safetensors: is older than the receipts. Only its own checksum was checked"
+    text = call(running.run_folder)
+    assert ": verified; " in text and note in text
+    folder = running.run_folder / "checkpoints"
+    for suffix in (".json", ".safetensors"):
+        shutil.copy(folder / f"epoch_0001{suffix}", folder / f"epoch_0004{suffix}")
+    assert "epoch_0004.json: has no receipt" in call(running.run_folder, code=1)
+    flip(folder / "epoch_0001.safetensors", 8000)
+    assert "epoch_0001.safetensors: is damaged" in call(running.run_folder, code=1)
+
+
+@pytest.mark.slow
 def test_a_recovered_run_is_verified_across_its_recovery(program: Program) -> None:
     """The receipt of the state in memory that the run went on from joins the two parts of the chain."""
     words = ("n_epochs=3", "learning_rate=0.001", "memory_checkpoint_seconds=1e-6")

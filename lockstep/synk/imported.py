@@ -1,0 +1,96 @@
+"""The search for state of imported modules, which ranks import instead of receiving it.
+
+cloudpickle pickles a function of an imported module by its name. Each rank imports that module, and gets a
+network of its own with other weights.
+"""
+
+import dis
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "pytensor", "lockstep"}
+_CONTAINERS = ("builtins", "collections", "functools")  # their objects may hold those of a user
+
+_GLOBALS, _IMPORTS = ("LOAD_GLOBAL", "LOAD_NAME"), ("IMPORT_NAME",)
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+
+
+def find_state(thing: Any, is_state: Callable[[Any], bool], by_value: bool) -> str | None:
+    """Return the name of imported state that a function or class uses, e.g. 'mylib.net', or None.
+
+    Args:
+        thing: A function or class that is pickled.
+        is_state: Returns whether ranks must receive an object instead of importing it.
+        by_value: Whether `thing` is pickled with its globals. Then only modules among these are imported.
+    """
+    own = f"{thing.__module__}.{thing.__qualname__}"
+    pending = list(_attributes(thing, by_value) if by_value else _uses(own, thing))
+    seen: dict[int, Any] = {}  # has the objects too, so that no id is used again
+    while pending:
+        name, used = pending.pop()
+        if id(used) in seen:
+            continue
+        seen[id(used)] = used
+        if is_state(used):
+            return name
+        pending += _uses(name, used)
+    return None
+
+
+def _uses(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an imported object uses, each with the name of the global that leads to it."""
+    is_code = isinstance(thing, FunctionType | type)
+    module = str((thing if is_code else type(thing)).__module__)
+    is_container = not is_code and module in _CONTAINERS
+    if isinstance(thing, ModuleType) or (_is_library(module) and not is_container):
+        return
+    if isinstance(thing, FunctionType):
+        yield from _globals(thing)
+        yield from _attributes(thing)
+        thing = thing.__closure__, thing.__defaults__, thing.__kwdefaults__
+    for each in gc.get_referents(thing):
+        yield name, each
+
+
+def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    for name in sorted(_names(function.__code__, _GLOBALS) & function.__globals__.keys()):
+        yield f"{function.__module__}.{name}", function.__globals__[name]
+
+
+def _attributes(thing: Any, by_value: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of modules that a function names, but not of modules that are pickled with it."""
+    if not isinstance(thing, FunctionType):
+        return
+    attributes, imports = _names(thing.__code__, _ATTRIBUTES), _names(thing.__code__, _IMPORTS)
+    pending = [value for _, value in _globals(thing)]
+    pending += gc.get_referents(*(thing.__closure__ or ()))
+    seen = [each for each in pending if by_value and _is_pickled(each)]
+    pending += map(sys.modules.get, imports)  # by statements in the function, which each rank executes
+    while pending:
+        module = pending.pop()
+        if isinstance(module, ModuleType) and module not in seen and not _is_library(module.__name__):
+            seen.append(module)
+            found = {name: vars(module)[name] for name in sorted(attributes & vars(module).keys())}
+            pending += found.values()  # modules of a package
+            yield from ((f"{module.__name__}.{name}", value) for name, value in found.items())
+
+
+def _is_pickled(module: Any) -> bool:
+    """Return whether the user has chosen to pickle a module, or its package, by value."""
+    chosen = tuple(f"{name}." for name in cloudpickle.list_registry_pickle_by_value())
+    return isinstance(module, ModuleType) and f"{module.__name__}.".startswith(chosen)
+
+
+def _names(code: CodeType, operations: tuple[str, ...]) -> set[str]:
+    """Return the names in these operations of code, and of functions inside it."""
+    inner = [_names(each, operations) for each in code.co_consts if isinstance(each, CodeType)]
+    return {each.argval for each in dis.get_instructions(code) if each.opname in operations}.union(*inner)
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES
