@@ -1,5 +1,7 @@
 """The report of real runs: complete, self-contained, and made of whatever a run has got to."""
 
+import base64
+import io
 import json
 import os
 import re
@@ -19,11 +21,12 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from lockstep.files import checksum
-from lockstep.report import sections
+from lockstep.report import charts, page, sections
 from lockstep.report.__main__ import main
 from lockstep.report.diagnosis import explain, split_time
+from lockstep.report.drawing import WIDE
 from lockstep.report.filters import draw_filters
-from lockstep.report.runlog import Point, RunLog, read_run
+from lockstep.report.runlog import Point, RunLog, Validation, read_run
 from lockstep.report.summary import duration
 from lockstep.runs.stragglers import PHASES
 
@@ -411,6 +414,31 @@ def test_filters_are_scaled_each_by_its_own() -> None:
     assert sheet.shape == (2 * 44 + 4, 16 * 48 - 4, 4)
     assert sheet[0, 0].tolist() == [255] * 4 and sheet[0, 48].tolist() == [0, 0, 0, 255]
     assert sheet[0, 96].tolist() == [128, 128, 128, 255] and sheet[0, 45].tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (7, 3)])
+def test_filters_with_other_rows_than_columns_are_drawn(shape: tuple[int, int]) -> None:
+    sheet = np.asarray(draw_filters(np.ones((2, *shape, 3), np.float32)))
+    assert sheet.shape == (42, 2 * 42 + 4, 4)
+    assert (sheet[:, :, 3] > 0).sum() == 2 * 36 * shape[0] * shape[1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "n_pixels", "form"),
+    [("RGB", 96, "jpeg"), ("L", 96, "jpeg"), ("RGB", 48, "png"), ("LA", 96, "png"), ("RGBA", 96, "png")],
+)
+def test_images_of_any_number_of_channels_are_embedded(mode: str, n_pixels: int, form: str) -> None:
+    html = page.image(Image.new(mode, (n_pixels, 9)), "an image")
+    header, _, data = html.partition('src="')[2].partition('"')[0].partition(",")
+    assert header == f"data:image/{form};base64"
+    opened = Image.open(io.BytesIO(base64.b64decode(data)))
+    assert opened.mode == mode and opened.size == (n_pixels, 9)
+
+
+def test_a_top_5_error_of_zero_is_drawn() -> None:
+    validations = [Validation(epoch, 1.0, 0.5, top5) for epoch, top5 in ((1, 0.1), (2, 0.0))]
+    figure = charts.error([RunLog(Path("x"), "x", validations=validations)], WIDE)
+    assert "top-5 0%" in [text.get_text() for text in figure.axes[0].texts]
 
 
 @pytest.mark.parametrize(
