@@ -59,12 +59,10 @@ class Dataset:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """One name per class, or its number if there are no names."""
-        if self.survey and self.survey.class_names:
-            return tuple(map(as_valid, self.survey.class_names))
-        if self.manifest:
-            return tuple(map(as_valid, self.manifest.class_names))
-        return tuple(map(str, range(self.n_classes)))
+        """One name per class; its number if it has no name."""
+        source = self.survey or self.manifest
+        names = source.class_names[: self.n_classes] if source else ()
+        return (*map(as_valid, names), *map(str, range(len(names), self.n_classes)))
 
     @property
     def digest(self) -> str:
@@ -80,8 +78,7 @@ class Dataset:
     @property
     def description(self) -> Description:
         """The facts that users of a trained network need."""
-        more = map(str, range(len(self.class_names), self.n_classes))
-        names = (*self.class_names[: self.n_classes], *more)
+        names = self.class_names
         if self.survey:
             return Description(names, self.mean, "squash", "apply")
         if self.manifest is None:

@@ -14,9 +14,11 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, Program, Running, make_config, make_folder
+from dataset_folders import write_manifest
 from PIL import Image
 
 import classify
+import validate
 from lockstep.comm.group import World
 from lockstep.comm.messages import Predictions
 from lockstep.data import hkl
@@ -29,6 +31,8 @@ from lockstep.launch.status import StatusBoard
 from lockstep.launch.trainer_setup import computing
 from lockstep.network.build import build_model
 from lockstep.runs.checkpoint_files import find_checkpoint
+from lockstep.runs.multilabel import LabelMetrics
+from lockstep.runs.state import Checkpoint, State
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +191,23 @@ def test_the_worst_classes_and_what_they_are_taken_for() -> None:
     }
     worst = [(each.label, each.n_images, each.mistaken_for, each.n_mistaken) for each in evaluation.worst(5)]
     assert worst == [(2, 3, 1, 2), (0, 3, 1, 1)]
+
+
+def test_classes_without_a_name_are_shown_by_their_numbers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The network has nine classes, and the manifest names seven."""
+    write_manifest(folder)
+    config = make_config(data_folder=str(folder), n_classes=9)
+    dataset = open_dataset(config)
+    checkpoint = Checkpoint(folder / "epoch_0001.safetensors", State(1, 90, 90, 0.1, [], 1, {}, {}))
+    evaluation = Evaluation(33)
+    evaluation.take(Predictions(0, [1] * 33, [8] * 33, [True] * 33, [0.5] * 33))
+    validate.report(evaluation, checkpoint, config, dataset, 1)
+    assert "100.0% of    33  b: 8 (33)" in capsys.readouterr().out
+    metrics = LabelMetrics.of(np.ones((2, 9)), np.ones((2, 9), np.uint8), 0.5)
+    validate.report_labels(metrics, 0.5, 0.5, checkpoint, dataset, "two images")
+    assert "100.0% of     2 images  a: F1 100.0%" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
