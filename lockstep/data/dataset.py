@@ -150,6 +150,18 @@ def with_mean(dataset: Described, mean: tuple[float, ...] | None) -> Described:
     return replace(dataset, mean=_plain_mean(mean, dataset.image_shape))
 
 
+def takes_mean_of_data(config: Config) -> bool:
+    """Return whether the mean is that of the training data. Otherwise the configuration gives it."""
+    return config.mean_file is None and config.subtract_mean in (None, "image", "channel")
+
+
+def as_subtracted(config: Config, mean: np.ndarray) -> np.ndarray:
+    """Return a mean image as training subtracts it: whole, or the mean of each of its channels."""
+    if config.subtract_mean == "channel" or makes_images(config):
+        return _plain_mean(mean.mean((0, 1), np.float64), mean.shape)
+    return mean
+
+
 def check_content(dataset: Dataset) -> None:
     """Compare every file with its checksum. Raise UserError for the first one that differs."""
     if dataset.manifest is None:
@@ -297,10 +309,8 @@ def _mean_of(config: Config, folder: Path, shape: tuple[int, ...]) -> np.ndarray
         return _plain_mean(config.subtract_mean, shape)
     if config.subtract_mean == "none":
         return _plain_mean(0.0, shape)
-    mean = _read_mean(Path(config.mean_file or folder / "misc" / "img_mean.npy"), shape)
-    if config.subtract_mean == "channel" or makes_images(config):
-        return _plain_mean(mean.mean((0, 1), np.float64), shape)
-    return mean
+    path = Path(config.mean_file or folder / "misc" / "img_mean.npy")
+    return as_subtracted(config, _read_mean(path, shape))
 
 
 def _plain_mean(values: Any, shape: tuple[int, ...]) -> np.ndarray:

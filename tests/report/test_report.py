@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import ROOT, Program, wait_until
+from dataset_folders import write_manifest
 from limits import limit
 from PIL import Image
 from safetensors.numpy import load_file, save_file
@@ -25,6 +26,7 @@ from lockstep.report import charts, page, sections
 from lockstep.report.__main__ import main
 from lockstep.report.diagnosis import explain, split_time
 from lockstep.report.drawing import WIDE
+from lockstep.report.examples import try_examples
 from lockstep.report.filters import draw_filters
 from lockstep.report.runlog import Point, RunLog, Validation, read_run
 from lockstep.report.summary import duration
@@ -342,6 +344,32 @@ def test_examples_need_the_dataset_and_the_page_does_not(run: Path, tmp_path: Pa
         record.write_text(json.dumps(state))
     page = report(run, options=())
     assert "no examples of confused classes" in page.words and "there is no such dataset folder" in page.words
+
+
+def test_examples_of_another_dataset_have_the_runs_mean_and_a_note(
+    run: Path, shared_folder: Path, tmp_path: Path
+) -> None:
+    """The dataset was replaced by one with the same images, another mean image and another digest."""
+    other = tmp_path / "other"
+    shutil.copytree(shared_folder, other)
+    np.save(other / "misc" / "img_mean.npy", np.zeros((36, 36, 3)))
+    write_manifest(other)
+    before = probabilities(run)
+    record = run / "checkpoints" / "epoch_0003.json"
+    state = json.loads(record.read_text())
+    state["config"]["data_folder"] = str(other)
+    record.write_text(json.dumps({**state, "dataset": "0123"}))
+    assert probabilities(run) == before
+    words = report(run, options=("--images", "33")).words
+    assert f"{other}: holds another dataset than the one of the checkpoint" in words
+
+
+def probabilities(run: Path) -> list[float]:
+    """Return the probabilities of the wrong answers that the report shows."""
+    checkpoint = read_run(run).checkpoint
+    assert checkpoint
+    confusions = try_examples(checkpoint, 33).confusions
+    return [probability for confusion in confusions for _, probability in confusion.images]
 
 
 def test_lines_that_are_no_runs_are_counted(run: Path) -> None:
