@@ -31,8 +31,9 @@ from lockstep.comm.group import World
 from lockstep.comm.messages import Predictions, WarningMessage
 from lockstep.config import Config
 from lockstep.config.tasks import is_multilabel
-from lockstep.data.dataset import Dataset, open_dataset
+from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
+from lockstep.evaluate.data import open_data
 from lockstep.evaluate.evaluation import Evaluation, LabelEvaluation
 from lockstep.evaluate.files import write_csv, write_json
 from lockstep.launch.console import show
@@ -41,6 +42,7 @@ from lockstep.launch.processes import Processes
 from lockstep.launch.validation import FEW_CLASSES
 from lockstep.loading.reader import N_VIEWS
 from lockstep.runs import checkpoint_files
+from lockstep.runs.folder import notes_on_dataset
 from lockstep.runs.metrics import ClassMetrics
 from lockstep.runs.multilabel import LabelMetrics
 from lockstep.runs.network_source import check_importable
@@ -55,7 +57,9 @@ def main(interrupts: Interrupts) -> int:
     try:
         arguments = parse_arguments()
         config, checkpoint = open_checkpoint(arguments.run, arguments.epoch, arguments.overrides)
-        dataset = open_dataset(config)
+        dataset, notes = open_data(config, arguments.run)
+        for note in [*notes, *notes_on_dataset(config, dataset.digest, checkpoint)]:
+            show(f"note: {note}", "stderr")
         n_views = N_VIEWS if arguments.ten_crops else 1
         evaluation = new_evaluation(config, dataset)
         exit_status = evaluate(evaluation, config, checkpoint, len(dataset.val), n_views, interrupts)

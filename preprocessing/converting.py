@@ -20,6 +20,7 @@ from preprocessing.build import Job, build, recover, unfinished
 from preprocessing.cache import SourceRecord, Stamp
 from preprocessing.finish import BAD_LIST, task_fact
 from preprocessing.images import Geometry
+from preprocessing.inputs import VAL_SPLIT
 from preprocessing.listing import LEFT_OUT_LIST, LeftOut, Listing, summary_of
 from preprocessing.plan import Settings, make_tasks
 from preprocessing.summary import extent_line
@@ -55,7 +56,7 @@ def current_set(config: Config, source: Path, listing: Listing, list_again: Call
     """
     images = Images(source, listing, cache.stamps_of(listing, source), list_again)
     geometry = Geometry(stored_size(config, len(listing.classes)), _RESIZE)
-    name = f"{geometry.size}x{geometry.size}" + ("" if listing.task == "classify" else f"_{listing.task}")
+    name = set_name(config, geometry.size)
     places = cache.candidates(source, config.cache_folder)
     for place in places:
         folder = place / name
@@ -75,6 +76,17 @@ def current_set(config: Config, source: Path, listing: Listing, list_again: Call
     show_images(folder, record, listing)
     check_unchanged(images)
     return folder
+
+
+def set_name(config: Config, size: int) -> str:
+    """Return the name of a set: its image size, and the task and val_split if they are not the defaults.
+
+    Sets of different validation images have different names: otherwise a run would be validated on images
+    that it was trained on, after another run had replaced its set.
+    """
+    task = "" if config.task == "classify" else f"_{config.task}"
+    split = "" if config.val_split == VAL_SPLIT else f"_val_split_{config.val_split}"
+    return f"{size}x{size}{task}{split}"
 
 
 def has_classes(folder: Path, listing: Listing) -> bool:

@@ -59,12 +59,10 @@ class Dataset:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """One name per class, or its number if there are no names."""
-        if self.survey and self.survey.class_names:
-            return tuple(map(as_valid, self.survey.class_names))
-        if self.manifest:
-            return tuple(map(as_valid, self.manifest.class_names))
-        return tuple(map(str, range(self.n_classes)))
+        """One name per class; its number if it has no name."""
+        source = self.survey or self.manifest
+        names = source.class_names[: self.n_classes] if source else ()
+        return (*map(as_valid, names), *map(str, range(len(names), self.n_classes)))
 
     @property
     def digest(self) -> str:
@@ -80,8 +78,7 @@ class Dataset:
     @property
     def description(self) -> Description:
         """The facts that users of a trained network need."""
-        more = map(str, range(len(self.class_names), self.n_classes))
-        names = (*self.class_names[: self.n_classes], *more)
+        names = self.class_names
         if self.survey:
             return Description(names, self.mean, "squash", "apply")
         if self.manifest is None:
@@ -151,6 +148,18 @@ def with_mean(dataset: Described, mean: tuple[float, ...] | None) -> Described:
     if mean is None:
         return dataset
     return replace(dataset, mean=_plain_mean(mean, dataset.image_shape))
+
+
+def takes_mean_of_data(config: Config) -> bool:
+    """Return whether the mean is that of the training data. Otherwise the configuration gives it."""
+    return config.mean_file is None and config.subtract_mean in (None, "image", "channel")
+
+
+def as_subtracted(config: Config, mean: np.ndarray) -> np.ndarray:
+    """Return a mean image as training subtracts it: whole, or the mean of each of its channels."""
+    if config.subtract_mean == "channel" or makes_images(config):
+        return _plain_mean(mean.mean((0, 1), np.float64), mean.shape)
+    return mean
 
 
 def check_content(dataset: Dataset) -> None:
@@ -300,10 +309,8 @@ def _mean_of(config: Config, folder: Path, shape: tuple[int, ...]) -> np.ndarray
         return _plain_mean(config.subtract_mean, shape)
     if config.subtract_mean == "none":
         return _plain_mean(0.0, shape)
-    mean = _read_mean(Path(config.mean_file or folder / "misc" / "img_mean.npy"), shape)
-    if config.subtract_mean == "channel" or makes_images(config):
-        return _plain_mean(mean.mean((0, 1), np.float64), shape)
-    return mean
+    path = Path(config.mean_file or folder / "misc" / "img_mean.npy")
+    return as_subtracted(config, _read_mean(path, shape))
 
 
 def _plain_mean(values: Any, shape: tuple[int, ...]) -> np.ndarray:

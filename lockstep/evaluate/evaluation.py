@@ -12,9 +12,9 @@ from lockstep.backends import backend_of
 from lockstep.comm.group import World
 from lockstep.comm.messages import Order, Predictions, WarningMessage
 from lockstep.comm.pipes import Pipe
-from lockstep.data.dataset import open_dataset
 from lockstep.data.sampling import minibatches, share
 from lockstep.errors import UserError
+from lockstep.evaluate.data import open_data
 from lockstep.launch.status import StatusBoard
 from lockstep.launch.trainer_setup import computing
 from lockstep.loading.feed import Feed, open_feed
@@ -44,7 +44,7 @@ def run_validator(control: Pipe, board: StatusBoard, plan: RunPlan, world: World
 def _predict_share(control: Pipe, board: StatusBoard, plan: RunPlan, world: World, n_views: int) -> bool:
     config = dataclasses.replace(plan.config, para_load=False)  # validation has no loader processes
     board.say("opening the dataset and the checkpoint")
-    dataset = open_dataset(config)
+    dataset, _ = open_data(config, plan.folder)  # the launcher has shown the notes
     backend = backend_of(config.devices[world.local_rank])
     backend.start_computing(config)
     assert plan.start

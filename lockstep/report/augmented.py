@@ -57,7 +57,9 @@ def augmented_images(
 
     The mean is added again. Images are mixed with others of these.
     """
-    config = dataclasses.replace(config, shuffle="none", batch_size=n_images, mix_off_epoch=None)
+    config = dataclasses.replace(
+        config, shuffle="none", sampler=None, batch_size=n_images, mix_off_epoch=None
+    )
     if not makes_images(config):  # the mean has a place in the stored image: do without
         dataset = with_mean(dataset, (0.0,) * dataset.image_shape[2])
     n_channels, n_labels = dataset.image_shape[2], dataset.n_labels

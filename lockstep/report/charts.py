@@ -37,7 +37,7 @@ def error(runs: list[RunLog], width: int) -> Figure:
         ]
         validation = [(epoch, value) for epoch, value in errors if value is not None]
         lines += _pair(runs, place, _of(run, lambda point: point.error), validation, percent)
-        top5 = [(entry.epoch, entry.error_top5) for entry in run.validations if entry.error_top5]
+        top5 = [(entry.epoch, entry.error_top5) for entry in run.validations if entry.error_top5 is not None]
         if len(runs) == 1 and top5:
             lines.append(Line(top5, f"top-5 {percent(top5[-1][1])}", colour_of_run(place), "dashed"))
     return draw(lines, width, "error: share of images", percent)

@@ -25,3 +25,4 @@ class Examples:
     n_wrong: int
     n_pairs: int
     confusions: list[Confusion]
+    notes: list[str]  # on differences between the dataset and the run's

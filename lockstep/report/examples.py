@@ -15,13 +15,15 @@ from PIL import Image
 from lockstep.backends import backend_of
 from lockstep.comm.messages import Order
 from lockstep.config import Config, Layer, resolve
-from lockstep.data.dataset import Dataset, open_dataset
+from lockstep.data.dataset import Dataset
 from lockstep.data.randomness import Purpose, generator
 from lockstep.errors import UserError
+from lockstep.evaluate.data import open_data
 from lockstep.loading.feed import Feed, open_feed
 from lockstep.network.low_precision import configure
 from lockstep.network.replica import Replica, open_trained
 from lockstep.report.confusion import Confusion, Examples
+from lockstep.runs.folder import notes_on_dataset
 from lockstep.runs.state import Checkpoint
 
 _SECONDS = 30.0
@@ -45,10 +47,11 @@ def try_examples(checkpoint: Checkpoint, n_images: int) -> Examples:
     """Test a checkpoint on up to `n_images` validation images.
 
     Raises:
-        UserError: The run's network or dataset is missing.
+        UserError: The run's network or dataset is missing, or the dataset has other classes.
     """
     config = _on_cpu(checkpoint)
-    dataset = open_dataset(config)
+    dataset, notes = open_data(config, checkpoint.path.parent.parent)
+    notes += notes_on_dataset(config, dataset.digest, checkpoint)
     answers = _answers(config, dataset, checkpoint, n_images)
     wrong: dict[tuple[int, int], list[ImageAnswer]] = {}
     for answer in answers:
@@ -58,7 +61,7 @@ def try_examples(checkpoint: Checkpoint, n_images: int) -> Examples:
     n_wrong = sum(len(pair) for pair in ordered)
     labels = [answer.label for answer in answers]
     shown = [_confusion(dataset, pair, labels.count(pair[0].label)) for pair in ordered[:_MOST_PAIRS]]
-    return Examples(len(answers), len(dataset.val), n_wrong, len(ordered), shown)
+    return Examples(len(answers), len(dataset.val), n_wrong, len(ordered), shown, notes)
 
 
 def _on_cpu(checkpoint: Checkpoint) -> Config:

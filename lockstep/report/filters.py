@@ -40,7 +40,7 @@ def read_filters(tensors: Path) -> tuple[str, np.ndarray] | None:
 def draw_filters(weights: np.ndarray) -> Image.Image:
     """Draw all filters in rows, each scaled by its largest weight. Gray is zero; gaps are transparent."""
     weights = weights[:_MOST]
-    n_filters, side = weights.shape[:2]
+    n_filters, side = len(weights), max(weights.shape[1:3])
     zoom = -(-_SIDE // side)
     largest = np.abs(weights).max((1, 2, 3), keepdims=True)
     pixels = np.rint(127.5 + 127.5 * weights / np.where(largest > 0, largest, 1.0)).astype(np.uint8)

@@ -87,9 +87,9 @@ def figure(title: str, drawing: str, caption: str) -> str:
 
 
 def image(source: Image.Image, alt: str, kind: str = "") -> str:
-    """Return an embedded image: PNG if it is small or transparent, else JPEG."""
+    """Return an embedded image: JPEG if it is large, and gray or RGB; else PNG."""
     content = io.BytesIO()
-    as_png = source.mode == "RGBA" or max(source.size) <= 48
+    as_png = source.mode not in ("L", "RGB") or max(source.size) <= 48
     source.save(content, "PNG" if as_png else "JPEG", optimize=True, **({} if as_png else {"quality": 88}))
     data = base64.b64encode(content.getvalue()).decode()
     form = "png" if as_png else "jpeg"

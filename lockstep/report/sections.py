@@ -114,6 +114,7 @@ def examples(run: RunLog, n_images: int) -> str:
     except UserError as error:
         run.notes.append(f"no examples of confused classes: {error}")
         return ""
+    run.notes += examples.notes
     pairs = "".join(_pair(confusion) for confusion in examples.confusions)
     text = f"{run.name} after epoch {run.checkpoint.state.epoch}, {_tried(examples)}"
     return page.section(

@@ -1,7 +1,7 @@
 """A run's folder: its files, its lock, and what it resumes from. Nothing here needs torch.
 
     runs/<name>/config.yaml                     the resolved configuration, readable by --config
-    runs/<name>/dataset.json, dataset_mean.npy  the dataset's classes, geometry and mean, for classify.py
+    runs/<name>/dataset.json, dataset_mean.npy  the dataset's classes, geometry and mean
     runs/<name>/receipts.jsonl                  with logical_ranks: a chain of digests of the state
     runs/<name>/network/                        a copy of the network's source, for people
     runs/<name>/log.jsonl                       JSON lines: every start (with versions), line of
@@ -278,14 +278,24 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
 
 def _check_same_dataset(config: Config, dataset: str, start: Checkpoint) -> list[str]:
     """Return notes on a changed dataset. Raise UserError if the checkpoint lies within an epoch."""
-    state = start.state
-    if not dataset or not state.dataset or dataset == state.dataset:
-        return []
-    name, by = (config.data, "survey") if config.data else (config.data_folder, "manifest")
-    text = f"{name}: holds another dataset than the one of the checkpoint, by its {by}"
-    if 0 < state.position < state.n_samples:
+    state, notes = start.state, notes_on_dataset(config, dataset, start)
+    if notes and 0 < state.position < state.n_samples:
         raise UserError(
-            f"{text}, which stopped within epoch {state.epoch} ({start.path}): "
+            f"{notes[0]}, which stopped within epoch {state.epoch} ({start.path}): "
             "set data_folder to that dataset, or load_epoch to a complete epoch"
         )
-    return [text]
+    return notes
+
+
+def notes_on_dataset(config: Config, dataset: str, checkpoint: Checkpoint) -> list[str]:
+    """Return a note if a dataset is not the one of a checkpoint.
+
+    Args:
+        config: Names the dataset.
+        dataset: The dataset's digest; '' without one.
+        checkpoint: Has the digest of the dataset that the run trained on.
+    """
+    if not dataset or not checkpoint.state.dataset or dataset == checkpoint.state.dataset:
+        return []
+    name, by = (config.data, "survey") if config.data else (config.data_folder, "manifest")
+    return [f"{name}: holds another dataset than the one of the checkpoint, by its {by}"]

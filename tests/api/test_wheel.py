@@ -72,7 +72,7 @@ def test_a_folder_of_images_is_trained_on_in_one_step(programs: Path, tmp_path: 
     small = ("n_epochs=1", "batch_size=8", "devices=[cpu]", "run_name=one", "val_split=0.3")
     text = run(lockstep, "train", "mine", *small, cwd=tmp_path)
     assert "images by class: cats 20, dogs 20" in text and "done: " in text
-    assert (tmp_path / "mine.lockstep" / "36x36" / "manifest.json").exists()
+    assert (tmp_path / "mine.lockstep" / "36x36_val_split_0.3" / "manifest.json").exists()
     run(lockstep, "predict", "mine", "--epoch", "best", "--out", "answers.csv", cwd=tmp_path)
     assert len((tmp_path / "answers.csv").read_text().splitlines()) == 41
 

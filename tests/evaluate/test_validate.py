@@ -1,6 +1,7 @@
 """validate.py and classify.py: the same numbers for any devices, and what a stranger's image is."""
 
 import csv
+import dataclasses
 import json
 import os
 import re
@@ -14,21 +15,26 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, Program, Running, make_config, make_folder
+from dataset_folders import write_manifest
 from PIL import Image
 
 import classify
+import validate
 from lockstep.comm.group import World
 from lockstep.comm.messages import Predictions
 from lockstep.data import hkl
 from lockstep.data.dataset import open_dataset
-from lockstep.data.description import Description, read_description
+from lockstep.data.description import Description, read_description, write_description
 from lockstep.errors import UserError
 from lockstep.evaluate.answers import check_target
+from lockstep.evaluate.data import open_data
 from lockstep.evaluate.evaluation import Evaluation, orders_of
 from lockstep.launch.status import StatusBoard
 from lockstep.launch.trainer_setup import computing
 from lockstep.network.build import build_model
 from lockstep.runs.checkpoint_files import find_checkpoint
+from lockstep.runs.multilabel import LabelMetrics
+from lockstep.runs.state import Checkpoint, State
 from preprocessing.images import BadImage
 
 
@@ -188,6 +194,90 @@ def test_the_worst_classes_and_what_they_are_taken_for() -> None:
     }
     worst = [(each.label, each.n_images, each.mistaken_for, each.n_mistaken) for each in evaluation.worst(5)]
     assert worst == [(2, 3, 1, 2), (0, 3, 1, 1)]
+
+
+def test_the_mean_is_the_runs_on_another_dataset(
+    trained: Running, shared_folder: Path, tmp_path: Path
+) -> None:
+    """The other dataset has the same images and another mean image. Its digest is not the checkpoint's."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(trained.run_folder, run)
+    shutil.copytree(shared_folder, other)
+    np.save(other / "misc" / "img_mean.npy", np.zeros((36, 36, 3)))
+    write_manifest(other)
+    record = run / "checkpoints" / "epoch_0002.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "dataset": "0123"}))
+    own = call("validate.py", run, "devices=[cpu]")
+    text = call("validate.py", run, "devices=[cpu]", f"data_folder={other}")
+    assert first_line(text) == first_line(own)
+    assert f"note: {other}: holds another dataset than the one of the checkpoint, by its manifest" in text
+    assert "note: " not in own
+
+
+def opened_for(run: Path, folder: Path, **keys: object) -> tuple[np.ndarray, list[str]]:
+    """Return the mean that is subtracted from a dataset, and the notes."""
+    dataset, notes = open_data(make_config(data_folder=str(folder), **keys), run)
+    return dataset.mean, notes
+
+
+def test_a_mean_that_the_configuration_gives_or_of_another_shape_is_not_the_runs(
+    folder: Path, tmp_path: Path
+) -> None:
+    own = open_dataset(make_config(data_folder=str(folder))).mean
+    means = np.random.default_rng(0).uniform(0, 255, (36, 36, 3)).astype(np.float32)
+    described = Description(tuple("0123456"), means, "squash", "ignore")
+    assert (opened_for(tmp_path, folder)[0] == own).all()  # a run without a description
+    write_description(tmp_path, described)
+    assert (opened_for(tmp_path, folder)[0] == means).all()
+    channels, _ = opened_for(tmp_path, folder, subtract_mean="channel")
+    assert np.allclose(channels, means.mean((0, 1)))
+    assert (opened_for(tmp_path, folder, subtract_mean=[1, 2, 3])[0] == [1, 2, 3]).all()
+    file = folder / "misc" / "img_mean.npy"
+    assert (opened_for(tmp_path, folder, mean_file=str(file))[0] == own).all()
+    write_description(tmp_path, dataclasses.replace(described, mean=means[:32]))
+    mean, notes = opened_for(tmp_path, folder)
+    assert (mean == own).all()
+    assert notes == [
+        f"{tmp_path}/dataset_mean.npy: is for images of 32 x 36 x 3, and those of {folder} are 36 x 36 x 3: "
+        f"a network without a mean of its own gets the mean of {folder}"
+    ]
+
+
+@pytest.mark.parametrize("names", ["abcdefg", "0123456", "ab2defg", "abcde"])
+def test_a_dataset_of_the_runs_classes_is_opened(folder: Path, tmp_path: Path, names: str) -> None:
+    """A class without a name has its number. The network itself refuses another number of classes."""
+    write_manifest(folder)
+    mean = np.zeros((36, 36, 3), np.float32)
+    write_description(tmp_path, Description(tuple(names), mean, "squash", "ignore"))
+    assert opened_for(tmp_path, folder)[1] == []
+
+
+def test_a_dataset_of_other_classes_is_refused(trained: Running, folder: Path, tmp_path: Path) -> None:
+    write_manifest(folder)
+    run = tmp_path / "run"
+    shutil.copytree(trained.run_folder, run)
+    description = read_description(run)
+    assert description
+    write_description(run, dataclasses.replace(description, class_names=tuple("abxcdef")))
+    text = call("validate.py", run, f"data_folder={folder}", code=2)
+    assert f"{folder}: class 2 is 'c', and 'x' in the training data of {run}. Validate on" in text
+
+
+def test_classes_without_a_name_are_shown_by_their_numbers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The network has nine classes, and the manifest names seven."""
+    write_manifest(folder)
+    config = make_config(data_folder=str(folder), n_classes=9)
+    dataset = open_dataset(config)
+    checkpoint = Checkpoint(folder / "epoch_0001.safetensors", State(1, 90, 90, 0.1, [], 1, {}, {}))
+    evaluation = Evaluation(33)
+    evaluation.take(Predictions(0, [1] * 33, [8] * 33, [True] * 33, [0.5] * 33))
+    validate.report(evaluation, checkpoint, config, dataset, 1)
+    assert "100.0% of    33  b: 8 (33)" in capsys.readouterr().out
+    metrics = LabelMetrics.of(np.ones((2, 9)), np.ones((2, 9), np.uint8), 0.5)
+    validate.report_labels(metrics, 0.5, 0.5, checkpoint, dataset, "two images")
+    assert "100.0% of     2 images  a: F1 100.0%" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

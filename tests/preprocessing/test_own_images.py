@@ -105,6 +105,18 @@ def test_a_network_of_another_size_gets_its_own_set(source: Path) -> None:
     assert opened(first).image_shape == (36, 36, 3)
 
 
+def test_each_val_split_has_its_own_set(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A run keeps its validation images while another run validates on more of the folder."""
+    first = convert(source)
+    before = read_all(first)
+    second = convert(source, val_split=0.5)
+    assert (first.name, second.name) == ("36x36", "36x36_val_split_0.5")
+    assert len(opened(second).val) > len(opened(first).val) and read_all(first) == before
+    capfd.readouterr()
+    assert convert(source, val_split=0.5) == second and convert(source) == first
+    assert capfd.readouterr().out.count("converted before") == 2
+
+
 def change(source: Path) -> None:
     """Add, change and remove images, and add a class."""
     random = np.random.default_rng(9)

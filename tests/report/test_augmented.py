@@ -28,6 +28,13 @@ def test_draws_differ_and_unchanged_images_come_back(shared_folder: Path) -> Non
     assert np.abs(first.astype(int) - stored[:4]).max() <= 1  # the mean is subtracted and added
 
 
+def test_a_sampler_does_not_change_which_images_are_drawn(shared_folder: Path) -> None:
+    stored = hkl.read(sorted((shared_folder / "train_hkl").iterdir())[0])
+    config = make_config(data_folder=str(shared_folder), crop="center", rand_mirror=False, sampler="balanced")
+    for images in augmented_images(config, open_dataset(config), (32, 32), 4):
+        assert (images == stored[:4, 2:34, 2:34]).all()
+
+
 def test_the_sheet_has_a_row_for_each_image_and_a_column_for_each_draw(shared_folder: Path) -> None:
     config = make_config(data_folder=str(shared_folder), crop="padded")
     sheet = draw_sheet(config, open_dataset(config), (36, 36))

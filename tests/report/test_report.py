@@ -1,5 +1,7 @@
 """The report of real runs: complete, self-contained, and made of whatever a run has got to."""
 
+import base64
+import io
 import json
 import os
 import re
@@ -14,16 +16,19 @@ import numpy as np
 import pytest
 import yaml
 from conftest import ROOT, Program, wait_until
+from dataset_folders import write_manifest
 from limits import limit
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from lockstep.files import checksum
-from lockstep.report import sections
+from lockstep.report import charts, page, sections
 from lockstep.report.__main__ import main
 from lockstep.report.diagnosis import explain, split_time
+from lockstep.report.drawing import WIDE
+from lockstep.report.examples import try_examples
 from lockstep.report.filters import draw_filters
-from lockstep.report.runlog import Point, RunLog, read_run
+from lockstep.report.runlog import Point, RunLog, Validation, read_run
 from lockstep.report.summary import duration
 from lockstep.runs.stragglers import PHASES
 
@@ -341,6 +346,32 @@ def test_examples_need_the_dataset_and_the_page_does_not(run: Path, tmp_path: Pa
     assert "no examples of confused classes" in page.words and "there is no such dataset folder" in page.words
 
 
+def test_examples_of_another_dataset_have_the_runs_mean_and_a_note(
+    run: Path, shared_folder: Path, tmp_path: Path
+) -> None:
+    """The dataset was replaced by one with the same images, another mean image and another digest."""
+    other = tmp_path / "other"
+    shutil.copytree(shared_folder, other)
+    np.save(other / "misc" / "img_mean.npy", np.zeros((36, 36, 3)))
+    write_manifest(other)
+    before = probabilities(run)
+    record = run / "checkpoints" / "epoch_0003.json"
+    state = json.loads(record.read_text())
+    state["config"]["data_folder"] = str(other)
+    record.write_text(json.dumps({**state, "dataset": "0123"}))
+    assert probabilities(run) == before
+    words = report(run, options=("--images", "33")).words
+    assert f"{other}: holds another dataset than the one of the checkpoint" in words
+
+
+def probabilities(run: Path) -> list[float]:
+    """Return the probabilities of the wrong answers that the report shows."""
+    checkpoint = read_run(run).checkpoint
+    assert checkpoint
+    confusions = try_examples(checkpoint, 33).confusions
+    return [probability for confusion in confusions for _, probability in confusion.images]
+
+
 def test_lines_that_are_no_runs_are_counted(run: Path) -> None:
     with open(run / "log.jsonl", "ab") as log:
         log.write(b'[]\n{"event": "progress"}\n\xff\xfe\n{"event": "validated", "epoch": NaN}\n')
@@ -411,6 +442,31 @@ def test_filters_are_scaled_each_by_its_own() -> None:
     assert sheet.shape == (2 * 44 + 4, 16 * 48 - 4, 4)
     assert sheet[0, 0].tolist() == [255] * 4 and sheet[0, 48].tolist() == [0, 0, 0, 255]
     assert sheet[0, 96].tolist() == [128, 128, 128, 255] and sheet[0, 45].tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (7, 3)])
+def test_filters_with_other_rows_than_columns_are_drawn(shape: tuple[int, int]) -> None:
+    sheet = np.asarray(draw_filters(np.ones((2, *shape, 3), np.float32)))
+    assert sheet.shape == (42, 2 * 42 + 4, 4)
+    assert (sheet[:, :, 3] > 0).sum() == 2 * 36 * shape[0] * shape[1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "n_pixels", "form"),
+    [("RGB", 96, "jpeg"), ("L", 96, "jpeg"), ("RGB", 48, "png"), ("LA", 96, "png"), ("RGBA", 96, "png")],
+)
+def test_images_of_any_number_of_channels_are_embedded(mode: str, n_pixels: int, form: str) -> None:
+    html = page.image(Image.new(mode, (n_pixels, 9)), "an image")
+    header, _, data = html.partition('src="')[2].partition('"')[0].partition(",")
+    assert header == f"data:image/{form};base64"
+    opened = Image.open(io.BytesIO(base64.b64decode(data)))
+    assert opened.mode == mode and opened.size == (n_pixels, 9)
+
+
+def test_a_top_5_error_of_zero_is_drawn() -> None:
+    validations = [Validation(epoch, 1.0, 0.5, top5) for epoch, top5 in ((1, 0.1), (2, 0.0))]
+    figure = charts.error([RunLog(Path("x"), "x", validations=validations)], WIDE)
+    assert "top-5 0%" in [text.get_text() for text in figure.axes[0].texts]
 
 
 @pytest.mark.parametrize(

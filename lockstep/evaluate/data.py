@@ -1,0 +1,49 @@
+"""The data on which a trained network is validated, compared with the data of its run."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep.config import Config
+from lockstep.data.dataset import Dataset, as_subtracted, open_dataset, takes_mean_of_data
+from lockstep.data.description import MEAN_NAME, NAME, Description, read_description
+from lockstep.errors import UserError
+
+
+def open_data(config: Config, run: Path) -> tuple[Dataset, list[str]]:
+    """Open a configuration's dataset for the network of a run, with the mean of the run's training data.
+
+    The mean is the dataset's own if the configuration gives one, or if the run's has another shape.
+
+    Args:
+        config: The run's configuration; its keys of data may be overridden.
+        run: The run's folder.
+
+    Returns:
+        The dataset and notes for the user.
+
+    Raises:
+        UserError: A file can't be used, or a class has another name than in the run.
+    """
+    dataset = open_dataset(config)
+    description = read_description(run)
+    if description is None:
+        return dataset, []
+    name = config.data or config.data_folder
+    _check_classes(dataset, name, description, run)
+    if not takes_mean_of_data(config):
+        return dataset, []
+    if description.image_shape != dataset.image_shape:
+        shapes = [" x ".join(map(str, each.image_shape)) for each in (description, dataset)]
+        note = f"{run / MEAN_NAME}: is for images of {shapes[0]}, and those of {name} are {shapes[1]}: "
+        return dataset, [f"{note}a network without a mean of its own gets the mean of {name}"]
+    return replace(dataset, mean=as_subtracted(config, description.mean)), []
+
+
+def _check_classes(dataset: Dataset, name: str, description: Description, run: Path) -> None:
+    """Raise UserError if a class has two names. A class without a name has its number instead."""
+    for number, (now, then) in enumerate(zip(dataset.class_names, description.class_names, strict=False)):
+        if now != then and str(number) not in (now, then):
+            raise UserError(
+                f"{name}: class {number} is {now!r}, and {then!r} in the training data of {run}. Validate on "
+                f"the same classes in the same order, or, if both names mean the same, change {run / NAME}."
+            )
