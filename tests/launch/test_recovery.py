@@ -216,20 +216,28 @@ def test_a_recovery_that_fails_is_named_after_the_loss(program: Program, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("n_epochs=2", "snapshot_freq=2"),
+        ("n_epochs=9", "snapshot_freq=9", "patience=1", "monitor=loss", "learning_rate=1e-30"),
+    ],
+    ids=["n_epochs", "patience"],
+)
 def test_a_trainer_that_is_lost_while_it_writes_the_last_checkpoint_costs_no_checkpoint(
-    program: Program,
+    program: Program, words: tuple[str, ...]
 ) -> None:
     """Its memory checkpoint is complete, so no step is left from which another trainer would save."""
-    words = ("n_epochs=2", "snapshot_freq=2")
     unbroken = program.run(*words, name="unbroken")
     running = program.start(*words, name="broken")
     wait_until((running.run_folder / "checkpoints").exists, "the run's folder")
     blocking = running.run_folder / "checkpoints" / ".epoch_0002.safetensors.tmp"
     os.mkfifo(blocking)  # opening it for writing waits for a reader
-    running.wait_for_text("epoch 2/2: validation")
+    running.wait_for_text(f"epoch 2/{words[0][-1]}: validation")
     time.sleep(limit(1))  # for the memory checkpoint
     blocking.unlink()
     os.kill(running.pids()["trainer 0"], signal.SIGKILL)
     assert running.wait(60) == 0, running.output()
     assert "resumed from memory at step 12" in running.output(), running.output()
+    assert list((running.run_folder / "checkpoints").glob("epoch_0003*")) == []
     assert_same(tensors(running, 2), tensors(unbroken, 2))
