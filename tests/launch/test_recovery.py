@@ -140,6 +140,18 @@ def test_restarts_with_progress_between_them_are_not_limited(program: Program) -
     assert_same(tensors(running, 14), tensors(unbroken, 14))
 
 
+def test_recoveries_leave_no_descriptors_in_the_launcher(program: Program) -> None:
+    running = program.start("n_epochs=100000", "snapshot_freq=100000", "cpu_threads=1")
+    running.wait_for_text("step 2/6")
+    descriptors = Path(f"/proc/{running.process.pid}/fd")
+    n_before = len(list(descriptors.iterdir()))
+    for number in range(3):
+        os.kill(running.pids()["trainer 1"], signal.SIGKILL)
+        n_recovered = number + 1
+        wait_until(lambda n=n_recovered: running.output().count("\nrecovered: ") == n, "the recovery")
+    wait_until(lambda: len(list(descriptors.iterdir())) <= n_before, "the launcher to close descriptors", 10)
+
+
 @pytest.mark.slow
 def test_a_users_error_is_no_loss(program: Program) -> None:
     running = program.run("learning_rate=1e30", code=2)
