@@ -178,13 +178,15 @@ def test_replicas_that_cant_go_on_each_in_its_trainer_are_told(program: Program)
 
 
 @pytest.mark.parametrize("on_failure", ["a restart", "a resume"])
-def test_only_temporary_files_of_checkpoints_are_removed(tmp_path: Path, on_failure: str) -> None:
-    """A notebook keeps a hidden folder beside the files that it shows."""
+def test_only_files_of_unfinished_checkpoints_are_removed(tmp_path: Path, on_failure: str) -> None:
+    """A notebook keeps a hidden folder beside the files that it shows. Tensors count with their record."""
     checkpoints = tmp_path / "runs" / "run" / "checkpoints"
     (checkpoints / ".ipynb_checkpoints").mkdir(parents=True)
     stay = [".ipynb_checkpoints", ".nfs0001", ".epoch_0003.safetensors.swp"]
     ours = [".epoch_0003.safetensors.tmp", ".epoch_0003_at_8.json.tmp", ".latest.tmp"]
     ours += [".epoch_0003.safetensors.json"]  # while another host sends it
+    stay += ["mine.safetensors", "epoch_0001.safetensors.old"]
+    ours += ["epoch_0003.safetensors", "epoch_0003_at_8.safetensors"]
     for name in [*stay[1:], *ours]:
         (checkpoints / name).touch()
     config = make_config(on_failure="restart", weights_dir=str(tmp_path / "runs"), run_name="run")
