@@ -58,8 +58,7 @@ class Trainer:
         board: StatusBoard,
         orders: Iterator[Order] | None = None,
     ) -> None:
-        self.plan, self.config, self.world = plan, plan.config, group.everywhere
-        self.control, self.board = control, board
+        self.config, self.world, self.control, self.board = plan.config, group.everywhere, control, board
         dataset = self.dataset = open_dataset(self.config)
         self.backend = backend_of(self.config.devices[self.world.local_rank])
         self.backend.start_computing(self.config)
@@ -69,7 +68,8 @@ class Trainer:
         self.reporter = ProgressReporter(control, self.coordinator, self.config, self.recorder)
         self.program.tell = self.reporter.warn
         start = begin(plan, self.program, board.say)
-        self.epoch, self.position, self.val_record = start.epoch, start.position, start.val_record
+        self.epoch, self.position = start.epoch, start.position
+        self.val_record, self.has_ended = start.val_record, start.has_ended
         self._open_exchange(group, start)
         self.losses = Losses(plan, group, self.coordinator, dataset.train, self.program, self.recorder)
         parts = plan, self.world, self.program, self.backend.memory, self.reporter, dataset.digest
@@ -94,7 +94,7 @@ class Trainer:
         """Train and validate epoch by epoch. Return whether the launcher stopped the run early."""
         self.reporter.send(Started({**self.program.implementations}))
         self.reporter.warn(*warnings_of(self.config, self.dataset.image_shape, self.program, self.rule))
-        stopped, ended, n_epochs = False, False, self.config.n_epochs
+        stopped, ended, n_epochs = False, self.has_ended, self.config.n_epochs
         self.saver.begin_receipts(self.dataset, self.save)
         while self.epoch <= n_epochs and not stopped and not ended:
             stopped = self.train_epoch()

@@ -21,7 +21,7 @@ from lockstep.runs.folder import RunFolder
 from lockstep.signals import Interrupts
 
 _OTHER_DESCRIPTORS = 128  # of the launcher, beside its pipes: files, sockets, threads
-_DESCRIPTORS_PER_TRAINER = 24  # for a trainer and its loader: sentinels, control pipes, status boards
+_DESCRIPTORS_PER_TRAINER = 24  # for a trainer and its loader: sentinels, control pipes, while they start
 
 
 def open_all(

@@ -36,7 +36,9 @@ class StatusBoard:
     @classmethod
     def receive(cls, pipe: Pipe) -> "StatusBoard":
         """Open the board of the process at the other end of a pipe, which calls `send`."""
-        return cls(HostMemory().receive(pipe, "its status board"))
+        board = cls(HostMemory().receive(pipe, "its status board"))
+        board.close()  # the mapping needs no descriptor, and a launcher opens boards in every attempt
+        return board
 
     def send(self, pipe: Pipe) -> None:
         """Give the process at the other end of a pipe access to this board."""

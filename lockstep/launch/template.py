@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import resource
 import select
 import signal
 import subprocess
@@ -47,11 +48,13 @@ class _Request:
 
     Attributes:
         start: A pickled ChildStart, in which descriptors are numbered.
+        open_files: The launcher's limits (setrlimit(2)), which it may have raised since the template began.
     """
 
     start: bytes
     environment: dict[str, str]
     n_descriptors: int
+    open_files: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,8 @@ class Template:
         try:
             payload, descriptors = _pickled(start)
             descriptors += [childs_end, confirmation]
-            self._pipe.send(_Request(payload, dict(os.environ), len(descriptors)))
+            open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+            self._pipe.send(_Request(payload, dict(os.environ), len(descriptors), open_files))
             for descriptor in descriptors:
                 self._pipe.send_descriptor(descriptor)
             forked = self._pipe.receive(_Forked, f"to start {start.name}")
@@ -208,6 +212,7 @@ def _serve(pipe: Pipe) -> ChildStart | None:
             poll.poll()
         try:
             request = pipe.receive(_Request, "its next request")
+            resource.setrlimit(resource.RLIMIT_NOFILE, request.open_files)
             descriptors = [pipe.receive_descriptor("a child's pipe") for _ in range(request.n_descriptors)]
         except PeerLost:
             return None

@@ -5,11 +5,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from lockstep.config import Config
+from lockstep.config.tasks import monitor_of
 from lockstep.errors import UserError
 from lockstep.network.program import Program
 from lockstep.pretrained.weights import start_with
 from lockstep.runs import checkpoint
 from lockstep.runs.checkpoint_files import read_state
+from lockstep.runs.metrics import has_ended
 from lockstep.runs.plan import RunPlan
 from lockstep.runs.state import State
 
@@ -24,6 +27,7 @@ class InitialState:
         val_record: The validation results of the epochs before.
         notice: A message about the start, for the user.
         of_rule: The rule's tensors in the checkpoint.
+        has_ended: Whether `patience` has ended the run there, so that no epoch is left.
     """
 
     epoch: int = 1
@@ -31,6 +35,7 @@ class InitialState:
     val_record: list[dict[str, float]] = field(default_factory=list)
     notice: str = ""
     of_rule: dict[str, torch.Tensor] = field(default_factory=dict)
+    has_ended: bool = False
 
 
 def begin(plan: RunPlan, program: Program, say: Callable[[str], object]) -> InitialState:
@@ -47,22 +52,24 @@ def begin(plan: RunPlan, program: Program, say: Callable[[str], object]) -> Init
     if plan.retained:
         say("loading the memory checkpoint")
         of_rule = program.load(plan.retained.tensors(), "the memory checkpoint")
-        return replace(_resumed(plan.retained.state()), of_rule=of_rule)
+        return replace(_resumed(plan.retained.state(), plan.config), of_rule=of_rule)
     if plan.start:
         say(f"loading {plan.start}")
         of_rule = program.load(checkpoint.load(plan.start), str(plan.start))
-        return replace(_resumed(read_state(plan.start.with_suffix(".json"))), of_rule=of_rule)
+        state = read_state(plan.start.with_suffix(".json"))
+        return replace(_resumed(state, plan.config), of_rule=of_rule)
     if plan.config.pretrained:
         say(f"loading {plan.config.pretrained}")
         return _with_pretrained(plan, program)
     return InitialState()
 
 
-def _resumed(state: State) -> InitialState:
+def _resumed(state: State, config: Config) -> InitialState:
     record = list(state.val_record)
-    if state.is_complete:
+    ended = state.is_complete and has_ended(record, monitor_of(config), config.patience)
+    if state.is_complete and not ended:
         return InitialState(state.epoch + 1, 0, record)
-    return InitialState(state.epoch, state.position, record)
+    return InitialState(state.epoch, state.position, record, has_ended=ended)
 
 
 def _with_pretrained(plan: RunPlan, program: Program) -> InitialState:

@@ -15,6 +15,7 @@ from lockstep.runs.metrics import best_epoch, cost_of
 from lockstep.runs.state import Checkpoint, State
 
 _RECORD = re.compile(r"epoch_(\d+)(?:_at_(\d+))?\.json")
+_TENSORS = re.compile(r"epoch_\d+(_at_\d+)?\.safetensors")
 # Temporary files of a checkpoint that is being written, or received from another host.
 _TEMPORARY = re.compile(
     r"\.(epoch_\d+(_at_\d+)?\.(safetensors\.tmp|safetensors\.json|json\.tmp)|latest\.tmp)"
@@ -152,13 +153,15 @@ def record(tensors: Path, state: State) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the temporary files of a process that was killed while it wrote.
+    """Remove what a process left that was killed while it wrote: temporary files, tensors without a record.
 
-    The caller holds the run's lock. Other files in the folder (a notebook's .ipynb_checkpoints, say) stay.
+    The caller holds the run's lock, and none of the run's processes is alive. Other files in the folder (a
+    notebook's .ipynb_checkpoints, say) stay.
 
     Raises:
         OSError: A file can't be removed.
     """
-    for leftover in (folder / "checkpoints").glob(".*"):
-        if _TEMPORARY.fullmatch(leftover.name) and leftover.is_file():
-            leftover.unlink(missing_ok=True)
+    for path in (folder / "checkpoints").glob("*"):
+        is_unrecorded = _TENSORS.fullmatch(path.name) and not path.with_suffix(".json").exists()
+        if (is_unrecorded or _TEMPORARY.fullmatch(path.name)) and path.is_file():
+            path.unlink(missing_ok=True)

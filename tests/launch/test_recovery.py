@@ -140,6 +140,18 @@ def test_restarts_with_progress_between_them_are_not_limited(program: Program) -
     assert_same(tensors(running, 14), tensors(unbroken, 14))
 
 
+def test_recoveries_leave_no_descriptors_in_the_launcher(program: Program) -> None:
+    running = program.start("n_epochs=100000", "snapshot_freq=100000", "cpu_threads=1")
+    running.wait_for_text("step 2/6")
+    descriptors = Path(f"/proc/{running.process.pid}/fd")
+    n_before = len(list(descriptors.iterdir()))
+    for number in range(3):
+        os.kill(running.pids()["trainer 1"], signal.SIGKILL)
+        n_recovered = number + 1
+        wait_until(lambda n=n_recovered: running.output().count("\nrecovered: ") == n, "the recovery")
+    wait_until(lambda: len(list(descriptors.iterdir())) <= n_before, "the launcher to close descriptors", 10)
+
+
 @pytest.mark.slow
 def test_a_users_error_is_no_loss(program: Program) -> None:
     running = program.run("learning_rate=1e30", code=2)
@@ -166,13 +178,15 @@ def test_replicas_that_cant_go_on_each_in_its_trainer_are_told(program: Program)
 
 
 @pytest.mark.parametrize("on_failure", ["a restart", "a resume"])
-def test_only_temporary_files_of_checkpoints_are_removed(tmp_path: Path, on_failure: str) -> None:
-    """A notebook keeps a hidden folder beside the files that it shows."""
+def test_only_files_of_unfinished_checkpoints_are_removed(tmp_path: Path, on_failure: str) -> None:
+    """A notebook keeps a hidden folder beside the files that it shows. Tensors count with their record."""
     checkpoints = tmp_path / "runs" / "run" / "checkpoints"
     (checkpoints / ".ipynb_checkpoints").mkdir(parents=True)
     stay = [".ipynb_checkpoints", ".nfs0001", ".epoch_0003.safetensors.swp"]
     ours = [".epoch_0003.safetensors.tmp", ".epoch_0003_at_8.json.tmp", ".latest.tmp"]
     ours += [".epoch_0003.safetensors.json"]  # while another host sends it
+    stay += ["mine.safetensors", "epoch_0001.safetensors.old"]
+    ours += ["epoch_0003.safetensors", "epoch_0003_at_8.safetensors"]
     for name in [*stay[1:], *ours]:
         (checkpoints / name).touch()
     config = make_config(on_failure="restart", weights_dir=str(tmp_path / "runs"), run_name="run")
@@ -216,20 +230,28 @@ def test_a_recovery_that_fails_is_named_after_the_loss(program: Program, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("n_epochs=2", "snapshot_freq=2"),
+        ("n_epochs=9", "snapshot_freq=9", "patience=1", "monitor=loss", "learning_rate=1e-30"),
+    ],
+    ids=["n_epochs", "patience"],
+)
 def test_a_trainer_that_is_lost_while_it_writes_the_last_checkpoint_costs_no_checkpoint(
-    program: Program,
+    program: Program, words: tuple[str, ...]
 ) -> None:
     """Its memory checkpoint is complete, so no step is left from which another trainer would save."""
-    words = ("n_epochs=2", "snapshot_freq=2")
     unbroken = program.run(*words, name="unbroken")
     running = program.start(*words, name="broken")
     wait_until((running.run_folder / "checkpoints").exists, "the run's folder")
     blocking = running.run_folder / "checkpoints" / ".epoch_0002.safetensors.tmp"
     os.mkfifo(blocking)  # opening it for writing waits for a reader
-    running.wait_for_text("epoch 2/2: validation")
+    running.wait_for_text(f"epoch 2/{words[0][-1]}: validation")
     time.sleep(limit(1))  # for the memory checkpoint
     blocking.unlink()
     os.kill(running.pids()["trainer 0"], signal.SIGKILL)
     assert running.wait(60) == 0, running.output()
     assert "resumed from memory at step 12" in running.output(), running.output()
+    assert list((running.run_folder / "checkpoints").glob("epoch_0003*")) == []
     assert_same(tensors(running, 2), tensors(unbroken, 2))

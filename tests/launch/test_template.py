@@ -182,6 +182,13 @@ def test_a_child_whose_template_died_before_it_answered_does_nothing(
     assert len(heard) == 1
 
 
+def test_a_child_may_open_as_many_files_as_its_launcher(program: Program) -> None:
+    """The launcher raises its limit for the pipes of all restarts, when the template runs already."""
+    low_limit = ("sh", "-c", 'ulimit -Sn 64 && exec "$0" "$@"')
+    running = program.run("n_epochs=1", "loader_restarts=60", devices="[cpu]", through=low_limit)
+    assert "Traceback" not in running.output()
+
+
 COUNTING = """
 import os, sys
 
