@@ -30,7 +30,7 @@ from lockstep.signals import Interrupts
 
 _RESERVE_SECONDS = 1.0  # to write a memory checkpoint, and for each so many bytes:
 _BYTES_PER_SECOND = 100e6
-_DAMAGED = "the memory checkpoint is damaged: its checksum is not the recorded one"
+_DAMAGED = "is damaged: its checksum is not the recorded one"
 
 
 @dataclass
@@ -268,8 +268,9 @@ class Recovery:
         assert before and config
         resumes = exit_status.is_paused or (attempt.config is config and exit_status.code)
         if resumes and self._memory and not self._memory[-1].is_whole():
-            self._resizing.refuse(_DAMAGED)
-            raise UserError(f"the run can't resume: {_DAMAGED}. resume_train=true resumes from the disk.")
+            text = f"the memory checkpoint {_DAMAGED}"
+            self._resizing.refuse(text)
+            raise UserError(f"the run can't resume: {text}. resume_train=true resumes from the disk.")
         if exit_status.is_paused and self._memory:
             return Attempt(config, attempt.run, self._memory[-1], attempt.number + 1)
         if attempt.config is config and exit_status.code and self._memory:
@@ -435,7 +436,7 @@ def next_try(
     notes = []
     if retained and (damaged_on := host.names_without(retained.is_whole(), number)):
         of_whom = f" of {' and '.join(damaged_on)}" if config.n_hosts > 1 else ""
-        notes, retained = [_DAMAGED.replace(" is", f"{of_whom} is", 1)], None
+        notes, retained = [f"the memory checkpoint{of_whom} {_DAMAGED}"], None
     if retained is None:
         notes += host.bring_newest(config, number)
         try:
