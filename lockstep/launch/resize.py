@@ -33,8 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("lockstep: stopped as asked; the request is withdrawn", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("; ".join(["lockstep: stopped as asked", *interrupt.args]), file=sys.stderr)
         return 130
     return 0
 
@@ -47,7 +47,8 @@ def resize(folder: Path, wish: str) -> str:
         wish: 'devices=[...]', or a change of their number, '+1' or '-1'.
 
     Raises:
-        UserError: The run refuses, has ended or is not on this machine.
+        UserError: The run refuses, has ended or is not on this machine, or its launcher can't answer.
+        KeyboardInterrupt: Ctrl-C, with what became of the request.
     """
     devices, change = _parse(wish)
     if not (folder / "config.yaml").exists():
@@ -58,8 +59,7 @@ def resize(folder: Path, wish: str) -> str:
     try:
         given = _await_answer(folder, request)
     except KeyboardInterrupt:
-        resizing.discard(folder)
-        raise
+        raise KeyboardInterrupt(_withdraw(folder, request)) from None
     if given.state == "refused":
         raise UserError(f"{folder}: refused: {given.text}")
     return given.text
@@ -67,13 +67,35 @@ def resize(folder: Path, wish: str) -> str:
 
 def _await_answer(folder: Path, request: resizing.Request) -> resizing.ResizeAnswer:
     while True:
-        given = resizing.read_answer(folder)
-        if given and given.number == request.number and given.state != "accepted":
+        # In this order: the launcher answers before it removes the request, and removes that before it ends.
+        runs, waits = is_running(folder), resizing.is_waiting(folder, request.number)
+        given = _answer_to(folder, request)
+        if given and given.state != "accepted":
             return given
-        if not is_running(folder):
-            resizing.discard(folder)
+        if not runs:
+            resizing.discard(folder, request.number)
             raise UserError(f"{folder}: the run has ended before it could be resized")
+        if not waits:
+            raise UserError(
+                f"{folder / resizing.REQUEST}: the request has gone without an answer. "
+                "The run's output says whether it was resized; if not, ask again."
+            )
         time.sleep(_LOOK_SECONDS)
+
+
+def _answer_to(folder: Path, request: resizing.Request) -> resizing.ResizeAnswer | None:
+    given = resizing.read_answer(folder)
+    return given if given and given.number == request.number else None
+
+
+def _withdraw(folder: Path, request: resizing.Request) -> str:
+    """Remove the request, unless the launcher has answered it. Return what became of it, for people."""
+    if not _answer_to(folder, request):
+        resizing.discard(folder, request.number)
+    given = _answer_to(folder, request)  # again: it may have been accepted just before it was removed
+    if given:
+        return f"the request is {given.state} already: see the run's output"
+    return "the request is withdrawn"
 
 
 def _parse(wish: str) -> tuple[tuple[str, ...], int]:

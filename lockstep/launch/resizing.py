@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.backends import devices
@@ -51,7 +52,9 @@ class Resizing:
             return False
         self.before = config
         self._answer("accepted", "the trainers finish their step")
-        return True
+        if not resizing.is_waiting(self._folder, request.number):
+            self.refuse("the request was withdrawn, or can't be answered")
+        return self.before is not None
 
     def refuse(self, reason: str) -> None:
         """Refuse the request that is being carried out, or that was read last."""
@@ -98,12 +101,17 @@ class Resizing:
         self._console.say(f"note: requests to resize this run can't be answered: {error}")
 
     def _answer(self, state: str, text: str) -> None:
+        """Answer the request. If that fails, remove it, so that the command that waits ends."""
         assert self._request
+        if not self._is_open:
+            return
         answer = ResizeAnswer(self._request.number, state, text)  # type: ignore[arg-type]
         try:
             resizing.answer(self._folder, answer)
         except UserError as error:
             self._give_up(error)
+            with suppress(UserError):
+                resizing.discard(self._folder, answer.number)
 
 
 def resized(config: Config, request: Request, retains: bool) -> Config:

@@ -91,11 +91,26 @@ def answer(folder: Path, given: ResizeAnswer) -> None:
     """
     write_text(folder / ANSWER, json.dumps(dataclasses.asdict(given)))
     if given.state != "accepted":
-        discard(folder)
+        discard(folder, given.number)
 
 
-def discard(folder: Path) -> None:
-    """Remove the request in a run's folder, if there is one. Raise UserError if that fails."""
+def is_waiting(folder: Path, number: str) -> bool:
+    """Return whether the request in a run's folder is the one with this number."""
+    try:
+        request = read_request(folder)
+    except UserError:
+        return False
+    return request is not None and request.number == number
+
+
+def discard(folder: Path, number: str | None = None) -> None:
+    """Remove the request in a run's folder, if there is one. Raise UserError if that fails.
+
+    Args:
+        number: Of the only request to remove, since another one may have taken its place; None for any file.
+    """
+    if number is not None and not is_waiting(folder, number):
+        return
     try:
         (folder / REQUEST).unlink(missing_ok=True)
     except OSError as error:

@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -139,7 +141,7 @@ def test_devices_are_added_and_removed_at_the_end() -> None:
 
 def test_listed_shares_become_equal_for_another_number_of_trainers(tmp_path: Path) -> None:
     assert resized(config_on(2, shares="auto"), Request("a", (), 1), True).shares == "auto"
-    resizing_of_run = Resizing(tmp_path, Console(tmp_path / "log.jsonl", make_config(), 1, True))
+    resizing_of_run = resizing_of(tmp_path)
     resizing.ask(tmp_path, (), 1)
     assert resizing_of_run.is_asked(config_on(2, shares=[3, 1]), True)
     assert resizing_of_run.config and resizing_of_run.config.shares == "equal"
@@ -159,16 +161,78 @@ def test_only_a_run_that_stays_the_same_training_is_resized() -> None:
         resized(config_on(1, **hosts), wish, True)
 
 
-def test_ctrl_c_withdraws_the_request(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").touch()
-    with open(tmp_path / ".lock", "w") as lock:
+@contextmanager
+def command_that_waits(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Start the command for a run whose launcher is this process. Yield it when it has asked."""
+    (folder / "config.yaml").touch()
+    with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        arguments = [sys.executable, "-m", "lockstep.launch.resize", str(tmp_path), "+1"]
+        arguments = [sys.executable, "-m", "lockstep.launch.resize", str(folder), "+1"]
         asking = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        wait_until((tmp_path / REQUEST).exists, "the request")
+        wait_until((folder / REQUEST).exists, "the request")
+        yield asking
+
+
+def said_at_the_end(asking: "subprocess.Popen[str]") -> str:
+    _, said = asking.communicate(timeout=limit(20))
+    assert said.count("\n") == 1, said
+    return said
+
+
+def resizing_of(folder: Path) -> Resizing:
+    return Resizing(folder, Console(folder / "log.jsonl", make_config(), 1, True))
+
+
+def test_ctrl_c_withdraws_the_request(tmp_path: Path) -> None:
+    with command_that_waits(tmp_path) as asking:
         asking.send_signal(signal.SIGINT)
-        _, said = asking.communicate(timeout=limit(20))
-    assert asking.returncode == 130 and said.count("\n") == 1 and "withdrawn" in said
+        assert "the request is withdrawn" in said_at_the_end(asking) and asking.returncode == 130
+    assert not (tmp_path / REQUEST).exists()
+
+
+def test_ctrl_c_comes_too_late_for_a_request_that_is_accepted(tmp_path: Path) -> None:
+    resizing_of_run = resizing_of(tmp_path)
+    with command_that_waits(tmp_path) as asking:
+        assert resizing_of_run.is_asked(config_on(1), True)
+        asking.send_signal(signal.SIGINT)
+        assert "the request is accepted already" in said_at_the_end(asking) and asking.returncode == 130
+    assert (tmp_path / REQUEST).exists()
+    resizing_of_run.finish(3)
+    assert not (tmp_path / REQUEST).exists()
+
+
+def test_a_request_that_is_withdrawn_while_it_is_checked_is_not_carried_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resizing_of_run, request = resizing_of(tmp_path), resizing.ask(tmp_path, (), 1)
+    monkeypatch.setattr(devices, "check", lambda names: resizing.discard(tmp_path, request.number))
+    assert not resizing_of_run.is_asked(config_on(1), True) and resizing_of_run.before is None
+
+
+def test_an_answer_leaves_the_request_of_another_command(tmp_path: Path) -> None:
+    first = resizing.ask(tmp_path, (), 1)
+    resizing.discard(tmp_path, first.number)
+    second = resizing.ask(tmp_path, (), 2)
+    resizing.answer(tmp_path, ResizeAnswer(first.number, "done", "resized"))
+    resizing.discard(tmp_path, first.number)
+    assert resizing.read_request(tmp_path) == second
+
+
+def test_the_command_ends_when_its_request_is_gone(tmp_path: Path) -> None:
+    with command_that_waits(tmp_path) as asking:
+        (tmp_path / REQUEST).unlink()
+        assert "has gone without an answer" in said_at_the_end(asking) and asking.returncode == 2
+
+
+def test_a_request_that_cant_be_answered_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resizing_of_run = resizing_of(tmp_path)
+
+    def fail(path: Path, text: str) -> None:
+        raise UserError(f"{path}: can't be written: No space left on device")
+
+    monkeypatch.setattr(resizing, "write_text", fail)
+    resizing.ask(tmp_path, (), 1)
+    assert not resizing_of_run.is_asked(config_on(1), True)
     assert not (tmp_path / REQUEST).exists()
 
 
