@@ -13,7 +13,7 @@ from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.files import checksum
 from lockstep.runs import versions
-from lockstep.runs.checkpoint_files import read_state
+from lockstep.runs.checkpoint_files import read_state, records, verify_checksum
 from lockstep.runs.receipts import (
     NAME,
     Receipt,
@@ -90,6 +90,31 @@ class ReceiptKeeper:
             machine=self._machine,
         )
         self._file.add(receipt)
+
+
+def add_missing(folder: Path) -> None:
+    """Add the receipt of the newest checkpoint if it has none.
+
+    A run may have been killed after it saved a checkpoint and before it added the receipt. A host whose disk
+    was lost, or is older, gets a checkpoint from another host.
+
+    Args:
+        folder: The run's folder. Without receipts in it, none is added.
+
+    Raises:
+        UserError: A file can't be read or written.
+    """
+    newest = records(folder)[-1:]
+    if not newest or not (folder / NAME).exists():
+        return
+    known = read(folder)[0]
+    if not known or checksum(newest[0]) in {receipt.record for receipt in known}:
+        return
+    try:
+        path = verify_checksum(newest[0]).path
+    except UserError:  # damaged, so no run resumes from it
+        return
+    add_written_out(folder, path)
 
 
 def add_written_out(folder: Path, tensors: Path) -> None:

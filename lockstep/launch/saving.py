@@ -26,7 +26,7 @@ from lockstep.config.tasks import monitor_of
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.launch.progress import ProgressReporter
-from lockstep.launch.receipts import ReceiptKeeper
+from lockstep.launch.receipts import ReceiptKeeper, add_missing
 from lockstep.memory import Memory
 from lockstep.network.program import Program
 from lockstep.network.recorder import HostStopwatch, Stopwatch
@@ -165,6 +165,8 @@ class Saver:
         """
         if self._config.logical_ranks:
             if self._is_writer:
+                if self._plan.start or self._plan.retained:
+                    add_missing(self._plan.folder)
                 self._receipts = ReceiptKeeper(
                     self._plan.folder, self._config, dataset, recovered=self._plan.retained is not None
                 )

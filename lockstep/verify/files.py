@@ -103,7 +103,7 @@ def _check_without_receipt(record: Path, first: Receipt, notes: list[str]) -> It
         path = record.with_suffix(".safetensors")
         notes.append(f"{path}: is older than the receipts. Only its own checksum was checked, which is right")
     else:
-        yield f"{record}: has no receipt"
+        yield f"{record}: has no receipt. A run that was killed while it saved this adds one when it resumes"
 
 
 def check_states(receipts: Sequence[Receipt]) -> Iterator[str]:

@@ -188,6 +188,19 @@ def test_a_resumed_run_continues_its_chain(program: Program) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_that_was_killed_before_a_receipt_is_verified_once_it_has_resumed(program: Program) -> None:
+    running = program.run(*KEYS, "n_epochs=2")
+    chain = running.run_folder / receipts.NAME
+    *lines, last = chain.read_text().splitlines(keepends=True)
+    assert '"checkpoint":"epoch_0002"' in last
+    chain.write_text("".join(lines))
+    problem = "epoch_0002.json: has no receipt. A run that was killed while it saved this adds one when it"
+    assert problem in call(running.run_folder, code=1)
+    program.run(*KEYS, "n_epochs=3", "resume_train=true")
+    assert ": verified; " in call(running.run_folder, "--replay", 2)
+
+
+@pytest.mark.slow
 def test_each_part_of_a_run_is_judged_by_its_own_settings(program: Program) -> None:
     """The first part may remove its checkpoints, and the second may not."""
     program.run(*KEYS, "n_epochs=3", "keep_checkpoints=1")
