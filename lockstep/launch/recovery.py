@@ -23,6 +23,7 @@ from lockstep.loading.orders import Orders
 from lockstep.memory.host import HostBlock
 from lockstep.runs.checkpoint_files import find_checkpoint, remove_unfinished
 from lockstep.runs.folder import RunFolder
+from lockstep.runs.network_source import changed_source
 from lockstep.runs.plan import FailureRate, HostConnection, RunPlan
 from lockstep.runs.snapshot import MemoryCheckpoint, Retained
 from lockstep.runs.state import State
@@ -184,6 +185,8 @@ class Recovery:
         step = max(self._count(attempt.config, *last_step), self._first_step(attempt))
         try:
             exit_status, found = self._next(attempt, exit_status, step)
+            if found:
+                self._check_source(found)
             self._begin(found)
             return exit_status, found
         except HostLost as lost:
@@ -224,6 +227,13 @@ class Recovery:
         if self._resizing.before is not None:
             return exit_status, self._next_after_resizing(attempt, exit_status, end)
         return exit_status, self._next_after_loss(attempt, end) if exit_status.lost else None
+
+    def _check_source(self, attempt: Attempt) -> None:
+        """Raise UserError if the network was edited, with which the run would not be the same training."""
+        if changed := changed_source(attempt.run.folder, attempt.config.model):
+            self._write_out(attempt)
+            text = "Restore it, or keep it, and resume the run: resume_train=true"
+            raise UserError(f"the run can't resume: {changed}. {text}")
 
     def _begin(self, attempt: Attempt | None) -> None:
         """Keep the memory file from which an attempt starts. Close that of one that made no checkpoint."""

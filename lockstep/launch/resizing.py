@@ -12,6 +12,7 @@ from lockstep.errors import UserError
 from lockstep.launch.checks import check_descriptors
 from lockstep.launch.console import Console, discarded_replicas
 from lockstep.runs import resizing
+from lockstep.runs.network_source import changed_source
 from lockstep.runs.resizing import Request, ResizeAnswer
 
 
@@ -47,6 +48,8 @@ class Resizing:
         self._request, self._begin = request, time.monotonic()
         try:
             self.config = resized(config, request, retains)
+            if changed := changed_source(self._folder, config.model):
+                raise UserError(f"{changed}. Restore it first.")
         except UserError as error:
             self.refuse(str(error))
             return False

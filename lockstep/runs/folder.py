@@ -38,7 +38,7 @@ from lockstep.optim import OPTIMIZERS
 from lockstep.optim.schedules import spans_run
 from lockstep.runs.checkpoint_files import find_checkpoint, is_record, records, remove_unfinished
 from lockstep.runs.metrics import has_ended
-from lockstep.runs.network_source import keep_source
+from lockstep.runs.network_source import changed_source, keep_source
 from lockstep.runs.receipts import NAME as RECEIPTS
 from lockstep.runs.state import Checkpoint
 
@@ -91,6 +91,8 @@ def open_run(config: Config, n_train: int, dataset: str = "") -> RunFolder:
     lock = _lock(folder)
     start, notes = find_checkpoint(folder, config.load_epoch)
     notes += _check_same_run(config, n_train, start) + _check_same_dataset(config, dataset, start)
+    if changed := changed_source(folder, config.model):
+        notes.append(f"{changed}; the run continues with the changed file")
     branch = folder_after(folder, start.state.name)
     if config.load_epoch != "latest" and branch != folder:
         _make_folder(branch)

@@ -28,12 +28,23 @@ def keep_source(folder: Path, model: str) -> None:
     with suppress(OSError):  # the trainers report a file that can't be read
         content = source.read_bytes()
     if content is not None:
-        copy = Path(folder, FOLDER, *modules[:-1], f"{modules[-1]}.py")
+        copy = _copy_of(folder, modules)
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{copy.parent}: can't be made: {error.strerror}") from error
         write_bytes(copy, content)
+
+
+def changed_source(folder: Path, model: str) -> str:
+    """Return a line that names the network's file if it is not the one of the run's folder, else ''."""
+    modules = _modules_of(model)
+    source = _find_file(modules) if modules else None
+    copy = _copy_of(folder, modules) if modules else folder
+    with suppress(OSError):  # there is no copy, or trainers report a file that can't be read
+        if source and source.read_bytes() != copy.read_bytes():
+            return f"{source}: the file of the network has changed since the run started (its copy: {copy})"
+    return ""
 
 
 def check_importable(folder: Path, model: str) -> None:
@@ -44,6 +55,10 @@ def check_importable(folder: Path, model: str) -> None:
             f"model {model}: can't be imported here. The run's folder has a copy of its source. If you trust "
             f"it, set PYTHONPATH={(folder / FOLDER).absolute()}"
         )
+
+
+def _copy_of(folder: Path, modules: list[str]) -> Path:
+    return Path(folder, FOLDER, *modules[:-1], f"{modules[-1]}.py")
 
 
 def _modules_of(model: str) -> list[str]:

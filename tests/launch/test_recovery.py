@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from saved import assert_same, tensors
 
 from lockstep.launch.exit_status import ExitStatus
 from lockstep.launch.recovery import Attempt, Failures, next_try
+from lockstep.runs.checkpoint_files import find_checkpoint
 from lockstep.runs.folder import RunFolder, open_run
 
 EVERY_STEP = ("memory_checkpoint_seconds=1e-6",)
@@ -255,3 +258,28 @@ def test_a_trainer_that_is_lost_while_it_writes_the_last_checkpoint_costs_no_che
     assert "resumed from memory at step 12" in running.output(), running.output()
     assert list((running.run_folder / "checkpoints").glob("epoch_0003*")) == []
     assert_same(tensors(running, 2), tensors(unbroken, 2))
+
+
+@pytest.mark.slow
+def test_a_run_does_not_resume_with_an_edited_network(program: Program, tmp_path: Path) -> None:
+    """A user may edit the file for the next experiment while the run trains. What the run has is saved."""
+    network = tmp_path / "networks" / "edited.py"
+    network.parent.mkdir()
+    network.write_text("from models.smallnet import Model as Net\n")
+    environment = {**os.environ, "PYTHONPATH": str(network.parent)}
+    words = ("model=edited:Net", "snapshot_freq=100000", "global_batch_size=16", *EVERY_STEP)
+    running = program.start(*words, "n_epochs=100000", environment=environment)
+    running.wait_for_text("epoch 2")
+    network.write_text("from models.smallnet import Model as Net  # edited\n")
+    changed = f"{network}: the file of the network has changed since the run started"
+    command = [sys.executable, "-m", "lockstep.launch.resize", str(running.run_folder), "+1"]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(30))
+    assert refused.returncode == 2 and f"refused: {changed}" in refused.stderr
+    os.kill(running.pids()["trainer 1"], signal.SIGKILL)
+    assert running.wait(60) == 1
+    loss, refusal = running.output().splitlines()[-2:]
+    assert "trainer 1 (pid " in loss and refusal.startswith(f"lockstep: the run can't resume: {changed}")
+    epoch = find_checkpoint(running.run_folder, "latest")[0].state.epoch
+    again = ("resume_train=true", f"n_epochs={epoch + 1}")
+    resumed = program.run(*words, *again, environment=environment)
+    assert f"note: {changed}" in resumed.output() and "continues with the changed file" in resumed.output()
