@@ -123,6 +123,8 @@ class Saver:
             self._slots = Snapshots(program.arena, rule_bytes, n_slots, memory, world.size, plan.retained)
             if plan.retains and self._slots.is_new:
                 reporter.share(SnapshotMemory(), self._slots.block)
+        if plan.retained and (not self._copies or self._slots.is_new):  # else it is written to again
+            plan.retained.block.close()
 
     def is_due(self) -> bool:
         """Return whether a checkpoint is due by `checkpoint_minutes`. Call it at every step.

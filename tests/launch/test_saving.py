@@ -38,7 +38,7 @@ from lockstep.runs.checkpoint_files import find_checkpoint, records
 from lockstep.runs.folder import RunFolder, open_run
 from lockstep.runs.plan import FailureRate, RunPlan
 from lockstep.runs.retention import remove_older, remove_superseded
-from lockstep.runs.snapshot import MemoryCheckpoint
+from lockstep.runs.snapshot import MemoryCheckpoint, Retained
 from lockstep.runs.state import Checkpoint, State
 
 EVERY_STEP = "checkpoint_minutes=1e-9"
@@ -146,17 +146,30 @@ def make_saver(
     retains: bool = False,
     rule_bytes: int = 0,
     failure_rate: FailureRate = FailureRate(),  # noqa: B008
+    retained: Retained | None = None,
     **keys: object,
 ) -> tuple[Saver, Arena, Heard]:
     (folder / "checkpoints").mkdir(parents=True)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
     arena, heard = Arena(model, HostMemory(), ("momenta",)), Heard()
     program = SimpleNamespace(arena=arena, optimizer=SimpleNamespace(learning_rate=0.1))
-    plan = RunPlan(make_config(**keys), folder, None, retains=retains, failure_rate=failure_rate)
+    memory = {"retains": retains, "retained": retained}
+    plan = RunPlan(make_config(**keys), folder, None, failure_rate=failure_rate, **memory)  # type: ignore[arg-type]
     (world,) = World.on_one_host(1)
     parts = plan, world, program, HostMemory(), heard
     saver = Saver(*parts, rule_bytes=rule_bytes, stopwatch=stopwatch)  # type: ignore[arg-type]
     return saver, arena, heard
+
+
+def test_a_memory_file_of_another_size_is_closed_once_it_was_read(tmp_path: Path) -> None:
+    """A run that was resized would keep the copies of before, beside its own."""
+    message = MemoryCheckpoint(0, 1, 1, "", (1, 0, 0))
+    saver, _, _ = make_saver(tmp_path / "first", retains=True)
+    for number, (block, is_closed) in enumerate(
+        [(saver._slots.block, False), (HostMemory().allocate(4096, "copies"), True)]
+    ):
+        make_saver(tmp_path / str(number), retains=True, retained=Retained(block, message))
+        assert (block._map is None) == is_closed
 
 
 class Gate:
