@@ -127,7 +127,7 @@ def test_augment_agrees_with_the_host_at_every_crop_mirrored_and_not(
     arrays = images, crops, shifts, mean
     pointers = *(array.ctypes.data for array in arrays), out.data_ptr()
     packed = struct.pack("5Q8i", *pointers, height, width, rows, columns, columns, channels, 1, 0)
-    name = f"augment_{str(dtype).removeprefix('torch.')}"
+    name = f"crop_and_subtract_{str(dtype).removeprefix('torch.')}"
     launch(library, name, packed, blocks=rows, rows=len(places), threads=8)  # 21 numbers: they go round
     assert torch.equal(out[:-guard].view(expected.shape), expected.to(dtype))
     assert out[-guard:].isnan().all()
@@ -160,7 +160,7 @@ def test_augment_lays_pictures_in_the_blocks_that_a_convolution_takes(
     pointers = *(array.ctypes.data for array in (images, crops, shifts, mean)), out.data_ptr()
     sizes = height, width, size, size, blocks.count, 3, blocks.size, blocks.padding
     packed = struct.pack("5Q8i", *pointers, *sizes)
-    name = f"augment_{str(dtype).removeprefix('torch.')}"
+    name = f"crop_and_subtract_{str(dtype).removeprefix('torch.')}"
     launch(library, name, packed, blocks=blocks.count, rows=n_images, threads=8)
     assert torch.equal(out[:-guard].view(expected.shape), expected.to(dtype))
     assert out[-guard:].isnan().all()
