@@ -365,7 +365,8 @@ def _plan_sparse(
         size = inputs[0].size()
     else:
         return _run_now(step, operands, inputs, written)
-    made = _new(step, None, inputs, size, inputs[-1].dtype)
+    dtype = step.keywords.get("dtype") or inputs[-1].dtype  # `_to_copy` may change it
+    made = _new(step, None, inputs, size, dtype)
     submit(step, inputs, [], [made])
     return made
 

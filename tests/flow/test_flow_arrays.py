@@ -427,6 +427,7 @@ def test_sparse_gradients(devices: list[Cpu]) -> None:
             optimizer.step()
     assert lazy.weight.grad.layout is torch.sparse_coo
     assert torch.equal(lazy.weight.grad.tensor().to_dense(), table.weight.grad.to_dense())
+    assert lazy.weight.grad.to(torch.float64).dtype == torch.float64
     assert_same(lazy.weight, table.weight)
 
 
