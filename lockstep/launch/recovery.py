@@ -187,7 +187,7 @@ class Recovery:
             exit_status, found = self._next(attempt, exit_status, step)
             if found:
                 self._check_source(found)
-            self._begin(found)
+                self._begin(found)
             return exit_status, found
         except HostLost as lost:
             if self._rejoins(attempt, exit_status):
@@ -235,13 +235,12 @@ class Recovery:
             text = "Restore it, or keep it, and resume the run: resume_train=true"
             raise UserError(f"the run can't resume: {changed}. {text}")
 
-    def _begin(self, attempt: Attempt | None) -> None:
+    def _begin(self, attempt: Attempt) -> None:
         """Keep the memory file from which an attempt starts. Close that of one that made no checkpoint."""
-        block = attempt.retained.block if attempt and attempt.retained else None
-        if attempt and self._block is not block:
-            if self._block:
-                self._block.close()
-            self._block = block
+        block = attempt.retained.block if attempt.retained else None
+        if self._block and self._block is not block:
+            self._block.close()
+        self._block = block
 
     def _next_after_loss(self, attempt: Attempt, end: JointEnd) -> Attempt | None:
         n_in_vain = self._failures.add(end.exit_status, end.step)
