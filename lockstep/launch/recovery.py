@@ -230,10 +230,13 @@ class Recovery:
 
     def _check_source(self, attempt: Attempt) -> None:
         """Raise UserError if the network was edited, with which the run would not be the same training."""
-        if changed := changed_source(attempt.run.folder, attempt.config.model):
+        try:
+            if changed := changed_source(attempt.run.folder, attempt.config.model):
+                text = "Restore it, or keep it, and resume the run: resume_train=true"
+                raise UserError(f"the run can't resume: {changed}. {text}")
+        except UserError:
             self._write_out(attempt)
-            text = "Restore it, or keep it, and resume the run: resume_train=true"
-            raise UserError(f"the run can't resume: {changed}. {text}")
+            raise
 
     def _begin(self, attempt: Attempt) -> None:
         """Keep the memory file from which an attempt starts. Close that of one that made no checkpoint."""

@@ -37,12 +37,24 @@ def keep_source(folder: Path, model: str) -> None:
 
 
 def changed_source(folder: Path, model: str) -> str:
-    """Return a line that names the network's file if it is not the one of the run's folder, else ''."""
+    """Return a line that names the network's file if it is not the one of the run's folder, else ''.
+
+    Raises:
+        UserError: The copy in the run's folder can't be read.
+    """
     modules = _modules_of(model)
     source = _find_file(modules) if modules else None
-    copy = _copy_of(folder, modules) if modules else folder
-    with suppress(OSError):  # there is no copy, or trainers report a file that can't be read
-        if source and source.read_bytes() != copy.read_bytes():
+    if source is None:
+        return ""
+    copy = _copy_of(folder, modules)
+    try:
+        kept = copy.read_bytes()
+    except FileNotFoundError:  # a run of an earlier version
+        return ""
+    except OSError as error:
+        raise UserError(f"{copy}: can't be read: {error.strerror}. Restore it, or remove it.") from error
+    with suppress(OSError):  # the trainers report a file that can't be read
+        if source.read_bytes() != kept:
             return f"{source}: the file of the network has changed since the run started (its copy: {copy})"
     return ""
 
