@@ -166,11 +166,11 @@ class Trainer:
         """Accumulate gradients over the batches of one step. Return the order of the last one."""
         order = self._next_order()
         stop = min(order.start + self.orders.step_size("train"), len(self.dataset.train))
-        mean_share = (stop - order.start) / self.world.size
+        mean_n_samples = (stop - order.start) / self.world.size
         while True:
             self.recorder.stopwatch.enter("compute")
             self.board.say(f"{order}: forward, backward, update")
-            self.program.forward_backward(self.feed.batch(), mean_share, self.world.rank, self.recorder)
+            self.program.forward_backward(self.feed.batch(), mean_n_samples, self.world.rank, self.recorder)
             self.feed.release()
             self.recorder.end_batch(order)
             if order.stop >= stop:

@@ -107,9 +107,10 @@ class HostTransport(DirectTransport):
 
     def _cut(self, sources: _Sources, targets: tuple[int, ...], span: Span) -> _Pieces:
         (first, last), places = span, tuple((rank, 0) for rank in targets)
-        if sources == places == sources[:1] or first == last:  # no other block is involved
+        is_alone = sources == places and len(places) == 1
+        if is_alone or first == last:
             return []
         used = sorted({*sources, *places})
         cut = chunks([self._blocks[rank][start + first : start + last] for rank, start in used])
-        arrays = [dict(zip(used, chunk, strict=True)) for chunk in cut]
+        arrays = [dict(zip(used, chunk, strict=True)) for chunk in cut]  # one object where source is target
         return [([each[place] for place in sources], [each[place] for place in places]) for each in arrays]

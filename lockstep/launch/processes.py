@@ -2,20 +2,18 @@
 
 Children are forked by a template process (template.py) or spawned. The launcher is the parent of all, so they
 are siblings, and each has a control pipe to it. A child that dies is noticed at once by its sentinel; a child
-that hangs, by a status board that stops changing. `Processes.watch` watches a run, restarts killed loaders,
-and ends the run when another child fails; ranks.py collects results.
+that hangs, by a status board that stops changing. `Processes.watch` watches a run, restarts killed loaders
+(loader_restarts.py), and ends the run when another child fails; ranks.py collects results.
 """
 
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from lockstep.comm.messages import Failed, Finished, Ready, Started, Stop, WarningMessage
@@ -23,9 +21,11 @@ from lockstep.comm.pipes import START_SECONDS, Pipe
 from lockstep.errors import Garbled, PeerProblem, UserError
 from lockstep.launch.child import ChildStart, child_main
 from lockstep.launch.exit_status import ExitStatus
+from lockstep.launch.loader_restarts import restart_killed_loaders
 from lockstep.launch.spawning import start_resource_tracker, without_main_file
 from lockstep.launch.status import StatusBoard
-from lockstep.launch.template import ForkedProcess, Template
+from lockstep.launch.template import Template
+from lockstep.launch.watched_child import Child, close_connections
 from lockstep.memory.host import HostMemory
 from lockstep.memory.leftovers import remove_leftovers
 from lockstep.runs.snapshot import SnapshotMemory
@@ -36,60 +36,6 @@ LISTEN_SECONDS = 0.5  # between two checks of signals and status boards
 GATHER_SECONDS = 1.0  # after a failure, for the other children to report what they saw
 # The same when the only reports so far are timeouts: others may time out on the same child a bit later.
 LATE_SECONDS = 4.0
-_HINTS: dict[int, str] = {
-    signal.SIGKILL: " (by someone, or by the kernel for lack of memory: see dmesg)",
-    signal.SIGBUS: " (shared memory or a file went away under it: see df and dmesg)",
-}
-
-
-@dataclass
-class Child:
-    """The launcher's view of one child: what it has reported, and whether it is well."""
-
-    name: str
-    entry: str
-    process: BaseProcess | ForkedProcess
-    control: Pipe
-    last_active: float  # when it last sent a message or updated its board (monotonic clock)
-    spares: list[tuple[Any, ...]]  # arguments to start it again with
-    board: StatusBoard | None = None
-    board_count: int = 0
-    listening: bool = True  # until it closes its end of the control pipe
-    failure: Failed | None = None
-    finished: Finished | None = None
-
-    @property
-    def text(self) -> str:
-        return f"{self.name} (pid {self.process.pid})"
-
-    @property
-    def doing(self) -> str:
-        return self.board.read() if self.board else "starting"
-
-    @property
-    def is_running(self) -> bool:
-        return self.process.exitcode is None
-
-    def is_stopped(self) -> bool:
-        """Return whether a signal has stopped the process, as SIGSTOP does."""
-        try:
-            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-        except OSError:  # it has exited
-            return False
-        return stat.rpartition(")")[2].split()[0] in ("T", "t")
-
-    def note_activity(self) -> None:
-        """Update `last_active` if the status board has changed since the last call."""
-        count = self.board.count() if self.board else 0
-        if count != self.board_count:
-            self.board_count, self.last_active = count, time.monotonic()
-
-    def is_well(self) -> bool:
-        """Return whether the child is working or has reported that it is done.
-
-        A child reports that after its last work, so how its process exits afterwards does not matter.
-        """
-        return self.failure is None and (self.is_running or self.finished is not None)
 
 
 class Processes:
@@ -326,7 +272,11 @@ class Processes:
 
     def _handle_failures(self, on_message: Callable[[Any], None]) -> ExitStatus | None:
         """Restart killed loaders that have spares. Return the run's status if a child still fails."""
-        return None if self._restart_killed_loaders(on_message) else self._explain_failure(on_message)
+        if not self._failing():
+            return None
+        failing, listen = self._failing, partial(self.listen, on_message, 0)
+        are_well = restart_killed_loaders(self._children, failing, listen, self._spawn, on_message)
+        return None if are_well else self._explain_failure(on_message)
 
     def _failing(self) -> list[Child]:
         return [child for child in self._children if not child.is_well() or self._is_stuck(child)]
@@ -340,30 +290,6 @@ class Processes:
         patience = max(START_SECONDS, self._timeout) if is_importing else self._timeout + 3
         return self._now - child.last_active > patience
 
-    def _restart_killed_loaders(self, on_message: Callable[[Any], None]) -> bool:
-        """Restart killed loaders that have spare pipes. Return whether all children are well then.
-
-        The trainer finds the new loader at the other end of the next pipe (loading/feed.py), and repeats its
-        requests, so the bits are the same.
-        """
-        while children := self._failing():
-            self.listen(on_message, 0)
-            killed = [each for each in children if each.spares and not each.is_well() and not each.failure]
-            if not killed:
-                return False
-            for child in killed:  # meanwhile others may be killed, hence the loop around
-                self._restart_loader(on_message, child)
-        return True
-
-    def _restart_loader(self, on_message: Callable[[Any], None], child: Child) -> None:
-        text = f"{self._describe_silent(child)}; it is started again"
-        on_message(WarningMessage(f"{text} (restarts left: {len(child.spares) - 1})"))
-        child.control.close()
-        arguments, *spares = child.spares
-        restarted = self._spawn(child.name, child.entry, arguments, spares)
-        self._children[self._children.index(child)] = restarted
-        _close_connections(arguments)
-
     def _explain_failure(self, on_message: Callable[[Any], None]) -> ExitStatus | None:
         """Return the status that names the cause, or None if a child only seemed stuck and has resumed."""
         self._gather_reports(on_message)
@@ -371,10 +297,10 @@ class Processes:
             return None
         culprit, waiter = self._follow(min(self._children, key=self._innocence))
         if waiter and waiter.failure and culprit.failure is None:
-            text = f"{self._describe_silent(culprit)}; {waiter.name} {waiter.failure.text}"
+            text = f"{culprit.describe_silence()}; {waiter.name} {waiter.failure.text}"
             return ExitStatus(1, text, lost=culprit.name)
         if culprit.failure is None:
-            return ExitStatus(1, self._describe_silent(culprit), lost=culprit.name)
+            return ExitStatus(1, culprit.describe_silence(), lost=culprit.name)
         if culprit.failure.kind == "user":
             return ExitStatus(2, f"{culprit.name}: {culprit.failure.text}")
         if culprit.failure.kind == "faulty":
@@ -417,13 +343,6 @@ class Processes:
             return {"user": 1, "crash": 1, "faulty": 1, "lost": 2}[child.failure.kind]
         return 0 if not child.is_well() else 3 if self._is_stuck(child) else 4
 
-    def _describe_silent(self, child: Child) -> str:
-        code = child.process.exitcode
-        if code is None:
-            seconds = time.monotonic() - child.last_active
-            return f"{child.text} has stood still for {seconds:.0f} s at: {child.doing}"
-        return f"{child.text} {describe_exit(code)} at: {child.doing}"
-
     # -- ending ----------------------------------------------------------------------------------------------
 
     def end(self) -> None:
@@ -436,7 +355,7 @@ class Processes:
         for child in self._children:
             child.control.close()
             for spare in child.spares:
-                _close_connections(spare)
+                close_connections(spare)
         ended = [child.process.pid for child in self._children if not child.is_running]
         remove_leftovers(pid for pid in ended if pid is not None)
 
@@ -456,21 +375,6 @@ def connect_all(n_processes: int) -> list[dict[int, Connection]]:
     return connections
 
 
-def describe_exit(code: int) -> str:
-    """Describe the exit code of a process that should not have exited."""
-    if code < 0:
-        names = {number.value: number.name for number in signal.Signals}
-        return f"was killed by {names.get(-code, f'signal {-code}')}{_HINTS.get(-code, '')}"
-    return f"left with exit code {code}"
-
-
 def _remote_failure(find: Callable[[], PeerProblem | None] | None) -> ExitStatus | None:
     failure = find() if find else None
     return ExitStatus(1, str(failure), awaited=failure.peer) if failure is not None else None
-
-
-def _close_connections(arguments: tuple[Any, ...]) -> None:
-    """Close this process's copies of connections among a child's arguments."""
-    for argument in arguments:
-        if isinstance(argument, Connection):
-            argument.close()

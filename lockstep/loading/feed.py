@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from lockstep.comm.messages import Fill, Filled, Order, Stop, Subtract
@@ -59,8 +60,8 @@ class LoaderFeed(Feed):
     ) -> None:
         self._ring, self._orders, self._mean = ring, orders, mean
         self._pipe, *self._spares = pipes
-        free = zip(range(ring.shape.n_slots), orders, strict=False)
-        self._unfilled = deque(Fill(slot, order) for slot, order in free)  # orders sent, oldest first
+        first = enumerate(islice(orders, ring.shape.n_slots))  # at the start all slots are free
+        self._unfilled = deque(Fill(slot, order) for slot, order in first)  # orders sent, oldest first
         self._ready: deque[Filled] = deque()
         self._connect()
 

@@ -105,13 +105,13 @@ class Program(ABC):
         """Evaluate, until the next epoch, as a user of the trained network would."""
 
     @abstractmethod
-    def forward_backward(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
+    def forward_backward(self, batch: Batch, mean_n_samples: float, rank: int, recorder: Recorder) -> None:
         """Add the gradient of a trainer's share of a minibatch, and add its loss to the recorder.
 
         Args:
             batch: This trainer's share.
-            mean_share: Mean number of samples per trainer in this step. The summed loss is divided by it, so
-                that the mean over trainers is the loss of the whole step, however the step was divided.
+            mean_n_samples: Mean number of samples per trainer in this step. The summed loss is divided by
+                it, so that the mean over trainers is the loss of the whole step, however it was divided.
             rank: The trainer's global rank.
             recorder: Accumulates losses and errors.
         """

@@ -174,13 +174,13 @@ class Replica(Program, CheckedGradients):
             self.arena.bind(self.model, "ema", "ema")
         self.model.eval()
 
-    def forward_backward(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
+    def forward_backward(self, batch: Batch, mean_n_samples: float, rank: int, recorder: Recorder) -> None:
         if self._rank_sums:
             self._learn_logical_ranks(batch, rank, recorder)
         else:
-            self._learn_batch(batch, mean_share, rank, recorder)
+            self._learn_batch(batch, mean_n_samples, rank, recorder)
 
-    def _learn_batch(self, batch: Batch, mean_share: float, rank: int, recorder: Recorder) -> None:
+    def _learn_batch(self, batch: Batch, mean_n_samples: float, rank: int, recorder: Recorder) -> None:
         """Train on a batch; `rank` seeds the numbers that a network draws from torch's generator."""
         if not len(batch.labels):
             self._learn_nothing(batch)
@@ -188,10 +188,10 @@ class Replica(Program, CheckedGradients):
         self._seed(batch, rank)
         if self._low_precision:
             self._low_precision.refresh()
-        if self._graph and len(batch.labels) == mean_share == self._config.batch_size:
-            self._graph.run(lambda: self._learn(batch, mean_share, recorder), self.tell)
+        if self._graph and len(batch.labels) == mean_n_samples == self._config.batch_size:
+            self._graph.run(lambda: self._learn(batch, mean_n_samples, recorder), self.tell)
         else:
-            self._learn(batch, mean_share, recorder)
+            self._learn(batch, mean_n_samples, recorder)
 
     @torch.no_grad()
     def log_probabilities(self, batch: Batch) -> torch.Tensor:
@@ -251,7 +251,7 @@ class Replica(Program, CheckedGradients):
                 outputs = self.model(images)
         return [logits.to(dtype) for logits in (outputs if isinstance(outputs, tuple | list) else [outputs])]
 
-    def _learn(self, batch: Batch, mean_share: float, recorder: Recorder) -> None:
+    def _learn(self, batch: Batch, mean_n_samples: float, recorder: Recorder) -> None:
         dropout.set_keys(self._dropouts, self._batch_keys[: len(batch.labels)])
         logits, *auxiliary = self._forward(batch.images)
         loss_sum = total = self._loss_sum(logits, batch)
@@ -259,7 +259,7 @@ class Replica(Program, CheckedGradients):
             total = total + weight * self._loss_sum(others, batch)
         if self._gradients:
             self._gradients.begin_backward()
-        self._backward(total / mean_share)
+        self._backward(total / mean_n_samples)
         if self._statistics:
             recorder.n_bytes, self._statistics.n_bytes = recorder.n_bytes + self._statistics.n_bytes, 0
         recorder.add(loss_sum, logits, _main_labels(batch) if self._mixes else batch.labels)
@@ -309,11 +309,11 @@ class Replica(Program, CheckedGradients):
         assert self._rank_sums and n_logical
         bounds = order.bounds or bounds_of(self._config)
         checked, digest = self.recheck.begin_step() if self.recheck else None, ""
-        mean_share = (order.stop - order.start) / n_logical  # nothing here depends on the number of trainers
+        mean_n_samples = (order.stop - order.start) / n_logical  # the same for any number of trainers
         self._rank_sums.begin_step(bounds[rank])
         for number, share in shares_to_train(batch, (bounds[rank], bounds[rank + 1]), n_logical):
             self._rank_sums.begin_rank()
-            self._learn_batch(share, mean_share, number, recorder)
+            self._learn_batch(share, mean_n_samples, number, recorder)
             if number == checked:
                 digest = self._rank_sums.digest()
             self._rank_sums.end_rank()
@@ -322,9 +322,9 @@ class Replica(Program, CheckedGradients):
 
     def digest_of(self, batch: Batch, number: int) -> str:
         assert self._rank_sums and self._config.logical_ranks
-        mean_share = (batch.order.stop - batch.order.start) / self._config.logical_ranks
+        mean_n_samples = (batch.order.stop - batch.order.start) / self._config.logical_ranks
         with self._rank_sums.set_aside():
-            self._learn_batch(batch, mean_share, number, Recorder(self.device, HostStopwatch()))
+            self._learn_batch(batch, mean_n_samples, number, Recorder(self.device, HostStopwatch()))
             return self._rank_sums.digest()
 
     def _step_graph(self) -> StepGraph:

@@ -59,8 +59,8 @@ def recorder() -> Recorder:
     return Recorder(torch.device("cpu"), HostStopwatch())
 
 
-def take_step(replica: Replica, batch: Batch, mean_share: float, rank: int = 0) -> None:
-    replica.forward_backward(batch, mean_share, rank, recorder())
+def take_step(replica: Replica, batch: Batch, mean_n_samples: float, rank: int = 0) -> None:
+    replica.forward_backward(batch, mean_n_samples, rank, recorder())
     replica.optimizer.step()
 
 
