@@ -78,8 +78,8 @@ def train(config: Config, dataset: Dataset, run: RunFolder, context: Context) ->
     """Train to the end, resuming after lost processes as `on_failure` says. Return the exit code."""
     host, n_steps = context.host, orders_of(config, dataset).n_steps("train")
     console = Console(run.folder / host.log, config, n_steps, host.writes)
-    recovery = Recovery(console, dataset, run.folder, context)
-    attempt: Attempt | None = Attempt(config, run)
+    attempt: Attempt | None = (first := Attempt(config, run))
+    recovery = Recovery(console, dataset, first, context)
     while attempt:
         exit_status, last_step = train_once(attempt, dataset, context, console, recovery)
         exit_status, attempt = recovery.next(attempt, exit_status, last_step)

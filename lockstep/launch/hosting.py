@@ -298,8 +298,9 @@ def _joint_status(exit_status: ExitStatus, ends: Sequence[AttemptEnd]) -> ExitSt
     if "stopped" in kinds:
         return ExitStatus(code, is_overdue=True)
     if "lost" in kinds:
-        if code:  # a signal has asked the run to end
-            return exit_status if exit_status.lost else ExitStatus(1, describe_losses(ends))
+        if code:  # a signal has asked the run to end: all hosts write out what is in memory
+            own = exit_status if exit_status.lost else ExitStatus(1, describe_losses(ends))
+            return dataclasses.replace(own, is_overdue=True)
         lost = [f"host {host}: {end.lost}" for host, end in enumerate(ends) if end.kind == "lost"]
         return ExitStatus(1, describe_losses(ends), lost=" and ".join(lost))
     return exit_status

@@ -23,7 +23,7 @@ from lockstep.loading.orders import Orders
 from lockstep.memory.host import HostBlock
 from lockstep.runs.checkpoint_files import find_checkpoint, remove_unfinished
 from lockstep.runs.folder import RunFolder
-from lockstep.runs.network_source import changed_source
+from lockstep.runs.network_source import NetworkSource
 from lockstep.runs.plan import FailureRate, HostConnection, RunPlan
 from lockstep.runs.snapshot import MemoryCheckpoint, Retained
 from lockstep.runs.state import State
@@ -142,15 +142,16 @@ class Recovery:
     Args:
         console: Gets a line and an event for each recovery.
         dataset: The run's, to count steps.
-        folder: The run's.
+        attempt: The first one.
         context: The launcher's.
     """
 
-    def __init__(self, console: Console, dataset: Dataset, folder: Path, context: Context) -> None:
+    def __init__(self, console: Console, dataset: Dataset, attempt: Attempt, context: Context) -> None:
         self._console, self._dataset, self._context = console, dataset, context
-        self._failures = context.failures
-        self._resizing = Resizing(folder, console)
-        self._block: HostBlock | None = None  # of the present trainer 0
+        self._failures, self._folder = context.failures, attempt.run.folder
+        self._source = NetworkSource(attempt.config.model)
+        self._resizing = Resizing(self._folder, console, self._source)
+        self._blocks: list[HostBlock] = []  # memory files; the last one is that of the present trainer 0
         self._memory: list[Retained] = []  # the newest last; over several hosts the one before it, too
         self._retained_at = 0.0  # when the newest memory checkpoint was complete (monotonic clock)
 
@@ -161,9 +162,7 @@ class Recovery:
         if isinstance(message, Tick) and attempt.config is self._resizing.config:
             self._resizing.finish(self._first_step(attempt))
         if isinstance(message, HostBlock):
-            if self._block and not any(each.block is self._block for each in self._memory):
-                self._block.close()
-            self._block = message
+            self._keep([*dict.fromkeys(each.block for each in self._memory), message])
         elif isinstance(message, MemoryCheckpoint):
             self._retain(message)
         return isinstance(message, HostBlock | MemoryCheckpoint)
@@ -230,20 +229,21 @@ class Recovery:
 
     def _check_source(self, attempt: Attempt) -> None:
         """Raise UserError if the network was edited, with which the run would not be the same training."""
-        try:
-            if changed := changed_source(attempt.run.folder, attempt.config.model):
-                text = "Restore it, or keep it, and resume the run: resume_train=true"
-                raise UserError(f"the run can't resume: {changed}. {text}")
-        except UserError:
+        if changed := self._source.change():
             self._write_out(attempt)
-            raise
+            text = "Restore it, or keep it, and resume the run: resume_train=true"
+            raise UserError(f"the run can't resume: {changed}. {text}")
 
     def _begin(self, attempt: Attempt) -> None:
-        """Keep the memory file from which an attempt starts. Close that of one that made no checkpoint."""
-        block = attempt.retained.block if attempt.retained else None
-        if self._block and self._block is not block:
-            self._block.close()
-        self._block = block
+        """Keep the memory file from which an attempt starts. Close all others."""
+        self._keep([attempt.retained.block] if attempt.retained else [])
+
+    def _keep(self, blocks: list[HostBlock]) -> None:
+        """Close all memory files but these."""
+        for block in self._blocks:
+            if block not in blocks:
+                block.close()
+        self._blocks = blocks
 
     def _next_after_loss(self, attempt: Attempt, end: JointEnd) -> Attempt | None:
         n_in_vain = self._failures.add(end.exit_status, end.step)
@@ -262,10 +262,12 @@ class Recovery:
 
     def _write_due(self, attempt: Attempt) -> None:
         """Write the checkpoint on the disk that a lost trainer was writing. Raises as `_write_out`."""
-        if attempt.retained and attempt.retained.checkpoint.to_disk:
-            name = attempt.retained.state().name
-            if not (attempt.run.folder / "checkpoints" / f"{name}.json").exists():
-                self._write_out(attempt)
+        retained = attempt.retained
+        if retained and retained.checkpoint.to_disk and not self._is_on_disk(retained):
+            self._write_out(attempt)
+
+    def _is_on_disk(self, retained: Retained) -> bool:
+        return (self._folder / "checkpoints" / f"{retained.state().name}.json").exists()
 
     def is_to_pause(self, attempt: Attempt) -> bool:
         """Return whether the trainers are to pause, because the run is to resume on other devices."""
@@ -285,7 +287,7 @@ class Recovery:
             raise UserError(f"the run can't resume: {text}. resume_train=true resumes from the disk.")
         if exit_status.is_paused and self._memory:
             return Attempt(config, attempt.run, self._memory[-1], attempt.number + 1)
-        if attempt.config is config and exit_status.code and self._memory:
+        if attempt.config is config and exit_status.code and self._memory and not exit_status.is_faulty:
             self._resizing.refuse(exit_status.message)
             return Attempt(before, attempt.run, self._memory[-1], attempt.number + 1)
         self._resizing.refuse("the run has ended" if not exit_status.code else exit_status.message)
@@ -293,29 +295,27 @@ class Recovery:
 
     def _retain(self, checkpoint: MemoryCheckpoint) -> None:
         """Add a memory checkpoint, which may be in another memory file and replaces that of its slot."""
-        assert self._block, "trainer 0 shares its memory first"
-        new = Retained(self._block, checkpoint)
-        others = [each.block for each in self._memory if each.block is not self._block]
-        for block in {id(block): block for block in others}.values():
-            block.close()
+        assert self._blocks, "trainer 0 shares its memory first"
+        block = self._blocks[-1]
+        self._keep([block])
         self._memory = [
-            each
-            for each in self._memory
-            if each.block is self._block and each.checkpoint.slot != checkpoint.slot
+            each for each in self._memory if each.block is block and each.checkpoint.slot != checkpoint.slot
         ]
-        self._memory.append(new)
+        self._memory.append(Retained(block, checkpoint))
         self._retained_at = time.monotonic()
 
     def is_overdue(self, config: Config, interrupts: Interrupts) -> bool:
         """Return whether a preempted run has no time left for more than writing out its memory checkpoint.
 
-        A memory checkpoint of the last step is newer than the signal, and is being written.
+        A memory checkpoint of the last step is newer than the signal, and is being written. Once it is on the
+        disk, the trainers should leave; they do not if another step follows it and hangs.
         """
         if config.preempt_seconds is None or not interrupts.code or not self._memory:
             return False
-        if self._retained_at > interrupts.since and self._memory[-1].checkpoint.to_disk:
+        newest, is_after_signal = self._memory[-1], self._retained_at > interrupts.since
+        if is_after_signal and newest.checkpoint.to_disk and not self._is_on_disk(newest):
             return False
-        reserve = _RESERVE_SECONDS + self._memory[-1].block.n_bytes / _BYTES_PER_SECOND
+        reserve = _RESERVE_SECONDS + newest.block.n_bytes / _BYTES_PER_SECOND
         left = interrupts.since + config.preempt_seconds - time.monotonic()
         return left < min(reserve, config.preempt_seconds / 2)
 
@@ -334,6 +334,7 @@ class Recovery:
         except UserError as error:
             self._console.say(f"note: {error}")
         seconds = f"{attempt.config.rejoin_seconds:g} s"
+        self._keep([])
         self._console.log("waiting", {"lost": status.lost, "failure": status.message, "step": step})
         self._console.close(f"{status.message}; waiting up to {seconds} for it to come back", "stdout")
         attempt.run.lock.close()

@@ -12,7 +12,7 @@ from lockstep.errors import UserError
 from lockstep.launch.checks import check_descriptors
 from lockstep.launch.console import Console, discarded_replicas
 from lockstep.runs import resizing
-from lockstep.runs.network_source import changed_source
+from lockstep.runs.network_source import NetworkSource
 from lockstep.runs.resizing import Request, ResizeAnswer
 
 
@@ -25,8 +25,8 @@ class Resizing:
         config: The configuration with the other devices.
     """
 
-    def __init__(self, folder: Path, console: Console) -> None:
-        self._folder, self._console = folder, console
+    def __init__(self, folder: Path, console: Console, source: NetworkSource) -> None:
+        self._folder, self._console, self._source = folder, console, source
         self._request: Request | None = None
         self._begin = 0.0
         self._is_open = True  # until the folder can't be written
@@ -48,7 +48,7 @@ class Resizing:
         self._request, self._begin = request, time.monotonic()
         try:
             self.config = resized(config, request, retains)
-            if changed := changed_source(self._folder, config.model):
+            if changed := self._source.change():
                 raise UserError(f"{changed}. Restore it first.")
         except UserError as error:
             self.refuse(str(error))

@@ -94,8 +94,10 @@ class ForkedProcess:
     def join(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for the child's exit."""
         until = time.monotonic() + timeout
+        poll = select.poll()  # unlike select.select, for descriptors above 1023, too
+        poll.register(self.sentinel)
         while self.exitcode is None and time.monotonic() < until:
-            select.select([self.sentinel], [], [], max(0.0, until - time.monotonic()))
+            poll.poll(1000 * max(0.0, until - time.monotonic()))
             time.sleep(_POLL_SECONDS)  # its descriptors close a moment before it can be waited for
 
 

@@ -14,6 +14,33 @@ FOLDER = "network"
 _LIBRARIES = ("torchvision", "timm")
 
 
+class NetworkSource:
+    """The file of a run's network as it was when the run started, unless a library has it.
+
+    The copy in the run's folder can't stand for it: trainers may import a file that is edited before the copy
+    is made, and hosts may share the folder, but not the file.
+
+    Args:
+        model: As in the configuration.
+    """
+
+    def __init__(self, model: str) -> None:
+        modules = _modules_of(model)
+        self._path = _find_file(modules) if modules else None
+        self._content = self._read()
+
+    def change(self) -> str:
+        """Return a line that names the file if it has changed since, else ''."""
+        if self._read() == self._content:
+            return ""
+        return f"{self._path}: the file of the network has changed since the run started"
+
+    def _read(self) -> bytes | None:
+        with suppress(OSError):  # the trainers report a file that can't be read
+            return self._path.read_bytes() if self._path else None
+        return None
+
+
 def keep_source(folder: Path, model: str) -> None:
     """Copy the file of the network that `model` names into a run's folder, unless a library has it.
 

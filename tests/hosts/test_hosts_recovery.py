@@ -178,6 +178,23 @@ def test_ctrl_c_in_a_recovery_saves_the_memory_checkpoint(program: Program) -> N
     assert_same_end(start(program, *WORDS, "resume_train=auto"), expected)
 
 
+def test_a_loss_in_a_run_that_is_asked_to_stop_saves_the_memory_checkpoints_of_all_hosts(
+    program: Program,
+) -> None:
+    """One host gets SIGTERM while a trainer of the other one hangs, so no step ends."""
+    words = ("n_epochs=12", "snapshot_freq=12", "val_freq=12", EVERY_STEP, "resume_train=auto")
+    expected = unbroken_end(program, "val_freq=12")
+    running = start(program, *words, f"timeout={round(limit(6))}")
+    running[0].wait_for_text("epoch 4 step 2/")
+    os.kill(running[1].pids()["trainer 0"], signal.SIGSTOP)
+    running[0].process.send_signal(signal.SIGTERM)
+    for each in running:
+        assert each.wait(60) == 1, each.output()
+        assert each.last_line().startswith("lockstep: stopped as asked; saved "), each.output()
+        each.assert_nothing_left()
+    assert_same_end(start(program, *words), expected)
+
+
 @pytest.mark.parametrize("folders", [("a", "b"), ("shared", "shared")], ids=["own folders", "one folder"])
 def test_a_step_that_takes_too_long_is_left_out_of_what_hosts_save(
     program: Program, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch

@@ -20,9 +20,10 @@ from saved import assert_same, tensors
 
 from lockstep.config import Config
 from lockstep.config.rules import settle
+from lockstep.hosts.rendezvous import HostLost
 from lockstep.launch import recovery as recovery_module
 from lockstep.launch.exit_status import ExitStatus
-from lockstep.launch.hosting import SingleHost
+from lockstep.launch.hosting import Rejoining, SingleHost
 from lockstep.launch.recovery import Attempt, Context, Recovery
 from lockstep.memory.digest import digest_of
 from lockstep.memory.host import HostBlock, HostMemory
@@ -57,6 +58,9 @@ class Console:
     def take(self, message: object) -> None:
         pass
 
+    def close(self, text: str, stream: str) -> None:
+        pass
+
 
 @dataclasses.dataclass
 class Launcher:
@@ -78,11 +82,10 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
     (tmp_path / "checkpoints").mkdir()
     console, interrupts = Console(), Interrupts()
     dataset: Any = SimpleNamespace(train=range(100), val=range(10))
-    recovery = Recovery(console, dataset, tmp_path, Context(SingleHost(), interrupts, None))  # type: ignore[arg-type]
     with open(tmp_path / "lock", "w") as lock:
-        yield Launcher(
-            recovery, Attempt(config_on(2), RunFolder(tmp_path, None, [], lock)), console, interrupts
-        )
+        attempt = Attempt(config_on(2), RunFolder(tmp_path, None, [], lock))
+        context = Context(SingleHost(), interrupts, None)
+        yield Launcher(Recovery(console, dataset, attempt, context), attempt, console, interrupts)  # type: ignore[arg-type]
 
 
 def allocate(n_bytes: int = 1 << 16) -> HostBlock:
@@ -160,6 +163,68 @@ def test_only_the_checkpoint_of_the_last_step_saves_a_run_in_time(launcher: Laun
     launcher.interrupts.code, launcher.interrupts.since = 143, time.monotonic() - 4.9
     launcher.recovery.take(launcher.attempt, written(block, 0, to_disk=to_disk))
     assert launcher.recovery.is_overdue(launcher.attempt.config, launcher.interrupts) is not to_disk
+
+
+def test_a_run_whose_checkpoint_is_on_the_disk_and_that_does_not_leave_is_overdue(launcher: Launcher) -> None:
+    """The checkpoint of an epoch was complete after the signal, and the next step hangs."""
+    block = allocate()
+    launcher.recovery.take(launcher.attempt, block)
+    launcher.interrupts.code, launcher.interrupts.since = 143, time.monotonic() - 4.9
+    launcher.recovery.take(launcher.attempt, written(block, 0, to_disk=True))
+    assert not launcher.recovery.is_overdue(launcher.attempt.config, launcher.interrupts)
+    name = launcher.recovery._memory[-1].state().name
+    (launcher.attempt.run.folder / "checkpoints" / f"{name}.json").touch()
+    assert launcher.recovery.is_overdue(launcher.attempt.config, launcher.interrupts)
+
+
+def test_a_device_that_a_resize_added_and_that_is_faulty_is_not_started_again(launcher: Launcher) -> None:
+    block = allocate()
+    launcher.recovery.take(launcher.attempt, block)
+    launcher.recovery.take(launcher.attempt, written(block, 0))
+    resized = resize(launcher, launcher.attempt, 1)
+    wrong = ExitStatus(1, "trainer 0 computes wrong numbers", lost="trainer 0", is_faulty=True)
+    status, found = launcher.recovery.next(resized, wrong, (0, 0))
+    assert found is None and status == wrong
+    assert any(text.startswith("note: not resized:") for text in launcher.console.said)
+
+
+def n_memory_files() -> int:
+    """Return how many memory files this process has open."""
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the descriptor that lists the folder
+            links.append(os.readlink(path))
+    return sum("memfd:lockstep" in link for link in links)
+
+
+def test_a_launcher_that_waits_for_a_lost_one_keeps_no_memory_file(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, old, new = n_memory_files(), allocate(), allocate()
+    launcher.recovery.take(launcher.attempt, old)
+    launcher.recovery.take(launcher.attempt, written(old, 0))
+    launcher.recovery.take(launcher.attempt, new)
+
+    def lose(*arguments: object) -> None:
+        raise HostLost(1, "host 1 has not been heard of")
+
+    monkeypatch.setattr(SingleHost, "join_ends", lose)
+    monkeypatch.setattr(Recovery, "_rejoins", lambda *arguments: True)
+    monkeypatch.setattr(Recovery, "_write_out", lambda *arguments: None)
+    with pytest.raises(Rejoining):
+        launcher.recovery.next(launcher.attempt, LOST, (1, 1))
+    assert n_memory_files() == before
+
+
+def test_a_run_that_resumes_from_the_disk_keeps_no_memory_file(launcher: Launcher) -> None:
+    """The newest memory checkpoint is damaged, and trainer 0 has shared another file since."""
+    before, old, new = n_memory_files(), allocate(), allocate()
+    launcher.recovery.take(launcher.attempt, old)
+    launcher.recovery.take(launcher.attempt, written(old, 0))
+    launcher.recovery.take(launcher.attempt, new)
+    old.array(np.uint8, (1,))[0] += 1
+    _, found = launcher.recovery.next(launcher.attempt, LOST, (1, 1))
+    assert found and found.source == "the beginning" and n_memory_files() == before
 
 
 def test_a_folder_that_cannot_be_written_is_named_when_memory_is_written_out(

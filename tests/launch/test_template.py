@@ -3,7 +3,9 @@
 import ctypes
 import json
 import os
+import resource
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,11 @@ def report(control: Pipe, board: StatusBoard, text: str) -> None:
     control.send(json.dumps([text, os.environ.get("TEST_OF_TEMPLATE"), os.getppid()]))
 
 
+def sleep(control: Pipe, board: StatusBoard) -> None:
+    """A child's work that does not end."""
+    time.sleep(600)
+
+
 def die(control: Pipe, board: StatusBoard, how: str) -> None:
     """A child's work, which ends it."""
     if how == "exits":
@@ -122,6 +129,21 @@ def test_how_a_child_ended_reaches_the_launcher(how: str, text: str, template: T
         children.start("trainer 0", "test_template:die", (how,))
         exit_status = children.watch(lambda message: None)
     assert exit_status.lost == "trainer 0" and text in exit_status.message
+
+
+def test_a_launcher_with_many_open_files_ends_its_children(template: Template) -> None:
+    """select.select takes no descriptor above 1023."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1200:
+        pytest.skip("this process may not open 1,200 files")
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with Processes(60, template=template) as children:
+            children.start("trainer 0", "test_template:sleep", ())
+            pid = children.pids()["trainer 0"]
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_a_template_that_stands_still_is_replaced(template: Template) -> None:

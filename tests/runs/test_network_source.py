@@ -12,7 +12,7 @@ from limits import limit
 from PIL import Image
 
 from lockstep.errors import UserError
-from lockstep.runs.network_source import check_importable, keep_source
+from lockstep.runs.network_source import NetworkSource, check_importable, keep_source
 
 NETWORK = """
 import torch
@@ -45,6 +45,21 @@ def test_networks_of_files_are_copied_and_those_of_libraries_are_not(
     check_importable(tmp_path / "run", "alone:Net")
     with pytest.raises(UserError, match=r"nowhere:Net: can't be imported here.*PYTHONPATH=.*run/network"):
         check_importable(tmp_path / "run", "nowhere:Net")
+
+
+def test_an_edited_network_is_noticed_whatever_the_runs_folder_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer 0 may have copied the edited file, while another trainer had imported the file from before."""
+    path = tmp_path / "edited_alone.py"
+    path.write_text(NETWORK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = NetworkSource("edited_alone:Net")
+    assert source.change() == ""
+    path.write_text(NETWORK + "# edited\n")
+    keep_source(tmp_path / "run", "edited_alone:Net")
+    assert source.change() == f"{path}: the file of the network has changed since the run started"
+    assert NetworkSource("edited_alone:Net").change() == NetworkSource("torchvision:y").change() == ""
 
 
 @pytest.mark.slow
