@@ -2,7 +2,7 @@
 
     python preprocessing/make_fashion_mnist.py data/fashion_png --border 2
     python preprocessing/make_hkl.py data/fashion_png data/fashion32 --size 32
-    python -m benchmarks.recipes                 three seeds of 8 epochs each, then 24 epochs with one
+    python -m benchmarks.recipes       three seeds of 8 epochs each, then 24 epochs of Lockstep with one
     python -m benchmarks.recipes --seeds 1 --epochs 2 --long 0 --out trial
 
 Both train in turns, each in its own processes: Lockstep with two trainers and two loaders, the plain loop
@@ -63,18 +63,17 @@ def plain(options: argparse.Namespace, n_epochs: int, seed: int) -> Curve:
 
 
 def learn_all(options: argparse.Namespace, journal: Journal, place: Path) -> dict[str, list[Curve]]:
-    """Return the curves of both programs for all seeds, then those of the long run."""
+    """Return the curves of both programs for all seeds, in turns, then Lockstep's of the long run."""
     curves: dict[str, list[Curve]] = {program: [] for program in PROGRAMS}
-    runs = [(options.epochs, seed) for seed in range(options.seeds)]
-    for n_epochs, seed in [*runs, *([(options.long, 0)] if options.long else [])]:
-        for program in PROGRAMS:
+    runs = [(program, options.epochs, seed) for seed in range(options.seeds) for program in PROGRAMS]
+    for program, n_epochs, seed in [*runs, *([(PROGRAMS[0], options.long, 0)] if options.long else [])]:
 
-            def measure(program: str = program, n_epochs: int = n_epochs, seed: int = seed) -> Curve:
-                if program == PROGRAMS[1]:
-                    return plain(options, n_epochs, seed)
-                return ours(options, place / f"balanced{n_epochs}_{seed}", n_epochs, seed)
+        def measure(program: str = program, n_epochs: int = n_epochs, seed: int = seed) -> Curve:
+            if program == PROGRAMS[1]:
+                return plain(options, n_epochs, seed)
+            return ours(options, place / f"balanced{n_epochs}_{seed}", n_epochs, seed)
 
-            curves[program].append(journal.once([program, n_epochs, seed], measure))
+        curves[program].append(journal.once([program, n_epochs, seed], measure))
     return curves
 
 
