@@ -79,12 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("images", nargs="+", metavar="IMAGE", help=images)
     parser.add_argument("--run", type=Path, help="a run's folder (default: the newest in --runs)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="the folder of runs (runs)")
-    parser.add_argument(
-        "--epoch",
-        type=checkpoint_files.epoch_named,
-        default="latest",
-        help="the checkpoint to use: an epoch, best (by `monitor`) or latest (the newest whole one)",
-    )
+    checkpoint_files.add_epoch(parser)
     threshold = "task: multilabel: least probability of a class that is printed (the run's `threshold`, 0.5)"
     parser.add_argument("--threshold", type=float, metavar="P", help=threshold)
     parser.add_argument("--json", action="store_true", help="print one JSON record for each image")

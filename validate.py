@@ -79,12 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
-    parser.add_argument(
-        "--epoch",
-        type=checkpoint_files.epoch_named,
-        default="latest",
-        help="the checkpoint to use: an epoch, best (by `monitor`) or latest (the newest whole one)",
-    )
+    checkpoint_files.add_epoch(parser)
     parser.add_argument(
         "--ten-crops", action="store_true", help="average the predictions for ten views of each image"
     )

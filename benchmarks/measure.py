@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.backends.devices import count_cores
+from lockstep.backends.devices import count_cores, processor
 
 
 def medians(functions: dict[str, Callable[[], object]], rounds: int = 9) -> dict[str, float]:
@@ -72,7 +72,7 @@ def machine() -> dict[str, object]:
     return {
         "date": date.today().isoformat(),
         "commit": commit(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": count_cores(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
         "system": platform.platform(terse=True),
@@ -89,13 +89,6 @@ def commit() -> str:
         return otherwise
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or otherwise
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def table(title: str, rows: list[tuple[str, ...]]) -> str:

@@ -148,11 +148,11 @@ def _differences(devices: tuple[str, ...]) -> list[str]:
 
 def describe(devices: tuple[str, ...]) -> dict[str, str]:
     """Return the model of each device by its name, and the driver of GPUs, for the run's record."""
-    processor = {"cpu": _processor()} if "cpu" in devices else {}
+    host = {"cpu": processor()} if "cpu" in devices else {}
     numbers = _numbers(devices)
     shown = _look()[1] if numbers else []
     gpus = {f"cuda:{number}": f"{shown[number].name}, driver {shown[number].driver}" for number in numbers}
-    return processor | gpus
+    return host | gpus
 
 
 def number_gpus_by_place() -> None:
@@ -180,7 +180,8 @@ def count_readers(devices: tuple[str, ...]) -> int:
     return max(1, min(_MOST_READERS, count_cores() // len(devices) - 1))
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the name of the processor's model."""
     for line in _CPUINFO.read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

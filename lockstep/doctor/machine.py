@@ -1,13 +1,12 @@
 """The processor, and the limits of memory and disk."""
 
 import os
-import platform
 import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.backends.devices import count_cores
+from lockstep.backends.devices import count_cores, processor
 from lockstep.doctor.report import Finding
 from lockstep.memory.limits import group_limits, memory_of_machine
 
@@ -16,7 +15,7 @@ _GIB = 1 << 30
 
 def describe(runs: Path) -> Iterator[Finding]:
     """Yield lines about the machine. runs: the folder of runs, which may be missing yet."""
-    yield Finding("processor", f"{_processor()}, {count_cores()} of {os.cpu_count()} cores for this process")
+    yield Finding("processor", f"{processor()}, {count_cores()} of {os.cpu_count()} cores for this process")
     memory = memory_of_machine()
     total, available = memory["MemTotal"], memory["MemAvailable"]
     yield Finding("memory", f"{available / _GIB:.1f} GiB available of {total / _GIB:.1f}")
@@ -30,13 +29,6 @@ def describe(runs: Path) -> Iterator[Finding]:
 def existing(folder: Path) -> Path:
     """Return the folder, or its nearest parent that exists."""
     return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _locked_memory() -> str:

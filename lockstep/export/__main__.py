@@ -43,7 +43,7 @@ from lockstep.pretrained.match import compare
 from lockstep.pretrained.names import tensors_of
 from lockstep.pretrained.weights import weights_of
 from lockstep.runs import checkpoint
-from lockstep.runs.checkpoint_files import epoch_named, find_checkpoint
+from lockstep.runs.checkpoint_files import add_epoch, find_checkpoint
 from lockstep.runs.network_source import check_importable
 from lockstep.runs.state import Checkpoint
 
@@ -74,8 +74,7 @@ def main() -> int:
     )
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("--to", required=True, choices=ENDINGS, help="what to write: see above")
-    epoch = "the checkpoint to use: an epoch, best (by `monitor`) or latest (the newest whole one)"
-    parser.add_argument("--epoch", type=epoch_named, default="latest", help=epoch)
+    add_epoch(parser)
     parser.add_argument(
         "--out", type=Path, help="the file or folder to make (in this folder, named after run and epoch)"
     )

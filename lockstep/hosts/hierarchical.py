@@ -191,14 +191,5 @@ class HierarchicalTransport(Transport):
         else:
             self._network.sum(tensors, self._rounds)
 
-    def prepare(self, collective: Collective) -> None:
-        self._inside.prepare(collective)
-
-    def enter(self) -> None:
-        self._inside.enter()
-
     def work(self, collective: Collective) -> None:
         self._inside.work(collective)
-
-    def complete(self, collective: Collective) -> None:
-        self._inside.complete(collective)

@@ -35,21 +35,16 @@ class Arguments:
     names_config: bool
 
 
-def load_config(description: str, standard: Path) -> tuple[Config, list[str]]:
-    """Return the complete configuration, with its devices, and notes for the user.
+def parse_arguments(description: str, standard: Path) -> Arguments:
+    """Parse the command line, the files that it names, and torchrun's variables.
 
     Args:
         description: The program's help text.
         standard: The configuration file if the command line names none.
 
     Raises:
-        UserError: A key, value, file or device can't be used.
+        UserError: A key, value or file can't be used.
     """
-    return complete_config(parse_arguments(description, standard))
-
-
-def parse_arguments(description: str, standard: Path) -> Arguments:
-    """Parse the command line, the files that it names, and torchrun's variables. See `load_config`."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -96,7 +91,14 @@ def _of_run_to_resume(base: Layer, overrides: Layer) -> Layer:
 
 
 def complete_config(arguments: Arguments) -> tuple[Config, list[str]]:
-    """Add the settings of a run to resume, the devices, and what depends on them. See `load_config`."""
+    """Add the settings of a run to resume, the devices, and what depends on them.
+
+    Returns:
+        The complete configuration, and notes for the user.
+
+    Raises:
+        UserError: A value or device can't be used.
+    """
     config, notes, overrides = arguments.config, arguments.notes, list(arguments.overrides)
     if config.resume_train == "auto":
         if runfolder.await_end(config):

@@ -3,6 +3,7 @@
 A run that resumes looks here for its checkpoint. Nothing here needs torch.
 """
 
+import argparse
 import json
 import re
 from dataclasses import MISSING, asdict, fields, replace
@@ -38,9 +39,14 @@ def records(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(positions)]
 
 
-def epoch_named(text: str) -> int | str:
-    """Return the value of an option --epoch: a number, 'latest' or 'best'. Raise ValueError for another."""
-    return text if text in ("latest", "best") else int(text)
+def add_epoch(parser: argparse.ArgumentParser) -> None:
+    """Add the option --epoch, whose value `find_checkpoint` takes."""
+
+    def epoch(text: str) -> int | str:  # argparse names this function when it refuses a value
+        return text if text in ("latest", "best") else int(text)
+
+    text = "the checkpoint to use: an epoch, best (by `monitor`) or latest (the newest whole one)"
+    parser.add_argument("--epoch", type=epoch, default="latest", help=text)
 
 
 def find_checkpoint(folder: Path, load_epoch: int | str) -> tuple[Checkpoint, list[str]]:

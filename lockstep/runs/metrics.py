@@ -61,18 +61,12 @@ class AnswerCounts:
         triples: list[list[int]] = table.tolist()
         return triples
 
-    def matrix(self) -> np.ndarray:
-        """Return the whole confusion matrix: int64 (label, answer)."""
-        matrix = np.zeros((self.n_classes, self.n_classes), np.int64)
-        matrix[self.labels, self.answers] = self.counts
-        return matrix
-
     def by_class(self) -> "ClassMetrics":
         """Return the metrics of every class."""
         support, answered = (self._sums(each, self.counts) for each in (self.labels, self.answers))
         right = self._sums(self.labels, np.where(self.labels == self.answers, self.counts, 0))
-        precision, recall = _share(right, answered), _share(right, support)
-        return ClassMetrics(support, answered, precision, recall, _share(2 * right, support + answered))
+        precision, recall = ratios(right, answered), ratios(right, support)
+        return ClassMetrics(support, answered, precision, recall, ratios(2 * right, support + answered))
 
     def _sums(self, classes: np.ndarray, counts: np.ndarray) -> np.ndarray:
         sums = np.zeros(self.n_classes, np.int64)
@@ -159,6 +153,7 @@ def has_ended(record: Sequence[Mapping[str, float]], monitor: str, patience: int
     return record[-1].get("epoch", 0) - best.get("epoch", 0) >= patience
 
 
-def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    shares: np.ndarray = np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
-    return shares
+def ratios(parts: np.ndarray, wholes: np.ndarray) -> np.ndarray:
+    """Return parts / wholes, float64 (n,), and 0 where a whole is 0."""
+    quotients: np.ndarray = np.divide(parts, wholes, out=np.zeros(len(parts)), where=wholes > 0)
+    return quotients

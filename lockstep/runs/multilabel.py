@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.runs.metrics import ratios
+
 
 def average_precision(scores: np.ndarray, labels: np.ndarray) -> float:
     """Return the average precision of a ranking: the sum of (R_k - R_(k-1)) P_k over distinct scores.
@@ -72,17 +74,17 @@ class LabelMetrics:
     @property
     def precision(self) -> np.ndarray:
         """The share of the predictions of each class that are right."""
-        return _share(self.right, self.predicted)
+        return ratios(self.right, self.predicted)
 
     @property
     def recall(self) -> np.ndarray:
         """The share of the images that have a class for which it is predicted."""
-        return _share(self.right, self.support)
+        return ratios(self.right, self.support)
 
     @property
     def f1(self) -> np.ndarray:
         """The harmonic mean of precision and recall."""
-        return _share(2 * self.right, self.support + self.predicted)
+        return ratios(2 * self.right, self.support + self.predicted)
 
     def columns(self) -> dict[str, list[Any]]:
         """Return support, precision, recall, F1 and average precision in the order of the classes."""
@@ -109,11 +111,6 @@ class LabelMetrics:
             means[f"micro_{name}"] = value
         n_decisions = self.n_images * len(self.support)
         return {**means, "label_error": _ratio(support + predicted - 2 * right, n_decisions)}
-
-
-def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    shares: np.ndarray = np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
-    return shares
 
 
 def _mean(values: np.ndarray) -> float:

@@ -357,12 +357,12 @@ def test_parts_on_gpus_say_what_their_bits_need() -> None:
 def test_the_command_line_shows_choice_and_notices(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    config, notices = commandline.load_config("", ROOT / "config.yaml")
+    config, notices = commandline.complete_config(commandline.parse_arguments("", ROOT / "config.yaml"))
     assert config.devices == ("cuda:0", "cuda:1")
     assert notices[0].startswith("devices: cuda:0, cuda:1; all visible GPUs, with driver 570.86.15: cuda:0 (")
     assert notices[1].startswith("PYTORCH_ALLOC_CONF sets expandable_segments:True")
     monkeypatch.setattr(sys, "argv", ["train.py", "--spec", str(ROOT / "spec_1gpu.yaml")])
-    config, notices = commandline.load_config("", ROOT / "config.yaml")
+    config, notices = commandline.complete_config(commandline.parse_arguments("", ROOT / "config.yaml"))
     assert config.devices == ("cuda:0",) and len(notices) == 1
 
 

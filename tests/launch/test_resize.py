@@ -262,8 +262,9 @@ def test_trainers_keep_their_threads_when_their_number_changes(
     """Threads change bits, so a run with logical_ranks keeps the number that it began with."""
     words = [f"{key}={value}" for key, value in FOUR.items()]
     monkeypatch.setattr(sys, "argv", ["train.py", "devices=[cpu]", *words])
-    config, _ = commandline.load_config("", ROOT / "config.yaml")
+    config, _ = commandline.complete_config(commandline.parse_arguments("", ROOT / "config.yaml"))
     assert config.cpu_threads == devices.count_cores()
     assert resized(config, Request("a", (), 1), True).cpu_threads == config.cpu_threads
     monkeypatch.setattr(sys, "argv", ["train.py", "devices=[cpu]"])
-    assert commandline.load_config("", ROOT / "config.yaml")[0].cpu_threads is None
+    config, _ = commandline.complete_config(commandline.parse_arguments("", ROOT / "config.yaml"))
+    assert config.cpu_threads is None
