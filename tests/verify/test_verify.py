@@ -26,7 +26,7 @@ import verify
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.files import checksum
-from lockstep.runs import receipts
+from lockstep.runs import checkpoint_files, receipts
 from lockstep.runs.folder import open_run
 from lockstep.runs.receipts import ReceiptFile
 from lockstep.signals import Interrupts
@@ -198,6 +198,24 @@ def test_a_run_that_was_killed_before_a_receipt_is_verified_once_it_has_resumed(
     assert problem in call(running.run_folder, code=1)
     program.run(*KEYS, "n_epochs=3", "resume_train=true")
     assert ": verified; " in call(running.run_folder, "--replay", 2)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_other_settings_gets_no_receipt_when_the_run_resumes(program: Program) -> None:
+    """The second part is trained without logical_ranks, so no receipt vouches for its checkpoint."""
+    program.run(*KEYS, "n_epochs=1")
+    program.run(*KEYS[1:], "logical_ranks=null", "n_epochs=2", "resume_train=true")
+    folder = program.run(*KEYS, "n_epochs=3", "resume_train=true").run_folder
+    text = call(folder, code=1)
+    assert "epoch_0002.json: has no receipt" in text
+    assert "begins with a state that no receipt before it has" in text
+    own = {
+        path.stem: receipts.digest_of_settings(Config(**checkpoint_files.read_state(path).config))
+        for path in checkpoint_files.records(folder)
+    }
+    of_checkpoints = [receipt for receipt in receipts.read(folder)[0] if receipt.checkpoint]
+    assert {receipt.checkpoint for receipt in of_checkpoints} == {"epoch_0001", "epoch_0003"}
+    assert all(receipt.settings == own[receipt.checkpoint] for receipt in of_checkpoints)
 
 
 @pytest.mark.slow
