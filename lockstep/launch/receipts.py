@@ -106,7 +106,7 @@ def add_missing(folder: Path) -> None:
         UserError: A file can't be read or written.
     """
     newest = records(folder)[-1:]
-    if not newest or not (folder / NAME).exists():
+    if not newest or not _has_receipts(folder):
         return
     known = read(folder)[0]
     if not known or checksum(newest[0]) in {receipt.record for receipt in known}:
@@ -130,7 +130,7 @@ def add_written_out(folder: Path, tensors: Path) -> None:
     Raises:
         UserError: A file can't be read or written.
     """
-    if not (folder / NAME).exists():
+    if not _has_receipts(folder):
         return
     known = read(folder)[0]
     if not known:
@@ -152,6 +152,12 @@ def add_written_out(folder: Path, tensors: Path) -> None:
         ReceiptFile(folder).add(receipt)
     except OSError as error:
         raise UserError(f"{folder / NAME}: a receipt can't be written: {error.strerror}") from error
+
+
+def _has_receipts(folder: Path) -> bool:
+    """Return whether a run has receipts. If it was killed before the first one, it may have an empty file."""
+    path = folder / NAME
+    return path.exists() and path.stat().st_size > 0
 
 
 def versions_of_computing() -> dict[str, str]:

@@ -26,6 +26,7 @@ import verify
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.files import checksum
+from lockstep.launch.receipts import add_written_out
 from lockstep.runs import checkpoint_files, receipts
 from lockstep.runs.folder import open_run
 from lockstep.runs.receipts import ReceiptFile
@@ -216,6 +217,22 @@ def test_a_checkpoint_of_other_settings_gets_no_receipt_when_the_run_resumes(pro
     of_checkpoints = [receipt for receipt in receipts.read(folder)[0] if receipt.checkpoint]
     assert {receipt.checkpoint for receipt in of_checkpoints} == {"epoch_0001", "epoch_0003"}
     assert all(receipt.settings == own[receipt.checkpoint] for receipt in of_checkpoints)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_before_its_first_receipt_can_be_resumed(program: Program) -> None:
+    """It had a checkpoint, was resumed with logical_ranks, and opened the file of receipts."""
+    running = program.run(*KEYS[1:], "n_epochs=1")
+    (running.run_folder / receipts.NAME).touch()
+    program.run(*KEYS, "n_epochs=2", "resume_train=true")
+    found, problems = receipts.read(running.run_folder)
+    assert found[0].kind == "start" and found[0].step > 0 and problems == []
+
+
+def test_a_checkpoint_from_memory_is_written_without_a_first_receipt(tmp_path: Path) -> None:
+    (tmp_path / receipts.NAME).touch()
+    add_written_out(tmp_path, tmp_path / "checkpoints" / "epoch_0001_at_8.safetensors")
+    assert (tmp_path / receipts.NAME).read_bytes() == b""
 
 
 @pytest.mark.slow
