@@ -144,7 +144,7 @@ def _check_task(config: Config, manifest: Manifest) -> None:
 
 
 def with_mean(dataset: Described, mean: tuple[float, ...] | None) -> Described:
-    """Return the dataset with a mean of R, G and B as its mean. With None, return it unchanged."""
+    """Return the dataset with one number for each channel as its mean. With None, return it unchanged."""
     if mean is None:
         return dataset
     return replace(dataset, mean=_plain_mean(mean, dataset.image_shape))

@@ -3,8 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from lockstep.config import Config
-from lockstep.data.dataset import Dataset, as_subtracted, open_dataset, takes_mean_of_data
+from lockstep.data.dataset import Dataset, as_subtracted, open_dataset, takes_mean_of_data, with_mean
 from lockstep.data.description import MEAN_NAME, NAME, Description, read_description
 from lockstep.errors import UserError
 
@@ -12,7 +14,8 @@ from lockstep.errors import UserError
 def open_data(config: Config, run: Path) -> tuple[Dataset, list[str]]:
     """Open a configuration's dataset for the network of a run, with the mean of the run's training data.
 
-    The mean is the dataset's own if the configuration gives one, or if the run's has another shape.
+    The mean is the dataset's own if the configuration gives one, or if the run's is a whole image of another
+    shape.
 
     Args:
         config: The run's configuration; its keys of data may be overridden.
@@ -32,11 +35,19 @@ def open_data(config: Config, run: Path) -> tuple[Dataset, list[str]]:
     _check_classes(dataset, name, description, run)
     if not takes_mean_of_data(config):
         return dataset, []
-    if description.image_shape != dataset.image_shape:
+    mean = as_subtracted(config, description.mean)
+    if mean.shape != dataset.image_shape:
+        if mean.shape[2] == dataset.image_shape[2] and _is_of_channels(mean):
+            return with_mean(dataset, tuple(mean[0, 0])), []
         shapes = [" x ".join(map(str, each.image_shape)) for each in (description, dataset)]
         note = f"{run / MEAN_NAME}: is for images of {shapes[0]}, and those of {name} are {shapes[1]}: "
         return dataset, [f"{note}a network without a mean of its own gets the mean of {name}"]
-    return replace(dataset, mean=as_subtracted(config, description.mean)), []
+    return replace(dataset, mean=mean), []
+
+
+def _is_of_channels(mean: np.ndarray) -> bool:
+    """Return whether a mean image has one number for each channel, and so fits images of any size."""
+    return mean.size > 0 and bool((mean == mean[0, 0]).all())
 
 
 def _check_classes(dataset: Dataset, name: str, description: Description, run: Path) -> None:

@@ -96,7 +96,8 @@ def add_missing(folder: Path) -> None:
     """Add the receipt of the newest checkpoint if it has none.
 
     A run may have been killed after it saved a checkpoint and before it added the receipt. A host whose disk
-    was lost, or is older, gets a checkpoint from another host.
+    was lost, or is older, gets a checkpoint from another host. A checkpoint with other settings than the
+    last receipt gets none: a part of the run without `logical_ranks` has made it.
 
     Args:
         folder: The run's folder. Without receipts in it, none is added.
@@ -105,16 +106,18 @@ def add_missing(folder: Path) -> None:
         UserError: A file can't be read or written.
     """
     newest = records(folder)[-1:]
-    if not newest or not (folder / NAME).exists():
+    if not newest or not _has_receipts(folder):
         return
     known = read(folder)[0]
     if not known or checksum(newest[0]) in {receipt.record for receipt in known}:
         return
     try:
-        path = verify_checksum(newest[0]).path
-    except UserError:  # damaged, so no run resumes from it
+        found = verify_checksum(newest[0])
+        settings = digest_of_settings(Config(**found.state.config))
+    except (UserError, TypeError, KeyError):  # damaged or edited
         return
-    add_written_out(folder, path)
+    if settings == known[-1].settings:  # else the last receipt doesn't say how this state was computed
+        add_written_out(folder, found.path)
 
 
 def add_written_out(folder: Path, tensors: Path) -> None:
@@ -127,7 +130,7 @@ def add_written_out(folder: Path, tensors: Path) -> None:
     Raises:
         UserError: A file can't be read or written.
     """
-    if not (folder / NAME).exists():
+    if not _has_receipts(folder):
         return
     known = read(folder)[0]
     if not known:
@@ -149,6 +152,12 @@ def add_written_out(folder: Path, tensors: Path) -> None:
         ReceiptFile(folder).add(receipt)
     except OSError as error:
         raise UserError(f"{folder / NAME}: a receipt can't be written: {error.strerror}") from error
+
+
+def _has_receipts(folder: Path) -> bool:
+    """Return whether a run has receipts. If it was killed before the first one, it may have an empty file."""
+    path = folder / NAME
+    return path.exists() and path.stat().st_size > 0
 
 
 def versions_of_computing() -> dict[str, str]:

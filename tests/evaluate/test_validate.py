@@ -243,6 +243,22 @@ def test_a_mean_that_the_configuration_gives_or_of_another_shape_is_not_the_runs
     ]
 
 
+@pytest.mark.parametrize("keys", [{"subtract_mean": "channel"}, {"crop": "padded"}])
+def test_a_mean_of_channels_is_the_runs_for_images_of_any_size(
+    shared_folder: Path, tmp_path: Path, keys: dict[str, object]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    trained_on = open_dataset(make_config(data_folder=str(shared_folder), **keys))
+    write_description(run, trained_on.description)
+    other = make_folder(tmp_path / "other", size=40)
+    np.save(other / "misc" / "img_mean.npy", np.zeros((40, 40, 3)))
+    for given in (keys, {}):  # a run on Python objects has such a mean without these keys
+        mean, notes = opened_for(run, other, **given)
+        assert mean.shape == (40, 40, 3) and (mean == trained_on.mean[0, 0]).all()
+        assert notes == []
+
+
 @pytest.mark.parametrize("names", ["abcdefg", "0123456", "ab2defg", "abcde"])
 def test_a_dataset_of_the_runs_classes_is_opened(folder: Path, tmp_path: Path, names: str) -> None:
     """A class without a name has its number. The network itself refuses another number of classes."""

@@ -26,7 +26,8 @@ import verify
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.files import checksum
-from lockstep.runs import receipts
+from lockstep.launch.receipts import add_written_out
+from lockstep.runs import checkpoint_files, receipts
 from lockstep.runs.folder import open_run
 from lockstep.runs.receipts import ReceiptFile
 from lockstep.signals import Interrupts
@@ -201,13 +202,58 @@ def test_a_run_that_was_killed_before_a_receipt_is_verified_once_it_has_resumed(
 
 
 @pytest.mark.slow
+def test_a_checkpoint_of_other_settings_gets_no_receipt_when_the_run_resumes(program: Program) -> None:
+    """The second part is trained without logical_ranks, so no receipt vouches for its checkpoint."""
+    program.run(*KEYS, "n_epochs=1")
+    program.run(*KEYS[1:], "logical_ranks=null", "n_epochs=2", "resume_train=true")
+    folder = program.run(*KEYS, "n_epochs=3", "resume_train=true").run_folder
+    text = call(folder, code=1)
+    assert "epoch_0002.json: has no receipt" in text
+    assert "begins with a state that no receipt before it has" in text
+    own = {
+        path.stem: receipts.digest_of_settings(Config(**checkpoint_files.read_state(path).config))
+        for path in checkpoint_files.records(folder)
+    }
+    of_checkpoints = [receipt for receipt in receipts.read(folder)[0] if receipt.checkpoint]
+    assert {receipt.checkpoint for receipt in of_checkpoints} == {"epoch_0001", "epoch_0003"}
+    assert all(receipt.settings == own[receipt.checkpoint] for receipt in of_checkpoints)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_before_its_first_receipt_can_be_resumed(program: Program) -> None:
+    """It had a checkpoint, was resumed with logical_ranks, and opened the file of receipts."""
+    running = program.run(*KEYS[1:], "n_epochs=1")
+    (running.run_folder / receipts.NAME).touch()
+    program.run(*KEYS, "n_epochs=2", "resume_train=true")
+    found, problems = receipts.read(running.run_folder)
+    assert found[0].kind == "start" and found[0].step > 0 and problems == []
+
+
+def test_a_checkpoint_from_memory_is_written_without_a_first_receipt(tmp_path: Path) -> None:
+    (tmp_path / receipts.NAME).touch()
+    add_written_out(tmp_path, tmp_path / "checkpoints" / "epoch_0001_at_8.safetensors")
+    assert (tmp_path / receipts.NAME).read_bytes() == b""
+
+
+@pytest.mark.slow
 def test_each_part_of_a_run_is_judged_by_its_own_settings(program: Program) -> None:
-    """The first part may remove its checkpoints, and the second may not."""
+    """The first part may remove its checkpoints, and the second may not.
+
+    A better epoch of the second part removes the first part's last checkpoint, if that was saved only because
+    it was the best. Then no record of the first part's keep_checkpoints is left.
+    """
     program.run(*KEYS, "n_epochs=3", "keep_checkpoints=1")
     running = program.run(*KEYS, "n_epochs=4", "keep_checkpoints=null", "resume_train=true")
     records = running.run_folder / "checkpoints"
     assert len(list(records.glob("*.json"))) < 4
-    assert ": verified; " in call(running.run_folder)
+    text = call(running.run_folder)
+    assert ": verified; " in text and "note: " not in text
+    for name in ("epoch_0001", "epoch_0002", "epoch_0003"):
+        for suffix in (".json", ".safetensors"):
+            (records / f"{name}{suffix}").unlink(missing_ok=True)
+    text = call(running.run_folder)
+    assert ": verified; " in text
+    assert f"note: {records}: 3 checkpoint(s) up to epoch_0003 are missing. The run may have" in text
     (records / "epoch_0004.json").unlink()
     assert "epoch_0004.json: is missing, and receipt" in call(running.run_folder, code=1)
 
