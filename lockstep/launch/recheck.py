@@ -40,14 +40,20 @@ class Recheck:
         self._network, self._digest_of = network, digest_of
         self._orders: deque[Order] = deque()
         self._feed: Feed | None = None
-        self._n_steps = 0
+        self._n_steps = self._first = 0
 
-    def begin_step(self) -> int | None:
-        """Count a step, and return the logical rank that is checked in it, or None."""
+    def begin_step(self, order: Order) -> int | None:
+        """Count a step, and return the logical rank that is checked in it, or None.
+
+        The first one depends on the place at which the run has begun or resumed: otherwise a run that often
+        resumes would rarely check the last logical ranks.
+        """
         every, n_logical = self._config.recheck_every or 1, self._config.logical_ranks or 1
+        if self._n_steps == 0:
+            self._first = order.epoch + order.step - 2
         self._n_steps += 1
         number, rest = divmod(self._n_steps, every)
-        return (number - 1) % n_logical if rest == 0 else None
+        return (self._first + number - 1) % n_logical if rest == 0 else None
 
     def compare(self, order: Order, bounds: tuple[int, ...], number: int, own: str) -> None:
         """Compare two trainers' gradients of a logical rank. All trainers call it after backward.

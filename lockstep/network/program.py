@@ -132,7 +132,7 @@ class Program(ABC):
 class GradientCheck(Protocol):
     """A check of some logical ranks' gradients before they are summed."""
 
-    def begin_step(self) -> int | None:
+    def begin_step(self, order: Order) -> int | None:
         """Count a step, and return the logical rank that is checked in it, or None."""
 
     def compare(self, order: Order, bounds: tuple[int, ...], number: int, own: str) -> None:

@@ -308,7 +308,7 @@ class Replica(Program, CheckedGradients):
         n_logical, order = self._config.logical_ranks, batch.order
         assert self._rank_sums and n_logical
         bounds = order.bounds or bounds_of(self._config)
-        checked, digest = self.recheck.begin_step() if self.recheck else None, ""
+        checked, digest = self.recheck.begin_step(order) if self.recheck else None, ""
         mean_n_samples = (order.stop - order.start) / n_logical  # the same for any number of trainers
         self._rank_sums.begin_step(bounds[rank])
         for number, share in shares_to_train(batch, (bounds[rank], bounds[rank + 1]), n_logical):

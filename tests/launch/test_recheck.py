@@ -8,11 +8,13 @@ from conftest import make_config, make_folder
 from faulty_gradients import KEYS, config_of, train_faultily
 from training_runs import assert_same, newest, train
 
+from lockstep.comm.messages import Order
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import DeviceFault, PeerLost, UndecidedFault
 from lockstep.launch.exit_status import ExitStatus
 from lockstep.launch.processes import Processes
 from lockstep.launch.ranks import run_ranks
+from lockstep.launch.recheck import Recheck
 from lockstep.launch.recovery import Attempt, next_try
 from lockstep.runs.folder import RunFolder
 
@@ -65,6 +67,15 @@ def fail_as_faulty(control: Pipe, board: Any, is_faulty: bool) -> bool:
 
 def fail_undecided(control: Pipe, board: Any) -> bool:
     raise UndecidedFault("trainers 0 and 1 compute different gradients")
+
+
+def test_every_logical_rank_is_checked_in_turn_wherever_the_run_resumes() -> None:
+    config = make_config(logical_ranks=4, recheck_every=2, global_batch_size=8)
+    for first in range(1, 6):
+        recheck = Recheck(config, *[None] * 4)  # type: ignore[arg-type]
+        steps = [Order("train", 1, first + n, 8 * n, 8 * n + 8, 8 * n, 8 * n + 8) for n in range(8)]
+        checked = [recheck.begin_step(order) for order in steps]
+        assert checked[::2] == [None] * 4 and checked[1::2] == [(first - 1 + n) % 4 for n in range(4)]
 
 
 def test_neither_of_two_trainers_that_differ_is_left_out() -> None:

@@ -8,6 +8,7 @@ import torch
 from conftest import make_config
 from training_runs import make_trainer
 
+from lockstep.comm.messages import Order
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.config.rules import settle
@@ -31,9 +32,9 @@ def break_gradients(trainer: Any, seed: int, from_step: int) -> None:
     learn, compare = program._learn_batch, program.recheck.begin_step
     steps = [0]
 
-    def begin_step() -> Any:
+    def begin_step(order: Order) -> Any:
         steps[0] += 1
-        return compare()
+        return compare(order)
 
     def learn_wrongly(*arguments: Any) -> None:
         learn(*arguments)
