@@ -121,7 +121,7 @@ def row_of(program: str, curves: list[Curve], long: list[Curve]) -> tuple[str, .
     accuracy = f"{statistics.mean(reached):.2f} +- {standard_error(reached):.2f}"
     times = ", ".join(seconds_to(curve, ACCURACY) for curve in curves)
     last = f"{accuracies(long)[0]:.2f}" if long else "-"
-    return program, accuracy, f"{statistics.mean(seconds):.0f}", times, last
+    return program, accuracy, ", ".join(f"{each:.0f}" for each in seconds), times, last
 
 
 def accuracy_section(
@@ -129,7 +129,7 @@ def accuracy_section(
 ) -> tuple[str, dict[str, Any]]:
     """Return the table of both programs and the comparison with the targets."""
     long_head = f"{options.long} epochs, top-1 in %" if options.long else "longer"
-    head = "program", "top-1 in %", "seconds", f"seconds to {ACCURACY} %, by seed", long_head
+    head = "program", "top-1 in %", "seconds, by seed", f"seconds to {ACCURACY} %, by seed", long_head
     short = {program: every[: options.seeds] for program, every in curves.items()}
     rows = [row_of(program, short[program], every[options.seeds :]) for program, every in curves.items()]
     mine, theirs = (accuracies(short[program]) for program in PROGRAMS)
