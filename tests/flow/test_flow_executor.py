@@ -316,6 +316,28 @@ def test_evaluation_shares_the_variables_and_changes_none() -> None:
         assert torch.equal(found["wrong"], errors(plain, *batch(5).values())["wrong"])
 
 
+def single_precision() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    whole = batch(6)
+    return network().float(), {"x": whole["x"].float(), "labels": whole["labels"]}
+
+
+def test_autocast_converts_the_weights_of_the_present_step() -> None:
+    """Autocast keeps converted weights until its outermost scope ends, also across optimizer.step."""
+    model, whole = single_precision()
+    optimizer, wanted, found = momentum(list(model.parameters())), [], []
+    with executor(1, model) as made:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                found.append(made.run(whole)["loss"])
+                value, _ = loss(model, *whole.values())
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            wanted.append(value.detach())
+        assert torch.equal(torch.stack(found), torch.stack(wanted))
+        assert_same(made.replica(0), dict(model.named_parameters()))
+
+
 def test_the_state_of_parameter_groups_lies_under_the_parameters_names() -> None:
     def grouped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         biases = [parameter for parameter in parameters if parameter.dim() == 1]
