@@ -338,6 +338,31 @@ def test_autocast_converts_the_weights_of_the_present_step() -> None:
         assert_same(made.replica(0), dict(model.named_parameters()))
 
 
+def test_a_program_belongs_to_its_precision() -> None:
+    def scores(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"scores": model(x), "zeros": torch.zeros(1)}
+
+    def dtypes() -> list[torch.dtype]:
+        return [value.dtype for value in made.evaluate(scores, whole, ["scores", "zeros"]).values()]
+
+    model, whole = single_precision()
+    with executor(2, model) as made:
+        for _ in range(2):
+            assert dtypes() == [torch.float32, torch.float32]
+            with torch.autocast("cpu", torch.bfloat16):
+                assert dtypes() == [torch.bfloat16, torch.float32]
+                assert made.run(whole, ["scores"])["scores"].dtype is torch.bfloat16
+            with torch.autocast("cpu", torch.float16):
+                assert dtypes() == [torch.float16, torch.float32]
+            assert made.run(whole, ["scores"])["scores"].dtype is torch.float32
+            torch.set_default_dtype(torch.float64)
+            try:
+                assert dtypes() == [torch.float32, torch.float64]
+            finally:
+                torch.set_default_dtype(torch.float32)
+        assert made._n_captured == 6
+
+
 def test_the_state_of_parameter_groups_lies_under_the_parameters_names() -> None:
     def grouped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         biases = [parameter for parameter in parameters if parameter.dim() == 1]
