@@ -98,7 +98,7 @@ class Array(torch.Tensor):
         if self.memory.program is not None:
             self.memory.program.refuse("reading a value")
         need_values("reading an array")
-        value: torch.Tensor = run(fetching(self.memory, self.view_of_memory()), [self.memory]).wait()
+        value: torch.Tensor = run(fetching(self.memory, self.view_of_memory()), [self.memory]).take()
         return value
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
@@ -394,7 +394,7 @@ def _run_now(step: Instruction, operands: Operands, inputs: list[Array], written
         program.refuse(f"{step.name} depends on values", "control flow, .item() and shapes must not")
     need_values(step.name)
     step.gives_result = True
-    returned = run(step, [a.memory for a in inputs], [a.memory for a in written]).wait()
+    returned = run(step, [a.memory for a in inputs], [a.memory for a in written]).take()
     return private.tree_map(partial(_with_value, step), returned)
 
 

@@ -103,6 +103,12 @@ class Operation:
 
     result = wait
 
+    def take(self) -> Any:
+        """Wait for the result and return it; the operation, which a variable's uses may keep, drops it."""
+        result = self.wait()
+        self.result_value = None
+        return result
+
     def _wait(self) -> None:
         if WORKER.lane is not None and WORKER.lane.device is self.lane.device:
             raise UserError(

@@ -308,7 +308,7 @@ class CapturedProgram:
             operations[number].wait()
         leaves, structure = self._outputs
         found = [
-            operations[leaf.operation].wait() if isinstance(leaf, FetchedOutput) else leaf for leaf in leaves
+            operations[leaf.operation].take() if isinstance(leaf, FetchedOutput) else leaf for leaf in leaves
         ]
         return private.tree_unflatten(found, structure)
 

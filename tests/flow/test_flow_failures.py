@@ -330,6 +330,24 @@ def test_nothing_stays_alive(engine: flow.Engine) -> None:
     assert [held() for _, held in operations] == [None, None, None]
 
 
+def test_a_value_that_was_read_is_the_readers_alone(engine: flow.Engine) -> None:
+    """The array that it was read from remembers the operations that have read it."""
+    with flow.device(engine.devices[0]):
+        x = flow.ones((3,))
+        program = flow.capture(lambda: x)
+        for read in (
+            x.tensor,
+            lambda: torch.nonzero(x).memory.cell.value,  # its shape depends on values
+            x[0].item,
+            program,
+        ):
+            kept = weakref.ref(value) if isinstance(value := read(), torch.Tensor) else None
+            del value
+            gc.collect()
+            assert kept is None or kept() is None
+        assert all(reader.result_value is None for reader in x.memory.readers)
+
+
 def test_thread_counts_of_others_stay_as_they_are() -> None:
     def counts() -> tuple[int, int]:
         found: list[int] = []
