@@ -423,5 +423,5 @@ def _submit(
     memories = ([a.memory for a in inputs], [a.memory for a in written], [a.memory for a in made])
     if program is None:
         return run(step, *memories)
-    program.see(inputs)
+    program.see(inputs, written)
     return program.add(step, *memories)

@@ -664,6 +664,24 @@ def test_calls_run_beside_and_hold_back_only_what_writes(devices: list[Cpu]) -> 
         flow.call(lambda a: None, x, writes=[y])
 
 
+def test_backward_refuses_what_a_call_has_overwritten(devices: list[Cpu]) -> None:
+    p = flow.ones((3,)).requires_grad_()
+    for part in (slice(None), slice(1, 2)):
+        y = torch.exp(p)
+        written = y.detach()[part]  # shares its memory
+        flow.call(lambda value: value.zero_(), written, writes=[written])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    both(lambda x: torch.autograd.grad(torch.exp(x.requires_grad_()).sum(), x), pictures(4))
+    y = torch.exp(p)
+    flow.call(lambda value: value.clone(), y)  # it only reads
+    y.sum().backward()
+    with torch.inference_mode():  # such tensors have no versions
+        x = flow.ones((3,))
+        flow.call(lambda value: value.zero_(), x, writes=[x])
+        assert x.tolist() == [0, 0, 0]
+
+
 def test_memory_of_a_loop_stays_flat(devices: list[Cpu]) -> None:
     """Values are released after their last use, without waiting for anything."""
     import weakref
