@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.errors import UserError, nearest
 from lockstep.flow import placement, private
 from lockstep.flow.arrays import Array
-from lockstep.flow.creation import arrays
+from lockstep.flow.creation import arrays, check_hooks, tensors_of
 from lockstep.flow.creation import device as on_device
 from lockstep.flow.devices import Device
 from lockstep.flow.engine import engine_of
@@ -57,6 +57,7 @@ def make_replicas(model: nn.Module, devices: Sequence[Device], share_weights: bo
     Args:
         share_weights: Devices with one memory share the parameters; each has its own buffers.
     """
+    check_hooks(tensors_of(model), "change gradients in the optimizer instead")
     model = copy.deepcopy(model)
     dropouts = dropout.install(model)
     engine_of(devices[0])

@@ -615,6 +615,60 @@ def test_arrays_of_a_module(devices: list[Cpu]) -> None:
         weight.data = torch.zeros(1)
 
 
+def tied_layers() -> tuple[nn.Linear, nn.Linear]:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    return first, second
+
+
+def test_modules_made_arrays_one_after_another_stay_tied(devices: list[Cpu]) -> None:
+    first, second = tied_layers()
+    with flow.device(devices[0]):
+        flow.arrays(first)
+    with flow.device(devices[1]):
+        flow.arrays(second)
+    assert second.weight is first.weight and second.bias is not first.bias
+    first, second = tied_layers()
+    flow.arrays(first)
+    with torch.no_grad():
+        second.weight.add_(1)
+    bias = second.bias
+    with pytest.raises(UserError, match=r"weight became an array in another module.*was changed since"):
+        flow.arrays(second)
+    assert second.bias is bias
+    del first  # with its array
+    assert flow.arrays(second).weight.tensor().shape == (2, 2)
+
+
+def test_an_optimizer_of_replaced_parameters_is_refused(devices: list[Cpu]) -> None:
+    model = nn.Linear(2, 2)
+    early = torch.optim.SGD(model.parameters(), 0.1)
+    flow.arrays(model)
+    model(flow.ones((1, 2))).sum().backward()
+    with pytest.raises(UserError, match=r"SGD was made before flow.arrays.*replaced weight .*after"):
+        early.step()
+    before = model.weight.tensor()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    assert not torch.equal(model.weight.tensor(), before)
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(other.parameters(), 0.1).step()
+
+
+def test_hooks_that_an_array_would_lose_are_refused(devices: list[Cpu]) -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        hook = getattr(model[1].weight, register)(lambda gradient: None)
+        with pytest.raises(UserError, match=r"1.weight has hooks.*register them after flow.arrays"):
+            flow.arrays(model)
+        assert not isinstance(model[0].weight, flow.Array)
+        hook.remove()
+        getattr(flow.arrays(model)[1].weight, register)(lambda gradient: None)
+        flow.arrays(model)  # which are arrays already
+        with pytest.raises(UserError, match=r"1.weight has hooks.*in the optimizer"):
+            flow.ParallelExecutor(model, F.mse_loss, torch.optim.SGD, devices)
+
+
 def test_wrong_shapes_raise_where_they_are_written(
     devices: list[Cpu], caplog: pytest.LogCaptureFixture
 ) -> None:
