@@ -186,10 +186,10 @@ class Buckets:
         self._hyperparameters: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
         trained = [name for name, p in replicas[0].parameters.items() if p.requires_grad]
-        if trained:
-            BucketOptimizer(
-                trained, replicas[0], make
-            )  # an unusable optimizer is refused before the first run
+        self._initial: dict[str, Any] = {}  # hyperparameters of parameters that have no bucket yet
+        if trained:  # an unusable optimizer is refused before the first run
+            found = BucketOptimizer(trained, replicas[0], make).state()
+            self._initial = {name: {**own, "state": {}} for name, own in found.items()}
 
     def extend(self, gradients: dict[str, Array]) -> None:
         """Put parameters without a bucket into new ones, in the order of `gradients`."""
@@ -247,7 +247,9 @@ class Buckets:
 
     def state(self) -> dict[str, Any]:
         """Return the optimizers' state and hyperparameters by parameter."""
-        made = dict(self._loaded)
+        made = {}
+        for name, own in {**self._initial, **self._loaded}.items():
+            made[name] = {**own, "hyperparameters": {**own["hyperparameters"], **self._hyperparameters}}
         for bucket in self.all:
             made.update(bucket.updates[min(bucket.updates)].state())
         return made

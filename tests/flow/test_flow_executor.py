@@ -193,6 +193,25 @@ def test_any_optimizer_whose_hyperparameters_change(strategy: str) -> None:
             torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-9, atol=1e-9)
 
 
+def test_hyperparameters_that_no_run_has_used_yet_are_in_the_state() -> None:
+    with executor(2) as made:
+        made.set_hyperparameters(lr=0.5)
+        state = made.state_dict()
+        made.run(batch(4))
+        wanted = made.replica(0)
+        assert {own["hyperparameters"]["lr"] for own in state["optimizer"].values()} == {0.5}
+    with executor(2) as made:
+        made.load_state_dict(state)
+        again = made.state_dict()["optimizer"]
+        assert {own["hyperparameters"]["lr"] for own in again.values()} == {0.5}
+        made.set_hyperparameters(momentum=0.5)
+        again = made.state_dict()["optimizer"]
+        assert {own["hyperparameters"]["momentum"] for own in again.values()} == {0.5}
+        made.load_state_dict(state)
+        made.run(batch(4))
+        assert_same(made.replica(1), wanted)
+
+
 def test_an_optimizer_may_write_its_gradients() -> None:
     def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, 0.1, 0.9, nesterov=True, foreach=True)
