@@ -192,7 +192,7 @@ class Buckets:
             self._initial = {name: {**own, "state": {}} for name, own in found.items()}
 
     def extend(self, gradients: dict[str, Array]) -> None:
-        """Put parameters without a bucket into new ones, in the order of `gradients`."""
+        """Put parameters without a bucket into new ones of one dtype each, in the order of `gradients`."""
         known = {name for bucket in self.all for name in bucket.names}
         names: list[str] = []
         size = 0
@@ -202,6 +202,9 @@ class Buckets:
             if gradient.layout is not torch.strided:
                 self._close([name], 0)
                 continue
+            if names and gradient.dtype is not gradients[names[-1]].dtype:
+                self._close(names, size)
+                names, size = [], 0
             names.append(name)
             size += gradient.numel() * gradient.element_size()
             if size >= self._n_bytes:
