@@ -4,6 +4,7 @@ The shapes of results are known at once. An operation whose shapes depend on val
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -151,6 +152,8 @@ class Array(torch.Tensor):
             copy = self.detach().clone().requires_grad_(self.requires_grad)
             if isinstance(self, nn.Parameter):
                 private.as_parameter(copy)
+            elif self.is_leaf and self.grad is not None:  # torch copies no gradients of parameters
+                copy.grad = deepcopy(self.grad, memo)
             memo[id(self)] = copy
         copied: Array = memo[id(self)]
         return copied

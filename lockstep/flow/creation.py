@@ -215,6 +215,15 @@ def _mode_calls() -> tuple[list[Any], list[Any]]:
     return private.mode_calls(_RecordingMode(), _CopyingMode())
 
 
+def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+    """Return the array that is the deep copy of a tensor, with its gradient."""
+    if id(tensor) not in memo:
+        copied = memo[id(tensor)] = array(tensor).requires_grad_(tensor.requires_grad)
+        if tensor.is_leaf and tensor.grad is not None:
+            copied.grad = _deep_copy(tensor.grad, memo)
+    return memo[id(tensor)]
+
+
 class _CopyingMode(TorchFunctionMode):
     """A mode that makes deep copies arrays; torch would put an ordinary tensor's memory under an array.
 
@@ -224,10 +233,7 @@ class _CopyingMode(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
-            tensor, memo = args
-            if id(tensor) not in memo:
-                memo[id(tensor)] = array(tensor).requires_grad_(tensor.requires_grad)
-            return memo[id(tensor)]
+            return _deep_copy(*args)
         if function is torch.tensor and args:
             args = (with_tensors(args[0]), *args[1:])
         try:

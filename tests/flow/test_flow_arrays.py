@@ -615,6 +615,29 @@ def test_arrays_of_a_module(devices: list[Cpu]) -> None:
         weight.data = torch.zeros(1)
 
 
+@pytest.mark.parametrize("make", [torch.Tensor.detach, nn.Parameter])
+def test_deep_copies_have_the_gradients_that_torch_copies(devices: list[Cpu], make: Any) -> None:
+    x = make(torch.ones(3)).requires_grad_()
+    (x * 2).sum().backward()
+    wanted = copy.deepcopy(x).grad
+    lazy = flow.array(x.detach()).requires_grad_()
+    if isinstance(x, nn.Parameter):
+        lazy = flow.arrays(nn.ParameterList([x]))[0]
+    (lazy * 2).sum().backward()
+    copies = [copy.deepcopy(lazy)]
+    with flow.device(devices[0]):
+        copies.append(copy.deepcopy(lazy))
+        copies.append(copy.deepcopy(x.grad if wanted is None else x))
+    for each in copies:
+        assert isinstance(each, flow.Array)
+        if wanted is None:
+            assert each.grad is None
+        else:
+            assert isinstance(each.grad, flow.Array) and torch.equal(each.grad.tensor(), wanted)
+    if wanted is not None:
+        assert lazy.grad is not None and copies[0].grad is not lazy.grad
+
+
 def tied_layers() -> tuple[nn.Linear, nn.Linear]:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
