@@ -225,7 +225,7 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     arrays = [tensor for tensor in operands.tensors if type(tensor) is Array]
     written = [tensor for place in kind.writes for tensor in operands.at(place)]
     views = kind.view or kind.changes_shape
-    if not arrays and (written or views or kind.refused or kind.aside):
+    if not arrays and (written or views or kind.refused or kind.aside or _is_meta(operands)):
         return _ordinary(kind, written, partial(function, *args, **kwargs))
     if kind.name == "set_" and _is_empty(written) and isinstance(args[1], torch.UntypedStorage):
         return _given_memory(written[0], args[1:])
@@ -250,6 +250,12 @@ def _ordinary(kind: OperationTraits, written: list[Any], run_now: Callable[[], A
         what = f"{kind.name} writes an ordinary tensor of shape {tuple(written[0].shape)}"
         program.refuse(what, "make it an array before the capture")
     return run_now()
+
+
+def _is_meta(operands: Operands) -> bool:
+    """Return whether an operation is about shapes only, which torch computes on its meta device."""
+    device = operands.keywords.get("device")
+    return (device is not None and device.type == "meta") or any(t.is_meta for t in operands.tensors)
 
 
 def _is_empty(written: list[Any]) -> bool:

@@ -638,6 +638,19 @@ def test_deep_copies_have_the_gradients_that_torch_copies(devices: list[Cpu], ma
         assert lazy.grad is not None and copies[0].grad is not lazy.grad
 
 
+def test_tensors_on_the_meta_device_are_left_to_torch(devices: list[Cpu]) -> None:
+    with flow.device(devices[0]):
+        layer = nn.Linear(3, 2, device="meta")
+        for made in (layer.weight, layer(torch.ones(4, 3, device="meta")), torch.randn(3, device="meta") * 2):
+            assert made.is_meta and not isinstance(made, flow.Array)
+        with torch.device("meta"):
+            assert nn.Linear(3, 2).weight.is_meta
+        with pytest.raises(UserError, match="meta device has no values"):
+            torch.ones(2) + torch.empty(2, device="meta")
+        values = flow.arrays(layer.to_empty(device="cpu"))(torch.ones(4, 3))
+        assert isinstance(values, flow.Array) and values.tensor().shape == (4, 2)
+
+
 def tied_layers() -> tuple[nn.Linear, nn.Linear]:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
