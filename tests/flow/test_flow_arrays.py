@@ -431,6 +431,17 @@ def test_sparse_gradients(devices: list[Cpu]) -> None:
     assert_same(lazy.weight, table.weight)
 
 
+def test_sparse_tensors_made_of_arrays_can_be_copied_and_used(devices: list[Cpu]) -> None:
+    plain = torch.eye(3).to_sparse()
+    with flow.device(devices[0]):
+        for made in (torch.eye(3).to_sparse(), flow.array(plain), flow.array(torch.eye(3)).to_sparse()):
+            for each in (made, flow.array(made), made.clone(), flow.array(made).detach()):
+                assert each.layout is torch.sparse_coo
+                assert torch.equal(each.tensor().to_dense(), torch.eye(3))
+            assert flow.array(made, dtype=torch.float64).tensor().dtype is torch.float64
+            assert_same(made.to_dense() + 1, torch.eye(3) + 1)
+
+
 def test_where_things_run(devices: list[Cpu]) -> None:
     """Results lie on the current device, in-place writes stay, backward runs where forward ran."""
     first, second, third = devices
