@@ -1,6 +1,7 @@
 """ParallelExecutor: N devices are one network, with the same bits on all, by any strategy, every time."""
 
 import copy
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import wait_until
 from torch import nn
 
 from lockstep import flow
@@ -313,6 +315,37 @@ def test_buffers_are_restored_if_the_loss_raises() -> None:
         with pytest.raises(KeyError):
             made.run(batch(4))
         assert_same(made.replica(0), before)
+
+
+def test_buffers_are_restored_whatever_a_second_interrupt_hits() -> None:
+    """The first raises in the loss, the second in one of the functions that are called from then on."""
+    n_calls, number = [0], 0
+
+    def interrupt(frame: Any, event: str, argument: object) -> None:
+        n_calls[0] += 1
+        if n_calls[0] > number:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    def interrupted(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        model(x)
+        sys.settrace(interrupt)
+        raise KeyboardInterrupt
+
+    def is_restored() -> bool:
+        return all(torch.equal(value, before[name]) for name, value in made.replica(0).items())
+
+    with executor(2, Normalised().double(), loss=interrupted) as made:
+        before = made.replica(0)
+        while n_calls[0] >= number:
+            n_calls[0], number = 0, number + 1
+            try:
+                made.run(batch(4))
+            except KeyboardInterrupt:
+                sys.settrace(None)
+            torch.set_grad_enabled(True)  # torch.no_grad does not survive every interrupt
+            wait_until(is_restored, "the restored buffers")
+        assert number > 2
 
 
 def test_evaluation_shares_the_variables_and_changes_none() -> None:
