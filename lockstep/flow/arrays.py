@@ -4,6 +4,7 @@ The shapes of results are known at once. An operation whose shapes depend on val
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -98,7 +99,7 @@ class Array(torch.Tensor):
         if self.memory.program is not None:
             self.memory.program.refuse("reading a value")
         need_values("reading an array")
-        value: torch.Tensor = run(fetching(self.memory, self.view_of_memory()), [self.memory]).wait()
+        value: torch.Tensor = run(fetching(self.memory, self.view_of_memory()), [self.memory]).take()
         return value
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
@@ -151,6 +152,8 @@ class Array(torch.Tensor):
             copy = self.detach().clone().requires_grad_(self.requires_grad)
             if isinstance(self, nn.Parameter):
                 private.as_parameter(copy)
+            elif self.is_leaf and self.grad is not None:  # torch copies no gradients of parameters
+                copy.grad = deepcopy(self.grad, memo)
             memo[id(self)] = copy
         copied: Array = memo[id(self)]
         return copied
@@ -222,7 +225,7 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     arrays = [tensor for tensor in operands.tensors if type(tensor) is Array]
     written = [tensor for place in kind.writes for tensor in operands.at(place)]
     views = kind.view or kind.changes_shape
-    if not arrays and (written or views or kind.refused or kind.aside):
+    if not arrays and (written or views or kind.refused or kind.aside or _is_meta(operands)):
         return _ordinary(kind, written, partial(function, *args, **kwargs))
     if kind.name == "set_" and _is_empty(written) and isinstance(args[1], torch.UntypedStorage):
         return _given_memory(written[0], args[1:])
@@ -247,6 +250,12 @@ def _ordinary(kind: OperationTraits, written: list[Any], run_now: Callable[[], A
         what = f"{kind.name} writes an ordinary tensor of shape {tuple(written[0].shape)}"
         program.refuse(what, "make it an array before the capture")
     return run_now()
+
+
+def _is_meta(operands: Operands) -> bool:
+    """Return whether an operation is about shapes only, which torch computes on its meta device."""
+    device = operands.keywords.get("device")
+    return (device is not None and device.type == "meta") or any(t.is_meta for t in operands.tensors)
 
 
 def _is_empty(written: list[Any]) -> bool:
@@ -394,7 +403,7 @@ def _run_now(step: Instruction, operands: Operands, inputs: list[Array], written
         program.refuse(f"{step.name} depends on values", "control flow, .item() and shapes must not")
     need_values(step.name)
     step.gives_result = True
-    returned = run(step, [a.memory for a in inputs], [a.memory for a in written]).wait()
+    returned = run(step, [a.memory for a in inputs], [a.memory for a in written]).take()
     return private.tree_map(partial(_with_value, step), returned)
 
 
@@ -423,5 +432,5 @@ def _submit(
     memories = ([a.memory for a in inputs], [a.memory for a in written], [a.memory for a in made])
     if program is None:
         return run(step, *memories)
-    program.see(inputs)
+    program.see(inputs, written)
     return program.add(step, *memories)

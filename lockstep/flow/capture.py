@@ -46,8 +46,10 @@ def capture(function: Callable[..., Any], *examples: torch.Tensor) -> CapturedPr
             leaves, structure = private.tree_flatten(returned)
             outputs = [made.output(leaf) for leaf in leaves]
         del inputs, returned, leaves
+        changed = made.changed()
         made.close()
     except BaseException:
+        made.changed()
         made.forget_gradients()  # the next backward would add to gradients that have no value
         raise
     return CapturedProgram(
@@ -56,6 +58,7 @@ def capture(function: Callable[..., Any], *examples: torch.Tensor) -> CapturedPr
         made.memories,
         made.inputs,
         (outputs, structure),
+        changed,
     )
 
 
@@ -88,6 +91,7 @@ class Capture:
         self._storages: list[Storage] = []  # keeps those ids
         self._copies: dict[int, dict[Any, Any]] = {}
         self._leaves: dict[int, weakref.ref[Array]] = {}  # by id; a dead one may be replaced
+        self._changed: dict[int, Array] = {}  # by id: arrays from before the capture that it writes
 
     def refuse(self, what: str, remedy: str = "a program has values only when it runs") -> NoReturn:
         """Raise CaptureError with the user's line."""
@@ -99,12 +103,24 @@ class Capture:
             "optimizer that keeps it, anew"
         )
 
-    def see(self, inputs: Sequence[Array]) -> None:
-        """Note parameters, whose gradients the program will make."""
+    def see(self, inputs: Sequence[Array], written: Sequence[Array]) -> None:
+        """Note parameters, whose gradients the program will make, and arrays that each run changes."""
         for array in inputs:
             leaf: Any = array if array._base is None else array._base
             if leaf.requires_grad and leaf.is_leaf:
                 self._leaves[id(leaf)] = weakref.ref(leaf)
+        for array in written:
+            if array.memory.program is None:
+                whole: Any = array if array._base is None else array._base
+                self._changed[id(whole)] = whole
+
+    def changed(self) -> list[Array]:
+        """Return arrays that share autograd's version counters with those that each run changes, once.
+
+        They have no history, so they keep nothing but the memory, which the program keeps anyway.
+        """
+        changed, self._changed = self._changed, {}
+        return [array.detach() for array in changed.values()]  # type: ignore[misc]
 
     def copies_of(self, storage: Storage) -> tuple[dict[Any, Any], int]:
         """Return a memory's copies on other devices, and its version in the program."""

@@ -1,12 +1,16 @@
 """New arrays: copies of data, modules, factories, and the scope in which torch's factories make arrays."""
 
+import functools
 import os
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ContextDecorator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
@@ -55,8 +59,17 @@ def with_tensors(data: Any) -> Any:
 def arrays(module: _Module) -> _Module:
     """Make the module's parameters and buffers arrays on the current device, in place; return the module.
 
-    Arrays stay as they are. The names of parameters are shown in diagrams of programs.
+    Arrays stay as they are. A parameter that another module has in common becomes the same array there. The
+    names of parameters are shown in diagrams of programs. Optimizers are made afterwards.
+
+    Raises:
+        UserError: A tensor has hooks, or a parameter that became an array in another module was changed
+            since then. The module is as it was.
     """
+    tensors = [(name, t) for name, t in tensors_of(module) if not isinstance(t, Array)]
+    check_hooks(tensors, "register them after flow.arrays, on the array")
+    for name, parameter in module.named_parameters():
+        _replacement_of(name, parameter)  # it may raise
     device, made = placement.current_device(), dict[int, Array]()
     for prefix, part in module.named_modules():
         for own in (part._parameters, part._buffers):
@@ -64,12 +77,85 @@ def arrays(module: _Module) -> _Module:
                 if tensor is None or isinstance(tensor, Array):
                     continue
                 if id(tensor) not in made:
-                    new = from_tensor(tensor, device, f"{prefix}.{key}".lstrip("."))
-                    if isinstance(tensor, nn.Parameter):
-                        private.as_parameter(new.requires_grad_(tensor.requires_grad))
-                    made[id(tensor)] = new
+                    made[id(tensor)] = _array_of(f"{prefix}.{key}".lstrip("."), tensor, device)
                 own[key] = made[id(tensor)]
     return module
+
+
+def tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters and buffers of a module, with their names."""
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def check_hooks(tensors: Iterable[tuple[str, torch.Tensor]], remedy: str) -> None:
+    """Raise UserError for a tensor whose gradient has hooks, which are not copied with it."""
+    for name, tensor in tensors:
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            raise UserError(f"{name} has hooks on its gradient, which its array would not have: {remedy}")
+
+
+@dataclass
+class _Replaced:
+    """A parameter that `arrays` has replaced, as it was then."""
+
+    name: str
+    parameter: weakref.ref[nn.Parameter]
+    array: weakref.ref[Array]
+    value: Any
+
+
+_replaced: dict[int, _Replaced] = {}  # by the parameter's id, while it exists
+
+
+def _value_of(parameter: nn.Parameter) -> Any:
+    """Return what changes if a parameter is written or converted."""
+    version = None if parameter.is_inference() else parameter._version
+    return version, parameter.dtype, parameter.shape
+
+
+def _replacement_of(name: str, parameter: nn.Parameter) -> Array | None:
+    """Return the array that the parameter became in another module, or None."""
+    known = _replaced.get(id(parameter))
+    array = None if known is None else known.array()
+    if known is not None and array is not None and known.value != _value_of(parameter):
+        raise UserError(
+            f"{name} became an array in another module, as {known.name}, and was changed since then: make "
+            "all modules that have it arrays before any of them trains"
+        )
+    return array
+
+
+def _array_of(name: str, tensor: torch.Tensor, device: Device) -> Array:
+    """Return the array that takes the place of a module's tensor."""
+    if not isinstance(tensor, nn.Parameter):
+        return from_tensor(tensor, device, name)
+    known = _replacement_of(name, tensor)
+    if known is not None:
+        return known
+    made = from_tensor(tensor, device, name)
+    private.as_parameter(made.requires_grad_(tensor.requires_grad))
+    gone: Any = functools.partial(_replaced.pop, id(tensor))
+    _watch_optimizers()
+    _replaced[id(tensor)] = _Replaced(name, weakref.ref(tensor, gone), weakref.ref(made), _value_of(tensor))
+    return made
+
+
+def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Raise UserError before a step on parameters that are no longer their module's."""
+    for group in optimizer.param_groups if _replaced else ():
+        for parameter in group["params"]:
+            known = _replaced.get(id(parameter))
+            if known is not None and known.array() is not None:
+                raise UserError(
+                    f"{type(optimizer).__name__} was made before flow.arrays, which has replaced "
+                    f"{known.name} by an array that the optimizer does not have: make it after flow.arrays"
+                )
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Look at the parameters of optimizers before each step, from now on."""
+    register_optimizer_step_pre_hook(_refuse_replaced)
 
 
 def _factory(make: Callable[[], torch.Tensor]) -> Array:
@@ -129,6 +215,15 @@ def _mode_calls() -> tuple[list[Any], list[Any]]:
     return private.mode_calls(_RecordingMode(), _CopyingMode())
 
 
+def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+    """Return the array that is the deep copy of a tensor, with its gradient."""
+    if id(tensor) not in memo:
+        copied = memo[id(tensor)] = array(tensor).requires_grad_(tensor.requires_grad)
+        if tensor.is_leaf and tensor.grad is not None:
+            copied.grad = _deep_copy(tensor.grad, memo)
+    return memo[id(tensor)]
+
+
 class _CopyingMode(TorchFunctionMode):
     """A mode that makes deep copies arrays; torch would put an ordinary tensor's memory under an array.
 
@@ -138,10 +233,7 @@ class _CopyingMode(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
-            tensor, memo = args
-            if id(tensor) not in memo:
-                memo[id(tensor)] = array(tensor).requires_grad_(tensor.requires_grad)
-            return memo[id(tensor)]
+            return _deep_copy(*args)
         if function is torch.tensor and args:
             args = (with_tensors(args[0]), *args[1:])
         try:

@@ -103,6 +103,12 @@ class Operation:
 
     result = wait
 
+    def take(self) -> Any:
+        """Wait for the result and return it; the operation, which a variable's uses may keep, drops it."""
+        result = self.wait()
+        self.result_value = None
+        return result
+
     def _wait(self) -> None:
         if WORKER.lane is not None and WORKER.lane.device is self.lane.device:
             raise UserError(
@@ -192,6 +198,8 @@ class Operation:
             record.start = perf_counter()
         device = self.lane.device
         try:
+            if self.lane.error is not None:
+                raise self.lane.error
             if self._awaits:
                 self._follow_events()
             self.result_value = device.launch(function)
@@ -262,8 +270,10 @@ class Lane:
         self.n_workers = n_workers
         self.last_events: dict[int, Event] = {}  # by worker
         self.asynchronous = device.asynchronous
+        self.error: Exception | None = None  # why a worker could not begin: all operations fail with it
         self._places = [None] * n_workers  # one per worker that has not begun
         self._workers: list[threading.Thread] = []
+        self._substitutes: list[None] = []  # one per thread that works in place of such a worker
 
     def start(self) -> None:
         """Start the workers. After an interrupt it is called again; surplus workers end at once."""
@@ -276,9 +286,16 @@ class Lane:
 
     def _start_worker(self) -> None:
         """Start a worker, in a thread where no signal handler can break Thread.start."""
-        worker = threading.Thread(target=self._work, name=f"flow {self.name}", daemon=True)
-        self._workers.append(worker)
-        worker.start()
+        try:
+            worker = threading.Thread(target=self._work, name=f"flow {self.name}", daemon=True)
+            self._workers.append(worker)
+            worker.start()
+        except BaseException:  # the system has no second thread: this one is the worker
+            self._substitutes.append(None)
+            try:
+                self._work()
+            finally:
+                self._substitutes.pop()
 
     def put(self, operation: Operation) -> None:
         """Add a ready operation. The caller holds GRAPH."""
@@ -303,11 +320,13 @@ class Lane:
         self._closing = True
         while self._started and self._places:  # workers that are being started
             time.sleep(1e-3)
-        for _ in self._workers:
+        for _ in range(self.n_workers):
             self._wakes.put(None)
         for worker in self._workers:
             while worker.is_alive():
                 worker.join(POLL_SECONDS)
+        while self._substitutes:
+            time.sleep(1e-3)
 
     def _work(self) -> None:
         try:
@@ -316,7 +335,7 @@ class Lane:
             return
         WORKER.lane = self
         with contextlib.ExitStack() as stack:
-            self.device.enter(self.kind, stack)
+            self._enter_device(stack)
             operation: Operation | None = None
             closing = False
             while not closing or operation is not None:
@@ -333,6 +352,15 @@ class Lane:
                 if operation is None:
                     self._rest(closing)
             self.synchronize()
+
+    def _enter_device(self, stack: contextlib.ExitStack) -> None:
+        """Prepare this worker. If that fails it works on: without a worker, operations would never fail."""
+        try:
+            self.device.enter(self.kind, stack)
+        except BaseException as error:
+            what = f"{type(error).__name__}: {error}"
+            self.error = RuntimeError(f"a worker of {self.name} can't begin: {what}")
+            self.error.__cause__ = error
 
     def _take(self) -> Operation | None:
         """Return the next operation to run, or None. The caller holds GRAPH."""

@@ -116,6 +116,7 @@ def call(
         [a.view_of_memory() for a in inputs],
     )
     step.line, step.phase, step.gives_result = placement.user_line(), "call", True
+    torch.autograd.graph.increment_version(list(writes))  # as torch's own in-place operations do
     operation: Operation = submit(step, inputs, list(writes), [])
     return operation
 

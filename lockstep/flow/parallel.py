@@ -29,7 +29,7 @@ Strategy = Literal["all_reduce", "reduce"]
 Recorder = Callable[[list[steps.DeviceBatch]], Any]
 Feed = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 Batch = list[torch.Tensor]
-_MOST_PROGRAMS = 64  # kept at once, one per set of shapes
+_MOST_PROGRAMS = 64  # kept at once, one per set of shapes and precision
 
 
 class ParallelExecutor:
@@ -224,9 +224,10 @@ class ParallelExecutor:
         return 1.0 if self._scale == "sum" else float(self._scale[number])
 
     def _run(self, what: Any, shares: list[Any], record: Recorder, prepare: Recorder) -> dict[str, list[Any]]:
-        """Run the program for these shapes, which is captured the first time."""
+        """Run the program for these shapes and this precision, which is captured the first time."""
         inputs = [array for s in shares for array in (*s.batch, s.factor, s.fraction, s.keys)]
-        key = (what, *((s.device, len(s.batch)) for s in shares), *((a.shape, a.dtype) for a in inputs))
+        devices, shapes = [(s.device, len(s.batch)) for s in shares], [(a.shape, a.dtype) for a in inputs]
+        key = (what, _precision(self.devices), *devices, *shapes)
         program = self._programs.get(key)
         if program is None:
             program = self._capture(shares, record, prepare, inputs)
@@ -272,6 +273,13 @@ def _record(record: Recorder, shares: list[Any], *inputs: Array) -> Any:
         batch = [next(left) for _ in share.batch]
         own.append(steps.DeviceBatch(share.device, batch, next(left), next(left), next(left)))
     return record(own)
+
+
+def _precision(devices: Sequence[Device]) -> tuple[Any, ...]:
+    """Return this thread's settings of torch that decide dtypes in a program."""
+    kinds = sorted({device.torch_device.type for device in devices})
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+    return torch.get_default_dtype(), torch.is_autocast_cache_enabled(), *autocast
 
 
 def _names(fetch: Sequence[str]) -> list[str]:

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lockstep.errors import UserError
 from lockstep.flow import private
 from lockstep.flow.devices import Device, cpus
@@ -119,7 +121,11 @@ def user_line() -> str:
 
 
 class capturing(private.Scope):  # noqa: N801
-    """A scope in which everything that this thread records belongs to a program, which its end closes."""
+    """A scope in which everything that this thread records belongs to a program, which its end closes.
+
+    torch's cache of weights that autocast has converted is emptied before and after it: a program that
+    read an earlier conversion would never see an update, and a later operation none of the program's.
+    """
 
     def __init__(self, program: Any) -> None:
         self.value = program
@@ -127,8 +133,12 @@ class capturing(private.Scope):  # noqa: N801
     def calls(self) -> tuple[list[Any], list[Any]]:
         if CONTEXT.program is not None:
             raise UserError("a program can't be captured while another one is")
-        end = [partial(setattr, CONTEXT, "program", None), partial(setattr, self.value, "is_open", False)]
-        return [partial(setattr, CONTEXT, "program", self.value)], end
+        end = [
+            partial(setattr, CONTEXT, "program", None),
+            partial(setattr, self.value, "is_open", False),
+            torch.clear_autocast_cache,
+        ]
+        return [torch.clear_autocast_cache, partial(setattr, CONTEXT, "program", self.value)], end
 
 
 def program_of(inputs: Sequence[Any]) -> Any:

@@ -272,10 +272,12 @@ class CapturedProgram:
         memories: list[ProgramMemory],
         inputs: list[tuple[int, Layout, Any]],
         outputs: tuple[list[Any], Any],
+        changed: Sequence[Array],
     ) -> None:
         self.operations, self.variables, self.edges = graph
         self.n_runs = 0
         self._memories, self._inputs, self._outputs = memories, inputs, outputs
+        self._changed = list(changed)  # state that it writes
         self._state = {memory.storage for memory in memories if memory.storage is not None}
         self._written = {n for step in steps for n in step.external_writes}
         self._single = _make_chains([[number] for number in range(len(steps))], steps)
@@ -308,7 +310,7 @@ class CapturedProgram:
             operations[number].wait()
         leaves, structure = self._outputs
         found = [
-            operations[leaf.operation].wait() if isinstance(leaf, FetchedOutput) else leaf for leaf in leaves
+            operations[leaf.operation].take() if isinstance(leaf, FetchedOutput) else leaf for leaf in leaves
         ]
         return private.tree_unflatten(found, structure)
 
@@ -404,6 +406,7 @@ class CapturedProgram:
         for submission in batch:
             for storage in submission.writes:
                 storage.version += 1
+        torch.autograd.graph.increment_version(self._changed)  # backward must not use an overwritten value
         for engine in engines if batch else ():
             engine.wait_for_room(batch[0].operation.number)
         graph.submit(batch)

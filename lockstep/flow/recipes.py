@@ -259,6 +259,8 @@ def _predict(
     returns_inputs = any(place is not None for place in traits_of(function).same)
     given = {id(fake) for fake in fakes} if returns_inputs else ()
     made = [leaf if isinstance(leaf, torch.Tensor) and id(leaf) not in given else None for leaf in leaves]
+    if any(leaf is not None and leaf.layout is not torch.strided for leaf in made):
+        raise NotImplementedError("a sparse result, whose number of entries depends on values")
     known: Sequence[Any] = _dtypes_of_norms(function, layouts) or [
         leaf if leaf is None else leaf.dtype for leaf in made
     ]

@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.errors import UserError, nearest
 from lockstep.flow import placement, private
 from lockstep.flow.arrays import Array
-from lockstep.flow.creation import arrays
+from lockstep.flow.creation import arrays, check_hooks, tensors_of
 from lockstep.flow.creation import device as on_device
 from lockstep.flow.devices import Device
 from lockstep.flow.engine import engine_of
@@ -57,6 +57,7 @@ def make_replicas(model: nn.Module, devices: Sequence[Device], share_weights: bo
     Args:
         share_weights: Devices with one memory share the parameters; each has its own buffers.
     """
+    check_hooks(tensors_of(model), "change gradients in the optimizer instead")
     model = copy.deepcopy(model)
     dropouts = dropout.install(model)
     engine_of(devices[0])
@@ -185,13 +186,13 @@ class Buckets:
         self._hyperparameters: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
         trained = [name for name, p in replicas[0].parameters.items() if p.requires_grad]
-        if trained:
-            BucketOptimizer(
-                trained, replicas[0], make
-            )  # an unusable optimizer is refused before the first run
+        self._initial: dict[str, Any] = {}  # hyperparameters of parameters that have no bucket yet
+        if trained:  # an unusable optimizer is refused before the first run
+            found = BucketOptimizer(trained, replicas[0], make).state()
+            self._initial = {name: {**own, "state": {}} for name, own in found.items()}
 
     def extend(self, gradients: dict[str, Array]) -> None:
-        """Put parameters without a bucket into new ones, in the order of `gradients`."""
+        """Put parameters without a bucket into new ones of one dtype each, in the order of `gradients`."""
         known = {name for bucket in self.all for name in bucket.names}
         names: list[str] = []
         size = 0
@@ -201,6 +202,9 @@ class Buckets:
             if gradient.layout is not torch.strided:
                 self._close([name], 0)
                 continue
+            if names and gradient.dtype is not gradients[names[-1]].dtype:
+                self._close(names, size)
+                names, size = [], 0
             names.append(name)
             size += gradient.numel() * gradient.element_size()
             if size >= self._n_bytes:
@@ -246,7 +250,9 @@ class Buckets:
 
     def state(self) -> dict[str, Any]:
         """Return the optimizers' state and hyperparameters by parameter."""
-        made = dict(self._loaded)
+        made = {}
+        for name, own in {**self._initial, **self._loaded}.items():
+            made[name] = {**own, "hyperparameters": {**own["hyperparameters"], **self._hyperparameters}}
         for bucket in self.all:
             made.update(bucket.updates[min(bucket.updates)].state())
         return made

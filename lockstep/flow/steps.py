@@ -1,5 +1,7 @@
 """The functions that ParallelExecutor captures: a training step of all devices, and an evaluation."""
 
+import _thread
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -97,13 +99,11 @@ class StepRecorder:
         for share in shares:
             replica = self._replicas[share.device]
             with on_device(replica.device), torch.no_grad():
-                before = {name: copied(buffer) for name, buffer in replica.buffers.items()}
-                try:
+                restoring = _restoring(replica)
+                with restoring:  # after an error, too: replicas must not differ
                     dropout.set_keys(replica.dropouts, share.keys)
                     self._loss(replica.model, *share.batch)
-                finally:  # after an error, too: replicas must not differ
-                    for name, value in before.items():
-                        replica.buffers[name].copy_(value)
+                restoring.check()
 
     def _own(self, gradients: dict[str, Any]) -> dict[str, Array]:
         """Return contiguous gradients, each in its own memory, since they are added up in place."""
@@ -190,6 +190,37 @@ class StepRecorder:
             if replica is not first:
                 own = [replica.buffers[name] for name in others]
                 collectives.broadcast([first.buffers[name] for name in others], own, replica.device)
+
+
+class _restoring(private.Scope):  # noqa: N801
+    """A scope whose end gives all buffers of a replica their present values.
+
+    That is several operations, so a thread submits them: a second Ctrl-C could leave some out here.
+    """
+
+    def __init__(self, replica: ModelReplica) -> None:
+        self._replica = replica
+        self._before = {name: copied(buffer) for name, buffer in replica.buffers.items()}
+        self._errors: list[BaseException] = []
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def calls(self) -> tuple[list[Any], list[Any]]:
+        return [], [partial(_thread.start_new_thread, self._restore, ()), self._done.acquire]
+
+    def _restore(self) -> None:
+        try:
+            with on_device(self._replica.device), torch.no_grad():
+                for name, value in self._before.items():
+                    self._replica.buffers[name].copy_(value)
+        except BaseException as error:
+            self._errors.append(error)
+        self._done.release()
+
+    def check(self) -> None:
+        """Raise the error of restoring, if any."""
+        if self._errors:
+            raise self._errors[0]
 
 
 class _Update:

@@ -65,7 +65,7 @@ class TracedOperation:
         return self.stop - self.start
 
 
-@dataclass
+@dataclass(eq=False)  # `active` has each once, also two that have recorded the same so far
 class Trace:
     """The operations that were pushed while it was recorded."""
 

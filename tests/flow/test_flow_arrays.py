@@ -431,6 +431,17 @@ def test_sparse_gradients(devices: list[Cpu]) -> None:
     assert_same(lazy.weight, table.weight)
 
 
+def test_sparse_tensors_made_of_arrays_can_be_copied_and_used(devices: list[Cpu]) -> None:
+    plain = torch.eye(3).to_sparse()
+    with flow.device(devices[0]):
+        for made in (torch.eye(3).to_sparse(), flow.array(plain), flow.array(torch.eye(3)).to_sparse()):
+            for each in (made, flow.array(made), made.clone(), flow.array(made).detach()):
+                assert each.layout is torch.sparse_coo
+                assert torch.equal(each.tensor().to_dense(), torch.eye(3))
+            assert flow.array(made, dtype=torch.float64).tensor().dtype is torch.float64
+            assert_same(made.to_dense() + 1, torch.eye(3) + 1)
+
+
 def test_where_things_run(devices: list[Cpu]) -> None:
     """Results lie on the current device, in-place writes stay, backward runs where forward ran."""
     first, second, third = devices
@@ -615,6 +626,96 @@ def test_arrays_of_a_module(devices: list[Cpu]) -> None:
         weight.data = torch.zeros(1)
 
 
+@pytest.mark.parametrize("make", [torch.Tensor.detach, nn.Parameter])
+def test_deep_copies_have_the_gradients_that_torch_copies(devices: list[Cpu], make: Any) -> None:
+    x = make(torch.ones(3)).requires_grad_()
+    (x * 2).sum().backward()
+    wanted = copy.deepcopy(x).grad
+    lazy = flow.array(x.detach()).requires_grad_()
+    if isinstance(x, nn.Parameter):
+        lazy = flow.arrays(nn.ParameterList([x]))[0]
+    (lazy * 2).sum().backward()
+    copies = [copy.deepcopy(lazy)]
+    with flow.device(devices[0]):
+        copies.append(copy.deepcopy(lazy))
+        copies.append(copy.deepcopy(x.grad if wanted is None else x))
+    for each in copies:
+        assert isinstance(each, flow.Array)
+        if wanted is None:
+            assert each.grad is None
+        else:
+            assert isinstance(each.grad, flow.Array) and torch.equal(each.grad.tensor(), wanted)
+    if wanted is not None:
+        assert lazy.grad is not None and copies[0].grad is not lazy.grad
+
+
+def test_tensors_on_the_meta_device_are_left_to_torch(devices: list[Cpu]) -> None:
+    with flow.device(devices[0]):
+        layer = nn.Linear(3, 2, device="meta")
+        for made in (layer.weight, layer(torch.ones(4, 3, device="meta")), torch.randn(3, device="meta") * 2):
+            assert made.is_meta and not isinstance(made, flow.Array)
+        with torch.device("meta"):
+            assert nn.Linear(3, 2).weight.is_meta
+        with pytest.raises(UserError, match="meta device has no values"):
+            torch.ones(2) + torch.empty(2, device="meta")
+        values = flow.arrays(layer.to_empty(device="cpu"))(torch.ones(4, 3))
+        assert isinstance(values, flow.Array) and values.tensor().shape == (4, 2)
+
+
+def tied_layers() -> tuple[nn.Linear, nn.Linear]:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    return first, second
+
+
+def test_modules_made_arrays_one_after_another_stay_tied(devices: list[Cpu]) -> None:
+    first, second = tied_layers()
+    with flow.device(devices[0]):
+        flow.arrays(first)
+    with flow.device(devices[1]):
+        flow.arrays(second)
+    assert second.weight is first.weight and second.bias is not first.bias
+    first, second = tied_layers()
+    flow.arrays(first)
+    with torch.no_grad():
+        second.weight.add_(1)
+    bias = second.bias
+    with pytest.raises(UserError, match=r"weight became an array in another module.*was changed since"):
+        flow.arrays(second)
+    assert second.bias is bias
+    del first  # with its array
+    assert flow.arrays(second).weight.tensor().shape == (2, 2)
+
+
+def test_an_optimizer_of_replaced_parameters_is_refused(devices: list[Cpu]) -> None:
+    model = nn.Linear(2, 2)
+    early = torch.optim.SGD(model.parameters(), 0.1)
+    flow.arrays(model)
+    model(flow.ones((1, 2))).sum().backward()
+    with pytest.raises(UserError, match=r"SGD was made before flow.arrays.*replaced weight .*after"):
+        early.step()
+    before = model.weight.tensor()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    assert not torch.equal(model.weight.tensor(), before)
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(other.parameters(), 0.1).step()
+
+
+def test_hooks_that_an_array_would_lose_are_refused(devices: list[Cpu]) -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        hook = getattr(model[1].weight, register)(lambda gradient: None)
+        with pytest.raises(UserError, match=r"1.weight has hooks.*register them after flow.arrays"):
+            flow.arrays(model)
+        assert not isinstance(model[0].weight, flow.Array)
+        hook.remove()
+        getattr(flow.arrays(model)[1].weight, register)(lambda gradient: None)
+        flow.arrays(model)  # which are arrays already
+        with pytest.raises(UserError, match=r"1.weight has hooks.*in the optimizer"):
+            flow.ParallelExecutor(model, F.mse_loss, torch.optim.SGD, devices)
+
+
 def test_wrong_shapes_raise_where_they_are_written(
     devices: list[Cpu], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -662,6 +763,24 @@ def test_calls_run_beside_and_hold_back_only_what_writes(devices: list[Cpu]) -> 
     assert x.tolist() == [6, 6, 6]
     with pytest.raises(UserError, match="not an array among the arguments"):
         flow.call(lambda a: None, x, writes=[y])
+
+
+def test_backward_refuses_what_a_call_has_overwritten(devices: list[Cpu]) -> None:
+    p = flow.ones((3,)).requires_grad_()
+    for part in (slice(None), slice(1, 2)):
+        y = torch.exp(p)
+        written = y.detach()[part]  # shares its memory
+        flow.call(lambda value: value.zero_(), written, writes=[written])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    both(lambda x: torch.autograd.grad(torch.exp(x.requires_grad_()).sum(), x), pictures(4))
+    y = torch.exp(p)
+    flow.call(lambda value: value.clone(), y)  # it only reads
+    y.sum().backward()
+    with torch.inference_mode():  # such tensors have no versions
+        x = flow.ones((3,))
+        flow.call(lambda value: value.zero_(), x, writes=[x])
+        assert x.tolist() == [0, 0, 0]
 
 
 def test_memory_of_a_loop_stays_flat(devices: list[Cpu]) -> None:

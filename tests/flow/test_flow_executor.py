@@ -1,6 +1,7 @@
 """ParallelExecutor: N devices are one network, with the same bits on all, by any strategy, every time."""
 
 import copy
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import wait_until
 from torch import nn
 
 from lockstep import flow
@@ -193,6 +195,25 @@ def test_any_optimizer_whose_hyperparameters_change(strategy: str) -> None:
             torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-9, atol=1e-9)
 
 
+def test_hyperparameters_that_no_run_has_used_yet_are_in_the_state() -> None:
+    with executor(2) as made:
+        made.set_hyperparameters(lr=0.5)
+        state = made.state_dict()
+        made.run(batch(4))
+        wanted = made.replica(0)
+        assert {own["hyperparameters"]["lr"] for own in state["optimizer"].values()} == {0.5}
+    with executor(2) as made:
+        made.load_state_dict(state)
+        again = made.state_dict()["optimizer"]
+        assert {own["hyperparameters"]["lr"] for own in again.values()} == {0.5}
+        made.set_hyperparameters(momentum=0.5)
+        again = made.state_dict()["optimizer"]
+        assert {own["hyperparameters"]["momentum"] for own in again.values()} == {0.5}
+        made.load_state_dict(state)
+        made.run(batch(4))
+        assert_same(made.replica(1), wanted)
+
+
 def test_an_optimizer_may_write_its_gradients() -> None:
     def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, 0.1, 0.9, nesterov=True, foreach=True)
@@ -296,6 +317,37 @@ def test_buffers_are_restored_if_the_loss_raises() -> None:
         assert_same(made.replica(0), before)
 
 
+def test_buffers_are_restored_whatever_a_second_interrupt_hits() -> None:
+    """The first raises in the loss, the second in one of the functions that are called from then on."""
+    n_calls, number = [0], 0
+
+    def interrupt(frame: Any, event: str, argument: object) -> None:
+        n_calls[0] += 1
+        if n_calls[0] > number:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    def interrupted(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        model(x)
+        sys.settrace(interrupt)
+        raise KeyboardInterrupt
+
+    def is_restored() -> bool:
+        return all(torch.equal(value, before[name]) for name, value in made.replica(0).items())
+
+    with executor(2, Normalised().double(), loss=interrupted) as made:
+        before = made.replica(0)
+        while n_calls[0] >= number:
+            n_calls[0], number = 0, number + 1
+            try:
+                made.run(batch(4))
+            except KeyboardInterrupt:
+                sys.settrace(None)
+            torch.set_grad_enabled(True)  # torch.no_grad does not survive every interrupt
+            wait_until(is_restored, "the restored buffers")
+        assert number > 2
+
+
 def test_evaluation_shares_the_variables_and_changes_none() -> None:
     torch.manual_seed(0)
 
@@ -314,6 +366,53 @@ def test_evaluation_shares_the_variables_and_changes_none() -> None:
         wanted, _ = loss(plain, *batch(5).values())
         torch.testing.assert_close(scored["loss"], wanted.detach())
         assert torch.equal(found["wrong"], errors(plain, *batch(5).values())["wrong"])
+
+
+def single_precision() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    whole = batch(6)
+    return network().float(), {"x": whole["x"].float(), "labels": whole["labels"]}
+
+
+def test_autocast_converts_the_weights_of_the_present_step() -> None:
+    """Autocast keeps converted weights until its outermost scope ends, also across optimizer.step."""
+    model, whole = single_precision()
+    optimizer, wanted, found = momentum(list(model.parameters())), [], []
+    with executor(1, model) as made:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                found.append(made.run(whole)["loss"])
+                value, _ = loss(model, *whole.values())
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            wanted.append(value.detach())
+        assert torch.equal(torch.stack(found), torch.stack(wanted))
+        assert_same(made.replica(0), dict(model.named_parameters()))
+
+
+def test_a_program_belongs_to_its_precision() -> None:
+    def scores(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"scores": model(x), "zeros": torch.zeros(1)}
+
+    def dtypes() -> list[torch.dtype]:
+        return [value.dtype for value in made.evaluate(scores, whole, ["scores", "zeros"]).values()]
+
+    model, whole = single_precision()
+    with executor(2, model) as made:
+        for _ in range(2):
+            assert dtypes() == [torch.float32, torch.float32]
+            with torch.autocast("cpu", torch.bfloat16):
+                assert dtypes() == [torch.bfloat16, torch.float32]
+                assert made.run(whole, ["scores"])["scores"].dtype is torch.bfloat16
+            with torch.autocast("cpu", torch.float16):
+                assert dtypes() == [torch.float16, torch.float32]
+            assert made.run(whole, ["scores"])["scores"].dtype is torch.float32
+            torch.set_default_dtype(torch.float64)
+            try:
+                assert dtypes() == [torch.float32, torch.float64]
+            finally:
+                torch.set_default_dtype(torch.float32)
+        assert made._n_captured == 6
 
 
 def test_the_state_of_parameter_groups_lies_under_the_parameters_names() -> None:

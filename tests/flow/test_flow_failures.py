@@ -238,6 +238,7 @@ def workers() -> set[threading.Thread]:
 
 
 def test_closing_cancels_what_has_not_begun_and_joins() -> None:
+    flow.ones((1,)).wait()  # another test may just have started that worker
     others = workers()  # of the engine that has what was given to none
     engine = flow.Engine(flow.cpus(2))
     began, go, ran = threading.Event(), threading.Event(), []
@@ -258,6 +259,74 @@ def test_closing_cancels_what_has_not_begun_and_joins() -> None:
     with pytest.raises(flow.OperationError, match="closed before it began"):
         waiting.wait()
     assert not workers() - others
+
+
+class Broken(Cpu):
+    """A device whose workers cannot begin."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__("broken", frozenset(os.sched_getaffinity(0)), 1, workers)
+
+    def enter(self, kind: str, stack: contextlib.ExitStack) -> None:
+        raise OSError("no such core")
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_operations_fail_on_a_lane_whose_workers_cannot_begin(n_workers: int) -> None:
+    devices = [Broken(n_workers), *flow.cpus(1)]
+    engine, others = flow.Engine(devices), workers()
+    x, began = engine.variable("x"), time.perf_counter()
+    failing = engine.push(int, writes=[x], name="first")
+    after = engine.push(int, reads=[x], device=devices[1])
+    for wait in (failing.wait, after.wait, lambda: engine.wait(x), engine.push(int, name="first").wait):
+        match = "first on broken.*a worker of broken compute can't begin: OSError: no such core"
+        with pytest.raises(flow.OperationError, match=match):
+            wait()
+    assert engine.push(lambda: 7, device=devices[1]).wait() == 7
+    engine.wait_all()
+    engine.close()
+    assert time.perf_counter() - began < limit(5) and not workers() - others
+
+
+def test_without_threads_for_workers_operations_run_or_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thread.start, which the device calls as well, fails in the thread that starts a worker."""
+    start = threading.Thread.start
+
+    def fail_in(names: tuple[str, ...]) -> None:
+        def start_or_fail(thread: threading.Thread) -> None:
+            if thread.name.startswith(names):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+
+    device = Cpu("cpu", frozenset(os.sched_getaffinity(0)), 1)
+    for names in (("flow cpu",), ("flow cpu", "Thread-")):
+        fail_in(names)
+        engine = flow.Engine([device])
+        operation = engine.push(lambda: 7)
+        if len(names) == 1:
+            assert operation.wait() == 7
+        else:
+            with pytest.raises(flow.OperationError, match="can't begin: RuntimeError: can't start new thr"):
+                operation.wait()
+        engine.close()
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("what", ["Cpu.enter", "threading.Thread.start"])
+def test_a_program_whose_workers_cannot_begin_ends(what: str) -> None:
+    done = run_python(
+        "import threading\nfrom lockstep import flow\nfrom lockstep.flow.devices import Cpu\n"
+        "def fail(*_): raise RuntimeError('can not')\n"
+        "x = flow.array([1.0])\n"
+        f"{what} = fail\n"
+        "try: (x + 1).numpy()\n"
+        "except flow.OperationError as error: print(error.__cause__, flush=True)",
+        limit(60),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("can't begin: RuntimeError: can not\n")
 
 
 def test_an_error_inside_closes_at_once() -> None:
@@ -328,6 +397,24 @@ def test_nothing_stays_alive(engine: flow.Engine) -> None:
     engine.close()
     gc.collect()
     assert [held() for _, held in operations] == [None, None, None]
+
+
+def test_a_value_that_was_read_is_the_readers_alone(engine: flow.Engine) -> None:
+    """The array that it was read from remembers the operations that have read it."""
+    with flow.device(engine.devices[0]):
+        x = flow.ones((3,))
+        program = flow.capture(lambda: x)
+        for read in (
+            x.tensor,
+            lambda: torch.nonzero(x).memory.cell.value,  # its shape depends on values
+            x[0].item,
+            program,
+        ):
+            kept = weakref.ref(value) if isinstance(value := read(), torch.Tensor) else None
+            del value
+            gc.collect()
+            assert kept is None or kept() is None
+        assert all(reader.result_value is None for reader in x.memory.readers)
 
 
 def test_thread_counts_of_others_stay_as_they_are() -> None:

@@ -117,6 +117,32 @@ def test_compressed_strategies_have_the_same_bits_and_resume(bits: Bits) -> None
         assert all(torch.equal(value, results[0][name]) for name, value in other.items())
 
 
+class TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(self.first(x).double())
+        return y
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "reduce"])
+def test_gradients_of_two_dtypes_are_compressed(strategy: Any) -> None:
+    model, x, replicas = TwoDtypes(), torch.randn(4, 3), []
+    for bits in (None, "int8"):
+        with flow.Engine(flow.cpus(2)) as engine:
+            made = flow.ParallelExecutor(
+                model, lambda m, x: m(x).square().mean(), lambda p: torch.optim.SGD(p, 0.1), engine.devices,
+                strategy=strategy, compress=bits,
+            )  # fmt: skip
+            made.run({"x": x})
+            replicas.append(made.replica(1))
+    for name, value in replicas[0].items():
+        torch.testing.assert_close(replicas[1][name], value, rtol=0.01, atol=0.01)
+        assert not torch.equal(replicas[1][name], model.state_dict()[name])
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A group of torch.distributed with this process only."""

@@ -327,6 +327,47 @@ def test_calls_in_a_program(devices: list[Cpu]) -> None:
     assert seen == [[2, 2], [6, 6]]
 
 
+def test_backward_refuses_what_a_program_has_overwritten(devices: list[Cpu]) -> None:
+    w, unused = flow.ones((2,)), flow.ones((2,))
+    p = flow.ones((2,)).requires_grad_()
+
+    def step() -> None:
+        w.detach()[1:].add_(1)
+
+    def call() -> None:
+        flow.call(lambda value: value.add_(1), w, writes=[w])
+
+    for program in (flow.capture(step), flow.capture(call)):
+        for _ in range(2):
+            product, other = (p * w).sum(), (p * unused).sum()
+            program()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
+            assert torch.autograd.grad(other, p)[0].tolist() == [1, 1]
+            wanted = w.tolist()
+            assert torch.autograd.grad((p * w).sum(), p)[0].tolist() == wanted
+    assert w.tolist() == [3, 5]
+
+
+def test_a_program_keeps_no_array_that_it_changes(devices: list[Cpu]) -> None:
+    import gc
+    import weakref
+
+    parameters = [flow.ones((2,)).requires_grad_()]
+    kept = weakref.ref(parameters[0])
+
+    def step() -> None:
+        with torch.no_grad():
+            parameters[0].add_(1)
+
+    program = flow.capture(step)
+    program()
+    parameters.clear()
+    gc.collect()
+    assert kept() is None
+    program()
+
+
 def test_a_checkpoint_holds_back_the_update_only(devices: list[Cpu]) -> None:
     import threading
 

@@ -15,7 +15,7 @@ from simulated import Simulation
 
 from lockstep import flow
 from lockstep.flow import owl
-from lockstep.flow.trace import Task, critical_path, list_schedule
+from lockstep.flow.trace import Task, active, critical_path, list_schedule
 
 
 def test_a_trace_has_what_ran_where_and_what_it_waited_for(tmp_path: Path) -> None:
@@ -48,6 +48,21 @@ def test_a_trace_has_what_ran_where_and_what_it_waited_for(tmp_path: Path) -> No
         and "http" not in page.replace("http://www.w3.org", "")
     )
     assert f"o{make.number} -> o{use.number};" in (tmp_path / "trace.dot").read_text()
+
+
+def test_recordings_inside_each_other_have_their_own_operations() -> None:
+    with flow.Engine(flow.cpus(1)) as engine:
+        with flow.recording() as outer:
+            with flow.recording() as inner:  # equal so far
+                engine.push(int, name="both").wait()
+            engine.push(int, name="outer").wait()
+        engine.push(int, name="neither").wait()
+    assert [[o.name for o in each.operations] for each in (outer, inner)] == [["both", "outer"], ["both"]]
+    with flow.recording():
+        with flow.recording() as empty:
+            pass
+        assert len(active) == 1 and active[0] is not empty
+    assert not active
 
 
 def test_phases_of_a_training_step() -> None:
