@@ -289,6 +289,9 @@ def _write(
 ) -> None:
     """Write values to the slots of all ranks, or of rank `only`. `parts` is by variable, then by rank."""
     team.check()
+    for shared, by_rank in zip(shareds, parts, strict=True):
+        for part in by_rank:
+            shared.check_shape(part.shape)
     previous = [shared.slot for shared in shareds]
     slots = find_slots(team, shareds, [max(part.nbytes for part in by_rank) for by_rank in parts])
     blocks, writes = team.context.blocks, []

@@ -88,6 +88,10 @@ class Shared(ABC):
         else:
             self.put(value)
 
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise ValueError if the variable can't take a value of this shape."""
+        return
+
     def save(self) -> Any:
         """Return the current value for `select_rows` and `restore`. No copy."""
         return self.get()

@@ -184,6 +184,12 @@ class _FlatVector(TensorShared):
         self.storage.run(self._collect)
         self.storage.all_reduce(self._flat, op, weight)
 
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        if shape != self.shape:
+            raise ValueError(
+                f"{self.name} have {self.shape[0]} elements in all, the value has {shape[0]}. Give as many"
+            )
+
     @abstractmethod
     def _point(self, param: torch.Tensor, part: torch.Tensor) -> None:
         """Attach a part of the vector to its parameter."""
