@@ -337,6 +337,7 @@ def _spare_workers() -> None:
 def _check_stored(entry: Any, what: str) -> slice | np.ndarray:
     if isinstance(entry, slice):
         return entry
+    entry = rows.as_listed(entry)
     if not isinstance(entry, list | tuple | np.ndarray) or np.ndim(entry) != 1:
         raise TypeError(f"{what} is {entry!r}: give a slice, or a list or array of row numbers")
     array = np.asarray(entry)

@@ -29,8 +29,8 @@ def choose(batch: Any, length: int, what: str) -> Choice:
     """Return the rows that `batch` chooses of `length` rows, in the order of the batch.
 
     Args:
-        batch: None for all rows, an int for the first rows, a slice, a list, tuple or array of integers, or a
-            mask of `length` booleans. Negative numbers count from the end.
+        batch: None for all rows, an int for the first rows, a slice, a list, tuple, array or tensor of
+            integers, or a mask of `length` booleans. Negative numbers count from the end.
         what: Name of the batch in error messages.
 
     Raises:
@@ -41,9 +41,18 @@ def choose(batch: Any, length: int, what: str) -> Choice:
         return slice(0, length)
     if isinstance(batch, slice):
         return _choose_slice(batch, length, what)
+    batch = as_listed(batch)
     if isinstance(batch, list | tuple | np.ndarray) and np.ndim(batch):
         return _choose_listed(np.asarray(batch), length, what)
     return slice(0, _first_rows(batch, length, what))
+
+
+def as_listed(batch: Any) -> Any:
+    """Return a tensor or series of row numbers as a NumPy array, and anything else unchanged.
+
+    A tensor of one number would else be a number of rows, since torch makes an int of it.
+    """
+    return np.asarray(batch) if hasattr(batch, "__array__") and np.ndim(batch) else batch
 
 
 def count(choice: Choice) -> int:
