@@ -21,8 +21,8 @@ def divide(n_rows: int, part: int, n_parts: int) -> tuple[int, int]:
 
 def cut_into_slices(n_rows: int, n_slices: int) -> list[tuple[int, int]]:
     """Return the rows [first, last) of each of a rank's slices that has any."""
-    slices = [divide(n_rows, number, n_slices) for number in range(n_slices)]
-    return [(first, last) for first, last in slices if last > first]
+    n_parts = min(n_slices, n_rows)  # of more parts than rows, those that are not empty have one row each
+    return [divide(n_rows, number, n_parts) for number in range(n_parts)]
 
 
 def choose(batch: Any, length: int, what: str) -> Choice:

@@ -104,6 +104,12 @@ def test_a_mask_of_torch() -> None:
     assert isinstance(chosen, np.ndarray) and chosen.tolist() == [0]
 
 
+def test_more_slices_than_rows_are_one_for_each_row() -> None:
+    assert rows.cut_into_slices(3, 10**12) == [(0, 1), (1, 2), (2, 3)]
+    assert rows.cut_into_slices(0, 5) == []
+    assert rows.cut_into_slices(5, 2) == [(0, 2), (2, 5)]
+
+
 @pytest.mark.parametrize(
     ("batch", "error", "words"),
     [
