@@ -186,6 +186,8 @@ class Data:
             raise ValueError(f"{self.name}: oversize={oversize} is outside [1, 2]")
         if (shape and shape[0] < 1) or any(length < 0 for length in shape):
             raise ValueError(f"{self.name}: there is no data of shape {shape}: give it one row or more")
+        if self._team.closed:  # its memory was released; in a forked child it can still be used
+            raise RuntimeError(f"data {self.name!r} belongs to a closed team: call fork(), and make it again")
         n_items = int(np.prod(shape, dtype=np.int64))
         with defer_signals():
             if self._number is None or n_items > self._capacity:

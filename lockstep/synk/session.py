@@ -1,6 +1,7 @@
 """The session of this process, from fork() over function() and distribute() to close()."""
 
 import atexit
+import math
 import operator
 import os
 from collections.abc import Iterator, Sequence
@@ -71,8 +72,8 @@ def fork(
     size = _choose_size(n_parallel, devices or gpus)
     if not 0 <= operator.index(master_rank) < size:
         raise ValueError(f"fork(): master_rank={master_rank} is out of range: ranks are 0 to {size - 1}")
-    if timeout <= 0:
-        raise ValueError(f"fork(): timeout={timeout} is not positive. Give seconds")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"fork(): timeout={timeout} is not a positive number of seconds. 1e9 is no limit")
     n_threads = max(1, _count_cores() // size) if threads is None else operator.index(threads)
     if not 1 <= n_threads <= MOST_THREADS:
         raise ValueError(f"fork(): threads={threads} is not from 1 to {MOST_THREADS}")

@@ -208,7 +208,12 @@ def test_what_needs_a_team_says_so() -> None:
         ):
             synk.all_reduce("later")
         data = synk.data(np.ones(2))
-    for call in (lambda: f(np.ones(2)), lambda: f.alone(np.ones(2)), lambda: data.set_length(90)):
+    for call in (
+        lambda: f(np.ones(2)),
+        lambda: f.alone(np.ones(2)),
+        lambda: data.set_length(90),
+        lambda: data.set_value(np.ones(2)),
+    ):
         with pytest.raises(RuntimeError, match=r"(function 'f'|data 'data.*') belongs to a closed team"):
             call()
     with pytest.raises(RuntimeError, match=r"call fork\(\) first"):
@@ -222,6 +227,8 @@ def test_what_needs_a_team_says_so() -> None:
         ({"n_parallel": 0}, "number of ranks is 0"),
         ({"n_parallel": 2, "master_rank": 2}, "master_rank=2"),
         ({"n_parallel": 2, "timeout": 0}, "timeout=0"),
+        ({"n_parallel": 2, "timeout": float("inf")}, "timeout=inf is not a positive number of seconds"),
+        ({"n_parallel": 2, "timeout": float("nan")}, "timeout=nan"),
         ({"n_parallel": 2, "threads": 0}, "threads=0"),
         ({"n_parallel": 2, "threads": 100_000}, "threads=100000 is not from 1 to 1024"),
         ({"n_parallel": 2, "devices": ["cpu"]}, "1 devices for 2 ranks"),
