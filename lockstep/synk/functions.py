@@ -240,6 +240,9 @@ class Function:
             raise TypeError(f"{what} has {spec.ndim} dimensions, {ndim} given")
         if not ndim and not spec.whole:
             raise TypeError(f"{what} is a scalar, which has no rows to divide: put it into bcast_inputs")
+        shape = value.shape if isinstance(value, Data) else np.shape(value)
+        if not spec.accepts(shape):
+            raise ValueError(f"{what} has shape {spec.shape}, where None is any length; {shape} given")
         if isinstance(value, Data):
             self._check_data(what, spec.dtype, value)
             return value

@@ -19,12 +19,19 @@ class Input:
     Attributes:
         dtype, ndim: Required dtype and number of dimensions; None accepts any.
         whole: Every rank receives the whole input.
+        shape: Required lengths of the dimensions, each None where any length will do; None accepts any shape.
     """
 
     name: str | None
     dtype: str | None
     ndim: int | None
     whole: bool
+    shape: tuple[int | None, ...] | None = None
+
+    def accepts(self, shape: tuple[int, ...]) -> bool:
+        """Return True if each dimension has the required length. The number of dimensions must be right."""
+        required = self.shape or (None,) * len(shape)
+        return all(want in (None, length) for want, length in zip(required, shape, strict=True))
 
 
 @dataclass(frozen=True)
