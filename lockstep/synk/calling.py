@@ -15,6 +15,7 @@ from lockstep.synk import rows
 from lockstep.synk.blocks import ArrayLocation
 from lockstep.synk.context import CommandStep, RankContext
 from lockstep.synk.results import REDUCE_OPS, DeviceOutput, PartReducer, RankPart, fractions, unpack
+from lockstep.synk.shareds import Shared
 from lockstep.synk.team import Team
 
 
@@ -158,13 +159,15 @@ class _Part:
     def _call_in_slices(self, slices: list[tuple[int, int]], n_rows: int) -> list[Any]:
         """Compute slice by slice, each from the variables' old values, and assign the reduced new values."""
         program, name = self._program, self._program.name
-        before = {shared: shared.get() for shared in program.updated}
+        before = {shared: (shared.get(), shared.missing()) for shared in program.updated}
+        missing: dict[Shared, list[frozenset[int]]] = {shared: [] for shared in program.updated}
         outputs = [program.make_reducer(i, n_rows) for i in self._call.outputs]
         updates = {s: PartReducer(mode, n_rows, f"{name}: {s.name!r}") for s, mode in program.updated.items()}
         try:
             for first, last in slices:
-                for shared, value in before.items():
+                for shared, (value, absent) in before.items():
                     shared.put(value.copy())
+                    shared.set_missing(absent)
                 versions = program.versions()
                 with self._stored_rows(first, last):
                     inputs = self._excerpt(first, last)
@@ -175,12 +178,15 @@ class _Part:
                     reducer.add(results[i], last - first)
                 for shared, reducer in updates.items():
                     reducer.add(shared.get(), last - first)
+                    missing[shared].append(shared.missing())
         finally:
-            for shared, value in before.items():
+            for shared, (value, absent) in before.items():
                 shared.put(value)
+                shared.set_missing(absent)
         for shared, mode in program.updated.items():
-            reduced = updates[shared].result()
+            reduced, counted = updates[shared].result(), missing[shared][-1 if mode is None else 0 :]
             shared.assign(reduced[-1] if mode is None else reduced)
+            shared.set_missing(frozenset.intersection(*counted))
         return [reducer.result() for reducer in outputs]
 
     def _for_caller(self, outputs: list[Any]) -> list[Any]:

@@ -291,7 +291,8 @@ def _replicate(team: Team, shareds: list[Shared]) -> UseSlots:
         for rank in range(team.size):
             team.context.blocks.array(slot.location(rank, value.dtype, value.shape))[...] = value
     shapes = tuple((value.shape,) * team.size for value in values)
-    return UseSlots(tuple(shared.number for shared in shareds), tuple(slots), shapes)
+    missing = tuple(shared.missing() for shared in shareds)
+    return UseSlots(tuple(shared.number for shared in shareds), tuple(slots), shapes, missing)
 
 
 atexit.register(close)

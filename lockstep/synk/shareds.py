@@ -92,6 +92,14 @@ class Shared(ABC):
         """Raise ValueError if the variable can't take a value of this shape."""
         return
 
+    def missing(self) -> frozenset[int]:
+        """Return the numbers of the parts without a value of their own: parameters whose gradient is None."""
+        return frozenset()
+
+    def set_missing(self, numbers: frozenset[int]) -> None:
+        """Make these parts the ones without a value, and give all others theirs."""
+        return
+
     def save(self) -> Any:
         """Return the current value for `select_rows` and `restore`. No copy."""
         return self.get()

@@ -240,12 +240,17 @@ class SharedBuffers(SharedWeights):
 
 
 class SharedGradients(_FlatVector):
-    """The gradients of a module's parameters as one vector. A parameter without a gradient has zeros."""
+    """The gradients of a module's parameters as one vector.
+
+    A parameter without a gradient has zeros there, but its `grad` stays None: an optimizer would else apply
+    its weight decay and momentum to frozen and unused parameters.
+    """
 
     def __init__(self, name: str, weights: SharedWeights, storage: SharedStorage) -> None:
         super().__init__(name, [Vector(name)], storage)
         self.weights, self.params = weights, weights.params
-        self.put(np.zeros(weights.shape, weights.dtype))
+        self._flat = self.storage.store(np.zeros(weights.shape, weights.dtype))
+        self.storage.run(self._collect)
 
     def versions(self) -> Any:
         return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self.params]
@@ -259,14 +264,30 @@ class SharedGradients(_FlatVector):
         assert isinstance(weights, SharedWeights)
         return cls(name, weights, make_storage(context))
 
+    def missing(self) -> frozenset[int]:
+        return frozenset(number for number, param in enumerate(self.params) if param.grad is None)
+
+    def set_missing(self, numbers: frozenset[int]) -> None:
+        if numbers == self.missing():
+            return
+        for number, (param, part) in enumerate(zip(self.params, _cut(self._flat, self.params), strict=True)):
+            param.grad = None if number in numbers else part
+
+    def assign(self, value: np.ndarray) -> None:
+        """Set the value; a missing gradient appears where the value is not zero."""
+        super().assign(value)
+        if missing := self.missing():
+            parts = _cut(self._flat, self.params)
+            self.set_missing(frozenset(number for number in missing if not parts[number].any()))
+
     def _point(self, param: torch.Tensor, part: torch.Tensor) -> None:
-        param.grad = part
+        if param.grad is not None:
+            param.grad = part
 
     def _collect(self) -> None:
         for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
             if param.grad is None:
                 part.zero_()
-                param.grad = part
             elif param.grad.data_ptr() != part.data_ptr():  # zero_grad() dropped the old gradient
                 part.copy_(param.grad)
                 param.grad = part

@@ -1,6 +1,7 @@
 """Modules that ranks share behave as torch's own: their weights, gradients, buffers, hooks and dtypes."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from synk_teams import team
 
 import lockstep.synk as synk
+from lockstep.synk.extensions import torch_train
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -40,3 +42,97 @@ def test_a_value_of_another_length_changes_no_weight(ranks: int) -> None:
     assert flat(net).tobytes() == before.tobytes()
     synk.all_reduce(weights)
     assert all(value.tobytes() == before.tobytes() for value in synk.gather(weights))
+
+
+class Heads(torch.nn.Module):
+    """A network with a frozen layer, and a head that `forward` does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.frozen, self.used = torch.nn.Linear(4, 5), torch.nn.Linear(5, 3)
+        self.unused = torch.nn.Linear(5, 2)
+        self.frozen.requires_grad_(False)
+        self.to(torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(torch.tanh(self.frozen(x)))
+
+
+def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def adam_w(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.1)
+
+
+def by_rank(name: Any) -> list[bytes]:
+    return [value.tobytes() for value in synk.gather(name)]
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam_w])
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_frozen_and_unused_parameters_keep_their_bits(
+    ranks: int, make_optimizer: Any, num_slices: int
+) -> None:
+    net, alone = Heads(), Heads()
+    optimizer, reference = make_optimizer(net), make_optimizer(alone)
+    loss = torch.nn.functional.mse_loss
+    step = torch_train.make_train_function(net, loss, optimizer)
+    synk.distribute()
+    random = np.random.default_rng(3)
+    for number in range(6):
+        n_rows = 1 if number == 1 else 8  # of one row, one rank has none, and its gradients are old ones
+        x, y = random.normal(size=(n_rows, 4)), random.normal(size=(n_rows, 3))
+        step(x, y, num_slices=num_slices)
+        reference.zero_grad()
+        loss(alone(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+        reference.step()
+    before = Heads()
+    for name in ("frozen", "unused"):
+        for param, expected in zip(
+            getattr(net, name).parameters(), getattr(before, name).parameters(), strict=True
+        ):
+            assert param.grad is None
+            assert torch.equal(param, expected), name
+    assert np.abs(flat(net) - flat(alone)).max() < 1e-12
+    assert num_slices > 1 or ranks > 1 or flat(net).tobytes() == flat(alone).tobytes()
+    assert len(set(by_rank(synk.weights(net)))) == 1
+
+
+def test_a_gradient_that_one_rank_has_is_on_all_after_the_exchange() -> None:
+    def backward(x: torch.Tensor) -> None:
+        for param in net.parameters():
+            param.grad = None
+        net[0 if x[0, 0] > 0 else 1](x).sum().backward()
+
+    def which() -> list[bool]:
+        return [param.grad is not None for param in net.parameters()]
+
+    with team(2):
+        torch.manual_seed(1)
+        net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3))).to(torch.float64)
+        synk.share(net)
+        f = synk.function(backward, None, updates=[synk.grads(net)])
+        has = synk.function(which, "gather")
+        synk.distribute()
+        mixed = np.array([[1.0, 1], [-1, 1]])
+
+        def missing() -> list[list[bool]]:
+            return has().reshape(2, 6).tolist()
+
+        assert missing() == [[False] * 6] * 2
+        f(mixed)
+        assert missing() == [[True, True] + [False] * 4, [False, False, True, True, False, False]]
+        synk.all_reduce(synk.grads(net))
+        assert missing() == [[True] * 4 + [False] * 2] * 2
+        assert synk.gather(synk.grads(net))[0].reshape(3, 6).any(1).tolist() == [True, True, False]
+        f(mixed)
+        synk.broadcast(synk.grads(net))
+        assert missing() == [[True, True] + [False] * 4] * 2
+        f(mixed)
+        synk.reduce(synk.grads(net), "sum")
+        assert missing()[0] == [True] * 4 + [False] * 2
+        synk.broadcast(synk.grads(net), np.zeros(18))
+        assert missing() == [[True] * 6] * 2
