@@ -171,6 +171,7 @@ class Function:
         self._team.check(f"function {self.name!r}")
         if not self.distributed:
             raise RuntimeError(f"{self.name}: call distribute() first")
+        self._team.registry.check_objects()
         outputs = self._subset(arguments.output_subset)
         n_slices = self._check_slices(arguments.num_slices)
         values = self._order(arguments.inputs, arguments.inputs_by_name)

@@ -212,6 +212,7 @@ def distribute() -> None:
     one object on the ranks if the functions are distributed together.
 
     Raises:
+        ValueError: A module was cast to another dtype after share().
         TypeError: A function cannot be pickled; the message names the part. Create the function again, since
             the next distribute() skips it.
         Exception: An error of compiling a function on a rank.
@@ -219,6 +220,7 @@ def distribute() -> None:
     session = _current_session("distribute()")
     team = session.team
     with team.exclusive_call("distribute()"):
+        team.registry.check_objects()
         new_functions = [function for function in session.functions if not function.distributed]
         kinds = {team.context.programs[new_function.number].kind for new_function in new_functions}
         known = team.registry.delivered

@@ -88,6 +88,10 @@ class Shared(ABC):
         else:
             self.put(value)
 
+    def check_objects(self) -> None:
+        """Raise ValueError if the user's objects no longer fit, because the program changed them."""
+        return
+
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise ValueError if the variable can't take a value of this shape."""
         return
@@ -167,10 +171,16 @@ class SharedRegistry:
         self._labels.update({id(part): (shared.number, i) for i, part in enumerate(shared.parts)})
         return shared
 
+    def check_objects(self) -> None:
+        """Raise ValueError if the objects of a variable no longer fit, because the program changed them."""
+        for shared in self._shareds.values():
+            shared.check_objects()
+
     def find(self, variables: Any, what: str) -> list[Shared]:
         """Return the variables for one variable or name, or a list or tuple of them."""
         listed = variables if isinstance(variables, list | tuple) else [variables]
         result = [self._find(variable, what) for variable in listed]
+        self.check_objects()
         if len({shared.number for shared in result}) != len(result):
             raise ValueError(f"{what}: a variable is given twice: {', '.join(s.name for s in result)}")
         return result

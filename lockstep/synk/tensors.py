@@ -210,6 +210,14 @@ class SharedWeights(_FlatVector):
     def versions(self) -> Any:
         return [param._version for param in self.params]
 
+    def check_objects(self) -> None:
+        for param in self.params:
+            if param.dtype != self._flat.dtype:
+                raise ValueError(
+                    f"{self.name}: a tensor of shape {tuple(param.shape)} is {param.dtype} now, and was "
+                    f"{self._flat.dtype} at share(). Cast the module before share()"
+                )
+
     def content(self) -> "list[TensorDescription]":
         return [TensorDescription.of(param) for param in self.params]
 

@@ -136,3 +136,28 @@ def test_a_gradient_that_one_rank_has_is_on_all_after_the_exchange() -> None:
         assert missing()[0] == [True] * 4 + [False] * 2
         synk.broadcast(synk.grads(net), np.zeros(18))
         assert missing() == [[True] * 6] * 2
+
+
+def test_a_cast_after_share_is_refused(ranks: int) -> None:
+    net = synk.share(make_net(torch.nn.BatchNorm1d(3)))
+    before = flat(net)
+    f = synk.function(net, "gather")
+    weights, words = synk.weights(net), r"is torch\.float16 now, and was torch\.float64 at share\(\)\. Cast"
+    x = np.ones((2 * ranks, 4))
+    net.half()
+    with pytest.raises(ValueError, match=words):
+        synk.distribute()
+    net.double()
+    values = before.astype(np.float16).astype(float)
+    synk.distribute()
+    net.half()
+    for use in (
+        lambda: f(x.astype(np.float16)),
+        lambda: synk.all_reduce(weights),
+        lambda: synk.broadcast(weights, before),
+    ):
+        with pytest.raises(ValueError, match=words):
+            use()
+    net.double()
+    assert f(x).shape == (2 * ranks, 3)
+    assert by_rank(weights) == [values.tobytes()] * ranks
