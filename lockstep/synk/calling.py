@@ -55,8 +55,11 @@ class Call(CommandStep):
         return {location.block for location in locations}
 
     def run(self, context: RankContext) -> RankPart:
-        if self.settings is not None and not context.is_caller:
-            context.settings.apply(self.settings)
+        if not context.is_caller:  # the caller's were checked before the call
+            for shared in context.shareds.values():
+                shared.check_objects()
+            if self.settings is not None:
+                context.settings.apply(self.settings)
         return _Part(self, context).compute()
 
 

@@ -6,7 +6,7 @@ next collective copies the value back (`move_to_slot`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,10 @@ class Shared(ABC):
 
     def check_objects(self) -> None:
         """Raise ValueError if the user's objects no longer fit, because the program changed them."""
+        return
+
+    def find_owners(self, modules: Iterable[Any]) -> None:
+        """Remember which modules have the variable's parts as buffers, which `forward` may replace."""
         return
 
     def check_shape(self, shape: tuple[int, ...]) -> None:

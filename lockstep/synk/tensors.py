@@ -2,7 +2,7 @@
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,11 +240,60 @@ class SharedWeights(_FlatVector):
 class SharedBuffers(SharedWeights):
     """The buffers of a module that have one dtype, as one vector.
 
-    They need not be declared as updates: a sliced call continues with them from slice to slice.
+    They need not be declared as updates: a sliced call continues with them from slice to slice. A module may
+    replace a buffer (`self.mean = ...`). Its value is then copied into the vector, and the buffer put back.
+    Where the shapes differ, the module keeps the new one.
     """
+
+    def __init__(self, name: str, params: Sequence[torch.Tensor], storage: SharedStorage) -> None:
+        self._owners: list[tuple[int, weakref.ref[torch.nn.Module], str]] = []  # by number of the buffer
+        super().__init__(name, params, storage)
 
     def versions(self) -> Any:
         return None
+
+    def find_owners(self, modules: Iterable[torch.nn.Module]) -> None:
+        numbers = {id(param): number for number, param in enumerate(self.params)}
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if id(buffer) in numbers:
+                    self._owners.append((numbers[id(buffer)], weakref.ref(module), name))
+
+    def check_objects(self) -> None:
+        super().check_objects()
+        self._put_back(strict=False)
+
+    def put(self, value: np.ndarray) -> None:
+        self._put_back(copies=False)  # the new value may lie in the memory of the old one already
+        super().put(value)
+
+    def _collect(self) -> None:
+        super()._collect()
+        self._put_back()
+
+    def _put_back(self, copies: bool = True, strict: bool = True) -> None:
+        """Put replaced buffers back into their modules.
+
+        Args:
+            copies: Copy the values of the replacements.
+            strict: Raise ValueError if a replacement has another shape or dtype; else leave it in place.
+        """
+        for number, owner, name in self._owners:
+            module, param = owner(), self.params[number]
+            new = param if module is None else module._buffers.get(name)
+            if new is param or module is None:
+                continue
+            if new is not None and (new.shape, new.dtype) == (param.shape, param.dtype):
+                if copies:
+                    param.data.copy_(new.detach())
+                module._buffers[name] = param
+            elif strict:
+                before = f"{tuple(param.shape)} and {param.dtype}"
+                now = None if new is None else f"one of {tuple(new.shape)} and {new.dtype}"
+                raise ValueError(
+                    f"{self.name}: {name}, of {before}, was replaced by {now}. "
+                    "Collectives need its former shape and dtype"
+                )
 
 
 class SharedGradients(_FlatVector):
@@ -397,7 +446,9 @@ def _share_module(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, S
     for dtype in _check(f"a buffer of {name}", buffers):
         label = f"{str(dtype).removeprefix('torch.')} buffers of {name}"
         alike = [buffer for buffer in buffers if buffer.dtype == dtype]
-        _add(team, SharedBuffers(label, alike, make_storage(team.context)))
+        shared = SharedBuffers(label, alike, make_storage(team.context))
+        shared.find_owners(module.modules())
+        _add(team, shared)
     return weights, gradients
 
 

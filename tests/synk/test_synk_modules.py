@@ -161,3 +161,70 @@ def test_a_cast_after_share_is_refused(ranks: int) -> None:
     net.double()
     assert f(x).shape == (2 * ranks, 3)
     assert by_rank(weights) == [values.tobytes()] * ranks
+
+
+class RunningSum(torch.nn.Module):
+    """A module that replaces its buffer in each call, in place of writing into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.register_buffer("total", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total = 0.5 * self.total + x.sum(0)
+        return self.layer(x)
+
+
+def test_a_buffer_that_forward_replaces_stays_shared(ranks: int) -> None:
+    net = RunningSum()
+    inner = torch.nn.Sequential(net)
+    with torch.no_grad():
+        inner(torch.ones(1, 2))
+    synk.share(inner)
+    inner(torch.ones(1, 2))  # between share() and distribute()
+    f, peek = synk.function(inner, "gather"), synk.function(lambda: net.total * 1, "gather")
+    synk.distribute()
+    name, x = "float32 buffers of Sequential", np.repeat(np.arange(1.0, ranks + 1, dtype="f4"), 2)[:, None]
+    expected = [1.5] * ranks
+
+    def check() -> None:
+        assert synk.gather(name).tolist() == [[value] * 2 for value in expected]
+        assert peek().reshape(ranks, 2).tolist() == [[value] * 2 for value in expected]
+
+    check()
+    for num_slices in (1, 2):
+        f(x * np.ones(2, "f4"), num_slices=num_slices)
+        for rank, row in enumerate(range(1, ranks + 1)):
+            for _ in range(num_slices):
+                expected[rank] = 0.5 * expected[rank] + row * (3 - num_slices)
+        check()
+    later = synk.function(lambda: inner(torch.zeros(1, 2)), "gather")  # a copy of its own on the ranks
+    f(x * np.ones(2, "f4"))
+    synk.distribute()
+    later()
+    expected = [0.5 * (0.5 * value + 2 * (rank + 1)) for rank, value in enumerate(expected)]
+    check()
+    f(x * np.ones(2, "f4"))
+    synk.broadcast(name)
+    expected = [0.5 * expected[0] + 2] * ranks
+    check()
+    f(x * np.ones(2, "f4"))
+    synk.broadcast(name, np.full(2, 7.0, "f4"))
+    expected = [7.0] * ranks
+    check()
+
+
+def test_a_buffer_that_is_replaced_by_one_of_another_shape_is_the_modules_own(ranks: int) -> None:
+    net = synk.share(RunningSum())
+    f = synk.function(lambda x: setattr(net, "total", torch.ones(len(x))) or net.total.sum(), "sum")
+    synk.distribute()
+    assert f(np.ones(3 * ranks)) == 3 * ranks, "it works"
+    name = "float32 buffers of RunningSum"
+    for use in (lambda: synk.gather(name), lambda: synk.broadcast(name, np.zeros(2, "f4"))):
+        with pytest.raises(
+            ValueError, match=r"total, of \(2,\) .* replaced by one of \(3,\) and .* former shape"
+        ):
+            use()
+    assert f(np.ones(3 * ranks)) == 3 * ranks
+    synk.all_reduce(synk.weights(net))
