@@ -165,6 +165,11 @@ class SharedRegistry:
         """Return the numbers of a shared variable and of this part of it; None for any other object."""
         return self._labels.get(id(part))
 
+    def name_of(self, part: Any) -> str | None:
+        """Return the name of the variable to which an object belongs; None if it is not shared."""
+        label = self.label(part)
+        return None if label is None else self._shareds[label[0]].name
+
     def add(self, shared: Shared) -> Shared:
         """Register a variable; return the registered one if it already exists."""
         label = self.label(shared.parts[0])

@@ -228,3 +228,69 @@ def test_a_buffer_that_is_replaced_by_one_of_another_shape_is_the_modules_own(ra
             use()
     assert f(np.ones(3 * ranks)) == 3 * ranks
     synk.all_reduce(synk.weights(net))
+
+
+def test_hooks_that_only_this_process_would_run_are_refused(ranks: int) -> None:
+    def use(*held: Any) -> None:
+        synk.function(lambda held=held: None, None, name="use")
+        synk.distribute()
+
+    net = synk.share(make_net(torch.nn.Tanh(), torch.nn.Linear(3, 2)))
+    optimizer, plain = sgd(net), torch.zeros(7, requires_grad=True)
+    words = "^function 'use' can't go to the ranks: .*{} has hooks, which only this process would run"
+    for register in (net[2].weight.register_hook, net[2].weight.register_post_accumulate_grad_hook):
+        handle = register(lambda *_: None)
+        with pytest.raises(TypeError, match=words.format("parameter '2.weight' of Sequential")):
+            use(net)
+        with pytest.raises(
+            TypeError, match=words.format(r"tensor of shape \(2, 3\) in 'weights of Sequential'")
+        ):
+            use(optimizer)
+        handle.remove()
+    handle = plain.register_hook(lambda grad: grad)
+    with pytest.raises(TypeError, match=words.format(r"tensor of shape \(7,\)")):
+        use(plain)
+    handle.remove()
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        handle = register(lambda *_: None)
+        with pytest.raises(TypeError, match=words.format("the optimizer SGD")):
+            use(optimizer)
+        handle.remove()
+    use(net, optimizer, plain)
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer with an attribute of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.factor = 3.0
+
+
+def test_an_optimizer_goes_over_with_all_its_attributes(ranks: int) -> None:
+    net, alone = synk.share(make_net()), make_net()
+    optimizer, reference = (torch.optim.LBFGS(module.parameters(), max_iter=5) for module in (net, alone))
+    counting = Counting(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(counting, 1)
+
+    def fit(module: torch.nn.Module, optimizer: Any, x: torch.Tensor) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (torch.tanh(module(x)) - 0.5).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    f = synk.function(lambda x: fit(net, optimizer, x), None, ["x"], updates=[synk.weights(net)])
+    g = synk.function(lambda: torch.tensor([counting.factor, "step" in vars(counting)]), "gather")
+    synk.distribute()
+    x = np.random.default_rng(5).normal(size=(6, 4))
+    for _ in range(2):
+        f(x)
+        fit(alone, reference, torch.from_numpy(x))
+    assert by_rank(synk.weights(net)) == [flat(alone).tobytes()] * ranks
+    assert g().reshape(ranks, 2).tolist() == [[3, 1], [3, 0]][:ranks], (
+        "the scheduler counts the caller's steps"
+    )
+    assert scheduler
