@@ -8,18 +8,20 @@ import hashlib
 import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from lockstep.synk import rows
+from lockstep.synk import rows, torch_settings
 from lockstep.synk.context import RankContext
 from lockstep.synk.programs import FunctionRequest, Input, RankProgram, UpdateMode
 from lockstep.synk.results import REDUCE_OPS, PartReducer, check_reducible, normalise_mode
 from lockstep.synk.shareds import Shared, SharedRegistry
-from lockstep.synk.tensors import TensorShared
+from lockstep.synk.tensors import TensorShared, version_of
+from lockstep.synk.torch_settings import TorchSettings
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,16 @@ class CallableProgram(RankProgram):
             return False
         return self._gpu.outputs.should_keep(value)
 
+    def capture_settings(self) -> TorchSettings:
+        return torch_settings.capture()
+
+    def use_settings(self, captured: TorchSettings) -> AbstractContextManager[None]:
+        return torch_settings.use(captured)
+
     def find_written(self, inputs: list[torch.Tensor]) -> list[int]:
         if self._gpu is not None:  # they are copies
             return []
-        return [number for number, tensor in enumerate(inputs) if tensor._version]
+        return [number for number, tensor in enumerate(inputs) if version_of(tensor)]
 
     def call_locally(self, inputs: list[Any]) -> list[Any]:
         return self.call(self.excerpt([np.array(value) for value in inputs], [None] * len(inputs)))

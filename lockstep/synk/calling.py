@@ -39,6 +39,7 @@ class Call(CommandStep):
             None for all rows.
         outputs: Numbers of the requested outputs.
         settings: New settings for the workers, or None (settings.py).
+        captured: The caller's settings of torch (torch_settings.py); None for a graph.
     """
 
     program: int
@@ -48,6 +49,7 @@ class Call(CommandStep):
     n_slices: int
     outputs: tuple[int, ...]
     settings: bytes | None
+    captured: Any
 
     def blocks(self) -> Iterable[int]:
         locations = [call_input.location for call_input in self.inputs]
@@ -60,7 +62,8 @@ class Call(CommandStep):
                 shared.check_objects()
             if self.settings is not None:
                 context.settings.apply(self.settings)
-        return _Part(self, context).compute()
+        with context.programs[self.program].use_settings(self.captured):
+            return _Part(self, context).compute()
 
 
 class _Part:

@@ -189,6 +189,7 @@ class Function:
             n_slices=n_slices,
             outputs=outputs,
             settings=self._team.context.settings.capture(),
+            captured=self._program.capture_settings(),
         )
 
     def finish(self, call: Call, parts: list[RankPart]) -> Any:

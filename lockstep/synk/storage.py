@@ -21,7 +21,10 @@ class SharedStorage(ABC):
 
     @abstractmethod
     def store(self, value: np.ndarray) -> torch.Tensor:
-        """Return a tensor with this value: on the array's own memory, or a copy on the device."""
+        """Return a tensor with this value: on the array's own memory, or a copy on the device.
+
+        It can be trained, too: a parameter on a tensor of inference mode could not.
+        """
 
     @abstractmethod
     def read(self, tensor: torch.Tensor) -> np.ndarray:
@@ -47,6 +50,7 @@ class SharedStorage(ABC):
 class HostStorage(SharedStorage):
     """Host memory, which the tensors use directly."""
 
+    @torch.inference_mode(False)
     def store(self, value: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(value)
 
@@ -69,6 +73,7 @@ class DeviceStorage(SharedStorage):
         self._block: CudaBlock | None = None
         self._transport: Transport | None = None
 
+    @torch.inference_mode(False)
     def store(self, value: np.ndarray) -> torch.Tensor:
         if self._block is None or self._block.n_bytes < value.nbytes:
             assert self._transport is None, "a block that other ranks have open must not move"

@@ -137,7 +137,7 @@ class SharedTensor(TensorShared):
         self.parts[0].data = tensor
 
     def versions(self) -> Any:
-        return self.parts[0]._version
+        return version_of(self.parts[0])
 
     def content(self) -> "TensorDescription":
         return TensorDescription.of(self.parts[0])
@@ -208,7 +208,7 @@ class SharedWeights(_FlatVector):
         self.put(np.concatenate([param.detach().numpy().reshape(-1) for param in params]))
 
     def versions(self) -> Any:
-        return [param._version for param in self.params]
+        return [version_of(param) for param in self.params]
 
     def check_objects(self) -> None:
         for param in self.params:
@@ -310,7 +310,7 @@ class SharedGradients(_FlatVector):
         self.storage.run(self._collect)
 
     def versions(self) -> Any:
-        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self.params]
+        return [None if p.grad is None else (id(p.grad), version_of(p.grad)) for p in self.params]
 
     def content(self) -> int:
         return self.weights.number
@@ -348,6 +348,11 @@ class SharedGradients(_FlatVector):
             elif param.grad.data_ptr() != part.data_ptr():  # zero_grad() dropped the old gradient
                 part.copy_(param.grad)
                 param.grad = part
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return a number that changes when torch writes to a tensor; None in inference mode, which has none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _chosen(tensor: torch.Tensor, choice: rows.Choice) -> torch.Tensor:
