@@ -73,7 +73,7 @@ def fork(
     if not 0 <= operator.index(master_rank) < size:
         raise ValueError(f"fork(): master_rank={master_rank} is out of range: ranks are 0 to {size - 1}")
     if not 0 < timeout < math.inf:
-        raise ValueError(f"fork(): timeout={timeout} is not a positive number of seconds. 1e9 is no limit")
+        raise ValueError(f"fork(): timeout={timeout} is not a number of seconds. For no limit give 1e9")
     n_threads = max(1, _count_cores() // size) if threads is None else operator.index(threads)
     if not 1 <= n_threads <= MOST_THREADS:
         raise ValueError(f"fork(): threads={threads} is not from 1 to {MOST_THREADS}")

@@ -14,9 +14,7 @@ from lockstep.synk import rows
 from lockstep.synk.blocks import BlockTable
 from lockstep.synk.context import RankContext
 from lockstep.synk.shareds import Shared
-from lockstep.synk.slots import make_slots
 from lockstep.synk.storage import DeviceStorage, HostStorage, SharedStorage, make_storage
-from lockstep.synk.team import Team
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,11 @@ class SharedTensor(TensorShared):
 
     def __init__(self, name: str, tensor: torch.Tensor, storage: SharedStorage) -> None:
         super().__init__(name, [tensor], storage)
+        self._dtype = tensor.dtype
         self.put(np.array(tensor.detach().numpy()))
+
+    def check_objects(self) -> None:
+        check_dtype(self.name, self.parts[0], self._dtype)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -212,11 +214,7 @@ class SharedWeights(_FlatVector):
 
     def check_objects(self) -> None:
         for param in self.params:
-            if param.dtype != self._flat.dtype:
-                raise ValueError(
-                    f"{self.name}: a tensor of shape {tuple(param.shape)} is {param.dtype} now, and was "
-                    f"{self._flat.dtype} at share(). Cast the module before share()"
-                )
+            check_dtype(self.name, param, self._flat.dtype)
 
     def content(self) -> "list[TensorDescription]":
         return [TensorDescription.of(param) for param in self.params]
@@ -350,6 +348,15 @@ class SharedGradients(_FlatVector):
                 param.grad = part
 
 
+def check_dtype(name: str, tensor: torch.Tensor, shared: torch.dtype) -> None:
+    """Raise ValueError if a tensor was cast after share(): the other ranks have it in the former dtype."""
+    if tensor.dtype != shared:
+        raise ValueError(
+            f"{name}: a tensor of shape {tuple(tensor.shape)} is {tensor.dtype} now, and was {shared} at "
+            "share(). Cast modules and tensors before share()"
+        )
+
+
 def version_of(tensor: torch.Tensor) -> int | None:
     """Return a number that changes when torch writes to a tensor; None in inference mode, which has none."""
     return None if tensor.is_inference() else tensor._version
@@ -387,106 +394,3 @@ class TensorDescription:
         if self.is_parameter:
             return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
         return tensor.requires_grad_(self.requires_grad)
-
-
-_modules: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, SharedWeights, SharedGradients]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def share(team: Team, thing: Any) -> Any:
-    """Share a module or tensor; see lockstep.synk.share."""
-    with team.exclusive_call("share()"):
-        _share(team, thing)
-    return thing
-
-
-def _share(team: Team, thing: Any) -> None:
-    if isinstance(thing, torch.nn.Module):
-        if _find(team, thing) is None:
-            _modules[thing] = team, *_share_module(team, thing)
-    elif isinstance(thing, torch.Tensor):
-        if team.registry.label(thing) is None:
-            _check("a tensor", [thing])
-            _add(team, SharedTensor(f"tensor {len(team.context.shareds)}", thing, make_storage(team.context)))
-    else:
-        raise TypeError(f"share() takes a module or a tensor of torch, not {type(thing).__name__}")
-
-
-def vectors(team: Team, module: torch.nn.Module, what: str) -> tuple[Vector, Vector]:
-    """Return the weights and the gradients of a shared module; `what` names the call in errors."""
-    found = _find(team, module)
-    if found is None:
-        raise ValueError(f"{what}: {type(module).__name__} is not shared: call share() on it first")
-    weights, gradients = found
-    return weights.parts[0], gradients.parts[0]
-
-
-def _find(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, SharedGradients] | None:
-    """Return the variables of a module that is shared in this team, else None."""
-    owner, weights, gradients = _modules.get(module, (None, None, None))
-    if owner is not team or weights is None or gradients is None:
-        return None
-    parameters = list(module.parameters())
-    if [id(parameter) for parameter in parameters] != [id(parameter) for parameter in weights.params]:
-        raise ValueError(
-            f"{type(module).__name__} has other parameters than when it was shared, which the ranks lack. "
-            "Change their values instead: load_state_dict without assign=True"
-        )
-    return weights, gradients
-
-
-def _share_module(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, SharedGradients]:
-    name, params, buffers = type(module).__name__, list(module.parameters()), list(module.buffers())
-    if not params:
-        raise ValueError(f"share(): {name} has no parameters")
-    _check_unshared(team, name, [*params, *buffers])
-    if len(_check(name, params)) != 1:
-        dtypes = ", ".join(sorted({str(param.dtype) for param in params}))
-        raise TypeError(f"share(): {name} has parameters of {dtypes}: one dtype is needed")
-    weights = SharedWeights(f"weights of {name}", params, make_storage(team.context))
-    _add(team, weights)
-    gradients = SharedGradients(f"gradients of {name}", weights, make_storage(team.context))
-    _add(team, gradients)
-    for dtype in _check(f"a buffer of {name}", buffers):
-        label = f"{str(dtype).removeprefix('torch.')} buffers of {name}"
-        alike = [buffer for buffer in buffers if buffer.dtype == dtype]
-        shared = SharedBuffers(label, alike, make_storage(team.context))
-        shared.find_owners(module.modules())
-        _add(team, shared)
-    return weights, gradients
-
-
-def _check_unshared(team: Team, name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError if a tensor belongs to another shared variable, which would lose its memory."""
-    for tensor in tensors:
-        if label := team.registry.label(tensor):
-            other = team.context.shareds[label[0]].name
-            raise ValueError(
-                f"share(): {name} has a tensor of shape {tuple(tensor.shape)} in common with {other!r}, "
-                "which is shared already. Share one module that has all of them"
-            )
-
-
-def _check(name: str, tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
-    """Return the tensors' dtypes; raise TypeError for tensors that cannot lie in a block."""
-    for tensor in tensors:
-        if not tensor.is_cpu or tensor.layout != torch.strided:
-            raise TypeError(
-                f"share(): {name} is on {tensor.device}: give dense tensors on the CPU; they are moved"
-            )
-        try:
-            torch.empty(0, dtype=tensor.dtype).numpy()
-        except TypeError:
-            raise TypeError(f"share(): {name} is {tensor.dtype}, a dtype that NumPy lacks") from None
-    return list(dict.fromkeys(tensor.dtype for tensor in tensors))
-
-
-def _add(team: Team, shared: TensorShared) -> None:
-    """Register a variable, and move it to a slot in blocks of all ranks."""
-    value = shared.get()
-    shared.slot = make_slots(team, [value.nbytes], shared.name)[0]
-    registered = team.registry.add(shared)
-    mine = registered.view(team.context.blocks, team.rank, value.shape)
-    mine[...] = value
-    registered.put(mine)

@@ -143,6 +143,7 @@ def test_a_cast_after_share_is_refused(ranks: int) -> None:
     before = flat(net)
     f = synk.function(net, "gather")
     weights, words = synk.weights(net), r"is torch\.float16 now, and was torch\.float64 at share\(\)\. Cast"
+    tensor = synk.share(torch.zeros(3, dtype=torch.float64))
     x = np.ones((2 * ranks, 4))
     net.half()
     with pytest.raises(ValueError, match=words):
@@ -159,6 +160,11 @@ def test_a_cast_after_share_is_refused(ranks: int) -> None:
         with pytest.raises(ValueError, match=words):
             use()
     net.double()
+    tensor.data = tensor.data.half()
+    with pytest.raises(ValueError, match=words):
+        synk.gather(tensor)
+    tensor.data = tensor.data.double()
+    assert synk.gather(tensor).tolist() == [[0] * 3] * ranks
     assert f(x).shape == (2 * ranks, 3)
     assert by_rank(weights) == [values.tobytes()] * ranks
 
