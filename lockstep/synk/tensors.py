@@ -269,6 +269,11 @@ class SharedBuffers(SharedWeights):
         super()._collect()
         self._put_back()
 
+    def release_gpu(self) -> None:
+        self._put_back(strict=False)
+        self._owners = []  # what was replaced by another shape is the module's own from now on
+        super().release_gpu()
+
     def _put_back(self, copies: bool = True, strict: bool = True) -> None:
         """Put replaced buffers back into their modules.
 

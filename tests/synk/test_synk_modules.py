@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from synk_teams import team
+from synk_teams import DEVICES, team
 
 import lockstep.synk as synk
 from lockstep.synk.extensions import torch_train
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[len(DEVICES)] if DEVICES else [1, 2])
 def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
-    with team(request.param) as size:
+    with team(request.param, devices=DEVICES or None) as size:
         yield size
 
 
@@ -110,7 +110,7 @@ def test_a_gradient_that_one_rank_has_is_on_all_after_the_exchange() -> None:
     def which() -> list[bool]:
         return [param.grad is not None for param in net.parameters()]
 
-    with team(2):
+    with team(2, devices=DEVICES or None):
         torch.manual_seed(1)
         net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3))).to(torch.float64)
         synk.share(net)
