@@ -131,8 +131,8 @@ class CallableProgram(RankProgram):
 
     def _as_array(self, number: int, value: Any) -> np.ndarray:
         """Return a checked copy of an output, since a callable may return an array that lies in a block."""
-        array = np.array(value.detach().cpu().numpy() if torch.is_tensor(value) else value)
         mode, what = self.output_modes[number], f"{self.name}: output {number}"
+        array = np.array(_to_numpy(value, what) if torch.is_tensor(value) else value)
         if mode is not None and array.dtype.kind not in "biufc":
             raise TypeError(
                 f"{what} is {type(value).__name__}, which has no {mode}: return tensors or numbers"
@@ -142,6 +142,14 @@ class CallableProgram(RankProgram):
         if mode == "gather" and array.ndim == 0:
             raise TypeError(f"{what} is a scalar, which has no rows to gather")
         return array
+
+
+def _to_numpy(tensor: torch.Tensor, what: str) -> np.ndarray:
+    try:
+        array: np.ndarray = tensor.detach().cpu().numpy()
+    except TypeError:
+        raise TypeError(f"{what} is {tensor.dtype}, a dtype that NumPy lacks. Return y.float()") from None
+    return array
 
 
 def receive(context: RankContext, objects: Iterator[Any]) -> None:

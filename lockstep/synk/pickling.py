@@ -33,7 +33,8 @@ def _find_hooks(obj: Any, shared: str | None) -> Iterator[tuple[str, Any]]:
     """Yield what can have hooks, and its hooks."""
     name = type(obj).__name__
     if hasattr(obj, "param_groups"):
-        yield f"the optimizer {name}", obj._optimizer_step_pre_hooks or obj._optimizer_step_post_hooks
+        kinds_of_hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        yield f"the optimizer {name}", any(getattr(obj, kind, None) for kind in kinds_of_hooks)
     elif hasattr(obj, "named_parameters"):
         for parameter, tensor in obj.named_parameters():
             yield f"parameter {parameter!r} of {name}", _of_tensor(tensor)

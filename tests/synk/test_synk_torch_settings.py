@@ -141,3 +141,14 @@ def test_autocast_around_several_calls_casts_the_current_weights(ranks: int) -> 
         second = f(x)
     assert (first == first[0]).all() and (second == second[0]).all()
     assert not np.array_equal(first, second)
+
+
+def test_an_output_of_autocasts_dtype_says_what_to_return(ranks: int) -> None:
+    net = synk.share(make_net())
+    f = synk.function(net, "gather", name="f")
+    synk.distribute()
+    with (
+        torch.autocast("cpu"),
+        pytest.raises(TypeError, match=r"f: output 0 is torch.bfloat16, .* Return y\.float"),
+    ):
+        f(np.ones((ranks, 4), "f4"))
