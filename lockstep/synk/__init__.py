@@ -113,20 +113,20 @@ def share(module_or_tensor: Any) -> Any:
     Raises:
         TypeError: The parameters have several dtypes, NumPy lacks the dtype, or a tensor is not on the CPU.
     """
-    from lockstep.synk import tensors
+    from lockstep.synk import sharing
 
-    return tensors.share(current_team("share()"), module_or_tensor)
+    return sharing.share(current_team("share()"), module_or_tensor)
 
 
 def weights(module: Any) -> Any:
     """Return all parameters of a shared module as one vector, for collectives and `updates`."""
-    from lockstep.synk import tensors
+    from lockstep.synk import sharing
 
-    return tensors.vectors(current_team("weights()"), module, "weights()")[0]
+    return sharing.vectors(current_team("weights()"), module, "weights()")[0]
 
 
 def grads(module: Any) -> Any:
     """Return all gradients of a shared module as one vector, for collectives and `updates`."""
-    from lockstep.synk import tensors
+    from lockstep.synk import sharing
 
-    return tensors.vectors(current_team("grads()"), module, "grads()")[1]
+    return sharing.vectors(current_team("grads()"), module, "grads()")[1]

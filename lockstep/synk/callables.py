@@ -8,18 +8,20 @@ import hashlib
 import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from lockstep.synk import rows
+from lockstep.synk import rows, torch_settings
 from lockstep.synk.context import RankContext
 from lockstep.synk.programs import FunctionRequest, Input, RankProgram, UpdateMode
 from lockstep.synk.results import REDUCE_OPS, PartReducer, check_reducible, normalise_mode
 from lockstep.synk.shareds import Shared, SharedRegistry
-from lockstep.synk.tensors import TensorShared
+from lockstep.synk.tensors import TensorShared, version_of
+from lockstep.synk.torch_settings import TorchSettings
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,16 @@ class CallableProgram(RankProgram):
             return False
         return self._gpu.outputs.should_keep(value)
 
+    def capture_settings(self) -> TorchSettings:
+        return torch_settings.capture()
+
+    def use_settings(self, captured: TorchSettings) -> AbstractContextManager[None]:
+        return torch_settings.use(captured)
+
     def find_written(self, inputs: list[torch.Tensor]) -> list[int]:
         if self._gpu is not None:  # they are copies
             return []
-        return [number for number, tensor in enumerate(inputs) if tensor._version]
+        return [number for number, tensor in enumerate(inputs) if version_of(tensor)]
 
     def call_locally(self, inputs: list[Any]) -> list[Any]:
         return self.call(self.excerpt([np.array(value) for value in inputs], [None] * len(inputs)))
@@ -123,8 +131,8 @@ class CallableProgram(RankProgram):
 
     def _as_array(self, number: int, value: Any) -> np.ndarray:
         """Return a checked copy of an output, since a callable may return an array that lies in a block."""
-        array = np.array(value.detach().cpu().numpy() if torch.is_tensor(value) else value)
         mode, what = self.output_modes[number], f"{self.name}: output {number}"
+        array = np.array(_to_numpy(value, what) if torch.is_tensor(value) else value)
         if mode is not None and array.dtype.kind not in "biufc":
             raise TypeError(
                 f"{what} is {type(value).__name__}, which has no {mode}: return tensors or numbers"
@@ -134,6 +142,14 @@ class CallableProgram(RankProgram):
         if mode == "gather" and array.ndim == 0:
             raise TypeError(f"{what} is a scalar, which has no rows to gather")
         return array
+
+
+def _to_numpy(tensor: torch.Tensor, what: str) -> np.ndarray:
+    try:
+        array: np.ndarray = tensor.detach().cpu().numpy()
+    except TypeError:
+        raise TypeError(f"{what} is {tensor.dtype}, a dtype that NumPy lacks. Return y.float()") from None
+    return array
 
 
 def receive(context: RankContext, objects: Iterator[Any]) -> None:

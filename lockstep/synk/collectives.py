@@ -61,7 +61,8 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
     """
     team, shareds = _begin("broadcast", shared_vars)
     arrays = [shared.get() for shared in shareds] if values is None else _arrays(shareds, shared_vars, values)
-    _write(team, "broadcast", shareds, [[array] * team.size for array in arrays])
+    missing = None if values is not None else tuple(shared.missing() for shared in shareds)
+    _write(team, "broadcast", shareds, [[array] * team.size for array in arrays], missing=missing)
 
 
 @_exclusive
@@ -285,10 +286,23 @@ def _bytes_of(shared: Shared) -> Callable[[Shape], int]:
 
 
 def _write(
-    team: Team, what: str, shareds: list[Shared], parts: list[list[np.ndarray]], only: int | None = None
+    team: Team,
+    what: str,
+    shareds: list[Shared],
+    parts: list[list[np.ndarray]],
+    only: int | None = None,
+    missing: tuple[frozenset[int], ...] | None = None,
 ) -> None:
-    """Write values to the slots of all ranks, or of rank `only`. `parts` is by variable, then by rank."""
+    """Write values to the slots of all ranks, or of rank `only`.
+
+    Args:
+        parts: The values by variable, then by rank.
+        missing: Parts of each variable without a value, or None if all have one.
+    """
     team.check()
+    for shared, by_rank in zip(shareds, parts, strict=True):
+        for part in by_rank:
+            shared.check_shape(part.shape)
     previous = [shared.slot for shared in shareds]
     slots = find_slots(team, shareds, [max(part.nbytes for part in by_rank) for by_rank in parts])
     blocks, writes = team.context.blocks, []
@@ -302,7 +316,8 @@ def _write(
         view[...] = part
     numbers = tuple(shared.number for shared in shareds)
     shapes = tuple(tuple(part.shape for part in by_rank) for by_rank in parts)
-    team.ask(what, UseSlots(numbers, slots, shapes, only))
+    missing = missing or (frozenset(),) * len(shareds)
+    team.ask(what, UseSlots(numbers, slots, shapes, missing, only))
     release_unused(team, shareds, previous)
 
 

@@ -157,7 +157,8 @@ class Data:
 
         Raises:
             ValueError: The value has another number of dimensions.
-            TypeError: Casting would lose information, and `force_cast` is False.
+            TypeError: Casting would lose information, or the dtype can't hold a whole number, and
+                `force_cast` is False.
         """
         if np.ndim(value) != self._ndim:
             raise ValueError(f"{self.name} has {self._ndim} dimensions, the value has {np.ndim(value)}")
@@ -185,6 +186,8 @@ class Data:
             raise ValueError(f"{self.name}: oversize={oversize} is outside [1, 2]")
         if (shape and shape[0] < 1) or any(length < 0 for length in shape):
             raise ValueError(f"{self.name}: there is no data of shape {shape}: give it one row or more")
+        if self._team.closed:  # its memory was released; in a forked child it can still be used
+            raise RuntimeError(f"data {self.name!r} belongs to a closed team: call fork(), and make it again")
         n_items = int(np.prod(shape, dtype=np.int64))
         with defer_signals():
             if self._number is None or n_items > self._capacity:
@@ -223,7 +226,22 @@ def condition(value: Any, dtype: np.dtype[Any], what: str, force_cast: bool = Fa
             f"{what} is {dtype}, and casting {array.dtype} to it may lose something: cast it, or pass "
             "force_cast=True where that is taken"
         )
+    if not force_cast and array.size and array.dtype.kind in "iu" and dtype.kind in "iu":
+        _check_range(array, dtype, what)
     return array.astype(dtype, copy=False)
+
+
+def _check_range(array: np.ndarray, dtype: np.dtype[Any], what: str) -> None:
+    """Raise TypeError if a whole number does not fit the dtype: NumPy would wrap it."""
+    if np.can_cast(array.dtype, dtype, "safe"):
+        return
+    limits = np.iinfo(dtype)
+    for number in (int(array.min()), int(array.max())):
+        if not limits.min <= number <= limits.max:
+            raise TypeError(
+                f"{what} is {dtype}, which holds {limits.min} to {limits.max}, not {number}: give it another "
+                "dtype, or pass force_cast=True where that is taken"
+            )
 
 
 def make_data(

@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from lockstep.synk import imported, settings
+from lockstep.synk import imported, pickling, settings
 from lockstep.synk.blocks import ArrayLocation, align
 from lockstep.synk.context import CommandStep, RankContext
 from lockstep.synk.shareds import SharedRegistry
@@ -29,14 +29,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
         self._registry = registry
         self._kinds, self._with_settings = settings.kinds(), dict[int, Any]()
+        self._with_hooks = pickling.kinds()
 
     def persistent_id(self, obj: Any) -> tuple[int, int] | None:
         if issubclass(type(obj), self._kinds):
             self._with_settings[id(obj)] = obj
+        if issubclass(type(obj), self._with_hooks):
+            pickling.check_hooks(obj, self._registry.name_of(obj))
         return self._registry.label(obj)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Refuse a function or class that uses state of an imported module.
+        """Pickle optimizers in full, and refuse a function or class that uses state of an imported module.
 
         Raises:
             TypeError: Each rank would import other state.
@@ -50,7 +53,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                     "function in the program, with what it uses, or call cloudpickle.register_pickle_by_value"
                     f"({name.rpartition('.')[0]}) before distribute()"
                 )
-        return reduced
+        return pickling.reduce_optimizer(obj) if reduced is NotImplemented else reduced
 
     def _is_state(self, obj: Any) -> bool:
         return issubclass(type(obj), self._kinds) or self._registry.label(obj) is not None

@@ -171,6 +171,7 @@ class Function:
         self._team.check(f"function {self.name!r}")
         if not self.distributed:
             raise RuntimeError(f"{self.name}: call distribute() first")
+        self._team.registry.check_objects()
         outputs = self._subset(arguments.output_subset)
         n_slices = self._check_slices(arguments.num_slices)
         values = self._order(arguments.inputs, arguments.inputs_by_name)
@@ -188,6 +189,7 @@ class Function:
             n_slices=n_slices,
             outputs=outputs,
             settings=self._team.context.settings.capture(),
+            captured=self._program.capture_settings(),
         )
 
     def finish(self, call: Call, parts: list[RankPart]) -> Any:
@@ -240,6 +242,9 @@ class Function:
             raise TypeError(f"{what} has {spec.ndim} dimensions, {ndim} given")
         if not ndim and not spec.whole:
             raise TypeError(f"{what} is a scalar, which has no rows to divide: put it into bcast_inputs")
+        shape = value.shape if isinstance(value, Data) else np.shape(value)
+        if not spec.accepts(shape):
+            raise ValueError(f"{what} has shape {spec.shape}, where None is any length; {shape} given")
         if isinstance(value, Data):
             self._check_data(what, spec.dtype, value)
             return value
@@ -337,6 +342,7 @@ def _spare_workers() -> None:
 def _check_stored(entry: Any, what: str) -> slice | np.ndarray:
     if isinstance(entry, slice):
         return entry
+    entry = rows.as_listed(entry)
     if not isinstance(entry, list | tuple | np.ndarray) or np.ndim(entry) != 1:
         raise TypeError(f"{what} is {entry!r}: give a slice, or a list or array of row numbers")
     array = np.asarray(entry)

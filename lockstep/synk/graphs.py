@@ -60,6 +60,11 @@ class GraphShared(Shared):
     def put(self, value: Any) -> None:
         self._storage[0] = value
 
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        fixed = self.parts[0].type.shape
+        if any(want not in (None, length) for want, length in zip(fixed, shape, strict=True)):
+            raise ValueError(f"{self.name!r} has shape {fixed}, not {shape}. Give a value of its shape")
+
     def use_rank_stream(self, rank: int) -> None:
         value = self.get()
         if isinstance(value, np.random.Generator):
@@ -75,11 +80,17 @@ class GraphProgram(RankProgram):
         self.graph, self.name, self.returns = graph, graph.name, graph.returns
         self.output_modes = graph.output_modes
         self.inputs = [
-            Input(variable.name, str(variable.dtype), variable.ndim, whole=number >= graph.n_divided)
+            Input(
+                name=variable.name,
+                dtype=str(variable.dtype),
+                ndim=variable.ndim,
+                whole=number >= graph.n_divided,
+                shape=variable.type.shape,
+            )
             for number, variable in enumerate(graph.inputs)
         ]
         self._function = compile_graph(graph)
-        self._function.trust_input = True  # dtype and ndim have been checked
+        self._function.trust_input = True  # dtype and shape have been checked
         self.sliceable = [shareds[variable] for variable in graph.sliceable]
         self.updated, self.default_modes = self._find_updated(shareds)
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,19 @@ class Input:
     Attributes:
         dtype, ndim: Required dtype and number of dimensions; None accepts any.
         whole: Every rank receives the whole input.
+        shape: Required lengths of the dimensions, each None where any length will do; None accepts any shape.
     """
 
     name: str | None
     dtype: str | None
     ndim: int | None
     whole: bool
+    shape: tuple[int | None, ...] | None = None
+
+    def accepts(self, shape: tuple[int, ...]) -> bool:
+        """Return True if each dimension has the required length. The number of dimensions must be right."""
+        required = self.shape or (None,) * len(shape)
+        return all(want in (None, length) for want, length in zip(required, shape, strict=True))
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,14 @@ class RankProgram(ABC):
     def make_reducer(self, number: int, n_rows: int) -> PartReducer:
         """Return a reducer of the slices of an output, which have n_rows rows in total."""
         return PartReducer(self.output_modes[number], n_rows, f"{self.name}: output {number}")
+
+    def capture_settings(self) -> Any:
+        """Return the settings of this process with which all ranks have to compute, for `use_settings`."""
+        return None
+
+    def use_settings(self, captured: Any) -> AbstractContextManager[None]:
+        """Compute with the caller's settings inside of the `with` block."""
+        return nullcontext()
 
     def find_written(self, inputs: list[Any]) -> list[int]:
         """Return the numbers of the inputs that a call wrote into."""

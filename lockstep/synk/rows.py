@@ -21,16 +21,16 @@ def divide(n_rows: int, part: int, n_parts: int) -> tuple[int, int]:
 
 def cut_into_slices(n_rows: int, n_slices: int) -> list[tuple[int, int]]:
     """Return the rows [first, last) of each of a rank's slices that has any."""
-    slices = [divide(n_rows, number, n_slices) for number in range(n_slices)]
-    return [(first, last) for first, last in slices if last > first]
+    n_parts = min(n_slices, n_rows)  # of more parts than rows, those that are not empty have one row each
+    return [divide(n_rows, number, n_parts) for number in range(n_parts)]
 
 
 def choose(batch: Any, length: int, what: str) -> Choice:
     """Return the rows that `batch` chooses of `length` rows, in the order of the batch.
 
     Args:
-        batch: None for all rows, an int for the first rows, a slice, a list, tuple or array of integers, or a
-            mask of `length` booleans. Negative numbers count from the end.
+        batch: None for all rows, an int for the first rows, a slice, a list, tuple, array or tensor of
+            integers, or a mask of `length` booleans. Negative numbers count from the end.
         what: Name of the batch in error messages.
 
     Raises:
@@ -41,9 +41,18 @@ def choose(batch: Any, length: int, what: str) -> Choice:
         return slice(0, length)
     if isinstance(batch, slice):
         return _choose_slice(batch, length, what)
+    batch = as_listed(batch)
     if isinstance(batch, list | tuple | np.ndarray) and np.ndim(batch):
         return _choose_listed(np.asarray(batch), length, what)
     return slice(0, _first_rows(batch, length, what))
+
+
+def as_listed(batch: Any) -> Any:
+    """Return a tensor or series of row numbers as a NumPy array, and anything else unchanged.
+
+    A tensor of one number would else be a number of rows, since torch makes an int of it.
+    """
+    return np.asarray(batch) if hasattr(batch, "__array__") and np.ndim(batch) else batch
 
 
 def count(choice: Choice) -> int:

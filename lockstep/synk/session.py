@@ -1,6 +1,7 @@
 """The session of this process, from fork() over function() and distribute() to close()."""
 
 import atexit
+import math
 import operator
 import os
 from collections.abc import Iterator, Sequence
@@ -71,8 +72,8 @@ def fork(
     size = _choose_size(n_parallel, devices or gpus)
     if not 0 <= operator.index(master_rank) < size:
         raise ValueError(f"fork(): master_rank={master_rank} is out of range: ranks are 0 to {size - 1}")
-    if timeout <= 0:
-        raise ValueError(f"fork(): timeout={timeout} is not positive. Give seconds")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"fork(): timeout={timeout} is not a number of seconds. For no limit give 1e9")
     n_threads = max(1, _count_cores() // size) if threads is None else operator.index(threads)
     if not 1 <= n_threads <= MOST_THREADS:
         raise ValueError(f"fork(): threads={threads} is not from 1 to {MOST_THREADS}")
@@ -211,6 +212,7 @@ def distribute() -> None:
     one object on the ranks if the functions are distributed together.
 
     Raises:
+        ValueError: A module was cast to another dtype after share().
         TypeError: A function cannot be pickled; the message names the part. Create the function again, since
             the next distribute() skips it.
         Exception: An error of compiling a function on a rank.
@@ -218,6 +220,7 @@ def distribute() -> None:
     session = _current_session("distribute()")
     team = session.team
     with team.exclusive_call("distribute()"):
+        team.registry.check_objects()
         new_functions = [function for function in session.functions if not function.distributed]
         kinds = {team.context.programs[new_function.number].kind for new_function in new_functions}
         known = team.registry.delivered
@@ -290,7 +293,8 @@ def _replicate(team: Team, shareds: list[Shared]) -> UseSlots:
         for rank in range(team.size):
             team.context.blocks.array(slot.location(rank, value.dtype, value.shape))[...] = value
     shapes = tuple((value.shape,) * team.size for value in values)
-    return UseSlots(tuple(shared.number for shared in shareds), tuple(slots), shapes)
+    missing = tuple(shared.missing() for shared in shareds)
+    return UseSlots(tuple(shared.number for shared in shareds), tuple(slots), shapes, missing)
 
 
 atexit.register(close)

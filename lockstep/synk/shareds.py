@@ -6,7 +6,7 @@ next collective copies the value back (`move_to_slot`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,26 @@ class Shared(ABC):
         else:
             self.put(value)
 
+    def check_objects(self) -> None:
+        """Raise ValueError if the user's objects no longer fit, because the program changed them."""
+        return
+
+    def find_owners(self, modules: Iterable[Any]) -> None:
+        """Remember which modules have the variable's parts as buffers, which `forward` may replace."""
+        return
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise ValueError if the variable can't take a value of this shape."""
+        return
+
+    def missing(self) -> frozenset[int]:
+        """Return the numbers of the parts without a value of their own: parameters whose gradient is None."""
+        return frozenset()
+
+    def set_missing(self, numbers: frozenset[int]) -> None:
+        """Make these parts the ones without a value, and give all others theirs."""
+        return
+
     def save(self) -> Any:
         """Return the current value for `select_rows` and `restore`. No copy."""
         return self.get()
@@ -145,6 +165,11 @@ class SharedRegistry:
         """Return the numbers of a shared variable and of this part of it; None for any other object."""
         return self._labels.get(id(part))
 
+    def name_of(self, part: Any) -> str | None:
+        """Return the name of the variable to which an object belongs; None if it is not shared."""
+        label = self.label(part)
+        return None if label is None else self._shareds[label[0]].name
+
     def add(self, shared: Shared) -> Shared:
         """Register a variable; return the registered one if it already exists."""
         label = self.label(shared.parts[0])
@@ -155,10 +180,16 @@ class SharedRegistry:
         self._labels.update({id(part): (shared.number, i) for i, part in enumerate(shared.parts)})
         return shared
 
+    def check_objects(self) -> None:
+        """Raise ValueError if the objects of a variable no longer fit, because the program changed them."""
+        for shared in self._shareds.values():
+            shared.check_objects()
+
     def find(self, variables: Any, what: str) -> list[Shared]:
         """Return the variables for one variable or name, or a list or tuple of them."""
         listed = variables if isinstance(variables, list | tuple) else [variables]
         result = [self._find(variable, what) for variable in listed]
+        self.check_objects()
         if len({shared.number for shared in result}) != len(result):
             raise ValueError(f"{what}: a variable is given twice: {', '.join(s.name for s in result)}")
         return result

@@ -73,23 +73,28 @@ class UseSlots(CommandStep):
 
     Attributes:
         shapes: Shape of each variable by rank.
+        missing: Parts of each variable without a value.
         only: The one rank whose values change, or None for all.
     """
 
     numbers: tuple[int, ...]
     slots: tuple[BlockSlot, ...]
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    missing: tuple[frozenset[int], ...]
     only: int | None = None
 
     def blocks(self) -> Iterable[int]:
         return (number for slot in self.slots for number in slot.blocks)
 
     def run(self, context: RankContext) -> None:
-        for number, slot, shapes in zip(self.numbers, self.slots, self.shapes, strict=True):
+        for number, slot, shapes, missing in zip(
+            self.numbers, self.slots, self.shapes, self.missing, strict=True
+        ):
             shared = context.shareds[number]
             shared.slot = slot
             if self.only is None or context.rank == self.only:
                 shared.put(shared.view(context.blocks, context.rank, shapes[context.rank]))
+                shared.set_missing(missing)
 
 
 @dataclass(frozen=True)
@@ -103,11 +108,30 @@ class ReadShapes(CommandStep):
 
 
 @dataclass(frozen=True)
+class _State:
+    """A variable on one rank before it is reduced.
+
+    Attributes:
+        rows: Number of rows of the call that last updated it.
+        missing: Parts without a value.
+    """
+
+    shape: Shape
+    rows: int
+    missing: frozenset[int]
+
+
+@dataclass(frozen=True)
 class _Decision:
-    """The next action of all ranks: move the values to new slots, or reduce with these weights."""
+    """The next action of all ranks: move the values to new slots, or reduce with these weights.
+
+    Attributes:
+        missing: Parts of each variable that have a value on no rank.
+    """
 
     slots: tuple[BlockSlot, ...] | None
-    weights: tuple[list[float] | None, ...]
+    weights: tuple[list[float] | None, ...] = ()
+    missing: tuple[frozenset[int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,31 +166,39 @@ class AllReduceShared(CommandStep):
             yield no_decision, None  # all ranks have reduced their shards
             for shared in mirrored:
                 shared.put(shared.view(context.blocks, context.rank, shared.shape))
+        for shared, missing in zip(shareds, decision.missing, strict=True):
+            shared.set_missing(missing)
 
-    def _describe(self, context: RankContext, shared: Shared) -> tuple[Shape, int]:
-        """Move the value to its slot unless it is reduced on a GPU; return its shape and number of rows."""
+    def _describe(self, context: RankContext, shared: Shared) -> _State:
+        """Move the value to its slot unless it is reduced on a GPU, and describe it."""
+        missing = shared.missing()
         if shared.reduces_on_device:
-            return shared.shape, shared.rows
-        return shared.move_to_slot(context.blocks, context.rank), shared.rows
+            return _State(shared.shape, shared.rows, missing)
+        return _State(shared.move_to_slot(context.blocks, context.rank), shared.rows, missing)
 
-    def decide(self, team: Team, contributions: list[list[tuple[Shape, int]]]) -> _Decision:
+    def decide(self, team: Team, contributions: list[list[_State]]) -> _Decision:
         """Decide for all ranks, in the caller; raise ValueError if shapes differ."""
         shareds = [team.context.shareds[number] for number in self.numbers]
         by_variable = list(zip(*contributions, strict=True))
-        for shared, entries in zip(shareds, by_variable, strict=True):
-            check_equal(shared, [shape for shape, _ in entries], f"all_reduce {self.op}")
+        for shared, states in zip(shareds, by_variable, strict=True):
+            check_equal(shared, [state.shape for state in states], f"all_reduce {self.op}")
         sizes = [shared.n_bytes for shared in shareds]
         slots = find_slots(team, shareds, sizes)
         if any(slot is not shared.slot for slot, shared in zip(slots, shareds, strict=True)):
             team.send_missing_blocks({number for slot in slots for number in slot.blocks})
-            return _Decision(slots, ())
+            return _Decision(slots)
         return _Decision(
             None,
-            tuple(self._weigh(shared, entries) for shared, entries in zip(shareds, by_variable, strict=True)),
+            tuple(self._weigh(shared, states) for shared, states in zip(shareds, by_variable, strict=True)),
+            tuple(self._missing(states) for states in by_variable),
         )
 
-    def _weigh(self, shared: Shared, entries: Sequence[tuple[Shape, int]]) -> list[float] | None:
-        counts = [n_rows for _, n_rows in entries]
+    def _missing(self, states: Sequence[_State]) -> frozenset[int]:
+        """Return the parts without a value on all ranks that count in the reduction."""
+        return frozenset.intersection(*(state.missing for state in states if state.rows or not self.by_rows))
+
+    def _weigh(self, shared: Shared, states: Sequence[_State]) -> list[float] | None:
+        counts = [state.rows for state in states]
         if not self.by_rows:
             return None
         if not any(counts):

@@ -1,10 +1,10 @@
 """Torch tensors that all ranks share: one, or a module's parameters, gradients or buffers, as one vector."""
 
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,105 +14,7 @@ from lockstep.synk import rows
 from lockstep.synk.blocks import BlockTable
 from lockstep.synk.context import RankContext
 from lockstep.synk.shareds import Shared
-from lockstep.synk.slots import make_slots
-from lockstep.synk.team import Team
-
-if TYPE_CHECKING:
-    from lockstep.exchange.transport import Transport
-    from lockstep.memory.cuda import CudaBlock
-    from lockstep.synk.gpu import RankGpu  # PyCUDA comes with it
-
-
-class SharedStorage(ABC):
-    """The memory of one shared variable on this rank."""
-
-    @abstractmethod
-    def store(self, value: np.ndarray) -> torch.Tensor:
-        """Return a tensor with this value: on the array's own memory, or a copy on the device."""
-
-    @abstractmethod
-    def read(self, tensor: torch.Tensor) -> np.ndarray:
-        """Return a stored tensor's current value: the same memory, or a copy."""
-
-    @abstractmethod
-    def run(self, function: Callable[[], None]) -> None:
-        """Call a function that works on the tensors with torch."""
-
-    def all_reduce(self, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
-        """Reduce all ranks' tensors, which start their blocks and never change in size."""
-        raise AssertionError("AllReduceShared reduces host memory")
-
-    def reduce(self, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
-        """Reduce all ranks' tensors, which lie anywhere on the devices and may change in size."""
-        raise AssertionError("AllReduceShared reduces host memory")
-
-    @abstractmethod
-    def release(self) -> None:
-        """Free memory on devices."""
-
-
-class HostStorage(SharedStorage):
-    """Host memory, which the tensors use directly."""
-
-    def store(self, value: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(value)
-
-    def read(self, tensor: torch.Tensor) -> np.ndarray:
-        array: np.ndarray = tensor.numpy()
-        return array
-
-    def run(self, function: Callable[[], None]) -> None:
-        function()
-
-    def release(self) -> None:
-        """Do nothing: no device memory is used."""
-
-
-class DeviceStorage(SharedStorage):
-    """A block on the rank's GPU, and its collectives with the other ranks' blocks."""
-
-    def __init__(self, gpu: "RankGpu") -> None:
-        self._gpu = gpu
-        self._block: CudaBlock | None = None
-        self._transport: Transport | None = None
-
-    def store(self, value: np.ndarray) -> torch.Tensor:
-        if self._block is None or self._block.n_bytes < value.nbytes:
-            assert self._transport is None, "a block that other ranks have open must not move"
-            if self._block is not None:
-                self._block.close()
-            self._block = self._gpu.memory.allocate(max(1, value.nbytes), "a shared tensor")
-        self._gpu.write(self._block, np.ascontiguousarray(value))
-        return self._block.tensor(torch.from_numpy(np.empty(0, value.dtype)).dtype, value.shape)
-
-    def read(self, tensor: torch.Tensor) -> np.ndarray:
-        return self._gpu.fetch(tensor)
-
-    def run(self, function: Callable[[], None]) -> None:
-        self._gpu.compute(function)
-
-    def all_reduce(self, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
-        """Reduce over all ranks; `weight` is this rank's weight in the mean, None if equal or another op."""
-        assert self._block is not None
-        if self._transport is None:
-            self._transport = self._gpu.open(self._block, tensor.numel())
-        self._gpu.all_reduce(self._transport, tensor, op, weight)
-
-    def reduce(self, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
-        self._gpu.compute(tensor.copy_, self._gpu.reducer.reduce(tensor, op, weight))
-
-    def release(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-        if self._block is not None:
-            self._gpu.stream.synchronize()
-            self._block.close()
-        self._transport = self._block = None
-
-
-def make_storage(context: RankContext) -> SharedStorage:
-    """Return storage for one variable of this rank."""
-    return HostStorage() if context.gpu is None else DeviceStorage(context.gpu)
+from lockstep.synk.storage import DeviceStorage, HostStorage, SharedStorage, make_storage
 
 
 @dataclass(frozen=True)
@@ -195,7 +97,11 @@ class SharedTensor(TensorShared):
 
     def __init__(self, name: str, tensor: torch.Tensor, storage: SharedStorage) -> None:
         super().__init__(name, [tensor], storage)
+        self._dtype = tensor.dtype
         self.put(np.array(tensor.detach().numpy()))
+
+    def check_objects(self) -> None:
+        check_dtype(self.name, self.parts[0], self._dtype)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -233,7 +139,7 @@ class SharedTensor(TensorShared):
         self.parts[0].data = tensor
 
     def versions(self) -> Any:
-        return self.parts[0]._version
+        return version_of(self.parts[0])
 
     def content(self) -> "TensorDescription":
         return TensorDescription.of(self.parts[0])
@@ -280,6 +186,12 @@ class _FlatVector(TensorShared):
         self.storage.run(self._collect)
         self.storage.all_reduce(self._flat, op, weight)
 
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        if shape != self.shape:
+            raise ValueError(
+                f"{self.name} have {self.shape[0]} elements in all, the value has {shape[0]}. Give as many"
+            )
+
     @abstractmethod
     def _point(self, param: torch.Tensor, part: torch.Tensor) -> None:
         """Attach a part of the vector to its parameter."""
@@ -298,7 +210,11 @@ class SharedWeights(_FlatVector):
         self.put(np.concatenate([param.detach().numpy().reshape(-1) for param in params]))
 
     def versions(self) -> Any:
-        return [param._version for param in self.params]
+        return [version_of(param) for param in self.params]
+
+    def check_objects(self) -> None:
+        for param in self.params:
+            check_dtype(self.name, param, self._flat.dtype)
 
     def content(self) -> "list[TensorDescription]":
         return [TensorDescription.of(param) for param in self.params]
@@ -322,23 +238,82 @@ class SharedWeights(_FlatVector):
 class SharedBuffers(SharedWeights):
     """The buffers of a module that have one dtype, as one vector.
 
-    They need not be declared as updates: a sliced call continues with them from slice to slice.
+    They need not be declared as updates: a sliced call continues with them from slice to slice. A module may
+    replace a buffer (`self.mean = ...`). Its value is then copied into the vector, and the buffer put back.
+    Where the shapes differ, the module keeps the new one.
     """
+
+    def __init__(self, name: str, params: Sequence[torch.Tensor], storage: SharedStorage) -> None:
+        self._owners: list[tuple[int, weakref.ref[torch.nn.Module], str]] = []  # by number of the buffer
+        super().__init__(name, params, storage)
 
     def versions(self) -> Any:
         return None
 
+    def find_owners(self, modules: Iterable[torch.nn.Module]) -> None:
+        numbers = {id(param): number for number, param in enumerate(self.params)}
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if id(buffer) in numbers:
+                    self._owners.append((numbers[id(buffer)], weakref.ref(module), name))
+
+    def check_objects(self) -> None:
+        super().check_objects()
+        self._put_back(strict=False)
+
+    def put(self, value: np.ndarray) -> None:
+        self._put_back(copies=False)  # the new value may lie in the memory of the old one already
+        super().put(value)
+
+    def _collect(self) -> None:
+        super()._collect()
+        self._put_back()
+
+    def release_gpu(self) -> None:
+        self._put_back(strict=False)
+        self._owners = []  # what was replaced by another shape is the module's own from now on
+        super().release_gpu()
+
+    def _put_back(self, copies: bool = True, strict: bool = True) -> None:
+        """Put replaced buffers back into their modules.
+
+        Args:
+            copies: Copy the values of the replacements.
+            strict: Raise ValueError if a replacement has another shape or dtype; else leave it in place.
+        """
+        for number, owner, name in self._owners:
+            module, param = owner(), self.params[number]
+            new = param if module is None else module._buffers.get(name)
+            if new is param or module is None:
+                continue
+            if new is not None and (new.shape, new.dtype) == (param.shape, param.dtype):
+                if copies:
+                    param.data.copy_(new.detach())
+                module._buffers[name] = param
+            elif strict:
+                before = f"{tuple(param.shape)} and {param.dtype}"
+                now = None if new is None else f"one of {tuple(new.shape)} and {new.dtype}"
+                raise ValueError(
+                    f"{self.name}: {name}, of {before}, was replaced by {now}. "
+                    "Collectives need its former shape and dtype"
+                )
+
 
 class SharedGradients(_FlatVector):
-    """The gradients of a module's parameters as one vector. A parameter without a gradient has zeros."""
+    """The gradients of a module's parameters as one vector.
+
+    A parameter without a gradient has zeros there, but its `grad` stays None: an optimizer would else apply
+    its weight decay and momentum to frozen and unused parameters.
+    """
 
     def __init__(self, name: str, weights: SharedWeights, storage: SharedStorage) -> None:
         super().__init__(name, [Vector(name)], storage)
         self.weights, self.params = weights, weights.params
-        self.put(np.zeros(weights.shape, weights.dtype))
+        self._flat = self.storage.store(np.zeros(weights.shape, weights.dtype))
+        self.storage.run(self._collect)
 
     def versions(self) -> Any:
-        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self.params]
+        return [None if p.grad is None else (id(p.grad), version_of(p.grad)) for p in self.params]
 
     def content(self) -> int:
         return self.weights.number
@@ -349,17 +324,47 @@ class SharedGradients(_FlatVector):
         assert isinstance(weights, SharedWeights)
         return cls(name, weights, make_storage(context))
 
+    def missing(self) -> frozenset[int]:
+        return frozenset(number for number, param in enumerate(self.params) if param.grad is None)
+
+    def set_missing(self, numbers: frozenset[int]) -> None:
+        if numbers == self.missing():
+            return
+        for number, (param, part) in enumerate(zip(self.params, _cut(self._flat, self.params), strict=True)):
+            param.grad = None if number in numbers else part
+
+    def assign(self, value: np.ndarray) -> None:
+        """Set the value; a missing gradient appears where the value is not zero."""
+        super().assign(value)
+        if missing := self.missing():
+            parts = _cut(self._flat, self.params)
+            self.set_missing(frozenset(number for number in missing if not parts[number].any()))
+
     def _point(self, param: torch.Tensor, part: torch.Tensor) -> None:
-        param.grad = part
+        if param.grad is not None:
+            param.grad = part
 
     def _collect(self) -> None:
         for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
             if param.grad is None:
                 part.zero_()
-                param.grad = part
             elif param.grad.data_ptr() != part.data_ptr():  # zero_grad() dropped the old gradient
                 part.copy_(param.grad)
                 param.grad = part
+
+
+def check_dtype(name: str, tensor: torch.Tensor, shared: torch.dtype) -> None:
+    """Raise ValueError if a tensor was cast after share(): the other ranks have it in the former dtype."""
+    if tensor.dtype != shared:
+        raise ValueError(
+            f"{name}: a tensor of shape {tuple(tensor.shape)} is {tensor.dtype} now, and was {shared} at "
+            "share(). Cast modules and tensors before share()"
+        )
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return a number that changes when torch writes to a tensor; None in inference mode, which has none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _chosen(tensor: torch.Tensor, choice: rows.Choice) -> torch.Tensor:
@@ -394,104 +399,3 @@ class TensorDescription:
         if self.is_parameter:
             return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
         return tensor.requires_grad_(self.requires_grad)
-
-
-_modules: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, SharedWeights, SharedGradients]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def share(team: Team, thing: Any) -> Any:
-    """Share a module or tensor; see lockstep.synk.share."""
-    with team.exclusive_call("share()"):
-        _share(team, thing)
-    return thing
-
-
-def _share(team: Team, thing: Any) -> None:
-    if isinstance(thing, torch.nn.Module):
-        if _find(team, thing) is None:
-            _modules[thing] = team, *_share_module(team, thing)
-    elif isinstance(thing, torch.Tensor):
-        if team.registry.label(thing) is None:
-            _check("a tensor", [thing])
-            _add(team, SharedTensor(f"tensor {len(team.context.shareds)}", thing, make_storage(team.context)))
-    else:
-        raise TypeError(f"share() takes a module or a tensor of torch, not {type(thing).__name__}")
-
-
-def vectors(team: Team, module: torch.nn.Module, what: str) -> tuple[Vector, Vector]:
-    """Return the weights and the gradients of a shared module; `what` names the call in errors."""
-    found = _find(team, module)
-    if found is None:
-        raise ValueError(f"{what}: {type(module).__name__} is not shared: call share() on it first")
-    weights, gradients = found
-    return weights.parts[0], gradients.parts[0]
-
-
-def _find(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, SharedGradients] | None:
-    """Return the variables of a module that is shared in this team, else None."""
-    owner, weights, gradients = _modules.get(module, (None, None, None))
-    if owner is not team or weights is None or gradients is None:
-        return None
-    parameters = list(module.parameters())
-    if [id(parameter) for parameter in parameters] != [id(parameter) for parameter in weights.params]:
-        raise ValueError(
-            f"{type(module).__name__} has other parameters than when it was shared, which the ranks lack. "
-            "Change their values instead: load_state_dict without assign=True"
-        )
-    return weights, gradients
-
-
-def _share_module(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, SharedGradients]:
-    name, params, buffers = type(module).__name__, list(module.parameters()), list(module.buffers())
-    if not params:
-        raise ValueError(f"share(): {name} has no parameters")
-    _check_unshared(team, name, [*params, *buffers])
-    if len(_check(name, params)) != 1:
-        dtypes = ", ".join(sorted({str(param.dtype) for param in params}))
-        raise TypeError(f"share(): {name} has parameters of {dtypes}: one dtype is needed")
-    weights = SharedWeights(f"weights of {name}", params, make_storage(team.context))
-    _add(team, weights)
-    gradients = SharedGradients(f"gradients of {name}", weights, make_storage(team.context))
-    _add(team, gradients)
-    for dtype in _check(f"a buffer of {name}", buffers):
-        label = f"{str(dtype).removeprefix('torch.')} buffers of {name}"
-        alike = [buffer for buffer in buffers if buffer.dtype == dtype]
-        _add(team, SharedBuffers(label, alike, make_storage(team.context)))
-    return weights, gradients
-
-
-def _check_unshared(team: Team, name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError if a tensor belongs to another shared variable, which would lose its memory."""
-    for tensor in tensors:
-        if label := team.registry.label(tensor):
-            other = team.context.shareds[label[0]].name
-            raise ValueError(
-                f"share(): {name} has a tensor of shape {tuple(tensor.shape)} in common with {other!r}, "
-                "which is shared already. Share one module that has all of them"
-            )
-
-
-def _check(name: str, tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
-    """Return the tensors' dtypes; raise TypeError for tensors that cannot lie in a block."""
-    for tensor in tensors:
-        if not tensor.is_cpu or tensor.layout != torch.strided:
-            raise TypeError(
-                f"share(): {name} is on {tensor.device}: give dense tensors on the CPU; they are moved"
-            )
-        try:
-            torch.empty(0, dtype=tensor.dtype).numpy()
-        except TypeError:
-            raise TypeError(f"share(): {name} is {tensor.dtype}, a dtype that NumPy lacks") from None
-    return list(dict.fromkeys(tensor.dtype for tensor in tensors))
-
-
-def _add(team: Team, shared: TensorShared) -> None:
-    """Register a variable, and move it to a slot in blocks of all ranks."""
-    value = shared.get()
-    shared.slot = make_slots(team, [value.nbytes], shared.name)[0]
-    registered = team.registry.add(shared)
-    mine = registered.view(team.context.blocks, team.rank, value.shape)
-    mine[...] = value
-    registered.put(mine)

@@ -18,6 +18,8 @@ def case() -> Iterator[Any]:
         x, y = pt.matrix("x"), pt.vector("y")
         s = pytensor.shared(np.zeros((4, 2)), name="s")
         count = pytensor.shared(np.asarray(0), name="count")
+        three, table = pt.tensor("three", shape=(None, 3)), pt.tensor("table", shape=(2, 3))
+        pair = pytensor.shared(np.zeros(2), shape=(2,), name="pair")
         built = {
             "x": x,
             "y": y,
@@ -30,6 +32,10 @@ def case() -> Iterator[Any]:
                 [pt.vector("z"), pt.vector("z")], None, on_unused_input="ignore", name="equal"
             ),
             "both": synk.function([x], ((x + s).sum(), "sum"), sliceable_shareds=[s], name="both"),
+            "three": synk.function([three], (three.sum(1), "gather"), name="three"),
+            "table": synk.function([], (table.sum(1), "max"), bcast_inputs=[table], name="table"),
+            "pair": pair,
+            "pairs": synk.function([], (pair.sum(), "sum"), name="pairs"),
         }
         synk.distribute()
         yield built
@@ -108,6 +114,18 @@ CALLING = [
     (lambda c: c["f"](X.astype(complex), Y), TypeError, "input x is float64, and casting complex128"),
     (lambda c: c["f"](synk.data(X.astype("f4")), Y), TypeError, "is float64, the data 'data.*' is float32"),
     (lambda c: c["f"](synk.data(dtype=float, ndim=2), Y), ValueError, "no memory yet"),
+    (
+        lambda c: c["three"](np.ones((4, 5))),
+        ValueError,
+        r"three: input three has shape \(None, 3\), where None is any length; \(4, 5\) given",
+    ),
+    (lambda c: c["three"](synk.data(np.ones((4, 5)))), ValueError, r"\(None, 3\), .*; \(4, 5\) given"),
+    (
+        lambda c: c["table"](np.ones((3, 3))),
+        ValueError,
+        r"input table has shape \(2, 3\), .*; \(3, 3\) given",
+    ),
+    (lambda c: synk.broadcast(c["pair"], np.ones(3)), ValueError, r"'pair' has shape \(2,\), not \(3,\)"),
     (lambda c: c["f"](X[:0], Y[:0]), ValueError, "input x has no rows"),
     (lambda c: c["f"](X, Y[:5]), ValueError, "^f: input x has 6 rows, input y has 5 rows: without a batch"),
     (lambda c: c["equal"](Y, Y[:5]), ValueError, "^equal: input z has 6 rows, input z has 5 rows: without"),
@@ -160,6 +178,8 @@ def test_calls_that_make_no_sense_leave_the_team_usable(case: Any, call: Any, er
         call(case)
     assert case["f"](X, Y)[1] == 1
     assert case["g"]() == 0
+    assert case["pairs"]() == 0
+    assert case["three"](np.ones((4, 3))).tolist() == case["table"](np.ones((2, 3))).tolist() * 2 == [3] * 4
 
 
 def test_an_integer_counter_is_fine_until_it_has_to_be_folded(case: Any) -> None:
@@ -208,7 +228,12 @@ def test_what_needs_a_team_says_so() -> None:
         ):
             synk.all_reduce("later")
         data = synk.data(np.ones(2))
-    for call in (lambda: f(np.ones(2)), lambda: f.alone(np.ones(2)), lambda: data.set_length(90)):
+    for call in (
+        lambda: f(np.ones(2)),
+        lambda: f.alone(np.ones(2)),
+        lambda: data.set_length(90),
+        lambda: data.set_value(np.ones(2)),
+    ):
         with pytest.raises(RuntimeError, match=r"(function 'f'|data 'data.*') belongs to a closed team"):
             call()
     with pytest.raises(RuntimeError, match=r"call fork\(\) first"):
@@ -222,6 +247,8 @@ def test_what_needs_a_team_says_so() -> None:
         ({"n_parallel": 0}, "number of ranks is 0"),
         ({"n_parallel": 2, "master_rank": 2}, "master_rank=2"),
         ({"n_parallel": 2, "timeout": 0}, "timeout=0"),
+        ({"n_parallel": 2, "timeout": float("inf")}, "timeout=inf is not a number of seconds"),
+        ({"n_parallel": 2, "timeout": float("nan")}, "timeout=nan"),
         ({"n_parallel": 2, "threads": 0}, "threads=0"),
         ({"n_parallel": 2, "threads": 100_000}, "threads=100000 is not from 1 to 1024"),
         ({"n_parallel": 2, "devices": ["cpu"]}, "1 devices for 2 ranks"),

@@ -76,6 +76,14 @@ def test_where_the_dtype_comes_from() -> None:
         (lambda: synk.data(dtype="f4"), TypeError, "dtype and ndim"),
         (lambda: synk.data(np.ones(3), dtype="f4", name="x"), TypeError, "x is float32.*force_cast"),
         (lambda: synk.data([1.5], dtype=int), TypeError, "force_cast"),
+        (
+            lambda: synk.data([1, 3_000_000_000], dtype="int32", name="x"),
+            TypeError,
+            "x is int32, which holds -2147483648 to 2147483647, not 3000000000: .*force_cast",
+        ),
+        (lambda: synk.data([-129], dtype="int8"), TypeError, "not -129"),
+        (lambda: synk.data([2**63], dtype="int64"), TypeError, "not 9223372036854775808"),
+        (lambda: synk.data(np.ones(3, "i4")).set_value([2**31] * 3), TypeError, "not 2147483648"),
         (lambda: synk.data([None], dtype=object), TypeError, "Python objects"),
         (
             lambda: synk.data(np.ones(3), oversize=2.1, name="x"),
@@ -100,6 +108,11 @@ def test_where_the_dtype_comes_from() -> None:
 def test_what_is_refused(make: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make()
+
+
+def test_whole_numbers_wrap_only_if_asked_to() -> None:
+    assert synk.data([3_000_000_000], dtype="int32", force_cast=True)[:].tolist() == [-1294967296]
+    assert synk.data([127, -128], dtype="int8")[:].tolist() == [127, -128]
 
 
 def write(array: np.ndarray) -> None:

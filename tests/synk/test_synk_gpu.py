@@ -1,4 +1,6 @@
-"""Ranks on GPUs, for torch callables: tests/synk/test_synk_torch.py on real ones and on the simulated driver.
+"""Ranks on GPUs, for torch callables: test_synk_torch.py and test_synk_modules.py on the simulated driver.
+
+The former also runs on real GPUs.
 
 On the simulated driver torch computes on the host; what is tested is all else: memory, copies, their order,
 the end.
@@ -14,12 +16,14 @@ from conftest import ROOT
 from limits import limit
 from simulated import Simulation
 
-SUITE = Path(__file__).with_name("test_synk_torch.py")
+SUITES = [Path(__file__).with_name(name) for name in ("test_synk_torch.py", "test_synk_modules.py")]
 
 
-def run_suite(environment: dict[str, str], devices: str, transport: str, which: str = "test") -> None:
+def run_suite(
+    environment: dict[str, str], devices: str, transport: str, which: str = "test", suite: Path = SUITES[0]
+) -> None:
     environment |= {"LOCKSTEP_TEST_DEVICES": devices, "LOCKSTEP_TEST_TRANSPORT": transport}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, str(SUITE)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, str(suite)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=limit(300), env=environment, cwd=ROOT
     )
@@ -30,20 +34,21 @@ def run_suite(environment: dict[str, str], devices: str, transport: str, which: 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # PyCUDA is built the first time
 @pytest.mark.parametrize(
-    ("devices", "fault", "transport", "which"),
+    ("devices", "fault", "transport", "which", "suite"),
     [
-        ("cuda:0 cuda:1", "", "PeerTransport", "large_outputs or single_tensor or buffers"),
-        ("cuda:0 cuda:1", "lost", "StagedTransport", "test"),
-        ("cuda:0 cuda:0 cuda:1", "", "PeerTransport", "test"),
+        ("cuda:0 cuda:1", "", "PeerTransport", "large_outputs or single_tensor or buffers", SUITES[0]),
+        ("cuda:0 cuda:1", "lost", "StagedTransport", "test", SUITES[0]),
+        ("cuda:0 cuda:0 cuda:1", "", "PeerTransport", "test", SUITES[0]),
+        ("cuda:0 cuda:1", "", "PeerTransport", "test", SUITES[1]),
     ],
 )
 def test_the_suite_of_callables_on_simulated_gpus(
-    simulation: Simulation, devices: str, fault: str, transport: str, which: str
+    simulation: Simulation, devices: str, fault: str, transport: str, which: str, suite: Path
 ) -> None:
     settings = {"delay": 300, "all": 1, "proof_bytes": 1 << 16, **({fault: "0-1"} if fault else {})}
     environment = simulation.set(**settings).environment()
     environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
-    run_suite(environment, devices, transport, which)
+    run_suite(environment, devices, transport, which, suite)
     assert list(simulation.folder.glob("memory-*")) == [], "closed and freed, in the right order"
 
 

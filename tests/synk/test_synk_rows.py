@@ -1,7 +1,10 @@
 """The rows that a batch chooses and their division among ranks, compared with NumPy's indexing."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +74,40 @@ def test_a_slice_is_a_view_and_row_numbers_are_a_copy() -> None:
     assert np.shares_memory(rows.excerpt(whole, rows.choose(slice(2, 7), 10, "batch")), whole)
     assert rows.excerpt(whole, rows.choose([1, 3], 10, "batch")).base is None
     assert rows.excerpt(whole, rows.choose(slice(0, 9, 2), 10, "batch")).flags.c_contiguous
+
+
+class Series:
+    """A sequence that is no array but can become one, and an int if it has one element, like torch's."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self._array = np.array(numbers)
+        self.ndim = self._array.ndim
+
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        return self._array
+
+    def __index__(self) -> int:
+        return int(self._array.item())
+
+
+@pytest.mark.parametrize("make", [Series, torch.tensor])
+def test_a_tensor_of_row_numbers_is_no_number_of_rows(make: Callable[[object], object]) -> None:
+    for numbers in ([3], [3, 4], [-1]):
+        chosen = rows.choose(make(numbers), 10, "batch")
+        assert isinstance(chosen, np.ndarray)
+        assert chosen.tolist() == [number % 10 for number in numbers]
+    assert rows.choose(make(3), 10, "batch") == slice(0, 3)
+
+
+def test_a_mask_of_torch() -> None:
+    chosen = rows.choose(torch.tensor([True]), 1, "batch")
+    assert isinstance(chosen, np.ndarray) and chosen.tolist() == [0]
+
+
+def test_more_slices_than_rows_are_one_for_each_row() -> None:
+    assert rows.cut_into_slices(3, 10**12) == [(0, 1), (1, 2), (2, 3)]
+    assert rows.cut_into_slices(0, 5) == []
+    assert rows.cut_into_slices(5, 2) == [(0, 2), (2, 5)]
 
 
 @pytest.mark.parametrize(

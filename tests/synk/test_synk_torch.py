@@ -210,7 +210,8 @@ def test_stored_rows_of_a_shared_tensor(ranks: int) -> None:
     assert largest_error(f(num_slices=2), np.tanh(values).sum(0)) < 1e-10
     parts = np.split(values, ends[1:-1])
     chosen = np.concatenate([part[[2, 0]] for part in parts])
-    assert largest_error(f(batch_s=[2, 0]), np.tanh(chosen).sum(0)) < 1e-10
+    for batch_s in ([2, 0], torch.tensor([2, 0]), [torch.tensor([2, 0])] * ranks):
+        assert largest_error(f(batch_s=batch_s), np.tanh(chosen).sum(0)) < 1e-10
     assert np.array_equal(synk.gather(stored, nd_up=0), values)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lockstep.synk import tensors
+from lockstep.synk import sharing
 from lockstep.synk.extensions import TrainingStep, make_step
 from lockstep.synk.session import current_team, function
 
@@ -27,8 +27,8 @@ def make_train_function(
         optimizer: Optimizer of the module's parameters.
     """
     team = current_team("make_train_function()")
-    tensors.share(team, module)
-    weights, gradients = tensors.vectors(team, module, "make_train_function()")
+    sharing.share(team, module)
+    weights, gradients = sharing.vectors(team, module, "make_train_function()")
 
     def gradient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()

@@ -1,0 +1,121 @@
+"""Sharing of a program's modules and tensors: what synk.share, synk.weights and synk.grads do."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lockstep.synk.slots import make_slots
+from lockstep.synk.storage import make_storage
+from lockstep.synk.team import Team
+from lockstep.synk.tensors import (
+    SharedBuffers,
+    SharedGradients,
+    SharedTensor,
+    SharedWeights,
+    TensorShared,
+    Vector,
+)
+
+_modules: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, SharedWeights, SharedGradients]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def share(team: Team, thing: Any) -> Any:
+    """Share a module or tensor; see lockstep.synk.share."""
+    with team.exclusive_call("share()"):
+        _share(team, thing)
+    return thing
+
+
+def _share(team: Team, thing: Any) -> None:
+    if isinstance(thing, torch.nn.Module):
+        if _find(team, thing) is None:
+            _modules[thing] = team, *_share_module(team, thing)
+    elif isinstance(thing, torch.Tensor):
+        if team.registry.label(thing) is None:
+            _check("a tensor", [thing])
+            _add(team, SharedTensor(f"tensor {len(team.context.shareds)}", thing, make_storage(team.context)))
+    else:
+        raise TypeError(f"share() takes a module or a tensor of torch, not {type(thing).__name__}")
+
+
+def vectors(team: Team, module: torch.nn.Module, what: str) -> tuple[Vector, Vector]:
+    """Return the weights and the gradients of a shared module; `what` names the call in errors."""
+    found = _find(team, module)
+    if found is None:
+        raise ValueError(f"{what}: {type(module).__name__} is not shared: call share() on it first")
+    weights, gradients = found
+    return weights.parts[0], gradients.parts[0]
+
+
+def _find(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, SharedGradients] | None:
+    """Return the variables of a module that is shared in this team, else None."""
+    owner, weights, gradients = _modules.get(module, (None, None, None))
+    if owner is not team or weights is None or gradients is None:
+        return None
+    parameters = list(module.parameters())
+    if [id(parameter) for parameter in parameters] != [id(parameter) for parameter in weights.params]:
+        raise ValueError(
+            f"{type(module).__name__} has other parameters than when it was shared, which the ranks lack. "
+            "Change their values instead: load_state_dict without assign=True"
+        )
+    return weights, gradients
+
+
+def _share_module(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, SharedGradients]:
+    name, params, buffers = type(module).__name__, list(module.parameters()), list(module.buffers())
+    if not params:
+        raise ValueError(f"share(): {name} has no parameters")
+    _check_unshared(team, name, [*params, *buffers])
+    if len(_check(name, params)) != 1:
+        dtypes = ", ".join(sorted({str(param.dtype) for param in params}))
+        raise TypeError(f"share(): {name} has parameters of {dtypes}: one dtype is needed")
+    weights = SharedWeights(f"weights of {name}", params, make_storage(team.context))
+    _add(team, weights)
+    gradients = SharedGradients(f"gradients of {name}", weights, make_storage(team.context))
+    _add(team, gradients)
+    for dtype in _check(f"a buffer of {name}", buffers):
+        label = f"{str(dtype).removeprefix('torch.')} buffers of {name}"
+        alike = [buffer for buffer in buffers if buffer.dtype == dtype]
+        shared = SharedBuffers(label, alike, make_storage(team.context))
+        shared.find_owners(module.modules())
+        _add(team, shared)
+    return weights, gradients
+
+
+def _check_unshared(team: Team, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError if a tensor belongs to another shared variable, which would lose its memory."""
+    for tensor in tensors:
+        if label := team.registry.label(tensor):
+            other = team.context.shareds[label[0]].name
+            raise ValueError(
+                f"share(): {name} has a tensor of shape {tuple(tensor.shape)} in common with {other!r}, "
+                "which is shared already. Share one module that has all of them"
+            )
+
+
+def _check(name: str, tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
+    """Return the tensors' dtypes; raise TypeError for tensors that cannot lie in a block."""
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.layout != torch.strided:
+            raise TypeError(
+                f"share(): {name} is on {tensor.device}: give dense tensors on the CPU; they are moved"
+            )
+        try:
+            torch.empty(0, dtype=tensor.dtype).numpy()
+        except TypeError:
+            raise TypeError(f"share(): {name} is {tensor.dtype}, a dtype that NumPy lacks") from None
+    return list(dict.fromkeys(tensor.dtype for tensor in tensors))
+
+
+def _add(team: Team, shared: TensorShared) -> None:
+    """Register a variable, and move it to a slot in blocks of all ranks."""
+    value = shared.get()
+    shared.slot = make_slots(team, [value.nbytes], shared.name)[0]
+    registered = team.registry.add(shared)
+    mine = registered.view(team.context.blocks, team.rank, value.shape)
+    mine[...] = value
+    registered.put(mine)

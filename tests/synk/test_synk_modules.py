@@ -1,0 +1,302 @@
+"""Modules that ranks share behave as torch's own: their weights, gradients, buffers, hooks and dtypes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from synk_teams import DEVICES, team
+
+import lockstep.synk as synk
+from lockstep.synk.extensions import torch_train
+
+
+@pytest.fixture(scope="module", params=[len(DEVICES)] if DEVICES else [1, 2])
+def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
+    with team(request.param, devices=DEVICES or None) as size:
+        yield size
+
+
+def make_net(*more: torch.nn.Module) -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), *more).to(torch.float64)
+
+
+def flat(net: torch.nn.Module) -> np.ndarray:
+    return np.concatenate([param.detach().numpy().ravel() for param in net.parameters()])
+
+
+def test_a_value_of_another_length_changes_no_weight(ranks: int) -> None:
+    net = synk.share(make_net())
+    synk.function(net, "gather")
+    synk.distribute()
+    weights, before = synk.weights(net), flat(net)
+    for write in (
+        lambda: synk.broadcast(weights, np.full(5, 9.0)),
+        lambda: synk.set_value(ranks - 1, weights, np.full(16, 9.0)),
+        lambda: synk.scatter(weights, np.full(14, 9.0)),
+    ):
+        with pytest.raises(ValueError, match=r"weights of Sequential have 15 elements in all, .* has \d+"):
+            write()
+    assert flat(net).tobytes() == before.tobytes()
+    synk.all_reduce(weights)
+    assert all(value.tobytes() == before.tobytes() for value in synk.gather(weights))
+
+
+class Heads(torch.nn.Module):
+    """A network with a frozen layer, and a head that `forward` does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.frozen, self.used = torch.nn.Linear(4, 5), torch.nn.Linear(5, 3)
+        self.unused = torch.nn.Linear(5, 2)
+        self.frozen.requires_grad_(False)
+        self.to(torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(torch.tanh(self.frozen(x)))
+
+
+def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def adam_w(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.1)
+
+
+def by_rank(name: Any) -> list[bytes]:
+    return [value.tobytes() for value in synk.gather(name)]
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam_w])
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_frozen_and_unused_parameters_keep_their_bits(
+    ranks: int, make_optimizer: Any, num_slices: int
+) -> None:
+    net, alone = Heads(), Heads()
+    optimizer, reference = make_optimizer(net), make_optimizer(alone)
+    loss = torch.nn.functional.mse_loss
+    step = torch_train.make_train_function(net, loss, optimizer)
+    synk.distribute()
+    random = np.random.default_rng(3)
+    for number in range(6):
+        n_rows = 1 if number == 1 else 8  # of one row, one rank has none, and its gradients are old ones
+        x, y = random.normal(size=(n_rows, 4)), random.normal(size=(n_rows, 3))
+        step(x, y, num_slices=num_slices)
+        reference.zero_grad()
+        loss(alone(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+        reference.step()
+    before = Heads()
+    for name in ("frozen", "unused"):
+        for param, expected in zip(
+            getattr(net, name).parameters(), getattr(before, name).parameters(), strict=True
+        ):
+            assert param.grad is None
+            assert torch.equal(param, expected), name
+    assert np.abs(flat(net) - flat(alone)).max() < 1e-12
+    assert num_slices > 1 or ranks > 1 or flat(net).tobytes() == flat(alone).tobytes()
+    assert len(set(by_rank(synk.weights(net)))) == 1
+
+
+def test_a_gradient_that_one_rank_has_is_on_all_after_the_exchange() -> None:
+    def backward(x: torch.Tensor) -> None:
+        for param in net.parameters():
+            param.grad = None
+        net[0 if x[0, 0] > 0 else 1](x).sum().backward()
+
+    def which() -> list[bool]:
+        return [param.grad is not None for param in net.parameters()]
+
+    with team(2, devices=DEVICES or None):
+        torch.manual_seed(1)
+        net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3))).to(torch.float64)
+        synk.share(net)
+        f = synk.function(backward, None, updates=[synk.grads(net)])
+        has = synk.function(which, "gather")
+        synk.distribute()
+        mixed = np.array([[1.0, 1], [-1, 1]])
+
+        def missing() -> list[list[bool]]:
+            return has().reshape(2, 6).tolist()
+
+        assert missing() == [[False] * 6] * 2
+        f(mixed)
+        assert missing() == [[True, True] + [False] * 4, [False, False, True, True, False, False]]
+        synk.all_reduce(synk.grads(net))
+        assert missing() == [[True] * 4 + [False] * 2] * 2
+        assert synk.gather(synk.grads(net))[0].reshape(3, 6).any(1).tolist() == [True, True, False]
+        f(mixed)
+        synk.broadcast(synk.grads(net))
+        assert missing() == [[True, True] + [False] * 4] * 2
+        f(mixed)
+        synk.reduce(synk.grads(net), "sum")
+        assert missing()[0] == [True] * 4 + [False] * 2
+        synk.broadcast(synk.grads(net), np.zeros(18))
+        assert missing() == [[True] * 6] * 2
+
+
+def test_a_cast_after_share_is_refused(ranks: int) -> None:
+    net = synk.share(make_net(torch.nn.BatchNorm1d(3)))
+    before = flat(net)
+    f = synk.function(net, "gather")
+    weights, words = synk.weights(net), r"is torch\.float16 now, and was torch\.float64 at share\(\)\. Cast"
+    tensor = synk.share(torch.zeros(3, dtype=torch.float64))
+    x = np.ones((2 * ranks, 4))
+    net.half()
+    with pytest.raises(ValueError, match=words):
+        synk.distribute()
+    net.double()
+    values = before.astype(np.float16).astype(float)
+    synk.distribute()
+    net.half()
+    for use in (
+        lambda: f(x.astype(np.float16)),
+        lambda: synk.all_reduce(weights),
+        lambda: synk.broadcast(weights, before),
+    ):
+        with pytest.raises(ValueError, match=words):
+            use()
+    net.double()
+    tensor.data = tensor.data.half()
+    with pytest.raises(ValueError, match=words):
+        synk.gather(tensor)
+    tensor.data = tensor.data.double()
+    assert synk.gather(tensor).tolist() == [[0] * 3] * ranks
+    assert f(x).shape == (2 * ranks, 3)
+    assert by_rank(weights) == [values.tobytes()] * ranks
+
+
+class RunningSum(torch.nn.Module):
+    """A module that replaces its buffer in each call, in place of writing into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.register_buffer("total", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total = 0.5 * self.total + x.sum(0)
+        return self.layer(x)
+
+
+def test_a_buffer_that_forward_replaces_stays_shared(ranks: int) -> None:
+    net = RunningSum()
+    inner = torch.nn.Sequential(net)
+    with torch.no_grad():
+        inner(torch.ones(1, 2))
+    synk.share(inner)
+    inner(torch.ones(1, 2))  # between share() and distribute()
+    f, peek = synk.function(inner, "gather"), synk.function(lambda: net.total * 1, "gather")
+    synk.distribute()
+    name, x = "float32 buffers of Sequential", np.repeat(np.arange(1.0, ranks + 1, dtype="f4"), 2)[:, None]
+    expected = [1.5] * ranks
+
+    def check() -> None:
+        assert synk.gather(name).tolist() == [[value] * 2 for value in expected]
+        assert peek().reshape(ranks, 2).tolist() == [[value] * 2 for value in expected]
+
+    check()
+    for num_slices in (1, 2):
+        f(x * np.ones(2, "f4"), num_slices=num_slices)
+        for rank, row in enumerate(range(1, ranks + 1)):
+            for _ in range(num_slices):
+                expected[rank] = 0.5 * expected[rank] + row * (3 - num_slices)
+        check()
+    later = synk.function(lambda: inner(torch.zeros(1, 2)), "gather")  # a copy of its own on the ranks
+    f(x * np.ones(2, "f4"))
+    synk.distribute()
+    later()
+    expected = [0.5 * (0.5 * value + 2 * (rank + 1)) for rank, value in enumerate(expected)]
+    check()
+    f(x * np.ones(2, "f4"))
+    synk.broadcast(name)
+    expected = [0.5 * expected[0] + 2] * ranks
+    check()
+    f(x * np.ones(2, "f4"))
+    synk.broadcast(name, np.full(2, 7.0, "f4"))
+    expected = [7.0] * ranks
+    check()
+
+
+def test_a_buffer_that_is_replaced_by_one_of_another_shape_is_the_modules_own(ranks: int) -> None:
+    net = synk.share(RunningSum())
+    f = synk.function(lambda x: setattr(net, "total", torch.ones(len(x))) or net.total.sum(), "sum")
+    synk.distribute()
+    assert f(np.ones(3 * ranks)) == 3 * ranks, "it works"
+    name = "float32 buffers of RunningSum"
+    for use in (lambda: synk.gather(name), lambda: synk.broadcast(name, np.zeros(2, "f4"))):
+        with pytest.raises(
+            ValueError, match=r"total, of \(2,\) .* replaced by one of \(3,\) and .* former shape"
+        ):
+            use()
+    assert f(np.ones(3 * ranks)) == 3 * ranks
+    synk.all_reduce(synk.weights(net))
+
+
+def test_hooks_that_only_this_process_would_run_are_refused(ranks: int) -> None:
+    def use(*held: Any) -> None:
+        synk.function(lambda held=held: None, None, name="use")
+        synk.distribute()
+
+    net = synk.share(make_net(torch.nn.Tanh(), torch.nn.Linear(3, 2)))
+    optimizer, plain = sgd(net), torch.zeros(7, requires_grad=True)
+    words = "^function 'use' can't go to the ranks: .*{} has hooks, which only this process would run"
+    for register in (net[2].weight.register_hook, net[2].weight.register_post_accumulate_grad_hook):
+        handle = register(lambda *_: None)
+        with pytest.raises(TypeError, match=words.format("parameter '2.weight' of Sequential")):
+            use(net)
+        with pytest.raises(
+            TypeError, match=words.format(r"tensor of shape \(2, 3\) in 'weights of Sequential'")
+        ):
+            use(optimizer)
+        handle.remove()
+    handle = plain.register_hook(lambda grad: grad)
+    with pytest.raises(TypeError, match=words.format(r"tensor of shape \(7,\)")):
+        use(plain)
+    handle.remove()
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        handle = register(lambda *_: None)
+        with pytest.raises(TypeError, match=words.format("the optimizer SGD")):
+            use(optimizer)
+        handle.remove()
+    use(net, optimizer, plain)
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer with an attribute of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.factor = 3.0
+
+
+def test_an_optimizer_goes_over_with_all_its_attributes(ranks: int) -> None:
+    net, alone = synk.share(make_net()), make_net()
+    optimizer, reference = (torch.optim.LBFGS(module.parameters(), max_iter=5) for module in (net, alone))
+    counting = Counting(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(counting, 1)
+
+    def fit(module: torch.nn.Module, optimizer: Any, x: torch.Tensor) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (torch.tanh(module(x)) - 0.5).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    f = synk.function(lambda x: fit(net, optimizer, x), None, ["x"], updates=[synk.weights(net)])
+    g = synk.function(lambda: torch.tensor([counting.factor, "step" in vars(counting)]), "gather")
+    synk.distribute()
+    x = np.random.default_rng(5).normal(size=(6, 4))
+    for _ in range(2):
+        f(x)
+        fit(alone, reference, torch.from_numpy(x))
+    assert by_rank(synk.weights(net)) == [flat(alone).tobytes()] * ranks
+    assert g().reshape(ranks, 2).tolist() == [[3, 1], [3, 0]][:ranks], (
+        "the scheduler counts the caller's steps"
+    )
+    assert scheduler
