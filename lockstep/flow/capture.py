@@ -46,10 +46,10 @@ def capture(function: Callable[..., Any], *examples: torch.Tensor) -> CapturedPr
             leaves, structure = private.tree_flatten(returned)
             outputs = [made.output(leaf) for leaf in leaves]
         del inputs, returned, leaves
-        changed = made.changed()
+        changed = made.take_changed()
         made.close()
     except BaseException:
-        made.changed()
+        made.take_changed()  # they would be kept as long as an array that the program has made
         made.forget_gradients()  # the next backward would add to gradients that have no value
         raise
     return CapturedProgram(
@@ -104,7 +104,12 @@ class Capture:
         )
 
     def see(self, inputs: Sequence[Array], written: Sequence[Array]) -> None:
-        """Note parameters, whose gradients the program will make, and arrays that each run changes."""
+        """Note parameters, whose gradients the program will make, and arrays that each run changes.
+
+        Args:
+            inputs: Of an operation.
+            written: Those of them whose writes autograd counts.
+        """
         for array in inputs:
             leaf: Any = array if array._base is None else array._base
             if leaf.requires_grad and leaf.is_leaf:
@@ -114,7 +119,7 @@ class Capture:
                 whole: Any = array if array._base is None else array._base
                 self._changed[id(whole)] = whole
 
-    def changed(self) -> list[Array]:
+    def take_changed(self) -> list[Array]:
         """Return arrays that share autograd's version counters with those that each run changes, once.
 
         They have no history, so they keep nothing but the memory, which the program keeps anyway.

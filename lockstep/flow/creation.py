@@ -101,14 +101,14 @@ class _Replaced:
     name: str
     parameter: weakref.ref[nn.Parameter]
     array: weakref.ref[Array]
-    value: Any
+    fingerprint: Any
 
 
 _replaced: dict[int, _Replaced] = {}  # by the parameter's id, while it exists
 
 
-def _value_of(parameter: nn.Parameter) -> Any:
-    """Return what changes if a parameter is written or converted."""
+def _fingerprint(parameter: nn.Parameter) -> Any:
+    """Return version, dtype and shape, which tell whether a parameter was written or converted."""
     version = None if parameter.is_inference() else parameter._version
     return version, parameter.dtype, parameter.shape
 
@@ -117,7 +117,7 @@ def _replacement_of(name: str, parameter: nn.Parameter) -> Array | None:
     """Return the array that the parameter became in another module, or None."""
     known = _replaced.get(id(parameter))
     array = None if known is None else known.array()
-    if known is not None and array is not None and known.value != _value_of(parameter):
+    if known is not None and array is not None and known.fingerprint != _fingerprint(parameter):
         raise UserError(
             f"{name} became an array in another module, as {known.name}, and was changed since then: make "
             "all modules that have it arrays before any of them trains"
@@ -136,7 +136,8 @@ def _array_of(name: str, tensor: torch.Tensor, device: Device) -> Array:
     private.as_parameter(made.requires_grad_(tensor.requires_grad))
     gone: Any = functools.partial(_replaced.pop, id(tensor))
     _watch_optimizers()
-    _replaced[id(tensor)] = _Replaced(name, weakref.ref(tensor, gone), weakref.ref(made), _value_of(tensor))
+    parameter, array = weakref.ref(tensor, gone), weakref.ref(made)
+    _replaced[id(tensor)] = _Replaced(name, parameter, array, _fingerprint(tensor))
     return made
 
 

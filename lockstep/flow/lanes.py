@@ -104,7 +104,7 @@ class Operation:
     result = wait
 
     def take(self) -> Any:
-        """Wait for the result and return it; the operation, which a variable's uses may keep, drops it."""
+        """Wait for the result, return it and release it: later operations may keep this one in memory."""
         result = self.wait()
         self.result_value = None
         return result
@@ -273,7 +273,7 @@ class Lane:
         self.error: Exception | None = None  # why a worker could not begin: all operations fail with it
         self._places = [None] * n_workers  # one per worker that has not begun
         self._workers: list[threading.Thread] = []
-        self._substitutes: list[None] = []  # one per thread that works in place of such a worker
+        self._substitutes: list[None] = []  # one per thread that works in place of a worker
 
     def start(self) -> None:
         """Start the workers. After an interrupt it is called again; surplus workers end at once."""
@@ -354,7 +354,7 @@ class Lane:
             self.synchronize()
 
     def _enter_device(self, stack: contextlib.ExitStack) -> None:
-        """Prepare this worker. If that fails it works on: without a worker, operations would never fail."""
+        """Prepare this worker. After a failure it keeps running, and fails the lane's operations."""
         try:
             self.device.enter(self.kind, stack)
         except BaseException as error:

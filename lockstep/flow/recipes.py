@@ -14,8 +14,9 @@ from lockstep.flow import private
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]  # size, stride, dtype of a whole storage
 MOST = 20_000  # recipes kept at once
 
-# Arguments, by position, that are written although the schema does not say so: running statistics.
-_UNDECLARED = {
+# Arguments, by position, that are written although the schema does not say so: running statistics. Autograd
+# does not count these writes.
+WRITES_STATISTICS = {
     "aten::native_batch_norm": (3, 4),
     "aten::cudnn_batch_norm": (3, 4),
     "aten::miopen_batch_norm": (3, 4),
@@ -105,7 +106,7 @@ def traits_of(function: Any) -> OperationTraits:
         name=schema.name.removeprefix("aten::"),
         view=(shared and not writes) or schema.name in _UNDECLARED_VIEWS,
         changes_shape=changes_shape,
-        writes=(*writes, *_UNDECLARED.get(schema.name, ())),
+        writes=(*writes, *WRITES_STATISTICS.get(schema.name, ())),
         same=tuple(_same_argument(r, aliases) for r in schema.returns),
         random=random,
         seed_with=_with_generator(function) if random else None,

@@ -195,7 +195,7 @@ class StepRecorder:
 class _restoring(private.Scope):  # noqa: N801
     """A scope whose end gives all buffers of a replica their present values.
 
-    That is several operations, so a thread submits them: a second Ctrl-C could leave some out here.
+    A separate thread submits these copies, because a second Ctrl-C in this thread could skip some.
     """
 
     def __init__(self, replica: ModelReplica) -> None:

@@ -229,7 +229,7 @@ class Recovery:
 
     def _check_source(self, attempt: Attempt) -> None:
         """Raise UserError if the network was edited, with which the run would not be the same training."""
-        if changed := self._source.change():
+        if changed := self._source.describe_change():
             self._write_out(attempt)
             text = "Restore it, or keep it, and resume the run: resume_train=true"
             raise UserError(f"the run can't resume: {changed}. {text}")

@@ -48,7 +48,7 @@ class Resizing:
         self._request, self._begin = request, time.monotonic()
         try:
             self.config = resized(config, request, retains)
-            if changed := self._source.change():
+            if changed := self._source.describe_change():
                 raise UserError(f"{changed}. Restore it first.")
         except UserError as error:
             self.refuse(str(error))

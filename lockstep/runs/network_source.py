@@ -1,6 +1,7 @@
-"""The source of a run's network: a copy for people in the run's folder, <run>/network/.
+"""The source of a run's network: whether it changes while the run trains, and a copy of it for people.
 
-No program imports it from there: a user who opens a run of somebody else runs no code of that run's folder.
+The copy is in the run's folder, <run>/network/. No program imports it from there: a user who opens a run of
+somebody else runs no code of that run's folder.
 """
 
 import importlib.util
@@ -29,7 +30,7 @@ class NetworkSource:
         self._path = _find_file(modules) if modules else None
         self._content = self._read()
 
-    def change(self) -> str:
+    def describe_change(self) -> str:
         """Return a line that names the file if it has changed since, else ''."""
         if self._read() == self._content:
             return ""

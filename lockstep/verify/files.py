@@ -32,10 +32,10 @@ def check_checkpoints(
         receipts: In the order of the file; the last one of a checkpoint counts.
         config: The run's, or None if it can't be read.
         notes: Gets a line for each checkpoint from before the receipts, and one for missing checkpoints that
-            can't be judged.
+            may have been removed.
     """
     newest = {receipt.checkpoint: receipt for receipt in receipts if receipt.checkpoint}
-    retained, unjudged = _retained(folder, receipts, config) if config else (set(), set())
+    retained, unknown = _retained(folder, receipts, config) if config else (set(), set())
     for name, receipt in newest.items():
         for suffix, expected in ((".json", receipt.record), (".safetensors", receipt.state)):
             path = folder / "checkpoints" / (name + suffix)
@@ -44,14 +44,14 @@ def check_checkpoints(
                     yield f"{path}: is missing, and receipt {receipt.number} is of it"
             elif _digest(path) != expected:
                 yield f"{path}: is not the file that receipt {receipt.number} is of"
-    notes += _missing_of(folder, [name for name in newest if name in unjudged])
+    notes += _missing_of(folder, [name for name in newest if name in unknown])
     for path in records(folder):
         if path.stem not in newest:
             yield from _check_without_receipt(path, receipts[0], notes)
 
 
 def _retained(folder: Path, receipts: Sequence[Receipt], config: Config) -> tuple[set[str], set[str]]:
-    """Return the checkpoints that the run has not removed itself, and those that can't be judged, by name.
+    """Return the checkpoints that the run has not removed itself, and those of which it is unknown, by name.
 
     A run with `keep_checkpoints` removes older ones, also those of its earlier parts with other settings.
     Every run removes those that it saved only because they were the best so far. If that leaves no checkpoint
@@ -62,22 +62,26 @@ def _retained(folder: Path, receipts: Sequence[Receipt], config: Config) -> tupl
     """
     parts = {**_configs_of_parts(folder), receipts[-1].config: config}
     retained: set[str] = set()
-    unjudged: set[str] = set()
+    unknown: set[str] = set()
     for receipt in reversed([each for each in receipts if each.checkpoint]):
         own = parts.get(receipt.config)
         if own and own.keep_checkpoints is not None:
             break
-        if own is None or unjudged:
-            unjudged.add(receipt.checkpoint)
+        if own is None or unknown:
+            unknown.add(receipt.checkpoint)
         elif "_at_" in receipt.checkpoint or is_regular(receipt.epoch, own.snapshot_freq, own.n_epochs):
             retained.add(receipt.checkpoint)
-    return retained, unjudged - retained
+    return retained, unknown - retained
 
 
 def _missing_of(folder: Path, names: Sequence[str]) -> Iterator[str]:
     """Yield a note if some of these checkpoints, which the run may have removed itself, are missing."""
     place = folder / "checkpoints"
-    missing = [name for name in names if not (place / f"{name}.json").exists()]
+    missing = [
+        name
+        for name in names
+        if not all((place / (name + suffix)).exists() for suffix in (".json", ".safetensors"))
+    ]
     if missing:
         yield (
             f"{place}: {len(missing)} checkpoint(s) up to {missing[-1]} are missing. The run may have "

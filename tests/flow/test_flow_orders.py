@@ -349,6 +349,17 @@ def test_backward_refuses_what_a_program_has_overwritten(devices: list[Cpu]) -> 
     assert w.tolist() == [3, 5]
 
 
+def test_backward_works_after_a_program_has_changed_running_statistics(devices: list[Cpu]) -> None:
+    """Torch does not count these writes either."""
+    net = flow.arrays(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    images = torch.randn(5, 3)
+    program = flow.capture(lambda x: net(x).detach().sum(), images)
+    loss = net(flow.array(images)).sum()
+    program(images)
+    loss.backward()
+    assert net[0].weight.grad is not None and net[1].num_batches_tracked.item() == 2
+
+
 def test_a_program_keeps_no_array_that_it_changes(devices: list[Cpu]) -> None:
     import gc
     import weakref

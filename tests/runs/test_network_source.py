@@ -55,11 +55,12 @@ def test_an_edited_network_is_noticed_whatever_the_runs_folder_has(
     path.write_text(NETWORK)
     monkeypatch.syspath_prepend(str(tmp_path))
     source = NetworkSource("edited_alone:Net")
-    assert source.change() == ""
+    assert source.describe_change() == ""
     path.write_text(NETWORK + "# edited\n")
     keep_source(tmp_path / "run", "edited_alone:Net")
-    assert source.change() == f"{path}: the file of the network has changed since the run started"
-    assert NetworkSource("edited_alone:Net").change() == NetworkSource("torchvision:y").change() == ""
+    assert source.describe_change() == f"{path}: the file of the network has changed since the run started"
+    for model in ("edited_alone:Net", "torchvision:y"):
+        assert NetworkSource(model).describe_change() == ""
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from lockstep.runs import checkpoint_files, receipts
 from lockstep.runs.folder import open_run
 from lockstep.runs.receipts import ReceiptFile
 from lockstep.signals import Interrupts
+from lockstep.verify.files import _missing_of
 
 KEYS = ("logical_ranks=4", "global_batch_size=8", "check_every=3", "snapshot_freq=1", "cpu_threads=1")
 
@@ -256,6 +257,14 @@ def test_each_part_of_a_run_is_judged_by_its_own_settings(program: Program) -> N
     assert f"note: {records}: 3 checkpoint(s) up to epoch_0003 are missing. The run may have" in text
     (records / "epoch_0004.json").unlink()
     assert "epoch_0004.json: is missing, and receipt" in call(running.run_folder, code=1)
+
+
+@pytest.mark.parametrize("left", [".json", ".safetensors"])
+def test_a_checkpoint_of_two_files_is_missing_without_one_of_them(tmp_path: Path, left: str) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / f"epoch_0001{left}").touch()
+    (note,) = _missing_of(tmp_path, ["epoch_0001"])
+    assert "1 checkpoint(s) up to epoch_0001 are missing" in note
 
 
 @pytest.mark.slow
