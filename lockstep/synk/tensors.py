@@ -281,15 +281,14 @@ class SharedBuffers(SharedWeights):
             copies: Copy the values of the replacements.
             strict: Raise ValueError if a replacement has another shape or dtype; else leave it in place.
         """
+        fitting = []  # copied before any is written: a replacement may be another buffer of the vector
         for number, owner, name in self._owners:
             module, param = owner(), self.params[number]
             new = param if module is None else module._buffers.get(name)
             if new is param or module is None:
                 continue
             if new is not None and (new.shape, new.dtype) == (param.shape, param.dtype):
-                if copies:
-                    param.data.copy_(new.detach())
-                module._buffers[name] = param
+                fitting.append((param, new.detach().clone() if copies else None, module, name))
             elif strict:
                 before = f"{tuple(param.shape)} and {param.dtype}"
                 now = None if new is None else f"one of {tuple(new.shape)} and {new.dtype}"
@@ -297,6 +296,10 @@ class SharedBuffers(SharedWeights):
                     f"{self.name}: {name}, of {before}, was replaced by {now}. "
                     "Collectives need its former shape and dtype"
                 )
+        for param, value, module, name in fitting:
+            if value is not None:
+                param.data.copy_(value)
+            module._buffers[name] = param
 
 
 class SharedGradients(_FlatVector):

@@ -1,6 +1,6 @@
 """Modules that ranks share behave as torch's own: their weights, gradients, buffers, hooks and dtypes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -219,6 +219,42 @@ def test_a_buffer_that_forward_replaces_stays_shared(ranks: int) -> None:
     synk.broadcast(name, np.full(2, 7.0, "f4"))
     expected = [7.0] * ranks
     check()
+
+
+class Exchanging(torch.nn.Module):
+    """A module that moves values from buffer to buffer by assignment: a shift, then a swap."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        for name in names:
+            self.register_buffer(name, torch.full((2,), float("abcd".index(name) + 1)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.b = self.a
+        self.a = self.a + x.sum(0)
+        self.c, self.d = self.d, self.c
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("names", ["abcd", "dcba"])
+@pytest.mark.parametrize("num_slices", [1, 3])
+def test_buffers_that_forward_shifts_or_swaps_are_those_of_torch(
+    ranks: int, names: str, num_slices: int
+) -> None:
+    kind = type(f"Exchanging_{names}_{num_slices}", (Exchanging,), {})  # a name of its own for its buffers
+    net, alone = synk.share(kind(names)), [Exchanging(names) for _ in range(ranks)]
+    f = synk.function(net, "gather")
+    synk.distribute()
+    random = np.random.default_rng(4)
+    for _ in range(3):
+        x = random.normal(size=(6 * ranks, 2)).astype("f4")
+        f(x, num_slices=num_slices)
+        for module, part in zip(alone, np.split(x, ranks), strict=True):
+            for values in np.split(part, num_slices):
+                module(torch.from_numpy(values))
+        expected = [torch.cat(list(module.buffers())).numpy().tobytes() for module in alone]
+        assert by_rank(f"float32 buffers of {kind.__name__}") == expected
 
 
 def test_a_buffer_that_is_replaced_by_one_of_another_shape_is_the_modules_own(ranks: int) -> None:
