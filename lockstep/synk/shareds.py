@@ -129,8 +129,19 @@ class Shared(ABC):
         """True if `all_reduce_on_device` is supported; else a GPU value is copied to its slot and back."""
         return False
 
+    def prepare_all_reduce(self) -> None:
+        """Collect the value for `all_reduce_on_device`; raise ValueError if the user's objects no longer fit.
+
+        A rank must raise it before the ranks reduce: the others would wait for it until the timeout.
+        """
+        return
+
     def all_reduce_on_device(self, op: Op, weight: float | None) -> None:
-        """Reduce all ranks' values on their GPUs. `weight` is this rank's weight in a mean, or None."""
+        """Reduce all ranks' values on their GPUs, after `prepare_all_reduce` on all of them.
+
+        Args:
+            weight: This rank's weight in a mean; None for equal weights and for other ops.
+        """
         raise AssertionError(f"{self.name} is reduced in host memory")
 
     def move_to_slot(self, blocks: BlockTable, rank: int) -> tuple[int, ...]:

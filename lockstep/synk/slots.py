@@ -170,9 +170,10 @@ class AllReduceShared(CommandStep):
             shared.set_missing(missing)
 
     def _describe(self, context: RankContext, shared: Shared) -> _State:
-        """Move the value to its slot unless it is reduced on a GPU, and describe it."""
+        """Move the value to its slot, or prepare it to be reduced on a GPU, and describe it."""
         missing = shared.missing()
         if shared.reduces_on_device:
+            shared.prepare_all_reduce()
             return _State(shared.shape, shared.rows, missing)
         return _State(shared.move_to_slot(context.blocks, context.rank), shared.rows, missing)
 

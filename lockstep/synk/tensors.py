@@ -182,8 +182,10 @@ class _FlatVector(TensorShared):
         for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
             self._point(param, part)
 
-    def all_reduce_on_device(self, op: Op, weight: float | None) -> None:
+    def prepare_all_reduce(self) -> None:
         self.storage.run(self._collect)
+
+    def all_reduce_on_device(self, op: Op, weight: float | None) -> None:
         self.storage.all_reduce(self._flat, op, weight)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:

@@ -272,6 +272,28 @@ def test_a_buffer_that_is_replaced_by_one_of_another_shape_is_the_modules_own(ra
     synk.all_reduce(synk.weights(net))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_reduce_of_a_buffer_that_one_rank_replaced_by_another_shape(rank: int) -> None:
+    """No rank waits for the one that refuses; with float32 on GPUs they would wait until the timeout."""
+    with team(2, devices=DEVICES or None, timeout=5):
+        net = synk.share(RunningSum())
+        name, weights = "float32 buffers of RunningSum", synk.weights(net)
+
+        def replace(x: torch.Tensor) -> None:
+            net.total = torch.ones(int(x[0]), device=net.total.device)
+
+        f = synk.function(replace, None)
+        synk.distribute()
+        synk.all_reduce(name)
+        for _ in range(2):
+            f(np.array([3.0, 2.0] if rank == 0 else [2.0, 3.0]))
+            with pytest.raises(ValueError, match=r"total, of \(2,\) .* was replaced by one of \(3,\)"):
+                synk.all_reduce([weights, name])
+        f(np.array([2.0, 2.0]))
+        synk.all_reduce([weights, name])
+        assert synk.gather(name).tolist() == [[1.0, 1.0]] * 2
+
+
 def test_hooks_that_only_this_process_would_run_are_refused(ranks: int) -> None:
     def use(*held: Any) -> None:
         synk.function(lambda held=held: None, None, name="use")
