@@ -147,7 +147,9 @@ class CallableProgram(RankProgram):
 def _to_numpy(tensor: torch.Tensor, what: str) -> np.ndarray:
     try:
         array: np.ndarray = tensor.detach().cpu().numpy()
-    except TypeError:
+    except TypeError as error:
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{what}: {error}") from None
         raise TypeError(f"{what} is {tensor.dtype}, a dtype that NumPy lacks. Return y.float()") from None
     return array
 
