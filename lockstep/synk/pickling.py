@@ -4,7 +4,7 @@ torch need not be imported: without it, there are no such objects.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -48,16 +48,20 @@ def _of_tensor(tensor: Any) -> Any:
 
 
 def reduce_optimizer(obj: Any) -> Any:
-    """Return what makes a pickler pickle all attributes of an optimizer, or NotImplemented for other objects.
+    """Return the reduction with which a pickler pickles all attributes of an optimizer.
 
     torch pickles the parameter groups and the state only, and LBFGS, for instance, needs more. The `step` of
     a scheduler is left out: it counts the steps of the caller's optimizer.
+
+    Returns:
+        A tuple as of `__reduce_ex__`, or NotImplemented for other objects and for an optimizer whose class
+        has its own `__getstate__`.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not isinstance(obj, torch.optim.Optimizer):
         return NotImplemented
     if type(obj).__getstate__ is not torch.optim.Optimizer.__getstate__:
-        return NotImplemented  # it says itself what it needs
+        return NotImplemented
     reduced = obj.__reduce_ex__(5)
     if len(reduced) < 3 or not isinstance(reduced[2], dict):
         return NotImplemented
@@ -67,3 +71,12 @@ def reduce_optimizer(obj: Any) -> Any:
         if not name.endswith("_hooks") and not hasattr(value, "_wrapped_by_lr_sched")
     }
     return (*reduced[:2], {**others, **reduced[2]}, *reduced[3:])
+
+
+def find_unpicklable(obj: Any, can_pickle: Callable[[Any], bool]) -> str | None:
+    """Return the name of the attribute of an optimizer that fails first; None if torch itself pickles it."""
+    reduced = reduce_optimizer(obj)
+    if reduced is NotImplemented:
+        return None
+    failed = next((name for name, value in reduced[2].items() if not can_pickle(value)), None)
+    return None if failed in obj.__getstate__() else failed

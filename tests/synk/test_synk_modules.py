@@ -1,5 +1,6 @@
 """Modules that ranks share behave as torch's own: their weights, gradients, buffers, hooks and dtypes."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -358,3 +359,44 @@ def test_an_optimizer_goes_over_with_all_its_attributes(ranks: int) -> None:
         "the scheduler counts the caller's steps"
     )
     assert scheduler
+
+
+class Locked(Counting):
+    """An optimizer with an attribute that cannot be pickled, after one that refers to the optimizer."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.log = [self.zero_grad]
+        self.lock = threading.Lock()
+
+
+class Unlocked(Locked):
+    def __getstate__(self) -> Any:
+        return {**super().__getstate__(), "factor": self.factor}
+
+
+def test_an_attribute_of_an_optimizer_that_cannot_go_over_is_named(ranks: int) -> None:
+    net = synk.share(make_net())
+    optimizer = Locked(net.parameters())
+
+    def use() -> None:
+        optimizer.step()
+
+    synk.function(use, None, name="f")
+    with pytest.raises(
+        TypeError,
+        match=r"^function 'f': 'optimizer', which it uses can't go to the ranks: attribute 'lock' of the "
+        r"optimizer Locked can't be pickled: .*lock.*\. Delete it before distribute\(\), or give Locked a ",
+    ):
+        synk.distribute()
+    del optimizer.lock
+    other = Unlocked(net.parameters())
+    g = synk.function(lambda: torch.tensor([optimizer.factor, other.factor]), "gather")
+    synk.distribute()
+    assert g().tolist() == [3.0, 3.0] * ranks
+    optimizer.param_groups[0]["lock"] = threading.Lock()
+    synk.function(use, None, name="f")
+    with pytest.raises(
+        TypeError, match=r"'optimizer', which it uses can't go to the ranks: TypeError: [^:]*$"
+    ):
+        synk.distribute()
