@@ -129,6 +129,11 @@ def test_a_gradient_that_one_rank_has_is_on_all_after_the_exchange() -> None:
         synk.all_reduce(synk.grads(net))
         assert missing() == [[True] * 4 + [False] * 2] * 2
         assert synk.gather(synk.grads(net))[0].reshape(3, 6).any(1).tolist() == [True, True, False]
+        for by_rows in (False, True):
+            f(mixed)
+            f(mixed[1:])  # rank 0 has no row, and keeps its gradients
+            synk.all_reduce(synk.grads(net), by_rows=by_rows)
+            assert missing() == [[not by_rows] * 2 + [True, True, False, False]] * 2
         f(mixed)
         synk.broadcast(synk.grads(net))
         assert missing() == [[True, True] + [False] * 4] * 2
