@@ -85,8 +85,8 @@ class CallableProgram(RankProgram):
     def capture_settings(self) -> TorchSettings:
         return torch_settings.capture()
 
-    def use_settings(self, captured: TorchSettings) -> AbstractContextManager[None]:
-        return torch_settings.use(captured)
+    def use_settings(self, settings: TorchSettings) -> AbstractContextManager[None]:
+        return torch_settings.use(settings)
 
     def find_written(self, inputs: list[torch.Tensor]) -> list[int]:
         if self._gpu is not None:  # they are copies

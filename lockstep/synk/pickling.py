@@ -30,20 +30,21 @@ def check_hooks(obj: Any, shared: str | None) -> None:
 
 
 def _find_hooks(obj: Any, shared: str | None) -> Iterator[tuple[str, Any]]:
-    """Yield what can have hooks, and its hooks."""
+    """Yield pairs for an optimizer, a tensor, or each parameter of a module: a description, and its hooks."""
     name = type(obj).__name__
     if hasattr(obj, "param_groups"):
         kinds_of_hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
         yield f"the optimizer {name}", any(getattr(obj, kind, None) for kind in kinds_of_hooks)
     elif hasattr(obj, "named_parameters"):
         for parameter, tensor in obj.named_parameters():
-            yield f"parameter {parameter!r} of {name}", _of_tensor(tensor)
+            yield f"parameter {parameter!r} of {name}", _hooks_of(tensor)
     else:
         owner = f" in {shared!r}" if shared else ""
-        yield f"a tensor of shape {tuple(obj.shape)}{owner}", _of_tensor(obj)
+        yield f"a tensor of shape {tuple(obj.shape)}{owner}", _hooks_of(obj)
 
 
-def _of_tensor(tensor: Any) -> Any:
+def _hooks_of(tensor: Any) -> Any:
+    """Return the hooks of a tensor, or an empty value."""
     return tensor._backward_hooks or tensor._post_accumulate_grad_hooks
 
 
