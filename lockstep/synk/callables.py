@@ -85,8 +85,8 @@ class CallableProgram(RankProgram):
     def capture_settings(self) -> TorchSettings:
         return torch_settings.capture()
 
-    def use_settings(self, captured: TorchSettings) -> AbstractContextManager[None]:
-        return torch_settings.use(captured)
+    def use_settings(self, settings: TorchSettings) -> AbstractContextManager[None]:
+        return torch_settings.use(settings)
 
     def find_written(self, inputs: list[torch.Tensor]) -> list[int]:
         if self._gpu is not None:  # they are copies
@@ -147,7 +147,9 @@ class CallableProgram(RankProgram):
 def _to_numpy(tensor: torch.Tensor, what: str) -> np.ndarray:
     try:
         array: np.ndarray = tensor.detach().cpu().numpy()
-    except TypeError:
+    except TypeError as error:
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{what}: {error}") from None
         raise TypeError(f"{what} is {tensor.dtype}, a dtype that NumPy lacks. Return y.float()") from None
     return array
 

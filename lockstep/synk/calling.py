@@ -39,7 +39,7 @@ class Call(CommandStep):
             None for all rows.
         outputs: Numbers of the requested outputs.
         settings: New settings for the workers, or None (settings.py).
-        captured: The caller's settings of torch (torch_settings.py); None for a graph.
+        torch_settings: The caller's settings of torch (torch_settings.py); None for a graph.
     """
 
     program: int
@@ -49,7 +49,7 @@ class Call(CommandStep):
     n_slices: int
     outputs: tuple[int, ...]
     settings: bytes | None
-    captured: Any
+    torch_settings: Any
 
     def blocks(self) -> Iterable[int]:
         locations = [call_input.location for call_input in self.inputs]
@@ -59,10 +59,10 @@ class Call(CommandStep):
     def run(self, context: RankContext) -> RankPart:
         if not context.is_caller:  # the caller's were checked before the call
             for shared in context.shareds.values():
-                shared.check_objects()
+                shared.sync_objects()
             if self.settings is not None:
                 context.settings.apply(self.settings)
-        with context.programs[self.program].use_settings(self.captured):
+        with context.programs[self.program].use_settings(self.torch_settings):
             return _Part(self, context).compute()
 
 
@@ -165,7 +165,7 @@ class _Part:
     def _call_in_slices(self, slices: list[tuple[int, int]], n_rows: int) -> list[Any]:
         """Compute slice by slice, each from the variables' old values, and assign the reduced new values."""
         program, name = self._program, self._program.name
-        before = {shared: (shared.get(), shared.missing()) for shared in program.updated}
+        before = {shared: (shared.get(), shared.parts_without_value()) for shared in program.updated}
         missing: dict[Shared, list[frozenset[int]]] = {shared: [] for shared in program.updated}
         outputs = [program.make_reducer(i, n_rows) for i in self._call.outputs]
         updates = {s: PartReducer(mode, n_rows, f"{name}: {s.name!r}") for s, mode in program.updated.items()}
@@ -173,7 +173,7 @@ class _Part:
             for first, last in slices:
                 for shared, (value, absent) in before.items():
                     shared.put(value.copy())
-                    shared.set_missing(absent)
+                    shared.set_parts_without_value(absent)
                 versions = program.versions()
                 with self._stored_rows(first, last):
                     inputs = self._excerpt(first, last)
@@ -184,15 +184,15 @@ class _Part:
                     reducer.add(results[i], last - first)
                 for shared, reducer in updates.items():
                     reducer.add(shared.get(), last - first)
-                    missing[shared].append(shared.missing())
+                    missing[shared].append(shared.parts_without_value())
         finally:
             for shared, (value, absent) in before.items():
                 shared.put(value)
-                shared.set_missing(absent)
+                shared.set_parts_without_value(absent)
         for shared, mode in program.updated.items():
             reduced, counted = updates[shared].result(), missing[shared][-1 if mode is None else 0 :]
             shared.assign(reduced[-1] if mode is None else reduced)
-            shared.set_missing(frozenset.intersection(*counted))
+            shared.set_parts_without_value(frozenset.intersection(*counted))
         return [reducer.result() for reducer in outputs]
 
     def _for_caller(self, outputs: list[Any]) -> list[Any]:

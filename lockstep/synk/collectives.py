@@ -61,7 +61,7 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
     """
     team, shareds = _begin("broadcast", shared_vars)
     arrays = [shared.get() for shared in shareds] if values is None else _arrays(shareds, shared_vars, values)
-    missing = None if values is not None else tuple(shared.missing() for shared in shareds)
+    missing = None if values is not None else tuple(shared.parts_without_value() for shared in shareds)
     _write(team, "broadcast", shareds, [[array] * team.size for array in arrays], missing=missing)
 
 
@@ -297,7 +297,7 @@ def _write(
 
     Args:
         parts: The values by variable, then by rank.
-        missing: Parts of each variable without a value, or None if all have one.
+        missing: Indices of the parts of each variable without a value, or None if all have one.
     """
     team.check()
     for shared, by_rank in zip(shareds, parts, strict=True):

@@ -5,6 +5,7 @@ graph, so its nodes are pickled one by one in topological order by one pickler, 
 variables are pickled as numbers and arrays out of band, and all bytes lie in one block.
 """
 
+import functools
 import io
 import pickle
 from collections.abc import Iterable, Iterator
@@ -58,6 +59,29 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _is_state(self, obj: Any) -> bool:
         return issubclass(type(obj), self._kinds) or self._registry.label(obj) is not None
 
+    def explain(self, error: Exception) -> str:
+        """Return the text of an error of `dump`, which names the attribute of an optimizer that caused it."""
+        text = f"{type(error).__name__}: {error}"
+        for obj in self.with_settings():
+            name = pickling.find_unpicklable(obj, functools.partial(self._can_pickle, obj))
+            if name is not None:
+                kind = type(obj).__name__
+                return (
+                    f"attribute {name!r} of the optimizer {kind} can't be pickled: {text}. Delete it before "
+                    f"distribute(), or give {kind} a __getstate__ that leaves it out"
+                )
+        return text
+
+    def _can_pickle(self, owner: Any, value: Any) -> bool:
+        """Return True if an attribute of an object can be pickled; the attribute may refer to the object."""
+        pickler = _Pickler(io.BytesIO(), [], self._registry)
+        pickler.memo = {id(owner): (0, owner)}
+        try:
+            pickler.dump(value)
+        except Exception:  # whatever a user's __reduce__ raises
+            return False
+        return True
+
     def with_settings(self) -> list[Any]:
         """Return the pickled objects that have settings."""
         return list(self._with_settings.values())
@@ -89,7 +113,7 @@ def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
         try:
             pickler.dump(piece)
         except Exception as error:  # whatever a user's __reduce__ raises
-            raise TypeError(f"{what} can't go to the ranks: {type(error).__name__}: {error}") from error
+            raise TypeError(f"{what} can't go to the ranks: {pickler.explain(error)}") from error
     if objects := pickler.with_settings():
         number = next(team.numbers)
         pickler.dump(settings.receive)

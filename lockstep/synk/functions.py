@@ -171,7 +171,7 @@ class Function:
         self._team.check(f"function {self.name!r}")
         if not self.distributed:
             raise RuntimeError(f"{self.name}: call distribute() first")
-        self._team.registry.check_objects()
+        self._team.registry.sync_objects()
         outputs = self._subset(arguments.output_subset)
         n_slices = self._check_slices(arguments.num_slices)
         values = self._order(arguments.inputs, arguments.inputs_by_name)
@@ -189,7 +189,7 @@ class Function:
             n_slices=n_slices,
             outputs=outputs,
             settings=self._team.context.settings.capture(),
-            captured=self._program.capture_settings(),
+            torch_settings=self._program.capture_settings(),
         )
 
     def finish(self, call: Call, parts: list[RankPart]) -> Any:

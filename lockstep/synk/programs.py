@@ -100,7 +100,7 @@ class RankProgram(ABC):
         """Return the settings of this process with which all ranks have to compute, for `use_settings`."""
         return None
 
-    def use_settings(self, captured: Any) -> AbstractContextManager[None]:
+    def use_settings(self, settings: Any) -> AbstractContextManager[None]:
         """Compute with the caller's settings inside of the `with` block."""
         return nullcontext()
 

@@ -50,7 +50,7 @@ def choose(batch: Any, length: int, what: str) -> Choice:
 def as_listed(batch: Any) -> Any:
     """Return a tensor or series of row numbers as a NumPy array, and anything else unchanged.
 
-    A tensor of one number would else be a number of rows, since torch makes an int of it.
+    A tensor of one number would otherwise be a number of rows, since torch makes an int of it.
     """
     return np.asarray(batch) if hasattr(batch, "__array__") and np.ndim(batch) else batch
 

@@ -220,7 +220,7 @@ def distribute() -> None:
     session = _current_session("distribute()")
     team = session.team
     with team.exclusive_call("distribute()"):
-        team.registry.check_objects()
+        team.registry.sync_objects()
         new_functions = [function for function in session.functions if not function.distributed]
         kinds = {team.context.programs[new_function.number].kind for new_function in new_functions}
         known = team.registry.delivered
@@ -293,7 +293,7 @@ def _replicate(team: Team, shareds: list[Shared]) -> UseSlots:
         for rank in range(team.size):
             team.context.blocks.array(slot.location(rank, value.dtype, value.shape))[...] = value
     shapes = tuple((value.shape,) * team.size for value in values)
-    missing = tuple(shared.missing() for shared in shareds)
+    missing = tuple(shared.parts_without_value() for shared in shareds)
     return UseSlots(tuple(shared.number for shared in shareds), tuple(slots), shapes, missing)
 
 

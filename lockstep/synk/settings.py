@@ -105,12 +105,12 @@ class Settings:
 
 
 def receive(context: Any, objects: Iterator[Any]) -> None:
-    """Add a group on a worker, and tell its shared variables which modules may replace their parts."""
+    """Add a group on a worker, and its modules to the owners of the shared variables."""
     number, group = next(objects)
     context.settings.add(number, group)
     for shared in context.shareds.values():
-        shared.check_objects()
-        shared.find_owners(thing for thing in group if not hasattr(thing, "param_groups"))
+        shared.sync_objects()
+        shared.add_owners(thing for thing in group if not hasattr(thing, "param_groups"))
 
 
 def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -88,24 +88,24 @@ class Shared(ABC):
         else:
             self.put(value)
 
-    def check_objects(self) -> None:
-        """Raise ValueError if the user's objects no longer fit, because the program changed them."""
+    def sync_objects(self) -> None:
+        """Take over the values of replaced objects; raise ValueError if the user's objects no longer fit."""
         return
 
-    def find_owners(self, modules: Iterable[Any]) -> None:
-        """Remember which modules have the variable's parts as buffers, which `forward` may replace."""
+    def add_owners(self, modules: Iterable[Any]) -> None:
+        """Add the modules that have the variable's parts as buffers, which `forward` may replace."""
         return
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise ValueError if the variable can't take a value of this shape."""
         return
 
-    def missing(self) -> frozenset[int]:
-        """Return the numbers of the parts without a value of their own: parameters whose gradient is None."""
+    def parts_without_value(self) -> frozenset[int]:
+        """Return the indices of the parts without a value: parameters whose gradient is None."""
         return frozenset()
 
-    def set_missing(self, numbers: frozenset[int]) -> None:
-        """Make these parts the ones without a value, and give all others theirs."""
+    def set_parts_without_value(self, indices: frozenset[int]) -> None:
+        """Remove the values of the parts with these indices, and give all other parts theirs."""
         return
 
     def save(self) -> Any:
@@ -129,8 +129,19 @@ class Shared(ABC):
         """True if `all_reduce_on_device` is supported; else a GPU value is copied to its slot and back."""
         return False
 
+    def prepare_all_reduce(self) -> None:
+        """Collect the value for `all_reduce_on_device`; raise ValueError if the user's objects no longer fit.
+
+        A rank must raise it before the ranks reduce: the others would wait for it until the timeout.
+        """
+        return
+
     def all_reduce_on_device(self, op: Op, weight: float | None) -> None:
-        """Reduce all ranks' values on their GPUs. `weight` is this rank's weight in a mean, or None."""
+        """Reduce all ranks' values on their GPUs, after `prepare_all_reduce` on all of them.
+
+        Args:
+            weight: This rank's weight in a mean; None for equal weights and for other ops.
+        """
         raise AssertionError(f"{self.name} is reduced in host memory")
 
     def move_to_slot(self, blocks: BlockTable, rank: int) -> tuple[int, ...]:
@@ -180,16 +191,16 @@ class SharedRegistry:
         self._labels.update({id(part): (shared.number, i) for i, part in enumerate(shared.parts)})
         return shared
 
-    def check_objects(self) -> None:
-        """Raise ValueError if the objects of a variable no longer fit, because the program changed them."""
+    def sync_objects(self) -> None:
+        """Call `sync_objects` of all variables; it raises ValueError where an object no longer fits."""
         for shared in self._shareds.values():
-            shared.check_objects()
+            shared.sync_objects()
 
     def find(self, variables: Any, what: str) -> list[Shared]:
         """Return the variables for one variable or name, or a list or tuple of them."""
         listed = variables if isinstance(variables, list | tuple) else [variables]
         result = [self._find(variable, what) for variable in listed]
-        self.check_objects()
+        self.sync_objects()
         if len({shared.number for shared in result}) != len(result):
             raise ValueError(f"{what}: a variable is given twice: {', '.join(s.name for s in result)}")
         return result

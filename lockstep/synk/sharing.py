@@ -81,7 +81,7 @@ def _share_module(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, S
         label = f"{str(dtype).removeprefix('torch.')} buffers of {name}"
         alike = [buffer for buffer in buffers if buffer.dtype == dtype]
         shared = SharedBuffers(label, alike, make_storage(team.context))
-        shared.find_owners(module.modules())
+        shared.add_owners(module.modules())
         _add(team, shared)
     return weights, gradients
 

@@ -73,7 +73,7 @@ class UseSlots(CommandStep):
 
     Attributes:
         shapes: Shape of each variable by rank.
-        missing: Parts of each variable without a value.
+        missing: Indices of the parts of each variable without a value.
         only: The one rank whose values change, or None for all.
     """
 
@@ -94,7 +94,7 @@ class UseSlots(CommandStep):
             shared.slot = slot
             if self.only is None or context.rank == self.only:
                 shared.put(shared.view(context.blocks, context.rank, shapes[context.rank]))
-                shared.set_missing(missing)
+                shared.set_parts_without_value(missing)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class _State:
 
     Attributes:
         rows: Number of rows of the call that last updated it.
-        missing: Parts without a value.
+        missing: Indices of the parts without a value.
     """
 
     shape: Shape
@@ -126,7 +126,7 @@ class _Decision:
     """The next action of all ranks: move the values to new slots, or reduce with these weights.
 
     Attributes:
-        missing: Parts of each variable that have a value on no rank.
+        missing: Indices of the parts of each variable that have a value on no rank.
     """
 
     slots: tuple[BlockSlot, ...] | None
@@ -167,12 +167,13 @@ class AllReduceShared(CommandStep):
             for shared in mirrored:
                 shared.put(shared.view(context.blocks, context.rank, shared.shape))
         for shared, missing in zip(shareds, decision.missing, strict=True):
-            shared.set_missing(missing)
+            shared.set_parts_without_value(missing)
 
     def _describe(self, context: RankContext, shared: Shared) -> _State:
-        """Move the value to its slot unless it is reduced on a GPU, and describe it."""
-        missing = shared.missing()
+        """Move the value to its slot, or prepare it to be reduced on a GPU, and describe it."""
+        missing = shared.parts_without_value()
         if shared.reduces_on_device:
+            shared.prepare_all_reduce()
             return _State(shared.shape, shared.rows, missing)
         return _State(shared.move_to_slot(context.blocks, context.rank), shared.rows, missing)
 
@@ -194,7 +195,7 @@ class AllReduceShared(CommandStep):
         )
 
     def _missing(self, states: Sequence[_State]) -> frozenset[int]:
-        """Return the parts without a value on all ranks that count in the reduction."""
+        """Return the indices of the parts without a value on all ranks that count in the reduction."""
         return frozenset.intersection(*(state.missing for state in states if state.rows or not self.by_rows))
 
     def _weigh(self, shared: Shared, states: Sequence[_State]) -> list[float] | None:

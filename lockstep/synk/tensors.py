@@ -100,7 +100,7 @@ class SharedTensor(TensorShared):
         self._dtype = tensor.dtype
         self.put(np.array(tensor.detach().numpy()))
 
-    def check_objects(self) -> None:
+    def sync_objects(self) -> None:
         check_dtype(self.name, self.parts[0], self._dtype)
 
     @property
@@ -182,8 +182,10 @@ class _FlatVector(TensorShared):
         for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
             self._point(param, part)
 
-    def all_reduce_on_device(self, op: Op, weight: float | None) -> None:
+    def prepare_all_reduce(self) -> None:
         self.storage.run(self._collect)
+
+    def all_reduce_on_device(self, op: Op, weight: float | None) -> None:
         self.storage.all_reduce(self._flat, op, weight)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
@@ -212,7 +214,7 @@ class SharedWeights(_FlatVector):
     def versions(self) -> Any:
         return [version_of(param) for param in self.params]
 
-    def check_objects(self) -> None:
+    def sync_objects(self) -> None:
         for param in self.params:
             check_dtype(self.name, param, self._flat.dtype)
 
@@ -244,21 +246,21 @@ class SharedBuffers(SharedWeights):
     """
 
     def __init__(self, name: str, params: Sequence[torch.Tensor], storage: SharedStorage) -> None:
-        self._owners: list[tuple[int, weakref.ref[torch.nn.Module], str]] = []  # by number of the buffer
+        self._owners: list[tuple[int, weakref.ref[torch.nn.Module], str]] = []  # with the buffer's index
         super().__init__(name, params, storage)
 
     def versions(self) -> Any:
         return None
 
-    def find_owners(self, modules: Iterable[torch.nn.Module]) -> None:
-        numbers = {id(param): number for number, param in enumerate(self.params)}
+    def add_owners(self, modules: Iterable[torch.nn.Module]) -> None:
+        indices = {id(param): index for index, param in enumerate(self.params)}
         for module in modules:
             for name, buffer in module._buffers.items():
-                if id(buffer) in numbers:
-                    self._owners.append((numbers[id(buffer)], weakref.ref(module), name))
+                if id(buffer) in indices:
+                    self._owners.append((indices[id(buffer)], weakref.ref(module), name))
 
-    def check_objects(self) -> None:
-        super().check_objects()
+    def sync_objects(self) -> None:
+        super().sync_objects()
         self._put_back(strict=False)
 
     def put(self, value: np.ndarray) -> None:
@@ -281,15 +283,14 @@ class SharedBuffers(SharedWeights):
             copies: Copy the values of the replacements.
             strict: Raise ValueError if a replacement has another shape or dtype; else leave it in place.
         """
-        for number, owner, name in self._owners:
-            module, param = owner(), self.params[number]
+        fitting = []  # copied before any is written: a replacement may be another buffer of the vector
+        for index, owner, name in self._owners:
+            module, param = owner(), self.params[index]
             new = param if module is None else module._buffers.get(name)
             if new is param or module is None:
                 continue
             if new is not None and (new.shape, new.dtype) == (param.shape, param.dtype):
-                if copies:
-                    param.data.copy_(new.detach())
-                module._buffers[name] = param
+                fitting.append((param, new.detach().clone() if copies else None, module, name))
             elif strict:
                 before = f"{tuple(param.shape)} and {param.dtype}"
                 now = None if new is None else f"one of {tuple(new.shape)} and {new.dtype}"
@@ -297,13 +298,17 @@ class SharedBuffers(SharedWeights):
                     f"{self.name}: {name}, of {before}, was replaced by {now}. "
                     "Collectives need its former shape and dtype"
                 )
+        for param, value, module, name in fitting:
+            if value is not None:
+                param.data.copy_(value)
+            module._buffers[name] = param
 
 
 class SharedGradients(_FlatVector):
     """The gradients of a module's parameters as one vector.
 
-    A parameter without a gradient has zeros there, but its `grad` stays None: an optimizer would else apply
-    its weight decay and momentum to frozen and unused parameters.
+    A parameter without a gradient has zeros there, but its `grad` stays None: an optimizer would otherwise
+    apply its weight decay and momentum to frozen and unused parameters.
     """
 
     def __init__(self, name: str, weights: SharedWeights, storage: SharedStorage) -> None:
@@ -324,21 +329,21 @@ class SharedGradients(_FlatVector):
         assert isinstance(weights, SharedWeights)
         return cls(name, weights, make_storage(context))
 
-    def missing(self) -> frozenset[int]:
-        return frozenset(number for number, param in enumerate(self.params) if param.grad is None)
+    def parts_without_value(self) -> frozenset[int]:
+        return frozenset(index for index, param in enumerate(self.params) if param.grad is None)
 
-    def set_missing(self, numbers: frozenset[int]) -> None:
-        if numbers == self.missing():
+    def set_parts_without_value(self, indices: frozenset[int]) -> None:
+        if indices == self.parts_without_value():
             return
-        for number, (param, part) in enumerate(zip(self.params, _cut(self._flat, self.params), strict=True)):
-            param.grad = None if number in numbers else part
+        for index, (param, part) in enumerate(zip(self.params, _cut(self._flat, self.params), strict=True)):
+            param.grad = None if index in indices else part
 
     def assign(self, value: np.ndarray) -> None:
         """Set the value; a missing gradient appears where the value is not zero."""
         super().assign(value)
-        if missing := self.missing():
+        if missing := self.parts_without_value():
             parts = _cut(self._flat, self.params)
-            self.set_missing(frozenset(number for number in missing if not parts[number].any()))
+            self.set_parts_without_value(frozenset(index for index in missing if not parts[index].any()))
 
     def _point(self, param: torch.Tensor, part: torch.Tensor) -> None:
         if param.grad is not None:

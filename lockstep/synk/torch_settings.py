@@ -10,7 +10,11 @@ _DEVICE_TYPES = ("cpu", "cuda")
 
 
 class TorchSettings(NamedTuple):
-    """The settings of a thread. Those of autocast are whether it is on, and its dtype, by type of device."""
+    """The settings of one thread, and the default dtype, which all threads of a process have in common.
+
+    Attributes:
+        autocast: Whether it is on, and its dtype, for each of _DEVICE_TYPES.
+    """
 
     default_dtype: torch.dtype
     inference: bool
@@ -20,7 +24,7 @@ class TorchSettings(NamedTuple):
 
 
 def capture() -> TorchSettings:
-    """Return this thread's settings."""
+    """Return this thread's settings, and the default dtype of the process."""
     return TorchSettings(
         default_dtype=torch.get_default_dtype(),
         inference=torch.is_inference_mode_enabled(),

@@ -1,6 +1,7 @@
 """Modules that ranks share behave as torch's own: their weights, gradients, buffers, hooks and dtypes."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,11 @@ def test_a_gradient_that_one_rank_has_is_on_all_after_the_exchange() -> None:
         synk.all_reduce(synk.grads(net))
         assert missing() == [[True] * 4 + [False] * 2] * 2
         assert synk.gather(synk.grads(net))[0].reshape(3, 6).any(1).tolist() == [True, True, False]
+        for by_rows in (False, True):
+            f(mixed)
+            f(mixed[1:])  # rank 0 has no row, and keeps its gradients
+            synk.all_reduce(synk.grads(net), by_rows=by_rows)
+            assert missing() == [[not by_rows] * 2 + [True, True, False, False]] * 2
         f(mixed)
         synk.broadcast(synk.grads(net))
         assert missing() == [[True, True] + [False] * 4] * 2
@@ -221,6 +227,42 @@ def test_a_buffer_that_forward_replaces_stays_shared(ranks: int) -> None:
     check()
 
 
+class Exchanging(torch.nn.Module):
+    """A module that moves values from buffer to buffer by assignment: a shift, then a swap."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        for name in names:
+            self.register_buffer(name, torch.full((2,), float("abcd".index(name) + 1)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.b = self.a
+        self.a = self.a + x.sum(0)
+        self.c, self.d = self.d, self.c
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("names", ["abcd", "dcba"])
+@pytest.mark.parametrize("num_slices", [1, 3])
+def test_buffers_that_forward_shifts_or_swaps_are_those_of_torch(
+    ranks: int, names: str, num_slices: int
+) -> None:
+    kind = type(f"Exchanging_{names}_{num_slices}", (Exchanging,), {})  # a name of its own for its buffers
+    net, alone = synk.share(kind(names)), [Exchanging(names) for _ in range(ranks)]
+    f = synk.function(net, "gather")
+    synk.distribute()
+    random = np.random.default_rng(4)
+    for _ in range(3):
+        x = random.normal(size=(6 * ranks, 2)).astype("f4")
+        f(x, num_slices=num_slices)
+        for module, part in zip(alone, np.split(x, ranks), strict=True):
+            for values in np.split(part, num_slices):
+                module(torch.from_numpy(values))
+        expected = [torch.cat(list(module.buffers())).numpy().tobytes() for module in alone]
+        assert by_rank(f"float32 buffers of {kind.__name__}") == expected
+
+
 def test_a_buffer_that_is_replaced_by_one_of_another_shape_is_the_modules_own(ranks: int) -> None:
     net = synk.share(RunningSum())
     f = synk.function(lambda x: setattr(net, "total", torch.ones(len(x))) or net.total.sum(), "sum")
@@ -234,6 +276,28 @@ def test_a_buffer_that_is_replaced_by_one_of_another_shape_is_the_modules_own(ra
             use()
     assert f(np.ones(3 * ranks)) == 3 * ranks
     synk.all_reduce(synk.weights(net))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_reduce_of_a_buffer_that_one_rank_replaced_by_another_shape(rank: int) -> None:
+    """No rank waits for the one that refuses; with float32 on GPUs they would wait until the timeout."""
+    with team(2, devices=DEVICES or None, timeout=5):
+        net = synk.share(RunningSum())
+        name, weights = "float32 buffers of RunningSum", synk.weights(net)
+
+        def replace(x: torch.Tensor) -> None:
+            net.total = torch.ones(int(x[0]), device=net.total.device)
+
+        f = synk.function(replace, None)
+        synk.distribute()
+        synk.all_reduce(name)
+        for _ in range(2):
+            f(np.array([3.0, 2.0] if rank == 0 else [2.0, 3.0]))
+            with pytest.raises(ValueError, match=r"total, of \(2,\) .* was replaced by one of \(3,\)"):
+                synk.all_reduce([weights, name])
+        f(np.array([2.0, 2.0]))
+        synk.all_reduce([weights, name])
+        assert synk.gather(name).tolist() == [[1.0, 1.0]] * 2
 
 
 def test_hooks_that_only_this_process_would_run_are_refused(ranks: int) -> None:
@@ -300,3 +364,44 @@ def test_an_optimizer_goes_over_with_all_its_attributes(ranks: int) -> None:
         "the scheduler counts the caller's steps"
     )
     assert scheduler
+
+
+class Locked(Counting):
+    """An optimizer with an attribute that cannot be pickled, after one that refers to the optimizer."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.log = [self.zero_grad]
+        self.lock = threading.Lock()
+
+
+class Unlocked(Locked):
+    def __getstate__(self) -> Any:
+        return {**super().__getstate__(), "factor": self.factor}
+
+
+def test_an_attribute_of_an_optimizer_that_cannot_go_over_is_named(ranks: int) -> None:
+    net = synk.share(make_net())
+    optimizer = Locked(net.parameters())
+
+    def use() -> None:
+        optimizer.step()
+
+    synk.function(use, None, name="f")
+    with pytest.raises(
+        TypeError,
+        match=r"^function 'f': 'optimizer', which it uses can't go to the ranks: attribute 'lock' of the "
+        r"optimizer Locked can't be pickled: .*lock.*\. Delete it before distribute\(\), or give Locked a ",
+    ):
+        synk.distribute()
+    del optimizer.lock
+    other = Unlocked(net.parameters())
+    g = synk.function(lambda: torch.tensor([optimizer.factor, other.factor]), "gather")
+    synk.distribute()
+    assert g().tolist() == [3.0, 3.0] * ranks
+    optimizer.param_groups[0]["lock"] = threading.Lock()
+    synk.function(use, None, name="f")
+    with pytest.raises(
+        TypeError, match=r"'optimizer', which it uses can't go to the ranks: TypeError: [^:]*$"
+    ):
+        synk.distribute()
