@@ -107,8 +107,8 @@ class HostTransport(DirectTransport):
 
     def _cut(self, sources: _Sources, targets: tuple[int, ...], span: Span) -> _Pieces:
         (first, last), places = span, tuple((rank, 0) for rank in targets)
-        is_alone = sources == places and len(places) == 1
-        if is_alone or first == last:
+        is_own_block = sources == places and len(places) == 1
+        if is_own_block or first == last:
             return []
         used = sorted({*sources, *places})
         cut = chunks([self._blocks[rank][start + first : start + last] for rank, start in used])

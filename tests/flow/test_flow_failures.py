@@ -399,7 +399,7 @@ def test_nothing_stays_alive(engine: flow.Engine) -> None:
     assert [held() for _, held in operations] == [None, None, None]
 
 
-def test_a_value_that_was_read_is_the_readers_alone(engine: flow.Engine) -> None:
+def test_only_the_reader_keeps_a_value_that_was_read(engine: flow.Engine) -> None:
     """The array that it was read from remembers the operations that have read it."""
     with flow.device(engine.devices[0]):
         x = flow.ones((3,))

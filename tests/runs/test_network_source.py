@@ -51,15 +51,15 @@ def test_an_edited_network_is_noticed_whatever_the_runs_folder_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainer 0 may have copied the edited file, while another trainer had imported the file from before."""
-    path = tmp_path / "edited_alone.py"
+    path = tmp_path / "edited_net.py"
     path.write_text(NETWORK)
     monkeypatch.syspath_prepend(str(tmp_path))
-    source = NetworkSource("edited_alone:Net")
+    source = NetworkSource("edited_net:Net")
     assert source.describe_change() == ""
     path.write_text(NETWORK + "# edited\n")
-    keep_source(tmp_path / "run", "edited_alone:Net")
+    keep_source(tmp_path / "run", "edited_net:Net")
     assert source.describe_change() == f"{path}: the file of the network has changed since the run started"
-    for model in ("edited_alone:Net", "torchvision:y"):
+    for model in ("edited_net:Net", "torchvision:y"):
         assert NetworkSource(model).describe_change() == ""
 
 

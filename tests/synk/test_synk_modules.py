@@ -77,8 +77,8 @@ def by_rank(name: Any) -> list[bytes]:
 def test_frozen_and_unused_parameters_keep_their_bits(
     ranks: int, make_optimizer: Any, num_slices: int
 ) -> None:
-    net, alone = Heads(), Heads()
-    optimizer, reference = make_optimizer(net), make_optimizer(alone)
+    net, plain = Heads(), Heads()
+    optimizer, reference = make_optimizer(net), make_optimizer(plain)
     loss = torch.nn.functional.mse_loss
     step = torch_train.make_train_function(net, loss, optimizer)
     synk.distribute()
@@ -88,7 +88,7 @@ def test_frozen_and_unused_parameters_keep_their_bits(
         x, y = random.normal(size=(n_rows, 4)), random.normal(size=(n_rows, 3))
         step(x, y, num_slices=num_slices)
         reference.zero_grad()
-        loss(alone(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+        loss(plain(torch.from_numpy(x)), torch.from_numpy(y)).backward()
         reference.step()
     before = Heads()
     for name in ("frozen", "unused"):
@@ -97,8 +97,8 @@ def test_frozen_and_unused_parameters_keep_their_bits(
         ):
             assert param.grad is None
             assert torch.equal(param, expected), name
-    assert np.abs(flat(net) - flat(alone)).max() < 1e-12
-    assert num_slices > 1 or ranks > 1 or flat(net).tobytes() == flat(alone).tobytes()
+    assert np.abs(flat(net) - flat(plain)).max() < 1e-12
+    assert num_slices > 1 or ranks > 1 or flat(net).tobytes() == flat(plain).tobytes()
     assert len(set(by_rank(synk.weights(net)))) == 1
 
 
@@ -211,7 +211,7 @@ def test_a_buffer_that_forward_replaces_stays_shared(ranks: int) -> None:
             for _ in range(num_slices):
                 expected[rank] = 0.5 * expected[rank] + row * (3 - num_slices)
         check()
-    later = synk.function(lambda: inner(torch.zeros(1, 2)), "gather")  # a copy of its own on the ranks
+    later = synk.function(lambda: inner(torch.zeros(1, 2)), "gather")  # each rank has another copy
     f(x * np.ones(2, "f4"))
     synk.distribute()
     later()
@@ -248,18 +248,18 @@ class Exchanging(torch.nn.Module):
 def test_buffers_that_forward_shifts_or_swaps_are_those_of_torch(
     ranks: int, names: str, num_slices: int
 ) -> None:
-    kind = type(f"Exchanging_{names}_{num_slices}", (Exchanging,), {})  # a name of its own for its buffers
-    net, alone = synk.share(kind(names)), [Exchanging(names) for _ in range(ranks)]
+    kind = type(f"Exchanging_{names}_{num_slices}", (Exchanging,), {})  # for a new name of its buffers
+    net, plain = synk.share(kind(names)), [Exchanging(names) for _ in range(ranks)]
     f = synk.function(net, "gather")
     synk.distribute()
     random = np.random.default_rng(4)
     for _ in range(3):
         x = random.normal(size=(6 * ranks, 2)).astype("f4")
         f(x, num_slices=num_slices)
-        for module, part in zip(alone, np.split(x, ranks), strict=True):
+        for module, part in zip(plain, np.split(x, ranks), strict=True):
             for values in np.split(part, num_slices):
                 module(torch.from_numpy(values))
-        expected = [torch.cat(list(module.buffers())).numpy().tobytes() for module in alone]
+        expected = [torch.cat(list(module.buffers())).numpy().tobytes() for module in plain]
         assert by_rank(f"float32 buffers of {kind.__name__}") == expected
 
 
@@ -330,7 +330,7 @@ def test_hooks_that_only_this_process_would_run_are_refused(ranks: int) -> None:
 
 
 class Counting(torch.optim.SGD):
-    """An optimizer with an attribute of its own."""
+    """An optimizer with another attribute."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -338,8 +338,8 @@ class Counting(torch.optim.SGD):
 
 
 def test_an_optimizer_goes_over_with_all_its_attributes(ranks: int) -> None:
-    net, alone = synk.share(make_net()), make_net()
-    optimizer, reference = (torch.optim.LBFGS(module.parameters(), max_iter=5) for module in (net, alone))
+    net, plain = synk.share(make_net()), make_net()
+    optimizer, reference = (torch.optim.LBFGS(module.parameters(), max_iter=5) for module in (net, plain))
     counting = Counting(net.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(counting, 1)
 
@@ -358,8 +358,8 @@ def test_an_optimizer_goes_over_with_all_its_attributes(ranks: int) -> None:
     x = np.random.default_rng(5).normal(size=(6, 4))
     for _ in range(2):
         f(x)
-        fit(alone, reference, torch.from_numpy(x))
-    assert by_rank(synk.weights(net)) == [flat(alone).tobytes()] * ranks
+        fit(plain, reference, torch.from_numpy(x))
+    assert by_rank(synk.weights(net)) == [flat(plain).tobytes()] * ranks
     assert g().reshape(ranks, 2).tolist() == [[3, 1], [3, 0]][:ranks], (
         "the scheduler counts the caller's steps"
     )
