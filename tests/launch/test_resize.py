@@ -26,6 +26,7 @@ from lockstep.launch.console import Console
 from lockstep.launch.resize import resize
 from lockstep.launch.resizing import Resizing, resized
 from lockstep.runs import resizing
+from lockstep.runs.network_source import NetworkSource
 from lockstep.runs.resizing import ANSWER, REQUEST, Request, ResizeAnswer
 
 FOUR = {"global_batch_size": 16, "logical_ranks": 4}
@@ -180,7 +181,11 @@ def said_at_the_end(asking: "subprocess.Popen[str]") -> str:
 
 
 def resizing_of(folder: Path) -> Resizing:
-    return Resizing(folder, Console(folder / "log.jsonl", make_config(), 1, True))
+    return resizing_with(folder, Console(folder / "log.jsonl", make_config(), 1, True))
+
+
+def resizing_with(folder: Path, console: Console) -> Resizing:
+    return Resizing(folder, console, NetworkSource(make_config().model))
 
 
 def test_ctrl_c_withdraws_the_request(tmp_path: Path) -> None:
@@ -239,7 +244,7 @@ def test_a_request_that_cant_be_answered_is_removed(tmp_path: Path, monkeypatch:
 def test_a_request_from_before_the_start_is_refused(tmp_path: Path) -> None:
     request = resizing.ask(tmp_path, (), 1)
     console = Console(tmp_path / "log.jsonl", make_config(), 1, True)
-    waiting = Resizing(tmp_path, console)
+    waiting = resizing_with(tmp_path, console)
     answer = resizing.read_answer(tmp_path)
     assert answer and (answer.number, answer.state) == (request.number, "refused")
     assert not waiting.is_asked(config_on(1), True)
@@ -249,7 +254,7 @@ def test_a_request_from_before_the_start_is_refused(tmp_path: Path) -> None:
 
 def test_replicas_that_can_not_go_on_are_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     two = settle(make_config(devices=["cpu"] * 2, rule="elastic", global_batch_size=16))[0]
-    waiting = Resizing(tmp_path, Console(tmp_path / "log.jsonl", two, 1, True))
+    waiting = resizing_with(tmp_path, Console(tmp_path / "log.jsonl", two, 1, True))
     resizing.ask(tmp_path, (), 1)
     assert waiting.is_asked(two, True)
     waiting.finish(7)
