@@ -1,6 +1,7 @@
 """Traces, dry runs and schedules of a run; and Minerva's own snippets."""
 
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -11,6 +12,7 @@ import torch
 from flow_programs import SIMULATED, run_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import limit
 from simulated import Simulation
 
 from lockstep import flow
@@ -22,9 +24,10 @@ def test_a_trace_has_what_ran_where_and_what_it_waited_for(tmp_path: Path) -> No
     with flow.Engine(flow.cpus(2)) as engine, flow.recording() as trace:
         first, second = engine.devices
         x, y = engine.variable("x"), engine.variable("y")
-        engine.push(lambda: time.sleep(0.02), writes=[x], device=first, name="make")
+        is_running = threading.Event()  # the third operation, which does not wait for the first one
+        engine.push(lambda: is_running.wait(limit(10)), writes=[x], device=first, name="make")
         engine.push(lambda: time.sleep(0.01), reads=[x], writes=[y], device=second, name="use")
-        engine.push(lambda: time.sleep(0.005), device=second, name="<alone>")
+        engine.push(is_running.set, device=second, name="<alone>")
         engine.push(int, reads=[y], writes=[x], device=first, name="end")
         engine.wait_all()
     make, use, single, end = trace.operations
