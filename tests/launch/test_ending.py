@@ -223,14 +223,20 @@ def test_ctrl_c_while_the_processes_start_ends_them_at_once(
 
 
 @pytest.mark.slow
-def test_ctrl_c_before_the_first_step_of_a_resumed_run_names_its_checkpoint(program: Program) -> None:
+def test_ctrl_c_before_the_first_step_of_a_resumed_run_names_its_checkpoint(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a line of the log that was torn swallows none that comes after it."""
-    first = program.run("n_epochs=1", "snapshot_freq=1", devices="[cpu]")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
+    monkeypatch.setenv("SECONDS_TO_BUILD", "0")
+    model = "model=small_networks:TakesLongToBuild"
+    first = program.run("n_epochs=1", "snapshot_freq=1", model, devices="[cpu]")
+    monkeypatch.delenv("SECONDS_TO_BUILD")
     log = first.run_folder / "log.jsonl"
     log.write_bytes(log.read_bytes()[:-20])
     n_lines = len(log.read_bytes().splitlines())
-    running = program.start("resume_train=true", *FOREVER, devices="[cpu]")
-    wait_until(lambda: '"resumed"' in log.read_text(), "the run to be resumed")
+    running = program.start("resume_train=true", *FOREVER, model, devices="[cpu]")
+    running.wait_for_text("starting: ")
     os.killpg(running.process.pid, signal.SIGINT)
     since = time.monotonic()
     saved = first.run_folder / "checkpoints" / "epoch_0001.safetensors"
