@@ -161,11 +161,12 @@ def imbalanced_section(
 
 
 def draw(curves: dict[str, list[Curve]], path: Path) -> None:
-    """Draw the accuracy of every run by time."""
+    """Draw the accuracy by time of the runs that both programs have taken in turns."""
+    n_seeds = min(map(len, curves.values()))
     figure = Figure((7, 4))
     axes = figure.add_subplot(xlabel="seconds of training", ylabel="top-1 on validation images, %")
     for number, (program, every) in enumerate(curves.items()):
-        for place, curve in enumerate(every):
+        for place, curve in enumerate(every[:n_seeds]):
             points = [(entry["seconds"], 100 * (1 - entry["error_top1"])) for entry in curve]
             label = program if place == 0 else None
             axes.plot(*zip(*points, strict=True), f"C{number}", marker=".", label=label)
