@@ -63,7 +63,7 @@ def shares(n_samples, rank):
 
 
 def load(rank, folder, n_epochs, images, labels, free, full):
-    """The loader process of a trainer: write every batch into the next free slot."""
+    """Run the loader of a trainer: write every batch into the next free slot."""
     files = [h5py.File(path)["data"][:] for path in sorted(folder.glob("train_hkl/*.hkl"))]
     pixels, mean = np.concatenate(files), np.load(folder / "misc/img_mean.npy")
     classes, slot = np.load(folder / "labels/train_labels.npy"), 0
@@ -82,7 +82,7 @@ def load(rank, folder, n_epochs, images, labels, free, full):
 
 
 def train(rank, folder, n_epochs, images, labels, free, full, arenas, barrier):
-    """The process of a trainer: take steps, and average the arenas (a row of weights, one of momenta)."""
+    """Run a trainer: take steps, and average the arenas (a row of weights, one of momenta)."""
     torch.set_num_threads(1)
     torch.manual_seed(int(np.random.SeedSequence([INITIALISATION, SEED]).generate_state(1, np.uint64)[0]))
     model, n_samples, slot = Network(), len(np.load(folder / "labels/train_labels.npy")), 0

@@ -52,7 +52,7 @@ class RunFailed(RuntimeError):
 
 
 class Run:
-    """What a run has left in its folder.
+    """The results of a run, read from its folder.
 
     Attributes:
         folder: The run's folder, as an absolute path.

@@ -28,7 +28,7 @@ _VERSION = 1
 
 
 class Stamp(NamedTuple):
-    """What identifies an image's content and place: its half, class, and its file's size and time."""
+    """The identity of an image's content and place: its half, class, and its file's size and time."""
 
     split: str
     class_name: str
@@ -62,6 +62,7 @@ class SourceRecord:
     bad: list[Entry]
 
     def stamps(self) -> dict[str, Stamp]:
+        """Return the stamps of all images by path, unusable ones included."""
         return {entry.path: entry.stamp for entry in (*self.train, *self.val, *self.bad)}
 
     def write(self, folder: Path) -> None:

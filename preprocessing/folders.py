@@ -24,6 +24,7 @@ def class_names(folder: Path) -> list[str]:
 
 
 def has_class_folders(folder: Path) -> bool:
+    """Return whether a folder has class folders."""
     return bool(class_names(folder))
 
 

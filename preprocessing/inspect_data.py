@@ -76,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_command_line(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; `arguments` replaces it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

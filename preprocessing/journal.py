@@ -82,9 +82,11 @@ class Journal:
         self._next_writing = now + (now - begin) / _SHARE
 
     def n_bad(self) -> int:
+        """Return the number of unusable images so far."""
         return sum(len(record.bad) for record in self.records.values())
 
     def remove(self) -> None:
+        """Remove the journal's file. Raise OSError if that fails."""
         self._path.unlink()
 
 

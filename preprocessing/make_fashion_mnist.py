@@ -35,6 +35,7 @@ UINT8 = 8
 
 
 def main() -> int:
+    """Run the program and return its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -76,6 +76,7 @@ def list_checked(source: Path, val_split: float, task: Task) -> Listing:
 
 
 def say(line: str) -> None:
+    """Print a line at once."""
     print(line, flush=True)
 
 

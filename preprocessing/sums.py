@@ -28,6 +28,7 @@ class PixelSums:
         self.count += len(images)
 
     def merge(self, other: "PixelSums") -> None:
+        """Add the sums of other images of the same shape."""
         self.total += other.total
         self.squares += other.squares
         self.count += other.count

@@ -82,6 +82,7 @@ class ImageBatch:
         return tuple(source.label for source in self.sources)
 
     def load(self) -> Loaded:
+        """Return the decoded images. Raise UserError at a bad one, unless `on_error` allows it."""
         size = self.geometry.size
         images = np.empty((len(self.sources), size, size, 3), np.uint8)
         bad: list[Bad] = []
@@ -131,6 +132,7 @@ class StoredBatch:
     labels: tuple[Label, ...]
 
     def load(self) -> Loaded:
+        """Return the stored images."""
         images = np.empty((len(self.labels), *self.runs[0][0].row_shape), np.uint8)
         done = 0
         for file, first, count in self.runs:
@@ -169,6 +171,7 @@ class Target:
     with_shapes: bool = False
 
     def split_folder(self, split: str) -> str:
+        """Return the name of the folder of 'train' or 'val'."""
         if self.layout == "b01c":
             return f"{split}_hkl"
         return f"{split}_hkl_b{self.batch}_b_{self.batch // self.parts}"  # theano_alexnet's name
@@ -188,10 +191,12 @@ class Record:
     shapes: list[Shape] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Record":
+        """Return the record that `to_json` gave these values."""
         shapes = [(rows, columns) for rows, columns in value.get("shapes", [])]
         return cls(value["files"], [Bad(*bad) for bad in value["bad"]], shapes)
 

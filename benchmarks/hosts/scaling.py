@@ -51,8 +51,11 @@ def step_after(stages: list[Stage], update: float, link: Link, n: int, parameter
 
 
 def step_beneath(stages: list[Stage], update: float, link: Link, n: int, parameter_bytes: int) -> float:
-    """Seconds where a stage's gradients travel while those of earlier stages are computed (Li et al. 2020,
-    "PyTorch Distributed", section 3.2), one stage after the other, and the update waits for all."""
+    """Return the seconds of a step that exchanges gradients beside the backward pass.
+
+    A stage's gradients travel while those of earlier stages are computed, one stage after the other, and the
+    update waits for all (Li et al. 2020, "PyTorch Distributed", section 3.2).
+    """
     now = sum(stage.forward for stage in stages)
     free = now  # when the link is
     for stage in reversed(stages):
@@ -63,7 +66,7 @@ def step_beneath(stages: list[Stage], update: float, link: Link, n: int, paramet
 
 @dataclass(frozen=True)
 class Wire:
-    """How a number travels between hosts. seconds_per_element: to pack, add up and unpack it."""
+    """A format of numbers between hosts. seconds_per_element: to pack, add up and unpack one."""
 
     name: str
     bytes_per_element: float
@@ -87,7 +90,7 @@ ALEXNETS_FULL = [FullLayer(9216, 4096), FullLayer(4096, 4096), FullLayer(4096, 1
 
 
 def sum_of_hosts(link: Link, n_hosts: int, n_parameters: int, wire: Wire) -> float:
-    """Seconds in which hosts sum a gradient. link: a host's, which its devices share.
+    """Return the seconds in which hosts sum a gradient. link: a host's, which its devices share.
 
     Some numbers are on their way while others are packed, so what takes longer counts.
     """
@@ -104,7 +107,7 @@ def factors_of_hosts(
     wire: Wire,
     seconds_per_product: float = 0.0,
 ) -> float:
-    """Seconds in which hosts gather the rows of `layers` where those are shorter, and sum what is left.
+    """Return the seconds in which hosts gather rows of `layers` where those are shorter, and sum the rest.
 
     seconds_per_product: of a number of a row with one of another, on a host, which makes products of the
     other hosts' rows beside those that backward would have made.

@@ -1,4 +1,4 @@
-"""What receipts, rechecks and memory checkpoints cost a run, and how long a run pauses for other devices."""
+"""The cost of receipts, rechecks and memory checkpoints, and of the pause when a run changes devices."""
 
 import json
 import os

@@ -20,7 +20,7 @@ def load() -> tuple[np.ndarray, ...]:
 
 
 def build_mlp(x: Any, sizes: tuple[int, ...] = (64, 64, 10)) -> tuple[Any, list[Any]]:
-    """Scores for each class, and the parameters."""
+    """Return the scores of each class, and the parameters."""
     random, params, hidden = np.random.default_rng(1), [], x
     for number, (n_in, n_out) in enumerate(pairwise(sizes)):
         weight = pytensor.shared(random.normal(0, n_in**-0.5, (n_in, n_out)), name=f"w{number}")

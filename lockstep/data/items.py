@@ -232,7 +232,13 @@ def _pixels_of_pillow(image: Any, n_channels: int, where: str) -> np.ndarray:
 
 
 def resized(pixels: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """Return an image in another size, as preprocessing makes files: bilinear with antialiasing."""
+    """Return an image in another size, as preprocessing makes files: bilinear with antialiasing.
+
+    Args:
+        pixels: uint8 (rows, columns, channel).
+        rows: Of the result.
+        columns: Of the result.
+    """
     if pixels.shape[:2] == (rows, columns):
         return pixels
     import torch

@@ -20,7 +20,7 @@ PARTS = 256  # weights are multiples of one over this, so that images and labels
 
 @dataclass(frozen=True)
 class Mixing:
-    """How images at consecutive positions are mixed.
+    """A plan for mixing images at consecutive positions.
 
     Attributes:
         partners: The position of each image's partner, int64 (n,).
@@ -84,7 +84,15 @@ def _boxes(kept: np.ndarray, centers: np.ndarray, size: np.ndarray) -> np.ndarra
 
 
 def mix(image: np.ndarray, partner: np.ndarray, weight: float, box: np.ndarray, out: np.ndarray) -> None:
-    """Mix an image with its partner; all are uint8 (row, column, channel)."""
+    """Mix an image with its partner, as one row of `Mixing` says.
+
+    Args:
+        image: uint8 (row, column, channel), like partner and out.
+        partner: The other image.
+        weight: The image's share in the result.
+        box: The part to replace by the partner's, int32 (4,).
+        out: Overwritten.
+    """
     np.copyto(out, image)
     row, column, n_rows, n_columns = box.tolist()
     if n_rows:

@@ -17,6 +17,7 @@ _FULL_SIDE = 331.0  # of the images for which RandAugment's table gives 150 pixe
 
 
 def identity(image: Image.Image, amount: float) -> Image.Image:
+    """Return the image unchanged; the table's entry for no operation."""
     return image
 
 

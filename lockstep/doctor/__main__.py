@@ -26,6 +26,7 @@ from lockstep.doctor.report import Report
 
 
 def main() -> int:
+    """Run the program and return its exit code."""
     arguments = _read_command_line()
     devices.number_gpus_by_place()
     report = Report()

@@ -31,9 +31,11 @@ class Report:
         self.n_wrong = 0
 
     def title(self, text: str) -> None:
+        """Print the title of a section."""
         print(f"\n{text}", flush=True)
 
     def show(self, line: Finding) -> None:
+        """Print a line, and count it if it is wrong."""
         self.n_wrong += line.wrong
         text = f"WRONG: {' '.join(line.text.split())}" if line.wrong else line.text
         print(f"  {line.name:<{_NAME_WIDTH}}{text}", flush=True)

@@ -52,10 +52,12 @@ class Work:
     number: int
 
     def issue(self) -> None:
+        """Issue the operations without waiting for them."""
         for _ in range(self.number):
             self.once()
 
     def do(self) -> None:
+        """Issue the operations and wait until they are done."""
         self.issue()
         self.stream.synchronize()
 

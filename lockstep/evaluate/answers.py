@@ -1,4 +1,4 @@
-"""What a network says of images: its most probable classes, as text, JSON or CSV."""
+"""The answers of a network for images: the most probable classes, as text, JSON or CSV."""
 
 import csv
 import io

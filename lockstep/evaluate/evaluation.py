@@ -76,7 +76,14 @@ def orders_of(n_images: int, batch_size: int, world: World, n_views: int) -> Ite
 
 
 def predict(feed: Feed, replica: Replica, n_views: int, board: StatusBoard) -> Predictions:
-    """Predict one batch from the average of its views' probabilities."""
+    """Predict one batch from the average of its views' probabilities.
+
+    Args:
+        feed: Its next n_views batches are views of the same images.
+        replica: In evaluation mode.
+        n_views: Views of each image.
+        board: Shows which batch is being predicted.
+    """
     views = []
     for _ in range(n_views):
         order = feed.next()

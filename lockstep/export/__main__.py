@@ -67,6 +67,7 @@ class Trained:
 
 
 def main() -> int:
+    """Run the program and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m lockstep.export",
         description=__doc__,

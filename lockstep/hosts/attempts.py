@@ -85,6 +85,12 @@ def await_other_end(rendezvous: Rendezvous, heartbeat: Heartbeat, number: int, s
 
     A host whose processes miss those of another host waits for the other host to report the cause.
 
+    Args:
+        rendezvous: Has the ends that hosts have sent.
+        heartbeat: Reports hosts that have ended.
+        number: The attempt's.
+        seconds: Time after which to give up.
+
     Raises:
         HostFailed: A host has ended.
     """

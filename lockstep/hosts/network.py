@@ -71,6 +71,12 @@ class HostNetwork:
     ) -> "HostNetwork":
         """Connect this trainer to its peers. All trainers of all hosts call it.
 
+        Args:
+            world: This trainer's place among all trainers.
+            host_connection: The store of all hosts, and this host's address.
+            config: Names the backend and the dtype of the numbers between hosts.
+            device: The device of what is exchanged.
+
         Raises:
             PeerProblem: A trainer has not joined; the message names its host.
             UserError: The library that `network` names is not available.

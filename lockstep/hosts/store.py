@@ -153,7 +153,12 @@ def as_type(value: Any, hint: Any, host: int, key: str) -> Any:
 
 
 def as_record(kind: type[T], value: Any, host: int, key: str) -> T:
-    """Return a dataclass of plain values, made of a mapping of its fields. Raises as `as_type` does."""
+    """Return a dataclass of plain values, made of a mapping of its fields. Raises as `as_type` does.
+
+    Args:
+        kind: The dataclass.
+        value: What host number `host` has sent under the key.
+    """
     mapping = as_type(value, dict[str, Any], host, key)
     fields = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if mapping.keys() != fields.keys():

@@ -17,7 +17,7 @@ _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} le
 
 @dataclass(frozen=True)
 class BarState:
-    """What a bar shows: the part of the run, its steps, and the time left and loss as text."""
+    """The content of a bar: the part of the run, its steps, and the time left and loss as text."""
 
     title: str
     step: int

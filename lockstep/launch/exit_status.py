@@ -1,4 +1,4 @@
-"""How a run, or one attempt of it, has ended."""
+"""The exit status of a run, or of one attempt of it."""
 
 from dataclasses import dataclass, replace
 

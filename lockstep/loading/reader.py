@@ -67,7 +67,7 @@ class Reader:
 
     @property
     def shifts_colours(self) -> bool:
-        """Whether any image's colours are shifted."""
+        """True if `rand_color` shifts the colours of images."""
         return self._config.rand_color > 0
 
     def raw_shape(self, n_slots: int) -> RingShape:

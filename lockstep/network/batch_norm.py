@@ -71,6 +71,7 @@ class Statistics:
         return table.rows(len(row))
 
     def close(self) -> None:
+        """Free this rank's tables, after all ranks have stopped exchanging."""
         for table in self._tables:
             table.close()
 

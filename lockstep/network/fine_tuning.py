@@ -1,4 +1,4 @@
-"""What of a network is trained, and how fast: `freeze`, `unfreeze_epoch`, `learning_rates`, `layer_decay`."""
+"""The parameters that a run trains and their learning rates: `freeze`, `learning_rates`, `layer_decay`."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase

@@ -50,7 +50,11 @@ def install(model: nn.Module, config: Config, memory: CudaMemory, stream: Any) -
 def install_update(
     weights: LowPrecisionWeights | None, config: Config, memory: CudaMemory, stream: Any
 ) -> dict[str, str]:
-    """Install the kernel of SGD on weights with bfloat16 copies; return how the step is computed."""
+    """Install the kernel of SGD on weights with bfloat16 copies. Arguments are those of `install`.
+
+    Returns:
+        How the step is computed, under the key 'sgd'.
+    """
     if weights is None or not weights.keeps_gradients:
         return {"sgd": "torch: the CUDA kernel is for sgd with precision: bf16 and trainers that step alone"}
     return {"sgd": _give([weights], "sgd", config, partial(SgdKernel, memory, stream))}

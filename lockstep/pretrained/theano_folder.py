@@ -151,7 +151,18 @@ def split(layers: list[LayerArrays], lib_conv: LibConv) -> list[list[np.ndarray]
 def write(
     folder: Path, epoch: int, lib_conv: LibConv, weights: list[LayerArrays], progress: TrainingState | None
 ) -> None:
-    """Write the files into an existing folder. With `progress`, also write those for resuming."""
+    """Write theano_alexnet's files into an existing folder.
+
+    Args:
+        folder: The folder.
+        epoch: In the names of the files.
+        lib_conv: The library whose layout the weights get.
+        weights: Of all layers.
+        progress: Also write the momenta and the record for resuming; None: the weights only.
+
+    Raises:
+        OSError: A file can't be written.
+    """
     for number, arrays in enumerate(split(weights, lib_conv)):
         for name, array in zip(_HALVES if len(arrays) == 4 else _WHOLE, arrays, strict=True):
             np.save(folder / f"{name}_{number}_{epoch}.npy", array)

@@ -57,6 +57,7 @@ def precision(runs: list[RunLog], width: int) -> Figure:
 
 
 def learning_rate(runs: list[RunLog], width: int) -> Figure:
+    """Draw the learning rate by epoch."""
     lines = [
         _line(runs, place, _of(run, lambda point: point.learning_rate), _look_of_rate(run))
         for place, run in enumerate(runs)

@@ -78,6 +78,7 @@ def grid(parts: list[str]) -> str:
 
 
 def paragraph(text: str, kind: str = "") -> str:
+    """Return a paragraph of plain text, with a class of the style sheet."""
     return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
 
 
@@ -97,6 +98,7 @@ def image(source: Image.Image, alt: str, kind: str = "") -> str:
 
 
 def tiles(run: RunLog) -> str:
+    """Return the main results of a run, each with its name above and details below."""
     cells = "\n".join(
         f'<div><dt>{escape(what)}</dt><dd class="value">{escape(value)}</dd>'
         f'<dd class="more">{escape(more)}</dd></div>'
@@ -123,6 +125,7 @@ def runs_table(runs: list[RunLog], now: float) -> str:
 
 
 def swatch(name: str) -> str:
+    """Return a small square of a color."""
     return f'<span class="swatch" style="background: var(--{name})"></span>'
 
 
@@ -132,6 +135,7 @@ def run_swatch(place: int) -> str:
 
 
 def notes(texts: list[str]) -> str:
+    """Return a box of notes on what could not be read, or '' without any."""
     if not texts:
         return ""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)

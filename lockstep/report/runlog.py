@@ -99,7 +99,7 @@ class RunLog:
 
     @property
     def is_multilabel(self) -> bool:
-        """Whether an image has any number of classes."""
+        """True if an image has any number of classes."""
         return self.config.get("task") == "multilabel"
 
 

@@ -29,6 +29,7 @@ _PHASES = {
 
 
 def learning(runs: list[RunLog], folder: Path) -> str:
+    """Return the section of curves: loss, error and learning rate by epoch."""
     validated = any(run.validations for run in runs)
     parts = []
     if _known(runs, "loss") or any(entry.loss is not None for run in runs for entry in run.validations):
@@ -50,6 +51,7 @@ def learning(runs: list[RunLog], folder: Path) -> str:
 
 
 def time_split(runs: list[RunLog], folder: Path) -> str:
+    """Return the section on speed, the phases of a step and stragglers."""
     several = len(runs) > 1
     splits = [(run, split) for run in runs if (split := split_time(run))]
     parts = [_verdict(run, split, several) for run, split in splits]
@@ -64,6 +66,7 @@ def time_split(runs: list[RunLog], folder: Path) -> str:
 
 
 def filters(runs: list[RunLog], folder: Path) -> str:
+    """Return the section of first-layer filters. A checkpoint that can't be read adds a note to its run."""
     parts = []
     for number, run in enumerate(runs):
         if run.checkpoint is None:
@@ -105,6 +108,7 @@ def augmentation(run: RunLog, folder: Path) -> str:
 
 
 def examples(run: RunLog, n_images: int) -> str:
+    """Return the section of the most confused classes, by a test of the newest checkpoint on n_images."""
     if run.checkpoint is None or run.is_multilabel:  # several classes of an image are not confused
         return ""
     from lockstep.report.examples import try_examples  # imports torch, which takes seconds
@@ -125,6 +129,7 @@ def examples(run: RunLog, n_images: int) -> str:
 
 
 def configuration(runs: list[RunLog]) -> str:
+    """Return the sections on keys, implementations, and versions and machine."""
     configs = [run.config for run in runs]
     implementations = [run.implementations for run in runs]
     made_with = [{**run.versions, **run.machine} for run in runs]

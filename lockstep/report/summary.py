@@ -45,6 +45,7 @@ def duration(seconds: float) -> str:
 
 
 def date(seconds: float) -> str:
+    """Format seconds since 1970 as a local date and time."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 

@@ -90,6 +90,7 @@ def css_variables(theme: int) -> str:
 
 
 def save_png(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG in the light colors. Raise OSError if that fails."""
     figure.savefig(path, dpi=144)
 
 

@@ -23,7 +23,7 @@ class HostConnection:
 
 @dataclass(frozen=True)
 class FailureRate:
-    """How often processes of a run were lost: `n` times since `begin` (this machine's monotonic clock)."""
+    """The losses of a run's processes: `n` since `begin` (this machine's monotonic clock)."""
 
     n: int = 0
     begin: float = 0.0

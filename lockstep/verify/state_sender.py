@@ -20,7 +20,7 @@ from lockstep.runs.plan import RunPlan
 
 @dataclass(frozen=True)
 class ReplayBegun:
-    """Trainer 0 to the launcher, first: what computes the states, as receipts have it."""
+    """The first message of trainer 0: the versions and machine that compute the states."""
 
     versions: dict[str, str]
     machine: dict[str, str]
@@ -28,7 +28,7 @@ class ReplayBegun:
 
 @dataclass(frozen=True)
 class ReplayedState:
-    """Trainer 0 to the launcher: the SHA-256 of the state after a step of the run."""
+    """A message of trainer 0: the SHA-256 of the state after a step of the run."""
 
     step: int
     state: str
@@ -59,7 +59,7 @@ class StateSender(Saver):
 
     @property
     def is_done(self) -> bool:
-        """Whether all states have been sent. It is the same in all trainers."""
+        """True if all states have been sent. It is the same in all trainers."""
         return not self._steps
 
     def begin_receipts(self, dataset: Dataset, save: Callable[[bool, bool], None]) -> None:
