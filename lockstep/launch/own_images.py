@@ -8,16 +8,14 @@ import dataclasses
 import fcntl
 import json
 import os
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 from lockstep.config import Config, to_yaml
 from lockstep.data import old_folders
 from lockstep.errors import PeerLost, UserError
-from lockstep.files import program_folder
-from lockstep.signals import Interrupts, die_with_parent
+from lockstep.launch.programs import start_program
+from lockstep.signals import Interrupts
 
 _OF_DATASETS = ("manifest.json", "train_hkl", "val_hkl", "labels/train_labels.npy", "misc/img_mean.npy")
 
@@ -57,11 +55,8 @@ def is_image_folder(config: Config) -> bool:
 def _convert(config: Config, interrupts: Interrupts) -> str:
     """Run the conversion. Return the converted set."""
     reading, writing = os.pipe()
-    command = [sys.executable, "-m", "preprocessing.own_images", to_yaml(config), str(writing)]
-    path = [str(program_folder()), *filter(None, sys.path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    with interrupts.ignored_by_children():  # it ends with this process, not at the signal
-        process = subprocess.Popen(command, env=environment, pass_fds=[writing], preexec_fn=die_with_parent)  # noqa: PLW1509
+    arguments = to_yaml(config), str(writing)
+    process = start_program(interrupts, "preprocessing.own_images", *arguments, pass_fds=[writing])
     os.close(writing)
     with open(reading) as pipe:
         result = json.loads(pipe.read() or "{}")

@@ -1,17 +1,16 @@
 """Writing the report of a run, in a separate process."""
 
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.config import Config
-from lockstep.files import program_folder
 from lockstep.launch.console import show
-from lockstep.signals import Interrupts, die_with_parent
+from lockstep.launch.programs import command_of, start_program
+from lockstep.signals import Interrupts
 
+_PROGRAM = "lockstep.report"
 REPORT_SECONDS = 600.0  # the report limits itself to much less
 
 
@@ -27,7 +26,7 @@ def live_report(config: Config, folder: Path, interrupts: Interrupts) -> Iterato
     if config.report != "live" or config.host_rank:
         yield
         return
-    process = _start(interrupts, folder, "--live")
+    process = start_program(interrupts, _PROGRAM, str(folder), "--live")
     show(f"report: {folder / 'report.html'} reloads itself during the run", "stdout")
     try:
         yield
@@ -43,9 +42,9 @@ def write_report(folder: Path, interrupts: Interrupts) -> None:
         folder: The run's folder.
         interrupts: The launcher's.
     """
-    again = f"to try again: {' '.join(_command(folder))}"
+    again = f"to try again: {' '.join(command_of(_PROGRAM, str(folder)))}"
     interrupts.leave(f"stopped as asked: the run is complete, its report was not written; {again}")
-    process = _start(interrupts, folder)
+    process = start_program(interrupts, _PROGRAM, str(folder))
     try:
         code = process.wait(REPORT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -53,15 +52,3 @@ def write_report(folder: Path, interrupts: Interrupts) -> None:
         code = process.wait()
     if code:
         show(f"note: the report was not written (exit code {code}); {again}", "stderr")
-
-
-def _command(folder: Path, *words: str) -> list[str]:
-    return [sys.executable, "-m", "lockstep.report", str(folder), *words]
-
-
-def _start(interrupts: Interrupts, folder: Path, *words: str) -> "subprocess.Popen[bytes]":
-    """Start the program, which works from any current folder and ends with this process."""
-    path = os.pathsep.join([str(program_folder()), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
-    with interrupts.ignored_by_children():  # it ends with this process, not at the signal
-        return subprocess.Popen(_command(folder, *words), env=environment, preexec_fn=die_with_parent)  # noqa: PLW1509

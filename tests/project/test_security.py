@@ -309,7 +309,7 @@ def kept_open():
 def test_the_reports_process_inherits_no_descriptor(
     listing: Path, kept_open: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reporting.sys, "executable", str(listing))
+    monkeypatch.setattr(sys, "executable", str(listing))
     reporting.write_report(tmp_path, Interrupts())
     assert (tmp_path / "open").read_text().split() == ["0", "1", "2"]
 
