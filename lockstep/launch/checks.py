@@ -10,7 +10,6 @@ from lockstep.data.classes import check_classes
 from lockstep.data.dataset import Dataset, check_content, open_dataset
 from lockstep.errors import UserError, nearest
 from lockstep.extras import require
-from lockstep.launch import scalars
 from lockstep.launch.commandline import Arguments, complete_config
 from lockstep.launch.console import show
 from lockstep.launch.hosting import SingleHost
@@ -51,7 +50,7 @@ def open_all(
     if config.report:
         require(f"report: {str(config.report).lower()}", "report", "matplotlib")
     if config.tensorboard:
-        scalars.check_installed()
+        require("tensorboard: true", "tensorboard", "tensorboard")
     if config.data is None:
         config = with_converted_images(config, interrupts)
     else:

@@ -1,25 +1,10 @@
 """Event files for TensorBoard, written by the launcher with TensorBoard's own writer, without torch."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from lockstep.comm.messages import Progress, Validated
 from lockstep.errors import UserError
-
-
-def is_installed() -> bool:
-    """Return whether the package `tensorboard` is installed."""
-    return importlib.util.find_spec("tensorboard") is not None
-
-
-def check_installed() -> None:
-    """Raise UserError if the package `tensorboard` is not installed."""
-    if not is_installed():
-        raise UserError(
-            "tensorboard: true needs the package tensorboard: "
-            "python -m pip install -c constraints.txt tensorboard, or set it to false"
-        )
 
 
 class Scalars:

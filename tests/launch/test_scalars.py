@@ -1,5 +1,6 @@
 """Event files for TensorBoard, read back by TensorBoard."""
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from limits import limit
 from lockstep.comm.group import World
 from lockstep.comm.messages import Progress, Validated
 from lockstep.errors import UserError
+from lockstep.extras import require
 from lockstep.launch import scalars
 from lockstep.loading.orders import Orders
 
@@ -65,12 +67,12 @@ def test_the_launcher_does_without_torch() -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(UserError, match=r"pip install -c constraints.txt tensorboard"):
-        scalars.check_installed()
+    with pytest.raises(UserError, match=r"needs tensorboard. Install: .*pip install -c .*\[tensorboard\]"):
+        require("tensorboard: true", "tensorboard", "tensorboard")
 
 
 def test_without_the_package_no_run_begins(program: Program) -> None:
-    if scalars.is_installed():
+    if importlib.util.find_spec("tensorboard"):
         pytest.skip("the package tensorboard is there")
     refused = program.run("tensorboard=true", code=2)
-    assert "needs the package tensorboard" in refused.last_line() and not refused.run_folder.exists()
+    assert "tensorboard: true needs tensorboard" in refused.last_line() and not refused.run_folder.exists()
