@@ -161,15 +161,6 @@ class Coordinator:
         ours = _added(self._group.all_gather(point, row))
         return _added(self.network.gather_row(ours)) if self.network else ours
 
-    def concatenated(self, point: str, row: Row) -> Row:
-        """Return all trainers' rows, of any lengths, one after another. Raises as `any`."""
-        ours = [number for each in self._group.all_gather(point, row) for number in each]
-        if self.network is None:
-            return ours
-        lengths = [int(length) for (length,) in self.network.gather_row([float(len(ours))])]
-        rows = self.network.gather_row(ours + [0.0] * (max(lengths) - len(ours)))
-        return [number for row, length in zip(rows, lengths, strict=True) for number in row[:length]]
-
     def rows(self, point: str, row: Row) -> list[Row]:
         """Return every trainer's row, by rank; all rows have one length. Raises as `any`."""
         ours = self._group.all_gather(point, row)
@@ -179,7 +170,7 @@ class Coordinator:
         n = len(row)
         return [host[first : first + n] for host in joined for first in range(0, len(host), n)]
 
-    def all_tables(self, point: str, rows: np.ndarray) -> np.ndarray:
+    def concatenated(self, point: str, rows: np.ndarray) -> np.ndarray:
         """Return the rows of all trainers' tables, (n, width), one after another. Raises as `any`."""
         ours = np.concatenate(self._group.all_gather(point, rows))
         if self.network is None:

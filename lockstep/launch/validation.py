@@ -1,8 +1,8 @@
 """The validation of an epoch: all trainers measure their shares and add what they counted."""
 
-import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -72,15 +72,13 @@ class Validator:
         totals = self._coordinator.sums("validation", sums.tolist())
         errors = [total / self._n_images for total in totals]
         check_finite(errors[0], f"validation of epoch {epoch}")
-        result = (
-            self._of_labels(answers) if is_multilabel(self._config) else self._of_classes(answers, errors)
-        )
-        message = dataclasses.replace(
-            result,
+        results = self._of_labels if is_multilabel(self._config) else self._of_classes
+        message = Validated(
             epoch=epoch,
             loss=errors[0],
             n_images=self._n_images,
             seconds=time.perf_counter() - begin,
+            **results(answers, errors),
         )
         self._reporter.send(message)
         entry = {
@@ -92,23 +90,32 @@ class Validator:
         }
         return {key: value for key, value in entry.items() if key in _RECORDED and value is not None}
 
-    def _of_classes(self, answers: list[torch.Tensor], errors: list[float]) -> Validated:
-        """Return the results for one class per image. errors: Loss, top-1 and top-5 error."""
+    def _of_classes(self, answers: list[torch.Tensor], errors: list[float]) -> dict[str, Any]:
+        """Return the fields of `Validated` for one class per image. errors: Loss, top-1 and top-5 error."""
         counts = self._count_all(answers)
         by_class = counts.by_class()
-        top5 = errors[2] if self._n_classes > FEW_CLASSES else None
-        means, columns = by_class.means(), by_class.columns()
-        return Validated(0, 0.0, errors[1], top5, 0, 0.0, means, columns, counts.triples())
+        return {
+            "error_top1": errors[1],
+            "error_top5": errors[2] if self._n_classes > FEW_CLASSES else None,
+            "means": by_class.means(),
+            "classes": by_class.columns(),
+            "confusion": counts.triples(),
+        }
 
-    def _of_labels(self, answers: list[torch.Tensor]) -> Validated:
-        """Return the results for any number of classes per image, from the scores of all trainers' images."""
+    def _of_labels(self, answers: list[torch.Tensor], errors: list[float]) -> dict[str, Any]:
+        """Return the fields for any number of classes per image, from the scores of all trainers' images."""
         width = 2 * self._n_classes
         own = torch.cat([self._program.arena.flat.new_zeros((0, width)), *answers]).cpu()
-        table = torch.from_numpy(self._coordinator.all_tables("the scores of the validation", own.numpy()))
+        table = torch.from_numpy(self._coordinator.concatenated("the scores of the validation", own.numpy()))
         logits, labels = table[:, : self._n_classes], table[:, self._n_classes :]
         scores = torch.nn.functional.logsigmoid(logits.double())
         metrics = LabelMetrics.of(scores.numpy(), labels.numpy(), self._config.threshold)
-        return Validated(0, 0.0, None, None, 0, 0.0, metrics.means(), metrics.columns())
+        return {
+            "error_top1": None,
+            "error_top5": None,
+            "means": metrics.means(),
+            "classes": metrics.columns(),
+        }
 
     def ends_run(self, record: list[dict[str, float]]) -> bool:
         """Return whether `patience` ends the run. All trainers have the same record, so they agree."""
@@ -124,5 +131,5 @@ class Validator:
             [torch.zeros((2, 0), dtype=torch.int64), *(each.cpu() for each in answers)], 1
         )
         own = AnswerCounts.of(self._n_classes, labels.numpy(), best.numpy())
-        row = self._coordinator.concatenated("the answers of the validation", own.row())
-        return AnswerCounts.joined(self._n_classes, row)
+        table = self._coordinator.concatenated("the answers of the validation", own.table())
+        return AnswerCounts.joined(self._n_classes, table)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lockstep import config as configuration
 from lockstep.comm.messages import EpochTimes, RankTimes
 from lockstep.errors import UserError
@@ -356,7 +358,7 @@ def _answers(event: dict[str, Any]) -> AnswerCounts | None:
         whole = isinstance(triple, list) and len(triple) == 3 and all(type(n) is int for n in triple)
         if not whole or not all(0 <= n < n_classes for n in triple[:2]) or not 0 < triple[2] < 1 << 53:
             return None
-    return AnswerCounts.joined(n_classes, [number for triple in triples for number in triple])
+    return AnswerCounts.joined(n_classes, np.array(triples))
 
 
 def _number(values: dict[str, Any], key: str) -> float | None:

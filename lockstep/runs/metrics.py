@@ -43,22 +43,20 @@ class AnswerCounts:
         return cls(n_classes, pairs // n_classes, pairs % n_classes, counts)
 
     @classmethod
-    def joined(cls, n_classes: int, row: Sequence[float]) -> "AnswerCounts":
-        """Return the sum of the counts of several trainers, whose `row`s stand one after another."""
-        table = np.array(row, np.float64).astype(np.int64).reshape(-1, 3)
+    def joined(cls, n_classes: int, table: np.ndarray) -> "AnswerCounts":
+        """Return the sum of the counts of several trainers, whose `table`s stand one after another."""
         pairs, places = np.unique(table[:, 0] * n_classes + table[:, 1], return_inverse=True)
         counts = np.zeros(len(pairs), np.int64)
         np.add.at(counts, places, table[:, 2])
         return cls(n_classes, pairs // n_classes, pairs % n_classes, counts)
 
-    def row(self) -> list[float]:
-        """Return all counts as one row of numbers, for the other trainers."""
-        return [float(number) for triple in self.triples() for number in triple]
+    def table(self) -> np.ndarray:
+        """Return (label, answer, count) for every pair that occurs, int64 (n, 3)."""
+        return np.stack([self.labels, self.answers, self.counts], 1)
 
     def triples(self) -> list[list[int]]:
-        """Return [label, answer, count] for every pair that occurs."""
-        table = np.stack([self.labels, self.answers, self.counts], 1)
-        triples: list[list[int]] = table.tolist()
+        """Return the rows of `table` as lists."""
+        triples: list[list[int]] = self.table().tolist()
         return triples
 
     def by_class(self) -> "ClassMetrics":

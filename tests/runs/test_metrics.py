@@ -44,8 +44,8 @@ def test_the_counts_of_trainers_add_up(drawn: tuple[int, list[tuple[int, int]]],
     labels, best = np.array(pairs).T
     whole = AnswerCounts.of(n_classes, labels, best)
     shares = [slice(rank, None, n_trainers) for rank in range(n_trainers)]
-    rows = [AnswerCounts.of(n_classes, labels[share], best[share]).row() for share in shares]
-    joined = AnswerCounts.joined(n_classes, [number for row in rows for number in row])
+    tables = [AnswerCounts.of(n_classes, labels[share], best[share]).table() for share in shares]
+    joined = AnswerCounts.joined(n_classes, np.concatenate(tables))
     assert joined.triples() == whole.triples()
 
 
