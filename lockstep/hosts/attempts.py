@@ -130,7 +130,5 @@ def _read(value: Any, host: int, key: str) -> AttemptEnd:
 
 def _why(heartbeat: Heartbeat) -> HostFailed:
     """Return why the store does not answer, once the heartbeat knows."""
-    until = time.monotonic() + _STORE_SECONDS
-    while (failed := heartbeat.problem(alarmed=True)) is None and time.monotonic() < until:
-        time.sleep(_LOOK_SECONDS)
-    return failed or HostFailed(0, "host 0: its launcher, which has the store, does not answer")
+    text = "host 0: its launcher, which has the store, does not answer"
+    return heartbeat.wait_for_problem(_STORE_SECONDS) or HostFailed(0, text)

@@ -97,6 +97,12 @@ class Heartbeat:
                 return self._silent(host, seen.silence)
         return None
 
+    def wait_for_problem(self, seconds: float) -> HostFailed | None:
+        """Wait up to `seconds` until another host is known to have failed. Return which one, or None."""
+        with self._round_ended:
+            self._round_ended.wait_for(lambda: self.problem(alarmed=True) is not None, seconds)
+        return self.problem(alarmed=True)
+
     def _silent(self, host: int, seconds: float) -> HostFailed:
         if self._unanswered:  # then no host's heartbeat can be read
             text = f"host 0: its launcher, which has the store, has not answered for {seconds:.0f} s"

@@ -3,9 +3,9 @@
 import dataclasses
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +41,6 @@ from lockstep.signals import Interrupts
 
 FAILURE_SECONDS = 8.0  # after a failure caused by another host, for that host to report the cause
 _END_SECONDS = 20.0  # beside `timeout`, for a host to end its processes and to compare a digest
-_POLL_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,13 +213,14 @@ class MultiHost(SingleHost):
         kind = self._kind_of(exit_status)
         if not resumes or kind is None:
             return apart
-        others = self.rendezvous, self.heartbeat, self._number
-        if kind == "affected" and not await_other_end(*others, FAILURE_SECONDS):
+        rendezvous, heartbeat, number = self.rendezvous, self.heartbeat, self._number
+        if kind == "affected" and not await_other_end(rendezvous, heartbeat, number, FAILURE_SECONDS):
             return apart
         own = AttemptEnd(
             kind, self._interrupts.code, exit_status.lost, exit_status.message, step, tuple(moments)
         )
-        ends = exchange_ends(*others, own, lambda: self._interrupts.at_once, self._timeout + _END_SECONDS)
+        seconds = self._timeout + _END_SECONDS
+        ends = exchange_ends(rendezvous, heartbeat, number, own, lambda: self._interrupts.at_once, seconds)
         return JointEnd(_joint_status(exit_status, ends), max(e.step for e in ends), newest_common(ends))
 
     def _kind_of(self, exit_status: ExitStatus) -> Literal["done", "lost", "affected", "stopped"] | None:
@@ -247,7 +247,8 @@ class MultiHost(SingleHost):
         return self.rendezvous.within(f"for {attempt_key(number)}") if number else self.rendezvous
 
     def conclude(self, exit_status: ExitStatus) -> ExitStatus:
-        failed = self._await_remote_failure() if exit_status.awaited else None
+        # Another host may soon report the failure that caused ours.
+        failed = self.heartbeat.wait_for_problem(FAILURE_SECONDS) if exit_status.awaited else None
         stopped_early = not self._number and self._processes and not self._processes.has_begun
         if exit_status.code and not exit_status.message and stopped_early:
             # The message keeps other hosts from starting, too.
@@ -280,13 +281,6 @@ class MultiHost(SingleHost):
         if not self._reported:
             self.heartbeat.end_now(self._interrupts.code, f"host {self.host}: {STOPPED}")
         self._reported = True
-
-    def _await_remote_failure(self) -> HostFailed | None:
-        """Wait briefly for another host to report the failure that caused ours."""
-        until = time.monotonic() + FAILURE_SECONDS
-        while (failed := self.heartbeat.problem(alarmed=True)) is None and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
-        return failed
 
     def _doing(self) -> str:
         return self._processes.doing() if self._processes else "before its processes are started"
@@ -372,15 +366,23 @@ def with_hosts(config: Config, interrupts: Interrupts, run: Callable[[SingleHost
 def _join(config: Config, interrupts: Interrupts, rejoining: Rejoining | None) -> Rendezvous:
     """Join the other hosts; after the loss of one, wait for it. Raises as `open_hosts`."""
     assert config.host_rank is not None and config.rendezvous is not None, "checked"
-    place = config.n_hosts, config.host_rank, config.rendezvous, config.host_address, config.timeout
+    join = partial(
+        join_rendezvous,
+        config.n_hosts,
+        config.host_rank,
+        config.rendezvous,
+        config.host_address,
+        config.timeout,
+        interrupts=interrupts,
+    )
     if rejoining is None:
         if config.rejoin_seconds:
             _check_rejoining(config)
-        return join_rendezvous(*place, not torchrun.has_store(), interrupts)
+        return join(own_store=not torchrun.has_store())
     interrupts.farewell = None
     interrupts.leave(f"stopped as asked, while {rejoining.lost.peer} was waited for; resume_train resumes it")
     try:
-        return join_rendezvous(*place, True, interrupts, rejoining.store, config.rejoin_seconds)
+        return join(own_store=True, served=rejoining.store, patience=config.rejoin_seconds)
     except UserError as error:
         text = f"{rejoining.lost}; it has not come back within {config.rejoin_seconds:g} s: {error}"
         raise PeerProblem(rejoining.lost.peer, text) from error
