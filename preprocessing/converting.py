@@ -23,7 +23,7 @@ from preprocessing.images import Geometry
 from preprocessing.inputs import VAL_SPLIT
 from preprocessing.listing import LEFT_OUT_LIST, LeftOut, Listing, summary_of
 from preprocessing.plan import Settings, make_tasks
-from preprocessing.summary import extent_line
+from preprocessing.summary import extent_line, say
 from preprocessing.tasks import ImageBatch, Record, StoredImage, Target, Task
 
 _MARGIN = 9 / 8  # rows of a stored image to those that the network takes, so that random crops differ
@@ -198,8 +198,3 @@ def bad_images(folder: Path) -> list[LeftOut]:
         return []
     rows = [line.split("\t") for line in text.splitlines()[1:]]
     return [LeftOut(row[0], f"unusable: {row[1]}") for row in rows if len(row) == 3]
-
-
-def say(line: str) -> None:
-    """Show a line of the summary."""
-    print(line, flush=True)

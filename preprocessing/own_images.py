@@ -25,6 +25,7 @@ from preprocessing import summary
 from preprocessing.inputs import list_source
 from preprocessing.layouts import refuse
 from preprocessing.listing import Listing, summary_of
+from preprocessing.summary import say
 
 
 def main() -> int:
@@ -73,11 +74,6 @@ def list_checked(source: Path, val_split: float, task: Task) -> Listing:
     if len(listing.classes) < 2 and task == "classify":
         raise refuse(source, f"has one class only, {listing.classes[0]}; a classifier needs two or more")
     return listing
-
-
-def say(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,23 @@
 """The summary of a user's own images that is shown before training."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 
-from lockstep.config import Config
 from preprocessing.listing import Listing, SourceImage, classes_of
 
 _N_CLASSES = 8  # classes to name with their numbers; of more, the largest and the smallest
 _FEW = 200  # training images a class
 _IMBALANCED = 3.0  # ratio of the largest class to the smallest
-# Advice, and the keys that it names; it is given where this version has the keys.
-_FOR_IMBALANCE = (
-    ("class_weights",),
-    "the classes are imbalanced: class_weights=balanced counts the errors of each class equally",
-)
+_FOR_IMBALANCE = "the classes are imbalanced: class_weights=balanced counts the errors of each class equally"
 _FOR_FEW = (
-    ("pretrained", "new_head", "rand_mirror"),
     "there are few images: start from trained weights (pretrained=FILE new_head=true), and set "
-    "rand_mirror=true unless left and right matter",
+    "rand_mirror=true unless left and right matter"
 )
+
+
+def say(line: str) -> None:
+    """Print a line of the summary at once."""
+    print(line, flush=True)
 
 
 def class_lines(listing: Listing) -> list[str]:
@@ -60,8 +58,7 @@ def advice(listing: Listing) -> list[str]:
         _FOR_IMBALANCE: is_imbalanced and listing.task == "classify",
         _FOR_FEW: len(listing.train) < _FEW * len(listing.classes),
     }
-    known = {field.name for field in dataclasses.fields(Config)}
-    return [text for (keys, text), fitting in fits.items() if fitting and known.issuperset(keys)]
+    return [text for text, fitting in fits.items() if fitting]
 
 
 def extent_line(shapes: Iterable[tuple[str, tuple[int, int]]]) -> str:

@@ -1,6 +1,5 @@
 """Worker processes that run tasks, and end with the process that started them."""
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -13,11 +12,10 @@ from typing import TypeVar
 import torch
 
 from lockstep.errors import UserError
+from lockstep.signals import die_with_parent
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-_PR_SET_PDEATHSIG = 1
 
 
 def in_parallel(
@@ -74,7 +72,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 def _begin(parent: int) -> None:
     """Ask the kernel to kill this worker when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
     torch.set_num_threads(1)  # the processes already use all cores
