@@ -4,7 +4,6 @@ Datasets of torchvision and Hugging Face are used as they are. An image is a uin
 (rows, columns, channels), a uint8 tensor (channels, rows, columns), or an image of Pillow.
 """
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +12,8 @@ import numpy as np
 from lockstep.config import Config
 from lockstep.config.tasks import is_multilabel
 from lockstep.data.split import Split
-from lockstep.errors import UserError, first_line, nearest
-from lockstep.objects import SOURCE, load_object
+from lockstep.errors import UserError, first_line
+from lockstep.objects import SOURCE, import_function, load_object
 
 NAMES = {"train": "train_data", "val": "val_data"}  # of the arguments of lockstep.train
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # Pillow's, by channels
@@ -29,25 +28,19 @@ def load_datasets(config: Config) -> tuple[Any, Any]:
     """
     assert config.data is not None
     module_name, _, name = config.data.rpartition(":")
-    if module_name == SOURCE:
-        pair = load_object("data", name)
-    else:
-        pair = _make_datasets(config.data, module_name, name)
+    is_passed = module_name == SOURCE
+    pair = load_object("data", name) if is_passed else _make_datasets(config.data)
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise UserError(f"data: {config.data} must return (train, val), not {type(pair).__name__}")
     return pair[0], pair[1]
 
 
-def _make_datasets(key: str, module_name: str, name: str) -> Any:
+def _make_datasets(name: str) -> Any:
+    function = import_function("data", name)
     try:
-        module = importlib.import_module(module_name)
-        if not hasattr(module, name):
-            raise UserError(f"data: {module_name} has no {name}{nearest(name, dir(module))}")
-        return getattr(module, name)()
-    except UserError:
-        raise
+        return function()
     except Exception as error:  # the user's code
-        raise UserError(f"data: {key} fails: {type(error).__name__}: {first_line(error)}") from error
+        raise UserError(f"data: {name} fails: {type(error).__name__}: {first_line(error)}") from error
 
 
 def length_of(data: Any, name: str) -> int:
