@@ -196,5 +196,5 @@ class Trainer:
         self.replicas.before_saving(f"the checkpoint of epoch {self.epoch}")
         state = self.rule.state()
         self.rule.collect_counts()
-        place = self.epoch, self.position, len(self.dataset.train)
-        self.saver.save(*place, self.val_record, state, to_disk, receipt)
+        n_samples = len(self.dataset.train)
+        self.saver.save(self.epoch, self.position, n_samples, self.val_record, state, to_disk, receipt)

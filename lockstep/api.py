@@ -228,7 +228,7 @@ class _Launch:
         self._folder = Path(keys["weights_dir"], str(keys.get("run_name")))
         if isinstance(keys.get("load_epoch"), int):
             self._folder = folder_after(self._folder, f"epoch_{keys['load_epoch']:04d}")
-        self._words = [f"{key}={_as_yaml(value)}" for key, value in keys.items()]
+        self._arguments = [f"{key}={_as_yaml(value)}" for key, value in keys.items()]
         self._passed, self._callback = passed, callback
         self._silent = quiet
         self._in_notebook = _is_in_notebook()
@@ -267,7 +267,7 @@ class _Launch:
                 os._exit(1)
 
         return subprocess.Popen(
-            _command(["train", *self._words]),
+            _command(["train", *self._arguments]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -470,8 +470,8 @@ def _as_yaml(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _command(words: list[str]) -> list[str]:
-    return [sys.executable, "-m", "lockstep.cli", *words]
+def _command(arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "lockstep.cli", *arguments]
 
 
 def _environment() -> dict[str, str]:

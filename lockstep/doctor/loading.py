@@ -16,7 +16,7 @@ from lockstep.doctor.storage import Sample
 from lockstep.launch.ranks import try_ranks
 
 SIZE, CROP, BATCH = 256, 227, 128
-PICTURE_BYTES = SIZE * SIZE * 3
+IMAGE_BYTES = SIZE * SIZE * 3
 _ROUNDS = 3
 _SECONDS = 120.0  # enough to import torch from a cold disk
 
@@ -51,8 +51,8 @@ def examine(
     if not on_gpus(devices):  # GPUs prepare images in the trainer
         rates["read, crop, mirror, mean"] = prepare, all_prepare
     if copies:
-        rates["copy to the GPU"] = _pictures(copies[0]), _pictures(copies[1])
-    disk = {} if speeds.disk is None else {"disk": (_pictures(speeds.disk),) * 2}
+        rates["copy to the GPU"] = _images(copies[0]), _images(copies[1])
+    disk = {} if speeds.disk is None else {"disk": (_images(speeds.disk),) * 2}
     _show(report, len(devices), disk, rates)
 
 
@@ -104,7 +104,7 @@ def _make_work(sample: Sample) -> Callable[[], Work]:
 
     def read_and_prepare() -> None:
         for n_bytes in sample.read(buffer):
-            n_images = n_bytes // PICTURE_BYTES
+            n_images = n_bytes // IMAGE_BYTES
             augmenter.apply(images[:n_images], crops[:n_images], out[:n_images])
 
     return lambda: (_rate(read, sample), _rate(read_and_prepare, sample))
@@ -117,8 +117,8 @@ def _rate(work: Callable[[], None], sample: Sample) -> float:
         begin = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - begin)
-    return sample.n_bytes / PICTURE_BYTES / statistics.median(seconds[1:])
+    return sample.n_bytes / IMAGE_BYTES / statistics.median(seconds[1:])
 
 
-def _pictures(gb_per_second: float) -> float:
-    return gb_per_second * 1e9 / PICTURE_BYTES
+def _images(gb_per_second: float) -> float:
+    return gb_per_second * 1e9 / IMAGE_BYTES

@@ -24,12 +24,12 @@ _CHANGE = re.compile(r"[+-]\d{1,3}")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Exit code 0: done; 2: refused, and the last line says why."""
-    words = sys.argv[1:] if arguments is None else arguments
-    if len(words) != 2 or words[0].startswith("-"):
+    given = sys.argv[1:] if arguments is None else arguments
+    if len(given) != 2 or given[0].startswith("-"):
         print(__doc__)
-        return 0 if {"-h", "--help"} & set(words) else 2
+        return 0 if {"-h", "--help"} & set(given) else 2
     try:
-        print(resize(Path(words[0]), words[1]))
+        print(resize(Path(given[0]), given[1]))
     except UserError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2

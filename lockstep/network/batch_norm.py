@@ -48,8 +48,8 @@ class Statistics:
         self._clock, self._n_exchanges, self.n_bytes, self.counted = clock, 0, 0, True
         # Two tables alternate: the exchange in between ensures that all ranks have read a row before its
         # owner writes it again.
-        arguments = transport, memory, 2 * n_channels + 1, dtype, "statistics of batch normalisation"
-        self._tables = SharedRows(*arguments), SharedRows(*arguments)
+        what = "statistics of batch normalisation"
+        self._tables = [SharedRows(transport, memory, 2 * n_channels + 1, dtype, what) for _ in range(2)]
         for table in self._tables:
             table.use_clock(clock)
 

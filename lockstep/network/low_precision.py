@@ -7,6 +7,7 @@ Micikevicius et al. 2018, arXiv 1710.03740, section 3.1. The results have autoca
 """
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -72,24 +73,16 @@ class OperandLayer:
     low_precision: "LowPrecisionWeights | None" = None
 
 
+@dataclass(slots=True, eq=False)
 class Update:
-    """One parameter's operands of a step, each of n elements in the same memory order.
+    """One parameter's operands of a step, each of n elements in the same memory order."""
 
-    Attributes:
-        weight: float32 (n,).
-        gradient: bfloat16 (n,).
-        copy: bfloat16 (n,), or None if the copy is not to be written.
-        momenta: float32 (n,), or None without momentum.
-        rate: Learning rate of this parameter.
-        decay: Weight decay of this parameter.
-    """
-
-    __slots__ = ("copy", "decay", "gradient", "momenta", "rate", "weight")
-
-    def __init__(self, weight: torch.Tensor, copy: torch.Tensor | None, gradient: torch.Tensor) -> None:
-        self.weight, self.copy, self.gradient = weight, copy, gradient
-        self.momenta: torch.Tensor | None = None
-        self.rate = self.decay = 0.0
+    weight: torch.Tensor  # float32 (n,)
+    copy: torch.Tensor | None  # bfloat16 (n,), or None if the copy is not to be written
+    gradient: torch.Tensor  # bfloat16 (n,)
+    momenta: torch.Tensor | None = None  # float32 (n,), or None without momentum
+    rate: float = 0.0  # the learning rate of this parameter
+    decay: float = 0.0  # the weight decay of this parameter
 
 
 class LowPrecisionWeights:

@@ -47,11 +47,13 @@ class _PieceStates:
         return self._states[kind][parameter_name]
 
 
+@dataclass(frozen=True)
 class _SpanStep:
     """The optimizer of one span's pieces."""
 
-    def __init__(self, optimizer: Stepper, places: _PieceStates, pieces: list[Piece]) -> None:
-        self.optimizer, self.places, self.pieces = optimizer, places, pieces
+    optimizer: Stepper
+    places: _PieceStates
+    pieces: list[Piece]
 
 
 def needs_norms(config: Config) -> bool:
