@@ -76,7 +76,7 @@ class Stopwatch(ABC):
 
     @abstractmethod
     def is_past(self, point: Any) -> bool:
-        """Return whether the device has come to a point. Never waits."""
+        """Return whether the device has reached a point. Never waits."""
 
     @abstractmethod
     def seconds_between(self, begin: Any, end: Any) -> float:

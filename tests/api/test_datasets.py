@@ -277,7 +277,7 @@ def test_datasets_of_torchvision(torchvision: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_labels_may_be_vectors(tmp_path: Path) -> None:
-    """As lists and as arrays, with several classes per image; the bits are the same."""
+    """Labels are lists or arrays, with several classes per image; the bits are the same."""
     several = {"task": "multilabel", "n_classes": None}
     pair = Patches(50, 0), Patches(20, 1)
     run = train(tmp_path / "arrays", pair, class_weights="balanced", **several)

@@ -1,1 +1,1 @@
-"""What is done to Lockstep by the hundred, to see that it keeps its promises (docs/reliability.md)."""
+"""Campaigns that attack Lockstep hundreds of times, to test its promises (docs/reliability.md)."""

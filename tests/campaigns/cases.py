@@ -109,7 +109,7 @@ class Case:
         return [f"data_folder={DATA}", f"devices=[{devices}]", *usual, *rule, *every]
 
     def has_come(self, run: Watched) -> bool:
-        """Return true once the moment has come in the victim's run."""
+        """Return True once the victim's run has reached the moment."""
         if not isinstance(self.moment, str):
             return time.time() - run.since > self.moment
         return run.is_at(self.moment) if self.is_training else self.moment in run.text()

@@ -45,7 +45,7 @@ def test_the_same_seed_makes_the_same_files() -> None:
 
 
 def nothing(folder: Path) -> None:
-    """Of a reader that needs no files."""
+    """Make no files, for a reader that needs none."""
 
 
 def refuse(words: str):

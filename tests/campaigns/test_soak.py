@@ -1,4 +1,4 @@
-"""What campaigns.soak finds in samples, and the command itself, for a few seconds."""
+"""The samples that campaigns.soak judges, and the command itself, for a few seconds."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What can't be over several hosts is refused before anything begins: keys, devices, hosts that differ."""
+"""Refusals over several hosts before anything begins: keys, devices, hosts that differ."""
 
 import re
 from pathlib import Path

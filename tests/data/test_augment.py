@@ -50,7 +50,7 @@ def test_agrees_with_numpy_bit_for_bit(data: st.DataObject, by_torch: bool) -> N
 
 
 def fill(dataset: Dataset, orders: list[Order], batch_size: int = 16, **values: object) -> list[Slot[Any]]:
-    """What the filler makes of each order, in a slot that was full of rubbish before."""
+    """Return the filler's result for each order, in a slot that held other bytes before."""
     config = make_config(batch_size=batch_size, **values)
     ring = HostRing(RingShape(len(orders), batch_size, (32, 32), "float32", (32, 32)))
     reader = Reader(config, dataset, (32, 32), print)

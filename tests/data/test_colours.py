@@ -12,7 +12,7 @@ from lockstep.errors import UserError
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory):
-    """Of more than 32 files, whose pixels are mostly grey: red, green and blue go together."""
+    """Return a split of more than 32 files with mostly grey pixels, so its channels are correlated."""
     folder = make_folder(tmp_path_factory.mktemp("colours") / "set", n_train=50 * 32, size=8)
     random = np.random.default_rng(2)
     for path in sorted((folder / "train_hkl").iterdir()):

@@ -30,7 +30,7 @@ def numbered(split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_old(root: Path, parts: int, write=hkl.write_hickle2) -> None:
-    """As its make_hkl.py and make_labels.py do for num_sub_batch 1, 2 and 4."""
+    """Write what its make_hkl.py and make_labels.py write for num_sub_batch 1, 2 and 4."""
     (root / "labels").mkdir(parents=True, exist_ok=True)
     (root / "misc").mkdir(exist_ok=True)
     width = BATCH // parts

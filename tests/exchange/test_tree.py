@@ -94,7 +94,7 @@ def test_maximal_subtrees_cover_a_range_once_with_few_blocks(n_leaves: int, data
 
 
 def is_node(span: Node, root: Node) -> bool:
-    """Whether a span of leaves is a node of the tree."""
+    """Return whether a span of leaves is a node of the tree."""
     while root != span:
         if root[1] - root[0] == 1:
             return False

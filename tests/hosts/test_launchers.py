@@ -104,7 +104,7 @@ def test_what_an_earlier_start_left_in_the_store_counts_for_nothing() -> None:
 
 
 def test_a_host_that_is_stopped_before_it_trains_tells_the_others() -> None:
-    """From a signal's handler, just before it leaves."""
+    """The signal's handler reports it, just before the launcher leaves."""
     lives = [
         Heartbeat(each, lambda: "its dataset", limit(60))
         for each in meetings(connect_all_hosts([0, 1], free_port()))
@@ -298,7 +298,7 @@ def test_keys_that_need_others_or_are_no_address_are_refused(values: dict[str, o
 
 
 def test_a_run_of_several_hosts_is_read_on_one_without_their_keys(tmp_path: Path) -> None:
-    """As validate.py, classify.py and a resumed run do."""
+    """The keys of hosts are dropped for validate.py, classify.py and a resumed run."""
     keys = {
         "n_hosts": 2,
         "host_rank": 1,

@@ -49,7 +49,7 @@ def other(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str
 def test_a_launcher_that_is_killed_is_missed_at_once_by_all_who_met_it(
     other: tuple[subprocess.Popen[str], int, str],
 ) -> None:
-    """By a host that waits for its value, and by one that only watches. A hanging launcher is not meant."""
+    """A host that waits for its value notices, and one that only watches. The launcher does not hang."""
     process, victim, point = other
     here = join_rendezvous(2, 1 - victim, point, None, limit(30), False, Interrupts())
     heartbeat = Heartbeat(here, lambda: "its dataset", limit(60))

@@ -52,7 +52,7 @@ def test_elapsed_times_need_events_that_are_timed_and_done(simulation: Simulatio
 
 
 def free_and_queue(rank: int, pipes: dict[int, Pipe], simulation: Simulation) -> tuple[bool, bool]:
-    """Whether freeing waits for the device, and whether the host may run ahead for ever."""
+    """Free memory and fill the queue: freeing waits for the device, and the host can't run ahead for ever."""
     memory = _memory(simulation.set(delay=1000))
     stream = memory.driver.Stream()
     block, other = (memory.allocate(N_BYTES, "a test") for _ in range(2))

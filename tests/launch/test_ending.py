@@ -1,4 +1,4 @@
-"""Whoever dies, the run ends within 10 s, not with 0, with one message that says who, and nothing is left."""
+"""Any process dies: the run ends within 10 s, not with 0, one message names it, and nothing is left."""
 
 import atexit
 import fcntl
@@ -87,7 +87,7 @@ def test_a_killed_launcher_takes_all_with_it(program: Program, moment: str) -> N
 
 
 def test_nobody_outlives_a_launcher_whose_terminal_is_gone(program: Program) -> None:
-    """Where the last word can't be said, it is left out."""
+    """The last line is left out if it can't be written."""
     ours, theirs = pty.openpty()
     words = [
         f"data_folder={program.data}",

@@ -51,7 +51,7 @@ class Training:
     needed: Counter[tuple[str, str]]
 
     def is_skipped(self, fault: Fault) -> bool:
-        """Whether it hits a look for checkpoints to remove, which passes over records that can't be read."""
+        """Return whether it hits the search for checkpoints to remove, which skips unreadable records."""
         key = fault.kind, fault.name
         is_record = fault.name.startswith("run/checkpoints/epoch_") and fault.name.endswith(".json")
         return is_record and fault.kind in ("open", "read") and fault.nth > self.needed[key]
@@ -110,7 +110,7 @@ def assert_named(ended: Ended, fault: Fault, start: str) -> None:
 
 
 def check_training(training: Training, fault: Fault, folder: Path) -> None:
-    """What holds for one fault in a run's second start."""
+    """Check one fault in a run's second start."""
     shutil.copytree(training.begun, folder)
     ended = training.start(folder, fault=fault)
     if not training.is_skipped(fault):
@@ -151,7 +151,7 @@ def test_a_run_loses_nothing_by_any_operation_that_fails(training: Training, tmp
 
 
 def check_reading(training: Training, fault: Fault, folder: Path) -> None:
-    """What holds for a read that fails, of a file of the run or of the dataset."""
+    """Check a read that fails, of a file of the run or of the dataset."""
     shutil.copytree(training.begun, folder)
     below = folder if fault.name.startswith("run/") else training.data
     ended = training.start(folder, fault=fault, below=below)

@@ -40,7 +40,7 @@ N_TENSOR_BYTES = 100
 
 
 class Console:
-    """Records what a console is told."""
+    """Records the lines of a console."""
 
     def __init__(self) -> None:
         self.said: list[str] = []

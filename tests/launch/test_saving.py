@@ -49,7 +49,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_is_written_as_the_package_writes_it(tmp_path: Path) -> None:
-    """Of every dtype and shape, with names that JSON escapes."""
+    """The tensors have every dtype and shape, and names that JSON escapes."""
     names = ("bool", "uint8", "int8", "int16", "float16", "bfloat16", "int32", "float32", "float64", "int64")
     shapes = ((), (0, 2), (3,), (5, 7))
     tensors = {
@@ -413,7 +413,7 @@ def test_only_the_best_of_those_saved_for_being_the_best_stays(tmp_path: Path) -
 
 
 def test_monitor_decides_which_is_the_best(tmp_path: Path) -> None:
-    """By the top-1 error epoch 3 would be."""
+    """The top-1 error would choose epoch 3."""
     (tmp_path / "checkpoints").mkdir()
     errors, macro_f1 = [0.5, 0.4, 0.3], (0.2, 0.9, 0.6)
     for epoch in (1, 2, 3):

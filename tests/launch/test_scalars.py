@@ -19,7 +19,7 @@ from lockstep.loading.orders import Orders
 
 
 def reader_of(folder: Path) -> Callable[[str], dict[int, float]]:
-    """What gives a scalar's numbers by step, of the event files of a run's folder."""
+    """Return a function that reads a scalar by step from the event files of a run's folder."""
     pytest.importorskip("tensorboard", reason="needs the package tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray

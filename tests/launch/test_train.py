@@ -118,7 +118,7 @@ def test_a_lone_trainer_that_is_resumed_ends_as_the_unbroken_one(program: Progra
 )
 @pytest.mark.slow
 def test_every_state_is_resumed_bit_for_bit(program: Program, words: str, is_exact: bool) -> None:
-    """What is not exact, batch normalisation here, is said once."""
+    """The run says once what is not exact: here it is batch normalisation."""
     keys = ["n_epochs=3", "snapshot_freq=1", *re.split(r" (?=\w+=)", words)]
     whole = program.run(*keys)
     received = whole.output().count("2 trainers are not exactly one with 2 times the batch")

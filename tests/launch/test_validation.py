@@ -1,4 +1,4 @@
-"""What a run validates and when it ends: metrics in the log, `val_freq`, `patience`, `monitor`."""
+"""The validations and the end of a run: metrics in the log, `val_freq`, `patience`, `monitor`."""
 
 import json
 from pathlib import Path

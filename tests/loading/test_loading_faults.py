@@ -43,7 +43,7 @@ SLOW = "time.sleep(0.3)"
 
 
 class Disk:
-    """What the program's processes read of files called `name` is faulty. n_reads: so far."""
+    """A disk whose files called `name` can't be read well by the program's processes. n_reads: so far."""
 
     def __init__(self, place: Path, name: str, fault: str) -> None:
         (place / "disk").mkdir()

@@ -150,7 +150,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def found_with(**variables: Path) -> str:
-    """What a Python without site-packages (so without torch) finds, given these environment variables."""
+    """Return what a Python without site-packages (so without torch) finds with these variables."""
     environment = {"PYTHONPATH": str(ROOT)} | {name: str(value) for name, value in variables.items()}
     code = "from lockstep.kernels import nvrtc; found = nvrtc.find(); print(found and found._name)"
     command = [sys.executable, "-S", "-c", code]

@@ -197,7 +197,7 @@ def test_truncated_and_damaged_tars_are_named(small: ImageNet, tmp_path: Path, d
 
 
 def damage_hits_a_header(whole: bytes, place: int, length: int) -> bool:
-    """Whether the damaged bytes are a header of the outer tar or of one in it, or zeros at an end."""
+    """Return whether the damaged bytes are a header of the outer tar or of one in it, or zeros at an end."""
     data = []
     with tarfile.open(fileobj=io.BytesIO(whole)) as outer:
         for member in outer:

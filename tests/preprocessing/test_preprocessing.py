@@ -1,4 +1,4 @@
-"""From images to a dataset folder, with the scripts as a user runs them."""
+"""The scripts that make a dataset folder of images, as a user runs them."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ def script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
 
 
 def run_on_a_terminal(name: str, *words: object) -> str:
-    """What it prints, bars included. The last bar must say how fast it was and that nothing is left to do."""
+    """Return all output, bars included. The last bar says how fast it was and that nothing is left."""
     ours, theirs = pty.openpty()
     command = [sys.executable, str(ROOT / "preprocessing" / name), *map(str, words)]
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": "100"})

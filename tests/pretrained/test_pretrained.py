@@ -73,7 +73,7 @@ KINDS = ("weight", "bias")
 
 @pytest.mark.parametrize("form", ["{}/blobs/{}", "{}.blobs.{}"])
 def test_caffes_blobs_are_read_and_bgr_is_turned(tmp_path: Path, trained, form: str) -> None:
-    """As the converters of .caffemodel files name them; before 2015 all had four dimensions."""
+    """The names are those of converters of .caffemodel files; before 2015 all had four dimensions."""
     state = {}
     for name, value in trained.items():
         layer, kind = name.split(".")

@@ -76,7 +76,7 @@ def filtered(image: np.ndarray, filters: np.ndarray, stride: int, pad: int, true
 
 
 def their_logits(arrays: dict[str, np.ndarray], image: np.ndarray, true: bool) -> np.ndarray:
-    """What theano_alexnet computes in validation: behind a dropout of 0.5 everything is halved."""
+    """Return theano_alexnet's logits in validation: behind a dropout of 0.5 everything is halved."""
     x = filtered(image, arrays["W_0"], 4, 0, true) + arrays["b_0"][:, None, None]
     x = np.maximum(x, 0)
     halves = [
@@ -123,7 +123,7 @@ def test_the_newest_epoch_unless_another_is_named(golden: Path) -> None:
         start(golden, pretrained_epoch=5)
 
 
-# -- going on ------------------------------------------------------------------------------------------------
+# -- resuming ------------------------------------------------------------------------------------------------
 
 NO_HIDDEN = {**{name: ARRAYS[name] for name in list(ARRAYS)[:6]}, "W_2": (96, 7), "b_2": (7,)}
 

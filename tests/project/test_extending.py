@@ -1,4 +1,4 @@
-"""What docs/extending.md tells to write, written and run: in a copy of the program, as a reader would."""
+"""The examples of docs/extending.md, written into a copy of the program and run as a reader would."""
 
 import importlib.util
 import os

@@ -40,7 +40,7 @@ def modules_of(package: str) -> list[str]:
 
 @pytest.mark.parametrize("package", WITHOUT_TORCH)
 def test_no_module_of_the_lower_packages_loads_torch(package: str) -> None:
-    """Each in turn in one fresh interpreter, which tells the first after which torch is there."""
+    """One fresh interpreter imports them in turn, and names the first one that loads torch."""
     names = modules_of(package)
     assert len(names) > 2
     code = (
@@ -172,7 +172,7 @@ def test_the_commit_hooks_are_the_environments_programs() -> None:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""What docs/security.md says: files can't lead elsewhere, claim what they don't have, or run code."""
+"""The promises of docs/security.md: files can't lead elsewhere, claim what they don't have, or run code."""
 
 import json
 import os
@@ -60,13 +60,13 @@ def lie_elsewhere(file: h5py.File, other: Path) -> None:
     file.create_dataset("data", IMAGES, "u1", external=[(str(other), 0, 32 * 36 * 36 * 3)])
 
 
-def put_together(file: h5py.File, other: Path) -> None:
+def use_several_files(file: h5py.File, other: Path) -> None:
     layout = h5py.VirtualLayout(IMAGES, "u1")
     layout[:] = h5py.VirtualSource(str(other), "data", IMAGES)
     file.create_virtual_dataset("data", layout)
 
 
-@pytest.mark.parametrize("make", [link, lie_elsewhere, put_together])
+@pytest.mark.parametrize("make", [link, lie_elsewhere, use_several_files])
 def test_an_array_lies_in_its_own_file(tmp_path: Path, make: Callable[[h5py.File, Path], None]) -> None:
     hkl.write(tmp_path / "other.hkl", np.zeros(IMAGES, np.uint8))
     with h5py.File(tmp_path / "a.hkl", "w") as file:

@@ -36,7 +36,7 @@ VOID = {"meta", "link", "img", "br", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """What is checked of a page: its tags are balanced, and it loads nothing."""
+    """The checked properties of a page: its tags are balanced, and it loads nothing."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def report(*runs: Path, options: tuple[str, ...] = ("--no-examples",)) -> Page:
 
 @pytest.mark.slow
 def test_the_page_says_which_way_each_part_was_computed(run: Path) -> None:
-    """As was told before the first step, but for what came since."""
+    """The page has the implementations before the first step, with later changes."""
     events = lines_of(run)
     place, event = next((n, event) for n, event in enumerate(events) if event["event"] == "implementations")
     assert event["implementations"]["average"] == "shared host memory, rule: weights"

@@ -1,4 +1,4 @@
-"""Who is last, how long the others wait and why: on synthetic times whose answer is known."""
+"""The last trainer, how long the others wait and why: on synthetic times whose answer is known."""
 
 import json
 from dataclasses import asdict

@@ -24,7 +24,7 @@ from lockstep.synk import interrupts, session
 
 
 class TooLate(Exception):
-    """What a handler of SIGALRM raises."""
+    """The exception of a handler of SIGALRM."""
 
 
 class Unspeakable(Exception):
@@ -179,7 +179,7 @@ def test_a_command_cut_short_in_a_thread_is_refused_later(
 
 
 def in_child(act: Callable[[], Any]) -> str:
-    """What a forked child gets: the text of the error, or the value."""
+    """Return what a forked child gets: the text of the error, or the value."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -214,7 +214,7 @@ def test_the_papers_program_is_its_serial_one(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_guides_first_example_runs(tmp_path: Path) -> None:
-    """As it stands in docs/synk.md, but with two ranks."""
+    """The example is that of docs/synk.md, with two ranks."""
     text = (Path(__file__).parents[2] / "docs" / "synk.md").read_text()
     example = textwrap.dedent(text[text.index("    import numpy") : text.index("A script needs no")])
     script = tmp_path / "example.py"

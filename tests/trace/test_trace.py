@@ -1,4 +1,4 @@
-"""What every process did, on one clock."""
+"""The timeline of all processes, on one clock."""
 
 import json
 from itertools import pairwise
@@ -29,7 +29,7 @@ def test_a_run_shows_all_its_processes_on_one_clock(program: Program) -> None:
         ("loader", "waiting for an order"),
         ("loader", "preparing"),
     } <= whats
-    # One clock: within a step, both trainers begin to exchange when both have come.
+    # One clock: within a step, both trainers begin to exchange when both have arrived.
     for at in {span["args"]["at"] for span in spans if span["name"] == "exchanging"}:
         of_step = [span for span in spans if span["args"]["at"] == at]
         came = max(span["ts"] for span in of_step if span["name"] == "forward, backward, update")
