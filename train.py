@@ -136,12 +136,8 @@ def start_processes(processes: Processes, attempt: Attempt, context: Context) ->
             loaders = [trainer_end for trainer_end, _ in pipes]
             own, *spares = [(loader_end, world, config) for _, loader_end in pipes]
             processes.start(f"loader {rank}", "proc_load:run_loader", own, spares=spares)
-            pipes[0][1].close()  # now the loader's; the spares stay open here until they are used
         arguments = (plan, world, loaders, peers[rank])
         processes.start(f"trainer {rank}", "train_funcs:run_trainer", arguments, reporting=rank == 0)
-        # Only the children keep their ends, so that a child's death closes its pipes.
-        for connection in (*loaders, *peers[rank].values()):
-            connection.close()
 
 
 if __name__ == "__main__":

@@ -227,8 +227,6 @@ def replay(
     with Processes(config.timeout, interrupts) as processes:
         for rank, arguments in enumerate(trainers_of(plan, tuple(each.states))):
             processes.start(f"trainer {rank}", "verify:run_replayer", arguments, reporting=rank == 0)
-            for connection in arguments[2].values():
-                connection.close()
         exit_status = processes.watch(on_message)
     if exit_status.code and not interrupts.code:
         raise UserError(f"the replay from step {each.first} failed: {exit_status.message}")

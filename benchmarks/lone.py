@@ -88,7 +88,6 @@ class LoneTrainer:
         ours, theirs = multiprocessing.Pipe()
         (world,) = World.on_one_host(1)
         self._processes.start("loader 0", "proc_load:run_loader", (theirs, world, self.config))
-        theirs.close()
         return Pipe(ours, "loader 0", DEADLINE)
 
 

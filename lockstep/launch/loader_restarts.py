@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.comm.messages import WarningMessage
-from lockstep.launch.watched_child import Child, close_connections
+from lockstep.launch.watched_child import Child
 
 
 def restart_killed_loaders(
@@ -42,5 +42,4 @@ def restart_killed_loaders(
             child.control.close()
             arguments, *spares = child.spares
             children[children.index(child)] = start(child.name, child.entry, arguments, spares)
-            close_connections(arguments)
     return True

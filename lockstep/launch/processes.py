@@ -98,7 +98,8 @@ class Processes:
     ) -> None:
         """Start a child that runs a function; see `child_main`.
 
-        The caller closes its own copies of connections among the arguments.
+        Only the child keeps the connections among its arguments, so that its death closes its pipes: this
+        process closes its own copies.
 
         Args:
             entry: The function, as 'module:function'.
@@ -136,7 +137,7 @@ class Processes:
             process = self._template.start(start) if self._template else self._spawn_process(start)
         except OSError as error:
             raise UserError(f"{name}: can't be started: {error.strerror} (see ulimit -u and -n)") from error
-        child_end.close()
+        close_connections([child_end, *arguments])
         pipe = Pipe(launcher_end, name, self._timeout)
         return Child(name, entry, process, pipe, time.monotonic(), list(spares))
 

@@ -69,8 +69,6 @@ def _run(
         for rank in range(n_ranks):
             call = (rank, peers[rank], dict(os.environ), function, arguments)
             processes.start(_name(rank), "lockstep.launch.ranks:run_rank", call)
-            for connection in peers[rank].values():
-                connection.close()
         return _collect(processes, n_ranks, seconds)
 
 

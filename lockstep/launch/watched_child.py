@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -85,8 +86,10 @@ def describe_exit(code: int) -> str:
     return f"left with exit code {code}"
 
 
-def close_connections(arguments: tuple[Any, ...]) -> None:
-    """Close this process's copies of connections among a child's arguments."""
+def close_connections(arguments: Iterable[Any]) -> None:
+    """Close this process's copies of connections among a child's arguments, also in lists and dicts."""
     for argument in arguments:
         if isinstance(argument, Connection):
             argument.close()
+        elif isinstance(argument, list | dict):
+            close_connections(argument.values() if isinstance(argument, dict) else argument)
