@@ -70,25 +70,17 @@ class Arena:
         sources = dict(_named_sources(model, () if states_on_host else states, never))
         first = [name for name, _ in model.named_parameters() if name in frozen]
         in_front = {f"weights/{name}": sources[f"weights/{name}"] for name in (*first, *leading)}
-        sources = {**in_front, **sources}
         behind = _in_the_end(sources, frozen)
-        sources = {**{name: source for name, source in sources.items() if name not in behind}, **behind}
-        self.n_frozen = sum(_padded(sources[f"weights/{name}"].numel()) for name in first)
-        self.n_leading = 0 if unfreezes else sum(_padded(source.numel()) for source in in_front.values())
-        self.n_exchanged = sum(_padded(source.numel()) for source in sources.values())
+        between = {name: source for name, source in sources.items() if name not in behind}
+        sources = {**in_front, **between, **behind}
+        self.n_frozen = _count(sources[f"weights/{name}"] for name in first)
+        self.n_leading = 0 if unfreezes else _count(in_front.values())
+        self.n_exchanged = _count(sources.values())
+        self.n_weights = _count(source for name, source in sources.items() if name.startswith("weights/"))
         if with_ema:
-            averaged = {
-                name.partition("/")[2]: source
-                for name, source in sources.items()
-                if name.startswith(("weights/", "buffers/"))
-            }
-            sources |= {f"ema/{name}": source for name, source in averaged.items() if name not in never}
-        dtype = _common_dtype(sources)
-        n_elements = sum(_padded(source.numel()) for source in sources.values())
+            sources |= _averages_of(sources, never)
+        dtype, n_elements = _common_dtype(sources), _count(sources.values())
         n_bytes, low = n_elements * dtype.itemsize, torch.bfloat16
-        self.n_weights = sum(
-            _padded(sources[name].numel()) for name in sources if name.startswith("weights/")
-        )
         n_more = self.n_weights * low.itemsize if with_low_precision else 0
         self.block: Block = memory.allocate(n_bytes + n_more, "weights, momenta and buffers")
         self.flat = self.block.tensor(dtype, (n_elements,))
@@ -300,6 +292,12 @@ def _in_the_end(sources: dict[str, torch.Tensor], frozen: Collection[str]) -> di
     return {**buffers, **states}
 
 
+def _averages_of(sources: dict[str, torch.Tensor], never: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return the initial values of the moving averages: the weights and buffers, but for those of `never`."""
+    names = {name: name.partition("/")[2] for name in sources if name.startswith(("weights/", "buffers/"))}
+    return {f"ema/{own}": sources[name] for name, own in names.items() if own not in never}
+
+
 def _common_dtype(sources: dict[str, torch.Tensor]) -> torch.dtype:
     """Return the dtype that all tensors share, or raise a UserError that names the first exception."""
     if not any(name.startswith("weights/") for name in sources):
@@ -345,6 +343,11 @@ def _view(elements: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 def _is_channels_last(source: torch.Tensor) -> bool:
     return source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last)
+
+
+def _count(sources: Iterable[torch.Tensor]) -> int:
+    """Return the elements that the tensors take in the arena, with their padding."""
+    return sum(_padded(source.numel()) for source in sources)
 
 
 def _padded(n_elements: int) -> int:

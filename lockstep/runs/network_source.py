@@ -26,20 +26,14 @@ class NetworkSource:
     """
 
     def __init__(self, model: str) -> None:
-        modules = _modules_of(model)
-        self._path = _find_file(modules) if modules else None
-        self._content = self._read()
+        self._path = _find_file(_modules_of(model))
+        self._content = _read(self._path)
 
     def describe_change(self) -> str:
         """Return a line that names the file if it has changed since, else ''."""
-        if self._read() == self._content:
+        if _read(self._path) == self._content:
             return ""
         return f"{self._path}: the file of the network has changed since the run started"
-
-    def _read(self) -> bytes | None:
-        with suppress(OSError):  # the trainers report a file that can't be read
-            return self._path.read_bytes() if self._path else None
-        return None
 
 
 def keep_source(folder: Path, model: str) -> None:
@@ -49,19 +43,15 @@ def keep_source(folder: Path, model: str) -> None:
         UserError: The copy can't be written.
     """
     modules = _modules_of(model)
-    source = _find_file(modules) if modules else None
-    if source is None:
+    content = _read(_find_file(modules))
+    if content is None:
         return
-    content = None
-    with suppress(OSError):  # the trainers report a file that can't be read
-        content = source.read_bytes()
-    if content is not None:
-        copy = _copy_of(folder, modules)
-        try:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{copy.parent}: can't be made: {error.strerror}") from error
-        write_bytes(copy, content)
+    copy = _copy_of(folder, modules)
+    try:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{copy.parent}: can't be made: {error.strerror}") from error
+    write_bytes(copy, content)
 
 
 def changed_source(folder: Path, model: str) -> str:
@@ -71,7 +61,7 @@ def changed_source(folder: Path, model: str) -> str:
         UserError: The copy in the run's folder can't be read.
     """
     modules = _modules_of(model)
-    source = _find_file(modules) if modules else None
+    source = _find_file(modules)
     if source is None:
         return ""
     copy = _copy_of(folder, modules)
@@ -81,10 +71,9 @@ def changed_source(folder: Path, model: str) -> str:
         return ""
     except OSError as error:
         raise UserError(f"{copy}: can't be read: {error.strerror}. Restore it, or remove it.") from error
-    with suppress(OSError):  # the trainers report a file that can't be read
-        if source.read_bytes() != kept:
-            return f"{source}: the file of the network has changed since the run started (its copy: {copy})"
-    return ""
+    if _read(source) in (None, kept):
+        return ""
+    return f"{source}: the file of the network has changed since the run started (its copy: {copy})"
 
 
 def check_importable(folder: Path, model: str) -> None:
@@ -108,9 +97,16 @@ def _modules_of(model: str) -> list[str]:
     return [] if module in _LIBRARIES or not all(part.isidentifier() for part in parts) else parts
 
 
+def _read(path: Path | None) -> bytes | None:
+    """Return the content of a file; None without one, or if it can't be read, which the trainers report."""
+    with suppress(OSError):
+        return path.read_bytes() if path else None
+    return None
+
+
 def _find_file(modules: list[str]) -> Path | None:
-    """Return the file of a module without importing it, which would run the user's code."""
-    spec = importlib.util.find_spec(modules[0])
+    """Return the file of a module without importing it, which would run the user's code. None for []."""
+    spec = importlib.util.find_spec(modules[0]) if modules else None
     if spec is None:
         return None
     if len(modules) == 1:
