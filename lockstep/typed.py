@@ -2,7 +2,11 @@
 
 import types
 import typing
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
+
+from lockstep.errors import UserError, nearest
 
 _UNIONS = (types.UnionType, typing.Union)  # int | str; int | Literal[...]
 
@@ -29,6 +33,37 @@ def convert(value: Any, hint: Any) -> Any:
     if not matches:
         raise TypeError
     return value
+
+
+def merge_arguments(
+    owner: str,
+    defaults: Mapping[str, Any],
+    given: Mapping[str, Any],
+    types: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return all arguments of something that the configuration names: the given ones before the defaults.
+
+    Args:
+        owner: What has the arguments, for the message.
+        defaults: The arguments with their defaults. Tuples are of numbers.
+        given: Values as YAML has them.
+        types: The annotations of arguments that have another type than their default.
+
+    Raises:
+        UserError: An argument is unknown or of another type; the message names it.
+    """
+    arguments = dict(defaults)
+    for name, value in given.items():
+        if name not in arguments:
+            known = f"it has: {', '.join(arguments)}" if arguments else "it has none"
+            raise UserError(f"{owner} has no {name}{nearest(name, arguments)} ({known})")
+        default = arguments[name]
+        hint = types.get(name, tuple[float, ...] if isinstance(default, tuple) else type(default))
+        try:
+            arguments[name] = convert(value, hint)
+        except TypeError:
+            raise UserError(f"{name} must be {describe(hint)}, not {value!r}") from None
+    return arguments
 
 
 def _convert_to_one_of(value: Any, options: tuple[Any, ...]) -> Any:

@@ -1,11 +1,11 @@
 """Augmentation's keys: the arguments of crops and policies, and the checks of all of them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.errors import UserError, nearest
-from lockstep.typed import convert, describe
+from lockstep.errors import UserError
+from lockstep.typed import merge_arguments
 
 if TYPE_CHECKING:
     from lockstep.config import Config
@@ -23,8 +23,7 @@ AUTO_AUGMENT_ARGS: dict[AutoAugmentName, dict[str, Any]] = {
     "trivial": {"bins": 31},
     "rand": {"n": 2, "magnitude": 9, "bins": 31},
 }
-_PAIR = tuple[float, ...]
-_TYPES = {"scale": _PAIR, "ratio": _PAIR, "mode": Literal["zero", "reflect"]}
+_TYPES = {"mode": Literal["zero", "reflect"]}
 _JITTERS = ("brightness", "contrast", "saturation", "hue")
 _MOST_HUE = 0.5  # half of the circle of hues
 _LARGEST = {"mix_prob": 1, "random_erasing": 1, "rotate": 180}
@@ -42,7 +41,7 @@ def crop_args_of(config: "Config") -> dict[str, Any]:
         UserError: An argument is unknown, has another type or is out of range; the message names it.
     """
     name = crop_of(config)
-    args = _merged(f"crop: {name}", CROP_ARGS[name], config.crop_args)
+    args = merge_arguments(f"crop: {name}", CROP_ARGS[name], config.crop_args, _TYPES)
     for key in ("scale", "ratio"):
         pair = args.get(key, (1.0, 1.0))
         if len(pair) != 2 or not 0 < pair[0] <= pair[1] < float("inf"):
@@ -61,7 +60,8 @@ def auto_augment_args_of(config: "Config") -> dict[str, Any]:
         UserError: An argument is unknown, has another type or is out of range; the message names it.
     """
     defaults = AUTO_AUGMENT_ARGS[config.auto_augment] if config.auto_augment else {}
-    args = _merged(f"auto_augment: {config.auto_augment or 'null'}", defaults, config.auto_augment_args)
+    name = f"auto_augment: {config.auto_augment or 'null'}"
+    args = merge_arguments(name, defaults, config.auto_augment_args)
     for key, least in (("n", 1), ("magnitude", 0), ("bins", 2)):
         if args.get(key, least) < least:
             raise UserError(f"{key} must be at least {least}, not {args[key]}")
@@ -175,20 +175,6 @@ def _bad_numbers(config: "Config") -> Iterable[tuple[str, str]]:
         yield "color_jitter", f"can turn hues by at most {_MOST_HUE}, not {jitter_of(config)[3]}"
     if config.mix_off_epoch is not None and not mixes(config):
         yield "mix_off_epoch", "needs mixup or cutmix above 0"
-
-
-def _merged(what: str, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    args = dict(defaults)
-    for name, value in given.items():
-        if name not in args:
-            known = f"it has: {', '.join(args)}" if args else "it has none"
-            raise UserError(f"{what} has no {name}{nearest(name, args)} ({known})")
-        kind = _TYPES.get(name, type(args[name]))
-        try:
-            args[name] = convert(value, kind)
-        except TypeError:
-            raise UserError(f"{name} must be {describe(kind)}, not {value!r}") from None
-    return args
 
 
 def _names_function(text: str) -> bool:

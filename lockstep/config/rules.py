@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.config import hosts, shares
-from lockstep.errors import UserError, nearest
+from lockstep.errors import UserError
 from lockstep.optim import OPTIMIZERS
-from lockstep.typed import convert, describe
+from lockstep.typed import merge_arguments
 
 if TYPE_CHECKING:
     from lockstep.config import Config
@@ -51,17 +51,10 @@ def rule_args_of(config: "Config") -> dict[str, Any]:
     Raises:
         UserError: An argument is unknown, has another type or is out of range; the message names it.
     """
-    args = dict(ARGS.get(config.rule, {}))
-    if "alpha" in args and config.n_trainers:
-        args["alpha"] = min(args["alpha"], _ELASTICITY / config.n_trainers)
-    for name, value in config.rule_args.items():
-        if name not in args:
-            known = f"it has: {', '.join(args)}" if args else "it has none"
-            raise UserError(f"{config.rule} has no {name}{nearest(name, args)} ({known})")
-        try:
-            args[name] = convert(value, type(args[name]))
-        except TypeError:
-            raise UserError(f"{name} must be {describe(type(args[name]))}, not {value!r}") from None
+    defaults = dict(ARGS.get(config.rule, {}))
+    if "alpha" in defaults and config.n_trainers:
+        defaults["alpha"] = min(defaults["alpha"], _ELASTICITY / config.n_trainers)
+    args = merge_arguments(config.rule, defaults, config.rule_args)
     for name, least in (("every", 1), ("from_epoch", 0)):
         if args.get(name, least) < least:
             raise UserError(f"{name} must be at least {least}, not {args[name]}")

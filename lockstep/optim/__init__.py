@@ -7,12 +7,11 @@ network is made in lockstep/network/optimizer.py.
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.errors import UserError, nearest
 from lockstep.optim.adamw import AdamW
 from lockstep.optim.contract import Optimizer
 from lockstep.optim.lars import LARS
 from lockstep.optim.sgd import SGD
-from lockstep.typed import convert, describe
+from lockstep.typed import merge_arguments
 
 if TYPE_CHECKING:
     from lockstep.config import Config
@@ -33,15 +32,6 @@ def args_of(config: "Config") -> dict[str, Any]:
         UserError: An argument is unknown, of another type, or out of range; the message names it.
     """
     optimizer = OPTIMIZERS[config.optimizer]
-    args = dict(optimizer.defaults)
-    for name, value in config.optimizer_args.items():
-        if name not in args:
-            known = ", ".join(args)
-            raise UserError(f"{config.optimizer} has no {name}{nearest(name, args)} (it has: {known})")
-        hint = tuple[float, ...] if isinstance(args[name], tuple) else float
-        try:
-            args[name] = convert(value, hint)
-        except TypeError:
-            raise UserError(f"{name} must be {describe(hint)}, not {value!r}") from None
+    args = merge_arguments(config.optimizer, optimizer.defaults, config.optimizer_args)
     optimizer.check(args)
     return args

@@ -46,7 +46,7 @@ class Optimizer(ABC):
     scalars on the device, for parameters of several dimensions.
 
     Attributes:
-        defaults: Arguments beside the keys that all optimizers have: numbers or lists of numbers. All have
+        defaults: Arguments beside the keys that all optimizers have: floats or tuples of floats. All have
             bias_rate, the learning rate of biases as a multiple of the weights'.
         inexact: Why N trainers differ from one with N times the batch, if each steps separately; '' where the
             update is linear in the gradient.
