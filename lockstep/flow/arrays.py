@@ -67,8 +67,8 @@ class Array(torch.Tensor):
 
     @property
     def data(self) -> Any:
-        """The array without its gradient's history, on the same memory."""
-        return self.detach()
+        """The array on the same memory, without its gradient's history; autograd does not count its writes."""
+        return _alias(self, self.memory)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -203,10 +203,14 @@ def bring(tensor: torch.Tensor, device: Device) -> Array:
     source = tensor.memory
     if source.device.memory == device.memory:
         return tensor
-    copy = copy_on(device, source, placement.program_of([tensor]))
-    if source.cell.layout is None:
-        return Array(copy, tensor.size(), None, 0, tensor.dtype)
-    return Array(copy, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    return _alias(tensor, copy_on(device, source, placement.program_of([tensor])))
+
+
+def _alias(array: Array, memory: Storage) -> Array:
+    """Return an array of the same shape and place in a memory."""
+    if memory.cell.layout is None:
+        return Array(memory, array.size(), None, 0, array.dtype)
+    return Array(memory, array.size(), array.stride(), array.storage_offset(), array.dtype)
 
 
 def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -228,10 +232,15 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     views = kind.view or kind.changes_shape
     if not arrays and (written or views or kind.refused or kind.aside or _is_meta(operands)):
         return _ordinary(kind, written, partial(function, *args, **kwargs))
+    if kind.name == "set_" and len(args) == 2 and type(args[1]) is type(written[0]) is Array:
+        written[0].data = args[1]
+        return written[0]
     if kind.name == "set_" and _is_empty(written) and isinstance(args[1], torch.UntypedStorage):
         return _given_memory(written[0], args[1:])
     if written or kind.refused:
         _check_writing(kind, written)
+    if _for_meta(operands):
+        return _on_meta(function, operands)
     if views and arrays[0].memory.cell.layout is not None:
         return _view(function, kind, args, kwargs, arrays[0])
     device, line, phase = placement.place(arrays, written[0] if written else None)
@@ -255,8 +264,21 @@ def _ordinary(kind: OperationTraits, written: list[Any], run_now: Callable[[], A
 
 def _is_meta(operands: Operands) -> bool:
     """Return whether an operation is about shapes only, which torch computes on its meta device."""
+    return _for_meta(operands) or any(t.is_meta for t in operands.tensors)
+
+
+def _for_meta(operands: Operands) -> bool:
+    """Return whether the results lie on torch's meta device."""
     device = operands.keywords.get("device")
-    return (device is not None and device.type == "meta") or any(t.is_meta for t in operands.tensors)
+    return device is not None and device.type == "meta"
+
+
+def _on_meta(function: Any, operands: Operands) -> Any:
+    """Return ordinary tensors without values, as torch does for the meta device."""
+    with private.without_modes():
+        layouts = [(t.size(), t.stride(), t.dtype) for t in operands.tensors]
+        operands.tensors = [torch.empty_strided(*lay[:2], dtype=lay[2], device="meta") for lay in layouts]
+        return operands.run(function)
 
 
 def _is_empty(written: list[Any]) -> bool:
@@ -411,6 +433,11 @@ def _run_now(step: Instruction, operands: Operands, inputs: list[Array], written
 def _with_value(step: Instruction, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
+    if value.layout not in (torch.strided, torch.sparse_coo):
+        raise UserError(
+            f"{step.line}: {step.name} makes a tensor of layout {value.layout}, which an array can't have: "
+            "call it on array.tensor(), outside of `with flow.device`"
+        )
     layout = (value.size(), value.stride(), value.dtype) if value.layout is torch.strided else None
     made = _new(step, layout, [], value.size(), value.dtype)
     made.memory.cell.value = value

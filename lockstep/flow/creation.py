@@ -225,6 +225,9 @@ def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
     return memo[id(tensor)]
 
 
+_NO_MEMORY = "data is not allocated", "Cannot access data pointer of Tensor"  # torch's messages
+
+
 class _CopyingMode(TorchFunctionMode):
     """A mode that makes deep copies arrays; torch would put an ordinary tensor's memory under an array.
 
@@ -240,12 +243,11 @@ class _CopyingMode(TorchFunctionMode):
         try:
             return function(*args, **(kwargs or {}))
         except RuntimeError as error:
-            if "data is not allocated" not in str(error):
+            if not any(text in str(error) for text in _NO_MEMORY):
                 raise
             raise UserError(
-                f"{placement.user_line()}: {function.__name__} makes a tensor in C++ and reads its memory, "
-                "but `with flow.device` has made it an array: give tensors instead of lists, or call it "
-                "outside"
+                f"{placement.user_line()}: {function.__name__} reads the memory of a tensor in C++, but "
+                "`with flow.device` has made it an array: give tensors instead of lists, or call it outside"
             ) from error
 
 

@@ -36,16 +36,22 @@ _NORMALIZATIONS = {
 _UNDECLARED_VIEWS = {"aten::_unsafe_view"}
 # Operations that do not read the old value: after them a value that failed is valid again.
 _OVERWRITING = {"aten::zero_", "aten::fill_", "aten::copy_", "aten::normal_", "aten::uniform_"}
+_NESTED = (
+    "an array can't be a nested tensor; an nn.TransformerEncoder with a mask needs enable_nested_tensor=False"
+)
+_QUANTIZED = "an array can't be quantized; use array.tensor() outside of `with flow.device`"
 _OTHER_MEMORY = "an array can't be given other memory; make a new array"
 # Operations that arrays cannot have, and what to do instead.
 _REFUSED = {
     "aten::set_": _OTHER_MEMORY,
     "aten::resize_": _OTHER_MEMORY,
     "aten::resize_as_": _OTHER_MEMORY,
-    "aten::_nested_tensor_from_mask": (
-        "an array can't be a nested tensor; an nn.TransformerEncoder with a mask needs "
-        "enable_nested_tensor=False"
-    ),
+    "aten::_nested_tensor_from_mask": _NESTED,
+    "aten::_nested_tensor_from_tensor_list": _NESTED,
+    "aten::_nested_view_from_jagged": _NESTED,
+    "aten::quantize_per_tensor": _QUANTIZED,
+    "aten::quantize_per_tensor_dynamic": _QUANTIZED,
+    "aten::quantize_per_channel": _QUANTIZED,
     "aten::_pack_padded_sequence": (
         "an array can't be a packed sequence, whose lengths torch reads at once; give the layer the "
         "padded batch"

@@ -1,0 +1,86 @@
+"""Less common functions of torch give its results on arrays, or are refused in one clear line."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from lockstep import flow
+from lockstep.errors import UserError
+from lockstep.flow.devices import Cpu
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Cpu]:
+    made = flow.cpus(1, threads=1)
+    with flow.Engine(made):
+        yield made[0]
+
+
+def test_writes_to_data_do_not_count_for_backward(device: Cpu) -> None:
+    """As in torch: a loop may clamp `weight.data` between forward and backward."""
+    weights = [torch.ones(3, requires_grad=True), flow.array(torch.ones(3)).requires_grad_()]
+    for weight in weights:
+        made = weight.exp()
+        weight.data.clamp_(max=0.5)
+        made.data.mul_(2)
+        made.sum().backward()
+        assert weight._version == 0
+    assert torch.equal(weights[0].detach(), weights[1].tensor())
+    assert weights[0].grad is not None and weights[1].grad is not None
+    assert torch.equal(weights[0].grad, weights[1].grad.tensor())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("parametrize", [parametrizations.orthogonal, parametrizations.spectral_norm])
+def test_parametrizations(device: Cpu, parametrize: Callable[[nn.Module], nn.Module]) -> None:
+    """torch gives the original parameter the memory of its parametrization's inverse."""
+    linear = nn.Linear(3, 3)
+    torch.manual_seed(0)
+    plain = parametrize(linear)
+    with flow.device(device):
+        arrays = parametrize(flow.arrays(nn.Linear(3, 3)))
+        arrays.load_state_dict(plain.state_dict())
+        made = arrays(torch.ones(2, 3))
+        made.square().sum().backward()
+    expected = plain(torch.ones(2, 3))
+    expected.square().sum().backward()
+    torch.testing.assert_close(made.tensor(), expected.detach())
+    for array, tensor in zip(arrays.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(array.grad.tensor(), tensor.grad)
+
+
+def test_an_array_takes_the_memory_of_another_array_only(device: Cpu) -> None:
+    first, second = flow.array([1.0, 2.0]), flow.array([[3.0], [4.0], [5.0]])
+    assert first.set_(second) is first
+    second += 1
+    assert first.tensor().tolist() == [[4], [5], [6]]
+    with pytest.raises(UserError, match="can't be given other memory"):
+        first.set_(torch.ones(3))
+
+
+def test_an_array_moved_to_the_meta_device_is_an_ordinary_tensor(device: Cpu) -> None:
+    with flow.device(device):
+        weight = flow.array(torch.ones(4, 3)).t()
+        for made in (weight.to("meta"), torch.empty_like(weight, device="meta")):
+            assert type(made) is torch.Tensor and made.is_meta
+            assert made.shape == (3, 4) and made.stride() == weight.stride()
+        assert nn.Linear(2, 3).to("meta").weight.is_meta
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda a: a.to_sparse_csr(), "_to_sparse_csr makes a tensor of layout torch.sparse_csr"),
+        (lambda a: a.to_mkldnn(), "to_mkldnn makes a tensor of layout torch._mkldnn"),
+        (lambda a: torch.quantize_per_tensor(a, 0.1, 0, torch.qint8), "an array can't be quantized"),
+        (lambda a: torch.nested.nested_tensor([a[0], a[1]]), "an array can't be a nested tensor"),
+        (lambda a: torch.nested.as_nested_tensor([a, a]), "an array can't be a nested tensor"),
+        (lambda a: a.apply_(float), "apply_ reads the memory of a tensor in C"),
+    ],
+)
+def test_what_an_array_cannot_be_is_refused(device: Cpu, function: Callable[[Any], Any], message: str) -> None:
+    with flow.device(device), pytest.raises(UserError, match=message):
+        function(torch.eye(2))
