@@ -57,13 +57,14 @@ class Call(CommandStep):
         return {location.block for location in locations}
 
     def run(self, context: RankContext) -> RankPart:
-        if not context.is_caller:  # the caller's were checked before the call
-            for shared in context.shareds.values():
-                shared.sync_objects()
-            if self.settings is not None:
-                context.settings.apply(self.settings)
+        if self.settings is not None and not context.is_caller:
+            context.settings.apply(self.settings)
         with context.programs[self.program].use_settings(self.torch_settings):
-            return _Part(self, context).compute()
+            try:
+                return _Part(self, context).compute()
+            finally:  # a buffer may be a view of an input now, and the next call overwrites that
+                for shared in context.shareds.values():
+                    shared.sync_objects()
 
 
 class _Part:

@@ -131,9 +131,9 @@ def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
 
 
 def unpack(context: RankContext, pickles: ArrayLocation, buffers: tuple[ArrayLocation, ...]) -> Iterator[Any]:
-    """Yield the objects one after another. Their arrays lie in the block."""
+    """Yield the objects one after another. Their arrays are copies: every rank may write to its own."""
     file = io.BytesIO(context.blocks.array(pickles).tobytes())
-    unpickler = _Unpickler(file, [context.blocks.array(location) for location in buffers], context)
+    unpickler = _Unpickler(file, [context.blocks.array(location).copy() for location in buffers], context)
     while file.tell() < pickles.shape[0]:
         yield unpickler.load()
 

@@ -14,6 +14,12 @@ def kinds() -> tuple[type, ...]:
     return () if torch is None else (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 
 
+def is_optimizer(obj: Any) -> bool:
+    """Return whether an object is an optimizer. A module may have `param_groups`, too."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, torch.optim.Optimizer)
+
+
 def check_hooks(obj: Any, shared: str | None) -> None:
     """Raise TypeError for a hook of a tensor or a step, which torch does not pickle.
 
@@ -32,7 +38,7 @@ def check_hooks(obj: Any, shared: str | None) -> None:
 def _find_hooks(obj: Any, shared: str | None) -> Iterator[tuple[str, Any]]:
     """Yield pairs for an optimizer, a tensor, or each parameter of a module: a description, and its hooks."""
     name = type(obj).__name__
-    if hasattr(obj, "param_groups"):
+    if is_optimizer(obj):
         kinds_of_hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
         yield f"the optimizer {name}", any(getattr(obj, kind, None) for kind in kinds_of_hooks)
     elif hasattr(obj, "named_parameters"):
@@ -58,10 +64,9 @@ def reduce_optimizer(obj: Any) -> Any:
         A tuple as of `__reduce_ex__`, or NotImplemented for other objects and for an optimizer whose class
         has its own `__getstate__`.
     """
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not isinstance(obj, torch.optim.Optimizer):
+    if not is_optimizer(obj):
         return NotImplemented
-    if type(obj).__getstate__ is not torch.optim.Optimizer.__getstate__:
+    if type(obj).__getstate__ is not sys.modules["torch"].optim.Optimizer.__getstate__:
         return NotImplemented
     reduced = obj.__reduce_ex__(5)
     if len(reduced) < 3 or not isinstance(reduced[2], dict):

@@ -51,6 +51,7 @@ def main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C means
     pipe = Pipe(Connection(descriptor), "the caller", _FOR_EVER)
+    os.register_at_fork(after_in_child=pipe.close)  # a callable's child would hold it open, or answer, too
     with suppress(PeerLost):
         start = pipe.receive(Start, "its rank")
         die_with_parent()
@@ -98,7 +99,7 @@ class _Loop:
     """The loop that serves the caller's commands."""
 
     def __init__(self, pipe: Pipe, context: RankContext) -> None:
-        self._pipe, self._context = pipe, context
+        self._pipe, self._context, self._pid = pipe, context, os.getpid()
         self._room = -1  # the block for results
 
     def serve(self) -> None:
@@ -109,6 +110,8 @@ class _Loop:
             assert isinstance(message, RunCommand), f"{message!r} between two commands"
             self._context.say(message.what)
             answer = self._try(message)
+            if os.getpid() != self._pid:
+                raise RuntimeError("a child that a callable forked returned from it. End it by os._exit()")
             self._context.say(f"idle after {message.what}")
             if answer is not None:
                 self._pipe.send(answer)

@@ -13,7 +13,7 @@ from lockstep.synk import delivery
 from lockstep.synk.functions import Function, RowNumbers
 from lockstep.synk.interrupts import defer_signals
 from lockstep.synk.programs import FunctionRequest, RankProgram
-from lockstep.synk.shareds import Shared
+from lockstep.synk.shareds import Shared, receive_attributes
 from lockstep.synk.slots import UseSlots, make_slots
 from lockstep.synk.team import Team
 from lockstep.synk.workers import TeamOptions
@@ -272,12 +272,16 @@ def _pieces(
     team: Team, new_functions: list[Function], new: list[Shared], started: list[Function]
 ) -> Iterator[tuple[str, Any]]:
     """Yield what a worker builds the functions from; new variables precede their first function."""
+    left = new
     for function in new_functions:
         started.append(function)
         program = team.context.programs[function.number]
-        own = [shared for shared in new if shared.kind == program.kind]
-        new = [shared for shared in new if shared not in own]
+        own = [shared for shared in left if shared.kind == program.kind]
+        left = [shared for shared in left if shared not in own]
         yield from program.pieces(function.number, own)
+    if attributes := [pair for shared in new for pair in shared.attributes()]:
+        what = "an attribute of a shared tensor"
+        yield from ((what, receive_attributes), (what, attributes))
 
 
 def _replicate(team: Team, shareds: list[Shared]) -> UseSlots:

@@ -13,6 +13,8 @@ from typing import Any
 
 import cloudpickle
 
+from lockstep.synk.pickling import is_optimizer
+
 
 def kinds() -> tuple[type, ...]:
     """Return the classes that have settings, or none before torch is imported."""
@@ -45,7 +47,7 @@ class Settings:
     def add(self, number: int, objects: list[Any]) -> None:
         """Add a group, which lists the same objects in the same order on all ranks."""
         self._groups[number] = objects
-        optimizers = [thing for thing in objects if hasattr(thing, "param_groups")]
+        optimizers = [thing for thing in objects if is_optimizer(thing)]
         self._n_param_groups.update({id(thing): len(thing.param_groups) for thing in optimizers})
         self._states.update({id(thing): thing.state for thing in optimizers})
 
@@ -89,7 +91,7 @@ class Settings:
                 _write(thing.param_groups, state.groups)
 
     def _read(self, thing: Any) -> bool | _OptimizerSettings:
-        if not hasattr(thing, "param_groups"):
+        if not is_optimizer(thing):
             return bool(thing.training)
         expected = self._n_param_groups[id(thing)]
         if len(thing.param_groups) != expected:
@@ -110,7 +112,7 @@ def receive(context: Any, objects: Iterator[Any]) -> None:
     context.settings.add(number, group)
     for shared in context.shareds.values():
         shared.sync_objects()
-        shared.add_owners(thing for thing in group if not hasattr(thing, "param_groups"))
+        shared.add_owners(thing for thing in group if not is_optimizer(thing))
 
 
 def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:

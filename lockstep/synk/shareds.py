@@ -96,6 +96,10 @@ class Shared(ABC):
         """Add the modules that have the variable's parts as buffers, which `forward` may replace."""
         return
 
+    def attributes(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Return the parts that have attributes of the user's, with these by name."""
+        return []
+
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise ValueError if the variable can't take a value of this shape."""
         return
@@ -227,3 +231,9 @@ class SharedRegistry:
         if not shareds[numbers[0]].is_array:
             raise TypeError(f"{what}: {variable!r} is no array, and collectives are for arrays")
         return shareds[numbers[0]]
+
+
+def receive_attributes(context: Any, objects: Iterator[Any]) -> None:
+    """Give the parts of shared variables on a worker their attributes (`p.weight_decay = 0.0`)."""
+    for part, attributes in next(objects):
+        vars(part).update(attributes)

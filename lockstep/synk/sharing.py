@@ -73,6 +73,7 @@ def _share_module(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, S
     if len(_check(name, params)) != 1:
         dtypes = ", ".join(sorted({str(param.dtype) for param in params}))
         raise TypeError(f"share(): {name} has parameters of {dtypes}: one dtype is needed")
+    _check_separate(name, [*params, *buffers])
     weights = SharedWeights(f"weights of {name}", params, make_storage(team.context))
     _add(team, weights)
     gradients = SharedGradients(f"gradients of {name}", weights, make_storage(team.context))
@@ -95,6 +96,16 @@ def _check_unshared(team: Team, name: str, tensors: Sequence[torch.Tensor]) -> N
                 f"share(): {name} has a tensor of shape {tuple(tensor.shape)} in common with {other!r}, "
                 "which is shared already. Share one module that has all of them"
             )
+
+
+def _check_separate(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError if two tensors lie in one memory (`a.data = b.data`), which sharing would separate."""
+    addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
+    if len(set(addresses)) < len(addresses):
+        raise ValueError(
+            f"share(): tensors of {name} lie in the same memory. Make them one object: "
+            "module.a.weight = module.b.weight"
+        )
 
 
 def _check(name: str, tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:

@@ -340,9 +340,9 @@ class Team:
         if error is None:
             rank = min(problems)
             error = _unpickle(problems[rank])
-            error.add_note(f"on rank {rank} of {self.size}:\n{problems[rank].traceback}")
+            _add_note(error, f"on rank {rank} of {self.size}:\n{problems[rank].traceback}")
         elif self.workers:
-            error.add_note(f"on rank {self.rank} of {self.size}, this process")
+            _add_note(error, f"on rank {self.rank} of {self.size}, this process")
         raise _CommandFailed(error)
 
     def _by_rank(self, own: Any, messages: dict[int, Message], kind: type[Any]) -> list[Any]:
@@ -409,11 +409,16 @@ class Team:
         self._kill()
 
 
+def _add_note(error: BaseException, note: str) -> None:
+    with suppress(Exception):  # some exceptions refuse attributes: the user sees them without the note
+        error.add_note(note)
+
+
 def _unpickle(problem: CommandError) -> BaseException:
     """Return the error of another rank, or a RuntimeError if it cannot be unpickled in this process."""
     try:
         error = pickle.loads(problem.error)
         assert isinstance(error, BaseException)
-    except Exception:
+    except BaseException:  # whatever a user's __reduce__ raises
         return RuntimeError("an error that this process can't read: its text follows")
     return error

@@ -2,7 +2,7 @@
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,10 @@ class TensorShared(Shared):
     @abstractmethod
     def content(self) -> Any:
         """Return the argument of `from_content`."""
+
+    def attributes(self) -> list[tuple[Any, dict[str, Any]]]:
+        tensors = [part for part in self.parts if isinstance(part, torch.Tensor)]
+        return [(tensor, vars(tensor)) for tensor in tensors if vars(tensor)]
 
     @classmethod
     @abstractmethod
@@ -237,6 +241,9 @@ class SharedWeights(_FlatVector):
                 param.data = part
 
 
+_Place = tuple[weakref.ref[torch.nn.Module], str]  # a module that has a buffer, and the buffer's name there
+
+
 class SharedBuffers(SharedWeights):
     """The buffers of a module that have one dtype, as one vector.
 
@@ -246,18 +253,18 @@ class SharedBuffers(SharedWeights):
     """
 
     def __init__(self, name: str, params: Sequence[torch.Tensor], storage: SharedStorage) -> None:
-        self._owners: list[tuple[int, weakref.ref[torch.nn.Module], str]] = []  # with the buffer's index
+        # Indices of buffers, with all places of the buffer in one copy of the network.
+        self._owners: list[tuple[int, list[_Place]]] = []
         super().__init__(name, params, storage)
 
     def versions(self) -> Any:
         return None
 
     def add_owners(self, modules: Iterable[torch.nn.Module]) -> None:
-        indices = {id(param): index for index, param in enumerate(self.params)}
-        for module in modules:
-            for name, buffer in module._buffers.items():
-                if id(buffer) in indices:
-                    self._owners.append((indices[id(buffer)], weakref.ref(module), name))
+        named = [(weakref.ref(module), pair) for module in modules for pair in module._buffers.items()]
+        for index, param in enumerate(self.params):
+            places = [(owner, name) for owner, (name, buffer) in named if buffer is param]
+            self._owners.append((index, places))
 
     def sync_objects(self) -> None:
         super().sync_objects()
@@ -281,27 +288,47 @@ class SharedBuffers(SharedWeights):
 
         Args:
             copies: Copy the values of the replacements.
-            strict: Raise ValueError if a replacement has another shape or dtype; else leave it in place.
+            strict: Raise ValueError if a replacement has another shape or dtype, or if a buffer with several
+                names was replaced under one of them; else leave the replacements in place.
         """
         fitting = []  # copied before any is written: a replacement may be another buffer of the vector
-        for index, owner, name in self._owners:
-            module, param = owner(), self.params[index]
-            new = param if module is None else module._buffers.get(name)
-            if new is param or module is None:
-                continue
-            if new is not None and (new.shape, new.dtype) == (param.shape, param.dtype):
-                fitting.append((param, new.detach().clone() if copies else None, module, name))
+        for param, places in self._replaced():
+            values = [module._buffers.get(name) for module, name in places]
+            new = values[0]
+            is_one = all(value is new for value in values)
+            if is_one and new is not None and (new.shape, new.dtype) == (param.shape, param.dtype):
+                fitting.append((param, new.detach().clone() if copies else None, places))
             elif strict:
-                before = f"{tuple(param.shape)} and {param.dtype}"
-                now = None if new is None else f"one of {tuple(new.shape)} and {new.dtype}"
-                raise ValueError(
-                    f"{self.name}: {name}, of {before}, was replaced by {now}. "
-                    "Collectives need its former shape and dtype"
-                )
-        for param, value, module, name in fitting:
+                raise ValueError(self._describe_replacement(param, new, [name for _, name in places], is_one))
+        for param, value, places in fitting:
             if value is not None:
                 param.data.copy_(value)
-            module._buffers[name] = param
+            for module, name in places:
+                module._buffers[name] = param
+
+    def _replaced(self) -> Iterator[tuple[torch.Tensor, list[tuple[torch.nn.Module, str]]]]:
+        """Yield each buffer that a copy of the network has replaced, and its places in that copy."""
+        for index, owners in self._owners:
+            param = self.params[index]
+            places = [(module, name) for owner, name in owners if (module := owner()) is not None]
+            if any(module._buffers.get(name) is not param for module, name in places):
+                yield param, places
+
+    def _describe_replacement(
+        self, param: torch.Tensor, new: torch.Tensor | None, names: list[str], is_one: bool
+    ) -> str:
+        """Return the error of a replacement that does not fit into the vector."""
+        if not is_one:
+            return (
+                f"{self.name}: {' and '.join(names)} were one tensor at share(), and one of them was "
+                "replaced. Register a tensor for each"
+            )
+        before = f"{tuple(param.shape)} and {param.dtype}"
+        now = None if new is None else f"one of {tuple(new.shape)} and {new.dtype}"
+        return (
+            f"{self.name}: {names[0]}, of {before}, was replaced by {now}. "
+            "Collectives need its former shape and dtype"
+        )
 
 
 class SharedGradients(_FlatVector):
@@ -353,8 +380,13 @@ class SharedGradients(_FlatVector):
         for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
             if param.grad is None:
                 part.zero_()
+            elif param.grad.layout != torch.strided:
+                raise TypeError(
+                    f"{self.name}: a gradient of shape {tuple(param.shape)} is sparse, and a vector of "
+                    "gradients is dense. Make the module with sparse=False"
+                )
             elif param.grad.data_ptr() != part.data_ptr():  # zero_grad() dropped the old gradient
-                part.copy_(param.grad)
+                part.copy_(param.grad.detach())  # it has a graph after backward(create_graph=True)
                 param.grad = part
 
 

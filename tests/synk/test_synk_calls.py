@@ -88,6 +88,43 @@ def unspeakable(x):
     return x.sum()
 
 
+class Unreadable(Exception):
+    """It can't be unpickled in the caller."""
+
+    def __reduce__(self) -> Any:
+        return there_only, ()
+
+
+class Unnoted(Exception):
+    """It takes no notes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.__notes__ = "no list"
+
+
+def there_only():
+    return Unreadable() if rank_here() else sys.exit("not here")
+
+
+def unreadable(x):
+    if rank_here():
+        raise Unreadable
+    return x.sum()
+
+
+def unnoted(x):
+    if rank_here() == x[0]:
+        raise Unnoted("its text")
+    return x.sum()
+
+
+def forking(x):
+    if rank_here():
+        os.fork()
+    return x.sum()
+
+
 def distributed(*callables: Any) -> list[synk.Function]:
     made = [synk.function(function, "sum") for function in callables]
     synk.distribute()
@@ -336,6 +373,42 @@ def test_an_error_without_text_that_cannot_be_pickled_is_an_error_like_others(tw
     with pytest.raises(RuntimeError, match="Unspeakable: its text can't be had"):
         g(np.ones(6))
     assert f(np.ones(4)) == 4
+
+
+def test_errors_that_python_can_not_read_or_annotate_are_errors_like_others(two_ranks: None) -> None:
+    g, h, f = distributed(unreadable, unnoted, total)
+    with pytest.raises(RuntimeError, match="an error that this process can't read"):
+        g(np.ones(6))
+    for rank in (0, 1):
+        with pytest.raises(Unnoted, match="its text"):
+            h(np.full(4, rank))
+    assert f(np.ones(4)) == 4
+
+
+def test_a_child_that_a_worker_forks_within_a_callable_does_not_answer(two_ranks: None) -> None:
+    g, f = distributed(forking, total)
+    assert g(np.ones(4)) == 4
+    time.sleep(limit(0.5))  # for its answer
+    for number in range(5):
+        assert f(np.full(4, number)) == 4 * number
+
+
+def test_a_worker_that_dies_is_lost_before_its_children_end(two_ranks: None, tmp_path: Path) -> None:
+    file, seconds = tmp_path / "pid", limit(10)
+
+    def forking_and_dying(x):
+        if rank_here():
+            if pid := os.fork():
+                file.write_text(str(pid))
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(seconds)
+            os._exit(0)
+        return x.sum()
+
+    (f,) = distributed(forking_and_dying)
+    with pytest.raises(synk.RankLost, match="SIGKILL"):
+        f(np.ones(4))
+    os.kill(int(file.read_text()), signal.SIGKILL)  # raises an error if the child has ended
 
 
 @pytest.mark.slow

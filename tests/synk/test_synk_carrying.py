@@ -253,3 +253,17 @@ def test_compiled_by_numba() -> None:
     with pytest.raises(Exception, match=r"rank|index|dim|shape|incompatible"):
         f(np.ones((5, 2)))
     assert largest_error(g(num_slices=2), expected.sum(0)) < 1e-10
+
+
+def test_each_rank_has_its_own_copy_of_an_array_in_a_closure() -> None:
+    with team(4):
+        seen = np.zeros(3)
+
+        def count(x: torch.Tensor) -> torch.Tensor:
+            seen[:] += len(x)
+            return torch.from_numpy(seen.copy())
+
+        f = synk.function(count, "gather")
+        synk.distribute()
+        f(np.ones(8))
+        assert f(np.ones(8)).tolist() == [4.0] * 12

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from limits import limit
 from synk_teams import DEVICES, team
 
 import lockstep.synk as synk
@@ -281,7 +282,7 @@ def test_a_buffer_that_is_replaced_by_one_of_another_shape_is_the_modules_own(ra
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_reduce_of_a_buffer_that_one_rank_replaced_by_another_shape(rank: int) -> None:
     """No rank waits for the one that refuses; with float32 on GPUs they would wait until the timeout."""
-    with team(2, devices=DEVICES or None, timeout=5):
+    with team(2, devices=DEVICES or None, timeout=limit(10)):
         net = synk.share(RunningSum())
         name, weights = "float32 buffers of RunningSum", synk.weights(net)
 
