@@ -36,6 +36,7 @@ from lockstep.network.low_precision import configure
 from lockstep.network.replica import Replica, open_trained
 from lockstep.runs import checkpoint_files
 from lockstep.runs import folder as runfolder
+from lockstep.text import handle_closed_pipe
 from preprocessing import folders
 from preprocessing.images import BadImage, Geometry, open_by_pillow, to_image
 from preprocessing.listing import LeftOut, summary_of
@@ -226,4 +227,5 @@ def batch_of_one(image: np.ndarray, replica: Replica, dataset: Description) -> B
 
 
 if __name__ == "__main__":
+    handle_closed_pipe()
     sys.exit(main())

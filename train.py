@@ -48,6 +48,7 @@ from lockstep.launch.reporting import live_report, write_report
 from lockstep.launch.status import begin_trace
 from lockstep.runs import versions
 from lockstep.runs.folder import RunFolder, keep_settings
+from lockstep.text import handle_closed_pipe
 
 HERE = Path(__file__).resolve().parent
 
@@ -141,4 +142,5 @@ def start_processes(processes: Processes, attempt: Attempt, context: Context) ->
 
 
 if __name__ == "__main__":
+    handle_closed_pipe(ends_program=False)
     leave(main(interrupts, template))

@@ -48,6 +48,7 @@ from lockstep.runs.multilabel import LabelMetrics
 from lockstep.runs.network_source import check_importable
 from lockstep.runs.plan import RunPlan
 from lockstep.runs.state import Checkpoint
+from lockstep.text import handle_closed_pipe
 
 N_WORST = 10  # classes to list
 
@@ -252,4 +253,5 @@ def write_files(
 
 
 if __name__ == "__main__":
+    handle_closed_pipe()
     sys.exit(main(interrupts))

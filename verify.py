@@ -43,6 +43,7 @@ from lockstep.launch.status import StatusBoard
 from lockstep.runs import receipts as chain
 from lockstep.runs.plan import RunPlan
 from lockstep.runs.receipts import Receipt
+from lockstep.text import handle_closed_pipe
 from lockstep.verify import files, intervals
 from lockstep.verify.intervals import Replay
 
@@ -295,4 +296,5 @@ def report(folder: Path, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    handle_closed_pipe()
     sys.exit(main(interrupts))

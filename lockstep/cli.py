@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep.errors import UserError, nearest
 from lockstep.files import program_folder, working_directory
-from lockstep.text import escape_when_printing
+from lockstep.text import escape_when_printing, handle_closed_pipe
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
         The exit status. Most subcommands end the process themselves, with the status of their script.
     """
     escape_when_printing()
+    handle_closed_pipe()
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(_overview())

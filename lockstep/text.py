@@ -5,7 +5,13 @@ which no encoding has.
 """
 
 import io
+import os
+import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 def as_valid(text: str) -> str:
@@ -18,3 +24,46 @@ def escape_when_printing() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not None, and not a notebook's
             stream.reconfigure(errors="backslashreplace")
+
+
+class _Output(io.FileIO):
+    """A standard output whose reader may exit before this program does.
+
+    Attributes:
+        ends_program: Whether the program then ends, too. Otherwise later output is discarded.
+    """
+
+    ends_program = True
+
+    def write(self, data: "ReadableBuffer") -> int:
+        """Write bytes, or end the program (or discard them) if nobody can read them."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            discarding = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(discarding, self.fileno())  # so that flushing at exit does not fail again
+            os.close(discarding)
+            if self.ends_program:  # no OSError, which a caller could take for that of a file
+                raise SystemExit(128 + signal.SIGPIPE) from None
+            return memoryview(data).nbytes
+
+
+def handle_closed_pipe(ends_program: bool = True) -> None:
+    """Have a program end quietly when the reader of its output has exited, as in `lockstep --help | head -1`.
+
+    The exit status is then 141, that of a program that SIGPIPE ends.
+
+    Args:
+        ends_program: False: the program continues without output, because its work matters more.
+    """
+    stream = sys.stdout
+    if type(stream) is not io.TextIOWrapper:  # it is closed, or a test's or a notebook's
+        return
+    output = getattr(stream.buffer, "raw", stream.buffer)
+    if type(output) is io.FileIO:
+        stream.flush()
+        output = _Output(output.fileno(), "wb", closefd=False)
+        buffer = io.BufferedWriter(output)
+        sys.stdout = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)
+    if isinstance(output, _Output):
+        output.ends_program = ends_program

@@ -40,6 +40,7 @@ from lockstep.data.hkl import HklArray
 from lockstep.data.manifest import differing, read_manifest
 from lockstep.errors import UserError
 from lockstep.report.augmented import draw_sheet as draw_augmented_sheet
+from lockstep.text import handle_closed_pipe
 from preprocessing.bars import progress_bar
 from preprocessing.caffe_lists import read_names
 from preprocessing.contact_sheet import Sample, draw_histogram, draw_sheet
@@ -239,4 +240,5 @@ def read_through(file: HklArray, bar: "tqdm[Any]") -> str:
 
 
 if __name__ == "__main__":
+    handle_closed_pipe()
     sys.exit(main())

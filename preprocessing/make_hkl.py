@@ -34,7 +34,7 @@ from pathlib import Path
 from lockstep.config.tasks import MONITORED
 from lockstep.data.manifest import ORIENTATIONS, RESIZES
 from lockstep.errors import UserError, first_line
-from lockstep.text import escape_when_printing
+from lockstep.text import escape_when_printing, handle_closed_pipe
 from preprocessing.build import Job, build, unfinished
 from preprocessing.finish import BAD_LIST, task_fact
 from preprocessing.images import Geometry
@@ -170,4 +170,5 @@ def make_dataset(listing: Listing, folder: Path, settings: Settings, n_workers: 
 
 
 if __name__ == "__main__":
+    handle_closed_pipe()
     sys.exit(main())

@@ -73,6 +73,7 @@ _ABOVE_0 = (
 _BELOW_1 = ("ema_decay", "label_smoothing", "lr_gamma", "momentum", "threshold", "val_split")
 _AT_MOST = {
     "cpu_threads": MOST_THREADS,
+    "n_classes": 10_000_000,  # each has a name, also in files
     "loader_restarts": 100,  # each restart needs a pipe that is open from the start
     "read_threads": MOST_THREADS,
 }
@@ -137,6 +138,8 @@ def _bad_lists(config: "Config") -> Iterable[tuple[str, str]]:
         yield "lr_step", f"must rise: {list(config.lr_step)}"
     if any(isinstance(at, float) for at in config.lr_step) and not all(0 < at < 1 for at in config.lr_step):
         yield "lr_step", f"has whole epochs, or shares of the run above 0 and below 1: {list(config.lr_step)}"
+    elif any(at < 0 for at in config.lr_step):
+        yield "lr_step", f"must have epochs of at least 0: {list(config.lr_step)}"
     yield from _bad_channels(config)
     yield from _bad_class_weights(config)
     for pattern, factor in config.learning_rates.items():
@@ -211,7 +214,7 @@ def _bad_combinations(config: "Config") -> Iterable[tuple[str, str]]:
         yield "sampler", f"draws single images in random order: set shuffle: blocks, not {config.shuffle}"
     if config.loss and config.label_smoothing:
         yield "label_smoothing", "is for cross-entropy: set it to 0, and smooth labels in your own loss"
-    if config.loss and not _OWN_FUNCTION.fullmatch(config.loss):
+    if config.loss is not None and not _OWN_FUNCTION.fullmatch(config.loss):
         yield "loss", f"is <package.module>:<function>, not {config.loss!r}"
     if config.use_nesterov_momentum and not (config.use_momentum and config.momentum > 0):
         yield "use_nesterov_momentum", "needs use_momentum: true and a momentum above 0"

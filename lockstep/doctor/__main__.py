@@ -23,6 +23,7 @@ from lockstep.backends import devices
 from lockstep.config import COMMAND_LINE, Config, Layer
 from lockstep.doctor import cards, choice, links, loading, machine, software, sums, uploads, waiting
 from lockstep.doctor.report import Report
+from lockstep.text import handle_closed_pipe
 
 
 def main() -> int:
@@ -94,4 +95,5 @@ def _choose(report: Report, config: Config) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
+    handle_closed_pipe()
     sys.exit(main())

@@ -46,6 +46,7 @@ from lockstep.runs import checkpoint
 from lockstep.runs.checkpoint_files import add_epoch, find_checkpoint
 from lockstep.runs.network_source import check_importable
 from lockstep.runs.state import Checkpoint
+from lockstep.text import handle_closed_pipe
 
 ENDINGS = {
     "safetensors": ".safetensors",
@@ -301,4 +302,5 @@ def _description_of(trained: Trained) -> tuple[Description | None, list[str]]:
 
 
 if __name__ == "__main__":
+    handle_closed_pipe()
     sys.exit(main())

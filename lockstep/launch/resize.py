@@ -17,6 +17,7 @@ from lockstep import config as configuration
 from lockstep.errors import UserError
 from lockstep.runs import resizing
 from lockstep.runs.folder import is_running
+from lockstep.text import handle_closed_pipe
 
 _LOOK_SECONDS = 0.02
 _CHANGE = re.compile(r"[+-]\d{1,3}")
@@ -108,4 +109,5 @@ def _parse(wish: str) -> tuple[tuple[str, ...], int]:
 
 
 if __name__ == "__main__":
+    handle_closed_pipe()
     sys.exit(main())

@@ -25,6 +25,7 @@ from lockstep.backends.devices import count_cores
 from lockstep.errors import UserError
 from lockstep.extras import require
 from lockstep.report.runlog import read_run
+from lockstep.text import handle_closed_pipe
 
 _LIVE_SECONDS = 5.0
 _START_SECONDS = 30.0  # for which a run that is resumed may still have its former end in its log
@@ -105,6 +106,7 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
+    handle_closed_pipe()
     # A run in progress needs the cores more, and threads on busy cores wait for each other.
     os.nice(10)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // 2)))

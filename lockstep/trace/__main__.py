@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.files import write_text
+from lockstep.text import handle_closed_pipe
 from lockstep.trace.spans import trace_of
 
 
@@ -40,4 +41,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    handle_closed_pipe()
     sys.exit(main())

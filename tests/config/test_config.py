@@ -167,6 +167,9 @@ def test_files_of_theano_alexnet_are_understood(tmp_path: Path) -> None:
         ("lr_step=[40,20]", "lr_step must rise"),
         ("lr_step=[0.5, 20]", "lr_step has whole epochs, or shares of the run above 0 and below 1"),
         ("lr_step=[0.5, 1.5]", "lr_step has whole epochs, or shares of the run above 0 and below 1"),
+        ("lr_step=[-1, 2]", "lr_step must have epochs of at least 0: [-1, 2]"),
+        ("n_classes=2147483647", "n_classes must be at most 10000000, not 2147483647"),
+        ("loss=''", "loss is <package.module>:<function>, not ''"),
         ("lr_gamma=1", "lr_gamma must be below 1"),
         ("freeze=conv1", "freeze must be a list, each item text (in quotes), not 'conv1'"),
         (

@@ -47,3 +47,44 @@ def test_ctrl_c_ends_a_command_in_one_line(
     monkeypatch.setattr(cli, "_run", interrupted)
     assert cli.main(["doctor"]) == 130
     assert capsys.readouterr().err == "lockstep: stopped as asked\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("-m lockstep.cli --help", 141),
+        ("-m lockstep.cli train --help", 141),
+        ("-m lockstep.cli init folder", 141),
+        ("-m lockstep.doctor", 141),
+        ("-m lockstep.launch.resize", 141),
+        ("validate.py --help", 141),
+        ("preprocessing/make_hkl.py --help", 141),
+        ("train.py --help", 0),  # its work matters more than its output
+    ],
+)
+def test_a_reader_of_the_output_that_exits_ends_a_command_quietly(
+    command: str, code: int, tmp_path: Path
+) -> None:
+    words = [str(ROOT / word) if word.endswith(".py") else word for word in command.split()]
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open(writing, "wb") as output:
+        done = subprocess.run(
+            [sys.executable, *words], stdout=output, stderr=subprocess.PIPE, cwd=tmp_path, env=environment
+        )
+    assert (done.returncode, done.stderr) == (code, b"")
+
+
+def test_a_run_continues_when_the_reader_of_its_output_exits(tmp_path: Path) -> None:
+    program = "from lockstep.text import handle_closed_pipe; handle_closed_pipe(ends_program=False);" + (
+        "print('lost'); print('lost, too'); open('done', 'w').close()"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open(writing, "wb") as output:
+        subprocess.run(
+            [sys.executable, "-c", program], stdout=output, cwd=tmp_path, env=environment, check=True
+        )
+    assert (tmp_path / "done").exists()
