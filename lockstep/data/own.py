@@ -23,13 +23,19 @@ class OwnFunction:
         self._name, self._seed = name, seed
         self._function = import_function("augmentation", name)
 
-    def apply(self, image: np.ndarray, epoch: int, sample: int) -> np.ndarray:
+    def apply(self, image: np.ndarray, epoch: int, row: int, sample: int) -> np.ndarray:
         """Return the function's image of a sample.
+
+        Args:
+            image: It is not changed.
+            epoch: The epoch's number.
+            row: The number of the generator in this epoch.
+            sample: The sample's number, for errors.
 
         Raises:
             UserError: The function fails, or returns something else than an image of the same shape.
         """
-        random = generator_of_sample(self._seed, epoch, Purpose.OWN, sample)
+        random = generator_of_sample(self._seed, epoch, Purpose.OWN, row)
         where = f"augmentation: {self._name} of training sample {sample} in epoch {epoch}"
         try:
             result = self._function(image.copy(), random)

@@ -93,16 +93,23 @@ class Preparer:
         return boxes
 
     def apply(
-        self, images: np.ndarray, samples: np.ndarray, drawn: np.ndarray, crops: np.ndarray, out: np.ndarray
+        self,
+        images: np.ndarray,
+        rows: np.ndarray,
+        drawn: np.ndarray,
+        crops: np.ndarray,
+        out: np.ndarray,
+        samples: np.ndarray | None = None,
     ) -> None:
         """Make the network's images, without what kernels do to them later.
 
         Args:
             images: Stored images, uint8 (n, row, column, channel).
-            samples: Their sample numbers, int64 (n,).
-            drawn: The samples whose rectangles are used, int64 (n,).
+            rows: Their rows in the epoch's tables of choices, int64 (n,).
+            drawn: The rows whose rectangles are used, int64 (n,).
             crops: First row and column of the crop, in the padded image, and whether to mirror: int32 (n, 3).
             out: uint8 (n, *crop_size, channel), overwritten.
+            samples: Their sample numbers for errors, int64 (n,). None: they are the rows.
 
         Raises:
             UserError: The user's function fails; the message names the sample.
@@ -113,15 +120,13 @@ class Preparer:
             padded = self._padded(images) if self._training and self.padding else images
             cut(padded, crops, out)
         if self._training:
-            self._change(samples, out)
+            self._change(rows, rows if samples is None else samples, out)
 
-    def describe(
-        self, samples: np.ndarray, drawn: np.ndarray, crops: np.ndarray, changes: np.ndarray
-    ) -> None:
+    def describe(self, rows: np.ndarray, drawn: np.ndarray, crops: np.ndarray, changes: np.ndarray) -> None:
         """Describe to kernels the changes that they make, instead of `apply` or after it.
 
         Args:
-            samples, drawn, crops: As for `apply`.
+            rows, drawn, crops: As for `apply`.
             changes: CHANGE of lockstep/loading/changes.py (n,), overwritten.
         """
         assert self._on_device is not None
@@ -131,9 +136,9 @@ class Preparer:
             self._describe_crops(drawn, crops, changes)
         for change in self._changes if self._training and self._on_device.jitters else ():
             if isinstance(change, ColorJitter):
-                changes["order"], changes["factors"] = change.describe(samples)
+                changes["order"], changes["factors"] = change.describe(rows)
         if self._training and self._config.random_erasing:
-            changes["erased"] = self._erased[samples]
+            changes["erased"] = self._erased[rows]
             changes["color"][:, : len(self._color)] = self._color
 
     def _describe_crops(self, drawn: np.ndarray, crops: np.ndarray, changes: np.ndarray) -> None:
@@ -149,24 +154,24 @@ class Preparer:
             return np.pad(images, ((0, 0), around, around, (0, 0)), "reflect")
         return np.pad(images, ((0, 0), around, around, (0, 0)))
 
-    def _change(self, samples: np.ndarray, out: np.ndarray) -> None:
+    def _change(self, rows: np.ndarray, samples: np.ndarray, out: np.ndarray) -> None:
         """Change cropped images in place."""
-        for image, sample in zip(out, samples.tolist(), strict=True):
+        for image, row, sample in zip(out, rows.tolist(), samples.tolist(), strict=True):
             if self._changes:
-                self._change_by_pillow(image, sample)
+                self._change_by_pillow(image, row)
             if self._own:
-                image[...] = self._own.apply(image, self._epoch, sample)
+                image[...] = self._own.apply(image, self._epoch, row, sample)
         if self._config.random_erasing and not self._on_device:
-            for image, box in zip(out, self._erased[samples].tolist(), strict=True):
+            for image, box in zip(out, self._erased[rows].tolist(), strict=True):
                 row, column, n_rows, n_columns = box
                 image[row : row + n_rows, column : column + n_columns] = self._color
 
-    def _change_by_pillow(self, image: np.ndarray, sample: int) -> None:
+    def _change_by_pillow(self, image: np.ndarray, row: int) -> None:
         from PIL import Image  # loaders without such changes start faster
 
         before = changed = Image.fromarray(image)
         for change in self._changes:
-            changed = change.apply(changed, sample)
+            changed = change.apply(changed, row)
         if changed is not before:
             image[...] = np.asarray(changed)
 

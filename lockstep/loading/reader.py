@@ -81,21 +81,21 @@ class Reader:
         self._turn_to(order.stage, order.epoch)
         n_samples = order.last - order.first
         samples = self._order.samples(order.first, order.last)
-        slot.shifts[:n_samples] = self._shifts[samples]
+        slot.shifts[:n_samples] = self._shifts[self._rows(order)]
         slot.samples[:n_samples] = samples
-        mixing = self._fill_images(order, slot, samples)
+        mixing = self._fill_images(order, slot)
         slot.labels[:n_samples] = slot.other_labels[:n_samples] = self._split.labels_of(samples)
         slot.label_weights[:n_samples] = 1
         if mixing:
             slot.other_labels[:n_samples] = self._split.labels_of(self._order.samples_at(mixing.partners))
             slot.label_weights[:n_samples] = mixing.weights
 
-    def _fill_images(self, order: Order, slot: Slot[np.ndarray], samples: np.ndarray) -> Mixing | None:
+    def _fill_images(self, order: Order, slot: Slot[np.ndarray]) -> Mixing | None:
         """Fill a slot's images and crops; return with which others they are mixed."""
-        n_samples = len(samples)
+        n_samples = order.last - order.first
         if self._preparer is None:
             self._read_images(order, slot.images)
-            slot.crops[:n_samples] = self._crops_of(order, samples)
+            slot.crops[:n_samples] = self._crops_of(order)
             return None
         slot.crops[:n_samples] = 0  # the images have the network's size already, or kernels give it to them
         if self._changes:
@@ -121,7 +121,8 @@ class Reader:
                 self._read_images(part, slot.images[rows])
             else:
                 self._prepare(preparer, part, slot.images[rows])
-            preparer.describe(*self._draws(part), slot.changes[rows])
+            crops = self._crops_of(part)
+            preparer.describe(self._rows(part), self._crop_rows(part), crops, slot.changes[rows])
         slot.changes[len(needed) :] = np.zeros((), slot.changes.dtype)
         if slot.pairs is not None:
             mixed = slot.pairs[: len(positions)]
@@ -130,30 +131,37 @@ class Reader:
             mixed["weight"], mixed["box"] = np.rint(pairs.weights * PARTS), pairs.boxes
         return mixing
 
-    def _crops_of(self, order: Order, samples: np.ndarray) -> np.ndarray:
-        """Return the crops of samples of an order: int32 (n, 3), or (3,) for all."""
-        if order.view:
-            return np.array(self._view(order.view), np.int32)
-        crops: np.ndarray = self._crops[self._drawn(order, samples)]
-        return crops
+    def _rows(self, order: Order) -> np.ndarray:
+        """Return an order's rows in the epoch's tables of random choices: int64 (n,).
 
-    def _drawn(self, order: Order, samples: np.ndarray) -> np.ndarray:
-        """Return the samples whose crops and mirrors are used; batch_crop_mirror uses the batch's first."""
-        if not self._config.batch_crop_mirror or not len(samples):
-            return samples
-        return np.repeat(self._order.samples(order.start, order.start + 1), len(samples))
+        They are the numbers of its samples. A sampler may draw a sample several times in an epoch, and each
+        time with other choices, so its rows are the places in the epoch.
+        """
+        if self._config.sampler and order.stage == "train":
+            return np.arange(order.first, order.last)
+        return self._order.samples(order.first, order.last)
+
+    def _crop_rows(self, order: Order) -> np.ndarray:
+        """Return the rows of an order's crops and mirrors; batch_crop_mirror uses the batch's first row."""
+        rows = self._rows(order)
+        if not self._config.batch_crop_mirror or not len(rows):
+            return rows
+        return np.repeat(self._rows(replace(order, first=order.start, last=order.start + 1)), len(rows))
+
+    def _crops_of(self, order: Order) -> np.ndarray:
+        """Return the crops of an order: int32 (n, 3)."""
+        rows = self._crop_rows(order)
+        if order.view:
+            return np.broadcast_to(np.array(self._view(order.view), np.int32), (len(rows), 3))
+        crops: np.ndarray = self._crops[rows]
+        return crops
 
     def _prepare(self, preparer: Preparer, order: Order, out: np.ndarray) -> None:
         """Read an order's images and make those of the network's size, uint8 (n, *crop_size, channel)."""
         stored = self._stored[: len(out)]
         self._read_images(order, stored)
-        preparer.apply(stored, *self._draws(order), out)
-
-    def _draws(self, order: Order) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return an order's samples, those whose rectangles are used, and the crops."""
-        samples = self._order.samples(order.first, order.last)
-        crops = np.broadcast_to(self._crops_of(order, samples), (len(samples), 3))
-        return samples, self._drawn(order, samples), crops
+        rows, samples = self._rows(order), self._order.samples(order.first, order.last)
+        preparer.apply(stored, rows, self._crop_rows(order), self._crops_of(order), out, samples)
 
     def _read_pairs(self, preparer: Preparer, order: Order, mixing: Mixing, out: np.ndarray) -> None:
         """Make an order's images and their partners, whichever trainer has those, and mix them."""

@@ -61,9 +61,12 @@ def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
-    """Return whether a module is a list of at least three blocks of one class, each of several layers."""
+    """Return whether a module is a list of at least three blocks of one class, each of several layers.
+
+    Chains, such as a convolution with its norm and activation, are layers of one block (MobileNetV3's).
+    """
     blocks = list(module.children())
-    alike = len({type(block) for block in blocks}) == 1
+    alike = len({type(block) for block in blocks}) == 1 and not isinstance(blocks[0], nn.Sequential)
     return type(module) in _LISTS and len(blocks) >= _LEAST_BLOCKS and alike and any(blocks[0].children())
 
 

@@ -20,6 +20,7 @@ from lockstep.data.dataset import Dataset, open_dataset
 from lockstep.data.preparing import Preparer, cut, resize
 from lockstep.errors import UserError
 from lockstep.loading.reader import Reader
+from lockstep.loading.slots import Slot
 
 CROP = 32
 COLOR = np.array([100.2, 120.6, 140.0])
@@ -295,3 +296,46 @@ def test_batch_crop_mirror_takes_one_part_of_all_images(dataset: Dataset, tmp_pa
     expected = np.empty_like(slot.images)
     resize(images, boxes, np.repeat(reader._crops[first, 2], 16), expected)
     assert (slot.images == expected).all()
+
+
+def read_of_rare(place: Path, **values: Any) -> tuple[Slot[np.ndarray], np.ndarray]:
+    """Read an epoch of 32 images in which a balanced sampler draws the only one of a class 16 times.
+
+    Return the slot and the places of that image.
+    """
+    folder = make_folder(place, n_train=32)
+    path = folder / "labels" / "train_labels.npy"
+    np.save(path, (np.arange(32) == 5).astype(np.int64))
+    config = make_config(data_folder=str(folder), sampler="balanced", batch_size=32, rand_color=0.1, **values)
+    reader = Reader(config, open_dataset(config), (CROP, CROP), print)
+    slot = reader.raw_shape(1).slots(np.zeros(reader.raw_shape(1).n_bytes, np.uint8))[0]
+    reader.read(Order("train", 1, 1, 0, 32, 0, 32), slot)
+    places = np.flatnonzero(slot.samples == 5)
+    assert len(places) == 16
+    return slot, places
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"crop": "random_resized"}, {"crop": "center", "color_jitter": 0.4}, {"crop": "padded"}, {}],
+    ids=str,
+)
+def test_an_image_that_a_sampler_repeats_is_changed_anew_each_time(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    slot, places = read_of_rare(tmp_path / "set", **values)
+    seen = {(slot.images[place].tobytes(), slot.crops[place].tobytes()) for place in places}
+    assert len(seen) > 8 and len(np.unique(slot.shifts[places], axis=0)) == 16
+
+
+def test_an_own_function_gets_another_generator_for_each_draw_and_names_the_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return np.full_like(image, rng.integers(256))
+
+    slot, places = read_of_rare(tmp_path / "set", **own(monkeypatch, fill))
+    assert len(set(slot.images[places, 0, 0, 0].tolist())) > 8
+    monkeypatch.setattr(sys.modules["my_changes"], "change", lambda image, rng: None)
+    with pytest.raises(UserError, match=rf"of training sample {slot.samples[0]} in epoch 1 returns NoneType"):
+        read_of_rare(tmp_path / "again", augmentation="my_changes:change")

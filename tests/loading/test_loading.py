@@ -235,6 +235,7 @@ AUGMENTED = {
     "mixup": 1.0,
     "cutmix": 1.0,
     "rand_color": 0.1,
+    "sampler": "balanced",
 }
 
 
@@ -289,7 +290,7 @@ def test_images_that_kernels_make_are_those_of_the_cpu_bit_for_bit(
 
 def test_another_draw_gives_other_images(shared_folder: Path, simulation: Simulation) -> None:
     """A negative control: the comparison sees a different seed, though samples and labels stay."""
-    keys = {**KERNELS, "shuffle": "none", "mixup": 0.0, "cutmix": 0.0, "rand_color": 0.0}
+    keys = {**KERNELS, "sampler": None, "shuffle": "none", "mixup": 0.0, "cutmix": 0.0, "rand_color": 0.0}
     wanted = run_ranks(load, 1, Case(configure(shared_folder, "cpu", para_load=False, **keys), None))[0]
     found = run_ranks(load, 2, Case(configure(shared_folder, "cuda:0", **{**keys, "seed": 4}), simulation))[0]
     assert [batch[1:] for batch in found] == [batch[1:] for batch in wanted]

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_config
 from small_replicas import make_replica, recorder
 from torch import nn
 
 from lockstep.comm.messages import Order
 from lockstep.errors import UserError
 from lockstep.loading import Batch
+from lockstep.network.fine_tuning import rate_scales
 from lockstep.network.replica import Replica
 from lockstep.network.stages import stages_of
 
@@ -77,6 +79,37 @@ def test_equal_blocks_within_an_encoder_are_stages() -> None:
         model = nn.Sequential(nn.Linear(8, 8), encoder, nn.ModuleDict({"left": branch}), nn.Linear(8, 7))
     blocks = [("1.layers.0",), ("1.layers.1",), ("1.layers.2",), ("1.layers.3", "1.norm")]
     assert [stage.prefixes for stage in stages_of(model)] == [("0",), *blocks, ("2",), ("3",)]
+
+
+class ConvNorm(nn.Sequential):
+    """A convolution with what follows it, as in torchvision's networks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width), nn.ReLU())
+
+
+def test_a_block_of_equal_chains_is_one_stage() -> None:
+    """Such as MobileNetV3's inverted residual without squeeze and excitation."""
+    with torch.device("meta"):
+        residuals = [nn.ModuleDict({"layers": nn.Sequential(*map(ConvNorm, (8, 8, 8)))}) for _ in range(2)]
+        model = nn.Sequential(nn.Conv2d(3, 8, 1), *residuals, nn.Linear(8, 7))
+    assert [stage.prefixes for stage in stages_of(model)] == [("0",), ("1",), ("2",), ("3",)]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "mixer_s16_224"])
+def test_layer_decay_of_timms_networks_is_timms(torchvision: Any, name: str) -> None:
+    """Apart from the last norm, which timm counts to the head, and this package to the last block."""
+    timm = pytest.importorskip("timm")
+    from timm.optim import param_groups_layer_decay
+
+    model = timm.create_model(name, num_classes=7)
+    names = {id(parameter): key for key, parameter in model.named_parameters()}
+    groups = param_groups_layer_decay(model, layer_decay=0.75)
+    theirs = {names[id(value)]: group["lr_scale"] for group in groups for value in group["params"]}
+    ours = rate_scales(model, make_config(layer_decay=0.75))
+    assert ours.keys() == theirs.keys()
+    different = [key for key in ours if ours[key] != pytest.approx(theirs[key])]
+    assert set(different) <= {"norm.weight", "norm.bias"}
 
 
 def test_every_parameter_belongs_to_one_stage() -> None:

@@ -1,4 +1,7 @@
-"""The bits of a training with every augmentation on: for any number of trainers, and after a resume."""
+"""The bits of a training with everything on that chooses at random or weighs images.
+
+They are the same for any number of trainers, after a resume, and with loaders in other processes.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -6,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import make_config, make_folder
+from conftest import Program, make_config, make_folder
+from safetensors.numpy import load_file
 from training_runs import Tensors, assert_same, newest, relative_difference, train, train_rank
 
 from lockstep.config.rules import settle
@@ -15,9 +19,10 @@ from lockstep.launch.ranks import run_ranks
 
 AUGMENTED: dict[str, Any] = {
     "model": "smallnet",
-    "learning_rate": 0.02,
+    "learning_rate": 0.002,
     "logical_ranks": 4,
     "n_epochs": 2,
+    "rand_mirror": True,
     "crop": "random_resized",
     "rotate": 10.0,
     "color_jitter": (0.4, 0.4, 0.4, 0.1),
@@ -26,13 +31,23 @@ AUGMENTED: dict[str, Any] = {
     "rand_color": 0.1,
     "mixup": 0.8,
     "cutmix": 1.0,
+    "class_weights": "balanced",
+    "sampler": "balanced",
 }
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """37 images: 5 steps of 8 an epoch, the last with 5, which no number of trainers divides."""
-    return make_folder(tmp_path_factory.mktemp("data") / "set", n_train=37, n_val=9)
+    """37 images: 5 steps of 8 an epoch, the last with 5, which no number of trainers divides.
+
+    Most images are of one class, so the sampler draws those of the others several times.
+    """
+    folder = make_folder(tmp_path_factory.mktemp("data") / "set", n_train=37, n_val=9)
+    path = folder / "labels" / "train_labels.npy"
+    labels = np.load(path)
+    labels[:25] = 3
+    np.save(path, labels)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +72,29 @@ def test_a_resume_in_the_middle_of_an_epoch_with_fewer_trainers_has_them_too(
     assert_same(train(1, data, tmp_path, double=False, start=start, **AUGMENTED), of_one)
 
 
+def test_loaders_in_processes_of_their_own_give_them_too(
+    program: Program, data: Path, of_one: Tensors
+) -> None:
+    """By train.py; the trainers of the tests above load their images themselves."""
+    fixed = {"data_folder": data, "global_batch_size": 8, "shuffle_block": 3, "cpu_threads": 1}
+    keys = {**AUGMENTED, **fixed, "para_load": True}
+    words = [f"{key}={list(value) if isinstance(value, tuple) else value}" for key, value in keys.items()]
+    running = program.run(*words)
+    assert_same(load_file(newest(running.run_folder)), of_one)
+
+
+CHANGED = {
+    "cutmix": 0.0,
+    "auto_augment": "rand",
+    "random_erasing": 0.0,
+    "class_weights": None,
+    "sampler": None,
+}
+
+
 def test_every_key_changes_the_bits(data: Path, tmp_path: Path, of_one: Tensors) -> None:
-    """The comparisons above would not notice an augmentation that is never applied."""
-    for key, value in (("cutmix", 0.0), ("auto_augment", "rand"), ("random_erasing", 0.0)):
+    """The comparisons above would not notice a key that is never applied."""
+    for key, value in CHANGED.items():
         other = train(1, data, tmp_path / key, double=False, **{**AUGMENTED, key: value})
         assert relative_difference(other, of_one) > 1e-4, key
 
