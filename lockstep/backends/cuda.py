@@ -46,6 +46,11 @@ def start_torch(device: str, stream: Any) -> None:
     torch.cuda.set_stream(torch.cuda.ExternalStream(stream.handle, place))  # type: ignore[no-untyped-call]
 
 
+def stop_torch(device: str) -> None:
+    """Make torch compute in its default stream again, because a destroyed stream can't be used."""
+    torch.cuda.set_stream(torch.cuda.default_stream(torch.device(device)))
+
+
 class CudaBackend(Backend):
     """The back end of 'cuda:<n>'.
 

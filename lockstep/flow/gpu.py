@@ -6,7 +6,7 @@ This file has run on the tests' simulated driver only, not on a GPU.
 import contextlib
 import os
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -40,6 +40,17 @@ def _check_process(name: str) -> None:
         )
 
 
+# Streams that no lane uses now, by device. They are reused and never destroyed: torch's allocator records an
+# event in a stream when memory that `record_stream` has named is freed, which may be after the lane's end.
+_idle_streams: dict[str, list[Any]] = defaultdict(list)
+
+
+def _take_stream(memory: Any) -> Any:
+    with contextlib.suppress(IndexError):
+        return _idle_streams[memory.device].pop()
+    return memory.driver.Stream()
+
+
 class Cuda(Device):
     """A GPU. Each lane has a stream, in which torch computes; operations are done when they are launched."""
 
@@ -64,7 +75,7 @@ class Cuda(Device):
         """Make the worker's stream, and let torch compute in it."""
         self._memory.context.push()
         stack.callback(self._memory.context.pop)
-        self._context.stream = self._memory.driver.Stream()
+        self._context.stream = _take_stream(self._memory)
         self._context.kernel = None  # made with its first use
         self._context.events = _Events(self._memory, self._context.stream)
         stack.callback(self._leave)
@@ -74,6 +85,7 @@ class Cuda(Device):
 
     def _leave(self) -> None:
         self._context.events.close()
+        _idle_streams[self.name].append(self._context.stream)
         del self._context.events, self._context.kernel, self._context.stream
 
     def mark(self) -> "CudaEvent":

@@ -92,6 +92,7 @@ __device__ inline void backward(
         int place = (int)(i % n_chunks);
         load(x + i, place, n_chunks, values);
         load(gradient + i, place, n_chunks, given);
+#pragma unroll // otherwise ptxas of CUDA 13.0 keeps these arrays in local memory (sm_100, sm_120)
         for (int c = 2; c < CHUNK + 6; c++) {
             float sum = base(values, c, form);
             scale[c] = power<Chunk>(sum, form.beta);

@@ -102,6 +102,10 @@ class RankGpu:
             block.close()
         self._inputs = {}
 
+    def leave(self) -> None:
+        """Let torch compute without this object's stream, which is destroyed with it."""
+        cuda.stop_torch(self.memory.device)
+
     def _upload(self, number: int, array: np.ndarray, choice: rows.Choice | None) -> torch.Tensor:
         shape = array.shape if choice is None else (rows.count(choice), *array.shape[1:])
         n_bytes = math.prod(shape) * array.itemsize

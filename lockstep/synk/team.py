@@ -235,8 +235,10 @@ class Team:
 
     def _close(self) -> None:
         is_idle = self._lost is None and self._unfinished is None
-        if self.context.gpu is not None and is_idle:
-            self._leave_gpus()
+        if self.context.gpu is not None:
+            if is_idle:
+                self._leave_gpus()
+            self.context.gpu.leave()
         self.closed = True
         if self._import_hook is not None:
             self._import_hook.stop()

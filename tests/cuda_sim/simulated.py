@@ -3,8 +3,8 @@
 With `environment`, every child of a program calls it, by sitecustomize.py in site/.
 
 These parts are replaced or missing here, so that only a GPU can test them:
-- torch computes on the host, so `start_torch`, ExternalStream, and captured steps (StepGraph beyond its
-  fallback) do not run, nor does autograd's thread of a device.
+- torch computes on the host, so `start_torch`, `stop_torch`, ExternalStream, and captured steps (StepGraph
+  beyond its fallback) do not run, nor does autograd's thread of a device.
 - torch's operations wait for the stream and are done when they return: the host never runs ahead of torch's
   kernels, and a missing wait for one of them shows nothing.
 - Arrays of lockstep.flow are the host's to torch: record_stream runs against a stand-in only.
@@ -81,6 +81,7 @@ def use(simulation: Simulation) -> None:
     kernels._compile = lambda source, architecture: simulation.kernels.read_bytes()  # type: ignore[assignment]
     memory.as_bytes = host_view
     backend.start_torch = compute_on_the_host
+    backend.stop_torch = lambda device: None
 
 
 def host_view(block: Any, device: object) -> Any:

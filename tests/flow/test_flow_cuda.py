@@ -108,6 +108,25 @@ with flow.Engine([one, two]):
     print("in place")
 """
 
+STREAMS = """
+import weakref
+import pycuda.driver as driver
+from lockstep import flow
+made, make = [], driver.Stream
+
+def noting(*flags):
+    stream = make(*flags)
+    made.append(weakref.ref(stream))
+    return stream
+
+driver.Stream = noting
+for _ in range(2):
+    device = flow.cuda(0)
+    with flow.Engine([device]), flow.device(device):
+        assert (flow.array(torch.ones(3)) + 1).tolist() == [2.0, 2.0, 2.0]
+    print(len(made), all(stream() is not None for stream in made))
+"""
+
 GPU_RUN = """
 from lockstep.exchange.p2p import ReduceKernel
 launched, fold = [], ReduceKernel.launch
@@ -154,6 +173,12 @@ def test_only_memory_of_gpus_is_held_for_their_streams(monkeypatch: pytest.Monke
     values: list[Any] = [torch.ones(3), there, torch.ones(2, 2).to_sparse()]
     device.hold(values)
     assert recorded == ["the lane's"]
+
+
+def test_streams_outlive_their_lanes_and_are_reused(simulation: Simulation) -> None:
+    """torch uses them once more, when memory that was used there is freed: maybe after the lane's end."""
+    first, second = run_program(SIMULATED + STREAMS, simulation.environment()).splitlines()
+    assert first == second and first.endswith(" True") and not first.startswith("0")
 
 
 @pytest.mark.gpu

@@ -14,24 +14,27 @@ import torch
 from conftest import ROOT, make_config
 from torch import nn
 
+from lockstep import kernels
 from lockstep.data.augment import Augmenter
 from lockstep.exchange import OPS, Op, Span
 from lockstep.exchange.reduction import reduce_chunk
 from lockstep.network import convolution
 
+OTHERS = "sm_80", "sm_86", "sm_89", "sm_100", "sm_120"  # architectures
 KERNELS = sorted((ROOT / "lockstep" / "kernels").glob("*.cu"))
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
 @pytest.mark.parametrize(
     "architecture",
-    ["sm_90", *(pytest.param(each, marks=pytest.mark.slow) for each in ("sm_80", "sm_86", "sm_89"))],
+    ["sm_90", *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)],
 )
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
 def test_kernels_compile_without_a_warning(tmp_path: Path, path: Path, architecture: str) -> None:
     command = [
         "nvcc",
         f"-arch={architecture}",
+        *kernels.OPTIONS,
         "-cubin",
         "-Werror",
         "all-warnings",

@@ -18,6 +18,7 @@ from lockstep.exchange import OPS
 from lockstep.kernels import nvrtc
 from lockstep.launch.ranks import run_ranks
 
+OTHERS = "sm_80", "sm_86", "sm_89", "sm_100", "sm_120"  # architectures
 NAMES = sorted(path.stem for path in kernels.HERE.glob("*.cu"))
 
 
@@ -53,7 +54,7 @@ def kernels_in(cubin: bytes) -> set[str]:
 
 @pytest.mark.parametrize(
     "architecture",
-    ["sm_90", *(pytest.param(each, marks=pytest.mark.slow) for each in ("sm_80", "sm_86", "sm_89"))],
+    ["sm_90", *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_each_compiler_compiles_each_kernel(compiler: str, name: str, architecture: str) -> None:

@@ -19,6 +19,31 @@ from simulated import Simulation
 SUITES = [Path(__file__).with_name(name) for name in ("test_synk_torch.py", "test_synk_modules.py")]
 
 
+# The second team has lost a rank when it is closed.
+CLOSE_TWICE = """
+import os, signal
+from lockstep import synk
+from lockstep.backends import cuda
+from lockstep.synk import session
+
+cuda.stop_torch = lambda device: print("left", device)
+synk.fork(devices=["cuda:0", "cuda:1"])
+synk.close()
+synk.fork(devices=["cuda:0", "cuda:1"])
+os.kill(session.current_team("a test").workers[0].process.pid, signal.SIGKILL)
+synk.close()
+"""
+COMPUTE_AFTERWARDS = """
+import gc, torch
+from lockstep import synk
+
+synk.fork(devices=["cuda:0", "cuda:0"])
+synk.close()
+gc.collect()
+print(torch.ones(1000, device="cuda:0").sum().item())
+"""
+
+
 def run_suite(
     environment: dict[str, str], devices: str, transport: str, which: str = "test", suite: Path = SUITES[0]
 ) -> None:
@@ -50,6 +75,29 @@ def test_the_suite_of_callables_on_simulated_gpus(
     environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
     run_suite(environment, devices, transport, which, suite)
     assert list(simulation.folder.glob("memory-*")) == [], "closed and freed, in the right order"
+
+
+def run_program(program: str, environment: dict[str, str]) -> str:
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit(100), env=environment, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_torch_leaves_a_team_s_stream_when_the_team_is_closed(simulation: Simulation) -> None:
+    """That stream is destroyed with the team: the caller's process could compute nothing in it."""
+    environment = simulation.set(all=1).environment()
+    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    assert run_program(CLOSE_TWICE, environment) == "left cuda:0\n" * 2
+
+
+@pytest.mark.gpu
+def test_torch_computes_on_a_gpu_after_its_team_is_closed() -> None:
+    for module in ("cloudpickle", "threadpoolctl"):
+        pytest.importorskip(module)
+    assert run_program(COMPUTE_AFTERWARDS, dict(os.environ)) == "1000.0\n"
 
 
 @pytest.mark.gpu
