@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from lockstep import cli
+from lockstep import __version__, cli
 from lockstep.cli import _with_data_folder
 from lockstep.config import read_command_line
 
@@ -47,3 +47,8 @@ def test_ctrl_c_ends_a_command_in_one_line(
     monkeypatch.setattr(cli, "_run", interrupted)
     assert cli.main(["doctor"]) == 130
     assert capsys.readouterr().err == "lockstep: stopped as asked\n"
+
+
+def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lockstep {__version__}\n"
