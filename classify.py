@@ -61,7 +61,8 @@ def main() -> int:
         configure(config)
         threshold = threshold_of(config, arguments.threshold)
         replica, dataset = open_trained(config, dataset, HostMemory(), checkpoint.path)
-        show(f"{checkpoint.path}, epoch {checkpoint.state.epoch}", "stdout")
+        source = f"{checkpoint.path}, epoch {checkpoint.state.epoch}"
+        show(source, "stderr" if arguments.json else "stdout")  # standard output has JSON only
         answers, code = classify_all(find_images(arguments.images), replica, dataset, arguments, threshold)
         if arguments.out:
             write_answers(arguments.out, answers)

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep import __version__
 from lockstep.errors import UserError, nearest
 from lockstep.files import program_folder, working_directory
 from lockstep.text import escape_when_printing, handle_closed_pipe
@@ -110,6 +111,9 @@ def main(arguments: list[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(_overview())
         return 0
+    if name in ("-V", "--version"):
+        print(f"lockstep {__version__}")
+        return 0
     if name not in COMMANDS:
         print(
             f"lockstep: there is no command {name!r}{nearest(name, COMMANDS)}\n{_overview()}", file=sys.stderr
@@ -130,7 +134,13 @@ def main(arguments: list[str] | None = None) -> int:
 def _overview() -> str:
     lines = [f"  {name:<9} {command.purpose}" for name, command in COMMANDS.items()]
     return "\n".join(
-        ["usage: lockstep COMMAND ...", "", *lines, "", "lockstep COMMAND --help shows its options."]
+        [
+            "usage: lockstep COMMAND ...",
+            "",
+            *lines,
+            "",
+            "lockstep COMMAND --help shows its options, lockstep --version the version.",
+        ]
     )
 
 

@@ -19,6 +19,11 @@ def as_valid(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def one_line(text: str) -> str:
+    """Return a text as one line of a list: line breaks, which names of files may have, become escapes."""
+    return "".join(repr(each)[1:-1] if each.splitlines() == [""] else each for each in text)
+
+
 def escape_when_printing() -> None:
     """Have stdout and stderr print an escape for each character that the terminal's encoding lacks."""
     for stream in (sys.stdout, sys.stderr):

@@ -23,3 +23,11 @@ def progress_bar(total: int, unit: str, done: int = 0) -> "tqdm[Any]":
         delay=0 if watched else _RARELY,
         mininterval=0.1 if watched else _RARELY,
     )
+
+
+def write_beside(bar: "tqdm[Any]", line: str) -> None:
+    """Print a line above a bar; without a terminal, where the bar's `write` also prints the bar, alone."""
+    if sys.stderr.isatty():
+        bar.write(line)
+    else:
+        print(line, flush=True)

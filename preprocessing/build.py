@@ -12,7 +12,8 @@ from typing import Any
 
 from lockstep.data.manifest import differing
 from lockstep.errors import UserError
-from preprocessing.bars import progress_bar
+from lockstep.text import one_line
+from preprocessing.bars import progress_bar, write_beside
 from preprocessing.finish import Outcome, write_left_out, write_rest
 from preprocessing.journal import NAME as JOURNAL
 from preprocessing.journal import Journal
@@ -162,7 +163,7 @@ def _do(job: Job, journal: Journal, remaining: list[Task], n_workers: int, max_e
                 journal.add(task, record, sums)
                 bar.update(len(task.source.labels))
                 for bad in record.bad:
-                    bar.write(f"bad image: {bad.place}: {bad.reason}")
+                    write_beside(bar, f"bad image: {one_line(bad.place)}: {bad.reason}")
                 _check_errors(journal, max_errors)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.files import write_bytes
+from lockstep.text import one_line
 from preprocessing.listing import Label, Listing, SourceImage, classes_of, require_images
 
 Line = tuple[str, Label]
@@ -35,7 +36,7 @@ def read_list(path: Path) -> list[tuple[str, int]]:
 
 def write_list(path: Path, lines: list[Line]) -> None:
     """Write a list. The classes of `task: multilabel` are separated by ';', and '-' is no class."""
-    text = "".join(f"{name} {_text_of(label)}\n" for name, label in lines)
+    text = "".join(f"{one_line(name)} {_text_of(label)}\n" for name, label in lines)
     write_bytes(path, text.encode("utf-8", "surrogateescape"))  # file names may be any bytes
 
 

@@ -14,6 +14,7 @@ from lockstep.data import old_folders as theano_alexnet
 from lockstep.data.manifest import MANIFEST_VERSION, NAME, digest_of_labels
 from lockstep.errors import UserError
 from lockstep.files import checksum, write_array, write_bytes, write_text
+from lockstep.text import one_line
 from preprocessing.caffe_lists import Line, write_list
 from preprocessing.journal import Journal
 from preprocessing.listing import LEFT_OUT_LIST, Label, LeftOut, Listing, classes_of
@@ -150,7 +151,10 @@ def _write_bad(folder: Path, tasks: list[Task], journal: Journal) -> int:
     """Write the list of unusable images, if any, and return their number."""
     bad_images = [bad for task in tasks for bad in journal.records[task.key].bad]
     if bad_images:
-        lines = [f"{bad.place}\t{bad.reason}\t{bad.instead or 'left out'}\n" for bad in bad_images]
+        lines = [
+            f"{one_line(bad.place)}\t{bad.reason}\t{one_line(bad.instead or 'left out')}\n"
+            for bad in bad_images
+        ]
         text = "image\treason\tinstead\n" + "".join(lines)
         write_bytes(folder / BAD_LIST, text.encode("utf-8", "surrogateescape"))
     return len(bad_images)
@@ -160,7 +164,7 @@ def write_left_out(folder: Path, left_out: tuple[LeftOut, ...]) -> None:
     """Write the list of files that were left out, if any, before `write_rest`."""
     (folder / LEFT_OUT_LIST).unlink(missing_ok=True)  # left by an interrupted run
     if left_out:
-        text = "file\treason\n" + "".join(f"{place}\t{reason}\n" for place, reason in left_out)
+        text = "file\treason\n" + "".join(f"{one_line(place)}\t{reason}\n" for place, reason in left_out)
         write_bytes(folder / LEFT_OUT_LIST, text.encode("utf-8", "surrogateescape"))
 
 

@@ -116,7 +116,7 @@ def open_by_pillow(content: bytes, name: str) -> Image.Image:
             warnings.simplefilter("ignore")  # of sizes below MAX_PIXELS
             opened = Image.open(io.BytesIO(content), formats=formats_of(name))
     except UnidentifiedImageError as error:
-        raise BadImage(f"is {NO_IMAGE}") from error
+        raise BadImage(f"is {NO_IMAGE}" if content else "is empty") from error
     except Image.DecompressionBombError as error:
         raise BadImage(str(error)) from error
     _check_size(opened.height, opened.width)

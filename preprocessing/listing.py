@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lockstep.config.tasks import Task
 from lockstep.errors import UserError
-from lockstep.text import as_valid
+from lockstep.text import as_valid, one_line
 
 LEFT_OUT_LIST = "misc/left_out.txt"
 _SYSTEM_FOLDERS = {"$RECYCLE.BIN", "@eaDir", "System Volume Information", "__MACOSX", "lost+found"}
@@ -88,7 +88,7 @@ def summary_of(left_out: Iterable[LeftOut]) -> list[str]:
     """Return a line per reason, with the number of files and the first of them."""
     places: dict[str, list[str]] = {}
     for each in left_out:
-        places.setdefault(each.reason, []).append(each.place)
+        places.setdefault(each.reason, []).append(one_line(each.place))
     return [
         f"left out {len(names):,}, {reason}: {', '.join(names[:_N_NAMED])}"
         + (" ..." if len(names) > _N_NAMED else "")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from lockstep.errors import UserError
 from lockstep.files import write_bytes
+from lockstep.text import one_line
 
 FORMATS = (".csv", ".json")
 
@@ -23,7 +24,9 @@ class Answer(NamedTuple):
 def as_lines(image: Path, answers: list[Answer]) -> str:
     """Return the answers for people, one on a line."""
     lines = [f"  {answer.probability:7.2%}  {answer.name}" for answer in answers]
-    return "\n".join([f"{image}:", *(lines or ["  no class is probable enough (--threshold)"])])
+    return "\n".join(
+        [f"{one_line(str(image))}:", *(lines or ["  no class is probable enough (--threshold)"])]
+    )
 
 
 def as_json(image: Path, answers: list[Answer]) -> str:

@@ -101,7 +101,7 @@ def _heatmap(counts: AnswerCounts, names: list[str], metrics: ClassMetrics) -> s
             )
     size = len(shown)
     drawing = (
-        f'<svg class="confusion" viewBox="0 0 {size} {size}" width="{_PIXELS}" height="{_PIXELS}" role="img" '
-        f'aria-label="confusion matrix" style="max-width: 100%; height: auto">{"".join(cells)}</svg>'
+        f'<svg class="confusion" viewBox="0 0 {size} {size}" role="img" '
+        f'aria-label="confusion matrix" style="max-width: {_PIXELS}px">{"".join(cells)}</svg>'
     )
     return page.figure("Confusion matrix", drawing, f"{caption} Point at a field for its classes.")

@@ -16,6 +16,7 @@ import torch
 import yaml
 from conftest import ROOT, Program, Running, make_config, make_folder
 from dataset_folders import write_manifest
+from limits import limit
 from PIL import Image
 
 import classify
@@ -412,6 +413,14 @@ def test_pictures_get_their_five_best_classes(trained: Running, tmp_path: Path) 
     assert "broken.jpg: can't be used" in text and "missing.png: can't be used: No such file" in text
     assert "/dev/null: can't be used: it is not a regular file" in text
     assert "pipe: can't be used: it is not a regular file" in text
+
+
+def test_json_records_are_all_that_standard_output_has(trained: Running, tmp_path: Path) -> None:
+    Image.new("RGB", (36, 36)).save(tmp_path / "a.png")
+    command = [sys.executable, str(ROOT / "classify.py"), str(tmp_path), "--run", str(trained.run_folder)]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=limit(60))
+    assert [json.loads(line)["image"] for line in done.stdout.splitlines()] == [str(tmp_path / "a.png")]
+    assert "epoch_0002.safetensors, epoch 2" in done.stderr
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from lockstep.launch.own_images import with_converted_images
 from lockstep.signals import Interrupts
 from preprocessing import converting, make_hkl, own_images, tasks
 from preprocessing.build import unfinished
+from preprocessing.caffe_lists import read_list, read_names
 from preprocessing.journal import Journal
 
 MADE = "source.json"
@@ -420,3 +421,24 @@ def test_several_hosts_need_a_dataset_folder(source: Path) -> None:
     )
     with pytest.raises(UserError, match="a run on several hosts needs a dataset folder"):
         with_converted_images(config, Interrupts())
+
+
+@pytest.mark.parametrize("name", ["a\nb.png", "a\u2028b.png", "a\x85b.png"])
+def test_a_line_break_in_a_name_moves_no_line_of_a_list(name: str, source: Path, tmp_path: Path) -> None:
+    write_image(source / "cat" / name, COLOURS["cat"], (20, 24), np.random.default_rng(0))
+    (source / "cat" / f"{name}.txt").write_text("")
+    (source / "dog" / name).write_text("")
+    assert make_hkl.main([str(source), str(tmp_path / "made"), "--size", "36"]) == 0
+    dataset, misc = opened(tmp_path / "made"), tmp_path / "made" / "misc"
+    for file, split in (("train_order.txt", dataset.train), ("val.txt", dataset.val)):
+        assert [label for _, label in read_list(misc / file)] == list(split.labels)
+    assert len(read_names(misc / "left_out.txt")) == len(read_names(misc / "bad_pictures.txt")) == 2
+
+
+def test_a_log_of_a_conversion_has_no_bar(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (source / "dog" / "bad.png").write_text("")
+    assert make_hkl.main([str(source), str(tmp_path / "made"), "--size", "36"]) == 0
+    output = capfd.readouterr()
+    assert output.err == "" and output.out.count("bad image: ") == 1

@@ -132,6 +132,11 @@ def test_a_format_without_a_signature_needs_its_suffix() -> None:
         to_image(content, Geometry(40), "a.jpg")
 
 
+def test_an_empty_file_is_called_so() -> None:
+    with pytest.raises(BadImage, match="is empty"):
+        to_image(b"", Geometry(8), "a.jpg")
+
+
 def test_programs_that_draw_are_refused() -> None:
     """Pillow would run Ghostscript on EPS."""
     with pytest.raises(BadImage, match="no image that Pillow reads"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from lockstep import cli
+from lockstep import __version__, cli
 from lockstep.cli import _with_data_folder
 from lockstep.config import read_command_line
 
@@ -88,3 +88,8 @@ def test_a_run_continues_when_the_reader_of_its_output_exits(tmp_path: Path) -> 
             [sys.executable, "-c", program], stdout=output, cwd=tmp_path, env=environment, check=True
         )
     assert (tmp_path / "done").exists()
+
+
+def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lockstep {__version__}\n"

@@ -4,6 +4,8 @@ import re
 
 from conftest import ROOT
 
+from lockstep.cli import COMMANDS
+
 DECISIONS = ROOT / "docs" / "decisions"
 LABELS = ["Context", "Decision"]
 
@@ -16,6 +18,23 @@ def entries_of(text: str) -> dict[str, str]:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_times_in_readme_are_those_of_the_results() -> None:
+    text = (ROOT / "README.md").read_text()
+    times = re.findall(r"([\d,]*\.?\d+) ms", text.partition("## Measured")[2].partition("\n## ")[0])
+    results = "".join((ROOT / "docs" / "results" / name).read_text() for name in ("cpu.md", "peers.md"))
+    measured = [float(number) for number in re.findall(r"\d+\.?\d*", results)]
+    assert len(times) == 10
+    for time in times:
+        n_decimals = len(time.partition(".")[2])
+        assert float(time.replace(",", "")) in {round(number, n_decimals) for number in measured}, time
+
+
+def test_training_names_every_command_of_lockstep() -> None:
+    text = " ".join((ROOT / "docs" / "training.md").read_text().split())
+    named = re.search(r"with the subcommands ([\w, ]+)\.", text)
+    assert named and re.split(r", | and ", named[1]) == list(COMMANDS)
 
 
 def test_every_decision_has_its_number_its_parts_and_at_most_25_lines() -> None:

@@ -26,6 +26,11 @@ def test_it_has_a_row_per_class_and_a_field_per_confusion(tmp_path: Path) -> Non
     assert "class 2 taken for class 0: 1 images, 100.0%" in html and "sortable" in html
 
 
+def test_the_grid_of_few_classes_is_no_wider_than_420_pixels(tmp_path: Path) -> None:
+    html = section_of(2, np.array([0, 1]), np.array([0, 1]), tmp_path)
+    assert 'style="max-width: 420px"' in html  # a width would be overridden by the page's style of svg
+
+
 def test_of_many_classes_it_shows_the_worst_30(tmp_path: Path) -> None:
     labels = np.arange(101).repeat(2)
     answers = np.where(labels < 35, (labels + 1) % 35, labels)
