@@ -314,7 +314,7 @@ class Processes:
         begin = self._now = time.monotonic()
         while any(child.is_running for child in self._children):
             suspect = min(self._children, key=self._innocence)
-            least = self._innocence(suspect)
+            least = self._innocence(suspect)[0]
             # Others can only report the loss of one that has died or is stopped.
             if least == 0 or self._follow(suspect)[0].is_stopped():
                 break
@@ -337,11 +337,18 @@ class Processes:
             child = children[child.failure.peer]
         return child, waiters[-1] if waiters else None
 
-    def _innocence(self, child: Child) -> int:
-        """Rank a child as cause, lowest first: a silent death, then an own error, then the loss of a peer."""
+    def _innocence(self, child: Child) -> tuple[int, bool, bool]:
+        """Rank a child as cause, lowest first: a silent death, then an own error, then the loss of a peer.
+
+        Of those that stand still one that a signal has stopped comes first. A loader comes last: it may only
+        wait for its trainer, which builds the network.
+        """
+        is_loader = child.name.startswith("loader")
         if child.failure:
-            return {"user": 1, "crash": 1, "faulty": 1, "lost": 2}[child.failure.kind]
-        return 0 if not child.is_well() else 3 if self._is_stuck(child) else 4
+            return {"user": 1, "crash": 1, "faulty": 1, "lost": 2}[child.failure.kind], False, is_loader
+        if self._is_stuck(child):
+            return 3, not child.is_stopped(), is_loader
+        return 4 if child.is_well() else 0, False, is_loader
 
     # -- ending ----------------------------------------------------------------------------------------------
 
