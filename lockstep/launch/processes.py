@@ -285,9 +285,10 @@ class Processes:
         """Return whether the child makes no progress: the backstop for what no pipe's timeout covers."""
         if not child.is_running or child.finished:
             return False
-        is_importing = child.board_count <= 1
+        # A loader waits for its trainer's network until training begins.
+        is_starting = child.board_count <= 1 or (child.name.startswith("loader") and not self.has_begun)
         # Later on a process that waits for it times out first, and knows more.
-        patience = max(START_SECONDS, self._timeout) if is_importing else self._timeout + 3
+        patience = max(START_SECONDS, self._timeout) if is_starting else self._timeout + 3
         return self._now - child.last_active > patience
 
     def _explain_failure(self, on_message: Callable[[Any], None]) -> ExitStatus | None:
@@ -314,7 +315,7 @@ class Processes:
         begin = self._now = time.monotonic()
         while any(child.is_running for child in self._children):
             suspect = min(self._children, key=self._innocence)
-            least = self._innocence(suspect)[0]
+            least = self._innocence(suspect)
             # Others can only report the loss of one that has died or is stopped.
             if least == 0 or self._follow(suspect)[0].is_stopped():
                 break
@@ -337,18 +338,15 @@ class Processes:
             child = children[child.failure.peer]
         return child, waiters[-1] if waiters else None
 
-    def _innocence(self, child: Child) -> tuple[int, bool, bool]:
-        """Rank a child as cause, lowest first: a silent death, then an own error, then the loss of a peer.
-
-        Of those that stand still one that a signal has stopped comes first. A loader comes last: it may only
-        wait for its trainer, which builds the network.
-        """
-        is_loader = child.name.startswith("loader")
+    def _innocence(self, child: Child) -> int:
+        """Rank a child as cause, lowest first: a silent death, then an own error, then the loss of a peer."""
         if child.failure:
-            return {"user": 1, "crash": 1, "faulty": 1, "lost": 2}[child.failure.kind], False, is_loader
-        if self._is_stuck(child):
-            return 3, not child.is_stopped(), is_loader
-        return 4 if child.is_well() else 0, False, is_loader
+            return {"user": 1, "crash": 1, "faulty": 1, "lost": 2}[child.failure.kind]
+        if not child.is_well():
+            return 0
+        if child.is_running and child.is_stopped():
+            return 3
+        return 4 if self._is_stuck(child) else 5
 
     # -- ending ----------------------------------------------------------------------------------------------
 

@@ -152,9 +152,11 @@ def test_a_process_that_stands_still_is_found(program: Program, victim: str) -> 
     assert f"waited {deadline} s for {victim}" in message
 
 
-def stand_still(control: object, board: StatusBoard, stops: bool) -> None:
-    """A child's work that does not come to its end, and says nothing."""
-    board.say("working")
+def stand_still(control: object, board: StatusBoard, n_lines: int, stops: bool) -> None:
+    """A child's work that does not come to its end, and says nothing after some lines."""
+    for number in range(n_lines):
+        board.say(f"working {number}")
+        time.sleep(0.5)
     if stops:
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(600)
@@ -164,8 +166,8 @@ def stand_still(control: object, board: StatusBoard, stops: bool) -> None:
 def test_a_loader_that_waits_for_its_trainer_is_not_blamed(stopped: str | None, blamed: str) -> None:
     """Both stand still for longer than `timeout`: the loader has nothing to do before its trainer asks."""
     with processes.Processes(1, Interrupts()) as children:
-        for name in ("loader 0", "trainer 0"):
-            children.start(name, "test_ending:stand_still", (name == stopped,))
+        for name, n_lines in (("loader 0", 1), ("trainer 0", 8)):
+            children.start(name, "test_ending:stand_still", (n_lines, name == stopped))
         status = children.watch(lambda message: None)
     assert status.lost == blamed and " has stood still for " in status.message
 
