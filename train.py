@@ -133,7 +133,7 @@ def start_processes(processes: Processes, attempt: Attempt, context: Context) ->
     for rank, world in enumerate(worlds):
         loaders: list[Connection] = []
         if config.para_load:  # a pipe for the loader, and one for each of its restarts
-            pipes = [multiprocessing.Pipe() for _ in range(1 + config.loader_restarts)]
+            pipes = [multiprocessing.Pipe() for _ in range(1 + devices.loader_restarts_of(config))]
             loaders = [trainer_end for trainer_end, _ in pipes]
             own, *spares = [(loader_end, world, config) for _, loader_end in pipes]
             processes.start(f"loader {rank}", "proc_load:run_loader", own, spares=spares)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lockstep.backends.gpus import Gpu, list_gpus, visible
 from lockstep.config import Config
+from lockstep.config.rules import on_failure_of
 from lockstep.errors import UserError
 
 # Linux inside Windows (WSL 2) shows in its kernel's name, and in the device file of its GPU.
@@ -23,6 +24,7 @@ WINDOWS_GPU = Path("/dev/dxg")
 _CPUINFO = Path("/proc/cpuinfo")
 _BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names of bfloat16 instructions, on x86 and on ARM
 _MOST_READERS = 4
+_LOADER_RESTARTS = 3  # of each loader, with `auto`; its next loss starts all processes anew
 _GPU = re.compile(r"(?:gpu|cuda:)(\d+)")
 _ON_CPU = "to train on the CPU: --spec spec_cpu.yaml"
 _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*True")
@@ -304,6 +306,17 @@ def _cost_of_bf16() -> list[str]:
     return [f"{text} {times} times as long as in fp32"]
 
 
+def loader_restarts_of(config: Config) -> int:
+    """Return how often a killed loader is started again while its trainer waits.
+
+    `auto` is 0 for runs that do not restart, and for loaders that upload to GPUs: see `check_keys`.
+    """
+    if config.loader_restarts != "auto":
+        return config.loader_restarts
+    is_possible = config.para_load and (config.upload == "trainer" or not on_gpus(config.devices))
+    return _LOADER_RESTARTS if is_possible and on_failure_of(config) == "restart" else 0
+
+
 def check_keys(config: Config) -> None:
     """Check that these devices can do what the keys ask for.
 
@@ -317,7 +330,7 @@ def check_keys(config: Config) -> None:
             raise UserError(
                 "recheck_every: GPUs compute the same bits again with deterministic: true only. Set it."
             )
-        if config.loader_restarts and config.upload != "trainer":
+        if loader_restarts_of(config) and config.upload != "trainer":
             raise UserError(
                 "loader_restarts: needs upload: trainer on GPUs: a loader that uploads takes events with "
                 "it when it exits, and its trainer waits for them. Set upload: trainer."

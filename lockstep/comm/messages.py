@@ -117,6 +117,24 @@ class WarningMessage:
 
 
 @dataclass(frozen=True)
+class LoaderRestarted:
+    """Watching launcher to console: a killed loader was started again, and no trainer.
+
+    Attributes:
+        failure: How the killed one ended.
+        pid: Of the new one.
+        restarts_left: How often this loader can still be started again.
+        seconds: From the moment when the launcher knew to the start of the new one.
+    """
+
+    name: str
+    failure: str
+    pid: int
+    restarts_left: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Tick:
     """Trainer 0 to the launcher, a few times a second: its progress."""
 

@@ -208,7 +208,7 @@ def _bad_class_weights(config: "Config") -> Iterable[tuple[str, str]]:
 def _bad_combinations(config: "Config") -> Iterable[tuple[str, str]]:
     if config.resume_train == "auto" and config.run_name is None:
         yield "resume_train", "auto needs run_name, the run to start or resume"
-    if config.loader_restarts and not config.para_load:
+    if config.loader_restarts not in ("auto", 0) and not config.para_load:
         yield "loader_restarts", "needs para_load: true, because other runs have no loader process"
     if config.sampler and config.shuffle != "blocks":
         yield "sampler", f"draws single images in random order: set shuffle: blocks, not {config.shuffle}"

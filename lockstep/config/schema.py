@@ -126,7 +126,8 @@ class Config:
     read_threads: int | None = None  # per loader; null: up to 4 on GPUs with spare cores, else 1
     n_slots: int = 3  # batches in a loader's ring
     read_retries: int = 2  # further attempts to read a file after a disk error
-    loader_restarts: int = 0  # times that each killed loader is started again
+    # times that each killed loader is started again alone; auto: 3 with on_failure: restart, where it can be
+    loader_restarts: int | Literal["auto"] = "auto"
 
     # Devices
     devices: tuple[str, ...] = ()

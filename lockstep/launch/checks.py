@@ -5,6 +5,7 @@ import importlib.util
 import resource
 from pathlib import Path
 
+from lockstep.backends.devices import loader_restarts_of
 from lockstep.config import Config
 from lockstep.data.classes import check_classes
 from lockstep.data.dataset import Dataset, check_content, open_dataset
@@ -84,7 +85,8 @@ def check_descriptors(config: Config) -> None:
     Raises:
         UserError: The hard limit is lower.
     """
-    n_trainers, n_starts = len(config.devices), 1 + config.loader_restarts
+    n_trainers, n_restarts = len(config.devices), loader_restarts_of(config)
+    n_starts = 1 + n_restarts
     needed = (
         _OTHER_DESCRIPTORS + n_trainers * (n_starts + n_trainers + _DESCRIPTORS_PER_TRAINER) + 2 * n_starts
     )
@@ -93,9 +95,9 @@ def check_descriptors(config: Config) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         fewer = "use fewer devices, or " if n_trainers > 1 else ""
-        advice = "lower loader_restarts, or " if config.loader_restarts else fewer
+        advice = "lower loader_restarts, or " if n_restarts else fewer
         raise UserError(
-            f"{n_trainers} trainers with loader_restarts: {config.loader_restarts} need up to {needed:,} "
+            f"{n_trainers} trainers with loader_restarts: {n_restarts} need up to {needed:,} "
             f"open files, the limit is {hard:,}: {advice}raise the limit (ulimit -n)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

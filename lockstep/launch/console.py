@@ -19,7 +19,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lockstep.comm.messages import EpochTimes, Progress, Saved, Started, Tick, Validated, WarningMessage
+from lockstep.comm.messages import (
+    EpochTimes,
+    LoaderRestarted,
+    Progress,
+    Saved,
+    Started,
+    Tick,
+    Validated,
+    WarningMessage,
+)
 from lockstep.config import Config, differences
 from lockstep.config.rules import rule_of
 from lockstep.config.tasks import is_multilabel
@@ -98,6 +107,11 @@ class Console:
         if isinstance(message, WarningMessage):
             self.say(f"note: {message.text}")
             self.log("warning", {"text": message.text})
+            return
+        if isinstance(message, LoaderRestarted):
+            left = f"restarts left: {message.restarts_left}"
+            self.say(f"note: {message.failure}; it is started again ({left})")
+            self.log("loader_restarted", asdict(message))
             return
         if isinstance(message, EpochTimes):
             self.log("rank_times", asdict(message))

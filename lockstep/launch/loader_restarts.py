@@ -5,10 +5,11 @@ of that pipe (loading/feed.py), and repeats its requests, so the bits are the sa
 of a loader without spares, resumes the run: recovery.py.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.comm.messages import WarningMessage
+from lockstep.comm.messages import LoaderRestarted
 from lockstep.launch.watched_child import Child
 
 
@@ -26,7 +27,7 @@ def restart_killed_loaders(
         failing: Returns those that have failed or stand still.
         listen: Receives the last messages of children.
         start: Starts a child from its name, entry, arguments and spares.
-        on_message: Called with a warning for each restart.
+        on_message: Called with a message for each restart.
 
     Returns:
         Whether all children are well then.
@@ -37,9 +38,10 @@ def restart_killed_loaders(
         if not killed:
             return False
         for child in killed:  # meanwhile others may be killed, hence the loop around
-            text = f"{child.describe_silence()}; it is started again"
-            on_message(WarningMessage(f"{text} (restarts left: {len(child.spares) - 1})"))
+            begin, failure = time.monotonic(), child.describe_silence()
             child.control.close()
             arguments, *spares = child.spares
-            children[children.index(child)] = start(child.name, child.entry, arguments, spares)
+            new = children[children.index(child)] = start(child.name, child.entry, arguments, spares)
+            seconds = round(time.monotonic() - begin, 3)
+            on_message(LoaderRestarted(child.name, failure, new.process.pid or 0, len(spares), seconds))
     return True

@@ -286,9 +286,10 @@ class Processes:
         """Return whether the child makes no progress: the backstop for what no pipe's timeout covers."""
         if not child.is_running or child.finished:
             return False
-        is_importing = child.board_count <= 1
+        # A loader waits for its trainer's network until training begins.
+        is_starting = child.board_count <= 1 or (child.name.startswith("loader") and not self.has_begun)
         # Later on a process that waits for it times out first, and knows more.
-        patience = max(START_SECONDS, self._timeout) if is_importing else self._timeout + 3
+        patience = max(START_SECONDS, self._timeout) if is_starting else self._timeout + 3
         return self._now - child.last_active > patience
 
     def _explain_failure(self, on_message: Callable[[Any], None]) -> ExitStatus | None:
@@ -342,7 +343,11 @@ class Processes:
         """Rank a child as cause, lowest first: a silent death, then an own error, then the loss of a peer."""
         if child.failure:
             return {"user": 1, "crash": 1, "faulty": 1, "lost": 2}[child.failure.kind]
-        return 0 if not child.is_well() else 3 if self._is_stuck(child) else 4
+        if not child.is_well():
+            return 0
+        if child.is_running and child.is_stopped():
+            return 3
+        return 4 if self._is_stuck(child) else 5
 
     # -- ending ----------------------------------------------------------------------------------------------
 

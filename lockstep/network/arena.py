@@ -92,7 +92,10 @@ class Arena:
             name: _view(self.flat[start:stop], sources[name]) for name, (start, stop) in self._spans.items()
         }
         for name, tensor in self.tensors.items():
-            tensor.copy_(sources[name])
+            if name.partition("/")[0] in states:
+                tensor.zero_()
+            else:
+                tensor.copy_(sources[name])
         self._unfreezes, self._frozen = unfreezes, frozenset(frozen)
         self._trained = [name for name, value in model.named_parameters() if value.requires_grad]
         self.host_states = {
@@ -272,13 +275,16 @@ class Arena:
 def _named_sources(
     model: nn.Module, states: tuple[str, ...], frozen: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the model's tensors by arena name. A shared tensor appears once, by its first name."""
+    """Yield the model's tensors by arena name. A shared tensor appears once, by its first name.
+
+    For the optimizer's state, which begins with zeros, that is the parameter of the same layout.
+    """
     for name, parameter in model.named_parameters():
         yield f"weights/{name}", parameter.detach()
     for state in states:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                yield f"{state}/{name}", torch.zeros_like(parameter)
+                yield f"{state}/{name}", parameter.detach()
     for name, buffer in model.named_buffers():
         if (buffer.is_floating_point() or buffer.is_complex()) and name not in frozen:
             yield f"buffers/{name}", buffer

@@ -2,7 +2,9 @@
 
 import importlib
 import inspect
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from lockstep.config import Config
 from lockstep.data.randomness import Purpose, seed_of
 from lockstep.errors import UserError, nearest
+from lockstep.network.skipped_draws import make_without_draws
 from lockstep.objects import SOURCE, load_object
 
 _USUAL_SIZE = 224  # rows and columns for networks of timm that don't say
@@ -31,8 +34,14 @@ class InputSpec:
     scale: tuple[float, ...] = (1.0, 1.0, 1.0)
 
 
-def build_model(config: Config, n_classes: int) -> nn.Module:
+def build_model(config: Config, n_classes: int, loaded: Collection[str] = ()) -> nn.Module:
     """Return the network, channels last, with the same initial weights in every trainer.
+
+    Args:
+        config: The run's configuration.
+        n_classes: Outputs of the network.
+        loaded: Names of all weights and buffers, if the caller loads a checkpoint of this network next. Its
+            initial weights may then be anything.
 
     Raises:
         UserError: The network cannot be constructed, or breaks the contract of models/__init__.py.
@@ -40,9 +49,13 @@ def build_model(config: Config, n_classes: int) -> nn.Module:
     torch.manual_seed(seed_of(Purpose.INITIALISATION, config.seed))
     source, _, name = config.model.rpartition(":")
     libraries = {"torchvision": _from_torchvision, "timm": _from_timm}
-    make = {"": _from_models, SOURCE: _from_caller, **libraries}.get(source, _from_module)
+    function = {"": _from_models, SOURCE: _from_caller, **libraries}.get(source, _from_module)
+    make = partial(function, source, name, n_classes, config)
+    try_out = partial(_try_out, config=config, n_classes=n_classes)
+    if loaded and (found := make_without_draws(make, try_out, loaded)) is not None:
+        return found.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
     try:
-        model = make(source, name, n_classes, config)
+        model = make()
     except UserError:
         raise
     except Exception as error:  # the user's code, or arguments that a library rejects

@@ -1,7 +1,7 @@
 """One trainer's replica of the network: its tensors in the arena, and what it does with a batch."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -55,11 +55,19 @@ class Replica(Program, CheckedGradients):
         config: The run's configuration.
         dataset: Gives the number of classes and the size of images.
         memory: Allocates the arena.
+        loaded: Names of all tensors that the caller loads next, if a run with this network has had them.
     """
 
-    def __init__(self, config: Config, dataset: Dataset | Description, memory: Memory) -> None:
+    def __init__(
+        self,
+        config: Config,
+        dataset: Dataset | Description,
+        memory: Memory,
+        loaded: Collection[str] = (),
+    ) -> None:
         self._config = config
-        self.model = build_model(config, dataset.n_classes)
+        names = [name for name in loaded if name.startswith(("weights/", "buffers/"))]
+        self.model = build_model(config, dataset.n_classes, names)
         self.crop_size = crop_size(self.model, config, dataset.image_shape)
         input_spec = input_spec_of(self.model, config)
         self.mean, self._n_channels = input_spec.mean, len(input_spec.scale)

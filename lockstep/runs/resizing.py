@@ -73,7 +73,8 @@ def read_request(folder: Path) -> Request | None:
         return None
     names = request.devices
     is_well_formed = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if not is_well_formed or type(request.change) is not int or len(names) > _MOST_DEVICES:
+    is_well_formed = is_well_formed and type(request.change) is int and abs(request.change) <= _MOST_DEVICES
+    if not is_well_formed or len(names) > _MOST_DEVICES:
         raise UserError(f"{path}: is not a request to resize a run. Remove it.")
     return dataclasses.replace(request, devices=tuple(names))
 
@@ -117,11 +118,16 @@ def discard(folder: Path, number: str | None = None) -> None:
         raise UserError(f"{folder / REQUEST}: can't be removed: {error.strerror}") from error
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file that may be a named pipe, whose writer would otherwise be waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def _read(path: Path, kind: type[T]) -> T | None:
     try:
         if not path.exists():  # asked twice a second
             return None
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             values: Any = json.loads(file.read(_MOST_BYTES))
         found = kind(**values)
     except FileNotFoundError:

@@ -3,12 +3,12 @@
 A run with two trainers and two loaders gets SIGKILL, SIGSEGV or SIGSTOP in a random one of its processes
 every 15 seconds. Goodput is the time that the same steps take in an unbroken run, over the time that they
 took. Unbroken and broken runs take turns, because a machine's speed drifts. The campaign measures from each
-signal to the run's `recovered` event, which is logged at the end of the next step. With --hosts 2 two
-launchers on this machine have two trainers each, and a random one is hit.
+signal to the run's `recovered` event, which is logged at the end of the next step; or, where a killed loader
+is started again alone, to its `loader_restarted` event. With --hosts 2 two launchers on this machine have two
+trainers each, and a random one is hit.
 """
 
 import argparse
-import json
 import math
 import os
 import random
@@ -41,7 +41,8 @@ TURNS = 5  # of an unbroken and a broken run
 N_TRIAL = 4  # epochs of the run from which the number of epochs is computed
 IMAGES = {"train": 320, "val": 32}  # of 256 x 256 random pixels, for AlexNet
 
-Strike = tuple[str, float]  # the signal, and the seconds from it to the end of the next step
+ALONE = "a loader alone"
+Strike = tuple[str, float]  # the signal, or ALONE; and the seconds from it to the end of the next step
 
 
 def write_images(folder: Path) -> None:
@@ -58,10 +59,7 @@ def write_images(folder: Path) -> None:
 
 def events_of(run: Watched, kind: str) -> list[dict[str, Any]]:
     """Return the whole events of one kind in a run's log."""
-    log = run.run_folder / "log.jsonl"
-    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    events = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [event for event in events if event["event"] == kind]
+    return [event for event in run.events() if event["event"] == kind]
 
 
 def start(folder: Path, words: list[str], n_hosts: int) -> list[Watched]:
@@ -79,17 +77,22 @@ def start(folder: Path, words: list[str], n_hosts: int) -> list[Watched]:
 
 def strike(runs: list[Watched], dice: random.Random) -> Strike | None:
     """Send a signal to a trainer or loader and wait for the recovery. Return None if the run has ended."""
-    run, n_before, name = runs[0], len(events_of(runs[0], "recovered")), dice.choice(SIGNALS)
-    pids = dice.choice(runs).pids()
+    name, hit = dice.choice(SIGNALS), dice.choice(runs)
+    pids = hit.pids()
     victim = dice.choice(sorted(pids))
     begin = time.time()
+
+    def since(run: Watched, kind: str) -> list[float]:
+        return [event["time"] - begin for event in events_of(run, kind) if event["time"] > begin]
+
     try:
         os.kill(pids[victim], getattr(signal, name))
     except ProcessLookupError:
         return None
-    if not run.wait_for(lambda: len(events_of(run, "recovered")) > n_before, LONGEST):
+    if not runs[0].wait_for(lambda: since(runs[0], "recovered") or since(hit, "loader_restarted"), LONGEST):
         return None
-    return name, events_of(run, "recovered")[-1]["time"] - begin
+    alone = since(hit, "loader_restarted")
+    return (ALONE, alone[0]) if alone else (name, since(runs[0], "recovered")[0])
 
 
 def train(
@@ -145,7 +148,8 @@ def measure(name: str, folder: Path, words: argparse.Namespace) -> dict[str, Any
         unbroken += seconds
         seconds, some, end = run("broken", n_epochs, words.every, turn)
         broken, strikes, same_bits = broken + seconds, strikes + some, same_bits and end == whole
-    killed = sorted(seconds for kind, seconds in strikes if kind != "SIGSTOP")
+    killed = sorted(seconds for kind, seconds in strikes if kind not in ("SIGSTOP", ALONE))
+    alone = [seconds for kind, seconds in strikes if kind == ALONE]
     stopped = [seconds for kind, seconds in strikes if kind == "SIGSTOP"]
     return {
         "goodput": unbroken / broken,
@@ -154,6 +158,8 @@ def measure(name: str, folder: Path, words: argparse.Namespace) -> dict[str, Any
         "median_killed": statistics.median(killed) if killed else math.nan,
         "percentile_95_killed": killed[math.ceil(0.95 * len(killed)) - 1] if killed else math.nan,
         "median_stopped": statistics.median(stopped) if stopped else math.nan,
+        "alone": len(alone),
+        "median_alone": statistics.median(alone) if alone else math.nan,
         "timeout": timeout,
         "same_bits": same_bits,
     }
@@ -172,6 +178,11 @@ def rows_of(name: str, numbers: dict[str, Any], n_hosts: int = 1) -> list[tuple[
         (f"{name}: signals in {numbers['seconds']:.0f} s", f"{numbers['strikes']}", ""),
         (f"{name}: from a kill to the end of the next step, median", f"{median:.2f} s", at_most[0]),
         (f"{name}: the same, 95th percentile", f"{percentile:.2f} s", at_most[1]),
+        (
+            f"{name}: {numbers['alone']} killed loaders started again alone, median",
+            f"{numbers['median_alone']:.2f} s",
+            "",
+        ),
         (
             f"{name}: after SIGSTOP, `timeout` {numbers['timeout']:g} s",
             f"{numbers['median_stopped']:.2f} s",

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,17 +55,20 @@ class Watched:
     def last_line(self) -> str:
         return (self.text().rstrip().splitlines() or [""])[-1]
 
+    def events(self) -> list[dict[str, Any]]:
+        """Return the whole events of the run's log."""
+        # Hosts after the first write host<k>.jsonl. Receipts are in another file.
+        logs = [path for name in ("log", "host*") for path in self.run_folder.glob(f"{name}.jsonl")]
+        lines = logs[0].read_text().splitlines(keepends=True) if logs else []
+        return [json.loads(line) for line in lines if line[-1:] == "\n"]
+
     def pids(self) -> dict[str, int]:
         """Return the process ids of trainers and loaders by name, {} before they have started."""
-        # Hosts after the first write host<k>.jsonl. Receipts are in another file.
-        log = next(
-            (path for name in ("log", "host*") for path in self.run_folder.glob(f"{name}.jsonl")), None
-        )
-        if not log:
-            return {}
-        events = [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line[-1:] == "\n"]
+        events = self.events()
         started = [each for each in events if each["event"] == "started" and each["time"] >= self.since]
-        names = started[-1] if started else {}
+        names = dict(started[-1]) if started else {}
+        anew = [each for each in events if each["event"] == "loader_restarted"]
+        names |= {each["name"]: each["pid"] for each in anew if each["time"] > names.get("time", 0.0)}
         return {name: pid for name, pid in names.items() if name.startswith(("trainer", "loader"))}
 
     def children(self, words: str) -> list[int]:

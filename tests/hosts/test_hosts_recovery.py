@@ -64,7 +64,12 @@ def lose(running: list[Running], host: int, victim: str, number: int = signal.SI
 
 @pytest.mark.parametrize(
     ("host", "victim", "words"),
-    [(1, "trainer 1", (EVERY_STEP,)), (0, "trainer 0", ()), (1, "loader 0", ()), (0, "loader 1", ())],
+    [
+        (1, "trainer 1", (EVERY_STEP,)),
+        (0, "trainer 0", ()),
+        (1, "loader 0", ("loader_restarts=0",)),
+        (0, "loader 1", ("loader_restarts=0",)),
+    ],
 )
 def test_a_lost_process_is_recovered_from_on_all_hosts(
     program: Program, host: int, victim: str, words: tuple[str, ...]
@@ -73,6 +78,15 @@ def test_a_lost_process_is_recovered_from_on_all_hosts(
     running = start(program, *WORDS, *words)
     lose(running, host, victim)
     assert_recovered(running, expected, f"host {host}: {victim}")
+
+
+def test_a_killed_loader_is_started_again_without_the_other_host(program: Program) -> None:
+    expected = unbroken_end(program)
+    running = start(program, *WORDS)
+    lose(running, 1, "loader 0")
+    assert_same_end(running, expected)
+    assert len(events(running[1], "loader_restarted")) == 1
+    assert not any(events(each, "recovered") or events(each, "lost") for each in running)
 
 
 @pytest.mark.parametrize("words", [("rule=outer", "rule_args={every: 2}"), ("optimizer=adamw",)])

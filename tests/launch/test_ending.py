@@ -22,7 +22,7 @@ from conftest import ROOT, Program, Running, wait_until
 from limits import limit
 from saved import assert_same, tensors
 
-from lockstep.comm.messages import WarningMessage
+from lockstep.comm.messages import LoaderRestarted
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import DeadlinePassed
 from lockstep.launch import processes
@@ -150,6 +150,26 @@ def test_a_process_that_stands_still_is_found(program: Program, victim: str) -> 
     message = assert_ended(running, since, 1, seconds=20)
     assert message.startswith(f"lockstep: {victim} (pid {pid}) has stood still for ")
     assert f"waited {deadline} s for {victim}" in message
+
+
+def stand_still(control: object, board: StatusBoard, n_lines: int, stops: bool) -> None:
+    """A child's work that does not come to its end, and says nothing after some lines."""
+    for number in range(n_lines):
+        board.say(f"working {number}")
+        time.sleep(0.5)
+    if stops:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(("stopped", "blamed"), [(None, "trainer 0"), ("loader 0", "loader 0")])
+def test_a_loader_that_waits_for_its_trainer_is_not_blamed(stopped: str | None, blamed: str) -> None:
+    """Both stand still for longer than `timeout`: the loader has nothing to do before its trainer asks."""
+    with processes.Processes(1, Interrupts()) as children:
+        for name, n_lines in (("loader 0", 1), ("trainer 0", 8)):
+            children.start(name, "test_ending:stand_still", (n_lines, name == stopped))
+        status = children.watch(lambda message: None)
+    assert status.lost == blamed and " has stood still for " in status.message
 
 
 @pytest.mark.slow
@@ -430,7 +450,7 @@ def test_another_that_is_killed_while_one_is_started_again_is_started_again_too(
     with processes.Processes(60, Interrupts()) as children:
         for name in ("loader 0", "loader 1"):
             children.start(name, "test_ending:wait_or_finish", (True,), spares=[(False,)])
-        pids, received = children.pids(), list[str]()
+        pids, received = children.pids(), list[LoaderRestarted]()
 
         def kill(name: str) -> None:
             pid = pids[name]
@@ -438,12 +458,13 @@ def test_another_that_is_killed_while_one_is_started_again_is_started_again_too(
             os.kill(pid, signal.SIGKILL)
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
-        def on_message(notice: WarningMessage) -> None:
-            received.append(notice.text)
+        def on_message(message: LoaderRestarted) -> None:
+            received.append(message)
             if len(received) == 1:
                 kill("loader 0")
 
         kill("loader 1")
         assert children.watch(on_message) == processes.ExitStatus(0)
-    assert [text.split(" (pid")[0] for text in received] == ["loader 1", "loader 0"]
-    assert all("it is started again (restarts left: 0)" in text for text in received)
+    assert [message.name for message in received] == ["loader 1", "loader 0"]
+    assert all("was killed by SIGKILL" in message.failure for message in received)
+    assert all(message.restarts_left == 0 for message in received)

@@ -122,6 +122,7 @@ def test_two_requests_at_once_are_one(tmp_path: Path) -> None:
         '{"number": "a", "devices": [1]}',
         '{"number": "a", "change": true}',
         '{"number": "a", "more": 1}',
+        '{"number": "a", "change": 1000000000000}',
         "[" * 100_000,
         json.dumps({"number": "a", "devices": ["cpu"] * 2000}),
     ],
@@ -130,6 +131,14 @@ def test_a_malformed_request_is_refused_by_name(tmp_path: Path, content: str) ->
     (tmp_path / REQUEST).write_text(content)
     with pytest.raises(UserError, match=REQUEST):
         resizing.read_request(tmp_path)
+
+
+def test_a_named_pipe_in_the_place_of_a_request_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / REQUEST)
+    with pytest.raises(UserError, match=REQUEST):
+        resizing.read_request(tmp_path)
+    resizing.discard(tmp_path)
+    assert not (tmp_path / REQUEST).exists()
 
 
 def test_devices_are_added_and_removed_at_the_end() -> None:

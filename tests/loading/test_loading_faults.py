@@ -8,11 +8,12 @@ import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from conftest import Program, make_config, wait_until
+from conftest import Program, Running, make_config, wait_until
 from saved import assert_same, tensors
 
 from lockstep.backends import devices
@@ -204,25 +205,73 @@ def test_of_a_slow_disk_the_time_split_says_so(program: Program, tmp_path: Path)
     assert total["load-wait"] > total["compute"]
 
 
+def events(running: Running, name: str) -> list[dict[str, Any]]:
+    lines = (running.run_folder / "log.jsonl").read_text().splitlines()
+    return [event for line in lines if (event := json.loads(line))["event"] == name]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("when", "trainers"),
-    [("step 2/12", "[cpu]"), ("starting: ", "[cpu, cpu]")],
-    ids=["in a step", "at the start"],
+    ("when", "trainers", "restarts", "n_left"),
+    [
+        ("step 2/12", "[cpu]", ("loader_restarts=1",), 0),
+        ("starting: ", "[cpu, cpu]", ("loader_restarts=1",), 0),
+        ("step 2/6", "[cpu, cpu]", (), 2),
+    ],
+    ids=["in a step", "at the start", "by default"],
 )
 def test_a_killed_loader_is_started_again_to_the_same_bits(
-    program: Program, when: str, trainers: str
+    program: Program, when: str, trainers: str, restarts: tuple[str, ...], n_left: int
 ) -> None:
     words = ("n_epochs=30", "snapshot_freq=30", "cpu_threads=1")
-    running = program.start(*words, "loader_restarts=1", devices=trainers)
+    running = program.start(*words, *restarts, devices=trainers)
     running.wait_for_text(when)
     pid = running.pids()["loader 0"]
     os.kill(pid, signal.SIGKILL)
     assert running.wait() == 0, running.output()
     received = f"note: loader 0 (pid {pid}) was killed by SIGKILL"
-    assert received in running.output() and "it is started again (restarts left: 0)" in running.output()
+    assert (
+        received in running.output() and f"it is started again (restarts left: {n_left})" in running.output()
+    )
+    assert not events(running, "recovered")
     assert_same(tensors(running, 30), tensors(program.run(*words, name="unbroken", devices=trainers), 30))
     running.assert_nothing_left()
+
+
+def test_by_default_a_killed_loader_is_started_again_and_no_trainer(program: Program) -> None:
+    """The fourth time all are: each loader has three restarts before the run resumes as after any loss."""
+    running = program.start("n_epochs=100000", devices="[cpu, cpu]")
+    running.wait_for_text("step 2/6")
+    pid = running.pids()["loader 0"]
+    for n_left in (2, 1, 0):
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda n=n_left: f"(restarts left: {n})" in running.output(), "another loader")
+        pid = events(running, "loader_restarted")[-1]["pid"]
+    assert len(events(running, "started")) == 1 and not events(running, "recovered")
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: events(running, "recovered"), "the recovery")
+    assert events(running, "recovered")[0]["lost"] == "loader 0"
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait() == 143
+    running.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("keys", "n_restarts"),
+    [
+        ({}, 3),
+        ({"devices": ["cpu"]}, 0),
+        ({"devices": ["cpu"], "on_failure": "restart"}, 3),
+        ({"on_failure": "stop"}, 0),
+        ({"on_failure": "shrink", "global_batch_size": 8}, 0),
+        ({"para_load": False}, 0),
+        ({"loader_restarts": 7, "on_failure": "stop"}, 7),
+        ({"devices": ["cuda:0", "cuda:1"]}, 0),
+        ({"devices": ["cuda:0", "cuda:1"], "upload": "trainer"}, 3),
+    ],
+)
+def test_loaders_are_started_again_where_the_run_restarts(keys: dict[str, Any], n_restarts: int) -> None:
+    assert devices.loader_restarts_of(make_config(**{"devices": ["cpu", "cpu"], **keys})) == n_restarts
 
 
 @pytest.mark.slow
