@@ -106,10 +106,5 @@ def describe(hint: Any) -> str:
         return f"a list, each item {describe(options[0])}"
     if origin is dict:
         return "a mapping (text: value)"
-    names = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "text (in quotes)",
-    }
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text (in quotes)"}
     return names.get(hint, "null")

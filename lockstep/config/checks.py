@@ -225,10 +225,7 @@ def _bad_combinations(config: "Config") -> Iterable[tuple[str, str]]:
     is_unchanged = not (config.new_head or config.pretrained_allow or config.pretrained_channels == "bgr")
     if config.pretrained_part == "whole" and not is_unchanged:
         others = "new_head, pretrained_allow or pretrained_channels: bgr"
-        yield (
-            "pretrained_part",
-            f"whole continues a training unchanged: it can't be combined with {others}",
-        )
+        yield "pretrained_part", f"whole continues a training unchanged: it can't be combined with {others}"
     if config.warm_up_epochs >= config.n_epochs:
         yield "warm_up_epochs", f"must be below n_epochs, {config.n_epochs}: {config.warm_up_epochs:g}"
     if config.lr_policy == "auto" and config.val_freq > 1:

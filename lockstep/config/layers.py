@@ -18,13 +18,7 @@ from typing import Any
 import yaml
 
 from lockstep.config.checks import check
-from lockstep.config.old_keys import (
-    RENAMED,
-    did_you_mean,
-    suggestion,
-    translate,
-    with_new_names,
-)
+from lockstep.config.old_keys import RENAMED, did_you_mean, suggestion, translate, with_new_names
 from lockstep.config.schema import Config
 from lockstep.errors import UserError, nearest
 from lockstep.files import program_folder

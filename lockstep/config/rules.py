@@ -143,17 +143,11 @@ def _bad_logical_ranks(config: "Config") -> Iterable[tuple[str, str]]:
     elif config.n_hosts > 1 and n_logical & (n_logical - 1):
         yield "logical_ranks", f"must be a power of two with {config.n_hosts} hosts, not {n_logical}"
     if config.global_batch_size is None:
-        yield (
-            "logical_ranks",
-            "needs global_batch_size, the images per step over all trainers",
-        )
+        yield "logical_ranks", "needs global_batch_size, the images per step over all trainers"
     if config.rule not in ("auto", "gradients"):
         yield "logical_ranks", f"adds gradients: it goes with rule: gradients only, not {config.rule}"
     if config.accumulate > 1:
-        yield (
-            "logical_ranks",
-            "has a pass for each part: set accumulate: 1 and a larger global_batch_size",
-        )
+        yield "logical_ranks", "has a pass for each part: set accumulate: 1 and a larger global_batch_size"
     if config.compile:
         reason = "gives the same bits for any number of trainers, which compiled code does not"
         yield "logical_ranks", f"{reason}: set compile: false"

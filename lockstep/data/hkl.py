@@ -69,11 +69,7 @@ def inspect(path: str | Path) -> HklArray:
             return _find_array(str(path), file)
     except FileNotFoundError as error:
         raise UserError(f"{path}: there is no such file") from error
-    except (
-        OSError,
-        RuntimeError,
-        KeyError,
-    ) as error:  # h5py raises these for damaged files
+    except (OSError, RuntimeError, KeyError) as error:  # h5py raises these for damaged files
         what = "can't be read" if getattr(error, "errno", None) else "is not a whole .hkl (HDF5) file"
         raise UserError(f"{path}: {what}: {cause_of(error)}") from error
 

@@ -277,14 +277,7 @@ def raw_shape(
     on_cores = makes_images(config) and not (changes and changes.crops)
     size = crop_size if on_cores else (height, width)
     return RingShape(
-        n_slots,
-        config.batch_size,
-        size,
-        "uint8",
-        crop_size,
-        n_colors,
-        changes=changes,
-        n_labels=n_labels,
+        n_slots, config.batch_size, size, "uint8", crop_size, n_colors, changes=changes, n_labels=n_labels
     )
 
 
