@@ -67,7 +67,7 @@ class Array(torch.Tensor):
 
     @property
     def data(self) -> Any:
-        """The array on the same memory, without its gradient's history; autograd does not count its writes."""
+        """The array without its gradient's history, on the same memory. Autograd does not count writes."""
         return _alias(self, self.memory)
 
     @data.setter

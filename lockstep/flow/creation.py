@@ -63,14 +63,14 @@ def arrays(module: _Module) -> _Module:
     names of parameters are shown in diagrams of programs. Optimizers are made afterwards.
 
     Raises:
-        UserError: A tensor has hooks, or a parameter that became an array in another module was changed
-            since then. The module is as it was.
+        UserError: A tensor has hooks or no values, or a parameter that became an array in another module
+            was changed since then. The module is as it was.
     """
     tensors = [(name, t) for name, t in tensors_of(module) if not isinstance(t, Array)]
     check_hooks(tensors, "register them after flow.arrays, on the array")
     for name, parameter in module.named_parameters():
         _replacement_of(name, parameter)  # it may raise
-    device, made = placement.current_device(), dict[int, Array]()
+    device, made, assignments = placement.current_device(), dict[int, Array](), []
     for prefix, part in module.named_modules():
         for own in (part._parameters, part._buffers):
             for key, tensor in own.items():
@@ -78,7 +78,8 @@ def arrays(module: _Module) -> _Module:
                     continue
                 if id(tensor) not in made:
                     made[id(tensor)] = _array_of(f"{prefix}.{key}".lstrip("."), tensor, device)
-                own[key] = made[id(tensor)]
+                assignments.append(functools.partial(own.__setitem__, key, made[id(tensor)]))
+    private.call_all(assignments)  # all, or none
     return module
 
 

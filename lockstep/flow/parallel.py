@@ -3,6 +3,7 @@
 It follows Paddle's design document of the same name; docs/flow.md says what it does and how it differs.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UserError, nearest
-from lockstep.flow import steps
+from lockstep.flow import private, steps
 from lockstep.flow.arrays import Array, bring
 from lockstep.flow.capture import capture
 from lockstep.flow.collectives import ProcessCollectives
@@ -83,6 +84,7 @@ class ParallelExecutor:
         self._programs: dict[Any, CapturedProgram] = {}
         self._n_captured = self._n_runs = 0
         self._failure = ""
+        self._loading = False  # whether load_state_dict has begun and not finished
 
     def run(self, feed: Feed, fetch: Sequence[str] = ("loss",), merge: bool = True) -> dict[str, Any]:
         """Train one step. Return ordinary tensors by name, once all operations have run.
@@ -101,6 +103,7 @@ class ParallelExecutor:
         """
         if self._failure:
             raise UserError(f"an earlier run has failed ({self._failure}): load_state_dict first")
+        self._check_loaded()
         batches = _split_feed(feed, self._names, len(self.devices))
         fetch = _names(fetch)
         shares, fractions = self._shares(batches)
@@ -129,6 +132,7 @@ class ParallelExecutor:
             fetch: As in `run`.
             merge: As in `run`.
         """
+        self._check_loaded()
         batches = _split_feed(feed, _batch_names(function, "function"), len(self.devices))
         fetch = _names(fetch)
         shares, fractions = self._shares(batches, all_processes=False)
@@ -141,6 +145,8 @@ class ParallelExecutor:
         Raises:
             UserError: The optimizers do not have such a value.
         """
+        with contextlib.suppress(OperationError):
+            self._wait()  # an interrupted run may still update
         self._buckets.set_hyperparameters(values)
 
     def replica(self, number: int) -> dict[str, torch.Tensor]:
@@ -160,6 +166,7 @@ class ParallelExecutor:
 
         'model' can be loaded into the original model. 'carried' holds the rounding errors of compression.
         """
+        self._check_loaded()
         return {
             "model": self._replicas[0].saved(),
             "optimizer": self._buckets.state(),
@@ -169,6 +176,8 @@ class ParallelExecutor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what state_dict() returned, for any number of devices.
+
+        After an error or interrupt inside, nothing can be run until it is called again.
 
         Raises:
             UserError: The state does not fit.
@@ -186,8 +195,9 @@ class ParallelExecutor:
             if own[name].shape != given[name].shape:
                 shapes = f"{tuple(own[name].shape)} in the model, {tuple(given[name].shape)} in the state"
                 raise UserError(f"load_state_dict: {name} is {shapes}")
+        self._loading = True
         for replica in self._replicas:
-            with on_device(replica.device), torch.no_grad():
+            with private.no_grad(), on_device(replica.device):
                 for name, array in replica.state().items():
                     array.detach().copy_(given[name])
         self._merger.load_state(state["carried"])
@@ -195,7 +205,11 @@ class ParallelExecutor:
             self._processes.forget_failure()
         self._wait()
         self._buckets.load_state(state["optimizer"])
-        self._n_runs, self._failure = state["runs"], ""
+        self._n_runs, self._failure, self._loading = state["runs"], "", False
+
+    def _check_loaded(self) -> None:
+        if self._loading:
+            raise UserError("load_state_dict was interrupted or has failed: call it again")
 
     def _shares(
         self, batches: list[list[torch.Tensor]], all_processes: bool = True

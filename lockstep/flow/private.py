@@ -64,6 +64,11 @@ def plainly(function: Any, *arguments: Any, **keywords: Any) -> Any:
     return returned
 
 
+def call_all(calls: Sequence[Callable[[], Any]]) -> None:
+    """Call C functions one after another, as one step: no signal handler runs between them."""
+    deque(map(operator.call, calls), 0)
+
+
 class Scope(io.IOBase):
     """A context manager that a signal handler's exception cannot leave half entered or half exited.
 
@@ -131,6 +136,18 @@ class without_modes(Scope):  # noqa: N801
         return [pop] * len(modes), [
             functools.partial(torch._C._push_on_torch_dispatch_stack, mode) for mode in modes
         ]
+
+
+class no_grad(Scope):  # noqa: N801
+    """torch.no_grad, whose end no signal handler can skip. The calls avoid the Python code of a mode."""
+
+    def calls(self) -> tuple[list[Any], list[Any]]:
+        return self._setting(False), self._setting(torch.is_grad_enabled())
+
+    def _setting(self, enabled: bool) -> list[Any]:
+        functions = torch._C.DisableTorchFunction()
+        leave = functools.partial(functions.__exit__, None, None, None)
+        return [functions.__enter__, functools.partial(torch._C._set_grad_enabled, enabled), leave]
 
 
 def active_modes() -> list[Any]:

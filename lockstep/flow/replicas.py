@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,11 +112,6 @@ class BucketOptimizer:
         for own in self._own:
             own.grad = None
 
-    def set_hyperparameters(self, values: dict[str, Any]) -> None:
-        """Set values of all parameter groups."""
-        for group in self.optimizer.param_groups:
-            group.update(values)
-
     def state(self) -> dict[str, Any]:
         """Return the state and the hyperparameters of each parameter, by name."""
         found, names = self.optimizer.state_dict(), self._names_by_number()
@@ -221,7 +217,8 @@ class Buckets:
         with private.without_modes():
             for each in updates.values():
                 each.load_state(self._loaded)
-                each.set_hyperparameters(self._hyperparameters)
+                for group in each.optimizer.param_groups:
+                    group.update(self._hyperparameters)
         self.all.append(Bucket(list(names), owner, updates))
 
     def set_hyperparameters(self, values: dict[str, Any]) -> None:
@@ -237,10 +234,11 @@ class Buckets:
             if name not in known:
                 kind, there = type(optimizer).__name__, ", ".join(known)
                 raise UserError(f"{kind} has no {name}{nearest(name, known)} (it has: {there})")
+        optimizers = [self._hyperparameters]
         for bucket in self.all:
             for updates in bucket.updates.values():
-                updates.set_hyperparameters(values)
-        self._hyperparameters.update(values)
+                optimizers += updates.optimizer.param_groups
+        private.call_all([partial(own.update, values) for own in optimizers])  # all, or none
 
     def n_bytes_of_state(self) -> int:
         """Return the bytes of all optimizers' state."""

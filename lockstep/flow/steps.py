@@ -98,7 +98,7 @@ class StepRecorder:
         """Call the loss once, which may make tensors that the model keeps; restore buffers."""
         for share in shares:
             replica = self._replicas[share.device]
-            with on_device(replica.device), torch.no_grad():
+            with private.no_grad(), on_device(replica.device):
                 restoring = _restoring(replica)
                 with restoring:  # after an error, too: replicas must not differ
                     dropout.set_keys(replica.dropouts, share.keys)
@@ -243,7 +243,7 @@ def record_evaluation(
     results: dict[str, list[Any]] = {}
     for share in shares:
         replica = replicas[share.device]
-        with on_device(replica.device), evaluating(replica.model), torch.no_grad():
+        with private.no_grad(), on_device(replica.device), evaluating(replica.model):
             for name, value in named(function(replica.model, *share.batch)).items():
                 results.setdefault(name, []).append(value)
     _check_fetch(fetch, list(results))

@@ -594,7 +594,7 @@ def test_functions_that_read_values_in_cpp_explain_what_to_give_them(devices: li
     expected = F.ctc_loss(scores, targets, (10, 9), (2, 2))
     with flow.device(devices[0]):
         arrays = flow.array(scores), flow.array(targets)
-        with pytest.raises(UserError, match=r"ctc_loss reads the memory of a tensor in C.*give tensors instead of lists"):
+        with pytest.raises(UserError, match=r"ctc_loss reads the memory.*give tensors instead of lists"):
             F.ctc_loss(*arrays, (10, 9), (2, 2))
         assert_same(F.ctc_loss(*arrays, torch.tensor([10, 9]), torch.tensor([2, 2])), expected)
         with pytest.raises(UserError, match="give the layer the padded batch"):

@@ -2,7 +2,8 @@
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from lockstep import flow
 from lockstep.errors import UserError
-from lockstep.flow import ParallelExecutor
+from lockstep.flow import ParallelExecutor, replicas
 
 STRATEGIES = "all_reduce", "reduce"
 Results = dict[str, torch.Tensor]
@@ -444,6 +445,52 @@ def test_an_interrupted_evaluation_restores_the_training_mode(monkeypatch: pytes
             patch.setattr(nn.ReLU, "train", interrupted)
             made.evaluate(loss, batch(5))
         assert all(module.training for replica in made._replicas for module in replica.model.modules())
+
+
+def test_nothing_runs_on_a_state_whose_loading_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a part of the weights may be those of the state."""
+
+    def interrupted(self: replicas.Buckets, state: Any) -> None:
+        raise KeyboardInterrupt
+
+    with executor(2) as made:
+        made.run(batch(4))
+        state = made.state_dict()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(replicas.Buckets, "load_state", interrupted)
+            made.load_state_dict(state)
+        uses: list[Callable[[], object]] = [
+            made.state_dict, lambda: made.run(batch(4)), lambda: made.evaluate(loss, batch(4)),
+        ]  # fmt: skip
+        for use in uses:
+            with pytest.raises(UserError, match=r"load_state_dict was interrupted .* call it again"):
+                use()
+        made.load_state_dict(state)
+        made.run(batch(4))
+
+
+def test_hyperparameters_wait_for_an_interrupted_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its updates must not use the old value on one device and the new one on the other."""
+    may_update, rates = threading.Event(), []
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            may_update.wait()
+            rates.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    def interrupted(self: ParallelExecutor) -> None:
+        raise KeyboardInterrupt
+
+    with executor(2, optimizer=lambda parameters: Slow(parameters, 0.5), bucket_mb=1) as made:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(ParallelExecutor, "_wait", interrupted)
+            made.run(batch(4))
+        opening = threading.Timer(0.2, may_update.set)
+        opening.start()
+        made.set_hyperparameters(lr=0.25)
+        assert rates == [0.5, 0.5]
+        opening.join()
 
 
 def test_the_program_merges_a_bucket_as_soon_as_its_gradients_are_there() -> None:

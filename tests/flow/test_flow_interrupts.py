@@ -202,27 +202,79 @@ def test_an_interrupted_device_scope_ends() -> None:
         work()
 
 
-def test_captures_and_dry_runs_end_whichever_call_is_interrupted() -> None:
+def interrupted_at_each_call(work: Callable[[], object], check: Callable[[], object]) -> list[Interrupted]:
+    """Call work() until it is not interrupted: the n-th time, its n-th call of a Python function is."""
     kept = []  # a traceback keeps what a frame has opened, as a notebook's last error does
+    for number in itertools.count():
+        n_calls = [0]
+        try:
+            with interrupted_at_call(number, n_calls):
+                work()
+        except Interrupted as error:
+            kept.append(error)
+        check()
+        if n_calls[0] <= number:
+            return kept
+    raise AssertionError("work() ends")
 
+
+def test_captures_and_dry_runs_end_whichever_call_is_interrupted() -> None:
     def work() -> None:
         flow.capture(lambda x: x + 1, torch.ones(2))
         with flow.dry_run(), placement.phase("merge"):
             pass
 
+    def check() -> None:
+        assert placement.CONTEXT.program is placement.CONTEXT.phase is None and not in_dry_run()
+
     with flow.Engine(flow.cpus(1)), discarding():
         work()
-        for number in itertools.count():
-            n_calls = [0]
-            try:
-                with interrupted_at_call(number, n_calls):
-                    work()
-            except Interrupted as error:
-                kept.append(error)
-            assert placement.CONTEXT.program is placement.CONTEXT.phase is None and not in_dry_run()
-            if n_calls[0] <= number:
-                break
+        kept = interrupted_at_each_call(work, check)
         assert len(kept) > 50 and (flow.ones((2,)) + 1).tolist() == [2, 2]
+
+
+def test_an_interrupt_makes_all_tensors_of_a_module_arrays_or_none() -> None:
+    made = [torch.nn.BatchNorm1d(2)]
+
+    def check() -> None:
+        kinds = {isinstance(t, flow.Array) for t in made[-1].state_dict(keep_vars=True).values()}
+        assert len(kinds) == 1
+        made.append(torch.nn.BatchNorm1d(2))  # its own scopes are not interrupted
+
+    with flow.Engine(flow.cpus(1)), discarding():
+        flow.arrays(made[-1])
+        assert interrupted_at_each_call(lambda: flow.arrays(made[-1]), check)
+        assert isinstance(made[-2].weight, flow.Array)
+
+
+def test_an_interrupted_change_of_hyperparameters_reaches_all_devices_or_none() -> None:
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).mean()
+
+    devices, rates = flow.cpus(2), itertools.count(1)
+    with flow.Engine(devices), discarding():
+        model = torch.nn.Linear(2, 2)
+        made = flow.ParallelExecutor(model, loss, lambda own: torch.optim.SGD(own, 0.5), devices)
+        made.run({"x": torch.ones(2, 2)})
+        (bucket,) = made._buckets.all
+
+        def check() -> None:
+            assert len({each.optimizer.param_groups[0]["lr"] for each in bucket.updates.values()}) == 1
+
+        interrupted_at_each_call(lambda: made.set_hyperparameters(lr=next(rates)), check)
+        assert len(bucket.updates) == 2 and bucket.updates[0].optimizer.param_groups[0]["lr"] > 1
+
+
+def test_an_interrupt_leaves_gradients_switched_on() -> None:
+    def work() -> None:
+        with private.no_grad():
+            assert not torch.is_grad_enabled()
+
+    def check() -> None:
+        assert torch.is_grad_enabled()
+
+    with flow.device(flow.cpus(1)[0]):  # whose mode is Python code
+        assert interrupted_at_each_call(work, check)
 
 
 @contextlib.contextmanager

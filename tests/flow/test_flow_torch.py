@@ -81,6 +81,13 @@ def test_an_array_moved_to_the_meta_device_is_an_ordinary_tensor(device: Cpu) ->
         (lambda a: a.apply_(float), "apply_ reads the memory of a tensor in C"),
     ],
 )
-def test_what_an_array_cannot_be_is_refused(device: Cpu, function: Callable[[Any], Any], message: str) -> None:
+def test_what_an_array_cannot_be_is_refused(device: Cpu, function: Any, message: str) -> None:
     with flow.device(device), pytest.raises(UserError, match=message):
         function(torch.eye(2))
+
+
+def test_a_module_with_a_tensor_without_values_stays_as_it_is(device: Cpu) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(UserError, match="has no values"):
+        flow.arrays(module)
+    assert not any(isinstance(parameter, flow.Array) for parameter in module.parameters())
