@@ -26,6 +26,7 @@ AUTO_AUGMENT_ARGS: dict[AutoAugmentName, dict[str, Any]] = {
 _TYPES = {"mode": Literal["zero", "reflect"]}
 _JITTERS = ("brightness", "contrast", "saturation", "hue")
 _MOST_HUE = 0.5  # half of the circle of hues
+_MOST_PADDING = 1000  # pixels; a wider border leaves little of any image
 _LARGEST = {"mix_prob": 1, "random_erasing": 1, "rotate": 180}
 
 
@@ -50,6 +51,8 @@ def crop_args_of(config: "Config") -> dict[str, Any]:
         raise UserError(f"scale must be at most 1, the whole image, not {list(args['scale'])}")
     if args.get("padding", 1) < 1:
         raise UserError(f"padding must be at least 1 pixel, not {args['padding']}")
+    if args.get("padding", 1) > _MOST_PADDING:
+        raise UserError(f"padding must be at most {_MOST_PADDING} pixels, not {args['padding']}")
     return args
 
 

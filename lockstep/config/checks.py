@@ -116,6 +116,8 @@ def _bad_numbers(config: "Config") -> Iterable[tuple[str, str]]:
             yield key, f"must be at least {least}, not {value}"
     for key in config.__dataclass_fields__:
         value = getattr(config, key)
+        if value == "":
+            yield key, "is an empty text: give a value, or leave the key out"
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             yield key, f"must be a finite number, not {value}"
@@ -214,7 +216,7 @@ def _bad_combinations(config: "Config") -> Iterable[tuple[str, str]]:
         yield "sampler", f"draws single images in random order: set shuffle: blocks, not {config.shuffle}"
     if config.loss and config.label_smoothing:
         yield "label_smoothing", "is for cross-entropy: set it to 0, and smooth labels in your own loss"
-    if config.loss is not None and not _OWN_FUNCTION.fullmatch(config.loss):
+    if config.loss and not _OWN_FUNCTION.fullmatch(config.loss):
         yield "loss", f"is <package.module>:<function>, not {config.loss!r}"
     if config.use_nesterov_momentum and not (config.use_momentum and config.momentum > 0):
         yield "use_nesterov_momentum", "needs use_momentum: true and a momentum above 0"

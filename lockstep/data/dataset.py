@@ -254,6 +254,8 @@ def _check_images(file: HklArray) -> None:
 
 def read_array(path: Path) -> np.ndarray:
     """Read a .npy file. Raise UserError if it is damaged or needs unpickling."""
+    if path.exists() and not path.is_file():  # a device may be endless, a pipe may have no writer
+        raise UserError(f"{path}: is not a regular file")
     try:
         content = path.read_bytes()  # NumPy would mistake a disk error for the end of the file
     except FileNotFoundError as error:

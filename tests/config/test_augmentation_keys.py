@@ -25,6 +25,7 @@ from lockstep.errors import UserError
         ("auto_augment=trivia", "(did you mean 'trivial'?)"),
         ("crop=padded crop_args={pading: 2}", "crop: padded has no pading (did you mean 'padding'?)"),
         ("crop=padded crop_args={padding: 0}", "padding must be at least 1 pixel, not 0"),
+        ("crop=padded crop_args={padding: 1001}", "padding must be at most 1000 pixels, not 1001"),
         ("crop=padded crop_args={mode: refect}", "mode must be 'zero' or 'reflect', not 'refect'"),
         ("crop_args={scale: [0.1, 1]}", "crop: random has no scale (it has none)"),
         (

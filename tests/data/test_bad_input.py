@@ -47,6 +47,14 @@ def hold_images(folder: Path) -> None:
     write_classes(folder, {"cat": 1, "dog": 1})
 
 
+def replace_by_device(name: str):
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to("/dev/null")
+
+    return change
+
+
 def set_manifest(text: str):
     return lambda folder: (folder / "manifest.json").write_text(text)
 
@@ -104,6 +112,8 @@ MANIFEST = {"version": 1, "classes": ["a"], "train": [ENTRY], "val": [ENTRY]}
             "is not a whole .npy file",
         ),
         (replace(MEAN, np.full((SIZE, SIZE, 3), 1e300)), MEAN, "holds values outside of 0 to 255"),
+        (replace_by_device(MEAN), MEAN, "is not a regular file"),
+        (replace_by_device(LABELS), LABELS, "is not a regular file"),
         (set_manifest("{}"), "manifest.json", "is not a manifest"),
         (
             set_manifest(json.dumps({**MANIFEST, "resize": "stretch"})),
