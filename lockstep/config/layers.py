@@ -144,7 +144,8 @@ def read_command_line(arguments: list[str]) -> Layer:
         if argument.startswith("-"):
             raise UserError(f"{COMMAND_LINE}: unknown option {key}{_as_key(key, text)}")
         if not equals or not key:
-            raise UserError(f"{COMMAND_LINE}: {argument!r} is not of the form key=value")
+            remedy = f". Write data_folder={argument}" if Path(argument).is_dir() else ""
+            raise UserError(f"{COMMAND_LINE}: {argument!r} is not of the form key=value{remedy}")
         if key in values:
             notices.append(f"{COMMAND_LINE}: {key} is given twice: the last one counts, {argument}")
         try:

@@ -101,7 +101,8 @@ def open_dataset(config: Config) -> Dataset:
     paths = (config.train_folder, config.val_folder, config.label_folder, config.mean_file)
     if None in paths and not folder.is_dir():
         raise UserError(
-            f"{folder}: there is no such dataset folder (data_folder; preprocessing/make_hkl.py makes one)"
+            f"{folder}: there is no such dataset folder. Set data_folder to a folder of images, or to a "
+            "dataset that `lockstep convert` makes."
         )
     manifest = _manifest_of(config, folder)
     if manifest:
@@ -235,7 +236,7 @@ def _count_classes(folder: Path, manifest: Manifest | None, label_folder: Path, 
         return int(labels.max()) + 1
     raise UserError(
         f"{folder}: has no manifest.json to say how many classes there are: set n_classes, "
-        "or, if this is a folder of images, make a dataset of it with preprocessing/make_hkl.py"
+        "or, if this is a folder of images, make a dataset of it with `lockstep convert`"
     )
 
 

@@ -56,7 +56,7 @@ def test_the_command_works_from_another_folder(programs: Path, tmp_path: Path) -
     run(lockstep, "convert", "images", "mine", "--size", "36", cwd=tmp_path)
     small = ("n_epochs=1", "batch_size=8", "devices=[cpu]", "run_name=one")
     assert "done: " in run(lockstep, "train", "mine", *small, cwd=tmp_path)
-    assert "12 images" in run(lockstep, "validate", "runs/one", cwd=tmp_path)
+    assert "12 images" in run(lockstep, "validate", "../runs/one", cwd=tmp_path / "images")
     assert "dogs" in run(lockstep, "predict", "images/val/dogs/1.png", "--run", "runs/one", cwd=tmp_path)
     run(lockstep, "report", "runs/one", cwd=tmp_path)
     run(lockstep, "export", "runs/one", "--to", "safetensors", cwd=tmp_path)

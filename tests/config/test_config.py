@@ -267,6 +267,15 @@ def test_errors_name_source_key_and_remedy(words: str, message: str) -> None:
     assert str(caught.value).startswith("command line")
 
 
+def test_a_folder_among_the_keys_is_refused_with_what_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    with pytest.raises(UserError, match=r"'images' is not of the form key=value\. Write data_folder=images$"):
+        read_command_line(["n_epochs=1", "images"])
+
+
 def test_of_a_key_given_twice_the_last_one_counts_with_a_note() -> None:
     config, notices = resolve([read_command_line(["batch_size=1", "seed=3", "batch_size=2"])])
     assert config.batch_size == 2 and config.seed == 3

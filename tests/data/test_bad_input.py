@@ -69,7 +69,7 @@ MANIFEST = {"version": 1, "classes": ["a"], "train": [ENTRY], "val": [ENTRY]}
     ("change", "named", "message"),
     [
         (lambda folder: shutil.rmtree(folder / "val_hkl"), "val_hkl", "there is no such folder"),
-        (shutil.rmtree, "set", "there is no such dataset folder"),
+        (shutil.rmtree, "set", "there is no such dataset folder. Set data_folder to a folder of images"),
         (hold_images, "train_hkl", "If data_folder holds images, convert them (lockstep convert IMAGES"),
         (truncate(HKL, 5000), HKL, "is not a whole .hkl"),
         (truncate(HKL, 0), HKL, "is not a whole .hkl"),

@@ -312,6 +312,10 @@ def test_the_command(program: Program, tmp_path: Path) -> None:
     assert again.returncode == 2 and again.stderr.startswith(f"lockstep: {out}: already exists")
     absent = command("--to", "torchvision", "--epoch", 4)
     assert absent.returncode == 2 and "has no checkpoint of epoch 4" in absent.stderr
+    (tmp_path / "file").touch()
+    unwritable = command("--to", "torchvision", "--out", tmp_path / "file" / "net.pth")
+    assert unwritable.returncode == 2 and "net.pth: can't be written: " in unwritable.stderr
+    assert len(unwritable.stderr.splitlines()) == 1
     other = command("--to", "torchvision", "--lib-conv", "cudnn")
     assert other.returncode == 2 and "--lib-conv cudnn is for --to theano_alexnet" in other.stderr
     back = program.run(

@@ -37,6 +37,16 @@ def test_training_names_every_command_of_lockstep() -> None:
     assert named and re.split(r", | and ", named[1]) == list(COMMANDS)
 
 
+def test_tests_that_documents_name_exist() -> None:
+    """Not those of the changelog and of the performance log, which tell what was."""
+    texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *DECISIONS.glob("*.md")]
+    named = {name for path in texts for name in re.findall(r"\btest_\w+(?:\.py)?", path.read_text())}
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    functions = {name for path in files for name in re.findall(r"\bdef (test_\w+)", path.read_text())}
+    assert len(named) > 100
+    assert sorted(named - functions - {path.name for path in files}) == []
+
+
 def test_every_decision_has_its_number_its_parts_and_at_most_25_lines() -> None:
     pages = {path: path.read_text() for path in DECISIONS.glob("*.md") if path.name != "README.md"}
     assert len(pages) >= 8
