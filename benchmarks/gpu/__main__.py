@@ -47,13 +47,13 @@ _REHEARSALS = Path(tempfile.gettempdir()) / "lockstep-rehearsal"
 
 def main(words: list[str]) -> int:
     arguments = _read_words(words)
-    until = time.monotonic() + (arguments.seconds or SECONDS * arguments.patience)
     folder = _folder_of(arguments)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-gpu-", ignore_cleanup_errors=True) as place:
         work = Path(place)
         environment = rehearsal.environment(work) if arguments.rehearse else dict(os.environ)
         os.environ["PATH"] = environment["PATH"]  # the rehearsal's nvidia-smi answers this process too
+        until = time.monotonic() + (arguments.seconds or SECONDS * arguments.patience)  # builds take minutes
         run = Run(folder, arguments.rehearse, f"-part{arguments.part}" if arguments.part else "")
         for section in _sections(arguments, work):
             run.keep(section.name, take(section, until, work, run, environment))

@@ -15,7 +15,7 @@ from benchmarks.gpu import rehearsal
 from benchmarks.gpu.lone import PlainTraining, compute_in
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.turns import Turn, take_turns
+from benchmarks.gpu.turns import Turn, take_turns, take_turns_kept
 from lockstep import flow
 from lockstep.flow import collectives, gpu
 from lockstep.flow.gpu import Cuda
@@ -32,7 +32,7 @@ def run(setting: Setting, work: Path, record: Record) -> None:
     with record.attempt("launches"):
         record.keep("us an operation", launches(place, 50 if setting.rehearsal else 2000))
     with record.attempt("steps"):
-        record.keep("steps", steps(setting, place))
+        record.keep("steps", steps(setting, place, record))
     with record.attempt("merging"):
         record.keep("merging", merging(setting))
     with record.attempt("devices"):
@@ -125,7 +125,7 @@ class Training:
         return Turn(lambda: None, self.step)
 
 
-def steps(setting: Setting, place: torch.device) -> dict[str, dict[str, float]]:
+def steps(setting: Setting, place: torch.device, record: Record) -> dict[str, dict[str, float]]:
     """A batch by eager torch, by flow on one device, and by two devices that share the card."""
     n = setting.batch_size
     images, labels = batch(setting, n)
@@ -137,13 +137,10 @@ def steps(setting: Setting, place: torch.device) -> dict[str, dict[str, float]]:
     }
     turns = {PLAIN: plain.turn(), **{name: training.turn() for name, training in ours.items()}}
     try:
-        timed = take_turns(turns, synchronize, setting)
+        return take_turns_kept(turns, synchronize, setting, record)
     finally:
         for training in ours.values():
             training.engine.close()
-    for figures in timed.values():
-        figures["images_per_second"] = n / figures["ms"] * 1e3
-    return timed
 
 
 def pair() -> list[int]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 LAST_LINES = 15
+BEGAN = "LOCKSTEP_SECTION_BEGAN"  # when a section was started, by time.monotonic(), which all processes share
 LOOK_SECONDS = 3.0
 KILL_SECONDS = 10.0  # a process stuck inside the driver may survive a kill
 
@@ -76,7 +77,7 @@ def run(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**_apart(environment), "LOCKSTEP_SECTION": mark},
+            env={**_apart(environment), "LOCKSTEP_SECTION": mark, BEGAN: str(begin)},
         )
         try:
             reason = _reason_of(_wait(process, seconds, lambda: watch(_so_far(record, begin))))

@@ -32,6 +32,7 @@ _CASES: dict[str, dict[str, Any]] = {
 _PHASE_STEPS = 60
 _PEER = "DataLoader, 12 workers, pin_memory"
 _PEER_WORKERS = 12
+_PEER_PREFETCHED = 2  # minibatches of each worker
 
 
 def run(setting: Setting, work: Path, record: Record) -> None:
@@ -58,11 +59,14 @@ def run(setting: Setting, work: Path, record: Record) -> None:
         turns[f"{name}: loader alone"] = _single_loader(trainer)
 
     def keep(so_far: dict[str, dict[str, float]]) -> None:
-        record.keep("turns", so_far)
+        record.keep("cases", {name: _rates(name, so_far, setting) for name in trainers})
 
     timed = take_turns(turns, first.synchronize, setting, keep)
-    cases = {name: _figures(name, timed, trainer, setting) for name, trainer in trainers.items()}
-    record.keep("cases", cases)
+    cases = {name: _rates(name, timed, setting) for name in trainers}
+    for name, trainer in trainers.items():
+        with record.attempt(f"phases of {name}"):
+            cases[name] |= _phases(trainer)
+            record.keep("cases", cases)
     rates = {name: cases[name]["loaded_images_per_second"] for name in cases}
     if len(rates) > 1:
         record.keep("faster", max(rates, key=lambda name: rates[name]))
@@ -71,22 +75,18 @@ def run(setting: Setting, work: Path, record: Record) -> None:
             trainer.close()
 
 
-def _figures(
-    name: str, timed: dict[str, dict[str, float]], trainer: LoneTrainer, setting: Setting
-) -> dict[str, Any]:
-    resident, loaded = timed[f"{name}: resident"], timed[f"{name}: loaded"]
-    phases = trainer.phases(trainer.loaded, _PHASE_STEPS)
-    return {
-        "resident": resident,
-        "loaded": loaded,
-        "loader alone": timed[f"{name}: loader alone"],
-        "phases_ms": phases,
-        "loaded_images_per_second": setting.batch_size / loaded["ms"] * 1e3,
-        "resident_images_per_second": setting.batch_size / resident["ms"] * 1e3,
-        "loader_images_per_second": setting.batch_size / timed[f"{name}: loader alone"]["ms"] * 1e3,
-        "share_of_resident": resident["ms"] / loaded["ms"],
-        "load_wait_share": phases["load-wait"] / sum(phases.values()),
+def _rates(name: str, timed: dict[str, dict[str, float]], setting: Setting) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        kind: timed[f"{name}: {kind}"] for kind in ("resident", "loaded", "loader alone")
     }
+    for kind, figures in list(found.items()):
+        found[f"{kind.split()[0]}_images_per_second"] = setting.batch_size / figures["ms"] * 1e3
+    return {**found, "share_of_resident": found["resident"]["ms"] / found["loaded"]["ms"]}
+
+
+def _phases(trainer: LoneTrainer) -> dict[str, Any]:
+    phases = trainer.phases(trainer.loaded, _PHASE_STEPS)
+    return {"phases_ms": phases, "load_wait_share": phases["load-wait"] / sum(phases.values())}
 
 
 def _single_loader(trainer: LoneTrainer) -> Turn:
@@ -144,26 +144,31 @@ class _Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
 
 def _peer(setting: Setting, folder: Path) -> float:
-    """Images/s of a DataLoader with workers and pin_memory, with the copy to the device and nothing else."""
+    """Images/s of a DataLoader with workers and pin_memory, with the copy to the device and nothing else.
+
+    The clock starts behind the minibatches that workers have ready by the time the first one arrives.
+    """
     on_gpu = torch.cuda.is_available()
+    n_workers = 2 if setting.rehearsal else _PEER_WORKERS
     loader = torch.utils.data.DataLoader(
         _Pictures(setting, folder),
         setting.batch_size,
         shuffle=True,
         drop_last=True,
-        num_workers=2 if setting.rehearsal else _PEER_WORKERS,
+        num_workers=n_workers,
+        prefetch_factor=_PEER_PREFETCHED,
         pin_memory=on_gpu,
         multiprocessing_context="spawn",  # this process has CUDA
     )
-    n_batches, begin = 0, 0.0
-    for images, _ in loader:
-        if not n_batches:
-            begin = time.perf_counter()  # the first one has its workers' start in it
+    n_ready, n_timed, begin = n_workers * _PEER_PREFETCHED, 0, 0.0
+    for number, (images, _) in enumerate(loader):
         images.to("cuda:0" if on_gpu else "cpu", non_blocking=True)
-        n_batches += 1
+        n_timed = number - n_ready
+        if not n_timed:
+            begin = time.perf_counter()
     if on_gpu:
         torch.cuda.synchronize()
-    return (n_batches - 1) * setting.batch_size / (time.perf_counter() - begin)
+    return n_timed * setting.batch_size / (time.perf_counter() - begin)
 
 
 def _copies(first: LoneTrainer, setting: Setting) -> dict[str, float]:

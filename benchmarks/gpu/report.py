@@ -166,7 +166,8 @@ def _loading(figures: Figures) -> Iterator[str]:
             resident, loaded, loader = (
                 f"{case[f'{kind}_images_per_second']:,.0f}" for kind in ("resident", "loaded", "loader")
             )
-            shares = f"{case['share_of_resident']:.1%}", f"{case['load_wait_share']:.2%}"
+            wait = f"{case['load_wait_share']:.2%}" if "load_wait_share" in case else ""
+            shares = f"{case['share_of_resident']:.1%}", wait
             rows.append((name, resident, loaded, *shares, loader))
         yield table("Images/s from files by a loader process, beside a resident batch", rows)
     if "peer" in figures:

@@ -36,7 +36,7 @@ _FIRST = (
         "-k",
         f"not ({_ALONE})",
     ),
-    ("kernels/test_gpu.py", "-k", "augments or (trains_as_cpus and 16)"),
+    ("kernels/test_gpu.py", "-k", "augments or (trains_as_cpus and batch_size)"),
 )
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from simulated import Simulation
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import harness, lone, machine, report, roofline, table1, tests, turns
+from benchmarks.gpu import harness, loading, lone, machine, report, roofline, table1, tests, turns
 from benchmarks.gpu.harness import Outcome, Section
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.section import NAMES, PARTS
@@ -189,6 +190,24 @@ def test_a_section_that_hangs_is_ended_with_all_that_it_started(
     wait_until(lambda: not Path(f"/proc/{pid}/cmdline").exists(), "its child to be gone", 5)
 
 
+# Its imports take longer than the traceback comes before the end.
+HANG_LATE = """
+import sys, time, types
+time.sleep(4)
+from benchmarks.gpu import section
+sys.modules["benchmarks.gpu.flow"] = types.SimpleNamespace(run=lambda *_: time.sleep(999))
+sys.exit(section.main("flow", ".", "real", *sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_section_that_hangs_says_where(tmp_path: Path) -> None:
+    section = Section("hangs", (sys.executable, "-c", HANG_LATE), limit(15), 0.0)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    outcome = harness.run(section, section.limit, tmp_path, tmp_path / "log", environment)
+    assert outcome.status == "failed" and any("in main" in line for line in outcome.last_lines)
+
+
 def test_figures_are_on_disk_while_their_section_runs(tmp_path: Path) -> None:
     """The whole call may be killed, by a limit of its own: what was measured till then is kept."""
     seen = []
@@ -283,6 +302,33 @@ def test_turns_keep_what_they_have_after_each_round() -> None:
     assert seen[0].keys() == {"one", "two"} and seen[0]["one"]["ms"] > 0
 
 
+def test_rates_of_loading_are_kept_and_reported_before_its_phases() -> None:
+    """A section that its limit ends has rates of all cases: in its record, and in the tables."""
+    timed = {"ms": 4.0}
+    kinds = {f"a case: {kind}": timed for kind in ("resident", "loaded", "loader alone")}
+    case = loading._rates("a case", {**kinds, "a case: loaded": {"ms": 8.0}}, REHEARSAL)
+    assert case["share_of_resident"] == 0.5
+    (table,) = report._TABLES["loading"]({"cases": {"a case": case}})
+    assert "| a case | 2,000 | 1,000 | 50.0% |  | 2,000 |" in table
+    targets = report.targets({"loading": {"figures": {"cases": {"a case": case}}}})
+    assert [target["met"] for target in targets] == [None, None, False, None]
+
+
+def test_a_dataloaders_rate_leaves_out_what_was_ready_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def batches(*_: object, **keys: Any) -> Iterator[tuple[torch.Tensor, int]]:
+        """Some minibatches are ready at once; each further one takes a second."""
+        for number in range(3 * keys["num_workers"] * keys["prefetch_factor"]):
+            clock[0] += number >= keys["num_workers"] * keys["prefetch_factor"]
+            yield torch.zeros(1), 0
+
+    monkeypatch.setattr(torch.utils.data, "DataLoader", batches)
+    monkeypatch.setattr(loading, "_Pictures", lambda *_: None)
+    monkeypatch.setattr(loading, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    assert loading._peer(REHEARSAL, Path()) == REHEARSAL.batch_size
+
+
 def test_the_update_stage_has_the_whole_update_in_bf16(shared_folder: Path) -> None:
     """There the weights are stepped by what follows torch's optimizer, not by that."""
     keys = {"precision": "bf16", "para_load": False, "data_folder": str(shared_folder), "print_freq": NEVER}
@@ -328,12 +374,22 @@ def test_tests_of_all_memory_in_use_run_alone(tmp_path: Path, monkeypatch: pytes
         asked = words[words.index("-k") + 1] if "-k" in words else ""
         everything = "exchange/test_conformance.py" in words or "kernels/test_gpu.py" in words
         if everything and "-n" in words:
-            assert "not (memory_comes_back or nothing_leaks)" in asked or "trains_as_cpus and 16" in asked
+            is_chosen = "trains_as_cpus and batch_size" in asked
+            assert is_chosen or "not (memory_comes_back or nothing_leaks)" in asked
     single = [words for words in commands if "-n" not in words and tests._ALONE in words]
     assert [words[:2] for words in single] == [["kernels/test_gpu.py", "exchange/test_conformance.py"]]
     assert any("flow/test_flow_cuda.py" in words for words in commands)
     named = {word for words in commands for word in words if word.endswith(".py")}
     assert all((ROOT / "tests" / name).exists() for name in named)
+
+
+@pytest.mark.slow
+def test_the_first_tests_have_one_whole_training_run() -> None:
+    """The others take longer than the section has."""
+    file, *expression = tests._FIRST[1]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", f"tests/{file}"]
+    done = subprocess.run([*command, *expression], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.count("test_a_gpu_trains_as_cpus_do") == 1, done.stdout + done.stderr
 
 
 def test_targets_are_met_missed_or_not_measured() -> None:
