@@ -60,6 +60,22 @@ def test_a_run_that_is_resized_ends_with_the_bits_of_the_unbroken_one(program: P
     assert not (running.run_folder / REQUEST).exists()
 
 
+@pytest.mark.slow
+def test_a_run_that_has_shrunk_grows_back(program: Program) -> None:
+    """After the loss of a trainer a request adds one; the run ends with the bits of the unbroken one."""
+    words = (*WORDS, "n_epochs=60", "on_failure=shrink")
+    running = program.start(*words, name="shrunk", devices="[cpu, cpu]")
+    running.wait_for_text("epoch 1 step 2/")
+    os.kill(running.pids()["trainer 1"], signal.SIGKILL)
+    running.wait_for_text(" with 1 trainer(s) in ")
+    done = command(running, "+1")
+    assert done.returncode == 0 and done.stdout.startswith("resized: 2 trainer(s) on cpu, cpu"), done.stderr
+    assert running.wait() == 0, running.output()
+    unbroken = program.run(*WORDS, "n_epochs=60", name="unbroken", devices="[cpu]")
+    assert_same(tensors(running, 60), tensors(unbroken, 60))
+    running.assert_nothing_left()
+
+
 def test_what_cannot_be_carried_out_is_refused_and_the_run_trains_on(program: Program) -> None:
     running = program.start(*WORDS, "n_epochs=100000", devices="[cpu, cpu]")
     running.wait_for_text("epoch 1 step 2/")
