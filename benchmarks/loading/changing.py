@@ -59,8 +59,9 @@ def bare_loop(size: int) -> Callable[[], object]:
 def loading(folder: Path, **values: object) -> Callable[[], object]:
     """Return a function that fills a slot from the page cache as a loader of CPUs does."""
     config = configure(data_folder=str(folder), **values)
-    ring = HostRing(RingShape(1, BATCH, (224, 224), "float32", (224, 224)))
-    filler = HostFiller(Reader(config, open_dataset(config), 224, lambda text: None), ring.block, ring.shape)
+    size = 224, 224
+    ring = HostRing(RingShape(1, BATCH, size, "float32", size))
+    filler = HostFiller(Reader(config, open_dataset(config), size, lambda text: None), ring.block, ring.shape)
     return lambda: filler.fill(0, Order("train", 1, 1, 0, BATCH, 0, BATCH))
 
 

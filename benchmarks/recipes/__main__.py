@@ -1,18 +1,20 @@
-"""The recipe of config_small_images.yaml beside the same one in plain PyTorch, on Fashion-MNIST.
+"""The recipe of config_small_images.yaml beside the same one in plain PyTorch and by timm, on Fashion-MNIST.
 
     python preprocessing/make_fashion_mnist.py data/fashion_png --border 2
     python preprocessing/make_hkl.py data/fashion_png data/fashion32 --size 32
     python -m benchmarks.recipes       three seeds of 8 epochs each, then 24 epochs of Lockstep with one
     python -m benchmarks.recipes --seeds 1 --epochs 2 --long 0 --out trial
 
-Both train in turns, each in its own processes: Lockstep with two trainers and two loaders, the plain loop
-with two threads and two workers of its DataLoader. Then Lockstep trains on a copy of the dataset with 1 % of
+They train in turns, each in its own processes: Lockstep with two trainers and two loaders, the others with
+two threads and two workers of their DataLoader. timm's train.py is not part of its package, so a loop of its
+parts stands for it, where timm is installed. Then Lockstep trains on a copy of the dataset with 1 % of
 three classes, without and with weights and sampler. The results go to docs/results/recipes.md, with a chart.
 A journal beside them resumes an interrupted run: it takes hours on two cores.
 """
 
 import argparse
 import dataclasses
+import importlib
 import json
 import statistics
 import subprocess
@@ -28,7 +30,8 @@ from benchmarks.recipes.imbalanced import RARE, answers_of, f1_of, thin_out
 from lockstep.config import Config, Layer, resolve
 from lockstep.data.dataset import open_dataset
 
-PROGRAMS = ("Lockstep, 2 trainers", "plain PyTorch")
+OURS = "Lockstep, 2 trainers"
+PEERS = {"plain PyTorch": "benchmarks.recipes.plain", "timm's parts": "benchmarks.recipes.by_timm"}
 REMEDIES: dict[str, dict[str, str]] = {
     "none": {},
     "class_weights: balanced": {"class_weights": "balanced"},
@@ -54,23 +57,32 @@ def ours(options: argparse.Namespace, place: Path, n_epochs: int, seed: int, **k
     return [{**{name: each[name] for name in names}, "seconds": each["time"] - begin} for each in validated]
 
 
-def plain(options: argparse.Namespace, n_epochs: int, seed: int) -> Curve:
-    """Train by the plain loop, and return its validations."""
+def by_peer(module: str, options: argparse.Namespace, n_epochs: int, seed: int) -> Curve:
+    """Train by a peer's loop, and return its validations."""
     words = [str(options.images), str(n_epochs), str(seed)]
-    command = [sys.executable, "-m", "benchmarks.recipes.plain", *words]
+    command = [sys.executable, "-m", module, *words]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def programs() -> list[str]:
+    """Return the programs that can train here: without timm where it or its torchvision can't be imported."""
+    try:
+        importlib.import_module("timm")
+    except Exception:  # not installed, or built for another torch
+        return [OURS, "plain PyTorch"]
+    return [OURS, *PEERS]
+
+
 def learn_all(options: argparse.Namespace, journal: Journal, place: Path) -> dict[str, list[Curve]]:
-    """Return the curves of both programs for all seeds, in turns, then Lockstep's of the long run."""
-    curves: dict[str, list[Curve]] = {program: [] for program in PROGRAMS}
-    runs = [(program, options.epochs, seed) for seed in range(options.seeds) for program in PROGRAMS]
-    for program, n_epochs, seed in [*runs, *([(PROGRAMS[0], options.long, 0)] if options.long else [])]:
+    """Return the curves of all programs for all seeds, in turns, then Lockstep's of the long run."""
+    curves: dict[str, list[Curve]] = {program: [] for program in programs()}
+    runs = [(program, options.epochs, seed) for seed in range(options.seeds) for program in curves]
+    for program, n_epochs, seed in [*runs, *([(OURS, options.long, 0)] if options.long else [])]:
 
         def measure(program: str = program, n_epochs: int = n_epochs, seed: int = seed) -> Curve:
-            if program == PROGRAMS[1]:
-                return plain(options, n_epochs, seed)
+            if program in PEERS:
+                return by_peer(PEERS[program], options, n_epochs, seed)
             return ours(options, place / f"balanced{n_epochs}_{seed}", n_epochs, seed)
 
         curves[program].append(journal.once([program, n_epochs, seed], measure))
@@ -124,24 +136,31 @@ def row_of(program: str, curves: list[Curve], long: list[Curve]) -> tuple[str, .
     return program, accuracy, ", ".join(f"{each:.0f}" for each in seconds), times, last
 
 
+def comparison(program: str, mine: list[float], theirs: list[float], library: str) -> str:
+    """Return a sentence on Lockstep's accuracies less a peer's."""
+    difference = statistics.mean(mine) - statistics.mean(theirs)
+    error = (standard_error(mine) ** 2 + standard_error(theirs) ** 2) ** 0.5
+    return (
+        f"Lockstep's less that of {program} (with {library}): {difference:+.2f}, with a standard error of "
+        f"{error:.2f}."
+    )
+
+
 def accuracy_section(
     options: argparse.Namespace, curves: dict[str, list[Curve]]
 ) -> tuple[str, dict[str, Any]]:
-    """Return the table of both programs and the comparison with the targets."""
+    """Return the table of the programs and the comparison with the targets."""
     long_head = f"{options.long} epochs, top-1 in %" if options.long else "longer"
     head = "program", "top-1 in %", "seconds, by seed", f"seconds to {ACCURACY} %, by seed", long_head
     short = {program: every[: options.seeds] for program, every in curves.items()}
     rows = [row_of(program, short[program], every[options.seeds :]) for program, every in curves.items()]
-    mine, theirs = (accuracies(short[program]) for program in PROGRAMS)
-    difference = statistics.mean(mine) - statistics.mean(theirs)
-    error = (standard_error(mine) ** 2 + standard_error(theirs) ** 2) ** 0.5
-    lines = [
-        f"Accuracy: {verdict(statistics.mean(mine), ACCURACY)}. Lockstep's less the plain loop's: "
-        f"{difference:+.2f}, with a standard error of {error:.2f}.",
-        f"The plain loop's crops and mirrors are those of {short[PROGRAMS[1]][0][0]['library']}.",
-    ]
+    mine = accuracies(short.pop(OURS))
+    lines = [f"Accuracy: {verdict(statistics.mean(mine), ACCURACY)}."]
+    lines += [f"{each}: not compared, because timm can't be imported." for each in PEERS if each not in short]
+    for program, every in short.items():
+        lines.append(comparison(program, mine, accuracies(every), str(every[0][0]["library"])))
     if options.long:
-        reached = accuracies(curves[PROGRAMS[0]])[-1]
+        reached = accuracies(curves[OURS])[-1]
         lines.append(f"{options.long} epochs: {verdict(reached, LONG_ACCURACY)}.")
     title = f"Fashion-MNIST, ResNet-20, {options.epochs} epochs, seeds 0 to {options.seeds - 1}"
     chart = ["", "![Accuracy by time](recipes.png)", ""]
@@ -161,7 +180,7 @@ def imbalanced_section(
 
 
 def draw(curves: dict[str, list[Curve]], path: Path) -> None:
-    """Draw the accuracy by time of the runs that both programs have taken in turns."""
+    """Draw the accuracy by time of the runs that the programs have taken in turns."""
     n_seeds = min(map(len, curves.values()))
     figure = Figure((7, 4))
     axes = figure.add_subplot(xlabel="seconds of training", ylabel="top-1 on validation images, %")
@@ -182,7 +201,7 @@ def read_command_line() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of both programs (3)")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each program (3)")
     parser.add_argument("--epochs", type=int, default=8, help="epochs of each (8)")
     parser.add_argument("--long", type=int, default=24, help="epochs of one more run; 0: none (24)")
     parser.add_argument("--data", type=Path, default=Path("data/fashion32"), help="the dataset folder")

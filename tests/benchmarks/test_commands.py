@@ -3,12 +3,15 @@
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
 from limits import limit
 
 from benchmarks.__main__ import BENCHMARKS
+from benchmarks.loading import changing
+from benchmarks.loading.augmenting import make_folder
 
 AREAS = ("exchange", "flow", "gpu", "hosts", "peers", "recipes", "synk")  # python -m benchmarks.<area>
 PROGRAMS = ("drift", "rules", "simulate", "kernels.changes")
@@ -25,3 +28,10 @@ def test_an_unknown_benchmark_is_refused_with_the_names_of_all() -> None:
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
     assert refused.returncode == 2 and "unknown benchmark: nothing. Choose from" in refused.stderr
     assert all(name in refused.stderr for name in BENCHMARKS)
+
+
+def test_changing_measures_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of 2: the loader makes images of the network's size."""
+    monkeypatch.setattr(changing, "BATCH", 2)
+    make_folder(tmp_path / "set", batch=2)
+    changing.loading(tmp_path / "set", crop="random_resized")()

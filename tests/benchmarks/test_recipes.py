@@ -1,12 +1,18 @@
 """The parts of `python -m benchmarks.recipes`: the imbalanced set, F1, and the plain loop's recipe."""
 
+import json
 import random
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from conftest import ROOT, make_config, make_folder
+from limits import limit
 from PIL import Image
 from sklearn.metrics import f1_score
 
@@ -43,6 +49,36 @@ def test_the_plain_loop_has_the_keys_of_the_configuration() -> None:
     assert keys["crop"] == "padded" and keys["rand_mirror"] and keys["lr_policy"] == "cosine"
     rates = [plain.rate_at(progress, 8) for progress in (0, 0.5, 1, 4.5, 8)]
     assert rates == pytest.approx([0.01, 0.055, 0.1, 0.05, 0])
+
+
+def test_timms_schedule_is_that_of_the_plain_loop(torchvision: Any) -> None:
+    pytest.importorskip("timm")
+    from benchmarks.recipes.by_timm import schedule_of
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], plain.RATE)
+    schedule, rates = schedule_of(optimizer, 8, 20), []
+    for step in range(160):
+        schedule.step_update(step)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([plain.rate_at(step / 20, 8) for step in range(160)])
+
+
+def test_timms_loop_trains_on_few_images(torchvision: Any, tmp_path: Path) -> None:
+    """Three classes that differ in brightness; timm drops the images that do not fill a batch."""
+    pytest.importorskip("timm")
+    noise = np.random.default_rng(0).integers(0, 100, (110, 32, 32, 3))
+    for label in range(3):
+        for number, pixels in enumerate((noise + 60 * label).astype(np.uint8)):
+            folder = tmp_path / ("train" if number < 100 else "val") / f"class{label}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(folder / f"{number}.png")
+    command = [sys.executable, "-m", "benchmarks.recipes.by_timm", str(tmp_path), "3", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit(60), cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["epoch"] for line in lines] == [1, 2, 3]
+    assert all(0 <= line["error_top1"] <= 1 for line in lines)
+    assert lines[0]["library"].startswith("timm ")
 
 
 def test_pillows_crops_are_those_of_the_padded_image() -> None:

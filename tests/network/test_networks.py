@@ -202,7 +202,7 @@ def test_the_launcher_imports_nothing_for_it() -> None:
 def test_torchvisions_networks_by_name(torchvision: Any) -> None:
     model, input_spec = build("torchvision:resnet18", model_args={"zero_init_residual": True})
     assert model.fc.out_features == 7 and model.layer1[0].bn2.weight.eq(0).all()
-    assert input_spec.size == 224 and input_spec.mean == pytest.approx((123.675, 116.28, 103.53))
+    assert input_spec.size == (224, 224) and input_spec.mean == pytest.approx((123.675, 116.28, 103.53))
     assert input_spec.scale == pytest.approx((1 / 58.395, 1 / 57.12, 1 / 57.375))
     with pytest.raises(UserError, match=r"torchvision has no resnet19 \(did you mean 'resnet1"):
         build("torchvision:resnet19")
@@ -213,7 +213,7 @@ def test_torchvisions_networks_by_name(torchvision: Any) -> None:
 def test_timms_networks_by_name(timm: Any) -> None:
     model, input_spec = build("timm:resnet10t", input_size=64)
     assert model.get_classifier().out_features == 7
-    assert input_spec.size == 64 and input_spec.mean == pytest.approx((123.675, 116.28, 103.53))
+    assert input_spec.size == (64, 64) and input_spec.mean == pytest.approx((123.675, 116.28, 103.53))
     with pytest.raises(UserError, match=r"timm has no convnext_tinny \(did you mean 'convnext_tiny"):
         build("timm:convnext_tinny")
 
