@@ -17,7 +17,7 @@ from benchmarks.flow import steps as flow
 from benchmarks.hosts import sums
 from benchmarks.loading import augmenting, changing, decoding, reading
 from benchmarks.measure import write_results
-from benchmarks.step import factors, rule_steps, safeguards, saving, starting, stepping, updating
+from benchmarks.step import factors, recomputing, rule_steps, safeguards, saving, starting, stepping, updating
 
 BENCHMARKS = {
     "exchange": all_reduce.run,
@@ -30,6 +30,7 @@ BENCHMARKS = {
     "decoding": decoding.run,
     "starting": starting.run,
     "stepping": stepping.run,
+    "recomputing": recomputing.run,
     "safeguards": safeguards.costs,
     "resizing": safeguards.pauses,
     "saving": saving.run,
