@@ -233,8 +233,7 @@ def stored(tensor: torch.Tensor, device: Device, name: str = "") -> Storage:
     """
     if tensor.is_meta:
         raise UserError(
-            f"{placement.user_line()}: a tensor on the meta device has no values: if torch.func made it "
-            "(jvp, jacfwd, hessian), call that inside `with flow.device`"
+            f"{placement.user_line()}: a tensor on the meta device has no values: make it on the CPU"
         )
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         copy = _copy(private.plainly(tensor.detach), private.plainly)

@@ -562,7 +562,7 @@ def test_lists_of_arrays_are_numbers(devices: list[Cpu]) -> None:
     assert made.tolist() == [[1.5, 2.5], [2.5, 1.5]] and made.dtype is torch.float64
 
 
-def test_second_derivatives_inside_a_device(devices: list[Cpu]) -> None:
+def test_second_derivatives_inside_and_outside_of_a_device(devices: list[Cpu]) -> None:
     def cubes(x: torch.Tensor) -> torch.Tensor:
         return (x**3).sum()
 
@@ -572,8 +572,13 @@ def test_second_derivatives_inside_a_device(devices: list[Cpu]) -> None:
         slope = torch.func.jvp(cubes, (flow.array(x),), (flow.ones((2,)),))[1]
     assert_same(found, torch.func.hessian(cubes)(x))
     assert slope.item() == 15
-    with pytest.raises(UserError, match="call that inside"):
-        torch.func.hessian(cubes)(flow.array(x))
+    assert_same(torch.func.hessian(cubes)(flow.array(x)), torch.func.hessian(cubes)(x))
+    matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]])  # a function whose derivatives need views and products
+    outer = [
+        torch.func.hessian(lambda a, m=m: (torch.sin(m @ a) * a[0]).sum())
+        for m in (matrix, flow.array(matrix))
+    ]
+    assert_same(outer[1](flow.array(x)), outer[0](x))
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
