@@ -21,7 +21,7 @@ from lockstep.data.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
 from lockstep.launch.own_images import with_converted_images
 from lockstep.signals import Interrupts
-from preprocessing import converting, make_hkl, own_images, tasks
+from preprocessing import bars, converting, make_hkl, own_images, tasks
 from preprocessing.build import unfinished
 from preprocessing.caffe_lists import read_list, read_names
 from preprocessing.journal import Journal
@@ -436,8 +436,9 @@ def test_a_line_break_in_a_name_moves_no_line_of_a_list(name: str, source: Path,
 
 
 def test_a_log_of_a_conversion_has_no_bar(
-    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bars, "_RARELY", 3600)  # a slow machine takes more than a minute
     (source / "dog" / "bad.png").write_text("")
     assert make_hkl.main([str(source), str(tmp_path / "made"), "--size", "36"]) == 0
     output = capfd.readouterr()
