@@ -13,7 +13,8 @@ from typing import Any
 
 import cloudpickle
 
-_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "pytensor", "lockstep"}
+# pytest's rewritten asserts refer to _pytest, which refers to all modules of the tests.
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "pytensor", "lockstep", "_pytest"}
 _CONTAINERS = ("builtins", "collections", "functools")  # their objects may hold those of a user
 
 _GLOBALS, _IMPORTS = ("LOAD_GLOBAL", "LOAD_NAME"), ("IMPORT_NAME",)

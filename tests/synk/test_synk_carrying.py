@@ -267,3 +267,15 @@ def test_each_rank_has_its_own_copy_of_an_array_in_a_closure() -> None:
         synk.distribute()
         f(np.ones(8))
         assert f(np.ones(8)).tolist() == [4.0] * 12
+
+
+def test_an_assert_that_pytest_rewrote_is_no_state_of_an_imported_module() -> None:
+    """_pytest refers to the test modules, and this one imports own_networks, which has a network."""
+
+    def checked(x: torch.Tensor) -> torch.Tensor:
+        assert all(row >= 0 for row in x), "an assert with a call"
+        return x.sum()
+
+    f = synk.function(checked, "sum")
+    synk.distribute()
+    assert f(np.ones(4)) == 4
