@@ -61,13 +61,23 @@ def build_model(config: Config, n_classes: int, loaded: Collection[str] = ()) ->
     except Exception as error:  # the user's code, or arguments that a library rejects
         raise UserError(
             f"model {config.model}: can't be made for {n_classes} classes with model_args "
-            f"{config.model_args}: {type(error).__name__}: {error}"
+            f"{config.model_args}: {type(error).__name__}: {error}{_advice(error)}"
         ) from error
     if not isinstance(model, nn.Module):
         raise UserError(f"model {config.model}: must make a torch.nn.Module, not {type(model).__name__}")
     _try_out(model, config, n_classes)
     # The images are channels last too, which is faster on tensor cores.
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def _advice(error: Exception) -> str:
+    """Return what to do about an error of a library, or no text."""
+    if "torchvision::" in str(error):  # its compiled operators could not be loaded
+        return (
+            ". torchvision has another build than torch: install both with the same --index-url "
+            '(docs/install.md, "More packages").'
+        )
+    return ""
 
 
 def input_spec_of(model: nn.Module, config: Config) -> InputSpec:

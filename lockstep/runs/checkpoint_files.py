@@ -76,7 +76,7 @@ def find_checkpoint(folder: Path, load_epoch: int | str) -> tuple[Checkpoint, li
             return verify_checksum(path), notes
         except UserError as error:
             notes.append(f"passing over a checkpoint: {error}")
-    raise UserError("; ".join([f"{folder}: has no whole checkpoint to resume from", *notes]))
+    raise UserError("; ".join([f"{folder}: has no whole checkpoint", *notes]))
 
 
 def check_epoch(epoch: object) -> None:

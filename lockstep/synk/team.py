@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 from lockstep.comm.group import Group, World
-from lockstep.errors import PeerProblem, UserError
+from lockstep.errors import DeadlinePassed, PeerProblem, UserError
 from lockstep.memory.host import HostMemory
 from lockstep.memory.malloc import keep_small_freed_memory
 from lockstep.synk.commands import (
@@ -394,7 +394,8 @@ class Team:
             how = worker.describe_end(2)
             code = worker.process.poll()
             if code is None:
-                how = str(error)
+                is_silent = isinstance(error, DeadlinePassed)
+                how = f"does not answer (this process {error})" if is_silent else str(error)
             number = -code if code is not None and code < 0 else None
             self._lost = RankLost(worker.rank, worker.process.pid, how, number, worker.doing)
             self._kill()

@@ -199,6 +199,17 @@ def test_the_launcher_imports_nothing_for_it() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_torchvision_of_another_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torchvision.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')"  # as with CUDA's beside a CPU torch
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [each for each in sys.modules if each.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UserError, match="torchvision has another build than torch: install both"):
+        build("torchvision:resnet18")
+
+
 def test_torchvisions_networks_by_name(torchvision: Any) -> None:
     model, input_spec = build("torchvision:resnet18", model_args={"zero_init_residual": True})
     assert model.fc.out_features == 7 and model.layer1[0].bn2.weight.eq(0).all()
