@@ -276,6 +276,7 @@ def test_an_assert_that_pytest_rewrote_is_no_state_of_an_imported_module() -> No
         assert all(row >= 0 for row in x), "an assert with a call"
         return x.sum()
 
-    f = synk.function(checked, "sum")
-    synk.distribute()
-    assert f(np.ones(4)) == 4
+    with team(2):
+        f = synk.function(checked, "sum")
+        synk.distribute()
+        assert f(np.ones(4)) == 4
