@@ -5,6 +5,7 @@ labels, and the checkpoint, itself.
 """
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,3 +57,7 @@ class RunPlan:
     retains: bool = False
     retained: Retained | None = None
     failure_rate: FailureRate = FailureRate()
+
+    def retained_names(self) -> Collection[str]:
+        """Return the names of the tensors in the memory checkpoint; none without it."""
+        return self.retained.tensors() if self.retained else ()
