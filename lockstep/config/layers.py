@@ -8,6 +8,7 @@ file is ever executed.
 import dataclasses
 import functools
 import math
+import os
 import typing
 from collections import Counter
 from collections.abc import Hashable, Mapping
@@ -144,7 +145,7 @@ def read_command_line(arguments: list[str]) -> Layer:
         if argument.startswith("-"):
             raise UserError(f"{COMMAND_LINE}: unknown option {key}{_as_key(key, text)}")
         if not equals or not key:
-            remedy = f". Write data_folder={argument}" if Path(argument).is_dir() else ""
+            remedy = f". Write data_folder={argument}" if os.path.isdir(argument) else ""
             raise UserError(f"{COMMAND_LINE}: {argument!r} is not of the form key=value{remedy}")
         if key in values:
             notices.append(f"{COMMAND_LINE}: {key} is given twice: the last one counts, {argument}")
