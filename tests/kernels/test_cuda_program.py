@@ -209,9 +209,7 @@ def test_sgd_in_our_kernel_is_that_of_cpus_to_rounding(
 ) -> None:
     """The kernel computes as torch does on GPUs, whose last bits differ from those of CPUs."""
     ours, theirs = _on_both(program, simulation.environment(), devices, "precision=bf16")
-    # Without instructions for bfloat16, the last bits of one pass become some bfloat16 roundings of the next.
-    has_instructions = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
-    _assert_close(ours, theirs, 1e-5 if has_instructions else 1e-3)
+    _assert_close(ours, theirs, 1e-5)
 
 
 @pytest.mark.slow
