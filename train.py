@@ -39,12 +39,12 @@ from lockstep.data.dataset import Dataset
 from lockstep.errors import PeerProblem, UserError
 from lockstep.launch import commandline
 from lockstep.launch.checks import open_all
+from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import Console, announce, show
-from lockstep.launch.exit_status import ExitStatus
 from lockstep.launch.hosting import SingleHost, leave, with_hosts
 from lockstep.launch.processes import Processes, connect_all
+from lockstep.launch.programs import live_report, write_report
 from lockstep.launch.recovery import Attempt, Context, Failures, Recovery, orders_of, worlds_of
-from lockstep.launch.reporting import live_report, write_report
 from lockstep.launch.status import begin_trace
 from lockstep.runs import versions
 from lockstep.runs.folder import RunFolder, keep_settings

@@ -8,14 +8,7 @@ from lockstep.comm.group import Group, World
 from lockstep.comm.messages import Order, Started
 from lockstep.comm.pipes import Pipe
 from lockstep.data.dataset import open_dataset
-from lockstep.launch.balancing import Balancer
-from lockstep.launch.coordinator import Coordinator, StepReport
-from lockstep.launch.postmortem import Losses
-from lockstep.launch.progress import ProgressReporter, warnings_of
-from lockstep.launch.saving import Saver, wants_disk
 from lockstep.launch.status import StatusBoard
-from lockstep.launch.trainer_setup import computing, open_exchange
-from lockstep.launch.validation import Validator
 from lockstep.loading.feed import open_feed
 from lockstep.loading.orders import Orders
 from lockstep.network.program import Program
@@ -25,6 +18,13 @@ from lockstep.optim.schedules import learning_rate
 from lockstep.pretrained.initial_state import InitialState, begin
 from lockstep.runs.metrics import error_of
 from lockstep.runs.plan import RunPlan
+from lockstep.trainer.balancing import Balancer
+from lockstep.trainer.coordinator import Coordinator, StepReport
+from lockstep.trainer.postmortem import Losses
+from lockstep.trainer.progress import ProgressReporter, warnings_of
+from lockstep.trainer.saving import Saver, wants_disk
+from lockstep.trainer.setup import computing, open_exchange
+from lockstep.trainer.validation import Validator
 
 
 def run_trainer(

@@ -36,10 +36,9 @@ from lockstep.errors import UserError
 from lockstep.evaluate.data import open_data
 from lockstep.evaluate.evaluation import Evaluation, LabelEvaluation
 from lockstep.evaluate.files import write_csv, write_json
+from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import show
-from lockstep.launch.exit_status import ExitStatus
 from lockstep.launch.processes import Processes
-from lockstep.launch.validation import FEW_CLASSES
 from lockstep.loading.reader import N_VIEWS
 from lockstep.runs import checkpoint_files
 from lockstep.runs.folder import notes_on_dataset
@@ -49,6 +48,7 @@ from lockstep.runs.network_source import check_importable
 from lockstep.runs.plan import RunPlan
 from lockstep.runs.state import Checkpoint
 from lockstep.text import handle_closed_pipe
+from lockstep.trainer.validation import FEW_CLASSES
 
 N_WORST = 10  # classes to list
 

@@ -263,7 +263,7 @@ def run_replayer(
     steps: tuple[int, ...],
 ) -> bool:
     """Run the process of one trainer of a replay. Return False: it was not stopped early."""
-    from lockstep.launch.trainer_setup import computing
+    from lockstep.trainer.setup import computing
     from lockstep.verify.state_sender import StateSender
     from train_funcs import Trainer
 

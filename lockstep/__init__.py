@@ -24,6 +24,7 @@ The list goes from the lowest package to the highest. A package imports only tho
     flow/         dataflow: torch operations that run when their inputs are ready
     hosts/        several hosts: rendezvous, agreement, exchange and heartbeats
     launch/       starting, watching and ending processes; the console; the command line
+    trainer/      what a trainer does besides computing: agreeing, saving, validating, reporting
     synk/         functions over data on several processes: Synkhronos's programming interface
     verify/       checks of a run against its receipts
     evaluate/     validation without training

@@ -1,10 +1,10 @@
 """Handling of Ctrl-C, SIGTERM and SIGHUP in a launcher, from its first import to its last line.
 
 A signal within a training step is recorded here. `Processes.watch` (launch/processes.py) then sends the
-trainers `Stop`. They agree on it at the step's barrier (`Coordinator.outcome`, launch/coordinator.py), finish
-the step and save (`Trainer.run`, train_funcs.py), and the launcher exits with 130 or 143. A second signal, or
-one before the first step, ends all at once. A child that gets SIGTERM passes it on to the launcher
-(launch/child.py).
+trainers `Stop`. They agree on it at the step's barrier (`Coordinator.outcome`, trainer/coordinator.py),
+finish the step and save (`Trainer.run`, train_funcs.py), and the launcher exits with 130 or 143. A second
+signal, or one before the first step, ends all at once. A child that gets SIGTERM passes it on to the
+launcher (launch/child.py).
 
 This module imports very little, so a program can install the handlers before its other imports.
 """

@@ -13,12 +13,12 @@ import torch
 from benchmarks.measure import table, verdict
 from lockstep.comm.group import World
 from lockstep.config import Layer, resolve
-from lockstep.launch.saving import Saver
 from lockstep.memory.host import HostMemory
 from lockstep.network.replica import Replica
 from lockstep.runs import checkpoint
 from lockstep.runs.plan import RunPlan
 from lockstep.runs.state import State
+from lockstep.trainer.saving import Saver
 
 ROUNDS = 5
 NAMES = {

@@ -16,12 +16,12 @@ from lockstep.data.sampling import minibatches, share
 from lockstep.errors import UserError
 from lockstep.evaluate.data import open_data
 from lockstep.launch.status import StatusBoard
-from lockstep.launch.trainer_setup import computing
 from lockstep.loading.feed import Feed, open_feed
 from lockstep.network.replica import Replica, open_trained
 from lockstep.runs.metrics import AnswerCounts
 from lockstep.runs.multilabel import LabelMetrics
 from lockstep.runs.plan import RunPlan
+from lockstep.trainer.setup import computing
 
 
 def run_validator(control: Pipe, board: StatusBoard, plan: RunPlan, world: World, n_views: int) -> bool:

@@ -13,9 +13,8 @@ from lockstep.errors import UserError, nearest
 from lockstep.extras import require
 from lockstep.launch.commandline import Arguments, complete_config
 from lockstep.launch.console import show
+from lockstep.launch.datasets import with_converted_images, with_survey
 from lockstep.launch.hosting import SingleHost
-from lockstep.launch.own_images import with_converted_images
-from lockstep.launch.surveying import with_survey
 from lockstep.objects import SOURCE, check_available
 from lockstep.runs.folder import RunFolder
 from lockstep.signals import Interrupts

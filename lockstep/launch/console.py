@@ -35,7 +35,7 @@ from lockstep.config.tasks import is_multilabel
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.launch.bar import BarState, ProgressBar, as_line, is_sending
-from lockstep.launch.exit_status import ExitStatus
+from lockstep.launch.children import ExitStatus
 from lockstep.launch.scalars import Scalars
 from lockstep.loading.orders import Orders
 from lockstep.runs import stragglers

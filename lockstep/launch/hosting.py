@@ -31,7 +31,7 @@ from lockstep.hosts.rendezvous import (
     join_rendezvous,
 )
 from lockstep.hosts.store import Store, as_record, one_line, refusal
-from lockstep.launch.exit_status import ExitStatus
+from lockstep.launch.children import ExitStatus
 from lockstep.launch.processes import Processes
 from lockstep.runs import checkpoint_files
 from lockstep.runs import folder as runfolder

@@ -3,7 +3,7 @@
 Children are forked by a template process (template.py) or spawned. The launcher is the parent of all, so they
 are siblings, and each has a control pipe to it. A child that dies is noticed at once by its sentinel; a child
 that hangs, by a status board that stops changing. `Processes.watch` watches a run, restarts killed loaders
-(loader_restarts.py), and ends the run when another child fails; ranks.py collects results.
+(children.py), and ends the run when another child fails; ranks.py collects results.
 """
 
 import multiprocessing
@@ -20,12 +20,9 @@ from lockstep.comm.messages import Failed, Finished, Ready, Started, Stop, Warni
 from lockstep.comm.pipes import START_SECONDS, Pipe
 from lockstep.errors import Garbled, PeerProblem, UserError
 from lockstep.launch.child import ChildStart, child_main
-from lockstep.launch.exit_status import ExitStatus
-from lockstep.launch.loader_restarts import restart_killed_loaders
-from lockstep.launch.spawning import start_resource_tracker, without_main_file
+from lockstep.launch.children import Child, ExitStatus, close_connections, restart_killed_loaders
 from lockstep.launch.status import StatusBoard
-from lockstep.launch.template import Template
-from lockstep.launch.watched_child import Child, close_connections
+from lockstep.launch.template import Template, start_resource_tracker, without_main_file
 from lockstep.memory.host import HostMemory
 from lockstep.memory.leftovers import remove_leftovers
 from lockstep.runs.snapshot import SnapshotMemory

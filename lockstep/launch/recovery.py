@@ -13,8 +13,8 @@ from lockstep.config.rules import on_failure_of, settle
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.hosts.rendezvous import HostFailed, HostLost
+from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import Console
-from lockstep.launch.exit_status import ExitStatus
 from lockstep.launch.hosting import JointEnd, Rejoining, SingleHost
 from lockstep.launch.processes import Processes
 from lockstep.launch.resizing import Resizing
@@ -354,7 +354,7 @@ class Recovery:
         template = self._context.template
         with Processes(attempt.config.timeout, template=template, passes_on_sigterm=True) as processes:
             arguments = (self._memory[-1], folder)
-            processes.start("the writer", "lockstep.launch.rescue:write_out", arguments)
+            processes.start("the writer", "lockstep.trainer.saving:write_out", arguments)
             exit_status = processes.watch(self._console.take)
         if exit_status.code:
             raise UserError(exit_status.message)

@@ -18,9 +18,9 @@ from typing import Any
 from threadpoolctl import threadpool_limits
 
 from lockstep.comm.pipes import Pipe
+from lockstep.launch.children import describe_exit
 from lockstep.launch.processes import connect_all
 from lockstep.launch.status import StatusBoard
-from lockstep.launch.watched_child import describe_exit
 from lockstep.synk.commands import Connect, Start, WorkerReady
 from lockstep.threads import DaemonExecutor
 

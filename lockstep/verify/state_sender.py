@@ -8,14 +8,14 @@ import torch
 from lockstep.comm.group import World
 from lockstep.comm.messages import Order
 from lockstep.data.dataset import Dataset
-from lockstep.launch.progress import ProgressReporter
-from lockstep.launch.receipts import machine_of, versions_of_computing
-from lockstep.launch.saving import Saver
 from lockstep.loading.orders import Orders
 from lockstep.memory import Memory
 from lockstep.network.program import Program
 from lockstep.runs import checkpoint
 from lockstep.runs.plan import RunPlan
+from lockstep.trainer.progress import ProgressReporter
+from lockstep.trainer.receipts import machine_of, versions_of_computing
+from lockstep.trainer.saving import Saver
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,11 @@ from lockstep.evaluate.answers import check_target
 from lockstep.evaluate.data import open_data
 from lockstep.evaluate.evaluation import Evaluation, orders_of
 from lockstep.launch.status import StatusBoard
-from lockstep.launch.trainer_setup import computing
 from lockstep.network.build import build_model
 from lockstep.runs.checkpoint_files import find_checkpoint
 from lockstep.runs.multilabel import LabelMetrics
 from lockstep.runs.state import Checkpoint, State
+from lockstep.trainer.setup import computing
 from preprocessing.images import BadImage
 
 

@@ -10,8 +10,8 @@ from conftest import Program, make_config
 from two_hosts import end_well, start, tensors_of
 
 from lockstep.comm.messages import Order, WarningMessage
-from lockstep.launch.progress import ProgressReporter
 from lockstep.network.recorder import HostStopwatch, Recorder
+from lockstep.trainer.progress import ProgressReporter
 
 KEYS = ("global_batch_size=16", "n_epochs=2", "snapshot_freq=1")
 

@@ -15,7 +15,7 @@ from conftest import ROOT, Program, Running, make_config, wait_until
 from limits import limit
 from saved import assert_same, tensors
 
-from lockstep.launch.exit_status import ExitStatus
+from lockstep.launch.children import ExitStatus
 from lockstep.launch.recovery import Attempt, Failures, next_try
 from lockstep.runs.checkpoint_files import find_checkpoint
 from lockstep.runs.folder import RunFolder, open_run
@@ -272,7 +272,7 @@ def test_a_run_does_not_resume_with_an_edited_network(program: Program, tmp_path
     running.wait_for_text("epoch 2")
     network.write_text("from models.smallnet import Model as Net  # edited\n")
     changed = f"{network}: the file of the network has changed since the run started"
-    command = [sys.executable, "-m", "lockstep.launch.resize", str(running.run_folder), "+1"]
+    command = [sys.executable, "-m", "lockstep.launch.resizing", str(running.run_folder), "+1"]
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(30))
     assert refused.returncode == 2 and f"refused: {changed}" in refused.stderr
     os.kill(running.pids()["trainer 1"], signal.SIGKILL)

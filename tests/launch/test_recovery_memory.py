@@ -22,7 +22,7 @@ from lockstep.config import Config
 from lockstep.config.rules import settle
 from lockstep.hosts.rendezvous import HostLost
 from lockstep.launch import recovery as recovery_module
-from lockstep.launch.exit_status import ExitStatus
+from lockstep.launch.children import ExitStatus
 from lockstep.launch.hosting import Rejoining, SingleHost
 from lockstep.launch.recovery import Attempt, Context, Recovery
 from lockstep.memory.digest import digest_of

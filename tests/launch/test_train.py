@@ -24,8 +24,8 @@ from saved import assert_same, tensors
 from lockstep.comm.messages import Progress
 from lockstep.config import Config
 from lockstep.errors import UserError
+from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import Console, progress_line, show
-from lockstep.launch.exit_status import ExitStatus
 from lockstep.runs.checkpoint_files import verify_checksum
 from lockstep.runs.folder import open_run
 from lockstep.text import escape_when_printing

@@ -9,7 +9,7 @@ import torch
 from conftest import make_config
 
 from lockstep.errors import UserError
-from lockstep.launch.exit_status import ExitStatus
+from lockstep.launch.children import ExitStatus
 from lockstep.launch.recovery import Attempt, next_try
 from lockstep.memory.host import HostBlock, HostMemory
 from lockstep.network.arena import Arena

@@ -26,11 +26,11 @@ import verify
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.files import checksum
-from lockstep.launch.receipts import add_written_out
 from lockstep.runs import checkpoint_files, receipts
 from lockstep.runs.folder import open_run
 from lockstep.runs.receipts import ReceiptFile
 from lockstep.signals import Interrupts
+from lockstep.trainer.receipts import add_written_out
 from lockstep.verify.files import _missing_of
 
 KEYS = ("logical_ranks=4", "global_batch_size=8", "check_every=3", "snapshot_freq=1", "cpu_threads=1")

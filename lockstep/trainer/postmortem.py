@@ -11,10 +11,10 @@ from lockstep.comm.messages import Order
 from lockstep.data.dataset import Split
 from lockstep.errors import UserError
 from lockstep.files import write_text, write_with
-from lockstep.launch.coordinator import Coordinator
 from lockstep.network.program import Program
 from lockstep.network.recorder import Recorder
 from lockstep.runs.plan import RunPlan
+from lockstep.trainer.coordinator import Coordinator
 
 _MAX_NAMED = 3  # ranges of rows in a message; the record has all
 

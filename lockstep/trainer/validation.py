@@ -10,13 +10,13 @@ from lockstep.comm.messages import Validated
 from lockstep.comm.pipes import Pipe
 from lockstep.config.tasks import is_multilabel, monitor_of
 from lockstep.data.dataset import Dataset
-from lockstep.launch.coordinator import Coordinator
-from lockstep.launch.progress import ProgressReporter, check_finite
 from lockstep.loading.feed import Feed
 from lockstep.loading.orders import Orders
 from lockstep.network.program import Program
 from lockstep.runs.metrics import HIGHER_IS_BETTER, AnswerCounts, has_ended
 from lockstep.runs.multilabel import LabelMetrics
+from lockstep.trainer.coordinator import Coordinator
+from lockstep.trainer.progress import ProgressReporter, check_finite
 
 FEW_CLASSES = 5  # with so few classes the top-5 error is always 0
 _RECORDED = {"epoch", "error_top5", *HIGHER_IS_BETTER}

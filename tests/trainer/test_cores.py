@@ -7,7 +7,7 @@ import pytest
 from conftest import Program
 
 from lockstep.errors import UserError
-from lockstep.launch import trainer_setup
+from lockstep.trainer import setup
 
 
 def test_shares_are_whole_cores_with_their_siblings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,18 +16,18 @@ def test_shares_are_whole_cores_with_their_siblings(tmp_path: Path, monkeypatch:
         (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
         for name, value in (("physical_package_id", cpu // 2 % 2), ("core_id", cpu % 2)):
             (tmp_path / f"cpu{cpu}" / "topology" / name).write_text(f"{value}\n")
-    monkeypatch.setattr(trainer_setup, "_CPUS", tmp_path)
+    monkeypatch.setattr(setup, "_CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     given: list[list[int]] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, own: given.append(list(own)))
     for n_trainers in (2, 3, 4):
         for number in range(n_trainers):
-            trainer_setup.pin_cores(number, n_trainers, 2)
+            setup.pin_cores(number, n_trainers, 2)
     assert given[:2] == [[0, 4, 1, 5], [2, 6, 3, 7]]
     assert given[2:5] == [[0, 4], [1, 5], [2, 6]]
     assert given[5:] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     with pytest.raises(UserError, match="3 trainers with 3 threads each need 9 cores, and 8 can be used"):
-        trainer_setup.pin_cores(0, 3, 3)
+        setup.pin_cores(0, 3, 3)
 
 
 def allowed(pid: int) -> str:

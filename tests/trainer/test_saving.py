@@ -26,10 +26,8 @@ from lockstep.comm.group import World
 from lockstep.comm.messages import Saved
 from lockstep.errors import UserError
 from lockstep.files import checksum
-from lockstep.launch import saving
-from lockstep.launch.exit_status import ExitStatus
+from lockstep.launch.children import ExitStatus
 from lockstep.launch.recovery import Attempt, next_try
-from lockstep.launch.saving import Saver
 from lockstep.memory.host import HostMemory
 from lockstep.network.arena import Arena
 from lockstep.network.recorder import HostStopwatch
@@ -40,6 +38,8 @@ from lockstep.runs.plan import FailureRate, RunPlan
 from lockstep.runs.retention import remove_older, remove_superseded
 from lockstep.runs.snapshot import MemoryCheckpoint, Retained
 from lockstep.runs.state import Checkpoint, State
+from lockstep.trainer import saving
+from lockstep.trainer.saving import Saver
 
 EVERY_STEP = "checkpoint_minutes=1e-9"
 

@@ -10,12 +10,12 @@ from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.config.augmentation import crop_of
 from lockstep.errors import UserError
-from lockstep.launch.coordinator import Coordinator
-from lockstep.launch.straggler_watch import StragglerWatch
 from lockstep.memory import Block
 from lockstep.network.program import Program
 from lockstep.network.recorder import Recorder
 from lockstep.sync import Rule
+from lockstep.trainer.coordinator import Coordinator
+from lockstep.trainer.straggler_watch import StragglerWatch
 
 TICK_SECONDS = 0.25
 _N_COST_STEPS = 4  # steps after which network cost is estimated, without the first, which takes longer

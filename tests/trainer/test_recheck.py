@@ -11,12 +11,12 @@ from training_runs import assert_same, newest, train
 from lockstep.comm.messages import Order
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import DeviceFault, PeerLost, UndecidedFault
-from lockstep.launch.exit_status import ExitStatus
+from lockstep.launch.children import ExitStatus
 from lockstep.launch.processes import Processes
 from lockstep.launch.ranks import run_ranks
-from lockstep.launch.recheck import Recheck
 from lockstep.launch.recovery import Attempt, next_try
 from lockstep.runs.folder import RunFolder
+from lockstep.trainer.recheck import Recheck
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,7 @@ from lockstep.comm.pipes import Pipe
 from lockstep.config.tasks import monitor_of
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
-from lockstep.launch.progress import ProgressReporter
-from lockstep.launch.receipts import ReceiptKeeper, add_missing
+from lockstep.launch.status import StatusBoard
 from lockstep.memory import Memory
 from lockstep.network.program import Program
 from lockstep.network.recorder import HostStopwatch, Stopwatch
@@ -34,8 +33,10 @@ from lockstep.runs import checkpoint
 from lockstep.runs.metrics import best_epoch
 from lockstep.runs.plan import RunPlan
 from lockstep.runs.retention import is_regular, remove_older, remove_superseded
-from lockstep.runs.snapshot import MemoryCheckpoint, SnapshotMemory, Snapshots
+from lockstep.runs.snapshot import MemoryCheckpoint, Retained, SnapshotMemory, Snapshots
 from lockstep.runs.state import State
+from lockstep.trainer.progress import ProgressReporter
+from lockstep.trainer.receipts import ReceiptKeeper, add_missing, add_written_out
 
 _SHARE_OF_TIME = 0.01  # for memory checkpoints, with memory_checkpoint_seconds: auto
 _LEAST_SECONDS = 0.2  # between memory checkpoints, with auto
@@ -358,3 +359,16 @@ def _check_disk(folder: Path, n_bytes: int) -> None:
             f"{folder}: a checkpoint takes {n_bytes / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free on its "
             "disk: make room, or set weights_dir to a folder on another disk"
         )
+
+
+def write_out(control: Pipe, board: StatusBoard, retained: Retained, folder: Path) -> None:
+    """Write a memory checkpoint into the run's folder. The main function of a process.
+
+    Raises:
+        UserError: The disk is full or can't be written.
+    """
+    board.say("writing the memory checkpoint to the disk")
+    tensors, state = retained.tensors(), retained.state()
+    path = checkpoint.save(folder, tensors, state)
+    add_written_out(folder, path)
+    control.send(Saved(str(path)))

@@ -5,10 +5,10 @@ from itertools import pairwise
 from lockstep.comm.messages import Order
 from lockstep.config import Config
 from lockstep.config.shares import Bounds, balance, bounds_of, most_of, slowest
-from lockstep.launch.coordinator import Coordinator
-from lockstep.launch.progress import ProgressReporter
 from lockstep.loading.orders import Orders
 from lockstep.network.recorder import Recorder
+from lockstep.trainer.coordinator import Coordinator
+from lockstep.trainer.progress import ProgressReporter
 
 FIRST_STEPS = 20  # after which the shares are chosen for the first time
 _GAIN = 0.1  # least part of the slowest trainer's time that a change must save: noise moves nothing

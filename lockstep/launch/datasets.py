@@ -1,7 +1,8 @@
-"""Conversion of a folder of images that `data_folder` names, before a run starts.
+"""What becomes of a run's data before its processes start: images are converted, Python objects surveyed.
 
-preprocessing/own_images.py converts, in its own process: the launcher imports no torch. That process
-ends with the launcher, and its work is resumed by the next run.
+A folder of images that `data_folder` names is converted by preprocessing/own_images.py, in its own process:
+the launcher imports no torch. That process ends with the launcher, and its work is resumed by the next run.
+Datasets that are Python objects (`data`) are surveyed in their own process, too.
 """
 
 import dataclasses
@@ -9,15 +10,21 @@ import fcntl
 import json
 import os
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
+from lockstep.comm.pipes import Pipe
 from lockstep.config import Config, to_yaml
 from lockstep.data import old_folders
-from lockstep.errors import PeerLost, UserError
+from lockstep.data.survey import Survey, make_survey, publish
+from lockstep.errors import PeerLost, PeerProblem, UserError
+from lockstep.launch.processes import Processes
 from lockstep.launch.programs import start_program
+from lockstep.launch.status import StatusBoard
 from lockstep.signals import Interrupts
 
 _OF_DATASETS = ("manifest.json", "train_hkl", "val_hkl", "labels/train_labels.npy", "misc/img_mean.npy")
+_SURVEY = "the survey of the datasets"
 
 
 def with_converted_images(config: Config, interrupts: Interrupts) -> Config:
@@ -74,3 +81,46 @@ def _hold(folder: Path) -> None:
     if (folder / "source.json").exists():
         with suppress(OSError):  # a file system without locks
             fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def with_survey(config: Config) -> tuple[Config, list[str]]:
+    """Survey the datasets of `data` and publish the result to the run's processes.
+
+    Returns:
+        The configuration with `item_size` and `n_channels`, so that a resumed run has the same images, and
+        notes for the user.
+
+    Raises:
+        UserError: A dataset or the network can't be used.
+        PeerProblem: The process of the survey failed.
+    """
+    surveys: list[Survey] = []
+    with Processes(config.timeout) as processes:
+        processes.start(_SURVEY, "lockstep.launch.datasets:run_survey", (config,))
+        exit_status = processes.watch(surveys.append)
+    if exit_status.code == UserError.code:
+        raise UserError(exit_status.message.removeprefix(f"{_SURVEY}: "))
+    if exit_status.code:
+        raise PeerProblem(_SURVEY, f"{exit_status.traceback}{exit_status.message}")
+    (survey,) = surveys
+    publish(survey)
+    rows, columns, n_channels = survey.image_shape
+    return dataclasses.replace(config, item_size=(rows, columns), n_channels=n_channels), list(survey.notes)
+
+
+def run_survey(control: Pipe, board: StatusBoard, config: Config) -> None:
+    """Send the launcher the survey. The network is made only if its size is needed."""
+    if config.item_size is None:  # imports torch now, when the launcher grants time for imports
+        import_module("lockstep.network.build")
+
+    def input_size(n_channels: int, n_classes: int) -> tuple[int, int]:
+        from lockstep.network.build import build_model, input_spec_of, sides_of
+
+        if config.input_size is not None:
+            return sides_of(config.input_size)
+        board.say("building the network, whose size decides that of the images")
+        with_channels = dataclasses.replace(config, n_channels=n_channels)
+        return input_spec_of(build_model(with_channels, n_classes), with_channels).size
+
+    board.say("loading the datasets")
+    control.send(make_survey(config, input_size, board.say))

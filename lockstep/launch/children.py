@@ -1,15 +1,15 @@
-"""The launcher's view of a child process."""
+"""The launcher's view of a child process, the restart of killed loaders, and how a run ended."""
 
 import signal
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from lockstep.comm.messages import Failed, Finished
+from lockstep.comm.messages import Failed, Finished, LoaderRestarted
 from lockstep.comm.pipes import Pipe
 from lockstep.launch.status import StatusBoard
 from lockstep.launch.template import ForkedProcess
@@ -18,6 +18,36 @@ _HINTS: dict[int, str] = {
     signal.SIGKILL: " (by someone, or by the kernel for lack of memory: see dmesg)",
     signal.SIGBUS: " (shared memory or a file went away under it: see df and dmesg)",
 }
+
+
+@dataclass(frozen=True)
+class ExitStatus:
+    """The end of a run: exit code, message and cause.
+
+    Attributes:
+        code: The launcher's exit code.
+        message: The one message that says why the run ended; empty on success.
+        traceback: The traceback of a bug in a child.
+        lost: The name of the child that was killed, hangs or computes wrong numbers, if that is the cause.
+        awaited: The name of a process on another host for which a child waited until its timeout.
+        is_overdue: Whether a run was asked to stop, and its trainers have not saved on the disk.
+        is_paused: Whether the trainers have saved in memory and exited as `is_to_pause` asked.
+        is_faulty: Whether the lost child's device computes wrong numbers.
+    """
+
+    code: int
+    message: str = ""
+    traceback: str = ""
+    lost: str = ""
+    awaited: str = ""
+    is_overdue: bool = False
+    is_paused: bool = False
+    is_faulty: bool = False
+
+    def followed_by(self, message: str) -> "ExitStatus":
+        """Return the status of a failure with another line after the message."""
+        text = f"{self.message}\nlockstep: {message}" if self.message else message
+        return replace(self, code=self.code or 1, message=text)
 
 
 @dataclass
@@ -93,3 +123,41 @@ def close_connections(arguments: Iterable[Any]) -> None:
             argument.close()
         elif isinstance(argument, list | dict):
             close_connections(argument.values() if isinstance(argument, dict) else argument)
+
+
+def restart_killed_loaders(
+    children: list[Child],
+    failing: Callable[[], list[Child]],
+    listen: Callable[[], None],
+    start: Callable[..., Child],
+    on_message: Callable[[Any], None],
+) -> bool:
+    """Restart killed loaders that have spare pipes, with `loader_restarts`. The trainers do not notice it.
+
+    A loader is started again with the next of its spare pipes. Its trainer finds the new loader at the other
+    end of that pipe (loading/feed.py), and repeats its requests, so the bits are the same. The loss of a
+    trainer, or of a loader without spares, resumes the run: recovery.py.
+
+    Args:
+        children: All children. A restarted loader takes the place of the killed one.
+        failing: Returns those that have failed or stand still.
+        listen: Receives the last messages of children.
+        start: Starts a child from its name, entry, arguments and spares.
+        on_message: Called with a message for each restart.
+
+    Returns:
+        Whether all children are well then.
+    """
+    while failed := failing():
+        listen()
+        killed = [each for each in failed if each.spares and not each.is_well() and not each.failure]
+        if not killed:
+            return False
+        for child in killed:  # meanwhile others may be killed, hence the loop around
+            begin, failure = time.monotonic(), child.describe_silence()
+            child.control.close()
+            arguments, *spares = child.spares
+            new = children[children.index(child)] = start(child.name, child.entry, arguments, spares)
+            seconds = round(time.monotonic() - begin, 3)
+            on_message(LoaderRestarted(child.name, failure, new.process.pid or 0, len(spares), seconds))
+    return True

@@ -27,11 +27,11 @@ from lockstep.config.rules import settle
 from lockstep.doctor.__main__ import main as run_doctor
 from lockstep.launch.console import Console
 from lockstep.launch.ranks import run_ranks
-from lockstep.launch.straggler_watch import StragglerWatch
 from lockstep.network.recorder import HostStopwatch, Recorder
 from lockstep.report.runlog import read_run
 from lockstep.runs.stragglers import added
 from lockstep.trace.spans import trace_of
+from lockstep.trainer.straggler_watch import StragglerWatch
 
 NETWORK = ("model=uneven:Sleeps", "learning_rate=0.001", "cpu_threads=1", "n_epochs=6")
 LINE = re.compile(r"^  (trainer \d) last in \d+% of steps, others wait \d+% \((.*)\)$", re.MULTILINE)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 
 from lockstep.comm.messages import EpochTimes, Straggler
-from lockstep.launch.coordinator import Coordinator
 from lockstep.network.recorder import Recorder
 from lockstep.runs.stragglers import PHASES, added, measure, straggler_of
+from lockstep.trainer.coordinator import Coordinator
 
 _N_STEPS = 20  # at least so many newest steps decide, if lines of progress are closer
 

@@ -14,14 +14,14 @@ from lockstep.config import Config
 from lockstep.config.rules import rule_of
 from lockstep.errors import UserError
 from lockstep.exchange.transport import Transport
-from lockstep.launch.coordinator import Coordinator
-from lockstep.launch.recheck import Recheck
 from lockstep.launch.status import StatusBoard
 from lockstep.network.program import CheckedGradients, Program
 from lockstep.network.recorder import Recorder
 from lockstep.sync import Rule
 from lockstep.sync.agreement import ReplicaCheck, check_replicas
 from lockstep.sync.making import make_rule
+from lockstep.trainer.coordinator import Coordinator
+from lockstep.trainer.recheck import Recheck
 
 _CPUS = Path("/sys/devices/system/cpu")
 _NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # in a plain RuntimeError of torch
