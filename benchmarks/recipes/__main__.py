@@ -4,12 +4,13 @@
     python preprocessing/make_hkl.py data/fashion_png data/fashion32 --size 32
     python -m benchmarks.recipes       three seeds of 8 epochs each, then 24 epochs of Lockstep with one
     python -m benchmarks.recipes --seeds 1 --epochs 2 --long 0 --out trial
+    python -m benchmarks.recipes --page imbalance      the second page alone
 
 They train in turns, each in its own processes: Lockstep with two trainers and two loaders, the others with
 two threads and two workers of their DataLoader. timm's train.py is not part of its package, so a loop of its
-parts stands for it, where timm is installed. Then Lockstep trains on a copy of the dataset with 1 % of
-three classes, without and with weights and sampler. The results go to docs/results/recipes.md, with a chart.
-A journal beside them resumes an interrupted run: it takes hours on two cores.
+parts stands for it, where timm is installed. The results go to docs/results/recipes.md, with a chart. Then
+Lockstep trains on a copy of the dataset with 1 % of three classes, without and with weights and sampler:
+docs/results/imbalance.md. A journal beside them resumes an interrupted run: it takes hours on two cores.
 """
 
 import argparse
@@ -206,23 +207,36 @@ def read_command_line() -> argparse.Namespace:
     parser.add_argument("--long", type=int, default=24, help="epochs of one more run; 0: none (24)")
     parser.add_argument("--data", type=Path, default=Path("data/fashion32"), help="the dataset folder")
     parser.add_argument("--images", type=Path, default=Path("data/fashion_png"), help="its PNG files")
+    parser.add_argument("--page", choices=["recipes", "imbalance"], help="the page to measure (both)")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where to write")
     return parser.parse_args()
+
+
+def write_recipes(options: argparse.Namespace, journal: Journal, place: Path) -> None:
+    """Measure and write the page of the recipe beside its peers."""
+    curves = learn_all(options, journal, place)
+    draw(curves, options.out / "recipes.png")
+    write_results(options.out, "recipes", [accuracy_section(options, curves)], "python -m benchmarks.recipes")
+
+
+def write_imbalance(options: argparse.Namespace, journal: Journal, place: Path) -> None:
+    """Measure and write the page of the imbalanced set."""
+    section = imbalanced_section(options, balance(options, journal, place))
+    write_results(options.out, "imbalance", [section], "python -m benchmarks.recipes --page imbalance")
+
+
+PAGES = {"recipes": write_recipes, "imbalance": write_imbalance}
 
 
 def main() -> None:
     options = read_command_line()
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "recipes.unfinished.jsonl"
-    journal = Journal(path)
     with tempfile.TemporaryDirectory() as folder:
-        curves = learn_all(options, journal, Path(folder))
-        scores = balance(options, journal, Path(folder))
-    draw(curves, options.out / "recipes.png")
-    sections = [accuracy_section(options, curves), imbalanced_section(options, scores)]
-    write_results(options.out, "recipes", sections, "python -m benchmarks.recipes")
+        for page in [options.page] if options.page else PAGES:
+            PAGES[page](options, Journal(path), Path(folder))
+            print((options.out / f"{page}.md").read_text())
     path.unlink()
-    print((options.out / "recipes.md").read_text())
 
 
 if __name__ == "__main__":
