@@ -192,7 +192,7 @@ class Trainer:
         """Check that all replicas are equal, copy the state, and start to write what is asked for."""
         self.board.say(f"epoch {self.epoch}: saving a checkpoint")
         self.losses.examine_all()
-        self.saver.finish()  # before hosts meet: none replaces a copy before the newer one is whole on all
+        self.saver.finish()  # first: no host replaces a copy before the newer one is whole on all
         self.replicas.before_saving(f"the checkpoint of epoch {self.epoch}")
         state = self.rule.state()
         self.rule.collect_counts()

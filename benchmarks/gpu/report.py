@@ -211,7 +211,7 @@ def _table1(figures: Figures) -> Iterator[str]:
         for name, run in figures["runs"].items():
             shares = run["shares"]
             numbers = f"{run['seconds_per_20']:.3f}", f"{run['images_per_second']:,.0f}"
-            exchange = shares["exchange"] + shares["meet"]
+            exchange = shares["exchange"] + shares["barrier"]
             rows.append((name, *numbers, f"{shares['load-wait']:.1%}", f"{exchange:.1%}"))
         yield table("theano_alexnet's report in its own form; two ranks on one GPU are no speed-up", rows)
 

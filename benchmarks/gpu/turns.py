@@ -140,7 +140,7 @@ def stage_milliseconds(
 ) -> dict[str, float]:
     """Milliseconds of a step's stages on the device: medians, by events that hooks record in `stream`.
 
-    before: what comes before the forward pass; backward: loss and backward pass; after: sums, meetings. Not
+    before: what comes before the forward pass; backward: loss and backward pass; after: sums, barriers. Not
     for a captured step, whose hooks ran once. stream: None for the default stream.
     """
     steps: list[list[Any]] = []

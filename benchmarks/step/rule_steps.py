@@ -127,13 +127,13 @@ def run() -> tuple[str, dict[str, Any]]:
     others.append(("one trainer alone, 32 images", f"{local['alone'] / 40 * 1e3:.2f}", "1.00 x", ""))
     words = verdict(ratio, 1.02, at_most=True)
     others.append(
-        ("rule: local, without meeting", f"{local['local'] / 40 * 1e3:.2f}", f"{ratio:.2f} x", words)
+        ("rule: local, without synchronization", f"{local['local'] / 40 * 1e3:.2f}", f"{ratio:.2f} x", words)
     )
     for name, seconds in parts.items():
         words = "rule: gradients, 64 images" if name == "one" else f"... in {name}"
         others.append((words, f"{seconds * 1e3:.2f}", f"{seconds / parts['one']:.2f} x", ""))
     title = "Whole steps by rule, 2 trainers, one thread each"
-    text = table(title, rows) + "\n" + table("Steps between meetings, and steps in parts", others)
+    text = table(title, rows) + "\n" + table("Steps between synchronizations, and steps in parts", others)
     return text, {"rule_steps": whole, "local": local, "parts": parts}
 
 

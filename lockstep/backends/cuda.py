@@ -14,10 +14,11 @@ from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.config.augmentation import device_changes, makes_images
 from lockstep.errors import UserError
-from lockstep.exchange.p2p import MOST_RANKS, PeerTransport, SwapTransport
+from lockstep.exchange.p2p import PeerTransport, SwapTransport
 from lockstep.exchange.proof import iommu, prove
 from lockstep.exchange.staged import StagedTransport
 from lockstep.exchange.transport import Transport
+from lockstep.kernels.fold import MOST_RANKS
 from lockstep.loading import Filler, Ring
 from lockstep.loading.cuda import AugmentingFiller, CudaFiller, CudaRing, RawFiller, RawRing, ReadyRing
 from lockstep.loading.reader import Reader, mean_of_raw, raw_shape

@@ -8,11 +8,11 @@ They carry numbers and text only; a tensor never goes through a pipe. One step o
        |                           |  forward, backward          compute |
        |  <---- Fill(slot) ------  |  the slot is free: order another    |
        |                           |  update                     compute |
-       |                           |  --- Arrived(prepared) ----------> |   meet
+       |                           |  --- Arrived(prepared) ----------> |   barrier
        |   (fills the slot         |  <-- Arrived(prepared) ----------- |
        |    meanwhile)             |  average my shard of every arena,   |   exchange
        |                           |  write it to every arena            |
-       |                           |  --- Arrived(worked) ------------> |   meet
+       |                           |  --- Arrived(worked) ------------> |   barrier
        |                           |  <-- Arrived(worked) ------------- |
 
 Before its first order a loader gets `Subtract`, the ring's shape (slots.RingShape) and the handle of its
@@ -177,7 +177,7 @@ class Progress:
     error: float | None
     images_per_second: float
     seconds_per_20: float  # "time per 20 iterations"
-    seconds: dict[str, float]  # trainer 0's time by phase: load-wait, compute, meet, exchange
+    seconds: dict[str, float]  # trainer 0's time by phase: load-wait, compute, barrier, exchange
     bytes_per_step: float = 0.0  # between the memory of trainer 0 and of the others of its host
     network_bytes_per_step: float = 0.0  # sent by trainer 0 to other hosts
     straggler: Straggler | None = None  # if one trainer makes the others wait notably
@@ -208,7 +208,7 @@ class EpochTimes:
 
     Attributes:
         epoch: Its number.
-        n_steps: Its steps with a meeting that were measured; of an epoch that was resumed, the rest.
+        n_steps: Its steps with a barrier that were measured; of an epoch that was resumed, the rest.
         seconds: Mean over the trainers of the sum of their phases.
         ranks: By rank.
         straggler: If one trainer made the others wait notably.

@@ -140,7 +140,7 @@ def _load(backend: "CudaBackend", group: Group, trainer: Pipe) -> None:
 
 def _kernel(backend: "CudaBackend") -> Callable[[], object]:
     """Return a launch of a kernel that adds two arrays, long enough to take about _LAUNCH seconds."""
-    from lockstep.exchange.p2p import ReduceKernel
+    from lockstep.kernels.fold import ReduceKernel
 
     arrays = [backend.memory.allocate(4 * _MOST_ELEMENTS, "kernels beside copies") for _ in range(2)]
     kernel, addresses = ReduceKernel(backend.memory, backend.stream), [array.pointer for array in arrays]

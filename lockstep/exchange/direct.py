@@ -19,14 +19,14 @@ class DirectTransport(Transport):
     ) -> None:
         for span in spans:
             others.prepare(Collective("reduce_scatter", span, op))
-        self.clock("meet")
+        self.clock("barrier")
         (barrier or self.group.barrier)("update: all have prepared")
         others.enter()
         self.clock("exchange")
 
     def publish(self, spans: Sequence[Span], barrier: Barrier | None = None) -> None:
         self.record_done()
-        self.clock("meet")
+        self.clock("barrier")
         (barrier or self.group.barrier)("update: all have worked")
         for span in spans:
             self.complete(Collective("all_reduce", span))
@@ -38,7 +38,7 @@ class DirectTransport(Transport):
         assert length % ALIGNMENT == 0 and length * size == self.n_elements
         rows = [Collective("broadcast", (r * length, (r + 1) * length), source=r) for r in range(size)]
         self.prepare(rows[rank])
-        self.clock("meet")
+        self.clock("barrier")
         (barrier or self.group.barrier)("rows: all have prepared")
         self.enter()
         self.clock("exchange")

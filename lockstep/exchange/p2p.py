@@ -14,76 +14,20 @@ This file has run only on the simulated driver of the tests, not on a GPU yet.
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from lockstep import kernels
 from lockstep.comm.group import Group
 from lockstep.errors import UserError
-from lockstep.exchange import OPS, Op, Span
+from lockstep.exchange import Op, Span
 from lockstep.exchange.direct import DirectTransport
 from lockstep.exchange.transport import Collective, MarkedReduction
-from lockstep.exchange.tree import PartialSums, Shape, sums_behind
+from lockstep.exchange.tree import PartialSums, sums_behind
+from lockstep.kernels.fold import MOST_SOURCES, ReduceKernel
 from lockstep.memory import Block
 from lockstep.memory.cuda import NON_BLOCKING, CudaBlock, CudaMemory
 
 if TYPE_CHECKING:
     import torch
 
-MOST_RANKS = 16  # as in kernels/fold.cu
-MOST_SOURCES = 64
-_THREADS = 256
-_FLOATS = 4  # that one thread takes
 _FLOAT_BYTES = 4
-
-
-class ReduceKernel:
-    """A kernel that reduces a span of up to 16 float32 arrays in device memory into up to 16 arrays."""
-
-    def __init__(self, memory: CudaMemory, stream: Any) -> None:
-        driver = memory.driver
-        self._stream = stream
-        module = kernels.load(driver, "fold")
-        self._kernels = {op: module.get_function(f"fold_{op}") for op in OPS}
-        self._tree_kernel = module.get_function("fold_tree")
-        processors = driver.Context.get_device().get_attribute(driver.device_attribute.MULTIPROCESSOR_COUNT)
-        self._most_blocks = 8 * processors  # fill the device; each thread loops until all is done
-
-    def launch(self, sources: list[int], targets: list[int], span: Span, op: Op) -> None:
-        """Start the reduction in the stream.
-
-        Args:
-            sources: The addresses of element 0 of each array that is read.
-            targets: Those of the arrays that are written.
-            span: Elements [first, last); `first` must be a multiple of 4.
-            op: The reduction.
-        """
-        self._launch(self._kernels[op], _packed(sources), len(sources), targets, span)
-
-    def launch_tree(self, sources: list[int], targets: list[int], span: Span, shape: Shape) -> None:
-        """Start the sum of up to MOST_SOURCES arrays along a tree. Arguments are those of `launch`."""
-        program = np.zeros(MOST_SOURCES, np.uint8)
-        program[: len(sources)] = list(sums_behind(shape))
-        arrays = np.concatenate([_packed(sources, MOST_SOURCES), program.view(np.uint64)])
-        self._launch(self._tree_kernel, arrays, len(sources), targets, span)
-
-    def _launch(
-        self, kernel: Any, arrays: np.ndarray, n_sources: int, targets: list[int], span: Span
-    ) -> None:
-        first, last = span
-        assert first % _FLOATS == 0
-        if first == last or not targets:
-            return
-        kernel(
-            arrays,  # both arrays first: PyCUDA does not align them
-            _packed(targets),
-            np.int32(n_sources),
-            np.int32(len(targets)),
-            np.uint64(first),
-            np.uint64(last),
-            block=(_THREADS, 1, 1),
-            grid=(max(1, min(-(-(last - first) // (_FLOATS * _THREADS)), self._most_blocks)), 1),
-            stream=self._stream,
-        )
 
 
 def check_sources(partial_sums: PartialSums) -> None:
@@ -94,13 +38,6 @@ def check_sources(partial_sums: PartialSums) -> None:
             f"shares: GPUs add up {MOST_SOURCES} partial sums at most, and these shares have {n_sums}: set "
             "shares: equal, or use fewer devices"
         )
-
-
-def _packed(addresses: list[int], size: int = MOST_RANKS) -> np.ndarray:
-    assert len(addresses) <= size
-    pointers = np.zeros(size, np.uint64)
-    pointers[: len(addresses)] = addresses
-    return pointers
 
 
 class PeerTransport(DirectTransport, MarkedReduction):
@@ -160,7 +97,7 @@ class PeerTransport(DirectTransport, MarkedReduction):
             self._kernel.launch(self._of(sources), self._of(targets), span, op)
             return
         addresses = [self._addresses[rank] + _FLOAT_BYTES * first for rank, first in sums.sources]
-        self._kernel.launch_tree(addresses, self._of(targets), span, sums.shape)
+        self._kernel.launch_tree(addresses, self._of(targets), span, sums_behind(sums.shape))
 
     def scatter_shard(self, span: Span) -> None:
         self._kernel.launch(self._of([self.group.world.rank]), self._of(list(self.group.pipes)), span, "sum")

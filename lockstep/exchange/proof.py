@@ -15,7 +15,7 @@ import numpy as np
 
 from lockstep.comm.group import Group
 from lockstep.errors import UserError
-from lockstep.exchange.p2p import ReduceKernel
+from lockstep.kernels.fold import ReduceKernel
 from lockstep.memory.cuda import CudaBlock, CudaHandle, CudaMemory, EventHandles
 
 PROOF_BYTES = 64 << 20  # each way, for each pair

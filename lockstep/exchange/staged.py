@@ -20,10 +20,11 @@ import numpy as np
 from lockstep.comm.group import Group
 from lockstep.exchange import ALIGNMENT, Op, Span, shard
 from lockstep.exchange.direct import DirectTransport
-from lockstep.exchange.p2p import ReduceKernel, check_sources
+from lockstep.exchange.p2p import check_sources
 from lockstep.exchange.reduction import chunks, reduce_chunk
 from lockstep.exchange.transport import Collective
-from lockstep.exchange.tree import PartialSums
+from lockstep.exchange.tree import PartialSums, sums_behind
+from lockstep.kernels.fold import ReduceKernel
 from lockstep.memory import Block
 from lockstep.memory.cuda import CudaBlock, CudaMemory
 from lockstep.memory.host import HostBlock, HostMemory
@@ -179,7 +180,8 @@ class StagedTransport(StagedCollectives):
                 self._copy_to(addresses[-1], self._inputs[rank][start + first : start + last])
         mine = [self._address(first)]
         if op == "pairwise":
-            self._kernel.launch_tree(addresses, mine, (0, last - first), self.partial_sums.shape)
+            program = sums_behind(self.partial_sums.shape)
+            self._kernel.launch_tree(addresses, mine, (0, last - first), program)
         else:
             self._kernel.launch(addresses, mine, (0, last - first), op)
 

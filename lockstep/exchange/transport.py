@@ -52,7 +52,7 @@ class Transport(ABC):
         name: For people.
         chunk: How many elements to reduce, use and scatter at a time, so that they stay in a core's cache;
             None for all at once.
-        clock: Called with 'meet' and 'exchange' when these phases begin; a stopwatch's `enter`.
+        clock: Called with 'barrier' and 'exchange' when these phases begin; a stopwatch's `enter`.
         partial_sums: The sources of op 'pairwise'; by default the same span of each rank's block.
     """
 
@@ -250,12 +250,12 @@ class Transport(ABC):
 
     def _run_phases(self, collective: Collective, barrier: Barrier, clock: Callable[[str], None]) -> None:
         self.prepare(collective)
-        clock("meet")
+        clock("barrier")
         barrier(f"{collective.kind}: all have prepared")
         self.enter()
         clock("exchange")
         self.work(collective)
-        clock("meet")
+        clock("barrier")
         barrier(f"{collective.kind}: all have worked")
         self.complete(collective)
 

@@ -14,8 +14,8 @@ import torch
 
 from lockstep.backends import devices as machine
 from lockstep.errors import UserError
-from lockstep.exchange.p2p import MOST_RANKS, ReduceKernel
 from lockstep.flow.devices import Device, Event
+from lockstep.kernels.fold import MOST_RANKS, ReduceKernel
 
 
 class _ForkState:

@@ -2,7 +2,7 @@
 
 Read in this order; a file imports only from files above it:
 
-    addresses.py     where the hosts meet, and which address of this host reaches the others
+    addresses.py     the rendezvous, and which address of this host reaches the others
     torchrun.py      the keys that torchrun's environment variables stand for
     store.py         a client of torch.distributed's store with a deadline on every call; checks of its values
     rendezvous.py    how the launchers join, exchange JSON, and notice that a launcher has exited

@@ -1,4 +1,4 @@
-"""Addresses of hosts: where they meet, and where each can be reached by the others."""
+"""Addresses: of the rendezvous, and of each host as the others reach it."""
 
 import errno
 import ipaddress

@@ -1,7 +1,7 @@
 """The child's side of a run: how a trainer or loader process starts, reports, and exits with the launcher.
 
 A child outlives the launcher by moments only. The kernel kills it (prctl(2), PR_SET_PDEATHSIG). The exception
-is trainer 0, the reporting child: it sees the end of the *lifeline*, a pipe whose other end only the launcher
+is trainer 0, the reporting child: it sees the end of the *liveness pipe*, whose other end only the launcher
 holds, prints that the launcher died, and exits.
 """
 
@@ -36,7 +36,7 @@ class ChildStart:
     entry: str
     arguments: tuple[Any, ...]
     control: Connection
-    lifeline: Connection
+    liveness: Connection
     launcher: int
     is_own_child: bool  # a child of the launcher, not of a fork server
     timeout: float
@@ -89,7 +89,7 @@ def _fail(error: BaseException, control: Pipe, start: ChildStart, board: StatusB
     try:
         control.send(_failure(error))
         # A dying launcher's children die before its pipes close: a lost peer may only be a sign of its death.
-        if start.reporting and isinstance(error, PeerProblem) and start.lifeline.poll(_DYING_SECONDS):
+        if start.reporting and isinstance(error, PeerProblem) and start.liveness.poll(_DYING_SECONDS):
             _launcher_died(start, board)
     except PeerLost:  # the launcher has died, which is the cause of this error
         _launcher_died(start, board)
@@ -118,7 +118,7 @@ def _tie_to_launcher(start: ChildStart, board: StatusBoard) -> None:
     if start.reporting:
 
         def watch() -> None:
-            start.lifeline.poll(None)  # returns when the launcher dies
+            start.liveness.poll(None)  # returns when the launcher dies
             _launcher_died(start, board)
 
         threading.Thread(target=watch, daemon=True).start()

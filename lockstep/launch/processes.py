@@ -74,7 +74,7 @@ class Processes:
         self._context = multiprocessing.get_context(method)
         if template is None:
             start_resource_tracker()  # now: starting it unblocks the signals that `_spawn_process` blocks
-        self._lifeline, self._lifeline_end = self._context.Pipe(duplex=False)
+        self._liveness, self._liveness_end = self._context.Pipe(duplex=False)
 
     def __enter__(self) -> "Processes":
         self._interrupts.note()
@@ -123,7 +123,7 @@ class Processes:
             entry=entry,
             arguments=arguments,
             control=child_end,
-            lifeline=self._lifeline,
+            liveness=self._liveness,
             launcher=os.getpid(),
             is_own_child=self._template is not None or self._context.get_start_method() == "spawn",
             timeout=self._timeout,

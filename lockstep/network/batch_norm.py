@@ -28,7 +28,7 @@ class Statistics:
     Args:
         n_channels: Channels of the widest layer.
         dtype: Element type of the transport's arenas.
-        clock: Called with 'meet', 'exchange' and 'compute' when these phases begin.
+        clock: Called with 'barrier', 'exchange' and 'compute' when these phases begin.
 
     Attributes:
         n_bytes: Bytes read from other trainers since the caller last reset it.

@@ -176,8 +176,8 @@ class Recorder:
         Args:
             n_bytes: Exchanged with trainers of this host.
             n_network_bytes: Sent to other hosts.
-            synchronized: Whether the trainers met. The times of a step without a meeting count for the next
-                one with a meeting, at which the others wait for it.
+            synchronized: Whether the step ended at a barrier. The times of a step without one count for the
+                next step with one, at which the others wait for this trainer.
         """
         self.stopwatch.leave()
         if synchronized:

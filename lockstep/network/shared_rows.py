@@ -29,7 +29,7 @@ class SharedRows:
         self._transport = transport.another(self._block, self._table.view(dtype).view(-1))
 
     def use_clock(self, clock: Callable[[str], None]) -> None:
-        """Call `clock` with 'meet' and 'exchange' when these phases begin."""
+        """Call `clock` with 'barrier' and 'exchange' when these phases begin."""
         self._transport.clock = clock
 
     def exchange(self, row: torch.Tensor, barrier: Barrier | None = None) -> None:

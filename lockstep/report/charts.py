@@ -93,7 +93,7 @@ def time_split(runs: list[RunLog], width: int) -> Figure:
     x = thin([point.epochs for point in known])
     x[0] = int(x[0])  # a line of progress covers the time before it
     bottom, labels = np.zeros(len(x)), []
-    for phase in ("compute", "exchange", "meet", "load-wait"):
+    for phase in ("compute", "exchange", "barrier", "load-wait"):
         top = bottom + thin([point.seconds.get(phase, 0.0) / sum(point.seconds.values()) for point in known])
         axes.fill_between(x, bottom, top, color=colour(phase), linewidth=0)
         text = f"{phase} {rough_percent(split.shares[phase])}"

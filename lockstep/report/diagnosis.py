@@ -39,7 +39,7 @@ def split_time(run: RunLog) -> TimeSplit | None:
     total = sum(sums.values())
     shares = {phase: seconds / total for phase, seconds in sums.items()}
     steps = [point.seconds_per_step for point in known if point.seconds_per_step is not None]
-    lost = max(("load-wait", "meet", "exchange"), key=lambda phase: shares[phase])
+    lost = max(("load-wait", "barrier", "exchange"), key=lambda phase: shares[phase])
     limit = lost if shares[lost] > _MUCH else "compute"
     sizes = [point.bytes_per_step for point in known if point.bytes_per_step is not None]
     sent = [point.network_bytes_per_step for point in known if point.network_bytes_per_step is not None]
@@ -56,7 +56,7 @@ def explain(split: TimeSplit, config: dict[str, Any]) -> tuple[str, str]:
     gpus = on_gpus(config.get("devices") or [])
     if split.limit == "load-wait":
         return f"Loading: {share} is lost waiting for minibatches.", _loading(config)
-    if split.limit == "meet":
+    if split.limit == "barrier":
         advice = "Give all trainers the same kind of device and equal shares of the cores (cpu_threads), "
         return (
             f"Uneven trainers: {share} is lost waiting for the slowest.",

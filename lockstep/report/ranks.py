@@ -26,7 +26,7 @@ def ranks(run: RunLog, named: bool) -> str:
         verdict += page.paragraph(CAUSES[times.straggler.cause])
     table = "" if named else page.table(_HEADS, [_row(times, each) for each in times.ranks], range(1, 7))
     caption = "Times are per step. The last in a step is the trainer that waited least for the others"
-    caption += "." if times.n_hosts == 1 else ", in meet and exchange, since hosts wait in their exchange."
+    caption += "." if times.n_hosts == 1 else ", in barrier and exchange, since hosts wait in their exchange."
     return f"<h3>{escape(title)}</h3>{verdict}{table}{page.paragraph(caption, 'muted') if table else ''}"
 
 
@@ -34,7 +34,7 @@ def _row(times: EpochTimes, rank: RankTimes) -> list[str]:
     total = sum(rank.seconds.values()) or 1.0
     bar = "".join(
         f'<span style="width: {rank.seconds[phase] / total:.2%}; background: var(--{phase})"></span>'
-        for phase in ("compute", "exchange", "meet", "load-wait")
+        for phase in ("compute", "exchange", "barrier", "load-wait")
     )
     return [
         escape(name_of(rank.rank, times).removeprefix("trainer ")),

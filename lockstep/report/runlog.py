@@ -19,6 +19,7 @@ from lockstep.runs.metrics import AnswerCounts
 from lockstep.runs.state import Checkpoint
 from lockstep.runs.stragglers import PHASES, added, waiting_phases
 
+_OLD_PHASES = {"meet": "barrier"}  # until 2026-11
 _YEAR_10000 = 253_402_300_800  # in seconds since 1970; later times are invalid
 
 
@@ -221,7 +222,7 @@ class _Reading:
             run.points.pop()
         self._drop_epochs(epoch)
         per_20 = _number(event, "seconds_per_20")
-        seconds = _mapping(event.get("seconds"))
+        seconds = _by_phase(event.get("seconds"))
         run.points.append(
             Point(
                 place,
@@ -336,10 +337,15 @@ def _epoch_times(event: dict[str, Any]) -> EpochTimes | None:
 
 def _rank_times(rank: int, values: dict[str, Any], n_steps: float) -> RankTimes | None:
     n_last, waited = _number(values, "n_last"), _number(values, "waited")
-    excess, seconds = (_numbers(_mapping(values.get(key))) for key in ("excess", "seconds"))
+    excess, seconds = (_numbers(_by_phase(values.get(key))) for key in ("excess", "seconds"))
     if n_last is None or waited is None or not excess or seconds.keys() != set(PHASES):
         return None
     return RankTimes(rank, int(n_last), waited, excess, seconds) if 0 <= n_last <= n_steps else None
+
+
+def _by_phase(values: Any) -> dict[str, Any]:
+    """Return values by phase, under today's names of phases."""
+    return {_OLD_PHASES.get(phase, phase): value for phase, value in _mapping(values).items()}
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from lockstep.report.runlog import RunLog
 _PHASES = {
     "compute": "forward, backward, update",
     "exchange": "averaging with the other trainers",
-    "meet": "waiting for the other trainers",
+    "barrier": "waiting for the other trainers",
     "load-wait": "waiting for a minibatch",
 }
 

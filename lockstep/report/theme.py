@@ -35,7 +35,7 @@ COLOURS = {
     "run5": ("#4b4f54", "#c3c8cd"),
     "load-wait": ("#c94a01", "#ff935b"),
     "compute": ("#6b7885", "#8794a1"),
-    "meet": ("#8f6501", "#e3b342"),
+    "barrier": ("#8f6501", "#e3b342"),
     "exchange": ("#a8508b", "#e695c9"),
 }
 _STYLE: dict[Any, Any] = {

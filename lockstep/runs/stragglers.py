@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep.comm.messages import EpochTimes, RankTimes, Straggler
 
-PHASES = ("load-wait", "compute", "meet", "exchange")  # of a step, see docs/how-it-works.md
+PHASES = ("load-wait", "compute", "barrier", "exchange")  # of a step, see docs/how-it-works.md
 OTHER = "other"  # the cause of a wait that no phase explains: work between two steps
 _NAMED = 0.5, 0.05  # shares of steps and of time above which a trainer is named
 _STILL_NAMED = 0.4, 0.03  # above which it stays named, so that the name does not flicker
@@ -148,7 +148,7 @@ def name_of(rank: int, times: EpochTimes) -> str:
 
 def waiting_phases(n_hosts: int) -> tuple[str, ...]:
     """Return the phases in which a trainer waits for others, which can't be the cause of a wait."""
-    return ("meet",) if n_hosts == 1 else ("meet", "exchange")
+    return ("barrier",) if n_hosts == 1 else ("barrier", "exchange")
 
 
 def _chance(n_steps: int, n_ranks: int) -> float:

@@ -30,7 +30,7 @@ class StepBarrier:
 
     Attributes:
         all_payloads: Of all trainers of this host, in rank order, after the first call; None before, and in
-            a step without a meeting.
+            a step without synchronization.
     """
 
     def __init__(self, group: Group, order: Order, payload: Any, say: Callable[[str], None]) -> None:
@@ -40,7 +40,7 @@ class StepBarrier:
 
     def __call__(self, point: str) -> None:
         """Wait until all trainers of this host have arrived. Raises PeerProblem naming one that has not."""
-        self._say(f"{self.order}: meeting the others ({point})")
+        self._say(f"{self.order}: waiting for the others ({point})")
         if self.all_payloads is None:
             self.all_payloads = self._group.all_gather(f"{self.order}: {point}", self._payload)
         else:
@@ -52,19 +52,20 @@ class Rule(ABC):
     """The interface of a rule. All ranks call the same methods at the same time.
 
     Attributes:
-        equal: Whether all replicas are bitwise equal after each meeting. Inside `averaged` they always are.
+        equal: Whether all replicas are bitwise equal after each synchronization. Inside `averaged` they are
+            in any case.
     """
 
     equal = True
 
     def is_due(self, order: Order, n_samples: int) -> bool:
-        """Return whether trainers meet at the end of a step.
+        """Return whether trainers synchronize at the end of a step.
 
-        A step without a meeting has no barrier, and nothing is printed, stopped or saved after it.
+        A step without synchronization has no barrier, and nothing is printed, stopped or saved after it.
 
         Args:
             order: The step's last minibatch.
-            n_samples: Of an epoch. Trainers always meet at its last step.
+            n_samples: Of an epoch. Trainers always synchronize at its last step.
         """
         return True
 
@@ -78,7 +79,7 @@ class Rule(ABC):
         Args:
             optimizer: The program's, with `step()` (network/optimizer.py), or for a rule by shards the
                 sharded one (network/sharded.py).
-            step_barrier: To be passed to the collectives; None in a step without a meeting.
+            step_barrier: To be passed to the collectives; None in a step without synchronization.
 
         Raises:
             PeerProblem: A trainer did not arrive in time; the message names it.
@@ -117,7 +118,7 @@ class Rule(ABC):
 
     @abstractmethod
     def bytes_per_sync(self) -> int:
-        """Return the bytes this rank reads and writes remotely per meeting."""
+        """Return the bytes this rank reads and writes remotely per synchronization."""
 
     def close(self) -> None:  # noqa: B027 (most rules have opened nothing)
         """Close what the rule has opened."""

@@ -41,7 +41,7 @@ def check_replicas(group: Group, arena: Arena, when: str, between_hosts: Compare
 
 
 class ReplicaCheck:
-    """The schedule of comparisons: before checkpoints, and after every `every` steps at the next meeting.
+    """The schedule of comparisons: before checkpoints, and after `every` steps at the next barrier.
 
     Args:
         group: The trainers of this host.

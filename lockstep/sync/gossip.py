@@ -1,4 +1,4 @@
-"""The rule `gossip`: at a meeting every trainer averages with one other, drawn at random each time.
+"""The rule `gossip`: every trainer averages with one other, drawn at random each time.
 
 GoSGD (Blot, Picard, Cord, Thome 2016, arXiv 1611.01906) with pairs instead of asynchronous messages. It is a
 rule of Theano-MPI, for comparison only: `gradients` moves as many bytes and is exact (docs/rules.md).
@@ -49,14 +49,14 @@ class GossipRule(UnsynchronizedRule):
         mine, theirs = halves[place % 2], halves[1 - place % 2]
         self._buffer[slice(*mine)].copy_(self._arena.flat)
         self._buffer_transport.prepare(Collective("broadcast", mine, source=self._world.rank))
-        self._buffer_transport.clock("meet")
+        self._buffer_transport.clock("barrier")
         step_barrier("gossip: all have prepared")
         self._buffer_transport.enter()
         self._buffer_transport.clock("exchange")
         if place ^ 1 < len(ranks):  # of an odd number of ranks one has no partner
             self._buffer_transport.work(Collective("broadcast", theirs, source=ranks[place ^ 1]))
             self._blend(theirs)
-        self._buffer_transport.clock("meet")
+        self._buffer_transport.clock("barrier")
         step_barrier("gossip: all have worked")
 
     def _blend(self, half: tuple[int, int]) -> None:

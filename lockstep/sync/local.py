@@ -24,8 +24,8 @@ class LocalRule(WeightsRule):
     Args:
         transport: Over the arenas of all trainers.
         arena: This trainer's.
-        args: `every`: trainers meet after steps whose number in the epoch is a multiple of it, and after the
-            last one. `from_epoch`: up to this epoch they meet after every step.
+        args: `every`: trainers synchronize after steps whose number in the epoch is a multiple of it, and
+            after the last one. `from_epoch`: up to this epoch they do so after every step.
     """
 
     def __init__(self, transport: Transport, arena: Arena, args: dict[str, Any]) -> None:
@@ -37,7 +37,7 @@ class LocalRule(WeightsRule):
         return self.is_exact(order) or order.step % self._every == 0 or order.stop == n_samples
 
     def is_exact(self, order: Order) -> bool:
-        """Return whether trainers meet after every step of this epoch."""
+        """Return whether trainers synchronize after every step of this epoch."""
         return order.epoch <= int(self._from_epoch)
 
     def update(self, optimizer: Any, step_barrier: StepBarrier | None) -> None:
@@ -54,5 +54,5 @@ class LocalRule(WeightsRule):
     def promise(self, config: Config, model: nn.Module) -> str:
         since = f" after epoch {self._from_epoch}" if self._from_epoch else ""
         actors = "hosts" if config.n_hosts > 1 else "trainers"
-        text = f"rule: {config.rule}: {actors} take their own steps and meet every {self._every} steps{since}"
-        return f"{text}: this is another training than one trainer's"
+        how = f"{actors} take their own steps and synchronize every {self._every} steps{since}"
+        return f"rule: {config.rule}: {how}: this is another training than one trainer's"

@@ -1,6 +1,6 @@
 """The rule `outer`: as `local`, and the mean of what trainers have learned is applied with momentum.
 
-With w_0 the weights of the last meeting and w the mean of all trainers' now,
+With w_0 the weights of the last synchronization and w the mean of all trainers' now,
 
     d = w_0 - w      u = momentum u + d      w_0 = w_0 - learning_rate (d + momentum u)
 

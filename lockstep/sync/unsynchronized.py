@@ -1,4 +1,4 @@
-"""The base of the rules whose replicas differ even after a meeting: `elastic` and `gossip`.
+"""The base of the rules whose replicas differ even after a synchronization: `elastic` and `gossip`.
 
 Such a run still has one answer: the centre or the mean. The arenas hold it in validation and in checkpoints.
 Checkpoints also hold each replica, as 'replica<rank>/...'.

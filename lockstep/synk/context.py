@@ -114,7 +114,7 @@ class TakeGpus(CommandStep):
     devices: tuple[str, ...]
 
     def run(self, context: RankContext) -> None:
-        from lockstep.exchange.p2p import MOST_RANKS
+        from lockstep.kernels.fold import MOST_RANKS
         from lockstep.synk.gpu import RankGpu
 
         if context.size > MOST_RANKS:

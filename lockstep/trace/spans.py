@@ -8,7 +8,7 @@ from lockstep.errors import UserError
 from lockstep.trace.chrome import ChromeTrace, Row
 
 Line = tuple[int, str]
-_MEETING = "meeting the others"  # a trainer's phase at a barrier of a step (lockstep/sync)
+_BARRIER = "waiting for the others"  # a trainer's phase at a barrier of a step (lockstep/sync)
 
 
 @dataclass
@@ -46,7 +46,7 @@ def trace_of(run: Path) -> ChromeTrace:
             step, phase = _split(text)
             times = (since - begin) / 1e3, (until - since) / 1e3
             trace.span(row, phase, name.split()[0], *times, at=step or text)
-            if phase == _MEETING:
+            if phase == _BARRIER:
                 own.setdefault(step, _Wait(row, times[0])).waited += times[1]
         for step, wait in own.items():  # after a restart, a step that is repeated replaces the former one
             waits.setdefault(step, {})[name] = wait

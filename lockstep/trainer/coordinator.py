@@ -103,12 +103,12 @@ class Coordinator:
         return HostsStepBarrier(_row_of_host, self._group, order, report, say)
 
     def outcome(self, step_barrier: StepBarrier) -> StepOutcome:
-        """Return what all trainers agreed on in a step; nothing if the step ended without a meeting."""
+        """Return what all trainers agreed on in a step; nothing if the step ended without a barrier."""
         reports: list[StepReport] | None = step_barrier.all_payloads
         if reports is None:
             return StepOutcome()
         if isinstance(step_barrier, HostsStepBarrier):
-            assert step_barrier.rows is not None, "every meeting sums over the network"
+            assert step_barrier.rows is not None, "every barrier sums over the network"
             rows = step_barrier.rows
             stops, saves, copies = zip(*(row[:_N_WISHES] for row in rows), strict=True)
             return StepOutcome(any(stops), any(saves), [row[_N_WISHES:] for row in rows], all(copies))

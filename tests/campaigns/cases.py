@@ -29,7 +29,7 @@ RULES = ("weights", "gradients", "parts", "local", "outer", "elastic", "gossip")
 OVER_HOSTS = ("weights", "gradients", "parts", "local", "outer")
 OF_A_RUN = (
     "starting", "opening the dataset", "opening the arenas", "waiting for a minibatch", "forward, backward",
-    "meeting the others", "exchanging", "validating", "saving a checkpoint", "leaving",
+    "waiting for the others", "exchanging", "validating", "saving a checkpoint", "leaving",
 )  # fmt: skip
 POINTS = {
     "train.py": OF_A_RUN,

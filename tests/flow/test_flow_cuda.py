@@ -38,7 +38,7 @@ def train(devices, strategy):
 """
 
 SIMULATED_RUN = """
-from lockstep.exchange.p2p import ReduceKernel
+from lockstep.kernels.fold import ReduceKernel
 from lockstep.flow.lanes import WORKER, Operation
 torch.set_num_threads(1)
 launched, fold = [], ReduceKernel.launch
@@ -128,7 +128,7 @@ for _ in range(2):
 """
 
 GPU_RUN = """
-from lockstep.exchange.p2p import ReduceKernel
+from lockstep.kernels.fold import ReduceKernel
 launched, fold = [], ReduceKernel.launch
 ReduceKernel.launch = lambda self, *arguments: (launched.append(len(arguments[0])), fold(self, *arguments))
 made = [flow.cuda(0), flow.cuda(0)]

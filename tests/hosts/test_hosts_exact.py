@@ -113,7 +113,7 @@ RULES = {"gradients": {}, "local": {"rule_args": {"every": 3}}}
 def test_a_wish_to_stop_reaches_all_hosts_and_the_run_goes_on_as_it_was(
     data: Path, tmp_path: Path, rule: str
 ) -> None:
-    """The last host's trainer is asked in the first step; by `local` it stops when hosts meet."""
+    """The last host's trainer is asked in the first step; by `local` it stops when hosts synchronize."""
     keys = {**SMOOTH, "rule": rule, **RULES[rule]}
     whole = over_hosts.train(2, 1, data, tmp_path / "whole", **keys)
     over_hosts.train(2, 1, data, tmp_path / "broken", stopped=True, **keys)

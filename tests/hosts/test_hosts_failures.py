@@ -12,7 +12,7 @@ from two_hosts import end_well, remove, start, tensors_of
 FOREVER = ("n_epochs=100000", "snapshot_freq=1", "on_failure=stop")
 POINTS = {"the start": None, "a step": "step 2/3", "the save": "saved"}  # what host 0 shows
 TRACED = {  # what a process of host 1 says that it is at
-    "the sum in the host": "meeting the others",
+    "the sum in the host": "waiting for the others",
     "the sum over the network": "exchanging",
     "the update": "forward, backward, update",
     "validation": "validating",

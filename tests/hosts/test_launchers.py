@@ -49,7 +49,7 @@ def connect_all_hosts(
         return list(pool.map(come, hosts))
 
 
-def meetings(found: list[Rendezvous | UserError]) -> list[Rendezvous]:
+def rendezvous_of(found: list[Rendezvous | UserError]) -> list[Rendezvous]:
     good = [each for each in found if isinstance(each, Rendezvous)]
     assert len(good) == len(found), found
     return good
@@ -75,7 +75,7 @@ def test_hosts_meet_among_strangers_and_tell_each_other_what_they_will() -> None
     stranger = threading.Thread(target=bother, args=(port, over))
     stranger.start()
     try:
-        found = meetings(connect_all_hosts([2, 0, 1], port))
+        found = rendezvous_of(connect_all_hosts([2, 0, 1], port))
         assert len({each.host_connection.prefix for each in found}) == 1
         with ThreadPoolExecutor(3) as pool:
             received = list(pool.map(lambda each: each.gather("number", each.host**2, limit(10)), found))
@@ -89,9 +89,9 @@ def test_what_an_earlier_start_left_in_the_store_counts_for_nothing() -> None:
     """torchrun's store stays: hosts join again, with other ranks, while the old values are still stored."""
     port = free_port()
     store = Store.serve(listen(("127.0.0.1", port)))
-    first = meetings(connect_all_hosts([0, 1], port, own_store=False))
+    first = rendezvous_of(connect_all_hosts([0, 1], port, own_store=False))
     first[1].put("number", "old")
-    again = meetings(connect_all_hosts([0, 1], port, own_store=False))
+    again = rendezvous_of(connect_all_hosts([0, 1], port, own_store=False))
     assert (
         again[0].host_connection.prefix == again[1].host_connection.prefix != first[0].host_connection.prefix
     )
@@ -107,7 +107,7 @@ def test_a_host_that_is_stopped_before_it_trains_tells_the_others() -> None:
     """The signal's handler reports it, just before the launcher leaves."""
     lives = [
         Heartbeat(each, lambda: "its dataset", limit(60))
-        for each in meetings(connect_all_hosts([0, 1], free_port()))
+        for each in rendezvous_of(connect_all_hosts([0, 1], free_port()))
     ]
     assert lives[0].problem() is None
     lives[1].end_now(143, "host 1: was stopped as asked, before training")
@@ -220,12 +220,12 @@ def keep_checkpoint(folder: Path, epoch: int, value: float) -> None:
 
 def bring(folders: list[Path]) -> list[str | UserError]:
     """Return the line of bring_newest on hosts that have their runs in these folders."""
-    found = meetings(connect_all_hosts(list(range(len(folders))), free_port()))
+    found = rendezvous_of(connect_all_hosts(list(range(len(folders))), free_port()))
 
-    def of_host(meeting: Rendezvous) -> str | UserError:
-        config = make_config(weights_dir=str(folders[meeting.host]), run_name="run")
+    def of_host(rendezvous: Rendezvous) -> str | UserError:
+        config = make_config(weights_dir=str(folders[rendezvous.host]), run_name="run")
         try:
-            return bring_newest(meeting, config, False)
+            return bring_newest(rendezvous, config, False)
         except UserError as error:
             return error
 

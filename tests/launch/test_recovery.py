@@ -68,7 +68,7 @@ def test_after_a_loss_a_run_goes_on_to_the_bits_of_the_unbroken_one(
 
 @pytest.mark.slow
 def test_after_a_hang_a_run_goes_on_to_the_bits_of_the_unbroken_one(program: Program) -> None:
-    """In the midst of a step, in which trainers meet in each layer of batch normalisation."""
+    """In the midst of a step, in which trainers synchronize in each layer of batch normalisation."""
     deadline = round(limit(6))
     network = "model=resnet20", "model_args={n: 1}", "sync_batch_norm=true"
     words = (*network, "n_epochs=12", "snapshot_freq=1", "cpu_threads=1")

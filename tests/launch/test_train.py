@@ -56,9 +56,9 @@ def test_a_run_ends_with_0_its_result_and_no_process(whole: Running) -> None:
     progress = events(running, "progress")
     # 90 images in minibatches of 16: 6 steps, told every 2
     assert [event["step"] for event in progress] == 3 * [2, 4, 6]
-    assert set(progress[0]["seconds"]) == {"load-wait", "compute", "meet", "exchange"}
+    assert set(progress[0]["seconds"]) == {"load-wait", "compute", "barrier", "exchange"}
     lines = running.output().splitlines()
-    assert len([line for line in lines if line.endswith("s per 20 iterations") or ", meet " in line]) >= 1
+    assert len([line for line in lines if line.endswith("s per 20 iterations") or ", barrier " in line]) >= 1
     assert len([line for line in lines if re.match(r"epoch \d+ step ", line)]) == len(progress)
     assert max(len(line) for line in lines if line.startswith("epoch")) <= 100
     (started,) = events(running, "started")
@@ -356,7 +356,7 @@ def test_a_short_epoch_has_one_line_without_top_5_of_few_classes(program: Progra
 
 
 def test_lines_of_progress_fit_in_100_columns() -> None:
-    seconds = {"load-wait": 55.0, "compute": 20.0, "meet": 0.5, "exchange": 0.5}
+    seconds = {"load-wait": 55.0, "compute": 20.0, "barrier": 0.5, "exchange": 0.5}
     line = progress_line(Progress(150, 10000, 10000, 0.1, 1234.5, 0.9999, 1234567.0, 123.0, seconds))
     assert len(line) <= 100 and "99.99%" in line
     assert progress_line(Progress(1, 20, 90, 0.1, 1.0, 0.5, 400.0, 1.0, seconds)).endswith(", load-wait 72%")

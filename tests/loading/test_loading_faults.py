@@ -201,7 +201,7 @@ def test_of_a_slow_disk_the_time_split_says_so(program: Program, tmp_path: Path)
     seconds = [event["seconds"] for event in events if event["event"] == "progress"]
     total = {phase: sum(each[phase] for each in seconds) for phase in seconds[0]}
     # The trainer that waits longer is met by the other: both wait for the disk.
-    assert total["load-wait"] + total["meet"] > total["compute"] + total["exchange"]
+    assert total["load-wait"] + total["barrier"] > total["compute"] + total["exchange"]
     assert total["load-wait"] > total["compute"]
 
 

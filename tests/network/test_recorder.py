@@ -50,10 +50,15 @@ class Event:
 
 def take_step(recorder: Recorder, device: Device, compute: float, synchronized: bool = True) -> None:
     watch = recorder.stopwatch
-    for phase, milliseconds in (("load-wait", 1.0), ("compute", compute), ("meet", 5.0), ("exchange", 3.0)):
+    for phase, milliseconds in (
+        ("load-wait", 1.0),
+        ("compute", compute),
+        ("barrier", 5.0),
+        ("exchange", 3.0),
+    ):
         watch.enter(phase)
         device.work(milliseconds)
-    watch.enter("meet")
+    watch.enter("barrier")
     device.work(2.0)
     recorder.count_step(0, synchronized=synchronized)
     device.work(50.0)  # between the steps: of no phase
@@ -68,7 +73,7 @@ def test_events_give_each_step_its_own_times_however_far_the_host_runs_ahead() -
     assert device.now == 0.0  # nothing has waited for the device so far
     steps = watch.take_steps()
     assert [step["compute"] for step in steps] == pytest.approx([0.01, 0.02, 0.04])
-    assert [step["meet"] for step in steps] == pytest.approx([0.007] * 3)
+    assert [step["barrier"] for step in steps] == pytest.approx([0.007] * 3)
     sums = {phase: sum(step[phase] for step in steps) for phase in PHASES}
     assert watch.seconds() == pytest.approx(sums)
     assert watch.take_steps() == []

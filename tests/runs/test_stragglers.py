@@ -15,7 +15,7 @@ LOAD, COMPUTE, MEET, EXCHANGE = range(len(PHASES))
 
 
 def times_of(busy: np.ndarray, between: np.ndarray | None = None) -> np.ndarray:
-    """Return the times of trainers that meet before and after the exchange, as a stopwatch has them.
+    """Return the times of trainers with barriers before and after the exchange, as a stopwatch has them.
 
     Args:
         busy: Seconds (trainers, steps, PHASES) of loading, computing and exchanging; those of MEET are 0.
@@ -130,9 +130,9 @@ def test_over_hosts_the_exchange_is_waiting() -> None:
 def epoch_with(n_last: int, waited: float, n_steps: int = 100) -> EpochTimes:
     """Return steps of 1 s in which trainer 1 of two was last n_last times and was waited for."""
     excess = {"load-wait": 0.0, "compute": waited, "exchange": 0.0}
-    seconds = {"load-wait": 0.0, "compute": n_steps - waited, "meet": waited, "exchange": 0.0}
+    seconds = {"load-wait": 0.0, "compute": n_steps - waited, "barrier": waited, "exchange": 0.0}
     fast = RankTimes(0, n_steps - n_last, 0.0, dict.fromkeys(excess, 0.0), seconds)
-    slow = RankTimes(1, n_last, waited, excess, {**seconds, "compute": float(n_steps), "meet": 0.0})
+    slow = RankTimes(1, n_last, waited, excess, {**seconds, "compute": float(n_steps), "barrier": 0.0})
     return EpochTimes(1, n_steps, float(n_steps), [fast, slow])
 
 
@@ -157,7 +157,7 @@ def test_a_trainer_stays_named_below_the_limit_at_which_it_is_named(
 
 
 def test_every_cause_has_its_usual_reasons_and_a_line_that_fits() -> None:
-    assert set(CAUSES) == {*PHASES, OTHER} - {"meet"}
+    assert set(CAUSES) == {*PHASES, OTHER} - {"barrier"}
     assert all(
         len(describe(Straggler(0, "trainer 15 of host 127", 1.0, 1.0, cause))) <= 98 for cause in CAUSES
     )

@@ -16,6 +16,8 @@ from safetensors.numpy import load_file
 
 from lockstep.config import read_run, resolve
 from lockstep.optim.schedules import learning_rate
+from lockstep.report import runlog
+from lockstep.runs.stragglers import PHASES
 
 OLD = Path("tests/golden/version_0_1")  # relative, as that run's config.yaml has it
 
@@ -54,6 +56,8 @@ def test_a_run_of_0_1_validates_and_reports(tmp_path: Path) -> None:
     assert "9 images" in run("validate.py", str(tmp_path / "run"))
     run("-m", "lockstep.report", str(tmp_path / "run"))
     assert (tmp_path / "run" / "report.html").exists()
+    points = runlog.read_run(tmp_path / "run").points
+    assert {phase for point in points for phase in point.seconds} == {*PHASES}
 
 
 def test_weights_of_0_1_start_a_new_run(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def train(
     first, *others = run_ranks(train_rank, n_trainers, config, place, double, start, stopped)
     if values.get("rule") in ("elastic", "gossip"):
         same = np.array_equal(first["weights/fc.bias"], others[0]["weights/fc.bias"])
-        assert same == (values["rule"] == "gossip" and n_trainers == 2)  # two always meet
+        assert same == (values["rule"] == "gossip" and n_trainers == 2)  # two always average
         return load_file(newest(place))
     for other in others:
         assert all(first[name].tobytes() == other[name].tobytes() for name in first)

@@ -182,7 +182,7 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(data: Path, tmp_path: Pa
     "rule", ["gradients", "outer", *SLOW, pytest.param("elastic", marks=pytest.mark.slow)]
 )
 def test_a_run_that_was_stopped_in_a_round_ends_it_and_goes_on(data: Path, tmp_path: Path, rule: str) -> None:
-    """In the first of 5 steps; with rules that meet every third, it stops after that."""
+    """In the first of 5 steps; with rules that synchronize every third, it stops after that."""
     every = {} if rule in ("weights", "gradients") else {"every": 3}
     keys = {**SMOOTH, "optimizer": "adamw", "rule": rule, "rule_args": every}
     whole = train(2, data, tmp_path / "whole", **keys)

@@ -66,7 +66,7 @@ def test_a_rank_that_dies_while_it_computes(what: str, words: str) -> None:
 
 
 def test_a_rank_killed_in_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between its arrival at the meeting and the fold."""
+    """Between its arrival at the barrier and the fold."""
     with team(3):
         shared = pytensor.shared(np.zeros(3), name="s")
         synk.function([], shared.sum())

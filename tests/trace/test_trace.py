@@ -24,7 +24,7 @@ def test_a_run_shows_all_its_processes_on_one_clock(program: Program) -> None:
     assert {
         ("trainer", "forward, backward, update"),
         ("trainer", "waiting for a minibatch"),
-        ("trainer", "meeting the others"),
+        ("trainer", "waiting for the others"),
         ("trainer", "exchanging"),
         ("loader", "waiting for an order"),
         ("loader", "preparing"),
@@ -70,9 +70,9 @@ def lines_of_steps(*steps: tuple[str, int, int, int]) -> str:
     text = "0 starting\n"
     for name, arrival, until, again in steps:
         for time, phase in (
-            (arrival, "meeting the others (all have prepared)"),
+            (arrival, "waiting for the others (all have prepared)"),
             (until, "exchanging"),
-            (again, "meeting the others (all have worked)"),
+            (again, "waiting for the others (all have worked)"),
             (again + 1, "exchanging"),
         ):
             text += f"{time * 1_000_000} epoch 1, {name}: {phase}\n"
