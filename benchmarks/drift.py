@@ -59,6 +59,7 @@ def train(rank: int, pipes: dict[int, Pipe], config: Config, dtype: torch.dtype,
 
 
 def states_of(trainer: Trainer) -> Iterator[State]:
+    """Yield weights and momenta after each number of steps in STEPS."""
     n_samples, n_done = len(trainer.dataset.train), 0
     while True:
         trainer.begin_epoch()
@@ -73,6 +74,7 @@ def states_of(trainer: Trainer) -> Iterator[State]:
 
 
 def vector_of(kind: str, tensors: dict[str, torch.Tensor]) -> np.ndarray:
+    """Return all tensors of a kind as one float64 vector, in the order of their names."""
     parts = [tensors[name].numpy().ravel() for name in sorted(tensors) if name.startswith(f"{kind}/")]
     return np.concatenate(parts, dtype=np.float64)
 
@@ -87,6 +89,7 @@ def shake(trainer: Trainer) -> None:
 
 
 def states(n_trainers: int, model: str, dtype: torch.dtype, shaken: bool = False) -> list[State]:
+    """Train, and return the states of the first trainer. With `shaken`, its weights start a rounding away."""
     keys: dict[str, Any] = {"model": model, "devices": ["cpu"] * n_trainers, "para_load": False}
     keys |= {"batch_size": BATCH // n_trainers, "learning_rate": RATE, **DATA}
     config, _ = resolve([Layer("benchmark", keys)])

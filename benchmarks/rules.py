@@ -86,6 +86,7 @@ def hear(connection: Connection) -> None:
 
 
 def learn(dataset: str, rule: str, seed: int) -> dict[str, float]:
+    """Train with a rule and a seed. Return its accuracies, and the load of the machine."""
     folder, n_epochs = DATASETS[dataset]
     keys: dict[str, Any] = {**KEYS, **RULES[rule], "data_folder": folder, "n_epochs": n_epochs, "seed": seed}
     if args := keys.get("rule_args"):

@@ -53,12 +53,14 @@ SLOWED = 2  # processes beside the slowed trainer on its core: it gets a third
 
 
 def config_of(n_trainers: int, n_logical: int, shares: Any, **keys: Any) -> Config:
+    """Return the configuration of a run on the digits with logical ranks and shares."""
     values = {"data_folder": "data/digits", "global_batch_size": BATCH, "logical_ranks": n_logical}
     values |= {"devices": ["cpu"] * n_trainers, "shares": shares, "para_load": False, **keys}
     return settle(resolve([Layer("benchmark", values)])[0])[0]
 
 
 def make_trainer(rank: int, pipes: dict[int, Pipe], config: Config) -> Trainer:
+    """Return a trainer with one thread that saves nothing."""
     torch.set_num_threads(1)
     launcher, keep_open = multiprocessing.Pipe()
     control = Pipe(launcher, "the launcher", DEADLINE)
@@ -109,6 +111,7 @@ def compare(case: str, n_logical: int, n_vectors: int) -> dict[str, Any]:
 
 
 def keep_busy(core: int) -> None:
+    """Keep a core busy until the process is killed."""
     os.sched_setaffinity(0, [core])
     for _ in itertools.count():
         pass
@@ -189,6 +192,7 @@ def overhead() -> dict[str, list[float]]:
 
 
 def write_overhead(command: str) -> None:
+    """Measure what sums and exchange cost, and write the page."""
     ratios = overhead()
     rows: list[tuple[str, ...]] = [("8 logical ranks", "step / its passes, processor time", "")]
     for name, each in ratios.items():

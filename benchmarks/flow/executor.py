@@ -39,14 +39,17 @@ TARGETS = {
 
 
 def loss(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy of a batch."""
     return F.cross_entropy(model(images), labels)
 
 
 def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return SGD with a rate so small that the weights stay as they are."""
     return torch.optim.SGD(parameters, 1e-6, 0.9, fused=True)
 
 
 def repeating(made: flow.ParallelExecutor, inputs: Any, n_steps: int) -> Callable[[], object]:
+    """Return a function that takes n_steps steps with the same batch."""
     feed = dict(zip(("images", "labels"), inputs, strict=True))
     return lambda: [made.run(feed) for _ in range(n_steps)]
 

@@ -26,6 +26,7 @@ Times = dict[str, tuple[float, float]]  # wall and CPU seconds
 
 
 def in_turn(functions: dict[str, Callable[[], object]], rounds: int = 7) -> Times:
+    """Return the best seconds of each function, and its processor seconds then. They take turns."""
     best: Times = {}
     for number in range(rounds + 1):
         for name, function in functions.items():
@@ -92,10 +93,12 @@ def measure_engine(n: int = 3000) -> dict[str, float]:
 
 
 def batch(size: int, n: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return n random square images of `size` pixels, and their labels."""
     return torch.randn(n, 3, size, size) * 50, torch.randint(0, classes, (n,))
 
 
 def make_step(model: torch.nn.Module) -> Callable[..., torch.Tensor]:
+    """Return a function that takes one step of SGD, and returns the loss."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-6, 0.9, fused=True)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -152,6 +155,7 @@ def measure_loop(n_steps: int = 10) -> tuple[Times, float]:
 def minervas_loop(
     model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, n_steps: int
 ) -> Callable[[], None]:
+    """Return Minerva's data-parallel loop: gradients of parts on each device, summed on the first one."""
     gpus = [flow.current_device(), *(d for d in flow.current_device().engine.devices[1:])]
     with flow.device(gpus[0]):
         parameters = list(flow.arrays(model).parameters())
@@ -175,6 +179,7 @@ def minervas_loop(
 
 
 def resident() -> float:
+    """Return this process's resident memory in MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
 

@@ -40,6 +40,7 @@ def run(setting: Setting, work: Path, record: Record) -> None:
 
 
 def synchronize() -> None:
+    """Wait for all operations of flow and of all GPUs."""
     flow.wait_all()
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
@@ -85,23 +86,27 @@ def launches(place: torch.device, n: int) -> dict[str, float]:
 
 
 def network(setting: Setting) -> Any:
+    """Return the residual network with seeded weights, channels last."""
     torch.manual_seed(0)
     made = importlib.import_module(f"models.{setting.residual_model}").Model(setting.n_classes)
     return made.to(memory_format=torch.channels_last)
 
 
 def batch(setting: Setting, n: int) -> Batch:
+    """Return n random images in bfloat16, channels last, and their labels."""
     size = setting.picture // 32 * 28
     images = torch.randn(n, 3, size, size, dtype=torch.bfloat16)
     return images.to(memory_format=torch.channels_last), torch.randint(0, setting.n_classes, (n,))
 
 
 def loss(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy of a batch under autocast to bfloat16."""
     with torch.autocast(images.device.type, torch.bfloat16):
         return F.cross_entropy(model(images), labels)
 
 
 def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the fused SGD that all ways use."""
     return torch.optim.SGD(parameters, lr=0.001, momentum=0.9, weight_decay=0.0005, fused=True)
 
 
@@ -167,6 +172,7 @@ def merging(setting: Setting) -> dict[str, float]:
 
 
 def merging_only(setting: Setting) -> float:
+    """Return the seconds of merging the gradients of two GPUs, without a step."""
     devices: list[Cuda] = [flow.cuda(number) for number in pair()]
     shapes = [p.shape for p in network(setting).parameters()]
     with flow.Engine(devices):

@@ -9,11 +9,13 @@ from typing import Any
 
 
 def pytest_runtest_logreport(report: Any) -> None:
+    """Append the outcome of a test; pytest calls it."""
     if report.when == "call" or report.outcome != "passed":  # setting up and tidying up count where they fail
         _append(report.nodeid, report.outcome, report)
 
 
 def pytest_collectreport(report: Any) -> None:
+    """Append a file that can't be collected; pytest calls it."""
     if report.outcome == "failed":
         _append(report.nodeid, "failed", report)
 

@@ -82,4 +82,5 @@ def seconds(flops: float, bytes_per_second: float) -> float:
 
 
 def images_per_second(flops: float = H200_FLOPS, bytes_per_second: float = H200_BYTES) -> float:
+    """Return the predicted rate of AlexNet on a device with these limits."""
     return _BATCH / seconds(flops, bytes_per_second)

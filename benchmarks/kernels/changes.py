@@ -84,6 +84,7 @@ def pictures() -> Ways:
 
 
 def seeds() -> Ways:
+    """Return two ways to seed torch."""
     return {
         "the host's generator": lambda: torch.default_generator.manual_seed(1),
         "torch.manual_seed": lambda: torch.manual_seed(1),

@@ -26,6 +26,7 @@ RESIZED, PADDED, TRIVIAL = 3000.0, 60_000.0, 0.8  # targets: images/s, images/s,
 
 
 def configure(**values: object) -> Config:
+    """Return the configuration of this benchmark with some keys changed."""
     return resolve([Layer("benchmark", {"n_classes": 1000, "batch_size": BATCH, **values})])[0]
 
 

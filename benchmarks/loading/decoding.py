@@ -51,6 +51,7 @@ def photograph(height: int, width: int, seed: int) -> Image.Image:
 
 
 def encode(picture: Image.Image) -> bytes:
+    """Return a picture as a JPEG file of quality 90."""
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=90)
     return file.getvalue()
@@ -100,6 +101,8 @@ def opencv() -> dict[str, Peer]:
 
 
 def measure_decoding(pictures: list[bytes]) -> tuple[str, dict[str, Any]]:
+    """Compare the rates and the quality of ways to decode. Return the table and the numbers."""
+
     def do_all(function: Peer) -> None:
         for content in pictures:
             function(content)
@@ -159,6 +162,7 @@ def rate_of(work: Callable[[Task], Any], tasks: list[Task], n_workers: int) -> f
 
 
 def measure_layouts() -> tuple[str, dict[str, Any]]:
+    """Compare ways to turn planes of a file into images. Return the table and the numbers."""
     images = np.random.default_rng(0).integers(0, 256, (3, SIZE, SIZE, 256), dtype=np.uint8)
     out = np.empty((256, SIZE, SIZE, 3), np.uint8)
     planes = images.reshape(3, -1, 256)

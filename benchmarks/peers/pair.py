@@ -38,6 +38,7 @@ def train(rank: int, pipes: dict[int, Pipe], store: str) -> float:
 
 
 def ddp(folder: Path, number: int) -> float:
+    """Return the images per second of two ranks of DistributedDataParallel."""
     rates: list[float] = run_ranks(train, 2, str(folder / f"store{number}"))
     return median(rates)
 

@@ -120,6 +120,7 @@ def accuracies(curves: list[Curve]) -> list[float]:
 
 
 def standard_error(values: list[float]) -> float:
+    """Return the standard error of a mean; 0 for a single value."""
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
@@ -130,6 +131,7 @@ def seconds_to(curve: Curve, accuracy: float) -> str:
 
 
 def row_of(program: str, curves: list[Curve], long: list[Curve]) -> tuple[str, ...]:
+    """Return a program's row of the table."""
     reached, seconds = accuracies(curves), [curve[-1]["seconds"] for curve in curves]
     accuracy = f"{statistics.mean(reached):.2f} +- {standard_error(reached):.2f}"
     times = ", ".join(seconds_to(curve, ACCURACY) for curve in curves)

@@ -109,6 +109,7 @@ def train(folder: Path, n_epochs: int, seed: int) -> None:
 
 
 def prepared(images: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """Return images as the network takes them: float32, without the mean, scaled, channels last."""
     return (images.float() - mean).mul(Model.input_scale).to(memory_format=torch.channels_last)
 
 

@@ -34,6 +34,7 @@ def run() -> tuple[str, dict[str, Any]]:
 
 
 def make_network() -> nn.Module:
+    """Return ResNet-50 with seeded weights, channels last."""
     torch.manual_seed(0)
     return Model(1000).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 

@@ -95,18 +95,21 @@ def resized(folder: Path, name: str, sizes: tuple[int, ...]) -> str:
 
 
 def start(folder: Path, name: str, words: list[str]) -> "subprocess.Popen[bytes]":
+    """Start a run without output."""
     command = [sys.executable, "train.py", f"weights_dir={folder}", f"run_name={name}", *words]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     return subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), **quiet)
 
 
 def events_of(run: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a run's log."""
     log = run / "log.jsonl"
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def await_event(run: Path, kind: str, seconds: float = 300.0) -> None:
+    """Wait until a run has logged an event of a kind. Raise TimeoutError after some seconds."""
     until = time.monotonic() + seconds
     while not any(event["event"] == kind for event in events_of(run)):
         if time.monotonic() > until:

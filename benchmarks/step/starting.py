@@ -37,6 +37,7 @@ def run() -> tuple[str, dict[str, Any]]:
 
 
 def import_torch() -> dict[str, float]:
+    """Return the seconds of a process that imports torch and no more."""
     begin = time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     return {TORCH: time.monotonic() - begin}

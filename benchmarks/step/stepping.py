@@ -38,6 +38,7 @@ def measure(config: Config, n_steps: int) -> dict[str, float]:
 
 
 def measure_blocks(feeds: dict[str, Callable[[], float]], rounds: int = 7) -> dict[str, float]:
+    """Return the median of what each function returns. They take turns; the first round warms up."""
     taken: dict[str, list[float]] = {name: [] for name in feeds}
     for number in range(rounds + 1):
         for name, block in feeds.items():
