@@ -4,13 +4,14 @@
     python preprocessing/make_hkl.py data/fashion_png data/fashion32 --size 32
     python -m benchmarks.recipes       three seeds of 8 epochs each, then 24 epochs of Lockstep with one
     python -m benchmarks.recipes --seeds 1 --epochs 2 --long 0 --out trial
-    python -m benchmarks.recipes --page imbalance      the second page alone
+    python -m benchmarks.recipes --only imbalance       the second part alone
 
 They train in turns, each in its own processes: Lockstep with two trainers and two loaders, the others with
 two threads and two workers of their DataLoader. timm's train.py is not part of its package, so a loop of its
-parts stands for it, where timm is installed. The results go to docs/results/recipes.md, with a chart. Then
-Lockstep trains on a copy of the dataset with 1 % of three classes, without and with weights and sampler:
-docs/results/imbalance.md. A journal beside them resumes an interrupted run: it takes hours on two cores.
+parts stands for it, where timm is installed. Then Lockstep trains on a copy of the dataset with 1 % of
+three classes, without and with weights and sampler. The results go to docs/results/recipes.md, with a chart;
+each part says when it was measured. A journal beside them resumes an interrupted run: it takes hours on two
+cores.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.measure import Journal, table, verdict, write_results
+from benchmarks.measure import Journal, machine, table, verdict
 from benchmarks.recipes.imbalanced import RARE, answers_of, f1_of, thin_out
 from lockstep.config import Config, Layer, resolve
 from lockstep.data.dataset import open_dataset
@@ -40,6 +41,7 @@ REMEDIES: dict[str, dict[str, str]] = {
     "sampler: sqrt": {"sampler": "sqrt"},
 }
 ACCURACY, LONG_ACCURACY = 92.8, 93.7  # targets in percent
+Part = tuple[str, dict[str, Any]]  # a section of the page, and its numbers
 Curve = list[dict[str, float]]  # by epoch: epoch, error_top1, and the seconds since the first step
 
 
@@ -149,9 +151,7 @@ def comparison(program: str, mine: list[float], theirs: list[float], library: st
     )
 
 
-def accuracy_section(
-    options: argparse.Namespace, curves: dict[str, list[Curve]]
-) -> tuple[str, dict[str, Any]]:
+def accuracy_section(options: argparse.Namespace, curves: dict[str, list[Curve]]) -> Part:
     """Return the table of the programs and the comparison with the targets."""
     long_head = f"{options.long} epochs, top-1 in %" if options.long else "longer"
     head = "program", "top-1 in %", "seconds, by seed", f"seconds to {ACCURACY} %, by seed", long_head
@@ -170,9 +170,7 @@ def accuracy_section(
     return "\n".join([table(title, [head, *rows]), *lines, *chart]), {"recipes": curves}
 
 
-def imbalanced_section(
-    options: argparse.Namespace, scores: dict[str, list[float]]
-) -> tuple[str, dict[str, Any]]:
+def imbalanced_section(options: argparse.Namespace, scores: dict[str, list[float]]) -> Part:
     """Return the table of the imbalanced set."""
     rows: list[tuple[str, ...]] = [("remedy", "macro F1 in %", "F1 of the rare classes in %")]
     for name, each in scores.items():
@@ -209,25 +207,47 @@ def read_command_line() -> argparse.Namespace:
     parser.add_argument("--long", type=int, default=24, help="epochs of one more run; 0: none (24)")
     parser.add_argument("--data", type=Path, default=Path("data/fashion32"), help="the dataset folder")
     parser.add_argument("--images", type=Path, default=Path("data/fashion_png"), help="its PNG files")
-    parser.add_argument("--page", choices=["recipes", "imbalance"], help="the page to measure (both)")
+    parser.add_argument("--only", choices=["recipe", "imbalance"], help="the part to measure (both)")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where to write")
     return parser.parse_args()
 
 
-def write_recipes(options: argparse.Namespace, journal: Journal, place: Path) -> None:
-    """Measure and write the page of the recipe beside its peers."""
+def measure_recipe(options: argparse.Namespace, journal: Journal, place: Path) -> Part:
+    """Compare the recipe with its peers."""
     curves = learn_all(options, journal, place)
     draw(curves, options.out / "recipes.png")
-    write_results(options.out, "recipes", [accuracy_section(options, curves)], "python -m benchmarks.recipes")
+    return accuracy_section(options, curves)
 
 
-def write_imbalance(options: argparse.Namespace, journal: Journal, place: Path) -> None:
-    """Measure and write the page of the imbalanced set."""
-    section = imbalanced_section(options, balance(options, journal, place))
-    write_results(options.out, "imbalance", [section], "python -m benchmarks.recipes --page imbalance")
+def measure_imbalance(options: argparse.Namespace, journal: Journal, place: Path) -> Part:
+    """Compare the remedies on the imbalanced set."""
+    return imbalanced_section(options, balance(options, journal, place))
 
 
-PAGES = {"recipes": write_recipes, "imbalance": write_imbalance}
+PARTS = {"recipe": measure_recipe, "imbalance": measure_imbalance}
+
+
+def write(folder: Path, measured: dict[str, Part]) -> Path:
+    """Write the page with the parts that were measured now, and those of earlier that were not.
+
+    Args:
+        folder: Where to write.
+        measured: The section and the numbers of each part.
+
+    Returns:
+        The page.
+    """
+    page, numbers = folder / "recipes.md", folder / "recipes.json"
+    parts = json.loads(numbers.read_text()) if numbers.exists() else {}
+    for name, (section, found) in measured.items():
+        parts[name] = {"machine": machine(), "section": section, "found": found}
+    lines = ["# Results of `python -m benchmarks.recipes`"]
+    for name in [name for name in PARTS if name in parts]:
+        facts = ", ".join(f"{key} {value}" for key, value in parts[name]["machine"].items())
+        lines += ["", facts, "", parts[name]["section"].rstrip("\n")]
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    numbers.write_text(json.dumps(parts, indent=1) + "\n")
+    return page
 
 
 def main() -> None:
@@ -235,10 +255,10 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "recipes.unfinished.jsonl"
     with tempfile.TemporaryDirectory() as folder:
-        for page in [options.page] if options.page else PAGES:
-            PAGES[page](options, Journal(path), Path(folder))
-            print((options.out / f"{page}.md").read_text())
+        for name in [options.only] if options.only else PARTS:
+            page = write(options.out, {name: PARTS[name](options, Journal(path), Path(folder))})
     path.unlink()
+    print(page.read_text())
 
 
 if __name__ == "__main__":

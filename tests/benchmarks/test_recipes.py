@@ -17,6 +17,7 @@ from PIL import Image
 from sklearn.metrics import f1_score
 
 from benchmarks.recipes import plain
+from benchmarks.recipes.__main__ import write
 from benchmarks.recipes.imbalanced import RARE, f1_of, thin_out
 from lockstep.data import hkl
 from lockstep.data.dataset import open_dataset
@@ -94,3 +95,15 @@ def test_pillows_crops_are_those_of_the_padded_image() -> None:
     }
     found = {np.asarray(plain.change_by_pillow(Image.fromarray(pixels))).tobytes() for _ in range(2000)}
     assert found == windows
+
+
+def test_a_part_that_is_measured_alone_leaves_the_other_on_the_page(tmp_path: Path) -> None:
+    write(tmp_path, {"recipe": ("### The recipe\n", {"recipes": {}})})
+    before = json.loads((tmp_path / "recipes.json").read_text())
+    page = write(tmp_path, {"imbalance": ("### The imbalanced set\n", {"imbalanced": {"none": [0.5]}})})
+    after = json.loads((tmp_path / "recipes.json").read_text())
+    assert after["recipe"] == before["recipe"] and after["imbalance"]["found"] == {
+        "imbalanced": {"none": [0.5]}
+    }
+    text = page.read_text()
+    assert text.index("### The recipe") < text.index("### The imbalanced set") and text.count("commit ") == 2
