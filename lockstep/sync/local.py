@@ -54,5 +54,6 @@ class LocalRule(WeightsRule):
     def promise(self, config: Config, model: nn.Module) -> str:
         since = f" after epoch {self._from_epoch}" if self._from_epoch else ""
         actors = "hosts" if config.n_hosts > 1 else "trainers"
-        how = f"{actors} take their own steps and synchronize every {self._every} steps{since}"
+        when = f"every {self._every} steps" if self._every > 1 else "after each"
+        how = f"{actors} take their own steps and synchronize {when}{since}"
         return f"rule: {config.rule}: {how}: this is another training than one trainer's"
