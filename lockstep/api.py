@@ -228,7 +228,7 @@ class _Launch:
         self._folder = Path(keys["weights_dir"], str(keys.get("run_name")))
         if isinstance(keys.get("load_epoch"), int):
             self._folder = folder_after(self._folder, f"epoch_{keys['load_epoch']:04d}")
-        self._arguments = [f"{key}={_as_yaml(value)}" for key, value in keys.items()]
+        self._arguments = [f"{key}={_as_yaml(key, value)}" for key, value in keys.items()]
         self._passed, self._callback = passed, callback
         self._silent = quiet
         self._in_notebook = _is_in_notebook()
@@ -458,15 +458,18 @@ def _is_terminal(stream: Any) -> bool:
     return stream is not None and stream.isatty()
 
 
-def _as_yaml(value: Any) -> str:
-    """Return a value as the command line takes it: YAML on one line."""
+def _as_yaml(key: str, value: Any) -> str:
+    """Return a key's value as the command line takes it: YAML on one line."""
     plain = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
     if isinstance(value, np.generic | np.ndarray):
         plain = value.tolist()
     try:
         text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"))
     except yaml.YAMLError:
-        raise UserError(f"{value!r}: must be a text, a number, a list or a mapping of these") from None
+        advice = ". Pass datasets as train_data and val_data" if key == "data" else ""
+        raise UserError(
+            f"{key}: must be a text, a number, a list or a mapping of these, not {value!r}{advice}"
+        ) from None
     return text.removesuffix("\n").removesuffix("\n...")
 
 

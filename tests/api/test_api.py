@@ -116,6 +116,8 @@ def test_an_error_of_the_callback_ends_all_processes(shared_folder: Path, tmp_pa
         ({"model": lambda n_classes: None}, "must make a torch.nn.Module, not NoneType"),
         ({"train_data": []}, "train_data and val_data: one is missing"),
         ({"train_data": [], "val_data": [], "data_folder": "here"}, "given beside another dataset"),
+        ({"momentum": object()}, "^momentum: must be a text, a number, a list or a mapping of these"),
+        ({"data": (object(), object())}, "^data: must be a text.*Pass datasets as train_data and val_data"),
     ],
 )
 def test_what_cannot_be_used_is_named(
@@ -265,6 +267,8 @@ def test_a_run_resumed_from_an_older_checkpoint_is_the_one_that_is_returned(
 
 
 def test_values_of_numpy_are_keys_too() -> None:
-    assert _as_yaml(np.float32(0.5)) == "0.5" and _as_yaml(np.array([1, 2])) == "[1, 2]"
+    assert (
+        _as_yaml("momentum", np.float32(0.5)) == "0.5" and _as_yaml("item_size", np.array([1, 2])) == "[1, 2]"
+    )
     with pytest.raises(lockstep.UserError, match="must be a text, a number, a list or a mapping"):
-        _as_yaml(object())
+        _as_yaml("momentum", object())
