@@ -148,6 +148,11 @@ class Array(torch.Tensor):
         """Format a single number as torch does, once it is computed; anything else by its `repr`."""
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
+    def __copy__(self) -> "Array":
+        """Return another array on the same memory."""
+        copy = self.detach().requires_grad_(self.requires_grad)
+        return private.as_parameter(copy) if isinstance(self, nn.Parameter) else copy  # type: ignore[return-value]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Array":
         if id(self) not in memo:
             copy = self.detach().clone().requires_grad_(self.requires_grad)

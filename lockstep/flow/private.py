@@ -166,6 +166,14 @@ class no_grad(Scope):  # noqa: N801
         return [functions.__enter__, functools.partial(torch._C._set_grad_enabled, enabled), leave]
 
 
+class no_inference(Scope):  # noqa: N801
+    """torch.inference_mode(False), whose end no signal handler can skip."""
+
+    def calls(self) -> tuple[list[Any], list[Any]]:
+        guard = torch._C._InferenceMode(False)
+        return [guard.__enter__], [functools.partial(guard.__exit__, None, None, None)]
+
+
 def active_modes() -> list[Any]:
     """Return the modes that would see an operation of this thread now, without one that is handling it."""
     return [torch._C._get_dispatch_stack_at(n) for n in range(torch._C._len_torch_dispatch_stack())]

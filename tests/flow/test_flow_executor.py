@@ -88,6 +88,38 @@ def test_any_number_of_devices_and_samples_is_one_network(n: int) -> None:
         torch.testing.assert_close(found[0][name], value, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_recurrent_network_is_one_network_on_any_number_of_devices(strategy: str) -> None:
+    """oneDNN's LSTM returns a workspace whose size torch does not predict, in programs as well."""
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.scores = nn.LSTM(3, 5, 2, batch_first=True), nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.scores(self.lstm(x.float().unflatten(1, (2, 3)))[0][:, -1])
+            return made
+
+    torch.manual_seed(1)
+    model, sizes = Last(), [4, 3, 1, 4]
+    found = []
+    for n in (1, 2):
+        with executor(n, model, strategy=strategy) as made:
+            for step, size in enumerate(sizes):
+                made.run(batch(size, step))
+            found.append(made.replica(0))
+            assert_same(made.replica(n - 1), found[-1])
+    optimizer = momentum(list(model.parameters()))
+    for step, size in enumerate(sizes):
+        optimizer.zero_grad()
+        loss(model, *batch(size, step).values())[0].backward()
+        optimizer.step()
+    assert_same(found[0], dict(model.state_dict()))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-6)
+
+
 def test_two_devices_are_two_eager_replicas_whose_halved_gradients_are_added() -> None:
     replicas = [network(), network()]
     optimizer, whole = momentum(list(replicas[0].parameters())), batch(8)
@@ -661,5 +693,7 @@ def test_states_that_do_not_fit() -> None:
         state["model"]["0.bias"] = torch.ones(3)
         with pytest.raises(UserError, match=r"0.bias is \(16,\) in the model, \(3,\) in the state"):
             made.load_state_dict(state)
+        with pytest.raises(UserError, match=r"replica .*: there are 0 to 0, the numbers of the devices"):
+            made.replica(made.devices[0])  # type: ignore[arg-type]
         with pytest.raises(UserError, match="replica 1: there are 0 to 0"):
             made.replica(1)
