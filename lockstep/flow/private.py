@@ -125,7 +125,7 @@ def mode_calls(dispatch: TorchDispatchMode, function: TorchFunctionMode) -> tupl
         functools.partial(torch._C._push_on_torch_dispatch_stack, dispatch),
         functools.partial(torch._C._push_on_torch_function_stack, function),
     ]
-    end = [functools.partial(setattr, mode, "ended", True) for mode in (function, dispatch)]
+    end: list[Any] = [functools.partial(setattr, mode, "ended", True) for mode in (function, dispatch)]
     end += [_removal(torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack)]
     end += [_removal(torch._C._len_torch_dispatch_stack, _pop_dispatch)]
     end += [functools.partial(skip_compiled, before[-1][1])]

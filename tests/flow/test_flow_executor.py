@@ -98,7 +98,7 @@ def test_a_recurrent_network_is_one_network_on_any_number_of_devices(strategy: s
             self.lstm, self.scores = nn.LSTM(3, 5, 2, batch_first=True), nn.Linear(5, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = self.scores(self.lstm(x.float().unflatten(1, (2, 3)))[0][:, -1])
+            made: torch.Tensor = self.scores(self.lstm(x.float().view(-1, 2, 3))[0][:, -1])
             return made
 
     torch.manual_seed(1)
