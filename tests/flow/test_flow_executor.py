@@ -321,6 +321,47 @@ class Normalised(nn.Module):
         return self.net(x)
 
 
+def test_a_scheduler_of_the_optimizer_is_no_reason_to_refuse_it() -> None:
+    """It wraps the optimizer's step, whose signature then has self."""
+
+    def scheduled(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = momentum(parameters)
+        torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        return optimizer
+
+    assert_same(trained(2, [4, 3], optimizer=scheduled), trained(2, [4, 3]))
+
+
+def penalty(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean squared gradient of the scores by the samples."""
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0].square().mean()
+
+
+def test_a_loss_may_have_gradients_inside() -> None:
+    model, other = network(), network()
+    with executor(2, other, loss=penalty) as made:
+        found = made.run(batch(4), ["loss", "0.weight@GRAD"])
+    wanted = penalty(model, *batch(4).values())
+    wanted.backward()
+    torch.testing.assert_close(found["loss"], wanted.detach())
+    torch.testing.assert_close(found["0.weight@GRAD"], next(model.parameters()).grad)
+
+
+def test_a_model_that_keeps_results_of_the_step_is_refused() -> None:
+    class Keeping(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.kept: torch.Tensor = super().forward(x)
+            return self.kept
+
+    message = r"kept by something.*change it in place \(copy_\)"
+    with (
+        executor(2, Keeping(nn.Linear(6, 3)).double()) as made,
+        pytest.raises(flow.CaptureError, match=message),
+    ):
+        made.run(batch(4))
+
+
 def test_buffers_are_means_over_samples_on_all_devices() -> None:
     torch.manual_seed(0)
     model, whole = Normalised().double(), batch(5)
