@@ -27,6 +27,7 @@ from lockstep.flow.instructions import (
 )
 from lockstep.flow.lanes import Operation
 from lockstep.flow.recipes import (
+    BY_GRADIENT_MODE,
     WRITES_STATISTICS,
     Layout,
     Operands,
@@ -147,6 +148,11 @@ class Array(torch.Tensor):
     def __format__(self, spec: str) -> str:
         """Format a single number as torch does, once it is computed; anything else by its `repr`."""
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def __copy__(self) -> "Array":
+        """Return another array on the same memory."""
+        copy = self.detach().requires_grad_(self.requires_grad)
+        return private.as_parameter(copy) if isinstance(self, nn.Parameter) else copy  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Array":
         if id(self) not in memo:
@@ -351,6 +357,8 @@ def _plan(step: Instruction, kind: OperationTraits, operands: Operands, written:
     step.recipe = recipe
     if recipe.default is not None:
         _keep_default(step, kind, recipe.default)
+    if kind.name in BY_GRADIENT_MODE and not torch.is_grad_enabled():
+        step.function = partial(_without_gradients, step.function)
     if kind.overwriting and step.views[0] is None:
         step.overwrites = 0
     program = placement.program_of(inputs)
@@ -360,6 +368,13 @@ def _plan(step: Instruction, kind: OperationTraits, operands: Operands, written:
         submitted.wait()  # a check has no result that could be read
     leaves = [leaf if array is None else array for leaf, array in zip(recipe.leaves, made, strict=True)]
     return _returned(kind, operands, recipe.structure, leaves)
+
+
+def _without_gradients(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation in a worker as under torch.no_grad. An LSTM's workspace is empty then, not None."""
+    with torch.no_grad():
+        returned = function(*args, **kwargs)
+    return [torch.empty(0, dtype=torch.uint8) if each is None else each for each in returned]
 
 
 def _keep_default(step: Instruction, kind: OperationTraits, default: torch.dtype) -> None:

@@ -255,7 +255,7 @@ class Capture:
 
     def _refuse_keeping(self, memory: int, storage: Any) -> NoReturn:
         name = self.variables[self.memories[memory].newest].name
-        remedy = "run the step once before the capture, so that what it keeps is there"
+        remedy = "run the step once before the capture, so that it exists, and change it in place (copy_)"
         for leaf in self._leaves_with_gradients():
             if leaf.grad.memory is storage:
                 name = f"{name}, the gradient of {leaf.memory.name or 'a parameter'},"

@@ -187,21 +187,25 @@ def randb(shape: Sequence[int], p: float) -> Array:
     return _factory(lambda: torch.empty(tuple(shape), dtype=torch.float32).bernoulli_(p))
 
 
-class _RecordingMode(private.DispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that records operations of torch, until the process is forked."""
+class _ScopeMode:
+    """A mode that is in effect until its scope ends, which sets `ended`, or the process is forked."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._fork = _Forks.count
+        super().__init__()
+        self._fork, self.ended = _Forks.count, False
+
+    def holds(self) -> bool:
+        """Return whether the mode is in effect: a forked child begins outside of its parent's scopes."""
+        return not self.ended and self._fork == _Forks.count
+
+
+class _RecordingMode(_ScopeMode, private.DispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that records operations of torch."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.holds():
             return function(*args, **(kwargs or {}))
         return record(function, args, kwargs or {})
-
-    def holds(self) -> bool:
-        """Return whether the mode is valid: a forked child begins outside of its parent's scopes."""
-        return self._fork == _Forks.count
 
 
 class recording_everything(private.Scope):  # noqa: N801
@@ -229,7 +233,7 @@ def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
 _NO_MEMORY = "data is not allocated", "Cannot access data pointer of Tensor"  # torch's messages
 
 
-class _CopyingMode(TorchFunctionMode):
+class _CopyingMode(_ScopeMode, TorchFunctionMode):
     """A mode that makes deep copies arrays; torch would put an ordinary tensor's memory under an array.
 
     It also replaces the arrays in lists that torch.tensor is given, whose memory torch would read, by their
@@ -237,6 +241,8 @@ class _CopyingMode(TorchFunctionMode):
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.holds():
+            return function(*args, **(kwargs or {}))
         if function is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
             return _deep_copy(*args)
         if function is torch.tensor and args:

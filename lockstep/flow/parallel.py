@@ -151,8 +151,9 @@ class ParallelExecutor:
 
     def replica(self, number: int) -> dict[str, torch.Tensor]:
         """Return copies of the parameters and buffers on one device, by name."""
-        if not 0 <= number < len(self.devices):
-            raise UserError(f"replica {number}: there are 0 to {len(self.devices) - 1}")
+        if number not in range(len(self.devices)):
+            n = len(self.devices)
+            raise UserError(f"replica {number}: there are 0 to {n - 1}, the numbers of the devices")
         return {name: array.tensor() for name, array in self._replicas[number].variables().items()}
 
     def memory(self) -> dict[str, int]:

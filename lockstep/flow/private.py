@@ -4,6 +4,7 @@ import _thread
 import functools
 import gc
 import io
+import itertools
 import logging
 import operator
 import os
@@ -99,6 +100,7 @@ class Scope(io.IOBase):
             raise
 
 
+_pop_dispatch = functools.partial(torch._C._pop_torch_dispatch_stack, None)
 _MODE_FLAGS = (
     "_is_in_torch_dispatch_mode",
     "_is_in_non_infra_torch_dispatch_mode",
@@ -109,8 +111,11 @@ _MODE_FLAGS = (
 def mode_calls(dispatch: TorchDispatchMode, function: TorchFunctionMode) -> tuple[list[Any], list[Any]]:
     """Return the calls that switch two modes on in this thread, and those that switch them off again.
 
-    They do what `__enter__` and `__exit__` of torch's modes do, for use in a `Scope`.
+    They do what `__enter__` and `__exit__` of torch's modes do, for use in a `Scope`, and set the modes'
+    `ended`: an interrupted function of torch may have taken a mode off the stack, and put it back afterwards.
     """
+    while torch._C._len_torch_function_stack() and getattr(_top_function_mode(), "ended", False):
+        torch._C._pop_torch_function_stack()
     set_flag = functools.partial(setattr, _python_dispatch)
     skip_compiled = torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals
     before = [(name, getattr(_python_dispatch, name)) for name in _MODE_FLAGS]
@@ -120,11 +125,23 @@ def mode_calls(dispatch: TorchDispatchMode, function: TorchFunctionMode) -> tupl
         functools.partial(torch._C._push_on_torch_dispatch_stack, dispatch),
         functools.partial(torch._C._push_on_torch_function_stack, function),
     ]
-    pop_dispatch = functools.partial(torch._C._pop_torch_dispatch_stack, None)
-    end = [torch._C._pop_torch_function_stack, pop_dispatch]
+    end: list[Any] = [functools.partial(setattr, mode, "ended", True) for mode in (function, dispatch)]
+    end += [_removal(torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack)]
+    end += [_removal(torch._C._len_torch_dispatch_stack, _pop_dispatch)]
     end += [functools.partial(skip_compiled, before[-1][1])]
     end += [functools.partial(set_flag, name, value) for name, value in before]
     return begin, end
+
+
+def _top_function_mode() -> Any:
+    return torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1)
+
+
+def _removal(length: Callable[[], int], pop: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a C function that pops what a stack then has above its present height, which may be nothing."""
+    above = map(operator.sub, map(operator.call, [length]), [length()])
+    no_arguments = itertools.chain.from_iterable(map(itertools.repeat, [()], above))
+    return functools.partial(deque, itertools.starmap(pop, no_arguments), 0)
 
 
 class without_modes(Scope):  # noqa: N801
@@ -132,8 +149,7 @@ class without_modes(Scope):  # noqa: N801
 
     def calls(self) -> tuple[list[Any], list[Any]]:
         modes = active_modes()
-        pop = functools.partial(torch._C._pop_torch_dispatch_stack, None)
-        return [pop] * len(modes), [
+        return [_pop_dispatch] * len(modes), [
             functools.partial(torch._C._push_on_torch_dispatch_stack, mode) for mode in modes
         ]
 
@@ -148,6 +164,14 @@ class no_grad(Scope):  # noqa: N801
         functions = torch._C.DisableTorchFunction()
         leave = functools.partial(functions.__exit__, None, None, None)
         return [functions.__enter__, functools.partial(torch._C._set_grad_enabled, enabled), leave]
+
+
+class no_inference(Scope):  # noqa: N801
+    """torch.inference_mode(False), whose end no signal handler can skip."""
+
+    def calls(self) -> tuple[list[Any], list[Any]]:
+        guard = torch._C._InferenceMode(False)
+        return [guard.__enter__], [functools.partial(guard.__exit__, None, None, None)]
 
 
 def active_modes() -> list[Any]:

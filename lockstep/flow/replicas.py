@@ -142,7 +142,8 @@ class BucketOptimizer:
 
 def _check_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise UserError for an optimizer whose step needs arguments, such as LBFGS's closure."""
-    for argument in inspect.signature(optimizer.step).parameters.values():
+    step = inspect.signature(type(optimizer).step)  # a scheduler wraps the method of the object
+    for argument in list(step.parameters.values())[1:]:
         if argument.default is argument.empty and argument.kind not in (
             argument.VAR_POSITIONAL, argument.VAR_KEYWORD,
         ):  # fmt: skip

@@ -98,7 +98,7 @@ class StepRecorder:
         """Call the loss once, which may make tensors that the model keeps; restore buffers."""
         for share in shares:
             replica = self._replicas[share.device]
-            with private.no_grad(), on_device(replica.device):
+            with on_device(replica.device):
                 restoring = _restoring(replica)
                 with restoring:  # after an error, too: replicas must not differ
                     dropout.set_keys(replica.dropouts, share.keys)

@@ -178,7 +178,10 @@ def test_recurrent_layers_and_their_gradients(devices: list[Cpu], make: Callable
         assert_same(array.grad, parameter.grad)
     with torch.no_grad():
         program = flow.capture(lambda x: own(x)[0], lazy)
-        torch.testing.assert_close(program(x), layer(x)[0])  # another kernel of oneDNN
+        for _ in range(4):  # oneDNN has another kernel here
+            x = torch.randn(3, 2, 4)
+            assert torch.equal(program(x), layer(x)[0])
+            assert_same(own(flow.array(x))[0], layer(x)[0])
 
 
 @pytest.fixture

@@ -88,6 +88,38 @@ def test_any_number_of_devices_and_samples_is_one_network(n: int) -> None:
         torch.testing.assert_close(found[0][name], value, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_recurrent_network_is_one_network_on_any_number_of_devices(strategy: str) -> None:
+    """oneDNN's LSTM returns a workspace whose size torch does not predict, in programs as well."""
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.scores = nn.LSTM(3, 5, 2, batch_first=True), nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.scores(self.lstm(x.float().view(-1, 2, 3))[0][:, -1])
+            return made
+
+    torch.manual_seed(1)
+    model, sizes = Last(), [4, 3, 1, 4]
+    found = []
+    for n in (1, 2):
+        with executor(n, model, strategy=strategy) as made:
+            for step, size in enumerate(sizes):
+                made.run(batch(size, step))
+            found.append(made.replica(0))
+            assert_same(made.replica(n - 1), found[-1])
+    optimizer = momentum(list(model.parameters()))
+    for step, size in enumerate(sizes):
+        optimizer.zero_grad()
+        loss(model, *batch(size, step).values())[0].backward()
+        optimizer.step()
+    assert_same(found[0], dict(model.state_dict()))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-6)
+
+
 def test_two_devices_are_two_eager_replicas_whose_halved_gradients_are_added() -> None:
     replicas = [network(), network()]
     optimizer, whole = momentum(list(replicas[0].parameters())), batch(8)
@@ -287,6 +319,47 @@ class Normalised(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.net(x)
+
+
+def test_a_scheduler_of_the_optimizer_is_no_reason_to_refuse_it() -> None:
+    """It wraps the optimizer's step, whose signature then has self."""
+
+    def scheduled(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = momentum(parameters)
+        torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        return optimizer
+
+    assert_same(trained(2, [4, 3], optimizer=scheduled), trained(2, [4, 3]))
+
+
+def penalty(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean squared gradient of the scores by the samples."""
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0].square().mean()
+
+
+def test_a_loss_may_have_gradients_inside() -> None:
+    model, other = network(), network()
+    with executor(2, other, loss=penalty) as made:
+        found = made.run(batch(4), ["loss", "0.weight@GRAD"])
+    wanted = penalty(model, *batch(4).values())
+    wanted.backward()
+    torch.testing.assert_close(found["loss"], wanted.detach())
+    torch.testing.assert_close(found["0.weight@GRAD"], next(model.parameters()).grad)
+
+
+def test_a_model_that_keeps_results_of_the_step_is_refused() -> None:
+    class Keeping(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.kept: torch.Tensor = super().forward(x)
+            return self.kept
+
+    message = r"kept by something.*change it in place \(copy_\)"
+    with (
+        executor(2, Keeping(nn.Linear(6, 3)).double()) as made,
+        pytest.raises(flow.CaptureError, match=message),
+    ):
+        made.run(batch(4))
 
 
 def test_buffers_are_means_over_samples_on_all_devices() -> None:
@@ -661,5 +734,7 @@ def test_states_that_do_not_fit() -> None:
         state["model"]["0.bias"] = torch.ones(3)
         with pytest.raises(UserError, match=r"0.bias is \(16,\) in the model, \(3,\) in the state"):
             made.load_state_dict(state)
+        with pytest.raises(UserError, match=r"replica .*: there are 0 to 0, the numbers of the devices"):
+            made.replica(made.devices[0])  # type: ignore[arg-type]
         with pytest.raises(UserError, match="replica 1: there are 0 to 0"):
             made.replica(1)

@@ -2,6 +2,7 @@
 
 import _thread
 import contextlib
+import copy
 import gc
 import itertools
 import os
@@ -218,6 +219,28 @@ def interrupted_at_each_call(work: Callable[[], object], check: Callable[[], obj
     raise AssertionError("work() ends")
 
 
+def test_a_device_scope_ends_whichever_call_of_torch_in_it_is_interrupted() -> None:
+    """torch's Python functions take a mode off the stack and may put it back after the scope has ended."""
+    device = flow.cpus(1)[0]
+
+    tensor = torch.zeros(2)
+
+    def work() -> None:
+        with flow.device(device):
+            torch.nn.functional.relu(tensor)
+
+    def check() -> None:
+        assert type(torch.zeros(2)) is type(copy.deepcopy(torch.zeros(2))) is torch.Tensor
+        assert not torch._C._len_torch_dispatch_stack()
+
+    with flow.Engine([device]), discarding():
+        work()
+        assert len(interrupted_at_each_call(work, check)) > 20
+        check()  # what was interrupted is released now
+        work()
+        assert not torch._C._len_torch_function_stack()
+
+
 def test_captures_and_dry_runs_end_whichever_call_is_interrupted() -> None:
     def work() -> None:
         flow.capture(lambda x: x + 1, torch.ones(2))
@@ -420,6 +443,7 @@ def test_a_forked_child_begins_afresh() -> None:
 
         def child() -> None:
             assert type(torch.zeros(3)) is torch.Tensor  # outside of `with flow.device`
+            assert type(copy.deepcopy(torch.zeros(3))) is torch.Tensor
             assert (flow.ones((3,)) + 1).sum().item() == 6
             with flow.device(devices[1]):
                 assert torch.randn(7).bernoulli_(0.5).sum().item() <= 7

@@ -1,5 +1,6 @@
 """Less common functions of torch give its results on arrays, or are refused in one clear line."""
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +33,26 @@ def test_writes_to_data_do_not_count_for_backward(device: Cpu) -> None:
     assert torch.equal(weights[0].detach(), weights[1].tensor())
     assert weights[0].grad is not None and weights[1].grad is not None
     assert torch.equal(weights[0].grad, weights[1].grad.tensor())  # type: ignore[attr-defined]
+
+
+def test_arrays_made_in_inference_mode_can_be_written_there(device: Cpu) -> None:
+    with torch.inference_mode():
+        for data in (torch.ones(3), [1.0, 1.0, 1.0]):
+            made = flow.array(data)
+            made.add_(1)
+            made[0] = 5
+            assert made.tolist() == [5, 2, 2] and made.is_inference()
+        assert torch.is_inference_mode_enabled()
+
+
+def test_a_shallow_copy_is_an_array_on_the_same_memory(device: Cpu) -> None:
+    layer = flow.arrays(nn.Linear(3, 1))
+    for original in (torch.ones(3), flow.ones((3,)), nn.Parameter(torch.ones(3)), layer.bias):
+        made = copy.copy(original)
+        assert made is not original and type(made) is type(original) and made.is_leaf
+        assert isinstance(made, nn.Parameter) == isinstance(original, nn.Parameter) == made.requires_grad
+        made.detach().fill_(7)
+        assert set(original.tolist()) == {7}
 
 
 @pytest.mark.parametrize("parametrize", [parametrizations.orthogonal, parametrizations.spectral_norm])
