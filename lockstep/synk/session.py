@@ -22,11 +22,14 @@ from lockstep.threads import MOST_THREADS
 
 @dataclass
 class _Session:
-    """A team, and the functions that were made for it."""
+    """A team, and its functions that are not distributed yet.
+
+    A distributed function belongs to the program alone: its inputs' memory is released with it.
+    """
 
     team: Team
     row_numbers: RowNumbers
-    functions: list[Function] = field(default_factory=list)
+    new_functions: list[Function] = field(default_factory=list)
 
 
 class _Process:
@@ -200,7 +203,7 @@ def function(
         program = build(team, request)
         team.context.programs[number] = program
         created = Function(team, number, program, session.row_numbers)
-        session.functions.append(created)
+        session.new_functions.append(created)
     return created
 
 
@@ -221,7 +224,7 @@ def distribute() -> None:
     team = session.team
     with team.exclusive_call("distribute()"):
         team.registry.sync_objects()
-        new_functions = [function for function in session.functions if not function.distributed]
+        new_functions = list(session.new_functions)
         kinds = {team.context.programs[new_function.number].kind for new_function in new_functions}
         known = team.registry.delivered
         new = [s for s in team.context.shareds.values() if s.number not in known and s.kind in kinds]
@@ -230,7 +233,7 @@ def distribute() -> None:
         try:
             team.ask("distribute()", delivered, replicated)
         except Exception:
-            session.functions = [function for function in session.functions if function not in new_functions]
+            session.new_functions.clear()
             raise
         finally:
             team.release(delivered.pickles.block)
@@ -239,6 +242,7 @@ def distribute() -> None:
         team.registry.delivered.update(shared.number for shared in new)
         for function in new_functions:
             function.distributed = True
+        session.new_functions.clear()
         team.distributed = True
         team.threads.limit()
 
@@ -264,7 +268,7 @@ def _pack(session: _Session, new_functions: list[Function], new: list[Shared]) -
     try:
         return delivery.pack(session.team, _pieces(session.team, new_functions, new, started))
     except TypeError:
-        session.functions.remove(started[-1])
+        session.new_functions.remove(started[-1])
         raise
 
 
