@@ -241,7 +241,7 @@ def distribute() -> None:
             shared.use_rank_stream(team.rank)
         team.registry.delivered.update(shared.number for shared in new)
         for function in new_functions:
-            function.distributed = True
+            function.distributed, function.settings_group = True, delivered.settings
         session.new_functions.clear()
         team.distributed = True
         team.threads.limit()
