@@ -4,6 +4,7 @@ import atexit
 import math
 import operator
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,14 @@ class _Process:
     """The state of this process."""
 
     session: _Session | None = None
+    starting = threading.RLock()  # held by the thread that starts a team
+
+
+def _release_in_child() -> None:
+    _Process.starting = threading.RLock()  # a thread that the child lacks may hold the parent's
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def fork(
@@ -68,9 +77,7 @@ def fork(
         RuntimeError: The ranks already exist.
         ValueError: An argument is out of range.
     """
-    session = _Process.session
-    if session is not None and session.team.is_mine and not session.team.closed:
-        raise RuntimeError("fork(): there is a team already; close() ends it")
+    _check_no_team()
     gpus = _choose_devices(use_gpu, devices)
     size = _choose_size(n_parallel, devices or gpus)
     if not 0 <= operator.index(master_rank) < size:
@@ -80,10 +87,17 @@ def fork(
     n_threads = max(1, _count_cores() // size) if threads is None else operator.index(threads)
     if not 1 <= n_threads <= MOST_THREADS:
         raise ValueError(f"fork(): threads={threads} is not from 1 to {MOST_THREADS}")
-    with defer_signals():
+    with defer_signals(), _Process.starting:
+        _check_no_team()  # another thread may have started one
         team = Team(TeamOptions(size, master_rank, n_threads, profile_workers, timeout, gpus))
         _Process.session = _Session(team, RowNumbers(team))
     return size
+
+
+def _check_no_team() -> None:
+    session = _Process.session
+    if session is not None and session.team.is_mine and not session.team.closed:
+        raise RuntimeError("fork(): there is a team already; close() ends it")
 
 
 def close() -> None:
