@@ -68,6 +68,14 @@ class CommandStep(ABC):
         """
 
 
+class _StepStopped(Exception):
+    """A step raised StopIteration, which no generator can raise."""
+
+    def __init__(self, error: StopIteration) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 def perform(context: RankContext, steps: tuple[CommandStep, ...]) -> Generator[Barrier, Any, list[Any]]:
     """Perform the steps one after another; return their values. Yields the barriers of the steps.
 
@@ -77,7 +85,10 @@ def perform(context: RankContext, steps: tuple[CommandStep, ...]) -> Generator[B
     for number, step in enumerate(steps):
         if number and steps[number - 1].writes_to_others:
             yield no_decision, None
-        result = step.run(context)
+        try:
+            result = step.run(context)
+        except StopIteration as error:  # which Python would make a RuntimeError here, in a generator
+            raise _StepStopped(error) from None
         values.append((yield from result) if inspect.isgenerator(result) else result)
     return values
 
@@ -88,7 +99,7 @@ def no_decision(team: Any, contributions: list[Any]) -> None:
 
 @dataclass
 class CommandState:
-    """The state of this process's own part of a command: at a barrier, at its end, or at an error."""
+    """The state of a rank's part of a command: at a barrier, at its end, or at an error."""
 
     decide: Any = None
     contribution: Any = None
@@ -102,6 +113,8 @@ def advance(own: Any, decision: Any) -> CommandState:
         decide, contribution = own.send(decision)
     except StopIteration as stop:
         return CommandState(values=stop.value)
+    except _StepStopped as stopped:
+        return CommandState(error=stopped.error)
     except BaseException as error:  # KeyboardInterrupt too: the other ranks' answers are to be collected
         return CommandState(error=error)
     return CommandState(decide, contribution)

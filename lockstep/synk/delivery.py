@@ -114,6 +114,7 @@ def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
             pickler.dump(piece)
         except Exception as error:  # whatever a user's __reduce__ raises
             raise TypeError(f"{what} can't go to the ranks: {pickler.explain(error)}") from error
+    number = 0
     if objects := pickler.with_settings():
         number = next(team.numbers)
         pickler.dump(settings.receive)
@@ -127,7 +128,7 @@ def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
         locations.append(ArrayLocation(block, "|u1", (len(part),), offset))
         team.context.blocks.array(locations[-1])[:] = part
         offset += align(len(part))
-    return DeliverPrograms(locations[0], tuple(locations[1:]))
+    return DeliverPrograms(locations[0], tuple(locations[1:]), number)
 
 
 def unpack(context: RankContext, pickles: ArrayLocation, buffers: tuple[ArrayLocation, ...]) -> Iterator[Any]:
@@ -143,10 +144,14 @@ class DeliverPrograms(CommandStep):
     """Step: the workers build the pickled programs.
 
     Each program is preceded by a function, receive(context, objects), which builds it from the next objects.
+
+    Attributes:
+        settings: Number of the group of objects with settings (settings.py); 0 if there are none.
     """
 
     pickles: ArrayLocation
     buffers: tuple[ArrayLocation, ...]
+    settings: int
 
     def blocks(self) -> Iterable[int]:
         return (self.pickles.block,)

@@ -68,6 +68,7 @@ class Function:
         self._input_data: dict[int, Data] = {}
         self._called = False
         self.distributed = False
+        self.settings_group = 0  # number of the group in settings.py, set by distribute()
 
     def __repr__(self) -> str:
         return f"<lockstep.synk function {self.name!r}>"
@@ -188,7 +189,7 @@ class Function:
             stored=tuple(stored),
             n_slices=n_slices,
             outputs=outputs,
-            settings=self._team.context.settings.capture(),
+            settings=self._team.context.settings.capture(self.settings_group),
             torch_settings=self._program.capture_settings(),
         )
 

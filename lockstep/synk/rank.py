@@ -40,7 +40,7 @@ from lockstep.synk.commands import (
     Start,
     WorkerReady,
 )
-from lockstep.synk.context import RankContext, perform
+from lockstep.synk.context import RankContext, advance, perform
 from lockstep.synk.results import RankPart, pack
 
 _FOR_EVER = 1e9  # seconds: a worker waits as long as its caller lives
@@ -164,12 +164,12 @@ class _Loop:
         own = perform(self._context, command.steps)
         decision = None
         while True:
-            try:
-                _, contribution = own.send(decision)
-            except StopIteration as stop:
-                values: list[Any] = stop.value
-                return values
-            self._pipe.send(BarrierReached(contribution))
+            state = advance(own, decision)
+            if state.error is not None:
+                raise state.error
+            if state.values is not None:
+                return state.values
+            self._pipe.send(BarrierReached(state.contribution))
             message = self._next()
             if isinstance(message, Abort):
                 own.close()

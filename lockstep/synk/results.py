@@ -114,13 +114,24 @@ def combine(parts: Sequence[RankPart], caller: int, number: int, mode: str | Non
     if len(values) == 1:
         return values[0] if taking_part[0] is parts[caller] else values[0].copy()
     if mode == "gather":
-        return np.concatenate(values)
+        return _concatenate(values, what)
     check_same_shape([value.shape for value in values], what, mode)
-    result = np.empty(values[0].shape, values[0].dtype)
+    dtype = np.result_type(*(value.dtype for value in values))  # a rank may return 0 where others have floats
+    result = np.empty(values[0].shape, dtype)
     rows = [part.rows for part in taking_part]
-    flat = [np.ascontiguousarray(value).reshape(-1) for value in values]
+    flat = [np.ascontiguousarray(value, dtype).reshape(-1) for value in values]
     reduce_arrays(flat, [result.reshape(-1)], REDUCE_OPS[mode], fractions(rows) if mode == "avg" else None)
     return result
+
+
+def _concatenate(values: list[np.ndarray], what: str) -> np.ndarray:
+    try:
+        return np.concatenate(values)
+    except ValueError as error:
+        shapes = ", ".join(str(shape) for shape in dict.fromkeys(value.shape for value in values))
+        raise ValueError(
+            f"{what} has parts of the shapes {shapes}: gather needs ones that differ in their rows only"
+        ) from error
 
 
 def check_same_shape(shapes: Sequence[tuple[int, ...]], what: str, mode: str) -> None:
@@ -138,6 +149,7 @@ class PartReducer:
     def __init__(self, mode: str | None, n_rows: int, what: str) -> None:
         self.mode, self.n_rows, self.what = mode, n_rows, what
         self._parts: list[Any] = []
+        self._dtype: Any = None  # of all parts so far
 
     def add(self, value: Any, n_rows: int) -> None:
         """Add a copy of the result of a slice with n_rows rows."""
@@ -145,14 +157,16 @@ class PartReducer:
             self._parts.append(np.array(value))
             return
         value = np.asarray(value)
+        self._dtype = value.dtype if self._dtype is None else np.promote_types(self._dtype, value.dtype)
         if self.mode == "avg":
-            self._dtype = value.dtype
             dtype = np.promote_types(value.dtype, np.float32)  # float16 is summed in float32
             value = np.multiply(value, n_rows / self.n_rows, dtype=dtype)
         if not self._parts:
             self._parts.append(np.array(value))
             return
         check_same_shape([self._parts[0].shape, value.shape], self.what, str(self.mode))
+        dtype = np.promote_types(self._parts[0].dtype, value.dtype)
+        self._parts[0] = self._parts[0].astype(dtype, copy=False)
         combine_into(self._parts[0], value, REDUCE_OPS[str(self.mode)])
 
     def result(self) -> Any:
@@ -160,4 +174,4 @@ class PartReducer:
             return self._parts
         if self.mode == "avg":
             return self._parts[0].astype(self._dtype, copy=False)
-        return np.concatenate(self._parts) if self.mode == "gather" else self._parts[0]
+        return _concatenate(self._parts, self.what) if self.mode == "gather" else self._parts[0]

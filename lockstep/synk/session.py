@@ -4,6 +4,7 @@ import atexit
 import math
 import operator
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,17 +23,28 @@ from lockstep.threads import MOST_THREADS
 
 @dataclass
 class _Session:
-    """A team, and the functions that were made for it."""
+    """A team, and its functions that are not distributed yet.
+
+    A distributed function belongs to the program alone: its inputs' memory is released with it.
+    """
 
     team: Team
     row_numbers: RowNumbers
-    functions: list[Function] = field(default_factory=list)
+    new_functions: list[Function] = field(default_factory=list)
 
 
 class _Process:
     """The state of this process."""
 
     session: _Session | None = None
+    starting = threading.RLock()  # held by the thread that starts a team
+
+
+def _release_in_child() -> None:
+    _Process.starting = threading.RLock()  # a thread that the child lacks may hold the parent's
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def fork(
@@ -65,9 +77,7 @@ def fork(
         RuntimeError: The ranks already exist.
         ValueError: An argument is out of range.
     """
-    session = _Process.session
-    if session is not None and session.team.is_mine and not session.team.closed:
-        raise RuntimeError("fork(): there is a team already; close() ends it")
+    _check_no_team()
     gpus = _choose_devices(use_gpu, devices)
     size = _choose_size(n_parallel, devices or gpus)
     if not 0 <= operator.index(master_rank) < size:
@@ -77,10 +87,17 @@ def fork(
     n_threads = max(1, _count_cores() // size) if threads is None else operator.index(threads)
     if not 1 <= n_threads <= MOST_THREADS:
         raise ValueError(f"fork(): threads={threads} is not from 1 to {MOST_THREADS}")
-    with defer_signals():
+    with defer_signals(), _Process.starting:
+        _check_no_team()  # another thread may have started one
         team = Team(TeamOptions(size, master_rank, n_threads, profile_workers, timeout, gpus))
         _Process.session = _Session(team, RowNumbers(team))
     return size
+
+
+def _check_no_team() -> None:
+    session = _Process.session
+    if session is not None and session.team.is_mine and not session.team.closed:
+        raise RuntimeError("fork(): there is a team already; close() ends it")
 
 
 def close() -> None:
@@ -200,7 +217,7 @@ def function(
         program = build(team, request)
         team.context.programs[number] = program
         created = Function(team, number, program, session.row_numbers)
-        session.functions.append(created)
+        session.new_functions.append(created)
     return created
 
 
@@ -221,7 +238,7 @@ def distribute() -> None:
     team = session.team
     with team.exclusive_call("distribute()"):
         team.registry.sync_objects()
-        new_functions = [function for function in session.functions if not function.distributed]
+        new_functions = list(session.new_functions)
         kinds = {team.context.programs[new_function.number].kind for new_function in new_functions}
         known = team.registry.delivered
         new = [s for s in team.context.shareds.values() if s.number not in known and s.kind in kinds]
@@ -230,7 +247,7 @@ def distribute() -> None:
         try:
             team.ask("distribute()", delivered, replicated)
         except Exception:
-            session.functions = [function for function in session.functions if function not in new_functions]
+            session.new_functions.clear()
             raise
         finally:
             team.release(delivered.pickles.block)
@@ -238,7 +255,8 @@ def distribute() -> None:
             shared.use_rank_stream(team.rank)
         team.registry.delivered.update(shared.number for shared in new)
         for function in new_functions:
-            function.distributed = True
+            function.distributed, function.settings_group = True, delivered.settings
+        session.new_functions.clear()
         team.distributed = True
         team.threads.limit()
 
@@ -264,7 +282,7 @@ def _pack(session: _Session, new_functions: list[Function], new: list[Shared]) -
     try:
         return delivery.pack(session.team, _pieces(session.team, new_functions, new, started))
     except TypeError:
-        session.functions.remove(started[-1])
+        session.new_functions.remove(started[-1])
         raise
 
 

@@ -35,31 +35,69 @@ class _OptimizerSettings:
     state: dict[int, Any] | None
 
 
+@dataclass
+class _Delivered:
+    """A module or an optimizer that the ranks have copies of.
+
+    Attributes:
+        n_param_groups: Number of groups of parameters in the copies; 0 for a module.
+        state: The optimizer's state that the copies have, too.
+    """
+
+    thing: Any
+    n_param_groups: int
+    state: Any
+
+    @staticmethod
+    def make(thing: Any) -> "_Delivered":
+        if is_optimizer(thing):
+            return _Delivered(thing, len(thing.param_groups), thing.state)
+        return _Delivered(thing, 0, None)
+
+    @property
+    def fits(self) -> bool:
+        """True if the copies can take the settings."""
+        return not is_optimizer(self.thing) or len(self.thing.param_groups) == self.n_param_groups
+
+    def read(self) -> bool | _OptimizerSettings | None:
+        if not is_optimizer(self.thing):
+            return bool(self.thing.training)
+        if not self.fits:
+            return None
+        replaced = self.thing.state is not self.state
+        return _OptimizerSettings(
+            groups=[dict(_hyperparameters(group)) for group in self.thing.param_groups],
+            state=_to_cpu(self.thing.state_dict()["state"]) if replaced else None,
+        )
+
+
 class Settings:
-    """The modules and optimizers of this process, in one group per distribute()."""
+    """The modules and optimizers of this process, in one group per distribute().
+
+    An object that several calls of distribute() send has a copy of its own in each group.
+    """
 
     def __init__(self) -> None:
-        self._groups: dict[int, list[Any]] = {}
-        self._n_param_groups: dict[int, int] = {}  # by id of the optimizer, as the ranks have them
-        self._states: dict[int, Any] = {}  # by id of the optimizer: the state that the ranks have, too
+        self._groups: dict[int, list[_Delivered]] = {}
         self._delivered: bytes | None = None
 
     def add(self, number: int, objects: list[Any]) -> None:
         """Add a group, which lists the same objects in the same order on all ranks."""
-        self._groups[number] = objects
-        optimizers = [thing for thing in objects if is_optimizer(thing)]
-        self._n_param_groups.update({id(thing): len(thing.param_groups) for thing in optimizers})
-        self._states.update({id(thing): thing.state for thing in optimizers})
+        self._groups[number] = [_Delivered.make(thing) for thing in objects]
 
-    def capture(self) -> bytes | None:
+    def capture(self, number: int) -> bytes | None:
         """Return the settings that a call must send to the workers, or None if they are unchanged.
 
+        Args:
+            number: Group of the function that is called; 0 if it has none.
+
         Raises:
-            ValueError: The number of parameter groups of an optimizer has changed.
+            ValueError: The number of parameter groups of an optimizer in this group has changed.
         """
         if not self._groups:
             return None
-        states = {number: [self._read(thing) for thing in group] for number, group in self._groups.items()}
+        _check_fit(self._groups.get(number, []))
+        states = {number: [entry.read() for entry in group] for number, group in self._groups.items()}
         try:
             packed = pickle.dumps(states)
         except Exception:  # a function in a group of parameters, for instance
@@ -74,36 +112,33 @@ class Settings:
         if packed is None:
             return
         self._delivered = packed
-        optimizers = [
-            thing for group in self._groups.values() for thing in group if id(thing) in self._states
-        ]
-        self._states.update({id(thing): thing.state for thing in optimizers})
+        for entry in (entry for group in self._groups.values() for entry in group):
+            if is_optimizer(entry.thing) and entry.fits:
+                entry.state = entry.thing.state
 
     def apply(self, packed: bytes) -> None:
         """Give this worker's objects the caller's settings."""
         for number, states in pickle.loads(packed).items():
-            for thing, state in zip(self._groups.get(number, []), states, strict=False):
+            for entry, state in zip(self._groups.get(number, []), states, strict=False):
                 if isinstance(state, bool):
-                    thing.training = state
-                    continue
-                if state.state is not None:
-                    thing.load_state_dict({**thing.state_dict(), "state": state.state})
-                _write(thing.param_groups, state.groups)
+                    entry.thing.training = state
+                elif state is not None:
+                    _apply_to_optimizer(entry.thing, state)
 
-    def _read(self, thing: Any) -> bool | _OptimizerSettings:
-        if not is_optimizer(thing):
-            return bool(thing.training)
-        expected = self._n_param_groups[id(thing)]
-        if len(thing.param_groups) != expected:
+
+def _check_fit(group: list[_Delivered]) -> None:
+    for entry in group:
+        if not entry.fits:
             raise ValueError(
-                f"{type(thing).__name__} has {len(thing.param_groups)} groups of parameters, {expected} "
-                "at distribute(). Add groups before that"
+                f"{type(entry.thing).__name__} has {len(entry.thing.param_groups)} groups of parameters, "
+                f"{entry.n_param_groups} at distribute(). Create this function again, and call distribute()"
             )
-        replaced = thing.state is not self._states[id(thing)]
-        return _OptimizerSettings(
-            groups=[dict(_hyperparameters(group)) for group in thing.param_groups],
-            state=_to_cpu(thing.state_dict()["state"]) if replaced else None,
-        )
+
+
+def _apply_to_optimizer(optimizer: Any, settings: _OptimizerSettings) -> None:
+    if settings.state is not None:
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": settings.state})
+    _write(optimizer.param_groups, settings.groups)
 
 
 def receive(context: Any, objects: Iterator[Any]) -> None:

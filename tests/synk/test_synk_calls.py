@@ -119,6 +119,12 @@ def unnoted(x):
     return x.sum()
 
 
+def stopped(x):
+    if rank_here() == x[0]:
+        raise StopIteration("no more rows")
+    return x.sum()
+
+
 def forking(x):
     if rank_here():
         os.fork()
@@ -372,6 +378,15 @@ def test_an_error_without_text_that_cannot_be_pickled_is_an_error_like_others(tw
     g, f = distributed(unspeakable, total)
     with pytest.raises(RuntimeError, match="Unspeakable: its text can't be had"):
         g(np.ones(6))
+    assert f(np.ones(4)) == 4
+
+
+def test_a_stop_iteration_is_an_error_like_others(two_ranks: None) -> None:
+    g, f = distributed(stopped, total)
+    for rank in (0, 1):
+        with pytest.raises(StopIteration, match="no more rows") as raised:
+            g(np.full(4, rank))
+        assert f"on rank {rank} of 2" in "".join(raised.value.__notes__)
     assert f(np.ones(4)) == 4
 
 

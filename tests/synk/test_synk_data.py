@@ -153,6 +153,17 @@ def test_a_data_that_is_collected_is_let_go_by_all() -> None:
     assert all(now <= then + 4 for now, then in zip(after, before, strict=True))
 
 
+def test_functions_that_are_collected_release_the_memory_of_their_inputs() -> None:
+    x = pt.vector("x")
+    before = descriptors(os.getpid())
+    for _ in range(8):
+        f = synk.function([x], (x.sum(), "sum"))
+        synk.distribute()
+        assert f(np.ones(1000)) == 1000
+    gc.collect()
+    assert descriptors(os.getpid()) <= before + 4
+
+
 @pytest.mark.slow
 def test_10000_data_and_calls_in_a_loop_cost_no_memory_or_descriptors() -> None:
     x = pt.vector("x")

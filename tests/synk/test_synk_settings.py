@@ -167,6 +167,43 @@ def test_another_number_of_parameter_groups_is_refused() -> None:
     step(*rows())
 
 
+def test_functions_made_after_a_group_of_parameters_was_added_work() -> None:
+    net, head = synk.share(make_net()), synk.share(make_net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    torch_train.make_train_function(net, LOSS, optimizer)
+    synk.distribute()
+    other = synk.function(lambda x: net(x).mean(0), "avg")
+    synk.distribute()
+    optimizer.add_param_group({"params": head.parameters(), "lr": 0.2})
+    other(rows()[0])
+    step = torch_train.make_train_function(net, LOSS, optimizer)
+    synk.distribute()
+    reference = copy.deepcopy(net)
+    for learning_rate in (0.1, 0.3):
+        optimizer.param_groups[0]["lr"] = learning_rate
+        step(*rows())
+        train_steps(reference, torch.optim.SGD(reference.parameters(), lr=learning_rate), 1)
+    other(rows()[0])
+    flat = np.concatenate([param.detach().numpy().ravel() for param in reference.parameters()])
+    assert np.abs(synk.gather(synk.weights(net)) - flat).max() < 1e-12
+
+
+def test_a_loaded_state_goes_to_functions_of_an_earlier_distribute_too() -> None:
+    net = synk.share(make_net())
+    optimizer = adam(net)
+    step = torch_train.make_train_function(net, LOSS, optimizer)
+    synk.distribute()
+    step(*rows())
+    state = copy.deepcopy(optimizer.state_dict())
+    step(*rows())
+    optimizer.load_state_dict(state)
+    synk.function(lambda x: optimizer.param_groups[0]["lr"] + 0 * x.mean(), "avg")
+    synk.distribute()
+    step(*rows())
+    first, second = synk.gather(synk.weights(net))
+    assert np.array_equal(first, second)
+
+
 def test_a_callable_that_writes_into_data_is_told() -> None:
     def halve(x):
         return x.mul_(0.5).sum()

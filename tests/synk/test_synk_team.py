@@ -140,6 +140,25 @@ def test_a_team_outlives_the_thread_that_made_it() -> None:
     synk.close()
 
 
+def test_threads_that_fork_at_once_start_one_team() -> None:
+    synk.close()
+    outcomes: list[Any] = []
+
+    def start() -> None:
+        try:
+            outcomes.append(synk.fork(2))
+        except RuntimeError as error:
+            outcomes.append(str(error))
+
+    starting = [threading.Thread(target=start) for _ in range(2)]
+    for thread in starting:
+        thread.start()
+    for thread in starting:
+        thread.join(limit(60))
+    synk.close()
+    assert sorted(outcomes, key=str) == [2, "fork(): there is a team already; close() ends it"]
+
+
 def test_threads_of_the_user_take_turns() -> None:
     x = pt.vector("x")
     with team(2):

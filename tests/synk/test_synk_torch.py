@@ -121,6 +121,25 @@ def test_every_mode_is_exact_for_any_rows_and_slices(ranks: int, dtype: str) -> 
         assert largest_error(f.alone(x, y, weight)[1], rows.sum(0)) < bound
 
 
+def test_parts_of_several_dtypes_and_shapes(ranks: int) -> None:
+    def total(x):
+        positive = x[x > 0]
+        return positive.sum() if len(positive) else 0
+
+    def rows_or_nothing(x):
+        positive = x[x[:, 0] > 0]
+        return positive if len(positive) else torch.empty(0, device=x.device)
+
+    f, g = synk.function(total, "sum"), synk.function(rows_or_nothing, "gather", name="g")
+    synk.distribute()
+    x = np.arange(-4.0, 5).reshape(9, 1) + 0.5
+    for data in (x, -x):  # the first rank has no positive rows, or the last
+        for n_slices in (1, 3):
+            assert f(data, num_slices=n_slices) == data[data > 0].sum()
+    with pytest.raises(ValueError, match=r"g: output 0 has parts of the shapes \(0,\), \(\d, 1\)"):
+        g(x)
+
+
 def test_large_outputs_fold_where_they_are(ranks: int) -> None:
     """On GPUs those of a megabyte and more stay there until they are folded."""
     size = 300_000
