@@ -173,7 +173,10 @@ def test_a_manifest_that_disagrees_names_the_file(folder: Path) -> None:
     [
         (["model=nonet"], "there is no models/nonet.py (there are: alexnet, "),
         (["model=../train"], "there is no models/../train.py"),
-        (["model=no_such_package:Net"], "needs the Python package no_such_package, which is not installed"),
+        (
+            ["model=no_such_package:Net"],
+            "the Python package no_such_package, which is not installed. Install it, or",
+        ),
         (["model=alexnet"], "model alexnet takes 227 x 227 images"),
         (
             ["model_args={depth: 3}"],
