@@ -76,7 +76,7 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(globals().get("COMMAND"), description=__doc__, formatter_class=form)
     images = "a file: JPEG, PNG, WebP ...; a folder, with its sub-folders; or a pattern, such as '*.jpg'"
     parser.add_argument("images", nargs="+", metavar="IMAGE", help=images)
     parser.add_argument("--run", type=Path, help="a run's folder (default: the newest in --runs)")

@@ -58,7 +58,7 @@ def main(interrupts: Interrupts, template: Template | None = None) -> int:
     try:
         if not sys.platform.startswith("linux"):
             raise UserError("Lockstep runs on Linux only: it needs memfd and descriptor passing")
-        arguments = commandline.parse_arguments(__doc__, HERE / "config.yaml")
+        arguments = commandline.parse_arguments(__doc__, HERE / "config.yaml", globals().get("COMMAND"))
         failures = Failures()
 
         def run_with(host: SingleHost) -> int:

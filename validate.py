@@ -78,7 +78,7 @@ def main(interrupts: Interrupts) -> int:
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(globals().get("COMMAND"), description=__doc__, formatter_class=form)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     checkpoint_files.add_epoch(parser)
     parser.add_argument(
@@ -88,7 +88,9 @@ def parse_arguments() -> argparse.Namespace:
         "--json", type=Path, metavar="FILE", help="write all metrics and the confusion matrix"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write a row of metrics per class")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override the run's configuration")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="override the run's configuration"
+    )
     return parser.parse_intermixed_args()
 
 

@@ -68,12 +68,14 @@ def main(interrupts: Interrupts) -> int:
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(globals().get("COMMAND"), description=__doc__, formatter_class=form)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--replay", type=int, metavar="N", help="compute N random intervals again")
     parser.add_argument("--step", type=int, metavar="K", help="compute steps 0 to K again")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override the run's configuration")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="override the run's configuration"
+    )
     arguments = parser.parse_intermixed_args()
     for option in ("replay", "step"):
         value = getattr(arguments, option)

@@ -148,11 +148,12 @@ def _run(name: str, words: list[str]) -> int:
     """Run a script as the main program, with `lockstep NAME` as its name. Return 0 unless it exits itself."""
     folder, target = program_folder(), COMMANDS[name].target
     sys.path[:] = [str(folder), *sys.path, working_directory()]  # the user's own networks come last
+    command = {"COMMAND": f"lockstep {name}"}  # for help texts: runpy puts the script's path into sys.argv
     sys.argv = [f"lockstep {name}", *(_with_data_folder(words) if name == "train" else words)]
     if target.endswith(".py"):
-        runpy.run_path(str(folder / target), run_name="__main__")
+        runpy.run_path(str(folder / target), command, run_name="__main__")
     else:
-        runpy.run_module(target, run_name="__main__")
+        runpy.run_module(target, command, run_name="__main__")
     return 0
 
 

@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+BATCH_KEYS = "batch_size (global_batch_size, if it is set) or n_slots"  # to lower where memory is short
+
 
 class UserError(ValueError):
     """Something that the user gave (a key, a file, a device) can't be used. The message says what to do."""

@@ -79,7 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
 def read_command_line(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line; `arguments` replaces it."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=globals().get("COMMAND"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="the dataset folder")
     parser.add_argument("--out", type=Path, help="where to write the images (FOLDER/inspect)")

@@ -18,8 +18,7 @@ from preprocessing.listing import LeftOut, SourceImage
 
 NAMES = ("labels.csv", "labels.parquet")
 _COLUMNS = ("path", "label")
-
-
+_NO_CLASS = " With task=multilabel its image is one without a class."
 _BITS = {"0": False, "1": True, "false": False, "true": True, "0.0": False, "1.0": True}
 
 
@@ -97,7 +96,8 @@ def _check(table: Path, rows: list[Row], multilabel: bool) -> None:
     seen: dict[str, Row] = {}
     for row in rows:
         if not row.path or not (row.label or multilabel):
-            raise UserError(f"{table}: {row.place} lacks a path or a label. Complete or remove it.")
+            cure = "Complete or remove it." + (_NO_CLASS if row.path else "")
+            raise UserError(f"{table}: {row.place} lacks a path or a label. {cure}")
         if not (table.parent / row.path).is_file():
             raise UserError(f"{table}: {row.place} names {row.path}, which is no file in {table.parent}.")
         name = os.path.normpath(row.path)

@@ -74,7 +74,9 @@ def main(arguments: list[str] | None = None) -> int:
 def read_command_line(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line; `arguments` replaces it."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=globals().get("COMMAND"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     words = "toy: 10 batches of each half; the images; the folder to make (what paths.yaml says)"

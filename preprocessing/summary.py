@@ -31,7 +31,9 @@ def class_lines(listing: Listing) -> list[str]:
     shown = in_order if len(in_order) <= _N_CLASSES else [*in_order[:3], "...", *in_order[-3:]]
     named = [f"{name} {counts[name]:,}" if name in counts else name for name in shown]
     ratio = counts[most] / max(counts[least], 1)
-    lines.append(f"images by class: {', '.join(named)}; the largest has {ratio:.1f} times the smallest's")
+    text = f"{ratio:.1f} times the smallest's"
+    compared = "" if text.startswith("1.0 ") else f"; the largest has {text}"
+    lines.append(f"images by class: {', '.join(named)}{compared}")
     if listing.task == "multilabel":
         n_labels, n_images = sum(counts.values()), n_train + n_val
         n_empty = sum(image.label == () for half in (listing.train, listing.val) for image in half)

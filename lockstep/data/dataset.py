@@ -263,6 +263,9 @@ def read_array(path: Path) -> np.ndarray:
         raise UserError(f"{path}: there is no such file") from error
     except OSError as error:
         raise UserError(f"{path}: can't be read: {error.strerror}") from error
+    if not content.startswith(np.lib.format.MAGIC_PREFIX):  # NumPy would advise to unpickle it
+        text = "it does not begin as one. numpy.save writes such files."
+        raise UserError(f"{path}: is not a whole .npy file of numbers or names: {text}")
     try:
         array = np.load(io.BytesIO(content), allow_pickle=False)
     except Exception as error:  # NumPy raises many types for a file of another format

@@ -57,7 +57,7 @@ def main() -> int:
 
 def _read_command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m lockstep.doctor",
+        prog=globals().get("COMMAND", "python -m lockstep.doctor"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -70,7 +70,7 @@ class Trained:
 def main() -> int:
     """Run the program and return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m lockstep.export",
+        prog=globals().get("COMMAND", "python -m lockstep.export"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

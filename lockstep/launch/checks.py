@@ -139,4 +139,5 @@ def _check_package(key: str, value: str) -> None:
     if not all(module.isidentifier() for module in modules) or not name:
         raise UserError(f"{key}: {value!r} is not of the form package.module:Name")
     if importlib.util.find_spec(modules[0]) is None:
-        raise UserError(f"{key}: {value} needs the Python package {modules[0]}, which is not installed")
+        text = f"{key}: {value} needs the Python package {modules[0]}, which is not installed"
+        raise UserError(f"{text}. Install it, or start in the folder that has it.")

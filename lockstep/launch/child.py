@@ -19,7 +19,7 @@ from typing import Any
 
 from lockstep.comm.messages import Failed, Finished, Ready
 from lockstep.comm.pipes import Pipe
-from lockstep.errors import DeviceFault, Garbled, PeerLost, PeerProblem, UndecidedFault, UserError
+from lockstep.errors import BATCH_KEYS, DeviceFault, Garbled, PeerLost, PeerProblem, UndecidedFault, UserError
 from lockstep.launch.status import TRACE, StatusBoard
 from lockstep.signals import die_with_parent
 
@@ -104,7 +104,7 @@ def _failure(error: BaseException) -> Failed:
     if isinstance(error, UserError):
         return Failed("user", text)
     if isinstance(error, MemoryError):
-        return Failed("user", f"out of memory: {text}; lower batch_size or n_slots")
+        return Failed("user", f"out of memory: {text}; lower {BATCH_KEYS}")
     if isinstance(error, DeviceFault):
         return Failed("faulty", text)
     if isinstance(error, Garbled | UndecidedFault):  # no process is lost

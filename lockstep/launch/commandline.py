@@ -35,18 +35,19 @@ class Arguments:
     names_config: bool
 
 
-def parse_arguments(description: str, standard: Path) -> Arguments:
+def parse_arguments(description: str, standard: Path, command: str | None = None) -> Arguments:
     """Parse the command line, the files that it names, and torchrun's variables.
 
     Args:
         description: The program's help text.
         standard: The configuration file if the command line names none.
+        command: What the help text calls the program; None: the script's name.
 
     Raises:
         UserError: A key, value or file can't be used.
     """
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--config", help="YAML file: what to train (config.yaml; with resume_train=True the run's)"

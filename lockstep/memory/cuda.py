@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.comm.pipes import Pipe
-from lockstep.errors import UserError
+from lockstep.errors import BATCH_KEYS, UserError
 from lockstep.memory import Block, Memory
 from lockstep.memory.host import HostBlock
 from lockstep.memory.pagelock import pagelock
@@ -174,7 +174,7 @@ class CudaMemory(Memory):
             free, total = self.driver.mem_get_info()
             raise UserError(
                 f"no room for {n_bytes / 2**20:,.0f} MiB ({what}) on {self}: {free / 2**20:,.0f} of "
-                f"{total / 2**20:,.0f} MiB are free. Lower batch_size or n_slots, "
+                f"{total / 2**20:,.0f} MiB are free. Lower {BATCH_KEYS}, "
                 "or stop other programs there"
             ) from error
         self.driver.memset_d8(allocation, 0, n_bytes)
@@ -206,7 +206,7 @@ class CudaMemory(Memory):
         except (self.driver.MemoryError, self.driver.RuntimeError) as error:
             raise UserError(
                 f"no room for {n_bytes / 2**20:,.0f} MiB of page-locked host memory ({what}; {error}); "
-                "lower batch_size or n_slots, or raise the limit on locked memory (ulimit -l)"
+                f"lower {BATCH_KEYS}, or raise the limit on locked memory (ulimit -l)"
             ) from error
         return memory
 

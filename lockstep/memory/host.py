@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from lockstep.comm.pipes import Pipe
-from lockstep.errors import UserError
+from lockstep.errors import BATCH_KEYS, UserError
 from lockstep.memory import Block, Memory
 from lockstep.memory.limits import allowed_bytes
 
@@ -133,12 +133,12 @@ def _over_limit(n_bytes: int, what: str) -> str:
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return (
         f"no file of {n_bytes:,} bytes may be made for shared host memory ({what}): the limit is {most:,} "
-        "bytes. Raise it (ulimit -f), or lower batch_size or n_slots."
+        f"bytes. Raise it (ulimit -f), or lower {BATCH_KEYS}."
     )
 
 
 def _no_room(n_bytes: int, what: str) -> str:
     return (
         f"no room for {n_bytes / 2**20:,.0f} MiB of shared host memory ({what}): "
-        f"{allowed_bytes() / 2**20:,.0f} MiB are allowed. Lower batch_size or n_slots, or use fewer devices."
+        f"{allowed_bytes() / 2**20:,.0f} MiB are allowed. Lower {BATCH_KEYS}, or use fewer devices."
     )

@@ -83,7 +83,7 @@ def write_until_end(folder: Path, out: Path) -> None:
 
 def _read_command_line(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m lockstep.report",
+        prog=globals().get("COMMAND", "python -m lockstep.report"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -23,7 +23,7 @@ from lockstep.trace.spans import trace_of
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status. `arguments` replaces those of the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m lockstep.trace",
+        prog=globals().get("COMMAND", "python -m lockstep.trace"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

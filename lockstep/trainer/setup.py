@@ -12,7 +12,7 @@ from lockstep.backends.devices import are_mixed, count_cores
 from lockstep.comm.group import Group, World
 from lockstep.config import Config
 from lockstep.config.rules import rule_of
-from lockstep.errors import UserError
+from lockstep.errors import BATCH_KEYS, UserError
 from lockstep.exchange.transport import Transport
 from lockstep.launch.status import StatusBoard
 from lockstep.network.program import CheckedGradients, Program
@@ -43,7 +43,7 @@ def computing(config: Config, world: World, board: StatusBoard) -> Iterator[None
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or _NO_HOST_MEMORY in str(error):
             text = f"{config.devices[world.local_rank]} is out of memory ({board.read()}): {error}"
-            raise UserError(f"{text}; lower batch_size or n_slots, or use a smaller model") from error
+            raise UserError(f"{text}; lower {BATCH_KEYS}, or use a smaller model") from error
         if "use_deterministic_algorithms" in str(error):
             raise UserError(f"deterministic: the network has an operation that is not: {error}") from error
         raise

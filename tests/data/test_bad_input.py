@@ -87,6 +87,11 @@ MANIFEST = {"version": 1, "classes": ["a"], "train": [ENTRY], "val": [ENTRY]}
         (replace(LABELS, np.array([{}] * 90)), LABELS, "is not a whole .npy file of numbers"),
         (remove(MEAN), MEAN, "there is no such file"),
         (
+            lambda folder: (folder / MEAN).write_text("root:x:0:0\n"),
+            MEAN,
+            "is not a whole .npy file of numbers or names: it does not begin as one. numpy.save writes",
+        ),
+        (
             replace(MEAN, np.zeros((3, SIZE, 30))),
             MEAN,
             "the mean image is (3, 36, 30), the images are (36, 36, 3)",
@@ -168,7 +173,10 @@ def test_a_manifest_that_disagrees_names_the_file(folder: Path) -> None:
     [
         (["model=nonet"], "there is no models/nonet.py (there are: alexnet, "),
         (["model=../train"], "there is no models/../train.py"),
-        (["model=no_such_package:Net"], "needs the Python package no_such_package, which is not installed"),
+        (
+            ["model=no_such_package:Net"],
+            "the Python package no_such_package, which is not installed. Install it, or",
+        ),
         (["model=alexnet"], "model alexnet takes 227 x 227 images"),
         (
             ["model_args={depth: 3}"],

@@ -148,7 +148,7 @@ def test_what_computing_cant_do_is_the_users_to_change() -> None:
     for error, message in (
         (
             torch.OutOfMemoryError("8 GB"),
-            r"cpu is out of memory \(step 3\): 8 GB; lower batch_size or n_slots",
+            r"out of memory \(step 3\): 8 GB; lower batch_size \(global_batch_size, if it is set\)",
         ),
         (RuntimeError("see use_deterministic_algorithms"), "deterministic: the network has an operation"),
     ):

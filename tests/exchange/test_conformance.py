@@ -169,7 +169,7 @@ def ask_for_too_much(rank: int, pipes: dict[int, Pipe], place: Place) -> str:
 def test_a_full_device_says_how_much_was_asked_for_what_and_what_to_lower(place: Place) -> None:
     (text,) = run_ranks(ask_for_too_much, 1, place)
     assert text.startswith("no room for 33,554,432 MiB") and "(minibatches)" in text
-    assert "Lower batch_size or n_slots" in text
+    assert "Lower batch_size (global_batch_size, if it is set) or n_slots" in text
 
 
 # -- exchange ------------------------------------------------------------------------------------------------

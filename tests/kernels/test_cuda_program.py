@@ -381,7 +381,7 @@ def test_a_full_gpu_is_named_with_what_to_lower(program: Program, simulation: Si
     running = program.run(*words, devices="[cuda:1]", code=2, environment=environment)
     line = running.last_line()
     assert "(minibatches) on cuda:1 (simulated device 1, 0000:02:00.0)" in line
-    assert "of 64 MiB are free. Lower batch_size or n_slots" in line
+    assert "of 64 MiB are free. Lower batch_size (global_batch_size, if it is set)" in line
 
 
 @pytest.mark.parametrize("word", ["precision=tf32", "cuda_graph=true", "exchange=staged"])

@@ -148,7 +148,7 @@ def test_a_killed_process_ends_the_run_and_all_device_memory_comes_back(
 
 def test_a_minibatch_too_large_for_the_gpu_is_named(program: Program) -> None:
     running = program.run("batch_size=15000000", devices="[cuda:0]", code=2)
-    assert "Lower batch_size or n_slots" in running.last_line()
+    assert "Lower batch_size (global_batch_size, if it is set)" in running.last_line()
 
 
 @pytest.mark.multigpu(2)

@@ -61,7 +61,8 @@ def test_views_outlive_close_and_closing_twice_is_harmless() -> None:
 
 def test_more_memory_than_there_is_is_refused() -> None:
     with pytest.raises(
-        UserError, match=r"no room for .* MiB of shared host memory \(minibatches\): .*\. Lower batch_size"
+        UserError,
+        match=r"no room for .* MiB of .* \(minibatches\): .*\. Lower batch_size \(global_batch_size",
     ):
         HostMemory().allocate(1 << 50, "minibatches")
 

@@ -121,7 +121,11 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
         ("file,class\na.png,1\n", "has no column path and no column label.* it has: file, class"),
         ("path,label\nb.png,1\n", "line 2 names b.png, which is no file"),
         ("path,label\na.png,1\n./a.png,2\n", "line 3 names ./a.png again, after line 2"),
-        ("path,label\na.png,\n", "line 2 lacks a path or a label"),
+        (
+            "path,label\na.png,\n",
+            "lacks a path or a label. Complete or remove it. With task=multilabel its image",
+        ),
+        ("path,label\n,1\n", "line 2 lacks a path or a label. Complete or remove it.$"),
         ("path,label\na.png\n", "line 2 has 1 columns"),
         ("path,label\na.png,red,spotted\n", "line 2 has 3 columns, the first line names 2. Put text with a"),
         ("path,label\n", "has no rows"),

@@ -25,6 +25,8 @@ from preprocessing import bars, converting, make_hkl, own_images, tasks
 from preprocessing.build import unfinished
 from preprocessing.caffe_lists import read_list, read_names
 from preprocessing.journal import Journal
+from preprocessing.listing import Listing, SourceImage
+from preprocessing.summary import class_lines
 
 MADE = "source.json"
 
@@ -318,6 +320,16 @@ def test_a_set_and_its_source_may_move(
     capfd.readouterr()
     assert convert(moved / "mine").parent.parent == moved
     assert "converted before" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("n_cats", "said"), [(2, "cat 2, dog 1; the largest has 2.0 times"), (1, "cat 1, dog 1")]
+)
+def test_the_summary_compares_classes_only_if_they_differ(n_cats: int, said: str) -> None:
+    images = [SourceImage(f"{number}.jpg", min(number, 1), f"{number}.jpg") for number in (1, *[0] * n_cats)]
+    (_, line, *_) = class_lines(Listing(["cat", "dog"], ["cat", "dog"], images, []))
+    assert line.startswith(f"images by class: {said}")
+    assert ("times" in line) == (n_cats > 1)
 
 
 def train(*words: object, cwd: Path) -> "subprocess.CompletedProcess[str]":

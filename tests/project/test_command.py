@@ -27,6 +27,29 @@ def test_keys_are_no_folder() -> None:
     assert _with_data_folder(["n_epochs=1"]) == ["n_epochs=1"]
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("-m lockstep.cli predict", "lockstep predict"),
+        ("-m lockstep.cli report", "lockstep report"),
+        ("-m lockstep.cli train", "lockstep train"),
+        ("validate.py", "validate.py"),
+        ("-m lockstep.report", "python -m lockstep.report"),
+    ],
+)
+def test_a_help_text_has_the_name_by_which_the_program_was_called(words: str, name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *words.split(), "--help"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert f"usage: {name} [-h]" in done.stdout
+
+
+def test_keys_are_not_required(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "validate.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr.endswith("the following arguments are required: RUN\n")
+
+
 @pytest.mark.parametrize("arguments", [["-m", "lockstep.cli", "predict", "a.png"], ["train.py"]])
 def test_a_removed_working_directory_is_named(tmp_path: Path, arguments: list[str]) -> None:
     words = [str(ROOT / word) if word.endswith(".py") else word for word in arguments]
