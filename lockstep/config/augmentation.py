@@ -176,6 +176,8 @@ def _bad_numbers(config: "Config") -> Iterable[tuple[str, str]]:
         yield "color_jitter", f"must be at least 0, not {min(strengths)}"
     elif jitter_of(config)[3] > _MOST_HUE:
         yield "color_jitter", f"can turn hues by at most {_MOST_HUE}, not {jitter_of(config)[3]}"
+    if config.mix_prob != 1 and not (config.mixup > 0 or config.cutmix > 0):
+        yield "mix_prob", "needs mixup or cutmix above 0"
     if config.mix_off_epoch is not None and not mixes(config):
         yield "mix_off_epoch", "needs mixup or cutmix above 0"
 

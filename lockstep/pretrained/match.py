@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, nearest
 
 _MOST_NAMED = 6  # names in an error, which is one line
 _KINDS = ("missing", "unexpected", "other shapes", "other values")
@@ -75,7 +75,17 @@ def compare(
         ours: The network's state dict.
         replaced: Names that are not loaded.
         allow: Patterns (`fc8.*`) of names that may have any problem. Their tensors are not loaded.
+
+    Raises:
+        UserError: A pattern matches no name.
     """
+    allow = list(allow)
+    for pattern in allow:
+        if not any(fnmatchcase(name, pattern) for name in (*ours, *theirs)):
+            suggestion = nearest(pattern, (*ours, *theirs))
+            raise UserError(
+                f"pretrained_allow: no tensor of the file or the network matches {pattern!r}{suggestion}"
+            )
     match, replaced = Match(), set(replaced)
     for name in (*ours, *(name for name in theirs if name not in ours)):
         if name in replaced:

@@ -53,6 +53,7 @@ from lockstep.errors import UserError
         ("mixup=-0.1", "mixup must be at least 0, not -0.1"),
         ("cutmix=.nan", "cutmix must be at least 0, not nan"),
         ("mixup=1 mix_prob=2", "mix_prob must be at most 1, not 2"),
+        ("mix_prob=0.5", "mix_prob needs mixup or cutmix above 0"),
         ("mix_off_epoch=3", "mix_off_epoch needs mixup or cutmix above 0"),
         ("augmentation=cutout", "augmentation must be of the form package.module:function, not 'cutout'"),
         ("augmentation=a:b.c", "must be of the form package.module:function"),

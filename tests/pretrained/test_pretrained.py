@@ -150,6 +150,10 @@ def test_a_mismatch_that_is_allowed_by_name_stays_as_it_was(tmp_path: Path, trai
     ]
     with pytest.raises(UserError, match=r"\(pretrained_allow: \[\*\]"):
         start(tmp_path / "net.safetensors", pretrained_allow=allow[:2])
+    with pytest.raises(
+        UserError, match=r"pretrained_allow: no tensor .* matches 'extar' .did you mean 'extra'"
+    ):
+        start(tmp_path / "net.safetensors", pretrained_allow=[*allow, "extar"])
 
 
 @pytest.mark.parametrize("n_classes", [7, 12])
