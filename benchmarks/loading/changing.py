@@ -13,6 +13,7 @@ from benchmarks.loading.augmenting import make_folder
 from benchmarks.measure import both_medians, table, verdict
 from lockstep.comm.messages import Order
 from lockstep.config import Config, Layer, resolve
+from lockstep.data.boxes import draw_boxes
 from lockstep.data.dataset import open_dataset
 from lockstep.data.operations import trivial_table
 from lockstep.data.policies import AutoAugment
@@ -40,6 +41,24 @@ def preparing(config: Config, stored: int, size: int) -> Callable[[], object]:
     crops = random.integers(0, (margin + 1, margin + 1, 2), (BATCH, 3), dtype=np.int32)
     samples, out = np.arange(BATCH), np.empty((BATCH, size, size, 3), np.uint8)
     return lambda: preparer.apply(images, samples, samples, crops, out)
+
+
+def bare_resize(stored: int, size: int) -> Callable[[], object]:
+    """Return a loop over torch's resize only, of rectangles as random_resized draws them."""
+    random = np.random.default_rng(0)
+    images = torch.from_numpy(random.integers(0, 256, (BATCH, stored, stored, 3), dtype=np.uint8))
+    boxes = draw_boxes(random, BATCH, (stored, stored), (0.08, 1), (3 / 4, 4 / 3))
+    boxes[boxes[:, 2] == 0] = 0, 0, stored, stored
+    parts = [
+        image[row : row + rows, column : column + columns].permute(2, 0, 1)[None]
+        for image, (row, column, rows, columns) in zip(images, boxes.tolist(), strict=True)
+    ]
+
+    def loop() -> None:
+        for part in parts:
+            torch.nn.functional.interpolate(part, (size, size), mode="bilinear", antialias=True)
+
+    return loop
 
 
 def bare_loop(size: int) -> Callable[[], object]:
@@ -74,6 +93,7 @@ def measure(folder: Path) -> dict[str, float]:
         "padded by 4, 32 -> 32": preparing(configure(crop="padded"), 32, 32),
         "TrivialAugment, 224": preparing(configure(auto_augment="trivial", **same), 224, 224),
         "a bare loop over Pillow's operations, 224": bare_loop(224),
+        "torch's resize alone, of such rectangles": bare_resize(256, 224),
         "a loader with random_resized, from the file to float32": loading(folder, crop="random_resized"),
         "the same with TrivialAugment": loading(folder, crop="random_resized", auto_augment="trivial"),
         "the same with mixup instead": loading(folder, crop="random_resized", mixup=0.2),
@@ -90,8 +110,9 @@ def run() -> tuple[str, dict[str, Any]]:
         seconds = measure(Path(folder) / "set")
     torch.set_num_threads(threads)
     rates = {name: BATCH / value for name, value in seconds.items()}
-    resized, padded, trivial, bare, *_ = rates.values()
-    verdicts = [verdict(resized, RESIZED), verdict(padded, PADDED)]
+    resized, padded, trivial, bare, alone, *_ = rates.values()
+    share = f"{resized / alone:.2f} of torch's resize alone"
+    verdicts = [f"{verdict(resized, RESIZED)}; {share}", verdict(padded, PADDED)]
     verdicts.append(f"{trivial / bare:.2f} of the bare loop, {verdict(trivial / bare, TRIVIAL)}")
     rows: list[tuple[str, ...]] = [("what", "images/s of one core's time", "")]
     for number, (name, rate) in enumerate(rates.items()):
