@@ -50,7 +50,7 @@ def bare_resize(stored: int, size: int) -> Callable[[], object]:
     boxes = draw_boxes(random, BATCH, (stored, stored), (0.08, 1), (3 / 4, 4 / 3))
     boxes[boxes[:, 2] == 0] = 0, 0, stored, stored
     parts = [
-        image[row : row + rows, column : column + columns].permute(2, 0, 1)[None]
+        image[None, row : row + rows, column : column + columns].permute(0, 3, 1, 2)
         for image, (row, column, rows, columns) in zip(images, boxes.tolist(), strict=True)
     ]
 

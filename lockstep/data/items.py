@@ -236,9 +236,9 @@ def resized(pixels: np.ndarray, rows: int, columns: int) -> np.ndarray:
         return pixels
     import torch
 
-    image = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None]
+    image = torch.from_numpy(np.ascontiguousarray(pixels))[None].permute(0, 3, 1, 2)
     scaled = torch.nn.functional.interpolate(image, (rows, columns), mode="bilinear", antialias=True)
-    result: np.ndarray = scaled[0].permute(1, 2, 0).numpy()
+    result: np.ndarray = scaled.permute(0, 2, 3, 1)[0].numpy()
     return result
 
 

@@ -214,11 +214,13 @@ def resize(images: np.ndarray, boxes: np.ndarray, mirrors: np.ndarray, out: np.n
         zip(images, boxes.tolist(), mirrors.tolist(), strict=True)
     ):
         row, column, n_rows, n_columns = box
-        part = torch.from_numpy(image[row : row + n_rows, column : column + n_columns])
-        planes: Any = part.permute(2, 0, 1)[None]
+        # torch keeps the strides of a batch in channels-last memory, which takes a third of the time. The
+        # batch's axis is added by torch: NumPy gives it the stride 0.
+        part = torch.from_numpy(image)[None, row : row + n_rows, column : column + n_columns]
+        planes: Any = part.permute(0, 3, 1, 2)
         scaled = torch.nn.functional.interpolate(planes, size, mode="bilinear", antialias=True)
-        made = scaled[0].permute(1, 2, 0)
-        results[number].copy_(_mirrored(made) if mirrored else made)
+        made = scaled.flip(3) if mirrored else scaled
+        results[number].copy_(made.permute(0, 2, 3, 1)[0])
 
 
 def _mirrored(image: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import SIZE, make_config, make_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -339,3 +340,19 @@ def test_an_own_function_gets_another_generator_for_each_draw_and_names_the_samp
     monkeypatch.setattr(sys.modules["my_changes"], "change", lambda image, rng: None)
     with pytest.raises(UserError, match=rf"of training sample {slot.samples[0]} in epoch 1 returns NoneType"):
         read_of_rare(tmp_path / "again", augmentation="my_changes:change")
+
+
+@pytest.mark.parametrize("n_channels", [1, 2, 3, 4])
+def test_the_layout_in_which_torch_resizes_does_not_change_the_bits(n_channels: int) -> None:
+    """It is channels-last for speed; a contiguous copy of the rectangle is the reference."""
+    random = np.random.default_rng(n_channels)
+    for mirrored in (0, 1) * 10:
+        image = random.integers(0, 256, (1, 50, 60, n_channels), dtype=np.uint8)
+        rows, columns, *size = (int(number) for number in random.integers(1, 50, 4))
+        out = np.empty((1, *size, n_channels), np.uint8)
+        resize(image, np.array([[1, 2, rows, columns]]), np.array([mirrored]), out)
+        part = torch.from_numpy(image[0, 1 : 1 + rows, 2 : 2 + columns].copy()).permute(2, 0, 1)[None]
+        options = {"mode": "bilinear", "antialias": True}
+        expected = torch.nn.functional.interpolate(part.contiguous(), tuple(size), **options)[0]
+        expected = expected.flip(2) if mirrored else expected
+        assert np.array_equal(out[0], expected.permute(1, 2, 0).numpy())
