@@ -82,6 +82,11 @@ def machine() -> dict[str, object]:
     }
 
 
+def as_line(where: dict[str, object]) -> str:
+    """Return the machine and the versions of a measurement as a line of its page."""
+    return ", ".join(f"{key} {value}" for key, value in where.items())
+
+
 def commit() -> str:
     """Return git's commit, or $LOCKSTEP_COMMIT outside a checkout."""
     otherwise = os.environ.get("LOCKSTEP_COMMIT") or "unknown"
@@ -109,8 +114,9 @@ def write_results(
 ) -> None:
     """Write a Markdown and a JSON file with all results, and the command that makes them."""
     where = machine()
-    facts = ", ".join(f"{key} {value}" for key, value in where.items())
-    text = "\n".join([f"# Results of `{command}`", "", facts, "", *(section for section, _ in sections)])
+    text = "\n".join(
+        [f"# Results of `{command}`", "", as_line(where), "", *(section for section, _ in sections)]
+    )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     numbers = {key: value for _, values in sections for key, value in values.items()}

@@ -27,7 +27,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.measure import Journal, machine, table, verdict
+from benchmarks.measure import Journal, as_line, machine, table, verdict
 from benchmarks.recipes.imbalanced import RARE, answers_of, f1_of, thin_out
 from lockstep.config import Config, Layer, resolve
 from lockstep.data.dataset import open_dataset
@@ -243,8 +243,7 @@ def write(folder: Path, measured: dict[str, Part]) -> Path:
         parts[name] = {"machine": machine(), "section": section, "found": found}
     lines = ["# Results of `python -m benchmarks.recipes`"]
     for name in [name for name in PARTS if name in parts]:
-        facts = ", ".join(f"{key} {value}" for key, value in parts[name]["machine"].items())
-        lines += ["", facts, "", parts[name]["section"].rstrip("\n")]
+        lines += ["", as_line(parts[name]["machine"]), "", parts[name]["section"].rstrip("\n")]
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
     numbers.write_text(json.dumps(parts, indent=1) + "\n")
     return page

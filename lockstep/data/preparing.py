@@ -209,14 +209,11 @@ def resize(images: np.ndarray, boxes: np.ndarray, mirrors: np.ndarray, out: np.n
     """
     import torch
 
-    results, size = torch.from_numpy(out), out.shape[1:3]
-    for number, (image, box, mirrored) in enumerate(
-        zip(images, boxes.tolist(), mirrors.tolist(), strict=True)
-    ):
+    sources, results, size = torch.from_numpy(images), torch.from_numpy(out), out.shape[1:3]
+    for number, (box, mirrored) in enumerate(zip(boxes.tolist(), mirrors.tolist(), strict=True)):
         row, column, n_rows, n_columns = box
-        # torch keeps the strides of a batch in channels-last memory, which takes a third of the time. The
-        # batch's axis is added by torch: NumPy gives it the stride 0.
-        part = torch.from_numpy(image)[None, row : row + n_rows, column : column + n_columns]
+        # A batch of one keeps the strides of channels-last memory, in which torch takes a third of the time.
+        part = sources[number : number + 1, row : row + n_rows, column : column + n_columns]
         planes: Any = part.permute(0, 3, 1, 2)
         scaled = torch.nn.functional.interpolate(planes, size, mode="bilinear", antialias=True)
         made = scaled.flip(3) if mirrored else scaled

@@ -8,10 +8,14 @@ that hangs, by a status board that stops changing. `Processes.watch` watches a r
 
 import multiprocessing
 import os
+import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -22,7 +26,7 @@ from lockstep.errors import Garbled, PeerProblem, UserError
 from lockstep.launch.child import ChildStart, child_main
 from lockstep.launch.children import Child, ExitStatus, close_connections, restart_killed_loaders
 from lockstep.launch.status import StatusBoard
-from lockstep.launch.template import Template, start_resource_tracker, without_main_file
+from lockstep.launch.template import Template
 from lockstep.memory.host import HostMemory
 from lockstep.memory.leftovers import remove_leftovers
 from lockstep.runs.snapshot import SnapshotMemory
@@ -68,12 +72,12 @@ class Processes:
         self.is_overdue: Callable[[], bool] = lambda: False
         self.is_to_pause: Callable[[], bool] = lambda: False
         self._is_pausing = False
-        self._main = nullcontext if has_main else without_main_file
+        self._main = nullcontext if has_main else _without_main_file
         self._children: list[Child] = []
         self._template = template
         self._context = multiprocessing.get_context(method)
         if template is None:
-            start_resource_tracker()  # now: starting it unblocks the signals that `_spawn_process` blocks
+            _start_resource_tracker()  # now: starting it unblocks the signals that `_spawn_process` blocks
         self._liveness, self._liveness_end = self._context.Pipe(duplex=False)
 
     def __enter__(self) -> "Processes":
@@ -381,3 +385,28 @@ def connect_all(n_processes: int) -> list[dict[int, Connection]]:
 def _remote_failure(find: Callable[[], PeerProblem | None] | None) -> ExitStatus | None:
     failure = find() if find else None
     return ExitStatus(1, str(failure), awaited=failure.peer) if failure is not None else None
+
+
+def _start_resource_tracker() -> None:
+    """Start multiprocessing's helper process so that SIGHUP does not end it; it ignores other signals."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # inherited by the helper
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _without_main_file() -> Iterator[None]:
+    """Keep processes that are started inside the block from importing the file of `__main__`.
+
+    multiprocessing imports that file into each spawned process, so a script without an
+    `if __name__ == "__main__":` guard would run once more in each. A child needs nothing of it, since its
+    function is named as 'module:function'. Objects of `__main__` cannot be arguments.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
