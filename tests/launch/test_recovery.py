@@ -272,7 +272,7 @@ def test_a_run_does_not_resume_with_an_edited_network(program: Program, tmp_path
     running.wait_for_text("epoch 2")
     network.write_text("from models.smallnet import Model as Net  # edited\n")
     changed = f"{network}: the file of the network has changed since the run started"
-    command = [sys.executable, "-m", "lockstep.launch.resizing", str(running.run_folder), "+1"]
+    command = [sys.executable, "-m", "lockstep.launch.resize", str(running.run_folder), "+1"]
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(30))
     assert refused.returncode == 2 and f"refused: {changed}" in refused.stderr
     os.kill(running.pids()["trainer 1"], signal.SIGKILL)

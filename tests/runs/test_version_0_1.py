@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
+from limits import limit
 from safetensors.numpy import load_file
 
 from lockstep.config import read_run, resolve
@@ -23,7 +24,9 @@ OLD = Path("tests/golden/version_0_1")  # relative, as that run's config.yaml ha
 
 
 def run(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=limit(100)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -61,7 +61,7 @@ def test_a_network_that_is_slow_in_one_trainer_is_named_everywhere(
     assert [(record["epoch"], record["n_steps"]) for record in records] == [(n, 6) for n in range(1, 7)]
     for record in records[1:]:  # the first has the first step, which takes long
         fast, slow = record["ranks"]
-        assert slow["n_last"] == 6 and fast["seconds"]["barrier"] > slow["waited"] > 6 * 0.03
+        assert slow["n_last"] >= 5 and fast["seconds"]["barrier"] > slow["waited"] > 5 * 0.03
         assert slow["excess"]["compute"] > 6 * 0.03 > slow["excess"]["load-wait"]
     named = [event["straggler"] for event in events(running, "progress")]
     assert named[0] is None and named[-1]["rank"] == 1 and named[-1]["cause"] == "compute"
@@ -69,7 +69,7 @@ def test_a_network_that_is_slow_in_one_trainer_is_named_everywhere(
     assert times and times.straggler and (times.straggler.rank, times.n_steps) == (1, 18)
     marks = [event for event in trace_of(running.run_folder).events if event["ph"] == "i"]
     late = [mark for mark in marks if mark["pid"] == running.pids()["trainer 1"]]
-    assert len(marks) == 36 and len(late) >= 34
+    assert len(marks) == 36 and len(late) >= 30
     assert sum(mark["args"]["others_waited_ms"] for mark in late) > 34 * 30
     monkeypatch.setattr(sys, "argv", ["doctor", "--run", str(running.run_folder)])
     assert run_doctor() == 0
