@@ -27,16 +27,18 @@ from lockstep.loading.uploading import UploadRing
 from lockstep.memory import Block
 from lockstep.memory.cuda import NON_BLOCKING, CudaBlock, CudaMemory
 from lockstep.network import kernels, low_precision
-from lockstep.network.convolution import blocks_for
+from lockstep.network.convolution import blocks_for, layout_of
 from lockstep.network.low_precision import image_dtype
 from lockstep.network.program import Program
 from lockstep.network.recorder import Stopwatch, StreamStopwatch
 
 _BY_BLOCKS = ("space_to_depth", "all")
+# The streams in which torch computes, by device: in one that is destroyed, torch would crash.
+_streams: dict[str, Any] = {}
 
 
 def start_torch(device: str, stream: Any) -> None:
-    """Make torch compute on the device, in PyCUDA's stream.
+    """Make torch compute on the device, in PyCUDA's stream, which lives until `stop_torch`.
 
     Raises:
         RuntimeError: torch cannot use the device.
@@ -45,11 +47,17 @@ def start_torch(device: str, stream: Any) -> None:
     place = torch.device(device)
     torch.cuda.set_device(place)
     torch.cuda.set_stream(torch.cuda.ExternalStream(stream.handle, place))  # type: ignore[no-untyped-call]
+    _streams[device] = stream
+    # Autograd has a thread for each device. PyCUDA's launches there need the device's context, which becomes
+    # current with the first kernel that torch launches in that thread.
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), device=place, requires_grad=True).mul(2).backward()  # type: ignore[no-untyped-call]
 
 
 def stop_torch(device: str) -> None:
-    """Make torch compute in its default stream again, because a destroyed stream can't be used."""
+    """Make torch compute in its default stream again, and leave the other stream to its owner."""
     torch.cuda.set_stream(torch.cuda.default_stream(torch.device(device)))
+    _streams.pop(device, None)
 
 
 class CudaBackend(Backend):
@@ -187,8 +195,8 @@ def _augmentation(config: Config, kernel: str) -> str:
 
 def _enable_blocks(program: Program, config: Config) -> str:
     """Have the augmentation kernel write images in blocks if the network takes them; return the outcome."""
-    if config.conv_layout not in _BY_BLOCKS:
-        return f"images stay as they are, by conv_layout: {config.conv_layout}"
+    if (layout := layout_of(config)) not in _BY_BLOCKS:
+        return f"images stay as they are, by conv_layout: {layout}"
     if not kernels.is_asked("blocks", config):
         return f"torch, by custom_kernels: {config.custom_kernels}"
     rows, columns = program.crop_size

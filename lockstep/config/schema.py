@@ -135,7 +135,9 @@ class Config:
     cpu_threads: int | None = None  # per trainer; null: the cores divided by the number of trainers
     pin_cores: bool = False  # bind each trainer's threads to its own cores
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of matrix products; weights are always float32
-    conv_layout: Literal["plain", "space_to_depth", "dense", "all"] = "plain"
+    conv_layout: Literal["auto", "plain", "space_to_depth", "dense", "all"] = (
+        "auto"  # all on GPUs with precision: bf16, else plain
+    )
     deterministic: bool = False  # GPUs: the same bits in every run
     compile: bool = False  # run the training pass through torch.compile
     recompute: bool = False  # run the forward pass of each stage again in the backward pass, to save memory

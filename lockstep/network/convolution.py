@@ -72,12 +72,20 @@ class Convolution(nn.Conv2d, OperandLayer):
 
 def install(model: nn.Module, config: Config) -> None:
     """Make every nn.Conv2d of the model a `Convolution`, in place."""
-    both = ("space_to_depth", "dense")
-    forms = {"plain": (), "all": both}.get(config.conv_layout, (config.conv_layout,))
+    both, layout = ("space_to_depth", "dense"), layout_of(config)
+    forms = {"plain": (), "all": both}.get(layout, (layout,))
     for module in model.modules():
         if type(module) is nn.Conv2d:
             module.__class__ = Convolution
             module.forms = forms  # type: ignore[assignment]
+
+
+def layout_of(config: Config) -> str:
+    """Return `conv_layout`; `auto` is resolved to what was faster (docs/results/gpu.md), `all` or `plain`."""
+    if config.conv_layout != "auto":
+        return config.conv_layout
+    on_gpu = any(device.startswith("cuda") for device in config.devices)
+    return "all" if on_gpu and config.precision == "bf16" else "plain"
 
 
 def _has_blocks(layer: nn.Conv2d) -> bool:

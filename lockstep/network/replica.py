@@ -402,7 +402,7 @@ def _conv_forms(model: nn.Module, config: Config) -> str:
         "dense": [name for name, layer in layers.items() if layer.is_dense() and not layer.takes_blocks()],
     }
     parts = [f"{form}: {', '.join(names)}" for form, names in chosen.items() if names]
-    return "; ".join(parts) or f"plain (conv_layout: {config.conv_layout})"
+    return "; ".join(parts) or f"plain (conv_layout: {convolution.layout_of(config)})"
 
 
 def open_trained(
