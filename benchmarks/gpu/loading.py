@@ -23,10 +23,10 @@ from lockstep.data.hkl import HklArray
 PRECISION = "bf16"  # the fastest step is the hardest to feed
 # All but `augment_on: loader`, whose step can't be captured, run as a captured step: `cuda_graph` is auto.
 _CASES: dict[str, dict[str, Any]] = {
-    "augment_on: trainer": {"read_threads": 1},
-    "augment_on: loader": {"augment_on": "loader", "read_threads": 1},
-    "upload: trainer": {"upload": "trainer", "read_threads": 1},
-    "read_threads: 4": {"read_threads": 4},
+    "upload: loader, read_threads: 1": {"upload": "loader", "read_threads": 1},
+    "augment_on: loader, read_threads: 1": {"augment_on": "loader", "read_threads": 1},
+    "upload: trainer, read_threads: 1": {"upload": "trainer", "read_threads": 1},
+    "upload: loader, read_threads: 4": {"upload": "loader", "read_threads": 4},
     "upload: trainer, read_threads: 4": {"upload": "trainer", "read_threads": 4},
 }
 _PHASE_STEPS = 60

@@ -12,6 +12,7 @@ import numpy as np
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
+from lockstep.config.augmentation import uploader_of
 from lockstep.loading import Filler, Ring
 from lockstep.loading.reader import Reader
 from lockstep.loading.slots import BlockLayout, RingShape
@@ -116,5 +117,5 @@ def backend_of(device: str) -> Backend:
 
 
 def loaders_backend(config: Config, device: str) -> Backend:
-    """Return the back end of a trainer's loader, which with `upload: trainer` is that of CPUs."""
-    return backend_of("cpu" if config.upload == "trainer" else device)
+    """Return the back end of a trainer's loader: that of CPUs if the trainer uploads."""
+    return backend_of("cpu" if uploader_of(config) == "trainer" else device)

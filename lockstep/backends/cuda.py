@@ -1,7 +1,4 @@
-"""NVIDIA GPUs: PyCUDA's memory, stream and events, in which torch computes.
-
-This file has run on the tests' simulated driver only, not on a GPU yet.
-"""
+"""NVIDIA GPUs: PyCUDA's memory, stream and events, in which torch computes."""
 
 from typing import Any
 
@@ -12,7 +9,7 @@ from lockstep.backends import Backend
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.config.augmentation import device_changes, makes_images
+from lockstep.config.augmentation import device_changes, makes_images, uploader_of
 from lockstep.errors import UserError
 from lockstep.exchange.p2p import PeerTransport, SwapTransport
 from lockstep.exchange.proof import iommu, prove
@@ -87,8 +84,7 @@ class CudaBackend(Backend):
         implementations["blocks"] = _enable_blocks(program, config)
         process = "loader" if config.augment_on == "loader" and config.para_load else "trainer"
         implementations["augment"] = _augmentation(config, f"{kernels.INSTALLED}, in the {process}")
-        upload = "trainer" if config.upload == "trainer" or not config.para_load else "loader"
-        implementations["upload"] = f"by the {upload} (upload: {config.upload})"
+        implementations["upload"] = f"by the {uploader_of(config)} (upload: {config.upload})"
         program.implementations = {**program.implementations, **implementations}
         return "; ".join(
             f"{name}: {way}" for name, way in implementations.items() if kernels.UNAVAILABLE in way
@@ -155,7 +151,7 @@ class CudaBackend(Backend):
         if config.augment_on == "loader" and config.para_load:
             return ReadyRing(self.memory, self.stream, RingShape(n_slots, *form))
         ready = RingShape(1, *form)
-        if config.upload == "trainer" and config.para_load:
+        if uploader_of(config) == "trainer" and config.para_load:
             copy_stream = self.memory.driver.Stream(NON_BLOCKING)
             return UploadRing(self.memory, self.stream, raw, ready, mean, copy_stream)
         return RawRing(self.memory, self.stream, raw, ready, mean)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lockstep.backends.gpus import Gpu, list_gpus, visible
 from lockstep.config import Config
+from lockstep.config.augmentation import uploader_of
 from lockstep.config.rules import on_failure_of
 from lockstep.errors import UserError
 
@@ -234,7 +235,7 @@ def check_sharing(config: Config) -> None:
     Raises:
         UserError: A GPU admits one process only, and the run needs several there.
     """
-    users = Counter(config.devices * (2 if config.para_load and config.upload != "trainer" else 1))
+    users = Counter(config.devices * (1 if uploader_of(config) == "trainer" else 2))
     shared = [device for device, number in users.items() if number > 1 and device != "cpu"]
     if not shared or _has_mps():
         return
@@ -313,7 +314,7 @@ def loader_restarts_of(config: Config) -> int:
     """
     if config.loader_restarts != "auto":
         return config.loader_restarts
-    is_possible = config.para_load and (config.upload == "trainer" or not on_gpus(config.devices))
+    is_possible = config.para_load and (uploader_of(config) == "trainer" or not on_gpus(config.devices))
     return _LOADER_RESTARTS if is_possible and on_failure_of(config) == "restart" else 0
 
 
@@ -330,7 +331,7 @@ def check_keys(config: Config) -> None:
             raise UserError(
                 "recheck_every: GPUs compute the same bits again with deterministic: true only. Set it."
             )
-        if loader_restarts_of(config) and config.upload != "trainer":
+        if loader_restarts_of(config) and uploader_of(config) != "trainer":
             raise UserError(
                 "loader_restarts: needs upload: trainer on GPUs: a loader that uploads takes events with "
                 "it when it exits, and its trainer waits for them. Set upload: trainer."

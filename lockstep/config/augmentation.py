@@ -87,6 +87,19 @@ def mixes(config: "Config") -> bool:
     return (config.mixup > 0 or config.cutmix > 0) and config.mix_prob > 0
 
 
+def uploader_of(config: "Config") -> Literal["loader", "trainer"]:
+    """Return the process that copies batches to a GPU.
+
+    `auto` is the trainer: with a loader's CUDA context beside the trainer's, the two take turns on the device
+    (docs/results/gpu.md). A loader that augments on the GPU needs one.
+    """
+    if not config.para_load:
+        return "trainer"
+    if config.upload != "auto":
+        return config.upload
+    return "loader" if config.augment_on == "loader" else "trainer"
+
+
 def makes_images(config: "Config") -> bool:
     """Return whether images are made in the network's size, as bytes, before the mean is subtracted.
 

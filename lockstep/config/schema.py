@@ -145,9 +145,8 @@ class Config:
     exchange: Literal["auto", "p2p", "staged", "swap"] = "auto"  # GPUs: the transport between trainers
     # GPUs: the process that runs the augmentation kernels; cores: the loader's cores make images
     augment_on: Literal["trainer", "loader", "cores"] = "trainer"
-    upload: Literal["auto", "loader", "trainer"] = (
-        "auto"  # GPUs: the process that copies batches to the device
-    )
+    # GPUs: the process that copies batches to the device; auto: the trainer, unless augment_on: loader
+    upload: Literal["auto", "loader", "trainer"] = "auto"
     # GPUs: the operations that use Lockstep's own kernels
     custom_kernels: Literal["all", "none", "lrn", "dropout", "pool", "sgd", "blocks"] = "all"
     # when a process dies or hangs; auto: restart with several trainers, else stop

@@ -80,11 +80,11 @@ def describe(times: Times) -> list[Finding]:
     lines = [Finding("upload: trainer", f"{times.trainer * 1e3:.1f} ms {work}")]
     if times.loader is None:
         lines.append(Finding("upload: loader", f"does not work here: {times.problem}"))
-        return [*lines, Finding("set upload to", "trainer")]
+        return [*lines, Finding("set upload to", "auto, which is trainer")]
     lines.append(Finding("upload: loader", f"{times.loader * 1e3:.1f} ms {work}"))
-    advice = "auto, which is loader: trainer is no faster"
-    if times.loader > _CLEARLY * times.trainer:
-        advice = f"trainer, which is {times.loader / times.trainer:.2f} times as fast"
+    advice = "auto, which is trainer: loader is no faster"
+    if times.trainer > _CLEARLY * times.loader:
+        advice = f"loader, which is {times.trainer / times.loader:.2f} times as fast"
     return [*lines, Finding("set upload to", advice)]
 
 

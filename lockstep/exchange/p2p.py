@@ -8,8 +8,6 @@ calls: records before a barrier, waits after it.
 The work is done in the compute stream, since the next work there needs the result. Reductions of marked
 buckets are the exception. Each mark has one more event; a second stream waits for it in all ranks and
 reduces, while the compute stream continues behind the mark.
-
-This file has run only on the simulated driver of the tests, not on a GPU yet.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -8,8 +8,6 @@ Nothing here needs CUDA IPC. A process waits for its own device before each barr
 all work. Results have their own half of the stage because other ranks may still fetch them while the next
 collective's inputs are written. The ranks have fetched them before that collective's first barrier, and the
 next results are written after it.
-
-This file has run only on the simulated driver of the tests, not on a GPU yet.
 """
 
 from abc import abstractmethod

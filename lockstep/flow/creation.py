@@ -167,24 +167,24 @@ def _factory(make: Callable[[], torch.Tensor]) -> Array:
     return made
 
 
-def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Array:
+def zeros(shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Array:
     """Return an array of zeros on the current device."""
-    return _factory(lambda: torch.zeros(tuple(shape), dtype=dtype))
+    return _factory(lambda: torch.zeros(shape, dtype=dtype))
 
 
-def ones(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Array:
+def ones(shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Array:
     """Return an array of ones on the current device."""
-    return _factory(lambda: torch.ones(tuple(shape), dtype=dtype))
+    return _factory(lambda: torch.ones(shape, dtype=dtype))
 
 
-def randn(shape: Sequence[int], mean: float = 0.0, std: float = 1.0) -> Array:
+def randn(shape: int | Sequence[int], mean: float = 0.0, std: float = 1.0) -> Array:
     """Return normally distributed float32 numbers, on the current device."""
-    return _factory(lambda: torch.empty(tuple(shape), dtype=torch.float32).normal_(mean, std))
+    return _factory(lambda: torch.empty(shape, dtype=torch.float32).normal_(mean, std))
 
 
-def randb(shape: Sequence[int], p: float) -> Array:
+def randb(shape: int | Sequence[int], p: float) -> Array:
     """Return float32 numbers that are 1 with probability p and 0 otherwise, on the current device."""
-    return _factory(lambda: torch.empty(tuple(shape), dtype=torch.float32).bernoulli_(p))
+    return _factory(lambda: torch.empty(shape, dtype=torch.float32).bernoulli_(p))
 
 
 class _ScopeMode:

@@ -1,7 +1,4 @@
-"""GPUs as devices of the dataflow engine: each lane has a stream for torch's kernels and ours.
-
-This file has run on the tests' simulated driver only, not on a GPU.
-"""
+"""GPUs as devices of the dataflow engine: each lane has a stream for torch's kernels and ours."""
 
 import contextlib
 import os

@@ -76,6 +76,7 @@ class ParallelExecutor:
         if self._processes is not None:
             self._processes.broadcast_model(model)
         owner_updates = strategy == "reduce"
+        _check_compressed(model, compress)
         self._replicas = make_replicas(model, self.devices, owner_updates)
         n_bytes = int(bucket_mb * 2**20)
         self._buckets = Buckets(self._replicas, optimizer, n_bytes, owner_updates)
@@ -183,6 +184,10 @@ class ParallelExecutor:
         Raises:
             UserError: The state does not fit.
         """
+        if not isinstance(state, Mapping):
+            raise UserError(
+                f"load_state_dict: {type(state).__name__} is no state: give what state_dict() returned"
+            )
         missing = [key for key in ("model", "optimizer", "carried", "runs") if key not in state]
         if missing:
             raise UserError(
@@ -321,6 +326,12 @@ def _check(devices: list[Device], strategy: str, scale: Any, compress: str | Non
         )
     if not bucket_mb > 0:
         raise UserError(f"bucket_mb is more than 0, not {bucket_mb}")
+
+
+def _check_compressed(model: nn.Module, compress: str | None) -> None:
+    for name, parameter in model.named_parameters() if compress is not None else ():
+        if not parameter.is_floating_point():
+            raise UserError(f"compress: {name} is {parameter.dtype}: only real numbers can be compressed")
 
 
 def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:

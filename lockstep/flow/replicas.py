@@ -107,7 +107,7 @@ class BucketOptimizer:
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Update with gradients in the order of the names; None leaves a parameter as it is."""
         for own, gradient in zip(self._own, gradients, strict=True):
-            own.grad = gradient
+            own.grad = gradient if gradient is None else _laid_out_as(own, gradient)
         self.optimizer.step()
         for own in self._own:
             own.grad = None
@@ -138,6 +138,16 @@ class BucketOptimizer:
                 group.update(own[number]["hyperparameters"] if number in own else {})
         states = {n: _copied(each["state"]) for n, each in own.items() if each["state"]}
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _laid_out_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient with the parameter's strides: fused optimizers update by places in memory.
+
+    On GPUs torch refuses other strides; on CPUs it computes wrong weights (2.13).
+    """
+    if gradient.layout is not torch.strided or gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
 def _check_step(optimizer: torch.optim.Optimizer) -> None:

@@ -2,7 +2,7 @@
 
 Kernels run in the stream in which torch computes. Each has an equivalent in torch, which CPUs use, and which
 serves tensors that the kernel does not take. Kernels and their equivalents are compared on the tests'
-simulated driver; they have not run on a GPU yet.
+simulated driver and, where there is one, on a GPU.
 """
 
 from typing import Any

@@ -10,8 +10,6 @@ Crop, mirror, mean and conversion are one kernel, which also writes images in bl
 them so. Other kernels make the changes before it that some keys ask for. They run in the trainer between two
 steps (RawRing, RawFiller), or in the loader beside the steps (ReadyRing, AugmentingFiller), if the device can
 run both at once.
-
-This file has run on the tests' simulated driver only, not on a GPU yet.
 """
 
 from abc import abstractmethod

@@ -4,8 +4,6 @@ The ring exists twice: in a memory file, which the loader maps and the trainer h
 memory. The loader needs no device, and processes share nothing of CUDA. The trainer copies in a second stream
 while it computes, as soon as a slot is full. Each slot has two events: *filled* after its copy, *released*
 after its images have been made.
-
-This file has run on the tests' simulated driver only, not on a GPU yet.
 """
 
 from typing import Any

@@ -9,8 +9,6 @@ CUDA's rules for cuIpcGetMemHandle and cuIpcOpenMemHandle shape this file:
 - Memory is shared through the driver only, but an interprocess event is a file in /dev/shm (leftovers.py).
   So interprocess events exist only where something is shared.
 - All calls use the device's primary context, which torch uses too; another context could not share with it.
-
-This file has run on the tests' simulated driver only, not on a GPU yet.
 """
 
 import atexit

@@ -1,6 +1,6 @@
 """A training step as one program: captured as a CUDA graph (`cuda_graph`), or compiled (`compile`).
 
-A graph replays forward and backward in one launch instead of hundreds. It has not run on a GPU yet.
+A graph replays forward and backward in one launch instead of hundreds.
 """
 
 import os

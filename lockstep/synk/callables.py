@@ -53,6 +53,12 @@ class CallableProgram(RankProgram):
         }
         self.sliceable = [shareds[number] for number in spec.sliceable]
 
+    def check_dtype(self, what: str, dtype: np.dtype[Any]) -> None:
+        try:
+            torch.from_numpy(np.empty(0, dtype))
+        except TypeError as error:
+            raise TypeError(f"{what} is {dtype}, which torch has not: convert it before the call") from error
+
     def excerpt(self, arrays: Sequence[np.ndarray], choices: Sequence[rows.Choice | None]) -> list[Any]:
         if self._gpu is not None:
             return self._gpu.upload(arrays, choices)

@@ -252,6 +252,7 @@ class Function:
         dtype = np.dtype(spec.dtype) if spec.dtype is not None else np.asarray(value).dtype
         data = self._input_data.get(number)
         if data is None or data.dtype != dtype or data.ndim != ndim:
+            self._program.check_dtype(what, dtype)
             data = self._input_data[number] = Data(self._team, dtype, ndim, name=what)
         array = condition(value, dtype, what)
         if array.ndim and not len(array):
@@ -264,6 +265,7 @@ class Function:
             raise TypeError(f"{what} is {dtype}, the data {data.name!r} is {data.dtype}")
         if data.team is not self._team:
             raise RuntimeError(f"{what}: the data {data.name!r} is of a team that is closed")
+        self._program.check_dtype(what, data.dtype)
         if data.is_empty:
             raise ValueError(f"{what}: the data {data.name!r} has no memory yet: set its value")
 

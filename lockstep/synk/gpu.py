@@ -1,7 +1,4 @@
-"""A rank's GPU for torch callables: its memory, its one stream, and collectives with the other ranks.
-
-This file has run on the simulated driver of the tests only, not on a GPU yet.
-"""
+"""A rank's GPU for torch callables: its memory, its one stream, and collectives with the other ranks."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -94,6 +94,9 @@ class GraphProgram(RankProgram):
         self.sliceable = [shareds[variable] for variable in graph.sliceable]
         self.updated, self.default_modes = self._find_updated(shareds)
 
+    def check_dtype(self, what: str, dtype: np.dtype[Any]) -> None:
+        """Do nothing: the inputs of a graph have dtypes of their own."""
+
     def call(self, inputs: list[np.ndarray]) -> list[Any]:
         return [np.asarray(value) for value in self._function(*inputs)]
 

@@ -81,6 +81,10 @@ class RankProgram(ABC):
         return [array if choice is None else rows.excerpt(array, choice) for array, choice in pairs]
 
     @abstractmethod
+    def check_dtype(self, what: str, dtype: np.dtype[Any]) -> None:
+        """Raise TypeError if an input can't have this dtype. `what` names the function and the input."""
+
+    @abstractmethod
     def call(self, inputs: list[Any]) -> list[Any]:
         """Compute all outputs, and update the variables of this process."""
 

@@ -197,7 +197,7 @@ def test_a_gpu_for_one_process_is_named_before_several_need_it(
 
     def problem(*names: str, para_load: bool) -> str:
         try:
-            devices.check_sharing(make_config(devices=list(names), para_load=para_load))
+            devices.check_sharing(make_config(devices=list(names), para_load=para_load, upload="loader"))
         except UserError as error:
             return str(error)
         return ""
@@ -206,6 +206,7 @@ def test_a_gpu_for_one_process_is_named_before_several_need_it(
     assert "cuda:1 (NVIDIA H200, 0000:2A:00.0) is in compute mode Exclusive_Process, and 2 processes" in found
     assert found.endswith("nvidia-smi -i 1 -c DEFAULT, or start NVIDIA's MPS, or upload: trainer")
     assert problem("cuda:0", "cuda:1", para_load=False) == ""
+    devices.check_sharing(make_config(devices=["cuda:1"]))  # its loader has no context there
     assert problem("cuda:0", "cuda:0", para_load=False).endswith("or start NVIDIA's MPS")
     assert problem("cpu", "cpu", para_load=True) == ""
     (tmp_path / "mps").mkdir()

@@ -465,7 +465,7 @@ def test_where_things_run(devices: list[Cpu]) -> None:
     assert places["tanh_backward"] == "cpu:2" and places["mul"] == "cpu:1"
     assert {o.phase for o in later.operations if o.name == "tanh_backward"} == {"backward"}
     flow.set_device(second)
-    assert flow.zeros((2,)).place is second
+    assert flow.zeros((2,)).place is flow.ones(2).place is second
     with pytest.raises(UserError, match="another engine"):
         flow.Engine([first])
 

@@ -650,6 +650,10 @@ BAD_SETTINGS = [
     ({"group": "world"}, "group needs other processes"),
     ({"strategy": "al_reduce"}, r"strategy is all_reduce or reduce, not 'al_reduce' \(did you mean"),
     ({"compress": "int2"}, "compress is int8 or int4, not 'int2'"),
+    (
+        {"compress": "int8", "model": nn.Linear(6, 3, dtype=torch.complex64)},
+        "compress: weight is torch.complex64: only real numbers",
+    ),
     ({"gradient_scale": "average"}, "gradient_scale is mean or sum, not 'average'"),
     ({"gradient_scale": [1.0]}, "gradient_scale has 1 factors for 2 devices"),
     ({"bucket_mb": 0}, "bucket_mb is more than 0"),
@@ -725,6 +729,8 @@ def test_states_that_do_not_fit() -> None:
         short = {**state, "model": {k: v for k, v in state["model"].items() if k != "0.bias"}}
         with pytest.raises(UserError, match="the state has no optimizer: give what state_dict"):
             made.load_state_dict({"model": {}})
+        with pytest.raises(UserError, match="NoneType is no state: give what state_dict"):
+            made.load_state_dict(None)  # type: ignore[arg-type]
         with pytest.raises(
             UserError, match=r"has no lrr \(did you mean 'lr'"
         ):  # before there are buckets, too
@@ -738,3 +744,31 @@ def test_states_that_do_not_fit() -> None:
             made.replica(made.devices[0])  # type: ignore[arg-type]
         with pytest.raises(UserError, match="replica 1: there are 0 to 0"):
             made.replica(1)
+
+
+def channels_last_network() -> nn.Module:
+    torch.manual_seed(1)
+    layers = nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 9, 3)
+    return nn.Sequential(*layers).double().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_fused_optimizer_updates_weights_of_any_layout(n: int) -> None:
+    """It pairs weights and gradients by their places in memory, and merged gradients were contiguous."""
+
+    def fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, 0.1, 0.9, fused=True)
+
+    x = torch.randn(8, 4, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    labels = torch.arange(8) % 3
+    model = channels_last_network()
+    optimizer = fused(list(model.parameters()))
+    with executor(n, channels_last_network(), optimizer=fused) as made:
+        for _ in range(3):
+            made.run({"x": x, "labels": labels})
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), labels).backward()
+            optimizer.step()
+        found = made.replica(0)
+    for name, value in model.state_dict().items():
+        assert torch.allclose(found[name], value, rtol=1e-12, atol=1e-14), name

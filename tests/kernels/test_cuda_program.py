@@ -43,7 +43,7 @@ def on_cpus(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
         ),
         (("augment_on=loader",), TWO_DEVICES, "", "exchange: peer to peer: all 2 pairs proven"),
         pytest.param(
-            ("upload=trainer",),
+            ("upload=loader",),
             ONE_DEVICE,
             "",
             "exchange: peer to peer: all 2 pairs proven",
@@ -85,8 +85,8 @@ def test_a_killed_loader_is_started_again_where_the_trainer_uploads(
     program: Program, simulation: Simulation
 ) -> None:
     words, environment = ("n_epochs=5", "snapshot_freq=5"), simulation.environment()
-    gpu = ("upload=trainer", "loader_restarts=1")
-    running = program.start(*words, *gpu, devices="[cuda:0]", environment=environment)
+    again = "loader_restarts=1"
+    running = program.start(*words, again, devices="[cuda:0]", environment=environment)
     running.wait_for_text("epoch 1 step 2/12")
     os.kill(running.pids()["loader 0"], signal.SIGKILL)
     assert running.wait() == 0, running.output()
@@ -357,8 +357,7 @@ def test_where_nothing_can_be_shared_a_lone_trainer_runs_and_a_loader_is_refused
     environment = simulation.set(no_ipc=1).environment()
     single = program.run("n_epochs=1", "para_load=false", devices="[cuda:0]", environment=environment)
     assert single.last_line().startswith("done")
-    words = ("n_epochs=1", "upload=trainer")
-    uploading = program.run(*words, devices="[cuda:0]", name="up", environment=environment)
+    uploading = program.run("n_epochs=1", devices="[cuda:0]", name="up", environment=environment)
     assert_same(tensors(uploading, 1), tensors(single, 1))
     staged = program.run(
         "n_epochs=2", "para_load=false", devices=TWO_DEVICES, name="two", environment=environment
@@ -367,8 +366,9 @@ def test_where_nothing_can_be_shared_a_lone_trainer_runs_and_a_loader_is_refused
     assert_same(tensors(staged, 2), tensors(on_cpus, 2))
     for fault in ({"no_ipc": 1}, {"shm": tmp_path / "missing"}):
         environment = simulation.set(**fault).environment()
-        words = program.run("n_epochs=1", devices="[cuda:0]", name="loader", code=2, environment=environment)
-        line = words.last_line()
+        words = ("n_epochs=1", "upload=loader")
+        refused = program.run(*words, devices="[cuda:0]", name="loader", code=2, environment=environment)
+        line = refused.last_line()
         assert "can't be shared between processes" in line and "/dev/shm" in line
         assert "upload: trainer" in line
         assert "--ipc=host" in line and "para_load: false" in line

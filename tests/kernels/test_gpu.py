@@ -92,6 +92,7 @@ def on_cpus(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
         (("exchange=staged",), TWO_RANKS, 0.01),
         (("exchange=swap",), TWO_RANKS, 0.01),
         (("augment_on=loader",), TWO_RANKS, 0.01),
+        (("upload=loader",), TWO_RANKS, 0.01),
         (("para_load=false",), TWO_RANKS, 0.01),
         (("precision=tf32",), TWO_RANKS, 0.1),
         (("precision=bf16",), TWO_RANKS, 0.4),

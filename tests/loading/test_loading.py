@@ -19,7 +19,7 @@ from lockstep.backends.host import HostBackend
 from lockstep.comm.messages import Fill, Filled, Order, Stop, Subtract
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
-from lockstep.config.augmentation import device_changes
+from lockstep.config.augmentation import device_changes, uploader_of
 from lockstep.data.dataset import open_dataset
 from lockstep.data.sampling import minibatches
 from lockstep.errors import UserError
@@ -51,7 +51,7 @@ class Case:
         return backend_of(self.config.devices[0])
 
     def loaders_backend(self) -> Backend:
-        if self.simulation and self.config.upload != "trainer":
+        if self.simulation and uploader_of(self.config) == "loader":
             simulated.use(self.simulation)
         return loaders_backend(self.config, self.config.devices[0])
 

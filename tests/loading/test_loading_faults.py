@@ -266,8 +266,8 @@ def test_by_default_a_killed_loader_is_started_again_and_no_trainer(program: Pro
         ({"on_failure": "shrink", "global_batch_size": 8}, 0),
         ({"para_load": False}, 0),
         ({"loader_restarts": 7, "on_failure": "stop"}, 7),
-        ({"devices": ["cuda:0", "cuda:1"]}, 0),
-        ({"devices": ["cuda:0", "cuda:1"], "upload": "trainer"}, 3),
+        ({"devices": ["cuda:0", "cuda:1"]}, 3),
+        ({"devices": ["cuda:0", "cuda:1"], "upload": "loader"}, 0),
     ],
 )
 def test_loaders_are_started_again_where_the_run_restarts(keys: dict[str, Any], n_restarts: int) -> None:
@@ -291,8 +291,8 @@ def test_a_loader_that_is_killed_too_often_is_a_loss(program: Program) -> None:
 def test_on_gpus_loaders_that_upload_are_not_started_again() -> None:
     keys = {"loader_restarts": 1, "devices": ["cuda:0"]}
     with pytest.raises(UserError, match="loader_restarts: needs upload: trainer on GPUs: a loader that"):
-        devices.check_keys(make_config(**keys))
-    devices.check_keys(make_config(**keys, upload="trainer"))
+        devices.check_keys(make_config(**keys, upload="loader"))
+    devices.check_keys(make_config(**keys))
 
 
 MANY = ("loader_restarts=100", "n_epochs=1")

@@ -314,6 +314,9 @@ def test_what_a_callable_may_not_be(ranks: int) -> None:
     assert module(np.ones((5, 4))).shape == (5, 2), "a module is a callable, too"
     with pytest.raises(TypeError, match="nothing: output 0 is NoneType, which has no sum"):
         nothing(np.ones(6))
+    for _ in range(2):
+        with pytest.raises(TypeError, match="nothing: input x is <U1, which torch has not"):
+            nothing(np.array(["a"]))
     with pytest.raises(TypeError, match="int64, which has no avg"):
         whole(np.ones(6))
     synk.function(lambda x: lock, None, name="locked")
