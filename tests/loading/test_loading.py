@@ -134,9 +134,25 @@ def expected(shared_folder: Path) -> list[Contents]:
     return run_ranks(load, 2, Case(configure(shared_folder, "cpu"), None))[0]
 
 
+@pytest.mark.parametrize(
+    ("keys", "uploader"),
+    [
+        ({}, "trainer"),
+        ({"upload": "loader"}, "loader"),
+        ({"augment_on": "loader"}, "loader"),
+        ({"augment_on": "loader", "para_load": False}, "trainer"),
+        ({"upload": "loader", "para_load": False}, "trainer"),
+    ],
+    ids=str,
+)
+def test_the_trainer_uploads_unless_its_loader_needs_the_device(keys: dict[str, Any], uploader: str) -> None:
+    assert uploader_of(make_config(**keys)) == uploader
+
+
 def configure(folder: Path, device: str, **values: object) -> Config:
-    keys = {"data_folder": str(folder), "batch_size": 16, "shuffle_block": 4, "n_slots": 2, **values}
-    return make_config(devices=[device], **keys)
+    """Return a configuration whose loader uploads, if `values` say nothing else."""
+    keys = {"data_folder": str(folder), "batch_size": 16, "shuffle_block": 4, "n_slots": 2}
+    return make_config(devices=[device], **{**keys, "upload": "loader", **values})
 
 
 @pytest.fixture
