@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,10 @@ from lockstep.backends.cuda import CudaBackend
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
+from lockstep.doctor import uploads
+from lockstep.errors import UserError
 from lockstep.kernels.dropout import DropoutKernel
 from lockstep.launch.ranks import try_ranks
-from lockstep.memory.cuda import NON_BLOCKING
-from lockstep.memory.host import HostMemory
-from lockstep.memory.pagelock import pagelock, unlock
 from lockstep.network.dropout import install as install_dropout
 from lockstep.network.step_graph import StepGraph
 
@@ -162,84 +160,15 @@ def share_events(rank: int, pipes: dict[int, Pipe], setting: Setting) -> dict[st
 
 
 def copy_beside_kernels(rank: int, pipes: dict[int, Pipe], setting: Setting) -> dict[str, float]:
-    """Rank 1 copies to the device, as a loader does, alone and while rank 0 multiplies matrices there."""
-    backend, group = _backend(), Group.on_one_host(rank, pipes)
-    work = partial(_multiply, setting.matrix, backend) if rank == 0 else partial(_copy, setting, backend)
-    step = work()
-    figures = {}
-    for when, who in (("alone", (0,)), ("alone", (1,)), ("together", (0, 1))):
-        group.barrier(f"{who} {when}")
-        if rank in who:
-            figures[when] = _rate(step, backend, 0.2 if setting.rehearsal else 1.5)
-        group.barrier(f"{who} {when}: done")
-    rates = group.all_gather("rates", figures)
-    return {
-        "multiplications_per_second_alone": rates[0]["alone"],
-        "multiplications_kept": rates[0]["together"] / rates[0]["alone"],
-        "copy_gb_per_second_alone": rates[1]["alone"] * setting.copy_bytes / 4e9,
-        "copies_kept": rates[1]["together"] / rates[1]["alone"],
-    }
-
-
-def upload_beside_kernels(rank: int, pipes: dict[int, Pipe], setting: Setting) -> dict[str, float]:
-    """The trainer's own copies (`upload: trainer`): from a page-locked memory file, in a second stream.
-
-    Alone, and with as many multiplications behind each as take the same time; 1 is perfect overlap.
-    """
-    backend = _backend()
-    driver, size = backend.memory.driver, setting.copy_bytes // 4
-    host, block = HostMemory().allocate(size, "a probe"), backend.memory.allocate(size, "a probe")
-    pagelock(host)
-    beside, source = driver.Stream(NON_BLOCKING), host.array(np.uint8, (size,))
-    seconds = 0.2 if setting.rehearsal else 1.5
-    multiply = _multiply(setting.matrix, backend)
-
-    def copy() -> None:
-        driver.memcpy_htod_async(block.pointer, source, beside)
-
-    rates = {"multiply": _rate(multiply, backend, seconds), "copy": _rate(copy, backend, seconds)}
-    n_each = max(1, round(rates["multiply"] / rates["copy"]))
-
-    def both() -> None:
-        copy()
-        for _ in range(n_each):
-            multiply()
-
-    combined, possible = _rate(both, backend, seconds), min(rates["multiply"] / n_each, rates["copy"])
-    unlock(host)
-    return {
-        "copy_gb_per_second_alone": rates["copy"] * size / 1e9,
-        "copy_gb_per_second_together": combined * size / 1e9,
-        "share_of_perfect_overlap": combined / possible,
-    }
-
-
-def _multiply(size: int, backend: CudaBackend) -> Callable[[], object]:
-    device = "cpu" if torch.version.cuda is None else backend.memory.device
-    left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
-    return partial(torch.matmul, left, right, out=torch.empty_like(left))
-
-
-def _copy(setting: Setting, backend: CudaBackend) -> Callable[[], object]:
-    size = setting.copy_bytes // 4
-    pinned, block = backend.memory.pinned(size), backend.memory.allocate(size, "a probe")
-    pinned[:] = 1
-
-    def copy() -> None:  # with a hold on the block, whose memory would go with it
-        backend.memory.driver.memcpy_htod_async(block.pointer, pinned, backend.stream)
-
-    return copy
-
-
-def _rate(step: Callable[[], object], backend: CudaBackend, seconds: float) -> float:
-    """Steps a second, few at a time, so that the queue is never long."""
-    n_steps, begin = 0, time.perf_counter()
-    while time.perf_counter() - begin < seconds:
-        for _ in range(4):
-            step()
-        backend.memory.driver.Context.synchronize()
-        n_steps += 4
-    return n_steps / (time.perf_counter() - begin)
+    """Measure kernels alone, copies alone, and both at once, copied by the trainer or by a loader."""
+    times = uploads.measure(rank, pipes, "cuda:0")
+    if times is None:
+        return {}
+    if times.loader is None:
+        raise UserError(f"the loader can't copy: {times.problem}")
+    seconds = {"kernels": times.kernels, "copies": times.copies}
+    seconds |= {"copies by the trainer": times.trainer, "copies by the loader": times.loader}
+    return {f"{name}, ms": 1e3 * value for name, value in seconds.items()}
 
 
 HOLD = """
@@ -293,5 +222,4 @@ _PROBES: dict[str, tuple[Probe, int]] = {
     "IPC memory": (share_memory, 2),
     "IPC events": (share_events, 2),
     "copies beside kernels": (copy_beside_kernels, 2),
-    "the trainer's own copies beside kernels": (upload_beside_kernels, 1),
 }

@@ -64,7 +64,7 @@ class Work:
 
 def examine(report: Report, device: str) -> None:
     """Measure both ways on one device and show which to set. None is wrong: one way is enough."""
-    trainer, loader = try_ranks(_examine, 2, device, seconds=_SECONDS)
+    trainer, loader = try_ranks(measure, 2, device, seconds=_SECONDS)
     report.title(f"Copies to {device} beside kernels of its trainer")
     if trainer.problem:
         report.show(Finding("upload", f"not measured: {trainer.problem}"))
@@ -88,8 +88,8 @@ def describe(times: Times) -> list[Finding]:
     return [*lines, Finding("set upload to", advice)]
 
 
-def _examine(rank: int, pipes: dict[int, Pipe], device: str) -> Times | None:
-    """Measure on two ranks: rank 0 is the trainer, rank 1 the loader."""
+def measure(rank: int, pipes: dict[int, Pipe], device: str) -> Times | None:
+    """Measure on two ranks: rank 0 is the trainer, which returns the times, rank 1 the loader."""
     from lockstep.backends.cuda import CudaBackend
 
     backend, group = CudaBackend(device), Group.on_one_host(rank, pipes)
