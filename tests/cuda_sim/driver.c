@@ -748,11 +748,12 @@ CUresult cuLaunchKernel(
     return enqueue(stream, (struct operation){.kind = KERNEL, .function = function, .from = kept, .blocks = gx, .rows = gy, .threads = bx});
 }
 
-// PyCUDA still calls it, beside giving the shape to cuLaunchKernel.
+// PyCUDA still calls it, beside giving the shape to cuLaunchKernel. It fails in a thread without a context, such as autograd's
+// before torch has launched a kernel there.
 CUresult cuFuncSetBlockShape(CUfunction function, int x, int y, int z)
 {
     (void)function, (void)x, (void)y, (void)z;
-    return CUDA_SUCCESS;
+    return current() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
 }
 
 CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function)

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +144,24 @@ def test_the_kernel_normalises_as_the_formula_in_float64(
                 shape,
                 form,
             )
+
+
+def launch_in_another_thread(rank: int, pipes: dict[int, Pipe], simulation: Simulation) -> str:
+    """Return what PyCUDA says of a kernel that comes first in a thread, as one did in autograd's."""
+    backend, _ = start(simulation)
+    norm = LocalResponseNorm()
+    kernels.install(nn.Sequential(norm), make_config(), backend.memory, backend.stream)  # type: ignore[attr-defined]
+    assert norm.kernel is not None
+    with ThreadPoolExecutor(1) as pool:
+        return str(
+            pool.submit(norm.kernel.forward, example((1, 8, 1, 1), torch.float32)[0], norm).exception()
+        )
+
+
+def test_a_thread_without_the_devices_context_can_launch_no_kernel(simulation: Simulation) -> None:
+    """So torch has to launch one in autograd's thread of the device first: start_torch sees to it."""
+    (problem,) = run_ranks(launch_in_another_thread, 1, simulation)
+    assert problem == "cuFuncSetBlockShape failed: CUDA error 201"  # invalid context
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
