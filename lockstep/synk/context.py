@@ -141,7 +141,11 @@ class ReleaseGpus(CommandStep):
     """Step: all ranks free their memory on GPUs."""
 
     def run(self, context: RankContext) -> None:
-        for _, shared in sorted(context.shareds.items()):
-            shared.release_gpu()
+        shareds = [shared for _, shared in sorted(context.shareds.items())]
+        # First all values: torch gives no gradient to a parameter on another device, and a rank that raised
+        # this error between two variables would leave the others waiting for it.
+        values = [shared.value_on_gpu() for shared in shareds]
+        for shared, value in zip(shareds, values, strict=True):
+            shared.release_gpu(value)
         if context.gpu is not None:
             context.gpu.close()

@@ -124,7 +124,11 @@ class Shared(ABC):
         """Make a saved value the value again."""
         self.put(saved)
 
-    def release_gpu(self) -> None:
+    def value_on_gpu(self) -> np.ndarray | None:
+        """Return the value for `release_gpu`, whatever the user has done to the parts; None if on no GPU."""
+        return None
+
+    def release_gpu(self, value: np.ndarray | None) -> None:
         """Free memory on GPUs. All ranks call it together."""
         return
 

@@ -82,9 +82,13 @@ class TensorShared(Shared):
     def reduces_on_device(self) -> bool:
         return isinstance(self.storage, DeviceStorage) and self.dtype == np.float32
 
-    def release_gpu(self) -> None:
+    def value_on_gpu(self) -> np.ndarray | None:
+        return self.get() if isinstance(self.storage, DeviceStorage) else None
+
+    def release_gpu(self, value: np.ndarray | None) -> None:
         """Move the value back to ordinary memory, so that the user's tensors stay valid."""
-        value = self.get()
+        if value is None:
+            return
         self.storage.release()
         self.storage = HostStorage()
         self.put(value)
@@ -186,6 +190,12 @@ class _FlatVector(TensorShared):
         for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
             self._point(param, part)
 
+    def value_on_gpu(self) -> np.ndarray | None:
+        try:
+            return super().value_on_gpu()
+        except TypeError:  # of a sparse gradient, which stays out of the vector
+            return self.storage.read(self._flat)
+
     def prepare_all_reduce(self) -> None:
         self.storage.run(self._collect)
 
@@ -278,10 +288,10 @@ class SharedBuffers(SharedWeights):
         super()._collect()
         self._put_back()
 
-    def release_gpu(self) -> None:
+    def value_on_gpu(self) -> np.ndarray | None:
         self._put_back(strict=False)
         self._owners = []  # what was replaced by another shape is the module's own from now on
-        super().release_gpu()
+        return super().value_on_gpu()
 
     def _put_back(self, copies: bool = True, strict: bool = True) -> None:
         """Put replaced buffers back into their modules.

@@ -10,11 +10,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import ROOT
 from limits import limit
 from simulated import Simulation
+
+from lockstep.synk.context import RankContext, ReleaseGpus
 
 SUITES = [Path(__file__).with_name(name) for name in ("test_synk_torch.py", "test_synk_modules.py")]
 
@@ -42,6 +46,22 @@ synk.close()
 gc.collect()
 print(torch.ones(1000, device="cuda:0").sum().item())
 """
+
+
+def test_all_values_are_read_before_a_variable_leaves_its_gpu() -> None:
+    """torch gives no gradient to a parameter on another device: weights and gradients leave in turn."""
+    events: list[str] = []
+
+    def make(name: str) -> Any:
+        return SimpleNamespace(
+            value_on_gpu=lambda: events.append(f"read {name}") or name,
+            release_gpu=lambda value: events.append(f"release {value}"),
+        )
+
+    context = RankContext(0, 1, 0)
+    context.shareds = {2: make("gradients"), 1: make("weights")}
+    ReleaseGpus().run(context)
+    assert events == ["read weights", "read gradients", "release weights", "release gradients"]
 
 
 def run_suite(
