@@ -121,6 +121,10 @@ class Pipe:
             raise OSError(errno.EMFILE, f"too many open files (ulimit -n) to open {what}")
         return descriptor
 
+    def shorten_deadline(self, seconds: float) -> None:
+        """Wait `seconds` at most from now on."""
+        self._deadline, self._patience = min(self._deadline, seconds), min(self._patience, seconds)
+
     def close(self) -> None:
         """Close this end; the peer's next receive raises PeerLost."""
         self._socket.close()

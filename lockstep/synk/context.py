@@ -138,14 +138,22 @@ class TakeGpus(CommandStep):
 
 @dataclass(frozen=True)
 class ReleaseGpus(CommandStep):
-    """Step: all ranks free their memory on GPUs."""
+    """Step: all ranks free their memory on GPUs. It is the team's last command."""
 
     def run(self, context: RankContext) -> None:
+        assert context.group is not None
+        try:
+            self._release(context)
+        except BaseException:
+            for pipe in context.group.pipes.values():  # the other ranks would wait for this one at a barrier
+                pipe.close()
+            raise
+
+    def _release(self, context: RankContext) -> None:
         shareds = [shared for _, shared in sorted(context.shareds.items())]
-        # First all values: torch gives no gradient to a parameter on another device, and a rank that raised
-        # this error between two variables would leave the others waiting for it.
-        values = [shared.value_on_gpu() for shared in shareds]
-        for shared, value in zip(shareds, values, strict=True):
-            shared.release_gpu(value)
+        for shared in shareds:  # all of them before the first barrier
+            shared.leave_gpu()
+        for shared in shareds:
+            shared.release_gpu()
         if context.gpu is not None:
             context.gpu.close()

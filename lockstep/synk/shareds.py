@@ -124,11 +124,11 @@ class Shared(ABC):
         """Make a saved value the value again."""
         self.put(saved)
 
-    def value_on_gpu(self) -> np.ndarray | None:
-        """Return the value for `release_gpu`, whatever the user has done to the parts; None if on no GPU."""
-        return None
+    def leave_gpu(self) -> None:
+        """Move the user's tensors to host memory. No rank waits for another."""
+        return
 
-    def release_gpu(self, value: np.ndarray | None) -> None:
+    def release_gpu(self) -> None:
         """Free memory on GPUs. All ranks call it together."""
         return
 

@@ -6,6 +6,7 @@ import pickle
 import signal
 import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -41,6 +42,7 @@ from lockstep.synk.context import (
 from lockstep.synk.interrupts import RankLost, defer_signals
 from lockstep.synk.shareds import SharedRegistry
 from lockstep.synk.workers import (
+    LEAVE_GPU_SECONDS,
     LEAVE_SECONDS,
     ImportHook,
     TeamOptions,
@@ -235,9 +237,15 @@ class Team:
 
     def _close(self) -> None:
         is_idle = self._lost is None and self._unfinished is None
-        if self.context.gpu is not None:
-            if is_idle:
+        try:
+            if self.context.gpu is not None and is_idle:
                 self._leave_gpus()
+        finally:
+            self._end(is_idle)
+
+    def _end(self, is_idle: bool) -> None:
+        """End the workers; idle ones have time to exit."""
+        if self.context.gpu is not None:
             self.context.gpu.leave()
         self.closed = True
         if self._import_hook is not None:
@@ -258,8 +266,20 @@ class Team:
                     worker.pipe.send(Preload(needed_for_graphs()))
 
     def _leave_gpus(self) -> None:
-        with suppress(RankLost):  # then no rank is left to wait for
+        """Free all ranks' memory on GPUs. A rank that does not answer is killed, and a warning names it."""
+        assert self.context.group is not None
+        for pipe in [*self.context.group.pipes.values(), *(worker.pipe for worker in self.workers)]:
+            pipe.shorten_deadline(LEAVE_GPU_SECONDS)
+        try:
             self.ask("leaving its GPU", ReleaseGpus())
+        except RankLost as lost:  # then no rank is left to wait for
+            if isinstance(lost.__cause__, DeadlinePassed):
+                warnings.warn(
+                    f"close(): rank {lost.rank} (pid {lost.pid}) {lost.how} at: {lost.doing}. It was killed, "
+                    "which frees its memory on the GPU",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
     def _ask(self, command: RunCommand, own_first: bool) -> list[list[Any]]:
         own = perform(self.context, command.steps)
@@ -339,7 +359,7 @@ class Team:
                 with self._watching(worker):
                     worker.pipe.send(Abort())
         error = state.error
-        if error is None:
+        if error is None or (problems and isinstance(error, PeerProblem)):  # a problem of theirs caused it
             rank = min(problems)
             error = _unpickle(problems[rank])
             _add_note(error, f"on rank {rank} of {self.size}:\n{problems[rank].traceback}")

@@ -82,16 +82,18 @@ class TensorShared(Shared):
     def reduces_on_device(self) -> bool:
         return isinstance(self.storage, DeviceStorage) and self.dtype == np.float32
 
-    def value_on_gpu(self) -> np.ndarray | None:
-        return self.get() if isinstance(self.storage, DeviceStorage) else None
+    def leave_gpu(self) -> None:
+        self.storage.run(self._move_to_host)
 
-    def release_gpu(self, value: np.ndarray | None) -> None:
-        """Move the value back to ordinary memory, so that the user's tensors stay valid."""
-        if value is None:
-            return
+    def release_gpu(self) -> None:
         self.storage.release()
         self.storage = HostStorage()
-        self.put(value)
+
+    @torch.inference_mode(False)
+    def _move_to_host(self) -> None:
+        for tensor in self.parts:
+            if isinstance(tensor, torch.Tensor):
+                tensor.data = tensor.data.to("cpu", copy=True)
 
     def _mirror(self, blocks: BlockTable, rank: int) -> tuple[int, ...]:
         """Copy a value on a GPU to its slot in host memory."""
@@ -190,12 +192,6 @@ class _FlatVector(TensorShared):
         for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
             self._point(param, part)
 
-    def value_on_gpu(self) -> np.ndarray | None:
-        try:
-            return super().value_on_gpu()
-        except TypeError:  # of a sparse gradient, which stays out of the vector
-            return self.storage.read(self._flat)
-
     def prepare_all_reduce(self) -> None:
         self.storage.run(self._collect)
 
@@ -288,10 +284,10 @@ class SharedBuffers(SharedWeights):
         super()._collect()
         self._put_back()
 
-    def value_on_gpu(self) -> np.ndarray | None:
+    def leave_gpu(self) -> None:
         self._put_back(strict=False)
         self._owners = []  # what was replaced by another shape is the module's own from now on
-        return super().value_on_gpu()
+        super().leave_gpu()
 
     def _put_back(self, copies: bool = True, strict: bool = True) -> None:
         """Put replaced buffers back into their modules.
@@ -381,6 +377,16 @@ class SharedGradients(_FlatVector):
         if missing := self.parts_without_value():
             parts = _cut(self._flat, self.params)
             self.set_parts_without_value(frozenset(index for index in missing if not parts[index].any()))
+
+    @torch.inference_mode(False)
+    def _move_to_host(self) -> None:
+        """Copy the gradients one by one: backward() may have left some, or sparse ones, outside the vector.
+
+        The parameters must be in host memory, because torch refuses a gradient on another device.
+        """
+        for param in self.params:
+            if param.grad is not None:
+                param.grad = param.grad.detach().to("cpu", copy=True)
 
     def _point(self, param: torch.Tensor, part: torch.Tensor) -> None:
         if param.grad is not None:

@@ -25,6 +25,7 @@ from lockstep.synk.commands import Connect, Start, WorkerReady
 from lockstep.threads import DaemonExecutor
 
 LEAVE_SECONDS = 5.0  # time that a worker's process has to exit after Close
+LEAVE_GPU_SECONDS = 60.0  # time that ranks wait for each other when they free their memory on GPUs
 _THREADS = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",

@@ -10,6 +10,8 @@ These parts are replaced or missing here, so that only a GPU can test them:
 - Arrays of lockstep.flow are the host's to torch: record_stream runs against a stand-in only.
 - Kernels are compiled by g++, not to cubins. The device's fast functions are off by as much as NVIDIA's guide
   allows (shim.h), not by a device's actual error.
+- All tensors are the host's to torch: tensors on different devices, such as a gradient that is not on its
+  parameter's device, raise no error.
 - No work of torch runs in the default stream, which waits for streams that are not non-blocking.
 """
 

@@ -18,6 +18,7 @@ from conftest import ROOT
 from limits import limit
 from simulated import Simulation
 
+from lockstep.comm.group import Group
 from lockstep.synk.context import RankContext, ReleaseGpus
 
 SUITES = [Path(__file__).with_name(name) for name in ("test_synk_torch.py", "test_synk_modules.py")]
@@ -46,22 +47,80 @@ synk.close()
 gc.collect()
 print(torch.ones(1000, device="cuda:0").sum().item())
 """
+# Only this process computes gradients, which lie outside the vectors then.
+GRADIENTS_OF_ONE_RANK = """
+import torch
+from lockstep import synk
+
+synk.fork(devices=["cuda:0", "cuda:0"])
+tensor, net = synk.share(torch.zeros(3)), synk.share(torch.nn.Linear(2, 1))
+table = synk.share(torch.nn.Embedding(3, 1, sparse=True))
+synk.function(lambda: tensor, None)
+synk.distribute()
+synk.all_reduce(tensor)
+place = tensor.device
+(net(torch.ones(1, 2, device=place)) + table(torch.tensor([1], device=place))).sum().backward()
+synk.close()
+print(net.weight.grad.tolist(), table.weight.grad._values().tolist(), table.weight.grad.is_sparse)
+print({part.device.type for part in (net.weight, net.weight.grad, table.weight.grad)})
+"""
+ERROR_OF_ONE_RANK = """
+import os, torch
+from lockstep import synk
+from lockstep.synk import session
+
+synk.fork(devices=["cuda:0", "cuda:1"])
+tensor, caller = synk.share(torch.zeros(3)), os.getpid()
+
+def spoil():
+    from lockstep.synk.tensors import SharedTensor
+
+    if os.getpid() != caller:
+        SharedTensor.release_gpu = lambda self: [][0]
+    return tensor
+
+f = synk.function(spoil, None)
+synk.distribute()
+synk.all_reduce(tensor)
+f()
+(worker,) = session.current_team("a test").workers
+try:
+    synk.close()
+except IndexError as error:
+    print(error, worker.process.poll() is not None)
+synk.close()
+"""
+SILENT_RANK = """
+import os, signal, warnings
+from lockstep import synk
+from lockstep.synk import session, team
+
+team.LEAVE_GPU_SECONDS = 1
+synk.fork(devices=["cuda:0", "cuda:1"], timeout=1e9)
+(worker,) = session.current_team("a test").workers
+os.kill(worker.process.pid, signal.SIGSTOP)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    synk.close()
+print(worker.process.poll(), *[warning.message for warning in caught])
+"""
 
 
-def test_all_values_are_read_before_a_variable_leaves_its_gpu() -> None:
+def test_all_variables_leave_their_gpu_before_one_is_released() -> None:
     """torch gives no gradient to a parameter on another device: weights and gradients leave in turn."""
     events: list[str] = []
 
     def make(name: str) -> Any:
         return SimpleNamespace(
-            value_on_gpu=lambda: events.append(f"read {name}") or name,
-            release_gpu=lambda value: events.append(f"release {value}"),
+            leave_gpu=lambda: events.append(f"move {name}"),
+            release_gpu=lambda: events.append(f"release {name}"),
         )
 
     context = RankContext(0, 1, 0)
+    context.group = Group.on_one_host(0, {})
     context.shareds = {2: make("gradients"), 1: make("weights")}
     ReleaseGpus().run(context)
-    assert events == ["read weights", "read gradients", "release weights", "release gradients"]
+    assert events == ["move weights", "move gradients", "release weights", "release gradients"]
 
 
 def run_suite(
@@ -111,6 +170,38 @@ def test_torch_leaves_a_team_s_stream_when_the_team_is_closed(simulation: Simula
     environment = simulation.set(all=1).environment()
     environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
     assert run_program(CLOSE_TWICE, environment) == "left cuda:0\n" * 2
+
+
+MOVED = "[[1.0, 1.0]] [[1.0]] True\n{'cpu'}\n"
+
+
+def test_gradients_of_one_rank_are_moved_when_the_team_is_closed(simulation: Simulation) -> None:
+    """If this rank failed to move them, the other would wait for it at a barrier."""
+    environment = simulation.set(all=1, proof_bytes=1 << 16).environment()
+    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    assert run_program(GRADIENTS_OF_ONE_RANK, environment) == MOVED
+    assert list(simulation.folder.glob("memory-*")) == [], "all memory is freed"
+
+
+@pytest.mark.gpu
+def test_gradients_of_one_rank_are_moved_from_a_gpu_when_the_team_is_closed() -> None:
+    for module in ("cloudpickle", "threadpoolctl"):
+        pytest.importorskip(module)
+    assert run_program(GRADIENTS_OF_ONE_RANK, dict(os.environ)) == MOVED
+
+
+def test_an_error_of_one_rank_while_the_team_is_closed_stops_the_others(simulation: Simulation) -> None:
+    environment = simulation.set(all=1, proof_bytes=1 << 16).environment()
+    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    assert run_program(ERROR_OF_ONE_RANK, environment) == "list index out of range True\n"
+
+
+def test_a_rank_that_does_not_leave_its_gpu_is_killed(simulation: Simulation) -> None:
+    environment = simulation.set(all=1).environment()
+    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    told = run_program(SILENT_RANK, environment)
+    assert told.startswith("-9 close(): rank 1 (pid "), told
+    assert "does not answer (this process waited 1 s for rank 1 (its part))" in told
 
 
 @pytest.mark.gpu
