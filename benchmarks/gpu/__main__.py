@@ -40,7 +40,7 @@ _LIMITS = {
     "hosts": 90.0,
 }
 _LEAST = 20.0
-_PATIENCE = 4  # times as long for a rehearsal, which may have to share its two cores with others
+_PATIENCE = 6  # times as long for a rehearsal, which may have to share its two cores with others
 _ROOT = Path(__file__).resolve().parents[2]
 _REHEARSALS = Path(tempfile.gettempdir()) / "lockstep-rehearsal"
 

@@ -20,6 +20,9 @@ class Setting:
     n_files: int  # of the training set, a minibatch each
     n_links: int  # names that each file has: an epoch is as long as n_files * n_links minibatches
     turn_seconds: float  # how long a turn is timed
+    least_steps: int  # of a turn
+    # before each turn's clock: caches, clocks, and a loader's ring, which was full in advance
+    warm_steps: int
     n_rounds: int
     copy_bytes: int  # of one copy whose rate is measured, in each direction
     matrix: int  # rows and columns of the product whose rate is measured
@@ -45,6 +48,8 @@ REAL = Setting(
     n_files=20,  # 1 GB: more than processors' caches hold
     n_links=4,
     turn_seconds=0.4,
+    least_steps=5,
+    warm_steps=8,
     n_rounds=7,
     copy_bytes=1 << 30,
     matrix=8192,
@@ -66,6 +71,8 @@ REHEARSAL = Setting(
     n_files=4,
     n_links=2,
     turn_seconds=0.02,
+    least_steps=2,
+    warm_steps=1,
     n_rounds=1,
     copy_bytes=1 << 20,
     matrix=64,

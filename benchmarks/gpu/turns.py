@@ -13,7 +13,6 @@ from typing import Any
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
 
-_WARM_STEPS = 8  # before each turn's clock: caches, clocks, and a loader's ring, which was full in advance
 _HOST_STEPS = 3  # few enough for the device's queue of launches
 
 
@@ -58,7 +57,7 @@ def take_turns(
     laps: dict[str, list[_Lap]] = {name: [] for name in turns}
     for _ in range(setting.n_rounds):
         for name, turn in turns.items():
-            laps[name].append(_lap(turn, n_steps[name], synchronize))
+            laps[name].append(_lap(turn, n_steps[name], synchronize, setting))
         found = {name: {**_summary(laps[name]), "steps_a_turn": n_steps[name]} for name in turns}
         keep(found)
     return found
@@ -82,13 +81,13 @@ def take_turns_kept(
 
 
 def _count_steps(turn: Turn, synchronize: Callable[[], object], setting: Setting) -> int:
-    seconds = _lap(turn, 5, synchronize).seconds
-    return max(5, round(setting.turn_seconds / seconds))
+    seconds = _lap(turn, setting.least_steps, synchronize, setting).seconds
+    return max(setting.least_steps, round(setting.turn_seconds / seconds))
 
 
-def _lap(turn: Turn, n_steps: int, synchronize: Callable[[], object]) -> _Lap:
+def _lap(turn: Turn, n_steps: int, synchronize: Callable[[], object], setting: Setting) -> _Lap:
     turn.prepare()
-    for _ in range(_WARM_STEPS):
+    for _ in range(setting.warm_steps):
         turn.step()
     synchronize()
     begin = time.perf_counter()
