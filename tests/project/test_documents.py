@@ -23,9 +23,11 @@ def test_readme_is_short() -> None:
 def test_the_times_in_readme_are_those_of_the_results() -> None:
     text = (ROOT / "README.md").read_text()
     times = re.findall(r"([\d,]*\.?\d+) ms", text.partition("## Measured")[2].partition("\n## ")[0])
-    results = "".join((ROOT / "docs" / "results" / name).read_text() for name in ("cpu.md", "peers.md"))
+    results = "".join(
+        (ROOT / "docs" / "results" / name).read_text() for name in ("cpu.md", "peers.md", "gpu.md")
+    )
     measured = [float(number) for number in re.findall(r"\d+\.?\d*", results)]
-    assert len(times) == 10
+    assert len(times) == 12
     for time in times:
         n_decimals = len(time.partition(".")[2])
         assert float(time.replace(",", "")) in {round(number, n_decimals) for number in measured}, time
