@@ -209,14 +209,30 @@ def interrupted_at_each_call(work: Callable[[], object], check: Callable[[], obj
     for number in itertools.count():
         n_calls = [0]
         try:
-            with interrupted_at_call(number, n_calls):
-                work()
+            interrupted_at_call(work, number, n_calls)
         except Interrupted as error:
             kept.append(error)
         check()
         if n_calls[0] <= number:
             return kept
     raise AssertionError("work() ends")
+
+
+def interrupted_at_call(work: Callable[[], object], number: int, n_calls: list[int]) -> None:
+    """Call work(); raise Interrupted when it has called so many Python functions. Count them in `n_calls`."""
+
+    def trace(frame: Any, event: str, argument: object) -> None:
+        n_calls[0] += 1
+        if n_calls[0] > number:
+            sys.settrace(None)
+            raise Interrupted
+
+    with discarding():
+        sys.settrace(trace)
+        try:
+            work()
+        finally:
+            sys.settrace(None)
 
 
 def test_a_device_scope_ends_whichever_call_of_torch_in_it_is_interrupted() -> None:
@@ -233,7 +249,7 @@ def test_a_device_scope_ends_whichever_call_of_torch_in_it_is_interrupted() -> N
         assert type(torch.zeros(2)) is type(copy.deepcopy(torch.zeros(2))) is torch.Tensor
         assert not torch._C._len_torch_dispatch_stack()
 
-    with flow.Engine([device]), discarding():
+    with flow.Engine([device]):
         work()
         assert len(interrupted_at_each_call(work, check)) > 20
         check()  # what was interrupted is released now
@@ -250,7 +266,7 @@ def test_captures_and_dry_runs_end_whichever_call_is_interrupted() -> None:
     def check() -> None:
         assert placement.CONTEXT.program is placement.CONTEXT.phase is None and not in_dry_run()
 
-    with flow.Engine(flow.cpus(1)), discarding():
+    with flow.Engine(flow.cpus(1)):
         work()
         kept = interrupted_at_each_call(work, check)
         assert len(kept) > 50 and (flow.ones((2,)) + 1).tolist() == [2, 2]
@@ -264,7 +280,7 @@ def test_an_interrupt_makes_all_tensors_of_a_module_arrays_or_none() -> None:
         assert len(kinds) == 1
         made.append(torch.nn.BatchNorm1d(2))  # its own scopes are not interrupted
 
-    with flow.Engine(flow.cpus(1)), discarding():
+    with flow.Engine(flow.cpus(1)):
         flow.arrays(made[-1])
         assert interrupted_at_each_call(lambda: flow.arrays(made[-1]), check)
         assert isinstance(made[-2].weight, flow.Array)
@@ -275,7 +291,7 @@ def test_an_interrupted_change_of_hyperparameters_reaches_all_devices_or_none() 
         return model(x).mean()
 
     devices, rates = flow.cpus(2), itertools.count(1)
-    with flow.Engine(devices), discarding():
+    with flow.Engine(devices):
         model = torch.nn.Linear(2, 2)
         made = flow.ParallelExecutor(model, loss, lambda own: torch.optim.SGD(own, 0.5), devices)
         made.run({"x": torch.ones(2, 2)})
@@ -298,23 +314,6 @@ def test_an_interrupt_leaves_gradients_switched_on() -> None:
 
     with flow.device(flow.cpus(1)[0]):  # whose mode is Python code
         assert interrupted_at_each_call(work, check)
-
-
-@contextlib.contextmanager
-def interrupted_at_call(number: int, n_calls: list[int]) -> Iterator[None]:
-    """Raise Interrupted when this thread has entered so many Python functions; count them in `n_calls`."""
-
-    def trace(frame: Any, event: str, argument: object) -> None:
-        n_calls[0] += 1
-        if n_calls[0] > number:
-            sys.settrace(None)
-            raise Interrupted
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(None)
 
 
 def test_a_scope_is_entered_once() -> None:
