@@ -43,9 +43,9 @@ from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import Console, announce, show
 from lockstep.launch.hosting import SingleHost, leave, with_hosts
 from lockstep.launch.processes import Processes, connect_all
-from lockstep.launch.programs import live_report, write_report
 from lockstep.launch.recovery import Attempt, Context, Failures, Recovery, orders_of, worlds_of
 from lockstep.launch.status import begin_trace
+from lockstep.launch.subprocesses import live_report, write_report
 from lockstep.runs import versions
 from lockstep.runs.folder import RunFolder, keep_settings
 from lockstep.text import handle_closed_pipe

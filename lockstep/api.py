@@ -29,9 +29,9 @@ from lockstep.config import read_run, read_yaml, resolve
 from lockstep.config.tasks import MONITORED, monitor_of
 from lockstep.errors import UserError
 from lockstep.files import program_folder
-from lockstep.launch import child
-from lockstep.launch.bar import SENDING, BarState, ProgressBar, from_line
+from lockstep.launch import child_main
 from lockstep.launch.commandline import default_config
+from lockstep.launch.console import SEND_BAR, BarState, ProgressBar, read_bar_line
 from lockstep.objects import Kind, PickledObjects
 from lockstep.runs.checkpoint_files import check_epoch, find_checkpoint
 from lockstep.runs.folder import folder_after, make_folder_named_by_time, newest
@@ -273,7 +273,7 @@ class _Launch:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=environment | (SENDING if self._has_bar else {}),
+            env=environment | (SEND_BAR if self._has_bar else {}),
             process_group=0,  # Ctrl-C in a terminal reaches this process only, which passes it on
             preexec_fn=end_with_caller,  # noqa: PLW1509
         )
@@ -321,7 +321,7 @@ class _Launch:
         assert process.stdout
         bar = ProgressBar(self._in_notebook)
         for line in process.stdout:
-            state = from_line(line)
+            state = read_bar_line(line)
             if state is None:
                 self._last_line = line.strip() or self._last_line
             with suppress(OSError, ValueError):  # the caller has closed its output
@@ -407,7 +407,7 @@ def _pass_on(keys: dict[str, Any], model: Any, train_data: Any, val_data: Any) -
     Raises:
         UserError: An argument can't be used, or this is a process that multiprocessing started.
     """
-    if multiprocessing.parent_process() is not None or child.NAME in os.environ:
+    if multiprocessing.parent_process() is not None or child_main.NAME in os.environ:
         raise UserError(
             "lockstep.train: called in a child process, perhaps by a module that the run's processes import. "
             'Call it in the main program, and in a module below `if __name__ == "__main__":`.'

@@ -4,7 +4,7 @@ A signal within a training step is recorded here. `Processes.watch` (launch/proc
 trainers `Stop`. They agree on it at the step's barrier (`Coordinator.outcome`, trainer/coordinator.py),
 finish the step and save (`Trainer.run`, train_funcs.py), and the launcher exits with 130 or 143. A second
 signal, or one before the first step, ends all at once. A child that gets SIGTERM passes it on to the
-launcher (launch/child.py).
+launcher (launch/child_main.py).
 
 This module imports very little, so a program can install the handlers before its other imports.
 """

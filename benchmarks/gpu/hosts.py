@@ -28,9 +28,9 @@ from lockstep.backends.cuda import CudaBackend
 from lockstep.comm.group import World
 from lockstep.comm.pipes import Pipe
 from lockstep.hosts.addresses import listen
+from lockstep.hosts.all_reduce import N_NUMBERS
 from lockstep.hosts.network import HostNetwork
 from lockstep.hosts.store import Store
-from lockstep.hosts.sums import N_NUMBERS
 from lockstep.launch.ranks import try_ranks
 from lockstep.runs.plan import HostConnection
 

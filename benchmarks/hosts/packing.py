@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.hosts.scaling import ALEXNETS_FULL
 from benchmarks.measure import processor_seconds
-from lockstep.hosts.sums import BFloat16AllReduce
+from lockstep.hosts.all_reduce import BFloat16AllReduce
 
 N_HOSTS = 2
 

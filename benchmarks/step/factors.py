@@ -22,7 +22,7 @@ from lockstep.memory.malloc import keep_freed_memory
 from lockstep.network.gradients import InPlaceLinear
 from lockstep.network.replica import Replica
 from lockstep.sync import StepBarrier
-from lockstep.sync.making import make_rule
+from lockstep.sync.factory import make_rule
 
 ROWS, AIMS = 16, {"copied": 1.5, "born": 1.2}
 NAMES = {"copied": "gradients, copied", "born": "gradients, born in the block", "factors": "factors"}

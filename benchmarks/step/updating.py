@@ -21,11 +21,11 @@ from lockstep.exchange.host import HostTransport
 from lockstep.exchange.reduction import CHUNK
 from lockstep.launch.ranks import run_ranks
 from lockstep.memory.host import HostMemory
+from lockstep.network.optimizer import ShardedUpdater
 from lockstep.network.replica import Replica
-from lockstep.network.sharded import ShardedUpdater
 from lockstep.optim.fused import FusedSGD
 from lockstep.sync import Rule, StepBarrier
-from lockstep.sync.making import make_rule
+from lockstep.sync.factory import make_rule
 
 RULES = ("weights", "gradients")
 # times the rule weights, and gloo with torch's fused SGD, by number of trainers

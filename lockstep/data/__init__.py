@@ -6,6 +6,7 @@ of Python objects. description.py keeps what users of a trained network need. sa
 of an epoch, and randomness.py makes random choices reproducible.
 
 preparing.py makes the network's images of stored ones: boxes.py draws rectangles, policies.py and
-operations.py change images by Pillow, own.py by the user's function. mixing.py pairs images. augment.py
-converts them to float, with crop and mirror if those are the only changes, and colours.py shifts colors.
+operations.py change images by Pillow, user_augmentation.py by the user's function. mixing.py pairs images.
+augment.py converts them to float, with crop and mirror if those are the only changes, and colours.py shifts
+colors.
 """

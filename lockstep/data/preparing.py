@@ -13,9 +13,9 @@ from lockstep.config import Config
 from lockstep.config.augmentation import DeviceChanges, crop_args_of, crop_of
 from lockstep.data.augment import TORCH_FROM
 from lockstep.data.boxes import draw_boxes, middle_box
-from lockstep.data.own import OwnFunction
 from lockstep.data.policies import ColorJitter, changes_of
 from lockstep.data.randomness import Purpose, generator
+from lockstep.data.user_augmentation import UserAugmentation
 from lockstep.errors import UserError
 
 _ERASED_SCALE, _ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)  # Zhong et al. 2020, arXiv 1708.04896
@@ -53,7 +53,7 @@ class Preparer:
                 f"auto_augment, color_jitter and rotate are for images with 3 channels, not {len(color)}: "
                 "leave them out"
             )
-        self._own: OwnFunction | None = None
+        self._own: UserAugmentation | None = None
         if self.padding and self._args["mode"] == "reflect" and self.padding >= min(image_size):
             raise UserError(
                 f"crop_args: padding {self.padding} can't be reflected from images of {image_size[0]} x "
@@ -75,7 +75,7 @@ class Preparer:
         if not training:
             return
         if self._config.augmentation and not self._own:
-            self._own = OwnFunction(self._config.augmentation, self._config.seed)
+            self._own = UserAugmentation(self._config.augmentation, self._config.seed)
         if self._crop == "random_resized":
             self._boxes = self._draw_crops(generator(self._config.seed, epoch, Purpose.BOX), n_samples)
         for change in self._changes:
@@ -127,7 +127,7 @@ class Preparer:
 
         Args:
             rows, drawn, crops: As for `apply`.
-            changes: CHANGE of lockstep/loading/changes.py (n,), overwritten.
+            changes: CHANGE of lockstep/loading/augment_records.py (n,), overwritten.
         """
         assert self._on_device is not None
         changes[...] = np.zeros((), changes.dtype)

@@ -21,7 +21,7 @@ from pathlib import Path
 from lockstep import config as configuration
 from lockstep.backends import devices
 from lockstep.config import COMMAND_LINE, Config, Layer
-from lockstep.doctor import cards, choice, links, loading, machine, software, sums, uploads, waiting
+from lockstep.doctor import cards, choice, links, loading, machine, partial_sums, software, uploads, waiting
 from lockstep.doctor.report import Report
 from lockstep.text import handle_closed_pipe
 
@@ -40,7 +40,7 @@ def main() -> int:
     report.title("Machine")
     report.show_all("machine", lambda: machine.describe(runs))
     chosen = _choose(report, config)
-    report.show_all("logical ranks", lambda: sums.describe(config, chosen))
+    report.show_all("logical ranks", lambda: partial_sums.describe(config, chosen))
     copies = None
     if gpus := devices.gpus_among(chosen):
         copies = cards.examine(report, gpus)

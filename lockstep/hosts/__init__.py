@@ -7,9 +7,9 @@ Read in this order; a file imports only from files above it:
     store.py         a client of torch.distributed's store with a deadline on every call; checks of its values
     rendezvous.py    how the launchers join, exchange JSON, and notice that a launcher has exited
     heartbeat.py     a heartbeat every second, and the exit status of every host
-    agreement.py     what has to be equal on all hosts before the first step
+    agreement.py     what is equal on all hosts before the first step, and how a run continues after a failure
     folders.py       shared run folders, and checkpoints sent to hosts that lack them
-    sums.py          all-reduce algorithms: the library's, along a tree, rounded to bfloat16
+    all_reduce.py    all-reduce algorithms: the library's, along a tree, rounded to bfloat16
     network.py       the process group of the trainers of equal local rank
     hierarchical.py  a transport over all hosts, made of a transport inside each host
 

@@ -1,19 +1,29 @@
-"""The check that all hosts have equal programs, keys, data and devices before their first step."""
+"""What all hosts agree on, before the first step and when an attempt to train ends.
+
+Before the first step all hosts compare their programs, keys, data and devices. At the end of an attempt each
+launcher sends how its processes ended and which memory checkpoints it retains, and waits for the same of all
+others. All launchers then decide by the same values, so no further message is needed for the decision.
+"""
 
 import dataclasses
 import hashlib
 import json
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from lockstep.backends import devices
 from lockstep.config import Config
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
-from lockstep.hosts.rendezvous import Rendezvous
-from lockstep.hosts.store import one_line
+from lockstep.hosts.heartbeat import Heartbeat
+from lockstep.hosts.rendezvous import HostFailed, Rendezvous, attempt_key
+from lockstep.hosts.store import StoreLost, as_record, one_line, refusal
 from lockstep.runs import versions
 
 Facts = dict[str, Any]
+Moment = tuple[int, ...]  # of a memory checkpoint: epoch, position in it, validations so far
 
 # Keys that may differ among hosts: paths, and keys that make no difference to what is learned.
 _DATA = ("data_folder", "train_folder", "val_folder", "label_folder", "mean_file")
@@ -21,6 +31,8 @@ _OWN = ("weights_dir", "host_rank", "host_address", "rendezvous", "devices", "cp
 _LOADING = ("para_load", "read_threads", "n_slots", "check_sums")
 _FREE = {*_DATA, *_OWN, *_LOADING, "trace", "tensorboard", "report"}
 _KINDS = "kinds of processors"  # may differ, with a note
+_LOOK_SECONDS = 0.02  # between two looks for the ends of the others
+_STORE_SECONDS = 8.0  # in which the heartbeat finds out why the store does not answer
 
 
 def facts_of(config: Config, dataset: Dataset) -> Facts:
@@ -81,3 +93,119 @@ def _digest_of(dataset: Dataset) -> str:
     if dataset.manifest:
         digest.update(json.dumps(sorted(dataset.manifest.checksums().items())).encode())
     return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """The end of an attempt on one host.
+
+    Attributes:
+        kind: 'done': all processes have finished. 'lost': one of this host was lost. 'affected': they could
+            not continue without another host's. 'stopped': a signal ended them before they had saved.
+        code: The exit status that a signal to this launcher asks for; 0 without a signal.
+        lost: The name of the process that was lost, or ''.
+        message: How it was lost.
+        step: The last completed step, counted from the start of the run.
+        moments: Of the memory checkpoints that this launcher retains.
+    """
+
+    kind: Literal["done", "lost", "affected", "stopped"]
+    code: int
+    lost: str
+    message: str
+    step: int
+    moments: tuple[tuple[int, ...], ...]
+
+
+def exchange_ends(
+    rendezvous: Rendezvous,
+    heartbeat: Heartbeat,
+    number: int,
+    end: AttemptEnd,
+    at_once: Callable[[], bool],
+    seconds: float,
+) -> list[AttemptEnd]:
+    """Send this host's end of attempt `number`, and return those of all hosts, by host.
+
+    Args:
+        at_once: Returns whether a signal ends the waiting.
+        seconds: The deadline. A host whose processes have finished waits without one.
+
+    Raises:
+        HostFailed: A host has ended, or has not sent its end in time; or `at_once` holds.
+    """
+    key = attempt_key(number)
+    values: list[Any] = [None] * rendezvous.hosts
+    deadline = time.monotonic() + seconds
+    try:
+        rendezvous.put(key, vars(end))
+        while not all(values):
+            values = [value or rendezvous.look(key, host) for host, value in enumerate(values)]
+            missing = next((host for host, value in enumerate(values) if not value), None)
+            if missing is None:
+                break
+            if (failed := heartbeat.problem()) is not None:
+                raise failed
+            if at_once():
+                raise HostFailed(rendezvous.host, f"host {rendezvous.host}: stopped at once, without saving")
+            if end.kind != "done" and time.monotonic() > deadline:
+                text = f"host {missing} has not ended its processes within {seconds:.0f} s"
+                raise HostFailed(missing, text)
+            time.sleep(_LOOK_SECONDS)
+    except StoreLost:
+        raise _why(heartbeat) from None
+    return [_read(value, host, key) for host, value in enumerate(values)]
+
+
+def await_other_end(rendezvous: Rendezvous, heartbeat: Heartbeat, number: int, seconds: float) -> bool:
+    """Wait until another host has sent its end of an attempt. Return whether one has, in time.
+
+    A host whose processes miss those of another host waits for the other host to report the cause.
+
+    Args:
+        rendezvous: Has the ends that hosts have sent.
+        heartbeat: Reports hosts that have ended.
+        number: The attempt's.
+        seconds: Time after which to give up.
+
+    Raises:
+        HostFailed: A host has ended.
+    """
+    others = [host for host in range(rendezvous.hosts) if host != rendezvous.host]
+    until = time.monotonic() + seconds
+    try:
+        while time.monotonic() < until:
+            if any(rendezvous.look(attempt_key(number), host) is not None for host in others):
+                return True
+            if (failed := heartbeat.problem(alarmed=True)) is not None:
+                raise failed
+            time.sleep(_LOOK_SECONDS)
+    except StoreLost:
+        raise _why(heartbeat) from None
+    return False
+
+
+def newest_common(ends: Sequence[AttemptEnd]) -> Moment | None:
+    """Return the moment of the newest memory checkpoint that all hosts have, or None."""
+    common = set.intersection(*(set(end.moments) for end in ends))
+    return max(common, default=None)
+
+
+def describe_losses(ends: Sequence[AttemptEnd]) -> str:
+    """Return which processes were lost, with the names of their hosts."""
+    return "; ".join(
+        f"host {host}: {one_line(end.message, 2000)}" for host, end in enumerate(ends) if end.kind == "lost"
+    )
+
+
+def _read(value: Any, host: int, key: str) -> AttemptEnd:
+    end = as_record(AttemptEnd, value, host, key)
+    if not 0 <= end.code < 256:
+        raise refusal(host, key, value)
+    return end
+
+
+def _why(heartbeat: Heartbeat) -> HostFailed:
+    """Return why the store does not answer, once the heartbeat knows."""
+    text = "host 0: its launcher, which has the store, does not answer"
+    return heartbeat.wait_for_problem(_STORE_SECONDS) or HostFailed(0, text)

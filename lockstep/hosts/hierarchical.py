@@ -3,7 +3,7 @@
 The transport inside a host reduces a shard over the trainers of that host. The shard's owner then sums it
 with the trainers of its local rank on the other hosts, before it is used. All else stays inside the host.
 Shards are of weights and momenta (`rule: weights`) or of gradients. Each host contributes its mean over the
-number of hosts, so the sum is the mean of all; hosts/sums.py computes it over the network.
+number of hosts, so the sum is the mean of all; hosts/all_reduce.py computes it over the network.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ from lockstep.exchange import Op, Span
 from lockstep.exchange.host import HostTransport
 from lockstep.exchange.transport import Barrier, Collective, Transport
 from lockstep.exchange.tree import PartialSums
+from lockstep.hosts.all_reduce import Row
 from lockstep.hosts.network import HostNetwork, OverlappedReduction
-from lockstep.hosts.sums import Row
 from lockstep.memory import Block
 from lockstep.sync import StepBarrier
 

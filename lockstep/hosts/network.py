@@ -17,7 +17,7 @@ from lockstep.comm.group import World
 from lockstep.comm.pipes import START_SECONDS
 from lockstep.config import Config
 from lockstep.errors import DeadlinePassed, PeerLost, UserError
-from lockstep.hosts.sums import (
+from lockstep.hosts.all_reduce import (
     AllReduceAlgorithm,
     BFloat16AllReduce,
     LibraryAllReduce,

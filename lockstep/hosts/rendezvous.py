@@ -53,7 +53,7 @@ class HostLost(HostFailed):
 
 
 def attempt_key(number: int) -> str:
-    """Return the key under which a host sends how an attempt ended there (attempts.py)."""
+    """Return the key under which a host sends how an attempt ended there (agreement.py)."""
     return f"attempt {number}"
 
 

@@ -14,7 +14,7 @@ struct Box {
     int row, column, rows, columns;
 };
 
-struct Change { // of an image in the slot; CHANGE of lockstep/loading/changes.py
+struct Change { // of an image in the slot; CHANGE of lockstep/loading/augment_records.py
     Box box; // of the stored image, from which the crop is made; without rows there is no image
     int mirror;
     int order[4]; // of the factors, -1 for none
@@ -23,7 +23,7 @@ struct Change { // of an image in the slot; CHANGE of lockstep/loading/changes.p
     uint8 color[4]; // of the erased part
 };
 
-struct Pair { // of images that are mixed; PAIR of lockstep/loading/changes.py
+struct Pair { // of images that are mixed; PAIR of lockstep/loading/augment_records.py
     int own, partner; // numbers of images
     int weight; // of the own image, in 1/256
     Box box; // that is replaced by the partner's; without rows the images are blended

@@ -1,15 +1,15 @@
-"""The launcher's view of a child process, the restart of killed loaders, and how a run ended."""
+"""The launcher's view of a child process, and how a run ended."""
 
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from lockstep.comm.messages import Failed, Finished, LoaderRestarted
+from lockstep.comm.messages import Failed, Finished
 from lockstep.comm.pipes import Pipe
 from lockstep.launch.status import StatusBoard
 from lockstep.launch.template import ForkedProcess
@@ -123,41 +123,3 @@ def close_connections(arguments: Iterable[Any]) -> None:
             argument.close()
         elif isinstance(argument, list | dict):
             close_connections(argument.values() if isinstance(argument, dict) else argument)
-
-
-def restart_killed_loaders(
-    children: list[Child],
-    failing: Callable[[], list[Child]],
-    listen: Callable[[], None],
-    start: Callable[..., Child],
-    on_message: Callable[[Any], None],
-) -> bool:
-    """Restart killed loaders that have spare pipes, with `loader_restarts`. The trainers do not notice it.
-
-    A loader is started again with the next of its spare pipes. Its trainer finds the new loader at the other
-    end of that pipe (loading/feed.py), and repeats its requests, so the bits are the same. The loss of a
-    trainer, or of a loader without spares, resumes the run: recovery.py.
-
-    Args:
-        children: All children. A restarted loader takes the place of the killed one.
-        failing: Returns those that have failed or stand still.
-        listen: Receives the last messages of children.
-        start: Starts a child from its name, entry, arguments and spares.
-        on_message: Called with a message for each restart.
-
-    Returns:
-        Whether all children are well then.
-    """
-    while failed := failing():
-        listen()
-        killed = [each for each in failed if each.spares and not each.is_well() and not each.failure]
-        if not killed:
-            return False
-        for child in killed:  # meanwhile others may be killed, hence the loop around
-            begin, failure = time.monotonic(), child.describe_silence()
-            child.control.close()
-            arguments, *spares = child.spares
-            new = children[children.index(child)] = start(child.name, child.entry, arguments, spares)
-            seconds = round(time.monotonic() - begin, 3)
-            on_message(LoaderRestarted(child.name, failure, new.process.pid or 0, len(spares), seconds))
-    return True

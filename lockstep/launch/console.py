@@ -1,23 +1,26 @@
 """The run's output: lines on the terminal, a progress bar, and the log.
 
 The launcher owns the terminal; trainers only send it messages. A thread prints, so that a reader that stalls
-(Ctrl-S, a pager) or exits does not delay the run.
+(Ctrl-S, a pager) or exits does not delay the run. A program that starts a launcher shows the progress bar
+itself: it asks for the bar's states as lines of JSON.
 """
 
 import json
 import os
 import queue
+import shutil
 import sys
 import textwrap
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+from tqdm import TqdmExperimentalWarning, TqdmWarning, tqdm
 
 from lockstep.comm.messages import (
     EpochTimes,
@@ -34,7 +37,6 @@ from lockstep.config.rules import rule_of
 from lockstep.config.tasks import is_multilabel
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
-from lockstep.launch.bar import BarState, ProgressBar, as_line, is_sending
 from lockstep.launch.children import ExitStatus
 from lockstep.launch.scalars import Scalars
 from lockstep.loading.orders import Orders
@@ -43,6 +45,10 @@ from lockstep.runs.checkpoint_files import records
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.state import Checkpoint
 
+_BAR_VARIABLE = "LOCKSTEP_BAR"  # environment variable: print the states as lines, for another program's bar
+SEND_BAR = {_BAR_VARIABLE: "1"}
+_BAR_MARK = "\x1e"  # begins a line of JSON among others (RFC 7464)
+_BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 FLUSH_SECONDS = 5.0  # for which the end of a run waits for a reader that stalls
 COLUMNS = 100  # maximum length of a line
 _BACKLOG = 100  # queued lines above which the progress bar is not moved
@@ -236,13 +242,13 @@ class Console:
         return _fit([*parts, f"; {training.images_per_second:,.0f} images/s"])
 
     def _move_bar(self, tick: Tick) -> None:
-        if not is_sending() and (sys.stderr is None or not sys.stderr.isatty()):
+        if not sends_bar() and (sys.stderr is None or not sys.stderr.isatty()):
             return
         validation = " validation" if tick.stage == "val" else ""
         title = f"epoch {tick.epoch}/{self._config.n_epochs}{validation}"
         state = BarState(title, tick.step, tick.n_steps, self._bar_numbers(tick))
-        if is_sending():
-            show(as_line(state), "stdout")
+        if sends_bar():
+            show(bar_line(state), "stdout")
         else:
             self._bar.move(state)
 
@@ -390,3 +396,76 @@ def discarded_replicas(rule: str, n_trainers: int, config: Config) -> str:
         return ""
     weights = _CHECKPOINT_WEIGHTS[rule]
     return f"the checkpoint has {n_trainers} replicas of rule: {rule}: all begin with their {weights}"
+
+
+@dataclass(frozen=True)
+class BarState:
+    """The content of a bar: the part of the run, its steps, and the time left and loss as text."""
+
+    title: str
+    step: int
+    n_steps: int
+    numbers: str
+
+
+def sends_bar() -> bool:
+    """Return whether the launcher prints the bar's states as lines."""
+    return _BAR_VARIABLE in os.environ
+
+
+def bar_line(state: BarState) -> str:
+    """Return a line that `read_bar_line` reads."""
+    return _BAR_MARK + json.dumps(asdict(state))
+
+
+def read_bar_line(line: str) -> BarState | None:
+    """Return the state in a line of a launcher's output, or None if the line is for people."""
+    return BarState(**json.loads(line[len(_BAR_MARK) :])) if line.startswith(_BAR_MARK) else None
+
+
+class ProgressBar:
+    """A bar for each part of a run: an epoch's training, its validation.
+
+    Args:
+        in_notebook: Show a notebook's widget, or text where the notebook has no widgets.
+    """
+
+    def __init__(self, in_notebook: bool = False) -> None:
+        self._in_notebook = in_notebook
+        self._bar: tqdm[Any] | None = None
+        self._title = ""
+
+    def move(self, state: BarState) -> None:
+        """Show a state, with a new bar if its title is another."""
+        if self._bar is None or self._title != state.title:
+            self.close()
+            self._title = state.title
+            self._bar = self._begin(state)
+        self._bar.set_postfix_str(state.numbers, refresh=False)
+        self._bar.update(state.step - self._bar.n)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
+
+    def _begin(self, state: BarState) -> "tqdm[Any]":
+        options: dict[str, Any] = {
+            "desc": state.title,
+            "total": state.n_steps,
+            "initial": state.step - 1,
+            "unit": "step",
+            "leave": False,
+            "postfix": state.numbers,
+            "bar_format": _BAR_FORMAT,
+        }
+        if self._in_notebook:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", TqdmExperimentalWarning)
+                warnings.simplefilter("ignore", TqdmWarning)  # without ipywidgets it falls back to text
+                from tqdm.autonotebook import tqdm as notebook_bar
+
+                return notebook_bar(**options)
+        columns, rows = shutil.get_terminal_size()  # 80 x 24 if the terminal reports no size
+        return tqdm(**options, ncols=columns, nrows=rows)

@@ -19,8 +19,8 @@ from lockstep.data import old_folders
 from lockstep.data.survey import Survey, make_survey, publish
 from lockstep.errors import PeerLost, PeerProblem, UserError
 from lockstep.launch.processes import Processes
-from lockstep.launch.programs import start_program
 from lockstep.launch.status import StatusBoard
+from lockstep.launch.subprocesses import start_program
 from lockstep.signals import Interrupts
 
 _OF_DATASETS = ("manifest.json", "train_hkl", "val_hkl", "labels/train_labels.npy", "misc/img_mean.npy")

@@ -13,7 +13,7 @@ from lockstep.config import Config
 from lockstep.data.dataset import Dataset
 from lockstep.errors import PeerProblem, UserError
 from lockstep.hosts import agreement, folders, torchrun
-from lockstep.hosts.attempts import (
+from lockstep.hosts.agreement import (
     AttemptEnd,
     Moment,
     await_other_end,

@@ -23,8 +23,9 @@ from typing import Any
 from lockstep.comm.messages import Failed, Finished, Ready, Started, Stop, WarningMessage
 from lockstep.comm.pipes import START_SECONDS, Pipe
 from lockstep.errors import Garbled, PeerProblem, UserError
-from lockstep.launch.child import ChildStart, child_main
-from lockstep.launch.children import Child, ExitStatus, close_connections, restart_killed_loaders
+from lockstep.launch.child_main import ChildStart, child_main
+from lockstep.launch.children import Child, ExitStatus, close_connections
+from lockstep.launch.loader_restarts import restart_killed_loaders
 from lockstep.launch.status import StatusBoard
 from lockstep.launch.template import Template
 from lockstep.memory.host import HostMemory

@@ -17,7 +17,7 @@ from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import Console
 from lockstep.launch.hosting import JointEnd, Rejoining, SingleHost
 from lockstep.launch.processes import Processes
-from lockstep.launch.resizing import Resizing
+from lockstep.launch.resize_handler import ResizeHandler
 from lockstep.launch.template import Template
 from lockstep.loading.orders import Orders
 from lockstep.memory.host import HostBlock
@@ -150,7 +150,7 @@ class Recovery:
         self._console, self._dataset, self._context = console, dataset, context
         self._failures, self._folder = context.failures, attempt.run.folder
         self._source = NetworkSource(attempt.config.model)
-        self._resizing = Resizing(self._folder, console, self._source)
+        self._resizing = ResizeHandler(self._folder, console, self._source)
         self._blocks: list[HostBlock] = []  # memory files; the last one is that of the present trainer 0
         self._memory: list[Retained] = []  # the newest last; over several hosts the one before it, too
         self._retained_at = 0.0  # when the newest memory checkpoint was complete (monotonic clock)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lockstep import config as configuration
 from lockstep.errors import UserError
-from lockstep.runs import resizing
+from lockstep.runs import resize_request
 from lockstep.runs.folder import is_running
 from lockstep.text import handle_closed_pipe
 
@@ -56,7 +56,7 @@ def resize(folder: Path, wish: str) -> str:
         raise UserError(f"{folder}: is not a run's folder. Give the folder of a run that trains now.")
     if not is_running(folder):
         raise UserError(f"{folder}: no launcher on this machine is training this run now")
-    request = resizing.ask(folder, devices, change)
+    request = resize_request.ask(folder, devices, change)
     try:
         given = _await_answer(folder, request)
     except KeyboardInterrupt:
@@ -66,33 +66,33 @@ def resize(folder: Path, wish: str) -> str:
     return given.text
 
 
-def _await_answer(folder: Path, request: resizing.Request) -> resizing.ResizeAnswer:
+def _await_answer(folder: Path, request: resize_request.Request) -> resize_request.ResizeAnswer:
     while True:
         # In this order: the launcher answers before it removes the request, and removes that before it ends.
-        runs, waits = is_running(folder), resizing.is_waiting(folder, request.number)
+        runs, waits = is_running(folder), resize_request.is_waiting(folder, request.number)
         given = _answer_to(folder, request)
         if given and given.state != "accepted":
             return given
         if not runs:
-            resizing.discard(folder, request.number)
+            resize_request.discard(folder, request.number)
             raise UserError(f"{folder}: the run has ended before it could be resized")
         if not waits:
             raise UserError(
-                f"{folder / resizing.REQUEST}: the request has gone without an answer. "
+                f"{folder / resize_request.REQUEST}: the request has gone without an answer. "
                 "The run's output says whether it was resized; if not, ask again."
             )
         time.sleep(_LOOK_SECONDS)
 
 
-def _answer_to(folder: Path, request: resizing.Request) -> resizing.ResizeAnswer | None:
-    given = resizing.read_answer(folder)
+def _answer_to(folder: Path, request: resize_request.Request) -> resize_request.ResizeAnswer | None:
+    given = resize_request.read_answer(folder)
     return given if given and given.number == request.number else None
 
 
-def _withdraw(folder: Path, request: resizing.Request) -> str:
+def _withdraw(folder: Path, request: resize_request.Request) -> str:
     """Remove the request, unless the launcher has answered it. Return what became of it, for people."""
     if not _answer_to(folder, request):
-        resizing.discard(folder, request.number)
+        resize_request.discard(folder, request.number)
     given = _answer_to(folder, request)  # again: it may have been accepted just before it was removed
     if given:
         return f"the request is {given.state} already: see the run's output"

@@ -28,7 +28,7 @@ from typing import Any
 
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import PeerLost, PeerProblem
-from lockstep.launch.child import ChildStart, child_main
+from lockstep.launch.child_main import ChildStart, child_main
 from lockstep.memory.host import HostBlock
 from lockstep.signals import STOP_SIGNAL, Interrupts, adopt_orphans, die_with_parent, set_process_name
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import numpy as np
 
 from lockstep.config.augmentation import DeviceChanges
-from lockstep.loading.changes import CHANGE, PAIR
+from lockstep.loading.augment_records import CHANGE, PAIR
 
 if TYPE_CHECKING:  # a loader for CPUs does not import torch
     import torch

@@ -3,7 +3,7 @@
 - `build.py` constructs the network that `model` names.
 - `arena.py` places weights, optimizer state and float buffers in one shared block.
 - `replica.py` trains on a batch; `program.py` is the interface that it implements.
-- `optimizer.py` steps on all weights; `sharded.py` steps on one rank's shard, from `gradients.py`.
+- `optimizer.py` steps on all weights, or on one rank's shard with gradients from `gradients.py`.
 - `low_precision.py` sets the precision and keeps bfloat16 copies of weights.
 - `dropout.py`, `lrn.py`, `pool.py`, `convolution.py` and `batch_norm.py` are layers; `kernels.py` has a GPU
   compute some of them in CUDA kernels of Lockstep's own.

@@ -20,9 +20,8 @@ from lockstep.loading.slots import BlockLayout
 from lockstep.memory import Memory
 from lockstep.network.arena import Arena
 from lockstep.network.gradients import Gradients
-from lockstep.network.optimizer import Updater
+from lockstep.network.optimizer import ShardedUpdater, Updater
 from lockstep.network.recorder import Recorder
-from lockstep.network.sharded import ShardedUpdater
 
 
 class Program(ABC):

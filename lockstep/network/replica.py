@@ -36,10 +36,9 @@ from lockstep.network.logical_ranks import (
 )
 from lockstep.network.losses import TrainingLoss, binary_losses
 from lockstep.network.low_precision import LowPrecisionWeights
-from lockstep.network.optimizer import Updater
+from lockstep.network.optimizer import ShardedUpdater, Updater, needs_norms
 from lockstep.network.program import CheckedGradients, Program
 from lockstep.network.recorder import HostStopwatch, Recorder, rounded
-from lockstep.network.sharded import ShardedUpdater, needs_norms
 from lockstep.network.stages import recompute
 from lockstep.network.step_graph import Compiled, StepGraph, why_not_captured
 from lockstep.optim import states_of

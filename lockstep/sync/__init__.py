@@ -1,7 +1,7 @@
 """Rules: what trainers exchange after a step, when, and what of it belongs in a checkpoint.
 
 A rule knows training; how bytes travel is a transport's job (lockstep/exchange). Each rule states its promise
-to the user. making.py makes the rule that the configuration names; every other rule has a file.
+to the user. factory.py makes the rule that the configuration names; every other rule has a file.
 """
 
 from abc import ABC, abstractmethod
@@ -78,7 +78,7 @@ class Rule(ABC):
 
         Args:
             optimizer: The program's, with `step()` (network/optimizer.py), or for a rule by shards the
-                sharded one (network/sharded.py).
+                sharded one (network/optimizer.py).
             step_barrier: To be passed to the collectives; None in a step without synchronization.
 
         Raises:

@@ -19,9 +19,8 @@ from lockstep.exchange.transport import MarkedReduction, Transport
 from lockstep.exchange.tree import PartialSums
 from lockstep.memory import Memory
 from lockstep.network.factors import Factors
-from lockstep.network.optimizer import has_norms, inexact_norms
+from lockstep.network.optimizer import ShardedUpdater, has_norms, inexact_norms
 from lockstep.network.program import Program
-from lockstep.network.sharded import ShardedUpdater
 from lockstep.network.shared_rows import SharedRows
 from lockstep.sync import Rule, StepBarrier
 from lockstep.sync.assembling import assemble

@@ -15,9 +15,9 @@ import torch
 from lockstep.comm.group import Group, World
 from lockstep.comm.messages import Order
 from lockstep.exchange.transport import Transport
+from lockstep.hosts.all_reduce import N_NUMBERS, Row
 from lockstep.hosts.hierarchical import HierarchicalTransport, HostsStepBarrier
 from lockstep.hosts.network import HostNetwork
-from lockstep.hosts.sums import N_NUMBERS, Row
 from lockstep.runs.plan import RunPlan
 from lockstep.sync import StepBarrier
 

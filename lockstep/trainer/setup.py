@@ -18,8 +18,8 @@ from lockstep.launch.status import StatusBoard
 from lockstep.network.program import CheckedGradients, Program
 from lockstep.network.recorder import Recorder
 from lockstep.sync import Rule
-from lockstep.sync.agreement import ReplicaCheck, check_replicas
-from lockstep.sync.making import make_rule
+from lockstep.sync.factory import make_rule
+from lockstep.sync.replica_check import ReplicaCheck, check_replicas
 from lockstep.trainer.coordinator import Coordinator
 from lockstep.trainer.recheck import Recheck
 

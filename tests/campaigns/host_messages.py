@@ -19,7 +19,7 @@ from lockstep.config import Config, Layer, resolve
 from lockstep.errors import PeerProblem, UserError
 from lockstep.hosts import agreement, rendezvous
 from lockstep.hosts.addresses import check_reachable
-from lockstep.hosts.attempts import AttemptEnd, describe_losses, exchange_ends, newest_common
+from lockstep.hosts.agreement import AttemptEnd, describe_losses, exchange_ends, newest_common
 from lockstep.hosts.heartbeat import Heartbeat, Seen
 from lockstep.hosts.rendezvous import Rendezvous, exit_code
 from lockstep.hosts.store import Store

@@ -167,9 +167,8 @@ def _places_of_torch() -> list[tuple[Any, str]]:
     from lockstep.network.arena import Arena
     from lockstep.network.factors import Factors
     from lockstep.network.gradients import Gradients
-    from lockstep.network.optimizer import Updater
+    from lockstep.network.optimizer import ShardedUpdater, Updater
     from lockstep.network.replica import Replica
-    from lockstep.network.sharded import ShardedUpdater
     from lockstep.network.shared_rows import SharedRows
     from lockstep.sync import assembling, unsynchronized
     from lockstep.sync.elastic import ElasticRule

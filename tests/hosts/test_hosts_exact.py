@@ -16,8 +16,8 @@ from training_runs import FACTORS, SMOOTH, Tensors, assert_same, newest, relativ
 
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import PeerProblem
+from lockstep.hosts.all_reduce import PIECE
 from lockstep.hosts.network import HostNetwork
-from lockstep.hosts.sums import PIECE
 from lockstep.launch.ranks import try_ranks
 
 

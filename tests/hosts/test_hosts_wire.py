@@ -13,8 +13,8 @@ from over_hosts import Here, make_group
 from training_runs import SMOOTH, assert_same, newest, relative_difference
 
 from lockstep.comm.pipes import Pipe
+from lockstep.hosts.all_reduce import BLOCK, N_NUMBERS, PIECE, RowTable, _round
 from lockstep.hosts.network import HostNetwork
-from lockstep.hosts.sums import BLOCK, N_NUMBERS, PIECE, RowTable, _round
 from lockstep.launch.ranks import run_ranks
 
 N_HOSTS = 3

@@ -17,7 +17,7 @@ from lockstep.config.augmentation import device_changes
 from lockstep.data.mixing import PARTS, mix
 from lockstep.data.preparing import Preparer, resize
 from lockstep.kernels.filters import scaling_filters
-from lockstep.loading.changes import CHANGE, PAIR
+from lockstep.loading.augment_records import CHANGE, PAIR
 
 COLOR = np.array([100.2, 120.6, 140.0])
 GUARD = 64  # bytes behind an output that no kernel may touch

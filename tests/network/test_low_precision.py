@@ -19,7 +19,7 @@ from lockstep.memory.host import HostMemory
 from lockstep.network import low_precision
 from lockstep.network.replica import Replica
 from lockstep.sync import StepBarrier
-from lockstep.sync.making import make_rule
+from lockstep.sync.factory import make_rule
 
 N_STEPS = 3
 CASES: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from lockstep.config import read_command_line, read_yaml
 from lockstep.data import hkl
 from lockstep.data.dataset import open_dataset
 from lockstep.errors import UserError
-from lockstep.launch import programs
+from lockstep.launch import subprocesses
 from lockstep.memory.host import HostMemory
 from lockstep.pretrained.files import read_state_dict
 from lockstep.report.runlog import read_run
@@ -310,7 +310,7 @@ def test_the_reports_process_inherits_no_descriptor(
     listing: Path, kept_open: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(listing))
-    programs.write_report(tmp_path, Interrupts())
+    subprocesses.write_report(tmp_path, Interrupts())
     assert (tmp_path / "open").read_text().split() == ["0", "1", "2"]
 
 

@@ -8,7 +8,7 @@ import torch
 from own_datasets import Squares
 from torch import nn
 
-from lockstep.launch.child import NAME
+from lockstep.launch.child_main import NAME
 
 SLOW = "SLOW_PROCESS"  # environment variable: the process that sleeps longer, such as 'trainer 1'
 

@@ -9,7 +9,7 @@ from lockstep.errors import UserError
 from lockstep.objects import import_function
 
 
-class OwnFunction:
+class UserAugmentation:
     """A function f(image, rng) -> image, with image uint8 (row, column, 3) and rng a generator of the sample.
 
     Args:

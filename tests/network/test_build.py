@@ -11,9 +11,8 @@ from torch import nn
 
 from lockstep.data.dataset import open_dataset
 from lockstep.memory.host import HostMemory
-from lockstep.network.build import build_model
+from lockstep.network.build import build_model, make_without_draws
 from lockstep.network.replica import Replica
-from lockstep.network.skipped_draws import make_without_draws
 
 
 class Plain(nn.Module):

@@ -11,12 +11,12 @@ from lockstep.config.rules import settle
 from lockstep.errors import UserError
 from lockstep.launch.checks import check_descriptors
 from lockstep.launch.console import Console, discarded_replicas
-from lockstep.runs import resizing
+from lockstep.runs import resize_request
 from lockstep.runs.network_source import NetworkSource
-from lockstep.runs.resizing import Request, ResizeAnswer
+from lockstep.runs.resize_request import Request, ResizeAnswer
 
 
-class Resizing:
+class ResizeHandler:
     """The requests to one run, of which one at a time is carried out.
 
     Attributes:
@@ -55,7 +55,7 @@ class Resizing:
             return False
         self.before = config
         self._answer("accepted", "the trainers finish their step")
-        if not resizing.is_waiting(self._folder, request.number):
+        if not resize_request.is_waiting(self._folder, request.number):
             self.refuse("the request was withdrawn, or can't be answered")
         return self.before is not None
 
@@ -90,11 +90,11 @@ class Resizing:
     def _read(self) -> Request | None:
         """Return the request, and remove a malformed one. Without access to the folder, look no more."""
         try:
-            return resizing.read_request(self._folder)
+            return resize_request.read_request(self._folder)
         except UserError as error:
             self._console.say(f"note: {error}")
         try:
-            resizing.discard(self._folder)
+            resize_request.discard(self._folder)
         except UserError as error:
             self._give_up(error)
         return None
@@ -110,11 +110,11 @@ class Resizing:
             return
         answer = ResizeAnswer(self._request.number, state, text)  # type: ignore[arg-type]
         try:
-            resizing.answer(self._folder, answer)
+            resize_request.answer(self._folder, answer)
         except UserError as error:
             self._give_up(error)
             with suppress(UserError):
-                resizing.discard(self._folder, answer.number)
+                resize_request.discard(self._folder, answer.number)
 
 
 def resized(config: Config, request: Request, retains: bool) -> Config:

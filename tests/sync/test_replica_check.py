@@ -10,7 +10,7 @@ from lockstep.comm.pipes import Pipe
 from lockstep.launch.ranks import run_ranks
 from lockstep.memory.host import HostMemory
 from lockstep.network.arena import Arena
-from lockstep.sync.agreement import ReplicaCheck, check_replicas
+from lockstep.sync.replica_check import ReplicaCheck, check_replicas
 
 N_LAYERS = 4000  # so many names and digests do not fit into a pipe that nobody reads
 
