@@ -1,7 +1,6 @@
 """The library of train.py, train_funcs.py and proc_load.py: one package for each concern.
 
-The list goes from the lowest package to the highest. A package imports only those above it in the list;
-`make check` verifies that.
+A package imports only those above it in this list; `make check` verifies that.
 
     errors.py     exceptions with messages for users     files.py   files that appear complete or not at all
     extras.py     packages that only some features need  text.py  text that can be stored and printed

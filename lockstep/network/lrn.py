@@ -21,7 +21,7 @@ class LocalResponseNorm(nn.Module):
 
     It differs from nn.LocalResponseNorm, which divides alpha by n and is several times slower. The sums are a
     1 x 1 convolution with a band matrix: one pass over channels-last memory, for which GPUs have matrix
-        units.
+    units.
 
     Attributes:
         kernel: Computes each direction in one launch on a GPU, if the back end has installed it.
