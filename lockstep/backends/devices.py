@@ -331,6 +331,11 @@ def check_keys(config: Config) -> None:
             raise UserError(
                 "recheck_every: GPUs compute the same bits again with deterministic: true only. Set it."
             )
+        if config.recheck_every and len(models := sorted({*describe(config.devices).values()})) > 1:
+            raise UserError(
+                f"recheck_every: {', '.join(models)} round differently, so they can't be compared: set it to "
+                "null, or use GPUs of one model"
+            )
         if loader_restarts_of(config) and uploader_of(config) != "trainer":
             raise UserError(
                 "loader_restarts: needs upload: trainer on GPUs: a loader that uploads takes events with "

@@ -113,7 +113,8 @@ class ProcessCollectives:
 
     def __init__(self, group: Any, device: Device) -> None:
         check_distributed("group")
-        self._group = group
+        self._group, self._device = group, device.torch_device
+        self._on_gpus = dist.get_backend(group) == "nccl"  # which takes nothing of the host's memory
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._turn = _turn(device)
 
@@ -125,7 +126,9 @@ class ProcessCollectives:
         """Copy all values of the group's rank 0 into the model."""
         first = dist.get_global_rank(self._group, 0) if self._group is not dist.group.WORLD else 0
         for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.data, first, group=self._group)
+            sent = tensor.data.to(self._device) if self._on_gpus else tensor.data
+            dist.broadcast(sent, first, group=self._group)
+            tensor.data.copy_(sent)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of each process, in the order of ranks."""
@@ -155,7 +158,9 @@ class ProcessCollectives:
         )
 
     def _reduce_gathered(self, combine: Callable[..., Any], *values: torch.Tensor) -> Any:
-        return combine(*(value for own in self.gather(values[:-1]) for value in own))
+        device = values[0].device
+        gathered = self.gather([value.cpu() for value in values[:-1]])  # a GPU has another number elsewhere
+        return combine(*(value.to(device) for own in gathered for value in own))
 
     def reduce_sparse(self, array: Array, device: Device) -> Array:
         """Return a sparse array with all entries in the order of ranks, coalesced."""
@@ -171,9 +176,10 @@ class ProcessCollectives:
         return made
 
     def _coalesce(self, value: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-        found = self.gather((value._indices(), value._values()))
+        found = self.gather((value._indices().cpu(), value._values().cpu()))
         indices, entries = (
-            torch.cat(parts, dim) for parts, dim in zip(zip(*found, strict=True), (1, 0), strict=True)
+            torch.cat(parts, dim).to(value.device)
+            for parts, dim in zip(zip(*found, strict=True), (1, 0), strict=True)
         )
         return torch.sparse_coo_tensor(indices, entries, value.size(), check_invariants=False).coalesce()
 

@@ -89,6 +89,10 @@ class Device(ABC):
         """Return whether `reduce` on this device can use values in the other's memory without a copy."""
         return self.memory == other.memory
 
+    def copies_from(self, other: "Device") -> bool:
+        """Return whether values come from the other's memory without a copy in the host's between."""
+        return self.memory == other.memory
+
     def reduce(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Write the sum of contiguous tensors, in their order, into the targets, which may be among them."""
         total = sources[0]

@@ -4,15 +4,19 @@ import contextlib
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep.backends import devices as machine
 from lockstep.errors import UserError
+from lockstep.flow import private
 from lockstep.flow.devices import Device, Event
 from lockstep.kernels.fold import MOST_RANKS, ReduceKernel
+
+_PROOF_NUMBERS = 4 << 20  # float32: 16 MiB each way
 
 
 class _ForkState:
@@ -43,9 +47,40 @@ _idle_streams: dict[str, list[Any]] = defaultdict(list)
 
 
 def _take_stream(memory: Any) -> Any:
+    """Return a stream that waits for the default stream, and it for this one: torch copies from it there."""
     with contextlib.suppress(IndexError):
         return _idle_streams[memory.device].pop()
     return memory.driver.Stream()
+
+
+def _filled(memory: Any, numbers: np.ndarray) -> Any:
+    """Return a new block of the device with these numbers."""
+    memory.context.push()
+    try:
+        block = memory.allocate(numbers.nbytes, "proving peer access")
+        memory.upload(block, numbers)
+        return block
+    finally:
+        memory.context.pop()
+
+
+def _emptied(memory: Any, block: Any, like: np.ndarray) -> np.ndarray:
+    """Return the block's numbers, and free it."""
+    numbers = np.empty_like(like)
+    memory.context.push()
+    try:
+        memory.driver.memcpy_dtoh(numbers, block.pointer)
+        block.close()
+        return numbers
+    finally:
+        memory.context.pop()
+
+
+def dense_parts(value: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the dense tensors of which a tensor consists: of a sparse one, its indices and values."""
+    if value.layout is torch.sparse_coo:
+        return value._indices(), value._values()
+    return (value,) if value.layout is torch.strided else ()
 
 
 class Cuda(Device):
@@ -102,13 +137,17 @@ class Cuda(Device):
     def hold(self, values: Sequence[torch.Tensor]) -> None:
         """Tell torch's allocator that the worker's stream uses the memory of these values."""
         if machine.on_gpus([self.torch_device]):
-            for value in values:
-                if value.is_cuda and value.layout is torch.strided:  # memory of the host needs none
-                    value.record_stream(torch.cuda.current_stream(self.torch_device))
+            for part in (part for value in values for part in dense_parts(value)):
+                if part.is_cuda:  # memory of the host needs none
+                    part.record_stream(torch.cuda.current_stream(self.torch_device))
 
     def reaches(self, other: Device, dtype: torch.dtype) -> bool:
-        """Return whether the driver lets this GPU use the other's memory; the kernel takes float32 only."""
-        if self.memory == other.memory or not isinstance(other, Cuda) or dtype is not torch.float32:
+        """Return whether kernels of this GPU can use the other's memory; the kernel takes float32 only."""
+        return self.memory == other.memory or (dtype is torch.float32 and self.copies_from(other))
+
+    def copies_from(self, other: Device) -> bool:
+        """Return whether the GPUs use each other's memory, by what the driver says and a proof shows."""
+        if self.memory == other.memory or not isinstance(other, Cuda):
             return self.memory == other.memory
         if other.memory not in self._peers:
             self._peers[other.memory] = self._open(other)
@@ -118,14 +157,41 @@ class Cuda(Device):
         driver, mine, theirs = self._memory.driver, self._memory.context, other._memory.context
         if not driver.Device(self._number).can_access_peer(driver.Device(other._number)):
             return False
+        # A copy by torch tells its allocator, too, of which some settings need that for each peer.
+        with private.without_modes():
+            torch.zeros(1, device=self.torch_device).to(other.torch_device)
         mine.push()
         try:
             driver.Context.enable_peer_access(theirs)
         except driver.Error as error:
-            return "already enabled" in str(error)
+            if "already enabled" not in str(error):
+                return False
         finally:
             mine.pop()
-        return True
+        return self._averages_rightly(other)
+
+    def _averages_rightly(self, other: "Cuda") -> bool:
+        """Average random data of both GPUs into both, and return whether both have the mean's bits.
+
+        Some machines garble or lose what crosses (lockstep/exchange/proof.py); then copies go by the host.
+        """
+        random = np.random.default_rng([self._number, other._number])
+        values = random.random((2, _PROOF_NUMBERS), np.float32)
+        memories = self._memory, other._memory
+        blocks = [_filled(memory, numbers) for memory, numbers in zip(memories, values, strict=True)]
+        self._memory.context.push()
+        try:
+            stream = _take_stream(self._memory)
+            addresses = [block.pointer for block in blocks]
+            kernel = ReduceKernel(self._memory, stream)  # kept until it has run: it has the compiled module
+            kernel.launch(addresses, addresses, (0, _PROOF_NUMBERS), "mean")
+            stream.synchronize()
+            _idle_streams[self.name].append(stream)
+        finally:
+            self._memory.context.pop()
+        mean = (values[0] + values[1]) / np.float32(2)
+        found = [_emptied(memory, block, mean) for memory, block in zip(memories, blocks, strict=True)]
+        return all(each.tobytes() == mean.tobytes() for each in found)
 
     def reduce(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Add up with the kernel of the trainers' exchange, in this lane's stream."""
@@ -194,11 +260,23 @@ class CudaEvent:
         event = self.raw()
         if event is None:
             return True
-        self._events.context.push()
-        try:
-            return getattr(event, question)()
-        finally:
-            self._events.context.pop()
+        with _torch_stays_on_its_device():
+            self._events.context.push()
+            try:
+                return getattr(event, question)()
+            finally:
+                self._events.context.pop()
+
+
+@contextlib.contextmanager
+def _torch_stays_on_its_device() -> Iterator[None]:
+    """Let torch's current device, which is that of the driver's context, be the same after the block."""
+    before = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if before is not None and torch.cuda.current_device() != before:
+            torch.cuda.set_device(before)
 
 
 def torch_device(name: str) -> torch.device:
@@ -216,4 +294,7 @@ def cuda(number: int, workers: int = 1) -> Cuda:
         raise UserError(f"flow.cuda: GPUs are counted from 0, so there is no {number}")
     _check_process(f"cuda:{number}")
     machine.check((f"cuda:{number}",), "flow.cpus(n) makes devices of the processor")
-    return Cuda(number, workers)
+    if machine.on_gpus([torch_device(f"cuda:{number}")]):
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    with _torch_stays_on_its_device():
+        return Cuda(number, workers)

@@ -299,5 +299,5 @@ def copy_on(device: Device, source: Storage, program: Any) -> Storage:
 
 
 def _move(source: Device, target: Device, value: torch.Tensor) -> torch.Tensor:
-    direct = "host" in (source.memory, target.memory) or target.reaches(source, value.dtype)
+    direct = "host" in (source.memory, target.memory) or target.copies_from(source)
     return target.put(value if direct else source.fetch(value))

@@ -18,7 +18,8 @@ from lockstep.errors import UserError
 from lockstep.flow import private
 from lockstep.flow.devices import Device, cpus
 
-_MOST_NODES = 20_000  # autograd functions whose device is remembered
+_MOST_NODES = 40_000  # entries: two for each autograd function whose device is remembered
+_ANY_THREAD = 0
 
 
 class _ThreadContext(threading.local):
@@ -32,7 +33,8 @@ class _ThreadContext(threading.local):
 
 
 CONTEXT = _ThreadContext()
-# By thread and autograd's sequence number of the forward operation, which each thread counts separately
+# By thread and autograd's sequence number of the forward operation, which each thread counts separately; by 0
+# and that number, the newest of any thread
 _nodes: OrderedDict[tuple[int, int], tuple[Device, str]] = OrderedDict()
 _default: list[Device] = []
 _starting = threading.RLock()
@@ -67,9 +69,8 @@ def place(arrays: Sequence[Any], written: Any) -> tuple[Device, str, str]:
     Args:
         written: The array that it writes, or None.
     """
-    node = private.current_node()
-    known = None if node is None else _nodes.get((threading.get_ident(), node._sequence_nr()))
     backward = private.in_backward()
+    known = _forward_of(private.current_node())
     line = user_line() if known is None else known[1]
     if written is not None:
         device = written.place
@@ -85,15 +86,28 @@ def place(arrays: Sequence[Any], written: Any) -> tuple[Device, str, str]:
     return device, line, "backward"
 
 
+def _forward_of(node: Any) -> tuple[Device, str] | None:
+    """Return where the forward operation of an autograd function ran, and its line.
+
+    Autograd computes backward of GPUs in threads of its own, for which the newest operation of any thread
+    with this number is taken: only where several threads compute may it be another one than the function's.
+    """
+    if node is None:
+        return None
+    has_own = CONTEXT.last_node >= 0
+    return _nodes.get((threading.get_ident() if has_own else _ANY_THREAD, node._sequence_nr()))
+
+
 def _remember(device: Device, line: str) -> None:
     """Remember the device of this thread's newest autograd function."""
     number = private.next_sequence_number() - 1
     if number == CONTEXT.last_node:
         return
     CONTEXT.last_node = number
-    if len(_nodes) >= _MOST_NODES:
-        _nodes.popitem(last=False)
-    _nodes[threading.get_ident(), number] = device, line
+    for thread in (threading.get_ident(), _ANY_THREAD):
+        if len(_nodes) >= _MOST_NODES:
+            _nodes.popitem(last=False)
+        _nodes[thread, number] = device, line
 
 
 _ours: dict[Any, bool] = {}  # by code: whether it is torch's or this package's

@@ -4,6 +4,7 @@ A trainer sums its own shard with the trainers of its local rank on the other ho
 share its link, and what is summed inside a host crosses the link once.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -231,6 +232,9 @@ def _gloo(store: "Store", world: World, address: str, timeout: float) -> Process
 def _nccl(store: "Store", world: World, timeout: float) -> ProcessGroup:
     from torch.distributed import ProcessGroupNCCL
 
+    # By default a thread of torch's ends the process with SIGABRT when a sum fails or takes too long. The
+    # launcher would name this trainer instead of the lost host. `wait` raises the same error in our thread.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout)
     return ProcessGroupNCCL(store, world.host, world.n_hosts, options)

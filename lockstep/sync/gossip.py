@@ -48,16 +48,19 @@ class GossipRule(UnsynchronizedRule):
         halves = (0, size), (size, 2 * size)
         mine, theirs = halves[place % 2], halves[1 - place % 2]
         self._buffer[slice(*mine)].copy_(self._arena.flat)
+        fetch = Collective("broadcast", theirs, source=ranks[place ^ 1]) if place ^ 1 < len(ranks) else None
         self._buffer_transport.prepare(Collective("broadcast", mine, source=self._world.rank))
         self._buffer_transport.clock("barrier")
         step_barrier("gossip: all have prepared")
         self._buffer_transport.enter()
         self._buffer_transport.clock("exchange")
-        if place ^ 1 < len(ranks):  # of an odd number of ranks one has no partner
-            self._buffer_transport.work(Collective("broadcast", theirs, source=ranks[place ^ 1]))
+        if fetch:  # of an odd number of ranks one has no partner
+            self._buffer_transport.work(fetch)
             self._blend(theirs)
         self._buffer_transport.clock("barrier")
         step_barrier("gossip: all have worked")
+        if fetch:  # on GPUs it has been issued only: this rank's half must not change before it is read
+            self._buffer_transport.complete(fetch)
 
     def _blend(self, half: tuple[int, int]) -> None:
         self._arena.flat.lerp_(self._buffer[slice(*half)], 0.5)

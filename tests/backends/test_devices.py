@@ -347,6 +347,21 @@ def test_devices_that_round_differently_are_named(driver: Driver) -> None:
     assert "NVIDIA H200, driver 570.86.15, NVIDIA L4, driver 570.86.15 round differently" in notice
 
 
+@pytest.mark.parametrize("models", [("H100", "H100"), ("H100", "A100")])
+def test_gpus_of_two_models_are_not_compared_by_recheck(
+    monkeypatch: pytest.MonkeyPatch, models: tuple[str, str]
+) -> None:
+    """They round differently, and a healthy one would be left out of the run."""
+    monkeypatch.setattr(devices, "describe", lambda names: dict(zip(names, models, strict=True)))
+    keys = {"logical_ranks": 2, "global_batch_size": 8, "deterministic": True, "recheck_every": 5}
+    config = make_config(devices=("cuda:0", "cuda:1"), **keys)
+    if models[0] == models[1]:
+        devices.check_keys(config)
+    else:
+        with pytest.raises(UserError, match="recheck_every: A100, H100 round differently"):
+            devices.check_keys(config)
+
+
 def test_parts_on_gpus_say_what_their_bits_need() -> None:
     keys = {"global_batch_size": 8, "logical_ranks": 2, "devices": ["cuda:0", "cuda:1"]}
     (notice,) = devices.notices_of_keys(make_config(**keys))

@@ -44,7 +44,8 @@ torch.set_num_threads(1)
 launched, fold = [], ReduceKernel.launch
 
 def noting(self, sources, targets, span, op):
-    launched.append((WORKER.lane.kind, len(sources), len(targets), op))
+    if op == "sum":  # not the proof of peer access
+        launched.append((WORKER.lane.kind, len(sources), len(targets), op))
     fold(self, sources, targets, span, op)
 
 ReduceKernel.launch = noting
@@ -77,6 +78,21 @@ wanted, _ = train(flow.cpus(2, threads=1), "all_reduce")
 found, _ = train([flow.cuda(0), flow.cuda(1)], "all_reduce")
 assert all(torch.equal(value, found[name]) for name, value in wanted.items())
 print("same bits")
+"""
+
+# Each kernel's writes to the other GPU are lost, which the driver does not know.
+LOST_WRITES = """
+from lockstep.kernels.fold import ReduceKernel
+launch, sums = ReduceKernel.launch, []
+
+def lose(self, sources, targets, span, op):
+    sums.append(op)
+    launch(self, sources, targets[:1], span, op)
+
+ReduceKernel.launch = lose
+first, second = flow.cuda(0), flow.cuda(1)
+assert not first.copies_from(second) and not first.reaches(second, torch.float32)
+assert sums == ["mean"] and first.copies_from(first) and not first.copies_from(flow.cpus(1)[0])
 """
 
 BLOCKS = """
@@ -162,17 +178,29 @@ def test_gpus_that_do_not_reach_each_other_copy(simulation: Simulation) -> None:
     assert run_program(SIMULATED + TRAIN + NO_PEERS, environment) == "same bits\n"
 
 
+@pytest.mark.slow
+def test_gpus_whose_writes_get_lost_copy_through_the_host(simulation: Simulation) -> None:
+    program = SIMULATED + TRAIN + LOST_WRITES + NO_PEERS
+    assert run_program(program, simulation.environment()) == "same bits\n"
+
+
 def test_only_memory_of_gpus_is_held_for_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch records the use of CUDA's memory only: an array of a CPU device is brought as it is."""
-    recorded = []
+    """torch records the use of CUDA's memory only: an array of a CPU device is brought as it is.
+
+    A sparse value has two memories.
+    """
+    recorded: list[str] = []
     monkeypatch.setattr(gpu.machine, "on_gpus", lambda devices: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the lane's")
     device = object.__new__(gpu.Cuda)
     device.torch_device = torch.device("cuda:0")
     there = SimpleNamespace(is_cuda=True, layout=torch.strided, record_stream=recorded.append)
+    sparse = SimpleNamespace(layout=torch.sparse_coo, _indices=lambda: there, _values=lambda: there)
     values: list[Any] = [torch.ones(3), there, torch.ones(2, 2).to_sparse()]
     device.hold(values)
     assert recorded == ["the lane's"]
+    device.hold([sparse])  # type: ignore[list-item]
+    assert len(recorded) == 3
 
 
 def test_streams_outlive_their_lanes_and_are_reused(simulation: Simulation) -> None:

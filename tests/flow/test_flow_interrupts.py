@@ -527,3 +527,19 @@ def test_backward_runs_where_its_forward_ran_whatever_other_threads_do() -> None
     for each in trace.operations:
         wrong += [each for n in each.waited_for if n in by_number and by_number[n].device != each.device]
     assert not wrong and {each.device for each in trace.operations} == {"cpu:0", "cpu:1"}
+
+
+def test_backward_in_a_thread_of_autograds_runs_where_its_forward_ran() -> None:
+    """As on GPUs, whose backward torch computes in threads of its own."""
+    first, second = flow.cpus(2)
+    with flow.Engine([first, second]), flow.recording() as trace:
+        with flow.device(first):
+            hidden = (flow.ones((3,)).requires_grad_() * 2).tanh()
+        with flow.device(second):
+            result = hidden.exp().sum()
+        thread = threading.Thread(target=result.backward)
+        thread.start()
+        thread.join()
+        flow.wait_all()
+    backward = {each.name: each.device for each in trace.operations if each.phase == "backward"}
+    assert backward["tanh_backward"] == "cpu:0"
