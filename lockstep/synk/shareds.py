@@ -231,7 +231,10 @@ class SharedRegistry:
         if not numbers:
             raise ValueError(f"{what}: no function uses a shared variable {variable!r}")
         if numbers[0] not in self.delivered:
-            raise RuntimeError(f"{what}: {variable!r} is not on the ranks yet: call distribute() first")
+            raise RuntimeError(
+                f"{what}: {variable!r} is not on the ranks yet: call distribute() first, which sends "
+                "variables along with new functions"
+            )
         if not shareds[numbers[0]].is_array:
             raise TypeError(f"{what}: {variable!r} is no array, and collectives are for arrays")
         return shareds[numbers[0]]

@@ -73,12 +73,13 @@ def _share_module(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, S
     if len(_check(name, params)) != 1:
         dtypes = ", ".join(sorted({str(param.dtype) for param in params}))
         raise TypeError(f"share(): {name} has parameters of {dtypes}: one dtype is needed")
-    _check_separate(name, [*params, *buffers])
+    dtypes_of_buffers = _check(f"a buffer of {name}", buffers)
+    _check_separate(name, [*params, *buffers])  # the last check: what is shared now stays shared
     weights = SharedWeights(f"weights of {name}", params, make_storage(team.context))
     _add(team, weights)
     gradients = SharedGradients(f"gradients of {name}", weights, make_storage(team.context))
     _add(team, gradients)
-    for dtype in _check(f"a buffer of {name}", buffers):
+    for dtype in dtypes_of_buffers:
         label = f"{str(dtype).removeprefix('torch.')} buffers of {name}"
         alike = [buffer for buffer in buffers if buffer.dtype == dtype]
         shared = SharedBuffers(label, alike, make_storage(team.context))
@@ -112,9 +113,10 @@ def _check(name: str, tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
     """Return the tensors' dtypes; raise TypeError for tensors that cannot lie in a block."""
     for tensor in tensors:
         if not tensor.is_cpu or tensor.layout != torch.strided:
-            raise TypeError(
-                f"share(): {name} is on {tensor.device}: give dense tensors on the CPU; they are moved"
-            )
+            kind = f"on {tensor.device}" if tensor.layout == torch.strided else tensor.layout
+            raise TypeError(f"share(): {name} is {kind}: give dense tensors on the CPU; they are moved")
+        if tensor.is_conj() or tensor.is_neg():
+            raise TypeError(f"share(): {name} is a conjugate view: give tensor.resolve_conj().resolve_neg()")
         try:
             torch.empty(0, dtype=tensor.dtype).numpy()
         except TypeError:

@@ -158,3 +158,33 @@ def test_sparse_gradients_and_parameters_in_one_memory_are_refused(ranks: int) -
         synk.share(tied)
     tied[1].weight = tied[0].weight
     synk.share(tied)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (torch.ones(2, dtype=torch.bfloat16), "bfloat16, a dtype that NumPy lacks"),
+        (torch.ones(2, dtype=torch.complex64).conj(), "is a conjugate view: give"),
+        (torch.ones(2).to_sparse(), "is torch.sparse_coo: give dense tensors"),
+    ],
+)
+def test_a_module_that_is_refused_can_be_shared_once_it_is_mended(
+    ranks: int, bad: torch.Tensor, message: str
+) -> None:
+    net = make_net()
+    net.register_buffer("scale", bad)
+    with pytest.raises(TypeError, match=message):
+        synk.share(net)
+    net.scale = torch.ones(2)
+    synk.share(net)
+    f = synk.function(lambda x: net(x).detach(), "gather", updates=[synk.weights(net)])
+    synk.distribute()
+    x = np.ones((2 * ranks, 4))
+    assert np.array_equal(f(x), net(torch.from_numpy(x)).detach().numpy())
+
+
+def test_a_variable_that_no_function_has_brought_to_the_ranks_is_named(ranks: int) -> None:
+    alone = synk.share(torch.ones(3))
+    synk.distribute()
+    with pytest.raises(RuntimeError, match=r"not on the ranks yet: .* along with new functions"):
+        synk.broadcast(alone)

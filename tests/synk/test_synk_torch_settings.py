@@ -99,6 +99,29 @@ def test_all_ranks_compute_with_the_callers_settings(ranks: int, name: str, num_
     assert f(x).shape == (2 * ranks, 10)
 
 
+def settings_of_process() -> list[bool]:
+    return [
+        torch.are_deterministic_algorithms_enabled(),
+        torch._C._get_mkldnn_enabled(),
+        torch.get_float32_matmul_precision() == "medium",
+    ]
+
+
+def test_all_ranks_have_the_settings_of_the_callers_process(ranks: int) -> None:
+    f = synk.function(lambda: torch.tensor([settings_of_process()]), "gather")
+    synk.distribute()
+    before = settings_of_process()
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.backends.mkldnn.flags(enabled=False):
+            assert f().tolist() == [[True, False, True]] * ranks
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+    assert f().tolist() == [before] * ranks == [[False, True, False]] * ranks
+
+
 def test_a_collective_in_inference_mode_leaves_weights_that_train(ranks: int) -> None:
     net = synk.share(make_net())
 
