@@ -292,6 +292,8 @@ def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Array) or loss.dim():
         what = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise UserError(f"the loss must be a scalar, the mean over its samples, not {what}: loss.mean()?")
+    if not torch.is_grad_enabled():
+        raise UserError("run() trains, and torch.no_grad or inference_mode is on: call it outside of that")
     if not loss.requires_grad:
         raise UserError("the loss depends on no parameter: is the model frozen, or its output detached?")
 

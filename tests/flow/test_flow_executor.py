@@ -772,3 +772,15 @@ def test_a_fused_optimizer_updates_weights_of_any_layout(n: int) -> None:
         found = made.replica(0)
     for name, value in model.state_dict().items():
         assert torch.allclose(found[name], value, rtol=1e-12, atol=1e-14), name
+
+
+def test_a_run_without_gradients_names_the_scope() -> None:
+    devices = flow.cpus(1)
+    model = nn.Linear(2, 1)
+    with flow.Engine(devices):
+        executor = flow.ParallelExecutor(
+            model, lambda model, x: model(x).mean(), lambda own: torch.optim.SGD(own, 0.1), devices
+        )
+        with torch.no_grad(), pytest.raises(UserError, match=r"run\(\) trains, and torch\.no_grad"):
+            executor.run({"x": torch.ones(2, 2)})
+        executor.run({"x": torch.ones(2, 2)})
