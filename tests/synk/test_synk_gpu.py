@@ -123,6 +123,13 @@ def test_all_variables_leave_their_gpu_before_one_is_released() -> None:
     assert events == ["move weights", "move gradients", "release weights", "release gradients"]
 
 
+def environment_of(simulation: Simulation, **settings: object) -> dict[str, str]:
+    """Return the environment of a program on simulated GPUs that imports the repository's modules."""
+    environment = simulation.set(**settings).environment()
+    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    return environment
+
+
 def run_suite(
     environment: dict[str, str], devices: str, transport: str, which: str = "test", suite: Path = SUITES[0]
 ) -> None:
@@ -150,8 +157,7 @@ def test_the_suite_of_callables_on_simulated_gpus(
     simulation: Simulation, devices: str, fault: str, transport: str, which: str, suite: Path
 ) -> None:
     settings = {"delay": 300, "all": 1, "proof_bytes": 1 << 16, **({fault: "0-1"} if fault else {})}
-    environment = simulation.set(**settings).environment()
-    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    environment = environment_of(simulation, **settings)
     run_suite(environment, devices, transport, which, suite)
     assert list(simulation.folder.glob("memory-*")) == [], "closed and freed, in the right order"
 
@@ -167,8 +173,7 @@ def run_program(program: str, environment: dict[str, str]) -> str:
 
 def test_torch_leaves_a_team_s_stream_when_the_team_is_closed(simulation: Simulation) -> None:
     """That stream is destroyed with the team: the caller's process could compute nothing in it."""
-    environment = simulation.set(all=1).environment()
-    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    environment = environment_of(simulation, all=1)
     assert run_program(CLOSE_TWICE, environment) == "left cuda:0\n" * 2
 
 
@@ -177,8 +182,7 @@ MOVED = "[[1.0, 1.0]] [[1.0]] True\n{'cpu'}\n"
 
 def test_gradients_of_one_rank_are_moved_when_the_team_is_closed(simulation: Simulation) -> None:
     """If this rank failed to move them, the other would wait for it at a barrier."""
-    environment = simulation.set(all=1, proof_bytes=1 << 16).environment()
-    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    environment = environment_of(simulation, all=1, proof_bytes=1 << 16)
     assert run_program(GRADIENTS_OF_ONE_RANK, environment) == MOVED
     assert list(simulation.folder.glob("memory-*")) == [], "all memory is freed"
 
@@ -191,14 +195,12 @@ def test_gradients_of_one_rank_are_moved_from_a_gpu_when_the_team_is_closed() ->
 
 
 def test_an_error_of_one_rank_while_the_team_is_closed_stops_the_others(simulation: Simulation) -> None:
-    environment = simulation.set(all=1, proof_bytes=1 << 16).environment()
-    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    environment = environment_of(simulation, all=1, proof_bytes=1 << 16)
     assert run_program(ERROR_OF_ONE_RANK, environment) == "list index out of range True\n"
 
 
 def test_a_rank_that_does_not_leave_its_gpu_is_killed(simulation: Simulation) -> None:
-    environment = simulation.set(all=1).environment()
-    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    environment = environment_of(simulation, all=1)
     told = run_program(SILENT_RANK, environment)
     assert told.startswith("-9 close(): rank 1 (pid "), told
     assert "does not answer (this process waited 1 s for rank 1 (its part))" in told
