@@ -140,13 +140,18 @@ def notices(devices: tuple[str, ...]) -> list[str]:
 
 def _differences(devices: tuple[str, ...]) -> list[str]:
     """Return a warning if the devices round differently: CPUs beside GPUs, or several models of GPUs."""
-    models = sorted(set(describe(devices).values()))
+    models = _models(devices)
     if len(models) < 2:
         return []
     return [
         f"devices: {', '.join(models)} round differently: this is the same training up to rounding, but its "
         "bits may differ from those on other devices, and with other shares"
     ]
+
+
+def _models(devices: tuple[str, ...]) -> list[str]:
+    """Return the different models among the devices, each of which rounds in its own way."""
+    return sorted(set(describe(devices).values()))
 
 
 def describe(devices: tuple[str, ...]) -> dict[str, str]:
@@ -331,7 +336,7 @@ def check_keys(config: Config) -> None:
             raise UserError(
                 "recheck_every: GPUs compute the same bits again with deterministic: true only. Set it."
             )
-        if config.recheck_every and len(models := sorted({*describe(config.devices).values()})) > 1:
+        if config.recheck_every and len(models := _models(config.devices)) > 1:
             raise UserError(
                 f"recheck_every: {', '.join(models)} round differently, so they can't be compared: set it to "
                 "null, or use GPUs of one model"

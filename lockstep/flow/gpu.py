@@ -53,27 +53,31 @@ def _take_stream(memory: Any) -> Any:
     return memory.driver.Stream()
 
 
+@contextlib.contextmanager
+def _current(context: Any) -> Iterator[None]:
+    """Make a device's context this thread's current one inside the block."""
+    context.push()
+    try:
+        yield
+    finally:
+        context.pop()
+
+
 def _filled(memory: Any, numbers: np.ndarray) -> Any:
     """Return a new block of the device with these numbers."""
-    memory.context.push()
-    try:
+    with _current(memory.context):
         block = memory.allocate(numbers.nbytes, "proving peer access")
         memory.upload(block, numbers)
-        return block
-    finally:
-        memory.context.pop()
+    return block
 
 
 def _emptied(memory: Any, block: Any, like: np.ndarray) -> np.ndarray:
     """Return the block's numbers, and free it."""
     numbers = np.empty_like(like)
-    memory.context.push()
-    try:
+    with _current(memory.context):
         memory.driver.memcpy_dtoh(numbers, block.pointer)
         block.close()
-        return numbers
-    finally:
-        memory.context.pop()
+    return numbers
 
 
 def dense_parts(value: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -160,14 +164,12 @@ class Cuda(Device):
         # A copy by torch tells its allocator, too, of which some settings need that for each peer.
         with private.without_modes():
             torch.zeros(1, device=self.torch_device).to(other.torch_device)
-        mine.push()
         try:
-            driver.Context.enable_peer_access(theirs)
+            with _current(mine):
+                driver.Context.enable_peer_access(theirs)
         except driver.Error as error:
             if "already enabled" not in str(error):
                 return False
-        finally:
-            mine.pop()
         return self._averages_rightly(other)
 
     def _averages_rightly(self, other: "Cuda") -> bool:
@@ -179,16 +181,13 @@ class Cuda(Device):
         values = random.random((2, _PROOF_NUMBERS), np.float32)
         memories = self._memory, other._memory
         blocks = [_filled(memory, numbers) for memory, numbers in zip(memories, values, strict=True)]
-        self._memory.context.push()
-        try:
+        with _current(self._memory.context):
             stream = _take_stream(self._memory)
             addresses = [block.pointer for block in blocks]
             kernel = ReduceKernel(self._memory, stream)  # kept until it has run: it has the compiled module
             kernel.launch(addresses, addresses, (0, _PROOF_NUMBERS), "mean")
             stream.synchronize()
             _idle_streams[self.name].append(stream)
-        finally:
-            self._memory.context.pop()
         mean = (values[0] + values[1]) / np.float32(2)
         found = [_emptied(memory, block, mean) for memory, block in zip(memories, blocks, strict=True)]
         return all(each.tobytes() == mean.tobytes() for each in found)
@@ -260,12 +259,8 @@ class CudaEvent:
         event = self.raw()
         if event is None:
             return True
-        with _torch_stays_on_its_device():
-            self._events.context.push()
-            try:
-                return getattr(event, question)()
-            finally:
-                self._events.context.pop()
+        with _torch_stays_on_its_device(), _current(self._events.context):
+            return getattr(event, question)()
 
 
 @contextlib.contextmanager
