@@ -24,7 +24,7 @@ if __name__ == "__main__":
 from lockstep.launch.template import Template
 
 if __name__ == "__main__":
-    template = Template(("train_funcs", "proc_load"), interrupts)  # imports torch beside the checks below
+    template = Template(("train_funcs", "proc_load"))  # imports torch beside the checks below
 
 import multiprocessing
 import os
@@ -63,7 +63,7 @@ def main(interrupts: Interrupts, template: Template | None = None) -> int:
 
         def run_with(host: SingleHost) -> int:
             config, dataset, run = open_all(arguments, HERE / "models", host, interrupts)
-            with live_report(config, run.folder, interrupts):
+            with live_report(config, run.folder):
                 code = train(config, dataset, run, Context(host, interrupts, template, failures))
             if code == 0 and config.report and host.host == 0:
                 write_report(run.folder, interrupts)
@@ -111,6 +111,7 @@ def train_once(
             keep_settings(folder, config, dataset.description)
         begin_trace(config.trace and host.writes, folder)
         with Processes(config.timeout, context.interrupts, template=context.template) as processes:
+            host.begin_attempt(processes, attempt.number)
             start_processes(processes, attempt, context)
             machine = {"cores": devices.count_cores(), **devices.describe(config.devices)}
             software = {"versions": versions.of_packages(), "machine": machine}
@@ -119,9 +120,11 @@ def train_once(
                 console.say("starting: " + ", ".join(processes.pids()))
             processes.is_to_pause = lambda: recovery.is_to_pause(attempt)
             processes.is_overdue = lambda: recovery.is_overdue(config, context.interrupts)
-            return host.watch(processes, on_message, attempt.number), processes.last_step()
-    except UserError as error:  # the console prints it, after the lines that still wait
-        return ExitStatus(2, str(error)), (0, 0)
+            return host.watch(processes, on_message), processes.last_step()
+    except (UserError, PeerProblem) as error:  # the console prints it, after the lines that still wait
+        return ExitStatus(error.code, str(error)), (0, 0)
+    except KeyboardInterrupt:  # a signal ends the run while its processes start
+        return ExitStatus.stopped_by(context.interrupts), (0, 0)
 
 
 def start_processes(processes: Processes, attempt: Attempt, context: Context) -> None:

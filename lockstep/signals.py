@@ -90,17 +90,31 @@ class Interrupts:
             self.at_once = True
         self._leave_if_requested()
 
-    @contextmanager
-    def ignored_by_children(self) -> Iterator[None]:
-        """Have processes started inside the block ignore the signals; delay signals until its end."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_REQUESTS)
-        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _STOP_REQUESTS}
-        try:
-            yield
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_REQUESTS)
+
+@contextmanager
+def stop_requests_blocked() -> Iterator[None]:
+    """Start processes inside the block with Ctrl-C, SIGTERM and SIGHUP blocked, until they handle them.
+
+    The launcher does not ignore them meanwhile: the kernel would discard a signal that another thread
+    receives, or that is pending.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_REQUESTS)  # inherited
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_stopping_to_launcher(on_sigterm: Callable[[int, object], None] | signal.Handlers) -> None:
+    """Ignore Ctrl-C and SIGHUP, which the launcher gets, too, and unblock them in a process that it started.
+
+    Args:
+        on_sigterm: The handler of SIGTERM, which may be sent to each process of a group.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, on_sigterm)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_REQUESTS)
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,8 +18,8 @@ from lockstep.config import Config
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.hosts.heartbeat import Heartbeat
-from lockstep.hosts.rendezvous import HostFailed, Rendezvous, attempt_key
-from lockstep.hosts.store import StoreLost, as_record, one_line, refusal
+from lockstep.hosts.rendezvous import HostLost, Rendezvous, attempt_key
+from lockstep.hosts.store import as_record, one_line, refusal
 from lockstep.runs import versions
 
 Facts = dict[str, Any]
@@ -32,7 +32,6 @@ _LOADING = ("para_load", "read_threads", "n_slots", "check_sums")
 _FREE = {*_DATA, *_OWN, *_LOADING, "trace", "tensorboard", "report"}
 _KINDS = "kinds of processors"  # may differ, with a note
 _LOOK_SECONDS = 0.02  # between two looks for the ends of the others
-_STORE_SECONDS = 8.0  # in which the heartbeat finds out why the store does not answer
 
 
 def facts_of(config: Config, dataset: Dataset) -> Facts:
@@ -122,38 +121,32 @@ def exchange_ends(
     heartbeat: Heartbeat,
     number: int,
     end: AttemptEnd,
-    at_once: Callable[[], bool],
     seconds: float,
 ) -> list[AttemptEnd]:
     """Send this host's end of attempt `number`, and return those of all hosts, by host.
 
     Args:
-        at_once: Returns whether a signal ends the waiting.
         seconds: The deadline. A host whose processes have finished waits without one.
 
     Raises:
-        HostFailed: A host has ended, or has not sent its end in time; or `at_once` holds.
+        HostFailed: A host has ended, or has not sent its end in time; or a second signal ends the waiting.
+        StoreLost: The store does not answer.
     """
     key = attempt_key(number)
     values: list[Any] = [None] * rendezvous.hosts
     deadline = time.monotonic() + seconds
-    try:
-        rendezvous.put(key, vars(end))
-        while not all(values):
-            values = [value or rendezvous.look(key, host) for host, value in enumerate(values)]
-            missing = next((host for host, value in enumerate(values) if not value), None)
-            if missing is None:
-                break
-            if (failed := heartbeat.problem()) is not None:
-                raise failed
-            if at_once():
-                raise HostFailed(rendezvous.host, f"host {rendezvous.host}: stopped at once, without saving")
-            if end.kind != "done" and time.monotonic() > deadline:
-                text = f"host {missing} has not ended its processes within {seconds:.0f} s"
-                raise HostFailed(missing, text)
-            time.sleep(_LOOK_SECONDS)
-    except StoreLost:
-        raise _why(heartbeat) from None
+    rendezvous.put(key, vars(end))
+    while not all(values):
+        values = [value or rendezvous.look(key, host) for host, value in enumerate(values)]
+        missing = next((host for host, value in enumerate(values) if not value), None)
+        if missing is None:
+            break
+        if (failed := heartbeat.problem()) is not None:
+            raise failed
+        rendezvous.check_interrupts()
+        if end.kind != "done" and time.monotonic() > deadline:
+            raise HostLost(missing, f"host {missing} has not ended its processes within {seconds:.0f} s")
+        time.sleep(_LOOK_SECONDS)
     return [_read(value, host, key) for host, value in enumerate(values)]
 
 
@@ -169,19 +162,18 @@ def await_other_end(rendezvous: Rendezvous, heartbeat: Heartbeat, number: int, s
         seconds: Time after which to give up.
 
     Raises:
-        HostFailed: A host has ended.
+        HostFailed: A host has ended, or a second signal ends the waiting.
+        StoreLost: The store does not answer.
     """
     others = [host for host in range(rendezvous.hosts) if host != rendezvous.host]
     until = time.monotonic() + seconds
-    try:
-        while time.monotonic() < until:
-            if any(rendezvous.look(attempt_key(number), host) is not None for host in others):
-                return True
-            if (failed := heartbeat.problem(alarmed=True)) is not None:
-                raise failed
-            time.sleep(_LOOK_SECONDS)
-    except StoreLost:
-        raise _why(heartbeat) from None
+    while time.monotonic() < until:
+        if any(rendezvous.look(attempt_key(number), host) is not None for host in others):
+            return True
+        if (failed := heartbeat.problem(alarmed=True)) is not None:
+            raise failed
+        rendezvous.check_interrupts()
+        time.sleep(_LOOK_SECONDS)
     return False
 
 
@@ -203,9 +195,3 @@ def _read(value: Any, host: int, key: str) -> AttemptEnd:
     if not 0 <= end.code < 256:
         raise refusal(host, key, value)
     return end
-
-
-def _why(heartbeat: Heartbeat) -> HostFailed:
-    """Return why the store does not answer, once the heartbeat knows."""
-    text = "host 0: its launcher, which has the store, does not answer"
-    return heartbeat.wait_for_problem(_STORE_SECONDS) or HostFailed(0, text)

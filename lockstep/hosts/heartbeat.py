@@ -103,6 +103,14 @@ class Heartbeat:
             self._round_ended.wait_for(lambda: self.problem(alarmed=True) is not None, seconds)
         return self.problem(alarmed=True)
 
+    def cause_of(self, error: HostFailed | StoreLost, seconds: float) -> HostFailed:
+        """Return the failure of another host that has caused an error, if it is known within `seconds`."""
+        if error.peer == f"host {self._rendezvous.host}" and isinstance(error, HostFailed):
+            return error  # a signal to this host
+        if (found := self.wait_for_problem(seconds)) is not None:
+            return found
+        return error if isinstance(error, HostFailed) else HostLost(0, str(error))
+
     def _silent(self, host: int, seconds: float) -> HostFailed:
         if self._unanswered:  # then no host's heartbeat can be read
             text = f"host 0: its launcher, which has the store, has not answered for {seconds:.0f} s"
@@ -156,6 +164,8 @@ class Heartbeat:
 
     def leave(self) -> None:
         """Say farewell. Host 0, whose store ends with it, waits a few seconds for the others' farewells."""
+        if self._has_left:
+            return
         self._send("bye", True)
         with self._round_ended:
             self._round_ended.wait_for(self._may_leave, FAREWELL_SECONDS)

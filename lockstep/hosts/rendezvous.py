@@ -93,12 +93,12 @@ class LivenessConnections:
         return int(self._listener.getsockname()[1])
 
     def hold(self, host: int, point: Address, seconds: float) -> None:
-        """Connect to the listener of another host. Raises HostFailed if that fails."""
+        """Connect to the listener of another host. Raises HostLost if that fails."""
         try:
             connection = socket.create_connection(point, seconds)
         except (OSError, ValueError) as error:  # ValueError: not an address
             text = f"host {host}: its launcher has ended, or a firewall is in the way, at {show(point)}"
-            raise HostFailed(host, f"{text}: {error}") from error
+            raise HostLost(host, f"{text}: {error}") from error
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_SECONDS)
         connection.setblocking(False)
@@ -137,14 +137,22 @@ class Rendezvous:
         host: The rank of this host.
         host_connection: How trainers of this host reach the store and the other hosts.
         store: Its keys begin with the name of the start.
+        interrupts: This launcher's signal handling.
 
     Attributes:
         served: The store itself, if this launcher serves it.
     """
 
-    def __init__(self, hosts: int, host: int, host_connection: HostConnection, store: Store) -> None:
+    def __init__(
+        self,
+        hosts: int,
+        host: int,
+        host_connection: HostConnection,
+        store: Store,
+        interrupts: Interrupts,
+    ) -> None:
         self.hosts, self.host, self.host_connection, self._store = hosts, host, host_connection, store
-        self._ends = store
+        self._ends, self._interrupts = store, interrupts
         self.liveness_connections = LivenessConnections()
         self.served: Store | None = None
 
@@ -166,7 +174,8 @@ class Rendezvous:
         """Wait for a host's value and return it.
 
         Raises:
-            HostFailed: The host has ended, or has not sent the value in time; the message names it.
+            HostFailed: The host has ended, or has not sent the value in time; the message names it. Or a
+                second signal ends the waiting.
             StoreLost: The store does not answer.
         """
         return self.wait(lambda: self.look(key, of_host), seconds, of_host, f"sent its {key}")
@@ -202,8 +211,15 @@ class Rendezvous:
             if has_ended:
                 raise HostLost(of_host, f"host {of_host}: its launcher has exited; it has not {what}")
             if time.monotonic() > deadline:
-                raise HostFailed(of_host, f"host {of_host} has not {what} within {seconds:.0f} s")
+                raise HostLost(of_host, f"host {of_host} has not {what} within {seconds:.0f} s")
+            self.check_interrupts()
             time.sleep(every)
+
+    def check_interrupts(self) -> None:
+        """Raise HostFailed for this host if a second signal ends the run at once."""
+        if self._interrupts.at_once:
+            text = f"host {self.host}: stopped at once, without saving"
+            raise HostFailed(self.host, text, self._interrupts.code)
 
     def gather(self, key: str, value: Any, seconds: float) -> list[Any]:
         """Return the values of all hosts, by host rank, this one's included: all of one type.
@@ -296,14 +312,17 @@ def join_rendezvous(
     except OSError as error:
         text = f"host_address: no address of this host reaches {point}: {error.strerror}"
         raise UserError(f"{text}; name one") from error
-    rendezvous = Rendezvous(hosts, host, host_connection, store.within(name))
+    rendezvous = Rendezvous(hosts, host, host_connection, store.within(name), interrupts)
     rendezvous.served = store if own_store and host == 0 else None
     try:
         _connect_launchers(rendezvous, seconds)
-    except (UserError, HostFailed) as error:
-        text = str(error) if isinstance(error, HostFailed) else f"host {host}: {error}"
-        with suppress(StoreLost):  # then no host can be reached
-            farewell.put(HostFailed(host, text, error.code))
+    except (UserError, PeerProblem) as error:
+        rendezvous.liveness_connections.close()
+        text = f"host {host}: {error}" if isinstance(error, UserError) else str(error)
+        joins_again = patience is not None and isinstance(error, HostLost | StoreLost)
+        if not joins_again:
+            with suppress(StoreLost):  # then no host can be reached
+                farewell.put(HostFailed(host, text, error.code))
         raise
     return rendezvous
 

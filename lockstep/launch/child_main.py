@@ -21,7 +21,7 @@ from lockstep.comm.messages import Failed, Finished, Ready
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import BATCH_KEYS, DeviceFault, Garbled, PeerLost, PeerProblem, UndecidedFault, UserError
 from lockstep.launch.status import TRACE, StatusBoard
-from lockstep.signals import die_with_parent
+from lockstep.signals import die_with_parent, leave_stopping_to_launcher
 
 NAME = "LOCKSTEP_CHILD"  # environment variable: the name of this process
 _report_lock = threading.Lock()
@@ -48,10 +48,13 @@ def child_main(start: ChildStart) -> None:
     """Run `entry(control, board, *arguments)` and report how it ended. Every child's main function.
 
     SIGTERM is passed on to a launcher with signal handling as a request to stop, so a signal to the whole
-    process group stops a run in good order. Ctrl-C and SIGHUP are ignored from birth, because the launcher
-    gets them too.
+    process group stops a run in good order. Ctrl-C and SIGHUP are ignored, because the launcher gets them
+    too.
     """
-    _pass_on_sigterm(start)
+    stop_signal = start.stop_signal
+    leave_stopping_to_launcher(
+        signal.SIG_DFL if stop_signal is None else lambda *_: os.kill(start.launcher, stop_signal)
+    )
     os.environ[NAME] = start.name
     control = Pipe(start.control, "the launcher", start.timeout)
     board = StatusBoard.create()
@@ -69,15 +72,6 @@ def child_main(start: ChildStart) -> None:
     except BaseException as error:  # SystemExit in a user's model too
         _fail(error, control, start, board)
     sys.exit(0)
-
-
-def _pass_on_sigterm(start: ChildStart) -> None:
-    stop_signal = start.stop_signal
-    if stop_signal is None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    else:
-        signal.signal(signal.SIGTERM, lambda *_: os.kill(start.launcher, stop_signal))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # blocked while this process was started
 
 
 def _fail(error: BaseException, control: Pipe, start: ChildStart, board: StatusBoard) -> None:

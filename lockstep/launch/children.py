@@ -13,6 +13,7 @@ from lockstep.comm.messages import Failed, Finished
 from lockstep.comm.pipes import Pipe
 from lockstep.launch.status import StatusBoard
 from lockstep.launch.template import ForkedProcess
+from lockstep.signals import Interrupts
 
 _HINTS: dict[int, str] = {
     signal.SIGKILL: " (by someone, or by the kernel for lack of memory: see dmesg)",
@@ -43,6 +44,13 @@ class ExitStatus:
     is_overdue: bool = False
     is_paused: bool = False
     is_faulty: bool = False
+
+    @classmethod
+    def stopped_by(cls, interrupts: Interrupts) -> "ExitStatus":
+        """Return the status of a run that a signal ends without waiting for its trainers."""
+        if interrupts.at_once:
+            return cls(interrupts.code, "stopped at once, without saving")
+        return cls(interrupts.code, is_overdue=True)
 
     def followed_by(self, message: str) -> "ExitStatus":
         """Return the status of a failure with another line after the message."""

@@ -215,11 +215,11 @@ class Console:
 
     def describe_saved(self) -> str:
         """Return what a run that was stopped has saved, and which host has saved it."""
+        if self.last_saved:
+            return f"saved {self.last_saved.path}; resume_train=True resumes it"
         if not self._writes:
             newest = [record.stem for record in records(self._path.parent)][-1:]
             return f"host 0 saved {newest[0]}; resume_train=True resumes it" if newest else _NOT_SAVED
-        if self.last_saved:
-            return f"saved {self.last_saved.path}; resume_train=True resumes it"
         return f"saved nothing new; {self.start} is unchanged" if self.start else "saved nothing"
 
     def _print_queue(self) -> None:

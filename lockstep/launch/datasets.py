@@ -41,7 +41,7 @@ def with_converted_images(config: Config, interrupts: Interrupts) -> Config:
                 "Convert them first on each host: lockstep convert IMAGES FOLDER"
             )
         interrupts.leave("stopped as asked, while images were converted; the same command resumes")
-        config = dataclasses.replace(config, data_folder=_convert(config, interrupts))
+        config = dataclasses.replace(config, data_folder=_convert(config))
         interrupts.leave("stopped as asked, before training began")
     _hold(Path(config.data_folder))
     return config
@@ -59,11 +59,11 @@ def is_image_folder(config: Config) -> bool:
     )
 
 
-def _convert(config: Config, interrupts: Interrupts) -> str:
+def _convert(config: Config) -> str:
     """Run the conversion. Return the converted set."""
     reading, writing = os.pipe()
     arguments = to_yaml(config), str(writing)
-    process = start_program(interrupts, "preprocessing.own_images", *arguments, pass_fds=[writing])
+    process = start_program("preprocessing.own_images", *arguments, pass_fds=[writing])
     os.close(writing)
     with open(reading) as pipe:
         result = json.loads(pipe.read() or "{}")

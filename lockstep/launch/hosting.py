@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -30,7 +31,7 @@ from lockstep.hosts.rendezvous import (
     attempt_key,
     join_rendezvous,
 )
-from lockstep.hosts.store import Store, as_record, one_line, refusal
+from lockstep.hosts.store import Store, StoreLost, as_record, one_line, refusal
 from lockstep.launch.children import ExitStatus
 from lockstep.launch.processes import Processes
 from lockstep.runs import checkpoint_files
@@ -63,12 +64,13 @@ class Rejoining(Exception):
 
     Args:
         lost: Which one, and how it was lost.
+        deadline: Until when to wait for it (monotonic clock).
         store: The store that this launcher serves; None on other hosts than host 0.
     """
 
-    def __init__(self, lost: HostLost, store: Store | None = None) -> None:
+    def __init__(self, lost: HostLost, deadline: float, store: Store | None = None) -> None:
         super().__init__(str(lost))
-        self.lost, self.store = lost, store
+        self.lost, self.deadline, self.store = lost, deadline, store
 
 
 class SingleHost:
@@ -96,8 +98,11 @@ class SingleHost:
         """Open the run's folder as runfolder.open_run does, or return host 0's run if it writes for all."""
         return runfolder.open_run(config, n_train, dataset)
 
-    def watch(self, processes: Processes, on_message: Callable[[Any], None], number: int = 0) -> ExitStatus:
-        """Watch the processes of attempt `number`, and the other hosts too. See Processes.watch."""
+    def begin_attempt(self, processes: Processes, number: int) -> None:
+        """Begin attempt `number` with processes that are about to be started."""
+
+    def watch(self, processes: Processes, on_message: Callable[[Any], None]) -> ExitStatus:
+        """Watch the processes of the present attempt, and the other hosts too. See Processes.watch."""
         return processes.watch(on_message)
 
     def join_ends(
@@ -112,7 +117,8 @@ class SingleHost:
             resumes: Whether the run resumes after a loss, or is saved from memory when time runs out.
 
         Raises:
-            HostFailed: Another host has ended.
+            HostFailed: Another host has ended, or a second signal ends the waiting.
+            StoreLost: The store does not answer.
         """
         return JointEnd(exit_status, step, moments[-1] if moments else None)
 
@@ -124,13 +130,20 @@ class SingleHost:
         """Bring the newest checkpoint on any host's disk to all hosts, for attempt `number`. Return notes.
 
         Raises:
-            HostFailed: Another host has ended.
+            HostFailed, StoreLost: As `join_ends`.
             UserError: A checkpoint can't be read or written.
         """
         return []
 
     def check_start(self, run: RunFolder, number: int) -> None:
-        """Raise UserError on all hosts if attempt `number` would start from different checkpoints."""
+        """Raise UserError on all hosts if attempt `number` would start from different checkpoints.
+
+        Raises as `join_ends`, too.
+        """
+
+    def cause_of(self, error: HostFailed | StoreLost) -> HostFailed:
+        """Return the failure of another host that has caused an error, once it is known."""
+        raise AssertionError("there is no other host") from error
 
     def conclude(self, exit_status: ExitStatus) -> ExitStatus:
         """Report to other hosts how the run ended here. Return how the run as a whole ended."""
@@ -202,8 +215,10 @@ class MultiHost(SingleHost):
         )
         return RunFolder(folder, start, [], open(os.devnull))  # host 0 has the lock
 
-    def watch(self, processes: Processes, on_message: Callable[[Any], None], number: int = 0) -> ExitStatus:
+    def begin_attempt(self, processes: Processes, number: int) -> None:
         self._processes, self._number, self.heartbeat.attempt = processes, number, number
+
+    def watch(self, processes: Processes, on_message: Callable[[Any], None]) -> ExitStatus:
         return processes.watch(on_message, lambda: self.heartbeat.problem() or self.heartbeat.ended_attempt())
 
     def join_ends(
@@ -214,13 +229,12 @@ class MultiHost(SingleHost):
         if not resumes or kind is None:
             return apart
         rendezvous, heartbeat, number = self.rendezvous, self.heartbeat, self._number
+        lost = exit_status.lost
         if kind == "affected" and not await_other_end(rendezvous, heartbeat, number, FAILURE_SECONDS):
-            return apart
-        own = AttemptEnd(
-            kind, self._interrupts.code, exit_status.lost, exit_status.message, step, tuple(moments)
-        )
-        seconds = self._timeout + _END_SECONDS
-        ends = exchange_ends(rendezvous, heartbeat, number, own, lambda: self._interrupts.at_once, seconds)
+            # All its processes are well: only the connection to them is lost.
+            kind, lost = "lost", f"the connection to {exit_status.awaited}"
+        own = AttemptEnd(kind, self._interrupts.code, lost, exit_status.message, step, tuple(moments))
+        ends = exchange_ends(rendezvous, heartbeat, number, own, self._timeout + _END_SECONDS)
         return JointEnd(_joint_status(exit_status, ends), max(e.step for e in ends), newest_common(ends))
 
     def _kind_of(self, exit_status: ExitStatus) -> Literal["done", "lost", "affected", "stopped"] | None:
@@ -245,6 +259,9 @@ class MultiHost(SingleHost):
     def _at(self, number: int) -> Rendezvous:
         """Return the rendezvous for the values of one attempt."""
         return self.rendezvous.within(f"for {attempt_key(number)}") if number else self.rendezvous
+
+    def cause_of(self, error: HostFailed | StoreLost) -> HostFailed:
+        return self.heartbeat.cause_of(error, FAILURE_SECONDS)
 
     def conclude(self, exit_status: ExitStatus) -> ExitStatus:
         # Another host may soon report the failure that caused ours.
@@ -326,15 +343,13 @@ def open_hosts(
         host.abandon()
         found.store = rendezvous.served
         raise
-    except HostLost as lost:
-        if rejoining:
+    except (HostFailed, StoreLost) as error:
+        failed = host.cause_of(error)
+        if rejoining and isinstance(failed, HostLost):
             host.abandon()
-            raise Rejoining(lost, rendezvous.served) from None
-        host.report_end(lost.code, str(lost))
-        raise
-    except HostFailed as failed:
+            raise Rejoining(failed, rejoining.deadline, rendezvous.served) from None
         host.report_end(failed.code, str(failed))
-        raise
+        raise failed from None
     except (UserError, PeerProblem) as error:
         host.report_end(error.code, f"host {host.host}: {error}")
         raise
@@ -381,11 +396,14 @@ def _join(config: Config, interrupts: Interrupts, rejoining: Rejoining | None) -
         return join(own_store=not torchrun.has_store())
     interrupts.farewell = None
     interrupts.leave(f"stopped as asked, while {rejoining.lost.peer} was waited for; resume_train resumes it")
-    try:
-        return join(own_store=True, served=rejoining.store, patience=config.rejoin_seconds)
-    except UserError as error:
-        text = f"{rejoining.lost}; it has not come back within {config.rejoin_seconds:g} s: {error}"
-        raise PeerProblem(rejoining.lost.peer, text) from error
+    while True:
+        patience = max(0.0, rejoining.deadline - time.monotonic())
+        try:
+            return join(own_store=True, served=rejoining.store, patience=patience)
+        except (UserError, HostLost, StoreLost) as error:
+            if isinstance(error, UserError) or not patience:
+                text = f"{rejoining.lost}; it has not come back within {config.rejoin_seconds:g} s: {error}"
+                raise PeerProblem(rejoining.lost.peer, text) from error
 
 
 def _check_rejoining(config: Config) -> None:

@@ -31,7 +31,7 @@ from lockstep.launch.template import Template
 from lockstep.memory.host import HostMemory
 from lockstep.memory.leftovers import remove_leftovers
 from lockstep.runs.snapshot import SnapshotMemory
-from lockstep.signals import STOP_SIGNAL, Interrupts
+from lockstep.signals import STOP_SIGNAL, Interrupts, stop_requests_blocked
 
 LEAVE_SECONDS = 10.0  # from a child's last message to its exit
 LISTEN_SECONDS = 0.5  # between two checks of signals and status boards
@@ -136,7 +136,10 @@ class Processes:
             reporting=reporting,
         )
         try:
-            process = self._template.start(start) if self._template else self._spawn_process(start)
+            if self._template:
+                process: Any = self._template.start(start, self._is_stopped)
+            else:
+                process = self._spawn_process(start)
         except OSError as error:
             raise UserError(f"{name}: can't be started: {error.strerror} (see ulimit -u and -n)") from error
         close_connections([child_end, *arguments])
@@ -146,7 +149,7 @@ class Processes:
     def _spawn_process(self, start: ChildStart) -> BaseProcess:
         make = self._context.Process  # type: ignore[attr-defined]
         process: BaseProcess = make(target=child_main, args=(start,), name=start.name)
-        with self._interrupts.ignored_by_children(), self._main():
+        with stop_requests_blocked(), self._main():
             process.start()
         return process
 
@@ -191,9 +194,9 @@ class Processes:
                 or _remote_failure(find_remote_failure)
                 or self._handle_interrupts(on_message)
             )
-            if exit_status and exit_status.lost:  # their last memory checkpoint must be known
+            if exit_status and (exit_status.lost or exit_status.awaited or exit_status.is_overdue):
                 self._kill()
-                self.listen(on_message, 0)
+                self.listen(on_message, 0)  # the last memory checkpoint must be known
             if exit_status:
                 return exit_status
         if not any(child.finished and child.finished.stopped for child in self._children):
@@ -246,11 +249,9 @@ class Processes:
 
     def _handle_interrupts(self, on_message: Callable[[Any], None]) -> ExitStatus | None:
         """Return the status of a run that a signal ends now. The first signal asks the trainers to stop."""
+        if self._is_stopped():
+            return ExitStatus.stopped_by(self._interrupts)
         code = self._interrupts.code
-        if self._interrupts.at_once:
-            return ExitStatus(code, "stopped at once, without saving")
-        if code and not self.has_begun:
-            return ExitStatus(code, is_overdue=True)  # its trainers have nothing to save yet
         if code and not self._asked_to_stop:
             on_message(WarningMessage("stopping after this step, and saving; once more to leave at once"))
             self._ask_to_stop(Stop())
@@ -263,6 +264,10 @@ class Processes:
         if code and self.is_overdue():
             return ExitStatus(code, is_overdue=True)
         return None
+
+    def _is_stopped(self) -> bool:
+        """Return whether a signal ends the run now: a second one, or one with nothing to save yet."""
+        return self._interrupts.at_once or (self._interrupts.code > 0 and not self.has_begun)
 
     def _ask_to_stop(self, message: Stop) -> None:
         self._asked_to_stop = True
@@ -311,7 +316,10 @@ class Processes:
             text = f"{culprit.text}: {culprit.failure.text}"
             return ExitStatus(1, text, lost=culprit.name, is_faulty=True)
         text = f"{culprit.text} failed at {culprit.doing}: {culprit.failure.text}"
-        return ExitStatus(1, text, culprit.failure.traceback, awaited=culprit.failure.peer)
+        peer, names = culprit.failure.peer, {child.name for child in self._children}
+        # Two children that wait for each other have been held up, and so has one that waits for the launcher.
+        lost = culprit.name if peer == "the launcher" else peer if peer in names else ""
+        return ExitStatus(1, text, culprit.failure.traceback, lost=lost, awaited="" if lost else peer)
 
     def _gather_reports(self, on_message: Callable[[Any], None]) -> None:
         """Listen for a moment: the other children notice a failure too, and may know its cause."""

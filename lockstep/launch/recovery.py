@@ -13,6 +13,7 @@ from lockstep.config.rules import on_failure_of, settle
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.hosts.rendezvous import HostFailed, HostLost
+from lockstep.hosts.store import StoreLost
 from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import Console
 from lockstep.launch.hosting import JointEnd, Rejoining, SingleHost
@@ -22,7 +23,7 @@ from lockstep.launch.template import Template
 from lockstep.loading.orders import Orders
 from lockstep.memory.host import HostBlock
 from lockstep.runs.checkpoint_files import find_checkpoint, remove_unfinished
-from lockstep.runs.folder import RunFolder
+from lockstep.runs.folder import RunFolder, lock_if_free
 from lockstep.runs.network_source import NetworkSource
 from lockstep.runs.plan import FailureRate, HostConnection, RunPlan
 from lockstep.runs.snapshot import MemoryCheckpoint, Retained
@@ -49,17 +50,26 @@ class Failures:
     furthest: int = -1
     n_in_vain: int = 0
     rate: FailureRate = field(default_factory=lambda: FailureRate(0, time.monotonic()))
+    _attempt: "Attempt | None" = None  # that has failed last
 
-    def add(self, exit_status: ExitStatus, step: int) -> int:
-        """Add a failure. Return how many there were before it since the run last made progress.
+    def n_before(self, attempt: "Attempt", step: int) -> int:
+        """Return how many failures there were before that of `attempt`, since the run last made progress.
 
         Args:
+            attempt: The present one, whether its failure has been added or not.
             step: The last completed step, counted from the start of the run.
         """
-        self.loss = _Loss(exit_status, step, time.monotonic())
-        n_before = 0 if step > self.furthest >= 0 else self.n_in_vain
+        if attempt is self._attempt:
+            return self.n_in_vain - 1
+        return 0 if step > self.furthest >= 0 else self.n_in_vain
+
+    def add(self, attempt: "Attempt", exit_status: ExitStatus, step: int) -> int:
+        """Add the failure of an attempt, or replace its cause. Return the number of those before it."""
+        n_before = self.n_before(attempt, step)
+        if attempt is not self._attempt:
+            self.rate = FailureRate(self.rate.n + 1, self.rate.begin)
+        self.loss, self._attempt = _Loss(exit_status, step, time.monotonic()), attempt
         self.furthest, self.n_in_vain = max(step, self.furthest), n_before + 1
-        self.rate = FailureRate(self.rate.n + 1, self.rate.begin)
         return n_before
 
 
@@ -188,18 +198,31 @@ class Recovery:
                 self._check_source(found)
                 self._begin(found)
             return exit_status, found
-        except HostLost as lost:
-            if self._rejoins(attempt, exit_status):
-                self._begin_rejoining(attempt, lost, step)
-                raise Rejoining(lost) from None
-            failed: HostFailed = lost
-        except HostFailed as other:
-            failed = other
         except UserError as error:
             return exit_status.followed_by(str(error)), None
+        except (HostFailed, StoreLost) as error:
+            return self._without_host(attempt, exit_status, step, error), None
+
+    def _without_host(
+        self, attempt: Attempt, exit_status: ExitStatus, step: int, error: HostFailed | StoreLost
+    ) -> ExitStatus:
+        """Save what is only in memory, after the failure of another host. Return how the run ends.
+
+        Raises:
+            Rejoining: The other host is to be waited for.
+        """
+        interrupts = self._context.interrupts
+        if interrupts.at_once:
+            return ExitStatus.stopped_by(interrupts)
+        failed = self._context.host.cause_of(error)
+        if exit_status.code:  # else the run is complete
+            self._save(attempt)
+        if isinstance(failed, HostLost) and self._rejoins(attempt, exit_status, step):
+            self._begin_rejoining(attempt, failed, step)
+            raise Rejoining(failed, time.monotonic() + attempt.config.rejoin_seconds) from None
         if exit_status.message and not exit_status.awaited:  # this host's own failure
-            return exit_status, None
-        return ExitStatus(failed.code, str(failed), awaited=failed.peer), None
+            return exit_status
+        return ExitStatus(failed.code, str(failed), awaited=failed.peer)
 
     def _next(
         self, attempt: Attempt, exit_status: ExitStatus, step: int
@@ -246,7 +269,7 @@ class Recovery:
         self._blocks = blocks
 
     def _next_after_loss(self, attempt: Attempt, end: JointEnd) -> Attempt | None:
-        n_in_vain = self._failures.add(end.exit_status, end.step)
+        n_in_vain = self._failures.add(attempt, end.exit_status, end.step)
         event = {"lost": end.exit_status.lost, "failure": end.exit_status.message, "step": end.step}
         self._console.log("lost", event)
         common = [each for each in self._memory if each.checkpoint.moment == end.moment]
@@ -319,35 +342,52 @@ class Recovery:
         left = interrupts.since + config.preempt_seconds - time.monotonic()
         return left < min(reserve, config.preempt_seconds / 2)
 
-    def _rejoins(self, attempt: Attempt, exit_status: ExitStatus) -> bool:
+    def _rejoins(self, attempt: Attempt, exit_status: ExitStatus, step: int) -> bool:
         """Return whether the run waits for a launcher that was lost."""
         config, is_done = attempt.config, not exit_status.code
-        may_fail = on_failure_of(config) != "stop" and self._failures.n_in_vain < config.max_restarts
+        n_before = self._failures.n_before(attempt, step)
+        may_fail = on_failure_of(config) != "stop" and n_before < config.max_restarts
         return config.rejoin_seconds > 0 and may_fail and not is_done and not self._context.interrupts.code
 
     def _begin_rejoining(self, attempt: Attempt, lost: HostLost, step: int) -> None:
-        """Save what the host that comes back needs, and release the run's folder."""
+        """Log the loss, and release the memory files and the run's folder."""
         status = ExitStatus(lost.code, str(lost), lost=f"{lost.peer}: its launcher")
-        self._failures.add(status, step)
-        try:
-            self._write_out(attempt)
-        except UserError as error:
-            self._console.say(f"note: {error}")
+        self._failures.add(attempt, status, step)
         seconds = f"{attempt.config.rejoin_seconds:g} s"
         self._keep([])
         self._console.log("waiting", {"lost": status.lost, "failure": status.message, "step": step})
         self._console.close(f"{status.message}; waiting up to {seconds} for it to come back", "stdout")
         attempt.run.lock.close()
 
+    def _save(self, attempt: Attempt) -> None:
+        """Write the memory checkpoint to the disk, where it can be written; else say why."""
+        try:
+            if self._memory and not self._is_on_disk(self._memory[-1]):
+                self._write_out(attempt)
+        except UserError as error:
+            self._console.say(f"note: {error}")
+
     def _write_out(self, attempt: Attempt) -> None:
         """Write the memory checkpoint to the disk, if there is one, in a process that no signal stops.
+
+        Where hosts share the folder, host 0 does so for all, or one of the others if host 0 has ended.
 
         Raises:
             UserError: It is damaged, or can't be written.
         """
-        folder = attempt.run.folder
-        if not self._memory or not self._context.host.writes:
+        if not self._memory:
             return
+        lock = attempt.run.lock if self._context.host.writes else lock_if_free(attempt.run.folder)
+        if lock is None:
+            return
+        try:
+            self._write(attempt)
+        finally:
+            if lock is not attempt.run.lock:
+                lock.close()
+
+    def _write(self, attempt: Attempt) -> None:
+        folder = attempt.run.folder
         if not self._memory[-1].is_whole():
             raise UserError(f"{folder}: the memory checkpoint is damaged, so only older ones are on the disk")
         _remove_unfinished(folder)

@@ -1,6 +1,7 @@
 """Programs that the launcher starts beside a run: the conversion of images, and the report."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.files import program_folder
 from lockstep.launch.console import show
-from lockstep.signals import Interrupts, die_with_parent
+from lockstep.signals import Interrupts, die_with_parent, leave_stopping_to_launcher, stop_requests_blocked
 
 _PROGRAM = "lockstep.report"
 REPORT_SECONDS = 600.0  # the report limits itself to much less
@@ -22,13 +23,10 @@ def command_of(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", module, *arguments]
 
 
-def start_program(
-    interrupts: Interrupts, module: str, *arguments: str, **options: Any
-) -> "subprocess.Popen[bytes]":
+def start_program(module: str, *arguments: str, **options: Any) -> "subprocess.Popen[bytes]":
     """Start a module of the program folder as a process that ends with this one, not at a signal.
 
     Args:
-        interrupts: The launcher's signal handling.
         module: The module to run, from any working directory.
         arguments: Its command line.
         options: Further options of subprocess.Popen.
@@ -39,23 +37,27 @@ def start_program(
     path = [str(program_folder()), *filter(None, sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     command = command_of(module, *arguments)
-    with interrupts.ignored_by_children():
-        return subprocess.Popen(command, env=environment, preexec_fn=die_with_parent, **options)  # noqa: PLW1509
+    with stop_requests_blocked():
+        return subprocess.Popen(command, env=environment, preexec_fn=_begin, **options)  # noqa: PLW1509
+
+
+def _begin() -> None:
+    die_with_parent()
+    leave_stopping_to_launcher(signal.SIG_IGN)
 
 
 @contextmanager
-def live_report(config: Config, folder: Path, interrupts: Interrupts) -> Iterator[None]:
+def live_report(config: Config, folder: Path) -> Iterator[None]:
     """Keep the run's report current during the block, with `report: live`, in a separate process.
 
     Args:
         config: The run's configuration.
         folder: The run's folder.
-        interrupts: The launcher's.
     """
     if config.report != "live" or config.host_rank:
         yield
         return
-    process = start_program(interrupts, _PROGRAM, str(folder), "--live")
+    process = start_program(_PROGRAM, str(folder), "--live")
     show(f"report: {folder / 'report.html'} reloads itself during the run", "stdout")
     try:
         yield
@@ -73,7 +75,7 @@ def write_report(folder: Path, interrupts: Interrupts) -> None:
     """
     again = f"to try again: {' '.join(command_of(_PROGRAM, str(folder)))}"
     interrupts.leave(f"stopped as asked: the run is complete, its report was not written; {again}")
-    process = start_program(interrupts, _PROGRAM, str(folder))
+    process = start_program(_PROGRAM, str(folder))
     try:
         code = process.wait(REPORT_SECONDS)
     except subprocess.TimeoutExpired:

@@ -11,6 +11,7 @@ import atexit
 import importlib
 import io
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -20,17 +21,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from lockstep.comm.pipes import Pipe
-from lockstep.errors import PeerLost, PeerProblem
+from lockstep.comm.pipes import START_SECONDS, Pipe
+from lockstep.errors import DeadlinePassed, PeerLost, PeerProblem
 from lockstep.launch.child_main import ChildStart, child_main
 from lockstep.memory.host import HostBlock
-from lockstep.signals import STOP_SIGNAL, Interrupts, adopt_orphans, die_with_parent, set_process_name
+from lockstep.signals import (
+    STOP_SIGNAL,
+    adopt_orphans,
+    die_with_parent,
+    leave_stopping_to_launcher,
+    set_process_name,
+    stop_requests_blocked,
+)
 
 _NAME = "the template process"
 _CODE = """import json, sys
@@ -39,6 +47,7 @@ from lockstep.launch.template import run_template
 run_template(connection, launcher, modules)
 """
 _REPLACEMENTS = 3  # of a template that does not answer, for one child
+_SLICE_SECONDS = 0.25  # between two looks for a signal while the template is awaited
 _POLL_SECONDS = 0.0002  # between two looks for the exit of the process in between
 
 
@@ -106,31 +115,32 @@ class Template:
 
     Args:
         modules: Imported by the template, for all its children.
-        interrupts: The launcher's signal handling.
-        timeout: Seconds for which the template may take to answer; importing may take longer.
     """
 
-    def __init__(self, modules: Sequence[str], interrupts: Interrupts, timeout: float = 120.0) -> None:
-        self.timeout = timeout
-        self._modules, self._interrupts = tuple(modules), interrupts
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._modules = tuple(modules)
         adopt_orphans()
         self._begin()
 
-    def start(self, start: ChildStart) -> ForkedProcess:
-        """Fork a child that runs `child_main(start)`.
+    def start(self, start: ChildStart, is_stopped: Callable[[], bool] = lambda: False) -> ForkedProcess:
+        """Fork a child that runs `child_main(start)`, within its `timeout`; importing may take longer.
+
+        Args:
+            start: The child's parameters.
+            is_stopped: Returns whether a signal ends the run; its handler may change that at any moment.
 
         Raises:
             OSError: The operating system refuses another process.
             PeerProblem: The template does not answer, and neither do those that replace it.
+            KeyboardInterrupt: `is_stopped` holds before the template has answered.
         """
         for _ in range(_REPLACEMENTS):
             try:
-                return self._ask(start)
+                return self._ask(start, is_stopped)
             except PeerProblem:  # it was killed, or stands still
-                self.close()
-                self._begin()
+                self._replace()
         try:
-            return self._ask(start)
+            return self._ask(start, is_stopped)
         except PeerProblem as problem:
             text = f"{problem}; it was started {_REPLACEMENTS + 1} times, last as pid {self._process.pid}"
             raise type(problem)(problem.peer, text) from problem
@@ -141,17 +151,21 @@ class Template:
         self._process.wait()
         self._pipe.close()
 
+    def _replace(self) -> None:
+        self.close()
+        self._begin()
+
     def _begin(self) -> None:
         ours, theirs = multiprocessing.Pipe()
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         setting = [theirs.fileno(), os.getpid(), list(map(str, sys.path)), self._modules]
         command = [sys.executable, *flags, "-c", _CODE, json.dumps(setting)]
-        with self._interrupts.ignored_by_children():
+        with stop_requests_blocked():
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         theirs.close()
-        self._pipe = Pipe(ours, _NAME, self.timeout)
+        self._pipe, self._has_answered = Pipe(ours, _NAME, START_SECONDS), False
 
-    def _ask(self, start: ChildStart) -> ForkedProcess:
+    def _ask(self, start: ChildStart, is_stopped: Callable[[], bool]) -> ForkedProcess:
         sentinel, childs_end = os.pipe()
         confirmation, confirming = os.pipe()
         try:
@@ -161,6 +175,7 @@ class Template:
             self._pipe.send(_Request(payload, dict(os.environ), len(descriptors), open_files))
             for descriptor in descriptors:
                 self._pipe.send_descriptor(descriptor)
+            self._await_answer(start, is_stopped)
             forked = self._pipe.receive(_Forked, f"to start {start.name}")
             if forked.error:
                 raise OSError(forked.error, os.strerror(forked.error))
@@ -172,6 +187,20 @@ class Template:
             for descriptor in (childs_end, confirmation, confirming):
                 os.close(descriptor)
         return ForkedProcess(forked.pid, sentinel)
+
+    def _await_answer(self, start: ChildStart, is_stopped: Callable[[], bool]) -> None:
+        """Wait in slices, which count while this process is awake. Raises as `start`."""
+        seconds = start.timeout if self._has_answered else max(START_SECONDS, start.timeout)
+        n_slices = math.ceil(seconds / _SLICE_SECONDS)
+        while not self._pipe.poll():
+            if is_stopped():
+                self._replace()  # this one may answer yet
+                raise KeyboardInterrupt
+            if n_slices == 0:
+                raise DeadlinePassed(_NAME, f"waited {seconds:g} s for {_NAME} to start {start.name}")
+            wait([self._pipe.fileno()], _SLICE_SECONDS)
+            n_slices -= 1
+        self._has_answered = True
 
 
 def run_template(connection: int, launcher: int, modules: Sequence[str]) -> None:
@@ -185,11 +214,10 @@ def run_template(connection: int, launcher: int, modules: Sequence[str]) -> None
     die_with_parent()
     if os.getppid() != launcher:
         return
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(launcher, STOP_SIGNAL))  # as its children do
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    leave_stopping_to_launcher(lambda *_: os.kill(launcher, STOP_SIGNAL))
     for module in modules:
         importlib.import_module(module)
-    start = _serve(Pipe(Connection(connection), "the launcher", 120.0))
+    start = _serve(Pipe(Connection(connection), "the launcher", START_SECONDS))
     if start is not None:
         _run_child(start)
 

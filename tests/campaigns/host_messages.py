@@ -106,7 +106,8 @@ def take_part(host: int, store: Store, weights_dir: Path, seconds: float) -> Non
     else:
         name = rendezvous._answer(store, 1, 2, until, farewell)
     config = config_of(host, weights_dir, seconds)
-    of_host = Rendezvous(2, host, HostConnection(("127.0.0.1", 29500), name, "10.0.0.7"), store.within(name))
+    connection = HostConnection(("127.0.0.1", 29500), name, "10.0.0.7")
+    of_host = Rendezvous(2, host, connection, store.within(name), Interrupts())
     launcher = _Host(of_host, seconds)
     addresses = of_host.gather("address", "10.0.0.7", seconds)
     check_reachable(addresses)
@@ -119,7 +120,7 @@ def take_part(host: int, store: Store, weights_dir: Path, seconds: float) -> Non
         own = AttemptEnd(
             "lost", 0, "trainer 0", "trainer 0 (pid 4711) was killed", 3, ((1, 8, 0), (1, 16, 0))
         )
-        ends = exchange_ends(of_host, _WELL, 0, own, lambda: False, seconds)
+        ends = exchange_ends(of_host, _WELL, 0, own, seconds)
         assert "\n" not in describe_losses(ends) and newest_common(ends) in (None, *own.moments)
         seen = Seen()
         for _ in range(2):

@@ -1,9 +1,12 @@
 """Runs over several hosts that resume after a failure on any of them, to the bits of the unbroken run."""
 
+import ctypes
 import json
 import os
 import signal
+import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from two_hosts import end_well, start, start_one, tensors_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 WORDS = ("n_epochs=12", "snapshot_freq=6")
 EVERY_STEP = "memory_checkpoint_seconds=1e-6"
+_PIDFD_GETFD = 438  # the number of the system call (Linux 5.6)
 _ENDS: dict[tuple[str, ...], bytes] = {}  # of the unbroken runs
 
 
@@ -116,6 +120,36 @@ def test_a_process_that_stands_still_is_recovered_from(program: Program) -> None
     assert_recovered(running, expected, "host 1: trainer 1")
 
 
+def cut_connections(pid: int, but: int) -> None:
+    """Shut down all TCP connections of a process, except those to a port."""
+    pidfd = os.pidfd_open(pid)
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        if not os.readlink(path).startswith("socket:"):
+            continue
+        descriptor = ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, int(path.name), 0)
+        with socket.socket(fileno=descriptor) as copied:
+            if copied.family in (socket.AF_INET, socket.AF_INET6) and copied.type == socket.SOCK_STREAM:
+                with suppress(OSError):  # it listens
+                    if copied.getpeername()[1] != but:
+                        copied.shutdown(socket.SHUT_RDWR)
+    os.close(pidfd)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes descriptors of another process")
+def test_a_lost_connection_between_hosts_is_recovered_from(program: Program) -> None:
+    """All processes are well."""
+    expected, port = unbroken_end(program), free_port()
+    running = start(program, *WORDS, EVERY_STEP, port=port)
+    running[0].wait_for_text("epoch 4/12: validation")
+    cut_connections(running[1].pids()["trainer 0"], port)
+    assert_same_end(running, expected)
+    for each in running:
+        (line,) = lines_of(each, "recovered: ")
+        assert "resumed from memory" in line
+        (event,) = events(each, "recovered")
+        assert "the connection to trainer 0 of host " in event["lost"]
+
+
 def test_a_process_that_is_lost_while_others_start_is_recovered_from(program: Program) -> None:
     expected = unbroken_end(program)
     running = start(program, *WORDS)
@@ -190,6 +224,24 @@ def test_ctrl_c_in_a_recovery_saves_the_memory_checkpoint(program: Program) -> N
         assert each.last_line().startswith("lockstep: stopped as asked; saved "), each.output()
         each.assert_nothing_left()
     assert_same_end(start(program, *WORDS, "resume_train=auto"), expected)
+
+
+def test_a_second_ctrl_c_ends_the_wait_for_the_other_host(program: Program) -> None:
+    """The other launcher stands still, so it does not say how the attempt ended there."""
+    running = start(program, *WORDS, "timeout=600")
+    running[0].wait_for_text("epoch 4/12: validation")
+    os.kill(running[1].process.pid, signal.SIGSTOP)
+    os.kill(running[0].pids()["trainer 1"], signal.SIGKILL)
+    time.sleep(limit(3))  # until it has ended its processes
+    running[0].process.send_signal(signal.SIGINT)
+    time.sleep(1.2)
+    running[0].process.send_signal(signal.SIGINT)
+    assert running[0].wait(20) == 130, running[0].output()
+    assert running[0].last_line() == "lockstep: host 0: stopped at once, without saving"
+    running[1].process.kill()
+    for each in running:
+        each.process.wait()
+        each.assert_nothing_left()
 
 
 def test_a_loss_in_a_run_that_is_asked_to_stop_saves_the_memory_checkpoints_of_all_hosts(
@@ -273,6 +325,69 @@ def test_a_launcher_that_comes_back_is_waited_for(program: Program, victim: int,
     assert f"host {victim}: its launcher has exited" in line and "; resumed from epoch_000" in line
     (event,) = events(stays, "recovered")
     assert event["lost"] == f"host {victim}: its launcher"
+
+
+def kill_and_begin_again(hosts: Hosts, victim: int) -> None:
+    lost = hosts.running[victim]
+    lost.process.kill()
+    lost.process.wait()
+    lost.assert_nothing_left()
+    hosts.running[victim] = hosts.begin(victim)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_launcher_that_is_lost_in_a_recovery_is_waited_for(program: Program, victim: int) -> None:
+    """A trainer was killed just before, so both hosts agree on how to resume, or start processes."""
+    expected = unbroken_end(program)
+    hosts = Hosts(program)
+    hosts.running[0].wait_for_text("epoch 4/12: validation")
+    os.kill(hosts.running[1].pids()["trainer 0"], signal.SIGKILL)
+    stays = hosts.running[1 - victim]
+    wait_until(lambda: bool(events(stays, "lost")), "the first loss")
+    kill_and_begin_again(hosts, victim)
+    assert_same_end(hosts.running, expected)
+    assert lines_of(stays, "recovered: ")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_launcher_that_is_lost_again_as_it_comes_back_is_waited_for(
+    program: Program, victim: int, seconds: float
+) -> None:
+    """At different moments of its start: while it joins, agrees, or starts processes."""
+    expected = unbroken_end(program)
+    hosts = Hosts(program)
+    hosts.running[0].wait_for_text("epoch 4/12: validation")
+    kill_and_begin_again(hosts, victim)
+    log = hosts.running[victim].run_folder / hosts.running[victim].log
+    n_before, stays = log.read_text().count("\n"), hosts.running[1 - victim]
+    stays.wait_for_text("for it to come back")
+    if seconds:
+        wait_until(lambda: log.read_text().count("\n") > n_before, "a start")
+        time.sleep(seconds - 0.3)
+    else:
+        time.sleep(0.5)
+    kill_and_begin_again(hosts, victim)
+    assert_same_end(hosts.running, expected)
+
+
+@pytest.mark.parametrize("folders", [("a", "b"), ("shared", "shared")], ids=["own folders", "one folder"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_after_a_launcher_is_lost_what_is_in_memory_is_saved(
+    program: Program, victim: int, folders: tuple[str, str]
+) -> None:
+    words = ("n_epochs=12", "snapshot_freq=12", "val_freq=12", EVERY_STEP, "resume_train=auto")
+    expected = unbroken_end(program, "val_freq=12")
+    running = start(program, *words, folders=folders)
+    running[0].wait_for_text("epoch 4 step 2/")
+    running[victim].process.kill()
+    stays = running[1 - victim]
+    assert stays.wait(30) == 1
+    assert stays.last_line().startswith(f"lockstep: host {victim}: its launcher has exited"), stays.output()
+    (line,) = lines_of(stays, "saved ")
+    assert "epoch_0004_at_" in line
+    running[victim].process.wait()
+    assert_same_end(start(program, *words, folders=folders), expected)
 
 
 def test_a_launcher_that_does_not_come_back_ends_the_run(program: Program) -> None:

@@ -402,6 +402,31 @@ def test_a_stopped_process_is_the_cause_without_waiting_for_more_reports(
     assert found.lost == "trainer 1" and f"trainer 1 (pid {pid}) has stood still" in found.message
 
 
+def miss(control: object, board: object, peer: str) -> None:
+    """A child's work: it waits for another process in vain."""
+    raise DeadlinePassed(peer, f"waited 1 s for {peer} (a test)")
+
+
+@pytest.mark.parametrize(
+    ("awaited", "lost", "other_host"),
+    [
+        ({"trainer 0": "loader 0", "loader 0": "trainer 0"}, {"trainer 0", "loader 0"}, ""),
+        ({"trainer 0": "the launcher"}, {"trainer 0"}, ""),
+        ({"trainer 0": "host 1"}, {""}, "host 1"),
+    ],
+    ids=["each other", "the launcher", "another host"],
+)
+def test_processes_that_were_held_up_count_as_lost_and_the_run_resumes(
+    awaited: dict[str, str], lost: set[str], other_host: str
+) -> None:
+    """As after a pause of the whole machine that is longer than `timeout`."""
+    with processes.Processes(60, Interrupts()) as children:
+        for name, peer in awaited.items():
+            children.start(name, "test_ending:miss", (peer,))
+        found = children.watch(lambda message: None)
+    assert found.code == 1 and found.lost in lost and found.awaited == other_host
+
+
 def talk(control: Pipe, board: object, path: Path) -> None:
     """A child's work: send numbers for ever, and keep the last one that was sent in a file."""
     file = os.open(path, os.O_WRONLY)

@@ -159,6 +159,30 @@ def test_hangups_are_one_wish_to_stop_unless_they_are_ignored(command: str, rece
     assert done.stdout.strip() == received, done.stderr
 
 
+ARRIVING = """
+import os, signal, sys, threading, time
+from lockstep.signals import Interrupts, stop_requests_blocked
+
+interrupts = Interrupts()
+interrupts.install("stopped as asked")
+interrupts.note()
+if sys.argv[1] == "two threads":
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+with stop_requests_blocked():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+print(interrupts.code, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("threads", ["one thread", "two threads"])
+def test_a_signal_that_comes_while_a_process_is_started_is_not_lost(threads: str) -> None:
+    command = [sys.executable, "-c", ARRIVING, threads]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(30))
+    assert done.stdout == "143\n", done.stderr
+
+
 @pytest.mark.parametrize("redirection", [">&- 2>&-", ">/dev/full 2>&1"])
 def test_it_leaves_where_its_last_words_cant_be_said(redirection: str) -> None:
     """A handler's exception would be taken for one of what it interrupts."""

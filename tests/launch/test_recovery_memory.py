@@ -209,6 +209,7 @@ def test_a_launcher_that_waits_for_a_lost_one_keeps_no_memory_file(
         raise HostLost(1, "host 1 has not been heard of")
 
     monkeypatch.setattr(SingleHost, "join_ends", lose)
+    monkeypatch.setattr(SingleHost, "cause_of", lambda self, error: error)
     monkeypatch.setattr(Recovery, "_rejoins", lambda *arguments: True)
     monkeypatch.setattr(Recovery, "_write_out", lambda *arguments: None)
     with pytest.raises(Rejoining):

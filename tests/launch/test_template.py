@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import Program, Running, wait_until
+from limits import limit
 
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import PeerLost, PeerProblem
@@ -87,7 +88,7 @@ def test_sigterm_to_the_template_stops_the_run_in_good_order(program: Program) -
 @pytest.fixture
 def template() -> Iterator[Template]:
     """Return a template of this process, which is a subreaper until the end of the test."""
-    template = Template(["test_template"], Interrupts(), timeout=1.0)
+    template = Template(["test_template"])
     yield template
     template.close()
     ctypes.CDLL(None).prctl(36, 0)  # PR_SET_CHILD_SUBREAPER: orphans of other tests belong to init again
@@ -148,7 +149,7 @@ def test_a_launcher_with_many_open_files_ends_its_children(template: Template) -
 
 def test_a_template_that_stands_still_is_replaced(template: Template) -> None:
     heard: list[object] = []
-    with Processes(60, template=template) as children:
+    with Processes(1, template=template) as children:
         children.start("trainer 0", "test_template:report", ("first",))
         assert children.watch(heard.append) == processes.ExitStatus(0)
         stopped = template._process
@@ -157,6 +158,37 @@ def test_a_template_that_stands_still_is_replaced(template: Template) -> None:
         assert children.watch(heard.append) == processes.ExitStatus(0)
     wait_until(lambda: stopped.poll() is not None, "the end of the first template")
     assert len(heard) == 2 and "second" in str(heard[1])
+
+
+def test_a_signal_ends_the_wait_for_a_template_and_the_next_child_is_the_right_one(
+    template: Template,
+) -> None:
+    interrupts, heard = Interrupts(), list[object]()
+    stopped = template._process
+    os.kill(stopped.pid, signal.SIGSTOP)
+    interrupts.code = 130
+    begin = time.monotonic()
+    with Processes(600, interrupts, template=template) as children, pytest.raises(KeyboardInterrupt):
+        children.start("trainer 0", "test_template:report", ("first",))
+    assert time.monotonic() - begin < limit(10)
+    with Processes(600, template=template) as children:
+        children.start("the writer", "test_template:report", ("second",))
+        assert children.watch(heard.append) == processes.ExitStatus(0)
+    assert len(heard) == 1 and "second" in str(heard[0])
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_recovery_whose_template_stands_still_saves_what_is_in_memory(program: Program) -> None:
+    running = program.start(*LONG, "memory_checkpoint_seconds=1e-6", "timeout=600")
+    running.wait_for_text("step 4/6")
+    os.kill(template_of(running), signal.SIGSTOP)
+    os.kill(running.pids()["trainer 1"], signal.SIGKILL)
+    log = running.run_folder / "log.jsonl"
+    wait_until(lambda: '"event": "lost"' in log.read_text(), "the loss")
+    running.process.send_signal(signal.SIGINT)
+    assert running.wait() == 130, running.output()
+    assert "stopped as asked; saved" in running.last_line()
+    running.assert_nothing_left()
 
 
 @pytest.mark.parametrize("n_killed", [2, 4])
