@@ -4,14 +4,14 @@
     python preprocessing/make_hkl.py data/fashion_png data/fashion32 --size 32
     python -m benchmarks.recipes       three seeds of 8 epochs each, then 24 epochs of Lockstep with one
     python -m benchmarks.recipes --seeds 1 --epochs 2 --long 0 --out trial
-    python -m benchmarks.recipes --only imbalance       the second part alone
+    python -m benchmarks.recipes --only timm            one part alone
 
 They train in turns, each in its own processes: Lockstep with two trainers and two loaders, the others with
 two threads and two workers of their DataLoader. timm's train.py is not part of its package, so a loop of its
-parts stands for it, where timm is installed. Then Lockstep trains on a copy of the dataset with 1 % of
-three classes, without and with weights and sampler. The results go to docs/results/recipes.md, with a chart;
-each part says when it was measured. A journal beside them resumes an interrupted run: it takes hours on two
-cores.
+parts stands for it, with one seed, where timm is installed. Then Lockstep trains on a copy of the dataset
+with 1 % of three classes, without and with weights and sampler. The results go to docs/results/recipes.md,
+with charts; each part says when it was measured. A journal beside them resumes an interrupted run: it takes
+hours on two cores.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from lockstep.config import Config, Layer, resolve
 from lockstep.data.dataset import open_dataset
 
 OURS = "Lockstep, 2 trainers"
-PEERS = {"plain PyTorch": "benchmarks.recipes.plain", "timm's parts": "benchmarks.recipes.by_timm"}
+PLAIN, TIMM = "plain PyTorch", "timm's parts"
+PEERS = {PLAIN: "benchmarks.recipes.plain", TIMM: "benchmarks.recipes.by_timm"}
 REMEDIES: dict[str, dict[str, str]] = {
     "none": {},
     "class_weights: balanced": {"class_weights": "balanced"},
@@ -52,7 +54,7 @@ def ours(options: argparse.Namespace, place: Path, n_epochs: int, seed: int, **k
     given |= {"weights_dir": str(place.parent), "run_name": place.name, **keys}
     words = [f"{key}={value}" for key, value in given.items()]
     command = [sys.executable, "train.py", "--config", "config_small_images.yaml", *words]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     events = [json.loads(line) for line in (place / "log.jsonl").read_text().splitlines()]
     begin = next(event["time"] for event in events if event["event"] == "implementations")  # the first step
     validated = [event for event in events if event["event"] == "validated"]
@@ -68,18 +70,20 @@ def by_peer(module: str, options: argparse.Namespace, n_epochs: int, seed: int) 
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def programs() -> list[str]:
-    """Return the programs that can train here: without timm where it or its torchvision can't be imported."""
+def has_timm() -> bool:
+    """Return whether timm and its torchvision can be imported."""
     try:
         importlib.import_module("timm")
     except Exception:  # not installed, or built for another torch
-        return [OURS, "plain PyTorch"]
-    return [OURS, *PEERS]
+        return False
+    return True
 
 
-def learn_all(options: argparse.Namespace, journal: Journal, place: Path) -> dict[str, list[Curve]]:
-    """Return the curves of all programs for all seeds, in turns, then Lockstep's of the long run."""
-    curves: dict[str, list[Curve]] = {program: [] for program in programs()}
+def learn_all(
+    programs: Sequence[str], options: argparse.Namespace, journal: Journal, place: Path
+) -> dict[str, list[Curve]]:
+    """Return the curves of programs for all seeds, in turns, then Lockstep's of the long run."""
+    curves: dict[str, list[Curve]] = {program: [] for program in programs}
     runs = [(program, options.epochs, seed) for seed in range(options.seeds) for program in curves]
     for program, n_epochs, seed in [*runs, *([(OURS, options.long, 0)] if options.long else [])]:
 
@@ -151,23 +155,24 @@ def comparison(program: str, mine: list[float], theirs: list[float], library: st
     )
 
 
-def accuracy_section(options: argparse.Namespace, curves: dict[str, list[Curve]]) -> Part:
-    """Return the table of the programs and the comparison with the targets."""
+def accuracy_section(options: argparse.Namespace, curves: dict[str, list[Curve]], chart: str) -> Part:
+    """Return the table of the programs and the comparison with the targets; draw the chart."""
+    draw(curves, options.out / chart)
     long_head = f"{options.long} epochs, top-1 in %" if options.long else "longer"
     head = "program", "top-1 in %", "seconds, by seed", f"seconds to {ACCURACY} %, by seed", long_head
     short = {program: every[: options.seeds] for program, every in curves.items()}
     rows = [row_of(program, short[program], every[options.seeds :]) for program, every in curves.items()]
     mine = accuracies(short.pop(OURS))
     lines = [f"Accuracy: {verdict(statistics.mean(mine), ACCURACY)}."]
-    lines += [f"{each}: not compared, because timm can't be imported." for each in PEERS if each not in short]
     for program, every in short.items():
         lines.append(comparison(program, mine, accuracies(every), str(every[0][0]["library"])))
     if options.long:
         reached = accuracies(curves[OURS])[-1]
         lines.append(f"{options.long} epochs: {verdict(reached, LONG_ACCURACY)}.")
-    title = f"Fashion-MNIST, ResNet-20, {options.epochs} epochs, seeds 0 to {options.seeds - 1}"
-    chart = ["", "![Accuracy by time](recipes.png)", ""]
-    return "\n".join([table(title, [head, *rows]), *lines, *chart]), {"recipes": curves}
+    seeds = f"seeds 0 to {options.seeds - 1}" if options.seeds > 1 else "seed 0"
+    title = f"Fashion-MNIST, ResNet-20, {options.epochs} epochs, {seeds}"
+    picture = ["", f"![Accuracy by time]({chart})", ""]
+    return "\n".join([table(title, [head, *rows]), *lines, *picture]), {"recipes": curves}
 
 
 def imbalanced_section(options: argparse.Namespace, scores: dict[str, list[float]]) -> Part:
@@ -207,16 +212,22 @@ def read_command_line() -> argparse.Namespace:
     parser.add_argument("--long", type=int, default=24, help="epochs of one more run; 0: none (24)")
     parser.add_argument("--data", type=Path, default=Path("data/fashion32"), help="the dataset folder")
     parser.add_argument("--images", type=Path, default=Path("data/fashion_png"), help="its PNG files")
-    parser.add_argument("--only", choices=["recipe", "imbalance"], help="the part to measure (both)")
+    parser.add_argument("--only", choices=list(PARTS), help="the part to measure (all)")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="where to write")
     return parser.parse_args()
 
 
 def measure_recipe(options: argparse.Namespace, journal: Journal, place: Path) -> Part:
-    """Compare the recipe with its peers."""
-    curves = learn_all(options, journal, place)
-    draw(curves, options.out / "recipes.png")
-    return accuracy_section(options, curves)
+    """Compare the recipe with plain PyTorch."""
+    return accuracy_section(options, learn_all([OURS, PLAIN], options, journal, place), "recipes.png")
+
+
+def measure_timm(options: argparse.Namespace, journal: Journal, place: Path) -> Part:
+    """Compare the recipe with plain PyTorch and with timm, with one seed."""
+    if not has_timm():
+        return "timm: not compared, because it or its torchvision can't be imported.", {}
+    options = argparse.Namespace(**{**vars(options), "seeds": 1, "long": 0})
+    return accuracy_section(options, learn_all([OURS, *PEERS], options, journal, place), "recipes_timm.png")
 
 
 def measure_imbalance(options: argparse.Namespace, journal: Journal, place: Path) -> Part:
@@ -224,7 +235,7 @@ def measure_imbalance(options: argparse.Namespace, journal: Journal, place: Path
     return imbalanced_section(options, balance(options, journal, place))
 
 
-PARTS = {"recipe": measure_recipe, "imbalance": measure_imbalance}
+PARTS = {"recipe": measure_recipe, "timm": measure_timm, "imbalance": measure_imbalance}
 
 
 def write(folder: Path, measured: dict[str, Part]) -> Path:
