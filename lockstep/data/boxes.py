@@ -47,8 +47,11 @@ def draw_boxes(
 
 
 def middle_box(image_size: tuple[int, int], ratio: tuple[float, float]) -> tuple[int, int, int, int]:
-    """Return the largest rectangle in the middle whose ratio of columns to rows is in a range."""
+    """Return the largest rectangle in the middle whose ratio of columns to rows is in a range.
+
+    It has at least one row and one column, even if the ratio asks for less.
+    """
     height, width = image_size
-    rows = min(height, round(width / ratio[0]))
-    columns = min(width, round(height * ratio[1]))
+    rows = max(1, min(height, round(width / ratio[0])))
+    columns = max(1, min(width, round(height * ratio[1])))
     return (height - rows) // 2, (width - columns) // 2, rows, columns

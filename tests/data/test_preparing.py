@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SIZE, make_config, make_folder
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -102,12 +102,17 @@ def test_cut_copies_and_mirrors(size: int) -> None:
         assert (result == (window[:, ::-1] if mirrored else window)).all()
 
 
+RATIOS = st.one_of(st.floats(0.2, 5), st.floats(1e-4, 1e4))  # usual ones, and ones that no image has
+
+
 @given(
     st.tuples(st.integers(1, 60), st.integers(1, 60)),
     st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)).map(sorted),
-    st.tuples(st.floats(0.2, 5), st.floats(0.2, 5)).map(sorted),
+    st.tuples(RATIOS, RATIOS).map(sorted),
     st.integers(0, 99),
 )
+@example((256, 256), (0.08, 1), (1000, 1000), 0)
+@example((32, 32), (0.08, 1), (0.001, 0.01), 0)
 @settings(max_examples=60)
 def test_boxes_lie_in_the_image_with_the_area_and_ratio(
     image_size: tuple[int, int], scale: Any, ratio: Any, seed: int
@@ -122,8 +127,8 @@ def test_boxes_lie_in_the_image_with_the_area_and_ratio(
     assert ((n_rows - 0.5) * (n_columns - 0.5) <= scale[1] * height * width).all()
     assert ((n_columns + 0.5) / (n_rows - 0.5) >= ratio[0]).all()
     assert ((n_columns - 0.5) / (n_rows + 0.5) <= ratio[1]).all()
-    n_rows, n_columns = middle_box(image_size, tuple(ratio))[2:]
-    assert 0 <= n_rows <= height and 0 <= n_columns <= width
+    row, column, n_rows, n_columns = middle_box(image_size, tuple(ratio))
+    assert 0 <= row < row + n_rows <= height and 0 <= column < column + n_columns <= width
 
 
 def test_areas_are_uniform_and_every_place_occurs() -> None:
