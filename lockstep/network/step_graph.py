@@ -22,14 +22,15 @@ _WARM_UP = 3  # runs before the capture; libraries choose algorithms and allocat
 def why_not_captured(config: Config, on_gpu: bool) -> str:
     """Return the reason why steps are not captured, or '' if they are.
 
-    With `auto`, steps are captured on GPUs if the network runs the same code in every step. That is unknown
-    for networks from elsewhere.
+    With `auto`, steps are captured on GPUs if the network and the loss run the same code in every step. That
+    is unknown for networks and losses from elsewhere.
     """
     if config.cuda_graph != "auto" and (on_gpu or not config.cuda_graph):
         return "" if config.cuda_graph else "as asked"
     reasons = {
         "on CPUs": not on_gpu,
         f"{config.model} may do something else in each step": config.model.rpartition(":")[0] not in _KNOWN,
+        f"loss: {config.loss} may do something else in each step": config.loss is not None,
         "augment_on: loader puts minibatches in several places": config.augment_on == "loader",
         f"accumulate: {config.accumulate}": config.accumulate > 1,
         f"logical_ranks: {config.logical_ranks}": config.logical_ranks is not None,

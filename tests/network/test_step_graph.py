@@ -20,6 +20,7 @@ def test_auto_captures_what_is_the_same_in_every_step() -> None:
     assert captures() and captures(model="torchvision:resnet18")
     assert not captures(False) and not captures(False, cuda_graph=True)  # the latter: CPUs beside GPUs
     assert not captures(model="mine.nets:Net") and captures(model="mine.nets:Net", cuda_graph=True)
+    assert not captures(loss="mine.losses:focal") and captures(loss="mine.losses:focal", cuda_graph=True)
     assert not captures(augment_on="loader") and not captures(accumulate=2)
     assert not captures(cuda_graph=False)
 
