@@ -5,10 +5,12 @@ import re
 import typing
 from typing import Any, Literal
 
+import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, make_config
 
 from lockstep.config import Config, is_default
+from lockstep.config.augmentation import CROP_ARGS, crop_args_of
 from lockstep.config.layers import shipped
 
 _HINTS = typing.get_type_hints(Config)
@@ -47,6 +49,15 @@ def test_the_reference_lists_every_key_once_with_its_type_and_default() -> None:
     assert set(rows) == set(_HINTS) and len(_ROW.findall(text)) == len(_HINTS)
     for key, row in rows.items():
         assert row.startswith(row_start(key)) and len(row) > len(row_start(key)) + 10, row_start(key)
+
+
+def test_the_ranges_of_a_crop_can_be_copied_from_the_reference() -> None:
+    (row,) = re.findall(r"^\| `crop_args` .*", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE)
+    printed = {name: yaml.safe_load(text) for name, text in re.findall(r"`(\w+)` (\[.*?\])", row)}
+    crop_args = crop_args_of(make_config(crop="random_resized", crop_args=printed))
+    assert printed.keys() == crop_args.keys() == CROP_ARGS["random_resized"].keys()
+    for name, default in CROP_ARGS["random_resized"].items():
+        assert crop_args[name] == pytest.approx(default, abs=1e-3), name
 
 
 def test_config_yaml_explains_the_keys_that_people_set() -> None:
