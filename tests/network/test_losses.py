@@ -1,5 +1,6 @@
 """Losses: weights of classes, functions of one's own, and what such a function may not return."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_config
+from multilabel_folders import make_multilabel_set
 from small_replicas import make_batch, make_replica, recorder
 
 from lockstep.errors import UserError
@@ -141,6 +143,18 @@ def test_mixing_losses_of_several_classes_mixes_their_targets() -> None:
     own, other = (loss.of_each(logits(), labels, SAMPLES) for labels in (TARGETS, others))
     mixed = weights[:, None] * TARGETS + (1 - weights[:, None]) * others
     assert torch.allclose(torch.lerp(other, own, weights), loss.of_each(logits(), mixed, SAMPLES), atol=1e-6)
+
+
+def test_mixing_interpolates_an_own_loss_which_gets_whole_targets(tmp_path: Path) -> None:
+    folder, own = make_multilabel_set(tmp_path / "set"), "test_losses:brier"
+    replica = make_replica(folder, n_classes=4, loss=own, mixup=1.0, **BINARY)
+    batch, labels, weights = make_batch(0), TARGETS.repeat(2, 1), torch.linspace(0, 1, 6)
+    mixed = dataclasses.replace(batch, labels=labels, other_labels=labels.roll(1, 0), label_weights=weights)
+    losses = recorder()
+    replica.forward_backward(mixed, 6, 0, losses)
+    outputs = replica._forward(batch.images)[0]
+    others, own_losses = (brier(outputs, each.float()) for each in (mixed.other_labels, labels))
+    assert losses.sums()[0] == pytest.approx(torch.lerp(others, own_losses, weights).sum().item(), rel=1e-5)
 
 
 def test_an_own_loss_gets_numbers_for_several_classes() -> None:
