@@ -9,7 +9,7 @@ from lockstep.comm.messages import Order
 from lockstep.config import Config
 from lockstep.config.augmentation import makes_images
 from lockstep.data.dataset import Dataset, with_mean
-from lockstep.errors import UserError
+from lockstep.data.split import Split
 from lockstep.loading.host import HostFiller, HostRing
 from lockstep.loading.reader import Reader
 from lockstep.loading.slots import RingShape
@@ -27,13 +27,10 @@ def draw_sheet(config: Config, dataset: Dataset, size: tuple[int, int]) -> Image
         size: Rows and columns of the network's images.
 
     Raises:
-        UserError: A file can't be read, or an argument does not fit the images.
+        UserError: An image can't be read, or an argument does not fit the images.
     """
-    if not dataset.train.files:
-        raise UserError("a sheet of augmented images needs a dataset folder: set data_folder")
-    n_images = min(N_IMAGES, len(dataset.train), dataset.train.files[0].shape[0])
-    stored = np.empty((n_images, *dataset.image_shape), np.uint8)
-    dataset.train.read(0, 0, stored)
+    n_images = min(N_IMAGES, len(dataset.train))
+    stored = _first_images(dataset.train, n_images)
     columns = [stored, *augmented_images(config, dataset, size, n_images)]
     width = _SIDE + _GAP
     sheet = Image.new("RGB", (len(columns) * width + 2 * _GAP, n_images * width + _GAP), "white")
@@ -43,6 +40,17 @@ def draw_sheet(config: Config, dataset: Dataset, size: tuple[int, int]) -> Image
             thumbnail = Image.fromarray(_in_colors(image)).resize((_SIDE, _SIDE), Image.Resampling.BILINEAR)
             sheet.paste(thumbnail, (left, _GAP + row * width))
     return sheet
+
+
+def _first_images(split: Split, n_images: int) -> np.ndarray:
+    """Return the first images over all files, uint8 (n_images, row, column, channel)."""
+    images, start = np.empty((n_images, *split.image_shape), np.uint8), 0
+    for file, n_rows in enumerate(split.file_rows[:n_images]):
+        stop = min(start + n_rows, n_images)
+        if start < stop:
+            split.read(file, 0, images[start:stop])
+        start = stop
+    return images
 
 
 def _in_colors(image: np.ndarray) -> np.ndarray:

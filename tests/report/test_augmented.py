@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_config
+from conftest import make_config, make_folder
+from own_datasets import N_CLASSES, Squares
 from PIL import Image
 
 from lockstep.data import hkl
@@ -40,6 +41,26 @@ def test_the_sheet_has_a_row_for_each_image_and_a_column_for_each_draw(shared_fo
     sheet = draw_sheet(config, open_dataset(config), (36, 36))
     assert sheet.size == ((1 + N_DRAWS) * 100 + 8, N_IMAGES * 100 + 4)
     assert np.asarray(sheet).std(2).mean() > 1  # colored noise
+
+
+def test_a_small_first_file_leaves_no_row_out(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "set", n_train=32)
+    (whole,) = (folder / "train_hkl").iterdir()
+    config = make_config(data_folder=str(folder), crop="padded")
+    expected = draw_sheet(config, open_dataset(config), (36, 36))
+    images = hkl.read(whole)
+    hkl.write(whole, images[:4])
+    hkl.write(whole.with_name("0001.hkl"), images[4:])
+    sheet = draw_sheet(config, open_dataset(config), (36, 36))
+    assert sheet.height == N_IMAGES * 100 + 4 and sheet.tobytes() == expected.tobytes()
+
+
+def test_a_dataset_of_python_objects_has_a_sheet() -> None:
+    config = make_config(data="own_datasets:make_squares", n_classes=N_CLASSES, crop="padded")
+    sheet = draw_sheet(config, open_dataset(config), (36, 36))
+    assert sheet.size == ((1 + N_DRAWS) * 100 + 8, N_IMAGES * 100 + 4)
+    image = Image.fromarray(Squares(90, 0)[N_IMAGES - 1][0]).resize((96, 96), Image.Resampling.BILINEAR)
+    assert sheet.crop((4, sheet.height - 100, 100, sheet.height - 4)).tobytes() == image.tobytes()
 
 
 def test_inspect_draws_it_with_the_keys_of_file_and_command_line(
