@@ -57,13 +57,13 @@ def main(arguments: list[str] | None = None) -> int:
             "data_folder": str(words.folder),
             **({"n_classes": words.n_classes} if words.n_classes else {}),
         }
+        manifest = read_manifest(words.folder)
+        keys |= {"task": manifest.task} if manifest else {}
         if words.augmented:
             draw_augmented(words, keys)
             return 0
         if words.keys or words.config:
             raise UserError("keys and --config are for --augmented, which is missing")
-        manifest = read_manifest(words.folder)
-        keys |= {"task": manifest.task} if manifest else {}
         dataset = open_dataset(resolve([Layer("command line", keys)])[0])
         describe(dataset)
         draw(dataset, words)

@@ -54,6 +54,8 @@ def test_a_set_with_several_classes_can_be_inspected(
 ) -> None:
     target = convert(write_multilabel(tmp_path / "mine"))
     assert inspect_data.main([str(target), "--images", "4"]) == 0
+    words = [str(target), "--augmented", "--out", str(tmp_path / "sheet"), "crop=padded", "mixup=0.2"]
+    assert inspect_data.main(words) == 0 and (tmp_path / "sheet" / "augmented.png").exists()
     counts = opened(target).val.labels.sum(0)
     assert f"{counts.min()} to {counts.max()} of each of 4 classes" in capsys.readouterr().out
 
