@@ -65,7 +65,7 @@ def bare_loop(size: int) -> Callable[[], object]:
     """Return a loop over Pillow's operations only, with the same choices and without a loader around it."""
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (BATCH, size, size, 3), dtype=np.uint8)
-    policy = AutoAugment(trivial_table(size, 31), 1, None)
+    policy = AutoAugment(trivial_table((size, size), 31), 1, None)
     policy.draw(0, 1, BATCH)
     chosen = [policy.choices(sample)[0] for sample in range(BATCH)]
 

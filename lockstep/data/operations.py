@@ -106,8 +106,8 @@ class ImageOperation:
     is_signed: bool = False
 
 
-def trivial_table(size: int, n_bins: int) -> list[ImageOperation]:
-    """Return TrivialAugment's wide space for images of any size."""
+def trivial_table(size: tuple[int, int], n_bins: int) -> list[ImageOperation]:
+    """Return TrivialAugment's wide space, which is the same for images of any size."""
     geometry: dict[Apply, float] = {
         shear_x: 0.99,
         shear_y: 0.99,
@@ -118,14 +118,14 @@ def trivial_table(size: int, n_bins: int) -> list[ImageOperation]:
     return _table(geometry, 0.99, 6, n_bins)
 
 
-def rand_table(size: int, n_bins: int) -> list[ImageOperation]:
-    """Return RandAugment's space for images of `size` rows and columns."""
-    far = 150.0 / _FULL_SIDE * size
+def rand_table(size: tuple[int, int], n_bins: int) -> list[ImageOperation]:
+    """Return RandAugment's space for images of `size`: (rows, columns)."""
+    down, across = (150.0 / _FULL_SIDE * side for side in size)
     geometry: dict[Apply, float] = {
         shear_x: 0.3,
         shear_y: 0.3,
-        translate_x: far,
-        translate_y: far,
+        translate_x: across,
+        translate_y: down,
         rotate: 30,
     }
     return _table(geometry, 0.9, 4, n_bins)

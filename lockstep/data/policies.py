@@ -130,8 +130,8 @@ _JITTERS: tuple[operations.Apply, ...] = (
 )
 
 
-def changes_of(config: Config, size: int) -> list[Change]:
-    """Return a configuration's changes in their order, for images of `size` rows and columns."""
+def changes_of(config: Config, size: tuple[int, int]) -> list[Change]:
+    """Return a configuration's changes in their order, for images of `size`: (rows, columns)."""
     changes: list[Change] = []
     if config.rotate:
         changes.append(Rotation(config.rotate))

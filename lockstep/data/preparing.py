@@ -47,7 +47,7 @@ class Preparer:
         self._on_device = on_device
         self._color = np.rint(color).clip(0, 255).astype(np.uint8)
         self._crop, self._args = crop_of(config), crop_args_of(config)
-        self._changes = changes_of(config, max(crop_size))
+        self._changes = changes_of(config, crop_size)
         if self._changes and len(color) != 3:
             raise UserError(
                 f"auto_augment, color_jitter and rotate are for images with 3 channels, not {len(color)}: "

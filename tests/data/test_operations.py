@@ -14,6 +14,7 @@ from lockstep.data.operations import ImageOperation, rand_table, trivial_table
 from lockstep.data.policies import AutoAugment, ColorJitter, Rotation, changes_of, turn_hue
 
 SIZE = 40
+SQUARE = SIZE, SIZE
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,9 @@ def applied(operation: ImageOperation, amount: float, pixels: np.ndarray) -> np.
     return np.asarray(operation.apply(Image.fromarray(pixels), amount)).astype(int)
 
 
-@pytest.mark.parametrize("table", [trivial_table(SIZE, 31), rand_table(SIZE, 31)], ids=["trivial", "rand"])
+@pytest.mark.parametrize(
+    "table", [trivial_table(SQUARE, 31), rand_table(SQUARE, 31)], ids=["trivial", "rand"]
+)
 def test_each_operation_is_within_one_gray_level_of_numpy(
     table: list[ImageOperation], pixels: np.ndarray
 ) -> None:
@@ -119,24 +122,33 @@ def test_each_operation_is_within_one_gray_level_of_numpy(
                 assert not wrong.any(), (name, signed)
 
 
+def test_translations_of_rand_augment_have_the_share_of_their_own_side() -> None:
+    config = make_config(auto_augment="rand", auto_augment_args={"bins": 2, "magnitude": 1})
+    (policy,) = changes_of(config, (331, 662))
+    assert isinstance(policy, AutoAugment)
+    most = {operation.apply: operation.amounts[-1] for operation in policy._table}
+    assert most[operations.translate_x] == 300 and most[operations.translate_y] == 150
+
+
 def test_most_amounts_change_the_image(pixels: np.ndarray) -> None:
     """The comparison above would not notice operations that do nothing if the references did nothing."""
-    for operation in trivial_table(SIZE, 31)[1:]:
+    for operation in trivial_table(SQUARE, 31)[1:]:
         assert (applied(operation, operation.amounts[-1], pixels) != pixels).any(), operation
 
 
 @pytest.mark.parametrize("name", ["trivial", "rand"])
+@pytest.mark.parametrize("n_rows", [SIZE, SIZE // 2])
 def test_tables_and_operations_are_those_of_torchvision(
-    torchvision: Any, pixels: np.ndarray, name: str
+    torchvision: Any, pixels: np.ndarray, name: str, n_rows: int
 ) -> None:
     from torchvision.transforms import InterpolationMode, autoaugment
 
     if name == "trivial":
         space = autoaugment.TrivialAugmentWide()._augmentation_space(31)
-        table = trivial_table(SIZE, 31)
+        table = trivial_table((n_rows, SIZE), 31)
     else:
-        space = autoaugment.RandAugment()._augmentation_space(31, (SIZE, SIZE))
-        table = rand_table(SIZE, 31)
+        space = autoaugment.RandAugment()._augmentation_space(31, (n_rows, SIZE))
+        table = rand_table((n_rows, SIZE), 31)
     for operation, (title, (amounts, is_signed)) in zip(table, space.items(), strict=True):
         assert operation.apply.__name__.replace("_", "") == title.lower()
         assert operation.is_signed == is_signed
@@ -144,9 +156,9 @@ def test_tables_and_operations_are_those_of_torchvision(
         for place in (0, 7, 30):
             amount = operation.amounts[place]
             theirs = autoaugment._apply_op(
-                Image.fromarray(pixels), title, amount, InterpolationMode.NEAREST, [0, 0, 0]
+                Image.fromarray(pixels[:n_rows]), title, amount, InterpolationMode.NEAREST, [0, 0, 0]
             )
-            assert np.abs(applied(operation, amount, pixels) - np.asarray(theirs)).max() <= 1, title
+            assert np.abs(applied(operation, amount, pixels[:n_rows]) - np.asarray(theirs)).max() <= 1, title
 
 
 def test_hue_is_torchvisions(torchvision: Any, pixels: np.ndarray) -> None:
@@ -190,7 +202,7 @@ def test_rotation_is_bilinear_and_its_angles_fill_the_range(pixels: np.ndarray) 
 
 def test_policies_draw_every_operation_bin_and_sign_alike() -> None:
     for name, n in (("trivial", 1), ("rand", 2)):
-        (policy,) = changes_of(make_config(auto_augment=name), SIZE)
+        (policy,) = changes_of(make_config(auto_augment=name), SQUARE)
         assert isinstance(policy, AutoAugment)
         policy.draw(0, 1, 14_000)
         choices = [policy.choices(sample) for sample in range(14_000)]
@@ -202,7 +214,7 @@ def test_policies_draw_every_operation_bin_and_sign_alike() -> None:
         amounts = sorted({round(abs(amount), 4) for amount in shears})
         assert len(amounts) == (31 if name == "trivial" else 1)
         assert 0.4 < np.mean(np.array(shears) < 0) < 0.6
-        again = changes_of(make_config(auto_augment=name), SIZE)[0]
+        again = changes_of(make_config(auto_augment=name), SQUARE)[0]
         again.draw(0, 1, 14_000)
         assert again.choices(77) == choices[77]  # type: ignore[attr-defined]
         again.draw(0, 2, 14_000)
