@@ -84,9 +84,15 @@ def test_loaders_in_processes_of_their_own_give_them_too(
 
 
 CHANGED = {
-    "cutmix": 0.0,
+    "rand_mirror": False,
+    "crop": "padded",
+    "rotate": 0.0,
+    "color_jitter": 0.0,
     "auto_augment": "rand",
     "random_erasing": 0.0,
+    "rand_color": 0.0,
+    "mixup": 0.0,
+    "cutmix": 0.0,
     "class_weights": None,
     "sampler": None,
 }
