@@ -1,5 +1,6 @@
 """Mixup and CutMix: pairs for any number of trainers, images and weights against NumPy, exact losses."""
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from small_replicas import make_batch, make_replica, recorder
 
 from lockstep.comm.messages import Order
 from lockstep.data.dataset import Dataset, open_dataset
-from lockstep.data.mixing import PARTS, Mixer, mix
+from lockstep.data.mixing import PARTS, Mixer, _boxes, mix
 from lockstep.data.sampling import share
 from lockstep.loading.reader import Reader
 from lockstep.loading.slots import Slot
@@ -92,6 +93,61 @@ def test_cutmix_replaces_the_box_only() -> None:
     mix(first, second, 0.7, np.array([2, 3, 4, 5]), out)
     expected[2:6, 3:8] = second[2:6, 3:8]
     assert (out == expected).all()
+
+
+def one_hot(labels: torch.Tensor, weight: float) -> torch.Tensor:
+    """Return the targets of images whose partners are those before them, for `weight` of their own."""
+    return weight * F.one_hot(labels, 7) + (1 - weight) * F.one_hot(labels.roll(1), 7)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.25, 0.7109375, 1.0])
+def test_mixup_is_torchvisions(
+    torchvision: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    random_batch: tuple[np.ndarray, torch.Tensor],
+    weight: float,
+) -> None:
+    from torchvision.transforms import v2
+
+    images, labels = random_batch
+    transform, out = v2.MixUp(num_classes=7), np.empty_like(images)
+    monkeypatch.setattr(transform, "make_params", lambda inputs: {"lam": weight})
+    theirs, targets = transform(torch.from_numpy(images).float(), labels)
+    for image, partner, result in zip(images, np.roll(images, 1, 0), out, strict=True):
+        mix(image, partner, weight, np.zeros(4, np.int32), result)
+    assert np.abs(out - theirs.numpy()).max() <= 0.5  # rounded to gray levels
+    assert torch.allclose(targets, one_hot(labels, weight))
+
+
+def test_cutmix_is_torchvisions(
+    torchvision: Any, monkeypatch: pytest.MonkeyPatch, random_batch: tuple[np.ndarray, torch.Tensor]
+) -> None:
+    """With the same share and center, the rectangle, the images and the share after clipping are the same."""
+    from torchvision.transforms import v2
+
+    images, labels = random_batch
+    size = np.array(images.shape[1:3])
+    transform, out = v2.CutMix(num_classes=7), np.empty_like(images)
+    for seed, kept in enumerate(np.linspace(0, 1, 20).tolist()):
+        share = types.SimpleNamespace(sample=lambda shape, kept=kept: kept)
+        monkeypatch.setattr(transform, "_dist", share)
+        torch.manual_seed(seed)
+        x, y = (int(torch.randint(int(side), (1,))) for side in size[::-1])
+        (box,) = _boxes(np.array([kept]), (np.array([[y, x]]) + 0.5) / size, size)
+        torch.manual_seed(seed)
+        theirs, targets = transform(torch.from_numpy(images).permute(0, 3, 1, 2), labels)
+        weight = 1 - box[2] * box[3] / size.prod()
+        for image, partner, result in zip(images, np.roll(images, 1, 0), out, strict=True):
+            mix(image, partner, weight, box, result)
+        assert (out == theirs.permute(0, 2, 3, 1).numpy()).all()
+        assert torch.allclose(targets, one_hot(labels, weight))
+
+
+@pytest.fixture(scope="module")
+def random_batch() -> tuple[np.ndarray, torch.Tensor]:
+    """Return five images, uint8 (image, row, column, channel), and their labels."""
+    images = np.random.default_rng(3).integers(0, 256, (5, 12, 18, 3), dtype=np.uint8)
+    return images, torch.tensor([0, 6, 2, 2, 4])
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import make_config
 from PIL import Image
 
@@ -189,6 +190,31 @@ def test_hue_is_torchvisions(torchvision: Any, pixels: np.ndarray) -> None:
     image = Image.fromarray(pixels)
     for share in (-0.5, -0.21, 0.0, 0.3, 0.5):
         assert (np.asarray(turn_hue(image, share)) == functional.adjust_hue(image, share)).all()
+
+
+def test_jitter_is_torchvisions_with_the_same_factors_and_order(
+    torchvision: Any, monkeypatch: pytest.MonkeyPatch, pixels: np.ndarray
+) -> None:
+    from torchvision import transforms
+
+    ours, theirs = ColorJitter((0.4, 0.4, 0.4, 0.1)), transforms.ColorJitter(0.4, 0.4, 0.4, 0.1)
+    ours.draw(0, 1, 20)
+    image = Image.fromarray(pixels)
+    for sample in range(20):
+        *amounts, hue = ours._amounts[sample].tolist()
+        drawn = torch.from_numpy(ours._order[sample]), *(1 + amount for amount in amounts), hue
+        monkeypatch.setattr(theirs, "get_params", lambda *ranges, drawn=drawn: drawn)
+        assert (np.asarray(ours.apply(image, sample)) == np.asarray(theirs(image))).all()
+
+
+def test_rotation_is_torchvisions(torchvision: Any, pixels: np.ndarray) -> None:
+    from torchvision.transforms import InterpolationMode, functional
+
+    rotation, image = Rotation(20.0), Image.fromarray(pixels)
+    rotation.draw(0, 1, 5)
+    for sample, angle in enumerate(rotation._angles.tolist()):
+        theirs = functional.rotate(image, angle, InterpolationMode.BILINEAR)
+        assert (np.asarray(rotation.apply(image, sample)) == np.asarray(theirs)).all()
 
 
 def test_a_whole_turn_of_thirds_exchanges_the_colors(pixels: np.ndarray) -> None:

@@ -91,6 +91,26 @@ def test_boxes_have_the_distribution_of_torchvisions(torchvision: Any) -> None:
     assert np.abs(ours.std(0) - theirs.std(0)).max() < 1.5
 
 
+def test_erased_parts_have_the_distribution_of_torchvisions(torchvision: Any) -> None:
+    """In area, ratio and place; torchvision's ratio is of rows to columns, and its range nearly symmetric."""
+    from torchvision import transforms
+
+    torch.manual_seed(0)
+    image, take = torch.zeros(3, 100, 80), transforms.RandomErasing.get_params
+    theirs = np.array([take(image, [0.02, 0.33], [0.3, 3.3], [0.0])[:4] for _ in range(4000)])
+    preparer = Preparer(make_config(random_erasing=1.0), (100, 80), (100, 80), COLOR)
+    preparer.draw(True, 1, 4000)
+    ours = preparer._erased[preparer._erased[:, 2] > 0]
+    assert len(ours) > 3990
+    statistics = []
+    for boxes in (ours, theirs):
+        rows, columns = boxes[:, 2:].T
+        facts = np.stack([rows * columns / 8000, np.log(columns / rows), *(boxes / 100).T])
+        statistics.append(np.concatenate([facts.mean(1), facts.std(1)]))
+    differences = np.abs(statistics[0] - statistics[1])
+    assert differences[[0, 6]].max() < 0.005 and differences.max() < 0.03
+
+
 @pytest.mark.parametrize("size", [8, 80])
 def test_cut_copies_and_mirrors(size: int) -> None:
     images = random_images(4, size + 3, size + 2)
@@ -158,6 +178,17 @@ def test_padded_crops_are_those_of_the_padded_image(mode: str) -> None:
     around = ((0, 0), (3, 3), (3, 3), (0, 0))
     padded = np.pad(images, around, "reflect") if mode == "reflect" else np.pad(images, around)
     assert (out == padded[:, 1 : 1 + CROP, 2 : 2 + CROP]).all()
+
+
+@pytest.mark.parametrize(("mode", "theirs"), [("zero", "constant"), ("reflect", "reflect")])
+def test_padded_crops_are_torchvisions(torchvision: Any, mode: str, theirs: str) -> None:
+    from torchvision.transforms import functional
+
+    images = random_images(3, CROP, CROP)
+    out = prepared(images, crop="padded", crop_args={"padding": 3, "mode": mode})
+    for image, result in zip(images, out, strict=True):
+        padded = functional.pad(Image.fromarray(image), 3, padding_mode=theirs)
+        assert (result == np.asarray(functional.crop(padded, 1, 2, CROP, CROP))).all()
 
 
 def test_resized_crops_take_each_samples_own_part() -> None:
