@@ -320,11 +320,17 @@ SOURCES = {
 }
 
 
+def documents_command(package: str) -> str:
+    """Return the Python program with which docs/weights.md writes a package's weights."""
+    commands = re.findall(r'^python -c "(.*)"$', (ROOT / "docs" / "weights.md").read_text(), re.MULTILINE)
+    (command,) = [each for each in commands if f"import {package}" in each or f", {package};" in each]
+    return str(command)
+
+
 @pytest.mark.parametrize("package", SOURCES)
 def test_the_documents_commands_write_files_that_fit(tmp_path: Path, package: str) -> None:
     """A stand-in for the package gives the network; its own one needs a connection."""
-    commands = re.findall(r'^python -c "(.*)"$', (ROOT / "docs" / "weights.md").read_text(), re.MULTILINE)
-    (command,) = [each for each in commands if f"import {package}" in each or f", {package};" in each]
+    command = documents_command(package)
     (tmp_path / f"{package}.py").write_text("from models.resnet20 import Model\n" + SOURCES[package])
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     subprocess.run(
@@ -334,3 +340,29 @@ def test_the_documents_commands_write_files_that_fit(tmp_path: Path, package: st
     model, _, loaded = start(file, model="resnet20", new_head=True)
     assert "new, as the last layer is to be replaced" in "\n".join(loaded.notes)
     assert model.fc.weight.shape == (7, 64)
+
+
+@pytest.mark.parametrize("package", SOURCES)
+def test_the_packages_own_networks_start_with_such_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    """With random weights, because trained ones need a connection."""
+    pytest.importorskip(package, exc_type=Exception)
+    command = documents_command(package).replace("resnet50", "resnet18")
+    command = command.replace("weights='DEFAULT'", "weights=None").replace(
+        "pretrained=True", "pretrained=False"
+    )
+    monkeypatch.chdir(tmp_path)
+    exec(command, {})
+    (file,) = tmp_path.glob("resnet18.*")
+    model, arena, loaded = start(file, model=f"{package}:resnet18", new_head=True, input_size=64)
+    saved = torch.load(file) if file.suffix == ".pth" else load_file(file)
+    assert "new, as the last layer is to be replaced: fc.weight, fc.bias" in "\n".join(loaded.notes)
+    head = {name: value for name, value in model.state_dict().items() if name.startswith("fc.")}
+    assert head["fc.weight"].shape == (7, 512)
+    assert_has(model, {**saved, **head})
+    before = model.conv1.weight.clone()
+    model(torch.randn(2, 3, 64, 64)).logsumexp(1).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    step = arena.tensors["weights/conv1.weight"] - before
+    assert step.any() and step.isfinite().all()
