@@ -21,7 +21,7 @@ if __name__ == "__main__":
     interrupts = Interrupts()
     interrupts.install("stopped as asked, before training began")  # now: the imports below take a second
 
-from lockstep.launch.template import Template
+from lockstep.launch.template import Stopped, Template
 
 if __name__ == "__main__":
     template = Template(("train_funcs", "proc_load"))  # imports torch beside the checks below
@@ -99,7 +99,12 @@ def train_once(
 
     def on_message(message: object) -> None:
         if isinstance(message, Started) and host.writes:  # not earlier: it replaces a good run's settings
-            keep_settings(folder, config, dataset.description)
+            try:
+                keep_settings(folder, config, dataset.description)
+            except UserError as error:
+                if attempt.number == 0:
+                    raise
+                console.say(f"note: {error}")  # a full disk does not end a run that recovers
         if not recovery.take(attempt, message):
             console.take(message)
 
@@ -107,7 +112,9 @@ def train_once(
         if attempt.number == 0:
             announce(console, dataset, attempt.run, config, orders_of(config, dataset))
         is_resumed = config.resume_train and (folder / "config.yaml").exists()
-        if host.writes and not is_resumed:  # now: a run that is killed before its first step can be resumed
+        if (
+            host.writes and not is_resumed and attempt.number == 0
+        ):  # now: a run that is killed before its first step can be resumed
             keep_settings(folder, config, dataset.description)
         begin_trace(config.trace and host.writes, folder)
         with Processes(config.timeout, context.interrupts, template=context.template) as processes:
@@ -123,7 +130,7 @@ def train_once(
             return host.watch(processes, on_message), processes.last_step()
     except (UserError, PeerProblem) as error:  # the console prints it, after the lines that still wait
         return ExitStatus(error.code, str(error)), (0, 0)
-    except KeyboardInterrupt:  # a signal ends the run while its processes start
+    except Stopped:
         return ExitStatus.stopped_by(context.interrupts), (0, 0)
 
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 STATUS_SIGNAL = signal.SIGUSR1  # from outside: say what every process is doing
 STOP_SIGNAL = signal.SIGUSR2  # from a child that received SIGTERM to the launcher: stop the run
 _STOP_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # from outside
+_FROM_OUTSIDE = (*_STOP_REQUESTS, STATUS_SIGNAL)
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _libc = ctypes.CDLL(None)  # opened now, since nothing may be loaded between fork and exec
 
@@ -92,29 +93,31 @@ class Interrupts:
 
 
 @contextmanager
-def stop_requests_blocked() -> Iterator[None]:
-    """Start processes inside the block with Ctrl-C, SIGTERM and SIGHUP blocked, until they handle them.
+def signals_blocked() -> Iterator[None]:
+    """Start processes inside the block with the signals from outside blocked, until they handle them.
 
     The launcher does not ignore them meanwhile: the kernel would discard a signal that another thread
     receives, or that is pending.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_REQUESTS)  # inherited
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)  # inherited
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def leave_stopping_to_launcher(on_sigterm: Callable[[int, object], None] | signal.Handlers) -> None:
-    """Ignore Ctrl-C and SIGHUP, which the launcher gets, too, and unblock them in a process that it started.
+def leave_signals_to_launcher(on_sigterm: Callable[[int, object], None] | signal.Handlers) -> None:
+    """Ignore Ctrl-C, SIGHUP and SIGUSR1, and unblock them, in a process that the launcher has started.
+
+    They may be sent to a whole group of processes, and the launcher handles them.
 
     Args:
-        on_sigterm: The handler of SIGTERM, which may be sent to each process of a group.
+        on_sigterm: The handler of SIGTERM.
     """
-    for number in (signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP, STATUS_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, on_sigterm)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_REQUESTS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FROM_OUTSIDE)
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:

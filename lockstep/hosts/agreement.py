@@ -18,8 +18,8 @@ from lockstep.config import Config
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.hosts.heartbeat import Heartbeat
-from lockstep.hosts.rendezvous import HostLost, Rendezvous, attempt_key
-from lockstep.hosts.store import as_record, one_line, refusal
+from lockstep.hosts.rendezvous import Rendezvous, attempt_key
+from lockstep.hosts.store import HostLost, as_record, one_line, refusal
 from lockstep.runs import versions
 
 Facts = dict[str, Any]
@@ -130,7 +130,6 @@ def exchange_ends(
 
     Raises:
         HostFailed: A host has ended, or has not sent its end in time; or a second signal ends the waiting.
-        StoreLost: The store does not answer.
     """
     key = attempt_key(number)
     values: list[Any] = [None] * rendezvous.hosts
@@ -163,7 +162,6 @@ def await_other_end(rendezvous: Rendezvous, heartbeat: Heartbeat, number: int, s
 
     Raises:
         HostFailed: A host has ended, or a second signal ends the waiting.
-        StoreLost: The store does not answer.
     """
     others = [host for host in range(rendezvous.hosts) if host != rendezvous.host]
     until = time.monotonic() + seconds

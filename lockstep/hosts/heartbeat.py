@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.hosts.rendezvous import HostFailed, HostLost, Rendezvous, attempt_key, ended, exit_code
-from lockstep.hosts.store import CALL_SECONDS, Store, StoreLost, one_line
+from lockstep.hosts.rendezvous import Rendezvous, attempt_key, ended, exit_code
+from lockstep.hosts.store import CALL_SECONDS, HostFailed, HostLost, Store, StoreLost, one_line
 
 LIFE_SECONDS = 1.0  # between two heartbeats
 ALARMED_SECONDS = 3.0  # of silence that suffice when something else also says that a host has failed
@@ -25,8 +25,9 @@ class Seen:
     """The last known state of another launcher."""
 
     count: Any = None  # of its heartbeats
-    silence: float = 0.0  # seconds since its last heartbeat in which this process was awake
+    silence: float = 0.0  # seconds since its last heartbeat, as far as this process was awake
     doing: str = "starting"
+    is_fresh: bool = False  # this round has found another count
     end: Any = None  # its exit record
     bye: bool = False
     is_gone: bool = False  # its liveness connection was reset
@@ -42,7 +43,7 @@ class Seen:
         if life is None and self.count is not None:
             return False
         if isinstance(life, dict) and life.get("count") != self.count:
-            self.count, self.doing, self.silence = life.get("count"), one_line(life.get("at")), 0.0
+            self.count, self.doing, self.is_fresh = life.get("count"), one_line(life.get("at")), True
         end = store.look(f"end/{host}")
         self.end = end if isinstance(end, dict) else None
         self.bye = store.look(f"bye/{host}") is not None
@@ -98,18 +99,20 @@ class Heartbeat:
         return None
 
     def wait_for_problem(self, seconds: float) -> HostFailed | None:
-        """Wait up to `seconds` until another host is known to have failed. Return which one, or None."""
-        with self._round_ended:
-            self._round_ended.wait_for(lambda: self.problem(alarmed=True) is not None, seconds)
-        return self.problem(alarmed=True)
+        """Return which other host has failed, as soon as one is known to; None after `seconds`.
 
-    def cause_of(self, error: HostFailed | StoreLost, seconds: float) -> HostFailed:
-        """Return the failure of another host that has caused an error, if it is known within `seconds`."""
-        if error.peer == f"host {self._rendezvous.host}" and isinstance(error, HostFailed):
-            return error  # a signal to this host
-        if (found := self.wait_for_problem(seconds)) is not None:
-            return found
-        return error if isinstance(error, HostFailed) else HostLost(0, str(error))
+        A second signal ends the waiting.
+        """
+        until = time.monotonic() + seconds
+
+        def is_over() -> bool:
+            is_stopped = self._rendezvous.interrupts.at_once
+            return is_stopped or time.monotonic() > until or self.problem(alarmed=True) is not None
+
+        with self._round_ended:
+            while not self._round_ended.wait_for(is_over, _INTERRUPT_SECONDS):
+                pass
+        return self.problem(alarmed=True)
 
     def _silent(self, host: int, seconds: float) -> HostFailed:
         if self._unanswered:  # then no host's heartbeat can be read
@@ -195,12 +198,13 @@ class Heartbeat:
             store = self._beat(store)
             now = time.monotonic()
             for seen in self._others.values():
-                seen.silence += min(now - before, _LONGEST_ROUND)
-            before = now
+                seen.silence = 0.0 if seen.is_fresh else seen.silence + min(now - before, _LONGEST_ROUND)
+                seen.is_fresh = False
             with self._round_ended:
                 self._round_ended.notify_all()
             self._wake.wait(LIFE_SECONDS)
             self._wake.clear()
+            before = max(now, time.monotonic() - LIFE_SECONDS)  # no longer than it was awake
 
     def _beat(self, store: Store | None) -> Store | None:
         """Write and read once. Return the connection, or None if it was lost."""

@@ -18,9 +18,18 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from lockstep.config.hosts import address_and_port
-from lockstep.errors import PeerProblem, UserError
+from lockstep.errors import UserError
 from lockstep.hosts.addresses import Address, bind, check_reachable, listen, own_address, resolve, show
-from lockstep.hosts.store import Store, StoreLost, as_type, load_torch, one_line, refusal
+from lockstep.hosts.store import (
+    HostFailed,
+    HostLost,
+    Store,
+    StoreLost,
+    as_type,
+    load_torch,
+    one_line,
+    refusal,
+)
 from lockstep.runs.plan import HostConnection
 from lockstep.signals import Interrupts
 
@@ -29,27 +38,10 @@ T = TypeVar("T")
 LOOK_SECONDS = 0.05  # between two looks at the store for an awaited value
 FAREWELL_SECONDS = 1.0  # in which others can read the last message in the store, before the store goes away
 STOPPED = "was stopped as asked, before training"
+_CONNECT_SECONDS = 20.0  # after all have joined, for them to connect to each other
 _LONGEST = 2000  # characters of another host's line
 _KEEPALIVE_SECONDS = 30  # between two empty packets, for firewalls that forget an idle connection
 _RECEIVE_BYTES = 2048  # that a stranger can leave in our kernel
-
-
-class HostFailed(PeerProblem):
-    """Another host's launcher has ended or is silent.
-
-    Args:
-        host: Its rank.
-        text: One line for people.
-        code: The exit status that this host takes over.
-    """
-
-    def __init__(self, host: int, text: str, code: int = 1) -> None:
-        super().__init__(f"host {host}", text)
-        self.code = code
-
-
-class HostLost(HostFailed):
-    """Another host's launcher has exited without an exit record, or is silent: it may come back."""
 
 
 def attempt_key(number: int) -> str:
@@ -137,9 +129,9 @@ class Rendezvous:
         host: The rank of this host.
         host_connection: How trainers of this host reach the store and the other hosts.
         store: Its keys begin with the name of the start.
-        interrupts: This launcher's signal handling.
 
     Attributes:
+        interrupts: This launcher's signal handling.
         served: The store itself, if this launcher serves it.
     """
 
@@ -152,7 +144,7 @@ class Rendezvous:
         interrupts: Interrupts,
     ) -> None:
         self.hosts, self.host, self.host_connection, self._store = hosts, host, host_connection, store
-        self._ends, self._interrupts = store, interrupts
+        self._ends, self.interrupts = store, interrupts
         self.liveness_connections = LivenessConnections()
         self.served: Store | None = None
 
@@ -176,7 +168,6 @@ class Rendezvous:
         Raises:
             HostFailed: The host has ended, or has not sent the value in time; the message names it. Or a
                 second signal ends the waiting.
-            StoreLost: The store does not answer.
         """
         return self.wait(lambda: self.look(key, of_host), seconds, of_host, f"sent its {key}")
 
@@ -217,9 +208,9 @@ class Rendezvous:
 
     def check_interrupts(self) -> None:
         """Raise HostFailed for this host if a second signal ends the run at once."""
-        if self._interrupts.at_once:
+        if self.interrupts.at_once:
             text = f"host {self.host}: stopped at once, without saving"
-            raise HostFailed(self.host, text, self._interrupts.code)
+            raise HostFailed(self.host, text, self.interrupts.code)
 
     def gather(self, key: str, value: Any, seconds: float) -> list[Any]:
         """Return the values of all hosts, by host rank, this one's included: all of one type.
@@ -279,7 +270,7 @@ def join_rendezvous(
     own_store: bool,
     interrupts: Interrupts,
     served: Store | None = None,
-    patience: float | None = None,
+    joins_again: bool = False,
 ) -> Rendezvous:
     """Join the launchers of all other hosts.
 
@@ -288,11 +279,12 @@ def join_rendezvous(
         host: The rank of this host.
         point: The rendezvous, ADDRESS:PORT.
         address: Where this host's trainers listen; None for the address that reaches `point`.
-        seconds: The deadline.
+        seconds: The deadline for the others to join.
         own_store: Whether host 0 serves the store; otherwise torchrun does.
         interrupts: Gets the exit record to send if this launcher is stopped meanwhile.
-        served: The store that this launcher serves already, since an earlier rendezvous.
-        patience: Seconds for which hosts are waited for; None for `seconds`.
+        served: The store that this launcher serves already.
+        joins_again: Whether this launcher joins again after the loss of a host, so that it sends no exit
+            record then.
 
     Raises:
         UserError: The rendezvous can't be used, or hosts have not joined in time; the message names them.
@@ -300,10 +292,10 @@ def join_rendezvous(
     """
     where = resolve(address_and_port(point))
     load_torch()  # now, so that the import does not count
-    deadline = time.monotonic() + (seconds if patience is None else patience)
+    deadline = time.monotonic() + seconds
     farewell = _Farewell(host, interrupts)
     if own_store and host == 0:
-        store = served or Store.serve(listen(where))
+        store = served or serve(point)
         name = _invite(store, hosts, deadline, farewell)
     else:
         store, name = _reach(hosts, host, where, deadline, farewell)
@@ -315,16 +307,20 @@ def join_rendezvous(
     rendezvous = Rendezvous(hosts, host, host_connection, store.within(name), interrupts)
     rendezvous.served = store if own_store and host == 0 else None
     try:
-        _connect_launchers(rendezvous, seconds)
-    except (UserError, PeerProblem) as error:
+        _connect_launchers(rendezvous, min(seconds, _CONNECT_SECONDS))
+    except (UserError, HostFailed) as error:
         rendezvous.liveness_connections.close()
         text = f"host {host}: {error}" if isinstance(error, UserError) else str(error)
-        joins_again = patience is not None and isinstance(error, HostLost | StoreLost)
-        if not joins_again:
+        if not (joins_again and isinstance(error, HostLost)):
             with suppress(StoreLost):  # then no host can be reached
                 farewell.put(HostFailed(host, text, error.code))
         raise
     return rendezvous
+
+
+def serve(point: str) -> Store:
+    """Serve the store at the rendezvous. Raises UserError if this host can't listen there."""
+    return Store.serve(listen(resolve(address_and_port(point))))
 
 
 def _connect_launchers(rendezvous: Rendezvous, seconds: float) -> None:

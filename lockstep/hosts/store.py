@@ -7,10 +7,12 @@ from another version of Lockstep or from a stranger, so it is checked before it 
 
 import dataclasses
 import json
+import math
 import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -34,11 +36,29 @@ def load_torch() -> Any:
     return torch.distributed
 
 
-class StoreLost(PeerProblem):
-    """The store does not answer: the host that has it has exited or is cut off."""
+class HostFailed(PeerProblem):
+    """Another host's launcher has ended or is silent.
+
+    Args:
+        host: Its rank.
+        text: One line for people.
+        code: The exit status that this host takes over.
+    """
+
+    def __init__(self, host: int, text: str, code: int = 1) -> None:
+        super().__init__(f"host {host}", text)
+        self.code = code
+
+
+class HostLost(HostFailed):
+    """Another host's launcher has exited without an exit record, or is silent: it may come back."""
+
+
+class StoreLost(HostLost):
+    """The store does not answer: host 0, which has it, has exited or is cut off."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(STORE, text)
+        super().__init__(0, text)
 
 
 class Store:
@@ -124,13 +144,20 @@ class Store:
 
 
 def _call(calls: DaemonExecutor, function: Callable[[], Any], seconds: float) -> Any:
-    """Return the function's result. Raises StoreLost if it fails or does not return in time."""
+    """Return the function's result. Raises StoreLost if it fails or does not return in time.
+
+    The time counts in slices of a second, so that a pause of this process costs one slice.
+    """
     future = calls.submit(function)
+    for _ in range(math.ceil(seconds)):
+        with suppress(TimeoutError):
+            future.exception(1.0)
+            break
+    else:
+        raise StoreLost(f"{STORE}, which has the store, has not answered for {seconds:.0f} s")
     try:
-        return future.result(seconds)
+        return future.result()
     except Exception as error:  # torch's own kinds are unknown before it is imported
-        if not future.done():
-            raise StoreLost(f"{STORE}, which has the store, has not answered for {seconds:.0f} s") from None
         raise StoreLost(f"{STORE}, which has the store, does not answer: {first_line(error)}") from error
 
 

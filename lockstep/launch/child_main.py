@@ -21,7 +21,7 @@ from lockstep.comm.messages import Failed, Finished, Ready
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import BATCH_KEYS, DeviceFault, Garbled, PeerLost, PeerProblem, UndecidedFault, UserError
 from lockstep.launch.status import TRACE, StatusBoard
-from lockstep.signals import die_with_parent, leave_stopping_to_launcher
+from lockstep.signals import die_with_parent, leave_signals_to_launcher
 
 NAME = "LOCKSTEP_CHILD"  # environment variable: the name of this process
 _report_lock = threading.Lock()
@@ -48,11 +48,11 @@ def child_main(start: ChildStart) -> None:
     """Run `entry(control, board, *arguments)` and report how it ended. Every child's main function.
 
     SIGTERM is passed on to a launcher with signal handling as a request to stop, so a signal to the whole
-    process group stops a run in good order. Ctrl-C and SIGHUP are ignored, because the launcher gets them
-    too.
+    process group stops a run in good order. Ctrl-C, SIGHUP and SIGUSR1 are ignored, because the launcher gets
+    them too.
     """
     stop_signal = start.stop_signal
-    leave_stopping_to_launcher(
+    leave_signals_to_launcher(
         signal.SIG_DFL if stop_signal is None else lambda *_: os.kill(start.launcher, stop_signal)
     )
     os.environ[NAME] = start.name

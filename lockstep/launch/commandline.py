@@ -70,6 +70,8 @@ def parse_arguments(description: str, standard: Path, command: str | None = None
         raise UserError(
             f"load_epoch={config.load_epoch} selects a checkpoint to resume from: it needs resume_train=True"
         )
+    if config.resume_train == "auto" and runfolder.await_end(config):
+        notes.append("waited for the run that was ending in this folder")
     return Arguments(config, notes, layers, bool(arguments.config))
 
 
@@ -102,8 +104,6 @@ def complete_config(arguments: Arguments) -> tuple[Config, list[str]]:
     """
     config, notes, overrides = arguments.config, arguments.notes, list(arguments.overrides)
     if config.resume_train == "auto":
-        if runfolder.await_end(config):
-            notes.append("waited for the run that was ending in this folder")
         config = dataclasses.replace(config, resume_train=runfolder.has_checkpoint(config))
         overrides.append(Layer(COMMAND_LINE, {"resume_train": config.resume_train}))
     if overrides[-1].values.get("resume_train") and not arguments.names_config:

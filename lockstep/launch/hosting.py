@@ -23,16 +23,10 @@ from lockstep.hosts.agreement import (
     newest_common,
 )
 from lockstep.hosts.heartbeat import Heartbeat
-from lockstep.hosts.rendezvous import (
-    STOPPED,
-    HostFailed,
-    HostLost,
-    Rendezvous,
-    attempt_key,
-    join_rendezvous,
-)
-from lockstep.hosts.store import Store, StoreLost, as_record, one_line, refusal
+from lockstep.hosts.rendezvous import STOPPED, Rendezvous, attempt_key, join_rendezvous, serve
+from lockstep.hosts.store import HostFailed, HostLost, Store, as_record, one_line, refusal
 from lockstep.launch.children import ExitStatus
+from lockstep.launch.console import show
 from lockstep.launch.processes import Processes
 from lockstep.runs import checkpoint_files
 from lockstep.runs import folder as runfolder
@@ -118,7 +112,6 @@ class SingleHost:
 
         Raises:
             HostFailed: Another host has ended, or a second signal ends the waiting.
-            StoreLost: The store does not answer.
         """
         return JointEnd(exit_status, step, moments[-1] if moments else None)
 
@@ -130,7 +123,7 @@ class SingleHost:
         """Bring the newest checkpoint on any host's disk to all hosts, for attempt `number`. Return notes.
 
         Raises:
-            HostFailed, StoreLost: As `join_ends`.
+            HostFailed: As `join_ends`.
             UserError: A checkpoint can't be read or written.
         """
         return []
@@ -141,9 +134,9 @@ class SingleHost:
         Raises as `join_ends`, too.
         """
 
-    def cause_of(self, error: HostFailed | StoreLost) -> HostFailed:
-        """Return the failure of another host that has caused an error, once it is known."""
-        raise AssertionError("there is no other host") from error
+    def cause_of(self, failed: HostFailed) -> HostFailed:
+        """Return the failure of another host that has caused this one, if it is known soon."""
+        return failed
 
     def conclude(self, exit_status: ExitStatus) -> ExitStatus:
         """Report to other hosts how the run ended here. Return how the run as a whole ended."""
@@ -190,11 +183,20 @@ class MultiHost(SingleHost):
 
     def open_run(self, config: Config, n_train: int, dataset: str = "") -> RunFolder:
         run = super().open_run(config, n_train, dataset) if self.writes else None
+        try:
+            return self._agreed_run(run, Path(config.weights_dir))
+        except BaseException:
+            if run:
+                run.lock.close()  # this launcher may open it again
+            raise
+
+    def _agreed_run(self, run: RunFolder | None, weights_dir: Path) -> RunFolder:
+        """Return this host's run, or host 0's if that writes for all. Raises as `check_start`."""
         if self.host == 0 and run:
             start = run.start.path.with_suffix(".json").name if run.start else ""
             self.rendezvous.put("run", vars(_RemoteRun(run.folder.name, start)))
         remote = as_record(_RemoteRun, self.rendezvous.get("run", self._timeout, 0), 0, "run")
-        run = run or self._run_of_host_0(Path(config.weights_dir), remote)
+        run = run or self._run_of_host_0(weights_dir, remote)
         self.check_start(run)
         return run
 
@@ -260,8 +262,9 @@ class MultiHost(SingleHost):
         """Return the rendezvous for the values of one attempt."""
         return self.rendezvous.within(f"for {attempt_key(number)}") if number else self.rendezvous
 
-    def cause_of(self, error: HostFailed | StoreLost) -> HostFailed:
-        return self.heartbeat.cause_of(error, FAILURE_SECONDS)
+    def cause_of(self, failed: HostFailed) -> HostFailed:
+        is_own = failed.peer == f"host {self.host}"  # a signal to this host
+        return failed if is_own else self.heartbeat.wait_for_problem(FAILURE_SECONDS) or failed
 
     def conclude(self, exit_status: ExitStatus) -> ExitStatus:
         # Another host may soon report the failure that caused ours.
@@ -279,8 +282,9 @@ class MultiHost(SingleHost):
             failed = self.heartbeat.wait_for_ends(lambda: self._interrupts.at_once)
         if failed is None:  # all are well, or one was asked to stop
             return ExitStatus(exit_status.code or self.heartbeat.code())
-        self.report_end(failed.code, str(failed))
-        return ExitStatus(failed.code, str(failed), awaited=failed.peer)
+        code = self._interrupts.code or failed.code
+        self.report_end(code, str(failed))
+        return ExitStatus(code, str(failed), awaited=failed.peer)
 
     def report_end(self, code: int, failure: str) -> None:
         """Report how this host ended. Only the first call counts."""
@@ -343,11 +347,11 @@ def open_hosts(
         host.abandon()
         found.store = rendezvous.served
         raise
-    except (HostFailed, StoreLost) as error:
+    except HostFailed as error:
         failed = host.cause_of(error)
-        if rejoining and isinstance(failed, HostLost):
+        if config.rejoin_seconds and isinstance(failed, HostLost):
             host.abandon()
-            raise Rejoining(failed, rejoining.deadline, rendezvous.served) from None
+            raise _waiting_for(failed, config, rejoining, rendezvous.served) from None
         host.report_end(failed.code, str(failed))
         raise failed from None
     except (UserError, PeerProblem) as error:
@@ -369,41 +373,56 @@ def with_hosts(config: Config, interrupts: Interrupts, run: Callable[[SingleHost
         UserError: A host did not join in time.
         PeerProblem: Another host has failed, or did not come back in time.
     """
-    rejoining = None
+    rejoining: Rejoining | None = None
     while True:
         try:
             with open_hosts(config, interrupts, rejoining) as host:
                 return run(host)
         except Rejoining as found:
-            rejoining = found
+            rejoining = found.with_traceback(None)  # its frames hold the memory and the lock of the run
+            rejoining.__context__ = None
+
+
+def _waiting_for(
+    lost: HostLost, config: Config, rejoining: Rejoining | None, served: Store | None
+) -> Rejoining:
+    """Return the exception that waits for a host that was lost in a start, and say so.
+
+    Args:
+        rejoining: The loss before this start, whose deadline stays; None if the run starts.
+        served: The store that this launcher serves, or None.
+    """
+    show(f"{lost}; waiting for it to come back", "stdout")
+    deadline = rejoining.deadline if rejoining else time.monotonic() + config.rejoin_seconds
+    return Rejoining(lost, deadline, served)
 
 
 def _join(config: Config, interrupts: Interrupts, rejoining: Rejoining | None) -> Rendezvous:
     """Join the other hosts; after the loss of one, wait for it. Raises as `open_hosts`."""
     assert config.host_rank is not None and config.rendezvous is not None, "checked"
-    join = partial(
-        join_rendezvous,
-        config.n_hosts,
-        config.host_rank,
-        config.rendezvous,
-        config.host_address,
-        config.timeout,
-        interrupts=interrupts,
-    )
-    if rejoining is None:
-        if config.rejoin_seconds:
-            _check_rejoining(config)
-        return join(own_store=not torchrun.has_store())
-    interrupts.farewell = None
-    interrupts.leave(f"stopped as asked, while {rejoining.lost.peer} was waited for; resume_train resumes it")
-    while True:
-        patience = max(0.0, rejoining.deadline - time.monotonic())
-        try:
-            return join(own_store=True, served=rejoining.store, patience=patience)
-        except (UserError, HostLost, StoreLost) as error:
-            if isinstance(error, UserError) or not patience:
-                text = f"{rejoining.lost}; it has not come back within {config.rejoin_seconds:g} s: {error}"
-                raise PeerProblem(rejoining.lost.peer, text) from error
+    own_store = rejoining is not None or not torchrun.has_store()
+    served, seconds = None, config.timeout
+    if rejoining:
+        lost, served = rejoining.lost.peer, rejoining.store
+        seconds = max(0.0, rejoining.deadline - time.monotonic())
+        interrupts.farewell = None
+        interrupts.leave(f"stopped as asked, while {lost} was waited for; resume_train resumes it")
+    elif config.rejoin_seconds:
+        _check_rejoining(config)
+    if own_store and config.host_rank == 0 and served is None:
+        served = serve(config.rendezvous)
+    join = partial(join_rendezvous, config.n_hosts, config.host_rank, config.rendezvous, config.host_address)
+    try:
+        return join(seconds, own_store, interrupts, served, joins_again=config.rejoin_seconds > 0)
+    except HostLost as lost_again:
+        if config.rejoin_seconds and seconds:
+            raise _waiting_for(lost_again, config, rejoining, served) from None
+        raise
+    except UserError as error:
+        if rejoining is None:
+            raise
+        text = f"{rejoining.lost}; it has not come back within {config.rejoin_seconds:g} s: {error}"
+        raise PeerProblem(rejoining.lost.peer, text) from error
 
 
 def _check_rejoining(config: Config) -> None:

@@ -31,7 +31,7 @@ from lockstep.launch.template import Template
 from lockstep.memory.host import HostMemory
 from lockstep.memory.leftovers import remove_leftovers
 from lockstep.runs.snapshot import SnapshotMemory
-from lockstep.signals import STOP_SIGNAL, Interrupts, stop_requests_blocked
+from lockstep.signals import STOP_SIGNAL, Interrupts, signals_blocked
 
 LEAVE_SECONDS = 10.0  # from a child's last message to its exit
 LISTEN_SECONDS = 0.5  # between two checks of signals and status boards
@@ -111,6 +111,8 @@ class Processes:
 
         Raises:
             UserError: The operating system refuses another process.
+            PeerProblem: The template process does not answer, and neither do those that replace it.
+            Stopped: A signal ends the run meanwhile.
         """
         self._children.append(self._spawn(name, entry, arguments, spares, reporting))
 
@@ -149,7 +151,7 @@ class Processes:
     def _spawn_process(self, start: ChildStart) -> BaseProcess:
         make = self._context.Process  # type: ignore[attr-defined]
         process: BaseProcess = make(target=child_main, args=(start,), name=start.name)
-        with stop_requests_blocked(), self._main():
+        with signals_blocked(), self._main():
             process.start()
         return process
 
@@ -316,10 +318,12 @@ class Processes:
             text = f"{culprit.text}: {culprit.failure.text}"
             return ExitStatus(1, text, lost=culprit.name, is_faulty=True)
         text = f"{culprit.text} failed at {culprit.doing}: {culprit.failure.text}"
-        peer, names = culprit.failure.peer, {child.name for child in self._children}
+        peer = culprit.failure.peer
         # Two children that wait for each other have been held up, and so has one that waits for the launcher.
-        lost = culprit.name if peer == "the launcher" else peer if peer in names else ""
-        return ExitStatus(1, text, culprit.failure.traceback, lost=lost, awaited="" if lost else peer)
+        lost = {child.name: child.name for child in self._children} | {"the launcher": culprit.name}
+        if peer in lost:
+            return ExitStatus(1, text, lost=lost[peer])
+        return ExitStatus(1, text, culprit.failure.traceback, awaited=peer)
 
     def _gather_reports(self, on_message: Callable[[Any], None]) -> None:
         """Listen for a moment: the other children notice a failure too, and may know its cause."""

@@ -11,9 +11,8 @@ from lockstep.comm.messages import Tick
 from lockstep.config import Config
 from lockstep.config.rules import on_failure_of, settle
 from lockstep.data.dataset import Dataset
-from lockstep.errors import UserError
-from lockstep.hosts.rendezvous import HostFailed, HostLost
-from lockstep.hosts.store import StoreLost
+from lockstep.errors import PeerProblem, UserError
+from lockstep.hosts.store import HostFailed, HostLost
 from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import Console
 from lockstep.launch.hosting import JointEnd, Rejoining, SingleHost
@@ -44,31 +43,31 @@ class Failures:
         furthest: The last step that was completed in any attempt; -1 before the first attempt has ended.
         n_in_vain: Failures in a row without progress between them.
         rate: All failures since the launcher began.
+        has_present: Whether the failure of the present attempt is among them.
     """
 
     loss: "_Loss | None" = None
     furthest: int = -1
     n_in_vain: int = 0
     rate: FailureRate = field(default_factory=lambda: FailureRate(0, time.monotonic()))
-    _attempt: "Attempt | None" = None  # that has failed last
+    has_present: bool = False
 
-    def n_before(self, attempt: "Attempt", step: int) -> int:
-        """Return how many failures there were before that of `attempt`, since the run last made progress.
+    def n_before(self, step: int) -> int:
+        """Return how many failures there were before that of the present attempt, since the last progress.
 
         Args:
-            attempt: The present one, whether its failure has been added or not.
             step: The last completed step, counted from the start of the run.
         """
-        if attempt is self._attempt:
+        if self.has_present:
             return self.n_in_vain - 1
         return 0 if step > self.furthest >= 0 else self.n_in_vain
 
-    def add(self, attempt: "Attempt", exit_status: ExitStatus, step: int) -> int:
-        """Add the failure of an attempt, or replace its cause. Return the number of those before it."""
-        n_before = self.n_before(attempt, step)
-        if attempt is not self._attempt:
+    def add(self, exit_status: ExitStatus, step: int) -> int:
+        """Add the failure of the present attempt, or replace its cause. Return `n_before`."""
+        n_before = self.n_before(step)
+        if not self.has_present:
             self.rate = FailureRate(self.rate.n + 1, self.rate.begin)
-        self.loss, self._attempt = _Loss(exit_status, step, time.monotonic()), attempt
+        self.loss, self.has_present = _Loss(exit_status, step, time.monotonic()), True
         self.furthest, self.n_in_vain = max(step, self.furthest), n_before + 1
         return n_before
 
@@ -159,6 +158,7 @@ class Recovery:
     def __init__(self, console: Console, dataset: Dataset, attempt: Attempt, context: Context) -> None:
         self._console, self._dataset, self._context = console, dataset, context
         self._failures, self._folder = context.failures, attempt.run.folder
+        self._failures.has_present = False
         self._source = NetworkSource(attempt.config.model)
         self._resizing = ResizeHandler(self._folder, console, self._source)
         self._blocks: list[HostBlock] = []  # memory files; the last one is that of the present trainer 0
@@ -200,11 +200,11 @@ class Recovery:
             return exit_status, found
         except UserError as error:
             return exit_status.followed_by(str(error)), None
-        except (HostFailed, StoreLost) as error:
-            return self._without_host(attempt, exit_status, step, error), None
+        except HostFailed as failed:
+            return self._without_host(attempt, exit_status, step, failed), None
 
     def _without_host(
-        self, attempt: Attempt, exit_status: ExitStatus, step: int, error: HostFailed | StoreLost
+        self, attempt: Attempt, exit_status: ExitStatus, step: int, failed: HostFailed
     ) -> ExitStatus:
         """Save what is only in memory, after the failure of another host. Return how the run ends.
 
@@ -212,17 +212,17 @@ class Recovery:
             Rejoining: The other host is to be waited for.
         """
         interrupts = self._context.interrupts
+        failed = self._context.host.cause_of(failed)
         if interrupts.at_once:
             return ExitStatus.stopped_by(interrupts)
-        failed = self._context.host.cause_of(error)
         if exit_status.code:  # else the run is complete
-            self._save(attempt)
+            self._save(attempt, lost_writer=failed.peer == "host 0")
         if isinstance(failed, HostLost) and self._rejoins(attempt, exit_status, step):
             self._begin_rejoining(attempt, failed, step)
             raise Rejoining(failed, time.monotonic() + attempt.config.rejoin_seconds) from None
         if exit_status.message and not exit_status.awaited:  # this host's own failure
             return exit_status
-        return ExitStatus(failed.code, str(failed), awaited=failed.peer)
+        return ExitStatus(interrupts.code or failed.code, str(failed), awaited=failed.peer)
 
     def _next(
         self, attempt: Attempt, exit_status: ExitStatus, step: int
@@ -245,10 +245,17 @@ class Recovery:
                 saved = f"stopped as asked; {self._console.describe_saved()}"
                 exit_status = exit_status.followed_by(saved)
         if code or exit_status.is_overdue:
+            if self._resizing.before is not None:
+                self._resizing.refuse("the run was asked to stop")
             return exit_status, None
         if self._resizing.before is not None:
             return exit_status, self._next_after_resizing(attempt, exit_status, end)
-        return exit_status, self._next_after_loss(attempt, end) if exit_status.lost else None
+        found = self._next_after_loss(attempt, end) if exit_status.lost else None
+        # Without a step since, an attempt that could not be started has left no error in the memory.
+        is_sound = exit_status.lost or (attempt.retained and end.step == self._first_step(attempt))
+        if exit_status.code and not found and is_sound and not exit_status.is_faulty:
+            self._save(attempt)
+        return exit_status, found
 
     def _check_source(self, attempt: Attempt) -> None:
         """Raise UserError if the network was edited, with which the run would not be the same training."""
@@ -260,6 +267,7 @@ class Recovery:
     def _begin(self, attempt: Attempt) -> None:
         """Keep the memory file from which an attempt starts. Close all others."""
         self._keep([attempt.retained.block] if attempt.retained else [])
+        self._failures.has_present = False
 
     def _keep(self, blocks: list[HostBlock]) -> None:
         """Close all memory files but these."""
@@ -269,7 +277,7 @@ class Recovery:
         self._blocks = blocks
 
     def _next_after_loss(self, attempt: Attempt, end: JointEnd) -> Attempt | None:
-        n_in_vain = self._failures.add(attempt, end.exit_status, end.step)
+        n_in_vain = self._failures.add(end.exit_status, end.step)
         event = {"lost": end.exit_status.lost, "failure": end.exit_status.message, "step": end.step}
         self._console.log("lost", event)
         common = [each for each in self._memory if each.checkpoint.moment == end.moment]
@@ -285,8 +293,7 @@ class Recovery:
 
     def _write_due(self, attempt: Attempt) -> None:
         """Write the checkpoint on the disk that a lost trainer was writing. Raises as `_write_out`."""
-        retained = attempt.retained
-        if retained and retained.checkpoint.to_disk and not self._is_on_disk(retained):
+        if attempt.retained and attempt.retained.checkpoint.to_disk:
             self._write_out(attempt)
 
     def _is_on_disk(self, retained: Retained) -> bool:
@@ -305,9 +312,11 @@ class Recovery:
         assert before and config
         resumes = exit_status.is_paused or (attempt.config is config and exit_status.code)
         if resumes and self._memory and not self._memory[-1].is_whole():
-            text = f"the memory checkpoint {_DAMAGED}"
-            self._resizing.refuse(text)
-            raise UserError(f"the run can't resume: {text}. resume_train=true resumes from the disk.")
+            status = ExitStatus(1, f"the memory checkpoint {_DAMAGED}", lost="the memory checkpoint")
+            self._resizing.refuse(status.message)
+            self._failures.add(status, end.step)
+            self._memory = []
+            return _resumed(attempt, before, None, self._context.host)
         if exit_status.is_paused and self._memory:
             return Attempt(config, attempt.run, self._memory[-1], attempt.number + 1)
         if attempt.config is config and exit_status.code and self._memory and not exit_status.is_faulty:
@@ -345,56 +354,71 @@ class Recovery:
     def _rejoins(self, attempt: Attempt, exit_status: ExitStatus, step: int) -> bool:
         """Return whether the run waits for a launcher that was lost."""
         config, is_done = attempt.config, not exit_status.code
-        n_before = self._failures.n_before(attempt, step)
+        n_before = self._failures.n_before(step)
         may_fail = on_failure_of(config) != "stop" and n_before < config.max_restarts
         return config.rejoin_seconds > 0 and may_fail and not is_done and not self._context.interrupts.code
 
     def _begin_rejoining(self, attempt: Attempt, lost: HostLost, step: int) -> None:
         """Log the loss, and release the memory files and the run's folder."""
         status = ExitStatus(lost.code, str(lost), lost=f"{lost.peer}: its launcher")
-        self._failures.add(attempt, status, step)
+        self._failures.add(status, step)
         seconds = f"{attempt.config.rejoin_seconds:g} s"
         self._keep([])
+        self._memory = []
         self._console.log("waiting", {"lost": status.lost, "failure": status.message, "step": step})
         self._console.close(f"{status.message}; waiting up to {seconds} for it to come back", "stdout")
         attempt.run.lock.close()
 
-    def _save(self, attempt: Attempt) -> None:
-        """Write the memory checkpoint to the disk, where it can be written; else say why."""
+    def _save(self, attempt: Attempt, lost_writer: bool = False) -> None:
+        """Do as `_write_out`, and say why if nothing can be written.
+
+        Args:
+            lost_writer: Whether the host that writes for all was lost.
+        """
         try:
-            if self._memory and not self._is_on_disk(self._memory[-1]):
-                self._write_out(attempt)
+            is_written = self._write_out(attempt)
         except UserError as error:
             self._console.say(f"note: {error}")
+            return
+        if lost_writer and not is_written:
+            self._console.say(f"note: {attempt.run.folder}: host 0 has its lock, so nothing is saved there")
 
-    def _write_out(self, attempt: Attempt) -> None:
-        """Write the memory checkpoint to the disk, if there is one, in a process that no signal stops.
+    def _write_out(self, attempt: Attempt) -> bool:
+        """Write the memory checkpoint to the disk, unless it is there, in a process that no signal stops.
 
         Where hosts share the folder, host 0 does so for all, or one of the others if host 0 has ended.
+
+        Returns:
+            Whether it is on the disk then, or there is none.
 
         Raises:
             UserError: It is damaged, or can't be written.
         """
         if not self._memory:
-            return
+            return True
         lock = attempt.run.lock if self._context.host.writes else lock_if_free(attempt.run.folder)
         if lock is None:
-            return
+            return False
         try:
-            self._write(attempt)
+            self._write(attempt, self._memory[-1])
         finally:
             if lock is not attempt.run.lock:
                 lock.close()
+        return True
 
-    def _write(self, attempt: Attempt) -> None:
+    def _write(self, attempt: Attempt, newest: Retained) -> None:
         folder = attempt.run.folder
-        if not self._memory[-1].is_whole():
+        if not newest.is_whole():
             raise UserError(f"{folder}: the memory checkpoint is damaged, so only older ones are on the disk")
+        if self._is_on_disk(newest):
+            return
         _remove_unfinished(folder)
         template = self._context.template
         with Processes(attempt.config.timeout, template=template, passes_on_sigterm=True) as processes:
-            arguments = (self._memory[-1], folder)
-            processes.start("the writer", "lockstep.trainer.saving:write_out", arguments)
+            try:
+                processes.start("the writer", "lockstep.trainer.saving:write_out", (newest, folder))
+            except PeerProblem as problem:  # no template starts any more
+                raise UserError(str(problem)) from problem
             exit_status = processes.watch(self._console.take)
         if exit_status.code:
             raise UserError(exit_status.message)
@@ -473,7 +497,7 @@ def next_try(
         UserError: `on_failure` asks for a restart, and the run can't resume.
         HostFailed: Another host has ended.
     """
-    config, run = attempt.config, attempt.run
+    config = attempt.config
     on_failure = on_failure_of(config)
     if not exit_status.lost or on_failure == "stop" or n_failures >= config.max_restarts:
         return None
@@ -484,9 +508,16 @@ def next_try(
         if smaller is None:
             return None
         config = smaller
+    return _resumed(attempt, config, retained, host or SingleHost())
+
+
+def _resumed(attempt: Attempt, config: Config, retained: Retained | None, host: SingleHost) -> Attempt:
+    """Return the attempt after another one, from a memory checkpoint that is whole on all hosts, or the disk.
+
+    Raises as `next_try`.
+    """
+    run, number, notes = attempt.run, attempt.number + 1, list[str]()
     _remove_unfinished(run.folder)
-    number, host = attempt.number + 1, host or SingleHost()
-    notes = []
     if retained and (damaged_on := host.names_without(retained.is_whole(), number)):
         of_whom = f" of {' and '.join(damaged_on)}" if config.n_hosts > 1 else ""
         notes, retained = [f"the memory checkpoint{of_whom} {_DAMAGED}"], None

@@ -8,6 +8,7 @@ The run takes a checkpoint in memory at the end of its step and resumes on the o
 logical_ranks (the same bits) or global_batch_size (the same training up to rounding).
 """
 
+import math
 import re
 import sys
 import time
@@ -20,6 +21,7 @@ from lockstep.runs.folder import is_running
 from lockstep.text import handle_closed_pipe
 
 _LOOK_SECONDS = 0.02
+_HINT_SECONDS = 30.0  # after which the command says that it still waits
 _CHANGE = re.compile(r"[+-]\d{1,3}")
 
 
@@ -67,7 +69,12 @@ def resize(folder: Path, wish: str) -> str:
 
 
 def _await_answer(folder: Path, request: resize_request.Request) -> resize_request.ResizeAnswer:
+    hint_at = time.monotonic() + _HINT_SECONDS
     while True:
+        if time.monotonic() > hint_at:
+            text = f"{folder}: the run has not answered for {_HINT_SECONDS:.0f} s; it may be stopped"
+            print(f"note: {text}. Ctrl-C withdraws the request.", file=sys.stderr, flush=True)
+            hint_at = math.inf
         # In this order: the launcher answers before it removes the request, and removes that before it ends.
         runs, waits = is_running(folder), resize_request.is_waiting(folder, request.number)
         given = _answer_to(folder, request)

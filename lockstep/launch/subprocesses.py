@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.files import program_folder
 from lockstep.launch.console import show
-from lockstep.signals import Interrupts, die_with_parent, leave_stopping_to_launcher, stop_requests_blocked
+from lockstep.signals import Interrupts, die_with_parent, leave_signals_to_launcher, signals_blocked
 
 _PROGRAM = "lockstep.report"
 REPORT_SECONDS = 600.0  # the report limits itself to much less
@@ -37,13 +37,13 @@ def start_program(module: str, *arguments: str, **options: Any) -> "subprocess.P
     path = [str(program_folder()), *filter(None, sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     command = command_of(module, *arguments)
-    with stop_requests_blocked():
+    with signals_blocked():
         return subprocess.Popen(command, env=environment, preexec_fn=_begin, **options)  # noqa: PLW1509
 
 
 def _begin() -> None:
     die_with_parent()
-    leave_stopping_to_launcher(signal.SIG_IGN)
+    leave_signals_to_launcher(signal.SIG_IGN)
 
 
 @contextmanager

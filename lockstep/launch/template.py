@@ -35,9 +35,9 @@ from lockstep.signals import (
     STOP_SIGNAL,
     adopt_orphans,
     die_with_parent,
-    leave_stopping_to_launcher,
+    leave_signals_to_launcher,
     set_process_name,
-    stop_requests_blocked,
+    signals_blocked,
 )
 
 _NAME = "the template process"
@@ -110,6 +110,10 @@ class ForkedProcess:
             time.sleep(_POLL_SECONDS)  # its descriptors close a moment before it can be waited for
 
 
+class Stopped(Exception):
+    """A signal ends the run while a child is being started."""
+
+
 class Template:
     """The launcher's side of the template process, which is started again when it has died.
 
@@ -132,18 +136,17 @@ class Template:
         Raises:
             OSError: The operating system refuses another process.
             PeerProblem: The template does not answer, and neither do those that replace it.
-            KeyboardInterrupt: `is_stopped` holds before the template has answered.
+            Stopped: `is_stopped` holds before the template has answered.
         """
-        for _ in range(_REPLACEMENTS):
+        for n_left in reversed(range(1 + _REPLACEMENTS)):
             try:
                 return self._ask(start, is_stopped)
-            except PeerProblem:  # it was killed, or stands still
+            except PeerProblem as problem:  # it was killed, or stands still
+                if not n_left:
+                    text = f"it was started {1 + _REPLACEMENTS} times, last as pid {self._process.pid}"
+                    raise type(problem)(problem.peer, f"{problem}; {text}") from problem
                 self._replace()
-        try:
-            return self._ask(start, is_stopped)
-        except PeerProblem as problem:
-            text = f"{problem}; it was started {_REPLACEMENTS + 1} times, last as pid {self._process.pid}"
-            raise type(problem)(problem.peer, text) from problem
+        raise AssertionError("never reached")
 
     def close(self) -> None:
         """End the template. Its children are not affected."""
@@ -160,7 +163,7 @@ class Template:
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         setting = [theirs.fileno(), os.getpid(), list(map(str, sys.path)), self._modules]
         command = [sys.executable, *flags, "-c", _CODE, json.dumps(setting)]
-        with stop_requests_blocked():
+        with signals_blocked():
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         theirs.close()
         self._pipe, self._has_answered = Pipe(ours, _NAME, START_SECONDS), False
@@ -195,7 +198,7 @@ class Template:
         while not self._pipe.poll():
             if is_stopped():
                 self._replace()  # this one may answer yet
-                raise KeyboardInterrupt
+                raise Stopped
             if n_slices == 0:
                 raise DeadlinePassed(_NAME, f"waited {seconds:g} s for {_NAME} to start {start.name}")
             wait([self._pipe.fileno()], _SLICE_SECONDS)
@@ -214,7 +217,7 @@ def run_template(connection: int, launcher: int, modules: Sequence[str]) -> None
     die_with_parent()
     if os.getppid() != launcher:
         return
-    leave_stopping_to_launcher(lambda *_: os.kill(launcher, STOP_SIGNAL))
+    leave_signals_to_launcher(lambda *_: os.kill(launcher, STOP_SIGNAL))
     for module in modules:
         importlib.import_module(module)
     start = _serve(Pipe(Connection(connection), "the launcher", START_SECONDS))

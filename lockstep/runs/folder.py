@@ -174,14 +174,21 @@ def _lock_new(folder: Path) -> IO[str]:
 
 
 def _lock(folder: Path) -> IO[str]:
-    """Lock a run's folder until this process exits, and remove a killed run's temporary files."""
+    """Do as `lock_if_free`, or raise UserError if another run has the lock."""
     if (file := lock_if_free(folder)) is None:
         raise UserError(f"{folder}: another run is writing there now")
     return file
 
 
 def lock_if_free(folder: Path) -> IO[str] | None:
-    """Do as `_lock`, or return None if another process has the lock. Raise UserError if it can't be made."""
+    """Lock a run's folder until the file is closed, and remove a killed run's temporary files.
+
+    Returns:
+        The locked file; None if another process has the lock.
+
+    Raises:
+        UserError: The folder can't be written to.
+    """
     try:
         file = open(folder / ".lock", "w")  # noqa: SIM115 (stays open as long as the run)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

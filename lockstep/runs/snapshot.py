@@ -191,7 +191,9 @@ def _allocate(n_bytes: int) -> HostBlock:
     try:
         block = HostMemory().allocate(n_bytes, "copies of the weights, for checkpoints")
     except UserError as error:
-        raise UserError(f"{error} Or set on_failure: stop, which needs a single copy.") from error
+        raise UserError(
+            f"{error} Or set memory_checkpoint_seconds: null, which needs a single copy."
+        ) from error
     block.array(np.uint8, (n_bytes,))[::4096] = 0  # so the first copy causes no page faults
     return block
 

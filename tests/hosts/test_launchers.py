@@ -21,8 +21,8 @@ from lockstep.errors import UserError
 from lockstep.hosts.addresses import listen
 from lockstep.hosts.folders import bring_newest
 from lockstep.hosts.heartbeat import Heartbeat
-from lockstep.hosts.rendezvous import HostFailed, Rendezvous, join_rendezvous
-from lockstep.hosts.store import Store
+from lockstep.hosts.rendezvous import Rendezvous, join_rendezvous
+from lockstep.hosts.store import HostFailed, Store
 from lockstep.runs import checkpoint
 from lockstep.runs.checkpoint_files import find_checkpoint
 from lockstep.runs.state import State

@@ -18,8 +18,8 @@ from lockstep.config.hosts import address_and_port
 from lockstep.errors import UserError
 from lockstep.hosts.addresses import listen
 from lockstep.hosts.heartbeat import Heartbeat
-from lockstep.hosts.rendezvous import HostFailed, LivenessConnections, join_rendezvous
-from lockstep.hosts.store import Store
+from lockstep.hosts.rendezvous import LivenessConnections, join_rendezvous
+from lockstep.hosts.store import HostFailed, Store
 from lockstep.signals import Interrupts
 
 COMES_AND_STAYS = """

@@ -161,14 +161,14 @@ def test_hangups_are_one_wish_to_stop_unless_they_are_ignored(command: str, rece
 
 ARRIVING = """
 import os, signal, sys, threading, time
-from lockstep.signals import Interrupts, stop_requests_blocked
+from lockstep.signals import Interrupts, signals_blocked
 
 interrupts = Interrupts()
 interrupts.install("stopped as asked")
 interrupts.note()
 if sys.argv[1] == "two threads":
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-with stop_requests_blocked():
+with signals_blocked():
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.1)
 print(interrupts.code, flush=True)

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import signal
 import threading
 import time
@@ -52,6 +53,24 @@ def test_a_step_that_ends_in_time_is_saved(program: Program) -> None:
     assert running.wait(20) == 143
     assert "stopped as asked; saved " in running.last_line()
     running.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_started_while_the_one_before_ends_waits_and_resumes(program: Program) -> None:
+    """Before it looks for checkpoints, which the first one is about to write."""
+    words = ("n_epochs=3", "resume_train=auto", "preempt_seconds=600", "cpu_threads=1")
+    folder = program.place / "runs" / "run"
+    folder.mkdir(parents=True)
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        running = program.start(*words, name="run")
+        time.sleep(limit(3))
+        assert running.process.poll() is None and "starting" not in running.output()
+        done = program.run("n_epochs=1", "cpu_threads=1", name="before")
+        shutil.copytree(done.run_folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".lock"))
+    assert running.wait() == 0, running.output()
+    assert "note: waited for the run that was ending in this folder" in running.output()
+    assert "resuming from " in running.output() and "epoch_0001" in running.output()
 
 
 @pytest.mark.parametrize(("seconds", "waits"), [(60.0, True), (0.2, False), (None, False)])

@@ -110,26 +110,28 @@ def test_what_is_left_of_four_shares_the_work(
 def test_processes_learn_how_often_the_run_has_failed(tmp_path: Path) -> None:
     failures = Failures()
     assert failures.rate.mean_seconds() is None
+    for step in (5, 9):
+        failures.add(ExitStatus(1, lost="trainer 0"), step)
+        failures.has_present = False
     with open(tmp_path / "lock", "w") as lock:
-        first, attempt = (Attempt(make_config(), RunFolder(tmp_path, None, [], lock)) for _ in range(2))
-    failures.add(first, ExitStatus(1, lost="trainer 0"), 5)
-    failures.add(attempt, ExitStatus(1, lost="trainer 0"), 9)
+        attempt = Attempt(make_config(), RunFolder(tmp_path, None, [], lock))
     seconds = attempt.plan(None, True, failures.rate).failure_rate.mean_seconds()
     assert seconds is not None and 0 < 2 * seconds <= time.monotonic() - failures.rate.begin
 
 
-def test_failures_without_progress_are_counted_once_each(tmp_path: Path) -> None:
+def test_failures_without_progress_are_counted_once_each() -> None:
     failures, lost = Failures(), ExitStatus(1, lost="trainer 0")
-    with open(tmp_path / "lock", "w") as lock:
-        attempts = [Attempt(make_config(), RunFolder(tmp_path, None, [], lock)) for _ in range(4)]
-    assert failures.add(attempts[0], lost, 5) == 0
-    assert failures.add(attempts[1], lost, 5) == 1
-    assert failures.add(attempts[1], lost, 5) == 1  # the loss of a host followed
-    assert failures.n_before(attempts[2], 5) == 2
-    assert failures.n_before(attempts[2], 6) == 0  # a step was completed meanwhile
+    assert failures.add(lost, 5) == 0
+    failures.has_present = False
+    assert failures.add(lost, 5) == 1
+    assert failures.add(lost, 5) == 1  # the loss of a host followed
+    failures.has_present = False
+    assert failures.n_before(5) == 2
+    assert failures.n_before(6) == 0  # a step was completed meanwhile
     assert failures.rate.n == 2
-    assert failures.add(attempts[2], lost, 6) == 0
-    assert failures.add(attempts[3], lost, 6) == 1
+    assert failures.add(lost, 6) == 0
+    failures.has_present = False
+    assert failures.add(lost, 6) == 1
 
 
 @pytest.mark.slow

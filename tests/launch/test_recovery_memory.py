@@ -20,7 +20,7 @@ from saved import assert_same, tensors
 
 from lockstep.config import Config
 from lockstep.config.rules import settle
-from lockstep.hosts.rendezvous import HostLost
+from lockstep.hosts.store import HostLost
 from lockstep.launch import recovery as recovery_module
 from lockstep.launch.children import ExitStatus
 from lockstep.launch.hosting import Rejoining, SingleHost
@@ -126,15 +126,17 @@ def test_after_a_refused_resize_checkpoints_lie_in_the_file_from_before(launcher
     assert len(resize(launcher, recovered, -1).config.devices) == 1
 
 
-def test_a_damaged_memory_checkpoint_is_not_resized_from(launcher: Launcher) -> None:
+def test_a_damaged_memory_checkpoint_is_not_resized_from_and_the_run_resumes_from_the_disk(
+    launcher: Launcher,
+) -> None:
     block = allocate()
     launcher.recovery.take(launcher.attempt, block)
     launcher.recovery.take(launcher.attempt, written(block, 0))
     resize_request.ask(launcher.attempt.run.folder, (), 1)
     assert launcher.recovery.is_to_pause(launcher.attempt)
     block.array(np.uint8, (1,))[0] += 1
-    status, found = launcher.recovery.next(launcher.attempt, PAUSED, (1, 1))
-    assert found is None and status.code == 1 and "the memory checkpoint is damaged" in status.message
+    _, found = launcher.recovery.next(launcher.attempt, PAUSED, (1, 1))
+    assert found and found.config == launcher.attempt.config and found.source == "the beginning"
     assert any(text.startswith("note: not resized: the memory checkpoint") for text in launcher.console.said)
 
 
@@ -153,6 +155,23 @@ def test_a_run_that_is_asked_to_stop_writes_out_what_is_only_in_memory(
     ended, found = launcher.recovery.next(launcher.attempt, status, (1, 1))
     assert found is None and wrote == [launcher.attempt]
     assert ended.code == (status.code or 143)
+    assert any("not resized: the run was asked to stop" in text for text in launcher.console.said)
+
+
+@pytest.mark.parametrize(("is_faulty", "n_written"), [(False, 1), (True, 0)])
+def test_a_run_that_is_lost_too_often_writes_out_what_is_only_in_memory(
+    launcher: Launcher, is_faulty: bool, n_written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not the sums of a device that computes wrong numbers."""
+    wrote = list[Attempt]()
+    monkeypatch.setattr(Recovery, "_write_out", lambda self, attempt: wrote.append(attempt))
+    block = allocate()
+    launcher.recovery.take(launcher.attempt, block)
+    launcher.recovery.take(launcher.attempt, written(block, 0))
+    config = dataclasses.replace(launcher.attempt.config, max_restarts=0)
+    attempt = dataclasses.replace(launcher.attempt, config=config)
+    _, found = launcher.recovery.next(attempt, dataclasses.replace(LOST, is_faulty=is_faulty), (1, 1))
+    assert found is None and len(wrote) == n_written
 
 
 @pytest.mark.parametrize("to_disk", [True, False])
@@ -209,9 +228,8 @@ def test_a_launcher_that_waits_for_a_lost_one_keeps_no_memory_file(
         raise HostLost(1, "host 1 has not been heard of")
 
     monkeypatch.setattr(SingleHost, "join_ends", lose)
-    monkeypatch.setattr(SingleHost, "cause_of", lambda self, error: error)
     monkeypatch.setattr(Recovery, "_rejoins", lambda *arguments: True)
-    monkeypatch.setattr(Recovery, "_write_out", lambda *arguments: None)
+    monkeypatch.setattr(Recovery, "_write_out", lambda *arguments: True)
     with pytest.raises(Rejoining):
         launcher.recovery.next(launcher.attempt, LOST, (1, 1))
     assert n_memory_files() == before
@@ -242,7 +260,11 @@ def test_a_folder_that_cannot_be_written_is_named_when_memory_is_written_out(
     assert found is None and "can't be written to: Read-only file system" in status.message
 
 
-def test_a_failure_is_logged_and_named_if_the_restart_fails(launcher: Launcher) -> None:
+def test_a_failure_is_logged_and_named_and_memory_is_written_out_if_the_restart_fails(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrote = list[Attempt]()
+    monkeypatch.setattr(Recovery, "_write_out", lambda self, attempt: not wrote.append(attempt))
     block = allocate()
     launcher.recovery.take(launcher.attempt, block)
     launcher.recovery.take(launcher.attempt, written(block, 0))
@@ -251,7 +273,7 @@ def test_a_failure_is_logged_and_named_if_the_restart_fails(launcher: Launcher) 
     assert launcher.console.logged[-1][1]["failure"] == "trainer 1 was killed"
     status, found = launcher.recovery.next(again, ExitStatus(2, "the disk is full"), (1, 1))
     assert found is None and status.message == "the disk is full"
-    assert launcher.console.said[-1] == "lockstep: trainer 1 was killed"
+    assert launcher.console.said[-1] == "lockstep: trainer 1 was killed" and wrote == [again]
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from lockstep.config import Config
 from lockstep.config.rules import settle
 from lockstep.errors import UserError
 from lockstep.launch import commandline
+from lockstep.launch import resize as resize_command
 from lockstep.launch.console import Console
 from lockstep.launch.resize import resize
 from lockstep.launch.resize_handler import ResizeHandler, resized
@@ -246,6 +247,56 @@ def test_an_answer_leaves_the_request_of_another_command(tmp_path: Path) -> None
     resize_request.answer(tmp_path, ResizeAnswer(first.number, "done", "resized"))
     resize_request.discard(tmp_path, first.number)
     assert resize_request.read_request(tmp_path) == second
+
+
+def test_the_command_says_when_the_run_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As when its launcher is stopped."""
+    monkeypatch.setattr(resize_command, "_HINT_SECONDS", 0.0)
+    said = list[str]()
+
+    def is_running(folder: Path) -> bool:
+        said.append(capsys.readouterr().err)
+        return len(said) < 4
+
+    monkeypatch.setattr(resize_command, "is_running", is_running)
+    with pytest.raises(UserError, match="has ended before it could be resized"):
+        resize_command._await_answer(tmp_path, resize_request.ask(tmp_path, (), 1))
+    text = "the run has not answered for 0 s; it may be stopped. Ctrl-C withdraws the request."
+    assert "".join(said) == f"note: {tmp_path}: {text}\n"  # once
+
+
+FULL_DISK = """
+import os, shutil
+usage = shutil.disk_usage
+
+def disk_usage(path):
+    found = usage(path)
+    return found._replace(free=0) if os.path.exists(os.environ["FULL_DISK"]) else found
+
+shutil.disk_usage = disk_usage
+"""  # run by every Python process that finds it first
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_by_now_ends_neither_a_recovery_nor_a_resize(
+    program: Program, tmp_path: Path
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(FULL_DISK)
+    places = {"PYTHONPATH": str(tmp_path / "site"), "FULL_DISK": str(tmp_path / "full")}
+    running = program.start(
+        *WORDS, "n_epochs=100000", "memory_checkpoint_seconds=1e-6", environment={**os.environ, **places}
+    )
+    running.wait_for_text("step 2/")
+    (tmp_path / "full").touch()
+    os.kill(running.pids()["trainer 1"], signal.SIGKILL)
+    running.wait_for_text("recovered: ")
+    assert command(running, "+1").returncode == 0
+    (tmp_path / "full").unlink()
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait() == 143, running.output()
 
 
 def test_the_command_ends_when_its_request_is_gone(tmp_path: Path) -> None:

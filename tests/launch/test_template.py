@@ -19,7 +19,7 @@ from lockstep.errors import PeerLost, PeerProblem
 from lockstep.launch import processes
 from lockstep.launch.processes import Processes
 from lockstep.launch.status import StatusBoard
-from lockstep.launch.template import Template
+from lockstep.launch.template import Stopped, Template
 from lockstep.signals import Interrupts
 
 LONG = ("n_epochs=100000", "snapshot_freq=100000")
@@ -168,7 +168,7 @@ def test_a_signal_ends_the_wait_for_a_template_and_the_next_child_is_the_right_o
     os.kill(stopped.pid, signal.SIGSTOP)
     interrupts.code = 130
     begin = time.monotonic()
-    with Processes(600, interrupts, template=template) as children, pytest.raises(KeyboardInterrupt):
+    with Processes(600, interrupts, template=template) as children, pytest.raises(Stopped):
         children.start("trainer 0", "test_template:report", ("first",))
     assert time.monotonic() - begin < limit(10)
     with Processes(600, template=template) as children:
