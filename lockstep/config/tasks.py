@@ -27,7 +27,7 @@ def monitor_of(config: "Config") -> Monitor:
 
 def monitor_in(values: Mapping[str, Any]) -> Monitor:
     """Return `monitor_of` for keys as a file holds them, which another version may have written."""
-    measured = MONITORED.get(values.get("task", "classify"), MONITORED["classify"])
+    measured = MONITORED.get(str(values.get("task")), MONITORED["classify"])
     return next((name for name in measured if name == values.get("monitor")), measured[0])
 
 

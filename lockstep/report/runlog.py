@@ -13,9 +13,10 @@ import numpy as np
 
 from lockstep import config as configuration
 from lockstep.comm.messages import EpochTimes, RankTimes
+from lockstep.config.tasks import Monitor, monitor_in
 from lockstep.errors import UserError
 from lockstep.runs import checkpoint_files
-from lockstep.runs.metrics import AnswerCounts
+from lockstep.runs.metrics import HIGHER_IS_BETTER, AnswerCounts, best_epoch
 from lockstep.runs.state import Checkpoint
 from lockstep.runs.stragglers import PHASES, added, waiting_phases
 
@@ -45,6 +46,7 @@ class Validation:
     Attributes:
         error_top1: None with `task: multilabel`, which has the values below instead.
         label_error: The share of all decisions that are wrong.
+        monitored: The values by which the key `monitor` can choose the best epoch, as far as they are known.
     """
 
     epoch: int
@@ -54,13 +56,7 @@ class Validation:
     mean_average_precision: float | None = None
     macro_f1: float | None = None
     label_error: float | None = None
-
-    @property
-    def cost(self) -> float:
-        """The value by which the best epoch is chosen; lower is better."""
-        if self.error_top1 is not None:
-            return self.error_top1
-        return -(self.mean_average_precision or 0.0)
+    monitored: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -97,8 +93,18 @@ class RunLog:
         return added(known[len(known) // 2 :]) if known and len(known[0].ranks) > 1 else None
 
     @property
+    def monitor(self) -> Monitor:
+        """The value that says which epoch is best: the task's own if no validation has that of the key."""
+        monitor = monitor_in(self.config)
+        is_measured = any(monitor in entry.monitored for entry in self.validations)
+        return monitor if is_measured else monitor_in({**self.config, "monitor": None})
+
+    @property
     def best(self) -> Validation | None:
-        return min(self.validations, key=lambda entry: entry.cost, default=None)
+        """The validation of the best epoch by `monitor`; of several, the earliest."""
+        record = [{"epoch": entry.epoch, **entry.monitored} for entry in self.validations]
+        best = best_epoch(record, self.monitor)
+        return next((entry for entry in self.validations if entry.epoch == best), None)
 
     @property
     def is_multilabel(self) -> bool:
@@ -296,8 +302,9 @@ def _validation(values: dict[str, Any]) -> Validation | None:
     of_labels = {name: _number(means, name) for name in names} if error is None else {}
     if not epoch or (error is None and of_labels["mean_average_precision"] is None):
         return None
-    top5 = _number(values, "error_top5")
-    return Validation(int(epoch), _number(values, "loss"), error, top5, **of_labels)
+    loss, top5 = _number(values, "loss"), _number(values, "error_top5")
+    monitored = {name: value for name in HIGHER_IS_BETTER if (value := _number(means, name)) is not None}
+    return Validation(int(epoch), loss, error, top5, monitored=monitored, **of_labels)
 
 
 def _columns(event: dict[str, Any]) -> dict[str, list[float]]:
@@ -325,7 +332,7 @@ def _epoch_times(event: dict[str, Any]) -> EpochTimes | None:
     values = event.get("ranks")
     if not epoch or n_steps is None or seconds is None or not isinstance(values, list):
         return None
-    ranks = [_rank_times(rank, _mapping(each), n_steps) for rank, each in enumerate(values)]
+    ranks = [_times_of_rank(rank, _mapping(each), n_steps) for rank, each in enumerate(values)]
     whole = [each for each in ranks if each]
     n_hosts = int(_number(event, "n_hosts") or 1)
     if not 1 <= n_steps < 1 << 53 or not 1 <= n_hosts <= len(whole) or len(whole) < len(ranks):
@@ -335,7 +342,7 @@ def _epoch_times(event: dict[str, Any]) -> EpochTimes | None:
     return EpochTimes(int(epoch), int(n_steps), seconds, whole, n_hosts=n_hosts)
 
 
-def _rank_times(rank: int, values: dict[str, Any], n_steps: float) -> RankTimes | None:
+def _times_of_rank(rank: int, values: dict[str, Any], n_steps: float) -> RankTimes | None:
     n_last, waited = _number(values, "n_last"), _number(values, "waited")
     excess, seconds = (_numbers(_by_phase(values.get(key))) for key in ("excess", "seconds"))
     if n_last is None or waited is None or not excess or seconds.keys() != set(PHASES):

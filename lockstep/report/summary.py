@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from lockstep.backends.devices import on_gpus
+from lockstep.config.tasks import MONITORED
 from lockstep.report.charts import percent
 from lockstep.report.runlog import RunLog, Validation
 
@@ -97,8 +98,10 @@ def tiles(run: RunLog) -> list[tuple[str, str, str]]:
     best, last = run.best, run.validations[-1] if run.validations else None
     name, models = devices(run)
     what = "mAP" if run.is_multilabel else "validation error"
+    by_default = run.monitor == MONITORED["multilabel" if run.is_multilabel else "classify"][0]
+    title, reason = ("Best", "") if by_default else ("Best epoch's", f", by {run.monitor}")
     return [
-        (f"Best {what}", _main_value(best), f"epoch {best.epoch}" if best else ""),
+        (f"{title} {what}", _main_value(best), f"epoch {best.epoch}{reason}" if best else ""),
         (f"Last {what}", _main_value(last), f"epoch {last.epoch}{_further(last)}" if last else ""),
         ("Training images/s", speed(run), "median"),
         ("Epochs", epochs(run), f"in {run.n_starts} starts" if run.n_starts > 1 else ""),

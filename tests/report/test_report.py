@@ -29,7 +29,7 @@ from lockstep.report.drawing import WIDE
 from lockstep.report.examples import try_examples
 from lockstep.report.filters import draw_filters
 from lockstep.report.runlog import Point, RunLog, Validation, read_run
-from lockstep.report.summary import duration
+from lockstep.report.summary import duration, tiles
 from lockstep.runs.stragglers import PHASES
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
@@ -252,6 +252,30 @@ def test_a_run_of_an_older_version_shows_what_it_has(run: Path) -> None:
     page = report(run)
     assert "some_old_key" in page.words and "Where the time goes" in page.words
     assert not (run / "report" / "time.png").exists() and (run / "report" / "loss.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "title", "value", "details"),
+    [
+        ("{}", "Best validation error", "10%", "epoch 1"),
+        ("monitor: macro_f1", "Best epoch's validation error", "20%", "epoch 2, by macro_f1"),
+        ("monitor: loss", "Best epoch's validation error", "30%", "epoch 3, by loss"),
+        ("monitor: balanced_accuracy", "Best validation error", "10%", "epoch 1"),  # not measured
+        ("{task: [1], monitor: [2]}", "Best validation error", "10%", "epoch 1"),
+    ],
+)
+def test_the_best_epoch_is_that_of_the_key_monitor(
+    tmp_path: Path, keys: str, title: str, value: str, details: str
+) -> None:
+    measured = [(0.1, 3.0, 0.5), (0.2, 2.0, 0.9), (0.3, 1.0, 0.7)]
+    kind = {"event": "validated", "error_top5": None, "time": 1}
+    events = [
+        {**kind, "epoch": n, "error_top1": error, "loss": loss, "means": {"macro_f1": f1}}
+        for n, (error, loss, f1) in enumerate(measured, 1)
+    ]
+    write_lines(tmp_path, events)
+    (tmp_path / "config.yaml").write_text(keys)
+    assert tiles(read_run(tmp_path))[0] == (title, value, details)
 
 
 @pytest.mark.parametrize("n_broken", [1, 3])
