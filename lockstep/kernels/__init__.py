@@ -1,8 +1,8 @@
-"""The CUDA kernels, their launchers, and their compilation into the user's cache folder.
+"""The CUDA kernels, their Python wrappers, and their compilation into the user's cache folder.
 
-Each kernel is a .cu file with a Python launcher of the same name (fold.cu: lockstep/exchange/p2p.py). It is
-compiled once per architecture. NVRTC does it if it is found: torch's CUDA wheels bring it, so it matches
-torch's CUDA, and it needs no gcc. Otherwise nvcc does.
+Each kernel is a .cu file beside a Python wrapper of the same name (fold.cu and fold.py). It is compiled once
+per architecture. NVRTC does it if it is found: torch's CUDA wheels bring it, so it matches torch's CUDA,
+and it needs no gcc. Otherwise nvcc does.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The launchers of augment.cu: changes, crops, mirrors and converts the images of a slot."""
+"""The Python wrappers of augment.cu, which changes, crops, mirrors and converts the images of a slot."""
 
 import math
 from collections.abc import Iterable
@@ -8,8 +8,8 @@ import numpy as np
 
 from lockstep import kernels
 from lockstep.errors import UserError
+from lockstep.kernels.common import THREADS
 from lockstep.kernels.filters import scaling_filters
-from lockstep.kernels.launching import THREADS
 from lockstep.memory.cuda import CudaMemory
 
 if TYPE_CHECKING:  # slots lie in a higher package

@@ -1,11 +1,11 @@
-"""The launcher of dropout.cu: dropout by sample, and its gradient."""
+"""The Python wrapper of dropout.cu: dropout by sample, and its gradient."""
 
 from typing import Any
 
 import torch
 
 from lockstep import kernels
-from lockstep.kernels.launching import DTYPES, THREADS, prepared
+from lockstep.kernels.common import DTYPES, THREADS, prepared
 from lockstep.memory.cuda import CudaMemory
 
 _MOST_ROWS = 65_535  # rows of a grid

@@ -1,4 +1,4 @@
-"""The launcher of fold.cu: reductions of several arrays in device memory into several arrays."""
+"""The Python wrapper of fold.cu: reductions of several arrays in device memory into several arrays."""
 
 from collections.abc import Iterable
 from functools import cache

@@ -1,11 +1,11 @@
-"""The launcher of lrn.cu: local response normalisation and its gradient."""
+"""The Python wrapper of lrn.cu: local response normalisation and its gradient."""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep import kernels
-from lockstep.kernels.launching import CHUNK_BYTES, THREADS, fits_chunks, most_blocks, prepared
+from lockstep.kernels.common import CHUNK_BYTES, THREADS, fits_chunks, most_blocks, prepared
 from lockstep.memory.cuda import CudaMemory
 
 if TYPE_CHECKING:  # the layer lies in a higher package

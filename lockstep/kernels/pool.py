@@ -1,4 +1,4 @@
-"""The launcher of pool.cu: ReLU with max pooling and its gradient."""
+"""The Python wrapper of pool.cu: ReLU with max pooling and its gradient."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep import kernels
-from lockstep.kernels.launching import CHUNK_BYTES, THREADS, fits_chunks, most_blocks, prepared
+from lockstep.kernels.common import CHUNK_BYTES, THREADS, fits_chunks, most_blocks, prepared
 from lockstep.memory.cuda import CudaMemory
 
 if TYPE_CHECKING:  # the layer lies in a higher package

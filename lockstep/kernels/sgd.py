@@ -1,4 +1,4 @@
-"""The launcher of sgd.cu: SGD on weights with bfloat16 gradients."""
+"""The Python wrapper of sgd.cu: SGD on weights with bfloat16 gradients."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep import kernels
-from lockstep.kernels.launching import THREADS, most_blocks
+from lockstep.kernels.common import THREADS, most_blocks
 from lockstep.memory.cuda import CudaMemory
 
 if TYPE_CHECKING:  # the weights lie in a higher package

@@ -1,4 +1,4 @@
-"""Common parts of the launchers of CUDA kernels. Each launcher lies beside its .cu file.
+"""Common parts of the Python wrappers of CUDA kernels. Each wrapper lies beside its .cu file.
 
 Kernels run in the stream in which torch computes. Each has an equivalent in torch, which CPUs use, and which
 serves tensors that the kernel does not take. Kernels and their equivalents are compared on the tests'
