@@ -18,7 +18,7 @@ from lockstep.loading.reader import Reader
 from lockstep.loading.slots import BlockLayout, RingShape
 from lockstep.memory import Block, Memory
 
-if TYPE_CHECKING:  # a loader for CPUs does not import torch
+if TYPE_CHECKING:  # the launcher, the doctor and the report import this package without torch
     import torch
 
     from lockstep.exchange.transport import Transport

@@ -1,14 +1,16 @@
 """CPUs: memory files that all processes map."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import torch
 
 from lockstep.backends import Backend
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.errors import UserError
+from lockstep.exchange.host import HostTransport
+from lockstep.exchange.staged import HostStagedTransport
+from lockstep.exchange.transport import Transport
 from lockstep.loading import Filler, Ring
 from lockstep.loading.host import HostFiller, HostRing, RawHostFiller
 from lockstep.loading.reader import Reader
@@ -16,17 +18,13 @@ from lockstep.loading.slots import BlockLayout, RingShape
 from lockstep.memory import Block
 from lockstep.memory.host import HostBlock, HostMemory
 from lockstep.memory.malloc import keep_freed_memory
-
-if TYPE_CHECKING:
-    import torch
-
-    from lockstep.exchange.transport import Transport
-    from lockstep.network.program import Program
-    from lockstep.network.recorder import Stopwatch
+from lockstep.network import low_precision
+from lockstep.network.program import Program
+from lockstep.network.recorder import HostStopwatch
 
 
 class HostBackend(Backend):
-    """The back end of 'cpu'. It imports torch only where it computes, so loaders start without it."""
+    """The back end of 'cpu'."""
 
     memory: HostMemory
 
@@ -35,12 +33,10 @@ class HostBackend(Backend):
 
     def start_computing(self, config: Config) -> None:
         """Set torch's switches, and keep freed memory in this process."""
-        from lockstep.network import low_precision
-
         low_precision.configure(config)
         keep_freed_memory()
 
-    def speed_up(self, program: "Program", config: Config) -> str:
+    def speed_up(self, program: Program, config: Config) -> str:
         """Record that torch computes everything."""
         kernels = ("lrn", "dropout", "pool", "sgd", "blocks")
         implementations = dict.fromkeys(kernels, "torch, on CPUs") | {
@@ -53,22 +49,14 @@ class HostBackend(Backend):
         }
         return ""
 
-    def stopwatch(self) -> "Stopwatch":
-        from lockstep.network.recorder import HostStopwatch
-
+    def stopwatch(self) -> HostStopwatch:
         return HostStopwatch()
 
     def open_transport(
-        self, kind: str, block: Block, arena: "torch.Tensor", group: Group
-    ) -> "tuple[Transport, str]":
-        import torch
-
-        from lockstep.exchange.host import HostTransport
-
+        self, kind: str, block: Block, arena: torch.Tensor, group: Group
+    ) -> tuple[Transport, str]:
         assert isinstance(block, HostBlock) and kind in ("auto", "staged")
         if kind == "staged":  # there are GPUs among the devices
-            from lockstep.exchange.staged import HostStagedTransport
-
             if arena.dtype != torch.float32:
                 raise UserError(f"beside a GPU the model's weights must be float32, not {arena.dtype}")
             return HostStagedTransport(block, len(arena), group), ""

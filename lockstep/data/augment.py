@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-# torch mirrors large crops several times as fast as NumPy. NumPy handles crops with fewer rows than this, so
-# that a loader of small images need not import torch.
+# torch crops and mirrors images of this many rows faster than NumPy, and smaller ones more slowly
+# (docs/decisions/loading.md, L-3).
 TORCH_FROM = 72
 
 

@@ -19,7 +19,7 @@ from lockstep.comm.messages import Order
 from lockstep.comm.pipes import Pipe
 from lockstep.loading.slots import RingShape, Slot
 
-if TYPE_CHECKING:  # a loader for CPUs has no need of torch
+if TYPE_CHECKING:  # the launcher imports this package, with lockstep.backends, without torch
     import torch
 
 

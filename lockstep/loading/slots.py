@@ -10,7 +10,7 @@ import numpy as np
 from lockstep.config.augmentation import DeviceChanges
 from lockstep.loading.augment_records import CHANGE, PAIR
 
-if TYPE_CHECKING:  # a loader for CPUs does not import torch
+if TYPE_CHECKING:  # the launcher imports this file, with lockstep.backends, without torch
     import torch
 
 Array = TypeVar("Array")

@@ -1,7 +1,7 @@
 """torch's own steps, in one pass over all tensors, without torch.optim's classes.
 
 torch.optim.Optimizer imports torch's compiler when the first one is made, which takes more than a third of a
-trainer's start (docs/decisions/processes.md).
+trainer's start (docs/decisions/training.md, N-2).
 """
 
 from collections import defaultdict
