@@ -66,7 +66,7 @@ class Trainer:
         self.recorder = Recorder(self.program.device, self.backend.stopwatch())
         self.coordinator = Coordinator.joined(group, plan, self.program.arena.flat)
         self.reporter = ProgressReporter(control, self.coordinator, self.config, self.recorder)
-        self.program.tell = self.reporter.warn
+        self.program.warn = self.reporter.warn
         start = begin(plan, self.program, board.say)
         self.epoch, self.position = start.epoch, start.position
         self.val_record, self.has_ended = start.val_record, start.has_ended

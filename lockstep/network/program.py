@@ -36,7 +36,7 @@ class Program(ABC):
         blocks: Blocks in which a GPU's kernel writes the images, or None.
         device: The device on which batches must be.
         implementations: How each part is computed, by name, in a few words.
-        tell: Called with messages for the user; 'NAME: ...' updates the implementation of that name.
+        warn: Called with messages for the user; 'NAME: ...' updates the implementation of that name.
     """
 
     model: nn.Module
@@ -47,7 +47,7 @@ class Program(ABC):
     blocks: BlockLayout | None = None
     device: torch.device
     implementations: Mapping[str, str] = MappingProxyType({})
-    tell: Callable[[str], object] = staticmethod(lambda text: None)
+    warn: Callable[[str], object] = staticmethod(lambda text: None)
 
     @abstractmethod
     def load(self, tensors: dict[str, torch.Tensor], source: str) -> dict[str, torch.Tensor]:

@@ -171,7 +171,7 @@ class Replica(Program, CheckedGradients):
         self.arena.unfreeze()
         if self._graph:
             self._graph = self._step_graph()
-        self.tell(f"unfreeze_epoch: {len(self._frozen.parameters)} frozen parameters train from here on")
+        self.warn(f"unfreeze_epoch: {len(self._frozen.parameters)} frozen parameters train from here on")
 
     def begin_validation(self) -> None:
         """Switch to evaluation, with the averaged weights if there are any."""
@@ -196,7 +196,7 @@ class Replica(Program, CheckedGradients):
         if self._low_precision:
             self._low_precision.refresh()
         if self._graph and len(batch.labels) == mean_n_samples == self._config.batch_size:
-            self._graph.run(lambda: self._learn(batch, mean_n_samples, recorder), self.tell)
+            self._graph.run(lambda: self._learn(batch, mean_n_samples, recorder), self.warn)
         else:
             self._learn(batch, mean_n_samples, recorder)
 
@@ -253,7 +253,7 @@ class Replica(Program, CheckedGradients):
             images = scaled.flatten(1, 2)
         with low_precision.autocast(self._config, self.device):
             if self._compiled and self.model.training:
-                outputs = self._compiled(images, self.tell)
+                outputs = self._compiled(images, self.warn)
             else:
                 outputs = self.model(images)
         return [logits.to(dtype) for logits in (outputs if isinstance(outputs, tuple | list) else [outputs])]

@@ -77,8 +77,8 @@ class Rule(ABC):
         """Take the optimizer's step, and exchange what is due.
 
         Args:
-            optimizer: The program's, with `step()` (network/optimizer.py), or for a rule by shards the
-                sharded one (network/optimizer.py).
+            optimizer: The program's `Updater`, or `ShardedUpdater` for a rule by shards
+                (network/optimizer.py).
             step_barrier: To be passed to the collectives; None in a step without synchronization.
 
         Raises:

@@ -54,7 +54,7 @@ class GradientsRule(Rule):
         self._factors = _Factors(factors, transport) if factors else None
         if config.factors:
             names = ", ".join(layer.name for layer in factors.layers) if factors else ""
-            program.tell(f"factors: {names or 'no layer has any smaller than its gradient'}")
+            program.warn(f"factors: {names or 'no layer has any smaller than its gradient'}")
         self._norms = _Norms(self._updater, transport, memory) if self._updater.needs_norms else None
 
     def _overlap(self, config: Config) -> None:
