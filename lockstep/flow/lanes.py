@@ -232,7 +232,7 @@ Waiting = Literal["events", "host"]
 
 
 class _Settings:
-    """How lanes of asynchronous devices wait for each other."""
+    """The process-wide setting of how lanes of asynchronous devices wait for each other."""
 
     waiting: Waiting = "events"
 

@@ -44,6 +44,7 @@ class BlockTable:
         return len(self._open)
 
     def add(self, number: int, block: HostBlock) -> None:
+        """Store an open block under its number."""
         self._open[number] = block
 
     def add_failure(self, number: int, error: Exception) -> None:

@@ -33,6 +33,7 @@ class RankContext:
 
     @property
     def is_caller(self) -> bool:
+        """True in the process that makes the calls, false in a worker."""
         return self.rank == self.caller
 
     def say(self, text: str) -> None:

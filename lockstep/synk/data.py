@@ -98,18 +98,22 @@ class Data:
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The dtype of the data."""
         return self._dtype
 
     @property
     def ndim(self) -> int:
+        """The number of dimensions, which does not change."""
         return self._ndim
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the data, without the memory that is allocated beyond it."""
         return self._array.shape
 
     @property
     def size(self) -> int:
+        """The number of elements of the data."""
         return self._array.size
 
     @property

@@ -78,14 +78,17 @@ class Function:
 
     @property
     def name(self) -> str:
+        """The name of the function, as messages show it."""
         return self._program.name
 
     @property
     def output_modes(self) -> list[str | None]:
+        """The reduction of each output over the ranks; None leaves the parts in a list."""
         return list(self._program.output_modes)
 
     @property
     def update_modes(self) -> list[str | None]:
+        """The reduction of each updated variable over the slices of a call."""
         return list(self._program.updated.values())
 
     def __call__(

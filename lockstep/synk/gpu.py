@@ -185,16 +185,20 @@ class DeviceOutputs:
         return DevicePartReducer(self._gpu, number, otherwise)
 
     def add(self, number: int, value: torch.Tensor) -> DeviceOutput:
+        """Keep an output, and return its description for the caller."""
         self._tensors[number] = value.detach()
         return DeviceOutput(tuple(value.shape))
 
     def reduce(self, number: int, op: Op, weight: float | None) -> torch.Tensor:
+        """Remove an output, and return its reduction over all ranks, as `DeviceReducer.reduce` does."""
         return self._reducer.reduce(self._tensors.pop(number), op, weight)
 
     def fetch(self, number: int) -> np.ndarray:
+        """Remove an output, and return a copy of it in host memory."""
         return self._gpu.fetch(self._tensors.pop(number))
 
     def clear(self) -> None:
+        """Free all outputs."""
         self._tensors.clear()
 
 

@@ -277,6 +277,7 @@ def settings() -> dict[str, Any]:
 
 
 def apply_settings(values: Mapping[str, Any]) -> None:
+    """Set the PyTensor settings that `settings` has returned; equal ones are not touched."""
     for name, value in values.items():
         if getattr(pytensor.config, name) != value:
             setattr(pytensor.config, name, value)

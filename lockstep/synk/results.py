@@ -170,6 +170,7 @@ class PartReducer:
         combine_into(self._parts[0], value, REDUCE_OPS[str(self.mode)])
 
     def result(self) -> Any:
+        """Return the reduction of all parts; the list of them if the mode is None."""
         if self.mode is None:
             return self._parts
         if self.mode == "avg":

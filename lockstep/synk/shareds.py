@@ -27,6 +27,7 @@ class BlockSlot:
     exclusive: bool
 
     def location(self, rank: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ArrayLocation:
+        """Return the place of an array at the slot's beginning, in a rank's block."""
         return ArrayLocation(self.blocks[rank], dtype.str, shape, self.offset)
 
 

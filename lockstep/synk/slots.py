@@ -230,6 +230,16 @@ def make_all_reduce(shareds: Sequence[Shared], op: str, by_rows: bool) -> AllRed
 
 
 def check_equal(shared: Shared, shapes: Sequence[Shape], what: str) -> None:
+    """Check that a variable has one shape on all ranks.
+
+    Args:
+        shared: The variable, which the message names.
+        shapes: Its shape on each rank.
+        what: The operation that needs equal shapes.
+
+    Raises:
+        ValueError: The shapes differ.
+    """
     if any(shape != shapes[0] for shape in shapes):
         described = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
         raise ValueError(f"{what}: {shared.name!r} has unequal shapes: {described}")

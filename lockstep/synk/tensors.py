@@ -32,6 +32,7 @@ class SharedDescription:
     content: Any
 
     def make(self, context: RankContext) -> Shared:
+        """Return a copy of the described variable for a rank, with the same number."""
         shared = self.kind.from_content(context, self.name, self.content)
         shared.number = self.number
         return shared
@@ -443,6 +444,7 @@ class TensorDescription:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorDescription":
+        """Return the description of a tensor."""
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         return cls(is_parameter, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 

@@ -69,6 +69,7 @@ class Worker:
 
     @property
     def doing(self) -> str:
+        """The last line of its status board; "starting" before it has one."""
         return self.board.read() if self.board else "starting"
 
     def describe_end(self, seconds: float) -> str:
@@ -197,6 +198,7 @@ class ThreadLimits:
         self.limit()
 
     def limit(self) -> None:
+        """Limit the libraries that are loaded now."""
         if "torch" in sys.modules and self._of_torch is None:
             import torch
 
@@ -205,6 +207,7 @@ class ThreadLimits:
         self._limits.append(threadpool_limits(limits=self.number))
 
     def restore(self) -> None:
+        """Restore the numbers of threads from before the first limit."""
         while self._limits:
             self._limits.pop().restore_original_limits()
         if self._of_torch is not None:
