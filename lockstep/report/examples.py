@@ -22,7 +22,6 @@ from lockstep.evaluate.data import open_data
 from lockstep.loading.feed import Feed, open_feed
 from lockstep.network.low_precision import configure
 from lockstep.network.replica import Replica, open_trained
-from lockstep.report.confusion import Confusion, Examples
 from lockstep.runs.folder import notes_on_dataset
 from lockstep.runs.state import Checkpoint
 
@@ -31,6 +30,29 @@ _BATCH = 8  # neighbors in a file; few, because files may be sorted by class
 _MOST_PAIRS = 8
 _THUMBNAILS = 4  # per pair of classes
 _SIDE = 96  # pixels of the longer side
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """Images of class `label` that the network took for `answer`, a few of them as thumbnails."""
+
+    label: str
+    answer: str
+    n_images: int
+    n_of_class: int  # tested images of the class
+    images: list[tuple[Image.Image, float]]  # with the answer's probability, highest first
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The results for `n_images` of all `n_there` validation images."""
+
+    n_images: int
+    n_there: int
+    n_wrong: int
+    n_pairs: int
+    confusions: list[Confusion]
+    notes: list[str]  # on differences between the dataset and the run's
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ The argument `folder` is the folder of the PNG files.
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
@@ -14,11 +15,13 @@ from lockstep.data.dataset import open_dataset
 from lockstep.errors import UserError
 from lockstep.report import charts, drawing, page, theme
 from lockstep.report.augmented import N_DRAWS, draw_sheet
-from lockstep.report.confusion import Confusion, Examples
 from lockstep.report.diagnosis import TimeSplit, explain, split_time
 from lockstep.report.filters import draw_filters, read_filters
 from lockstep.report.ranks import ranks
 from lockstep.report.runlog import RunLog
+
+if TYPE_CHECKING:  # it imports torch, which takes seconds
+    from lockstep.report.examples import Confusion, Examples
 
 _PHASES = {
     "compute": "forward, backward, update",
@@ -193,7 +196,7 @@ def _verdict(run: RunLog, split: TimeSplit, named: bool) -> str:
     return f'<div class="verdict">{name}{paragraphs}{bars}</div>'
 
 
-def _tried(examples: Examples) -> str:
+def _tried(examples: "Examples") -> str:
     total, tried = f"{examples.n_there:,}", f"{examples.n_images:,}"
     text = f"tried on {f'all {total}' if tried == total else f'{tried} of {total}'} validation images: "
     text += f"{examples.n_wrong:,} wrong ({charts.percent(examples.n_wrong / examples.n_images)})."
@@ -202,7 +205,7 @@ def _tried(examples: Examples) -> str:
     return text + (" Below each image: the network's probability for its answer." if examples.n_wrong else "")
 
 
-def _pair(confusion: Confusion) -> str:
+def _pair(confusion: "Confusion") -> str:
     label, answer = escape(confusion.label), escape(confusion.answer)
     alt = f"{confusion.label} taken for {confusion.answer}"
     images = "".join(
