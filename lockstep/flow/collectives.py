@@ -62,14 +62,20 @@ def reduce_sparse(parts: Parts, owner: Device) -> Array:
     """Return one sparse array with the entries of all devices in order; equal rows are added up."""
     inputs = [bring(part[0], owner) for part in parts]
     merged = new_sparse(owner, inputs[0])
-    operation("reduce", _coalesce, owner, inputs, made=[merged])
+    operation("reduce", _add_up_sparse, owner, inputs, made=[merged])
     return merged
 
 
-def _coalesce(*values: torch.Tensor) -> torch.Tensor:
-    indices = torch.cat([value._indices() for value in values], 1)
-    entries = torch.cat([value._values() for value in values])
-    return torch.sparse_coo_tensor(indices, entries, values[0].size(), check_invariants=False).coalesce()
+def _add_up_sparse(*values: torch.Tensor) -> torch.Tensor:
+    entries = [(value._indices(), value._values()) for value in values]
+    return _coalesced(entries, values[0])
+
+
+def _coalesced(parts: Sequence[Sequence[torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
+    """Return a sparse tensor like `like` of the (indices, values) of all parts, in their order."""
+    indices, values = zip(*parts, strict=True)
+    entries = torch.cat(indices, 1).to(like.device), torch.cat(values).to(like.device)
+    return torch.sparse_coo_tensor(*entries, like.size(), check_invariants=False).coalesce()
 
 
 def broadcast(sources: Sequence[Array], targets: Sequence[Array], device: Device) -> None:
@@ -138,8 +144,25 @@ class ProcessCollectives:
 
     def all_reduce(self, arrays: Sequence[Array], device: Device) -> None:
         """Add up arrays over all processes, in place."""
-        inputs = [*arrays, self._turn]
-        operation("all_reduce processes", self._add_up, device, inputs, written=inputs)
+        self._exchange(self._add_up, device, arrays, written=arrays)
+
+    def _exchange(
+        self,
+        function: Callable[..., Any],
+        device: Device,
+        inputs: Sequence[Array],
+        written: Sequence[Array] = (),
+        made: Sequence[Array] = (),
+    ) -> None:
+        """Submit an exchange, in its turn. `function` gets the turn as its last argument."""
+        operation(
+            "all_reduce processes",
+            function,
+            device,
+            [*inputs, self._turn],
+            written=[*written, self._turn],
+            made=made,
+        )
 
     def _add_up(self, *values: torch.Tensor) -> None:
         tensors = values[:-1]
@@ -152,10 +175,7 @@ class ProcessCollectives:
         self, combine: Callable[..., Any], inputs: Sequence[Array], made: Sequence[Array], device: Device
     ) -> None:
         """Make new arrays by combine(values of all processes, in the order of ranks)."""
-        function = partial(self._reduce_gathered, combine)
-        operation(
-            "all_reduce processes", function, device, [*inputs, self._turn], written=[self._turn], made=made
-        )
+        self._exchange(partial(self._reduce_gathered, combine), device, inputs, made=made)
 
     def _reduce_gathered(self, combine: Callable[..., Any], *values: torch.Tensor) -> Any:
         device = values[0].device
@@ -165,23 +185,11 @@ class ProcessCollectives:
     def reduce_sparse(self, array: Array, device: Device) -> Array:
         """Return a sparse array with all entries in the order of ranks, coalesced."""
         made = new_sparse(device, array)
-        operation(
-            "all_reduce processes",
-            self._coalesce,
-            device,
-            [array, self._turn],
-            written=[self._turn],
-            made=[made],
-        )
+        self._exchange(self._add_up_sparse, device, [array], made=[made])
         return made
 
-    def _coalesce(self, value: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-        found = self.gather((value._indices().cpu(), value._values().cpu()))
-        indices, entries = (
-            torch.cat(parts, dim).to(value.device)
-            for parts, dim in zip(zip(*found, strict=True), (1, 0), strict=True)
-        )
-        return torch.sparse_coo_tensor(indices, entries, value.size(), check_invariants=False).coalesce()
+    def _add_up_sparse(self, value: torch.Tensor, _turn: torch.Tensor) -> torch.Tensor:
+        return _coalesced(self.gather((value._indices().cpu(), value._values().cpu())), value)
 
 
 class Turn(Storage):
