@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, and checksums of files."""
+"""Files that appear complete or not at all, .npy files, and checksums of files."""
 
 import hashlib
 import io
@@ -86,6 +86,28 @@ def write_array(path: Path, array: np.ndarray) -> None:
     file = io.BytesIO()
     np.save(file, array)
     write_bytes(path, file.getvalue())
+
+
+def read_array(path: Path) -> np.ndarray:
+    """Read a .npy file. Raise UserError if it is damaged or needs unpickling."""
+    if path.exists() and not path.is_file():  # a device may be endless, a pipe may have no writer
+        raise UserError(f"{path}: is not a regular file")
+    try:
+        content = path.read_bytes()  # NumPy would mistake a disk error for the end of the file
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: there is no such file") from error
+    except OSError as error:
+        raise UserError(f"{path}: can't be read: {error.strerror}") from error
+    if not content.startswith(np.lib.format.MAGIC_PREFIX):  # NumPy would advise to unpickle it
+        text = "it does not begin as one. numpy.save writes such files"
+        raise UserError(f"{path}: is not a whole .npy file of numbers or names: {text}")
+    try:
+        array = np.load(io.BytesIO(content), allow_pickle=False)
+    except Exception as error:  # NumPy raises many types for a file of another format
+        raise UserError(f"{path}: is not a whole .npy file of numbers or names: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise UserError(f"{path}: is not a .npy file of one array")
+    return array
 
 
 def cause_of(error: Exception) -> str:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.data.dataset import read_array
 from lockstep.errors import UserError
+from lockstep.files import read_array
 from preprocessing.caffe_lists import read_list, read_names
 from preprocessing.finish import IMAGE_LISTS, write_labels
 

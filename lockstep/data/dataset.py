@@ -9,7 +9,6 @@ manifest.json                                   the contents of each file (optio
 Folders of theano_alexnet are read too: see lockstep/data/old_folders.py.
 """
 
-import io
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from lockstep.data.split import HklSplit
 from lockstep.data.split import Split as Split
 from lockstep.data.survey import Survey, current_survey, split_of
 from lockstep.errors import UserError
+from lockstep.files import read_array
 from lockstep.text import as_valid
 
 _LARGEST_IMAGE = 300_000_000  # bytes, the limit of preprocessing/images.py
@@ -251,28 +251,6 @@ def _check_images(file: HklArray) -> None:
     if not 1 <= file.shape[3] <= 4:
         hint = "; it looks like theano_alexnet's, the others do not" if file.shape[0] == 3 else ""
         raise UserError(f"{file.path}: shape {file.shape} is not (batch, row, column, 1 to 4 channels){hint}")
-
-
-def read_array(path: Path) -> np.ndarray:
-    """Read a .npy file. Raise UserError if it is damaged or needs unpickling."""
-    if path.exists() and not path.is_file():  # a device may be endless, a pipe may have no writer
-        raise UserError(f"{path}: is not a regular file")
-    try:
-        content = path.read_bytes()  # NumPy would mistake a disk error for the end of the file
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: there is no such file") from error
-    except OSError as error:
-        raise UserError(f"{path}: can't be read: {error.strerror}") from error
-    if not content.startswith(np.lib.format.MAGIC_PREFIX):  # NumPy would advise to unpickle it
-        text = "it does not begin as one. numpy.save writes such files."
-        raise UserError(f"{path}: is not a whole .npy file of numbers or names: {text}")
-    try:
-        array = np.load(io.BytesIO(content), allow_pickle=False)
-    except Exception as error:  # NumPy raises many types for a file of another format
-        raise UserError(f"{path}: is not a whole .npy file of numbers or names: {error}") from error
-    if not isinstance(array, np.ndarray):
-        raise UserError(f"{path}: is not a .npy file of one array")
-    return array
 
 
 def _read_labels(path: Path) -> np.ndarray:

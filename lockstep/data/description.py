@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.data.manifest import ORIENTATIONS, RESIZES, Orientation, Resize
 from lockstep.errors import UserError
-from lockstep.files import write_array, write_text
+from lockstep.files import read_array, write_array, write_text
 from lockstep.text import as_valid
 
 NAME, MEAN_NAME = "dataset.json", "dataset_mean.npy"
@@ -65,11 +65,9 @@ def read_description(folder: Path) -> Description | None:
 
 def _read_mean(path: Path) -> np.ndarray:
     try:
-        mean = np.load(path, allow_pickle=False)
-    except Exception as error:  # NumPy raises many types for a file of another format
-        raise UserError(
-            f"{path}: can't be read: {error}. Remove {NAME} to read the dataset itself."
-        ) from error
-    if not isinstance(mean, np.ndarray) or mean.dtype != np.float32 or mean.ndim != 3 or mean.shape[2] > 4:
+        mean = read_array(path)
+    except UserError as error:
+        raise UserError(f"{error}. Remove {NAME} to read the dataset itself.") from error
+    if mean.dtype != np.float32 or mean.ndim != 3 or mean.shape[2] > 4:
         raise UserError(f"{path}: is no mean image. Remove {NAME} to read the dataset itself.")
     return mean

@@ -26,8 +26,8 @@ from typing import Literal
 import numpy as np
 
 from lockstep.config import read_yaml
-from lockstep.data.dataset import read_array
 from lockstep.errors import UserError
+from lockstep.files import read_array
 
 LibConv = Literal["cudnn", "cudaconvnet"]
 _WEIGHTS = re.compile(r"(W|b|W0|b0|W1|b1)_(\d+)_(\d+)\.npy")

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -380,6 +381,27 @@ def test_a_runs_folder_says_what_classify_needs(tmp_path: Path) -> None:
     assert call("classify.py", tmp_path / "red.png", "--run", run) == before
     (run / "dataset.json").write_text('{"class_names": 5}')
     assert "dataset.json: can't be used" in call("classify.py", "a.png", "--run", run, code=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Path.mkdir, "is not a regular file"),
+        (lambda path: path.write_bytes(b"mean"), "it does not begin as one. numpy.save writes such files"),
+        (lambda path: None, "there is no such file"),
+    ],
+)
+def test_a_runs_mean_that_cant_be_read_is_named(
+    tmp_path: Path, make: Callable[[Path], object], reason: str
+) -> None:
+    write_description(tmp_path, Description(("a",), np.zeros((8, 8, 3), np.float32), "squash", "apply"))
+    mean = tmp_path / "dataset_mean.npy"
+    mean.unlink()
+    make(mean)
+    with pytest.raises(UserError) as raised:
+        read_description(tmp_path)
+    assert str(raised.value).startswith(f"{mean}: ")
+    assert f"{reason}. Remove dataset.json to read the dataset itself." in str(raised.value)
 
 
 def test_a_picture_of_other_channels_is_opened_as_those_of_three_are(tmp_path: Path) -> None:
