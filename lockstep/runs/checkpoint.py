@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -70,19 +71,17 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> str:
     Raises:
         OSError: The file can't be written.
     """
-    digest = hashlib.sha256()
     with open(path, "wb") as file:
-        for part in _serialized(tensors):
-            digest.update(part)
-            file.write(part)
-    return digest.hexdigest()
+        return digest_of(tensors, file)
 
 
-def digest_of(tensors: dict[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of the file that `write` would write, in hexadecimal."""
+def digest_of(tensors: dict[str, torch.Tensor], file: BinaryIO | None = None) -> str:
+    """Return the SHA-256 of the file that `write` writes, in hexadecimal, and write it into an open file."""
     digest = hashlib.sha256()
     for part in _serialized(tensors):
         digest.update(part)
+        if file is not None:
+            file.write(part)
     return digest.hexdigest()
 
 
