@@ -37,5 +37,10 @@ def shard(span: Span, rank: int, n_ranks: int) -> Span:
     return boundary(rank), boundary(rank + 1)
 
 
+def padded(n_elements: int) -> int:
+    """Return a number of elements, rounded up to a multiple of ALIGNMENT."""
+    return -(-n_elements // ALIGNMENT) * ALIGNMENT
+
+
 def _aligned(n_elements: int) -> int:
     return n_elements // ALIGNMENT * ALIGNMENT

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from lockstep.errors import UserError
+from lockstep.exchange import padded
 from lockstep.memory import Block, Memory
 from lockstep.memory.digest import digest_of
 
-ALIGNMENT = 16  # elements; every tensor starts on a cache line
 _FLOATS = (torch.float32, torch.float64)
 
 
@@ -168,7 +168,7 @@ class Arena:
             if name.startswith("buffers/")
         ]
         spans = [span for name, span in buffers if name not in names]
-        return (spans[0][0], spans[-1][0] + _padded(spans[-1][1] - spans[-1][0])) if spans else (0, 0)
+        return (spans[0][0], spans[-1][0] + padded(spans[-1][1] - spans[-1][0])) if spans else (0, 0)
 
     def span_of(self, parameter_name: str) -> tuple[int, int]:
         """Return the elements [start, stop) of the arena that hold a parameter."""
@@ -196,7 +196,7 @@ class Arena:
         for name, (start, stop) in self._spans.items():
             if name.partition("/")[2] in self._frozen:
                 continue
-            last = start + _padded(stop - start)
+            last = start + padded(stop - start)
             if ends and ends[-1][1] == start:
                 ends[-1] = ends[-1][0], last
             else:
@@ -262,7 +262,7 @@ class Arena:
         spans = [span for name, span in self._spans.items() if name.startswith(f"{kind}/")]
         if not spans:
             return self.flat[:0]
-        return self.flat[spans[0][0] : spans[-1][0] + _padded(spans[-1][1] - spans[-1][0])]
+        return self.flat[spans[0][0] : spans[-1][0] + padded(spans[-1][1] - spans[-1][0])]
 
     def _move_integers(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return {
@@ -335,7 +335,7 @@ def _spans(sources: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
     spans, start = {}, 0
     for name, source in sources.items():
         spans[name] = (start, start + source.numel())
-        start += _padded(source.numel())
+        start += padded(source.numel())
     return spans
 
 
@@ -353,8 +353,4 @@ def _is_channels_last(source: torch.Tensor) -> bool:
 
 def _count(sources: Iterable[torch.Tensor]) -> int:
     """Return the elements that the tensors take in the arena, with their padding."""
-    return sum(_padded(source.numel()) for source in sources)
-
-
-def _padded(n_elements: int) -> int:
-    return -(-n_elements // ALIGNMENT) * ALIGNMENT
+    return sum(padded(source.numel()) for source in sources)

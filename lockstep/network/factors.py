@@ -17,7 +17,7 @@ from torch import nn
 from lockstep.comm.group import World
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.exchange import ALIGNMENT, Span
+from lockstep.exchange import Span, padded
 from lockstep.exchange.transport import Transport
 from lockstep.memory import Block, Memory
 from lockstep.network import low_precision
@@ -128,8 +128,7 @@ class Factors:
     def __init__(self, layers: Sequence[FactoredLayer], arena: Arena, memory: Memory, world: World) -> None:
         self.layers, self._arena, self._size = layers, arena, world.size
         self._numbers = {layer.name: number for number, layer in enumerate(layers)}
-        n_elements = sum(layer.n_rows * (layer.n_inputs + layer.n_outputs) for layer in layers)
-        n_elements = -(-n_elements // ALIGNMENT) * ALIGNMENT
+        n_elements = padded(sum(layer.n_rows * (layer.n_inputs + layer.n_outputs) for layer in layers))
         dtype = arena.flat.dtype
         self.block: Block = memory.allocate(self._size * n_elements * dtype.itemsize, "factors of gradients")
         self.table = self.block.tensor(dtype, (world.local_size, world.n_hosts, n_elements))

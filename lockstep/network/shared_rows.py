@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep.exchange import ALIGNMENT
+from lockstep.exchange import padded
 from lockstep.exchange.transport import Barrier, Transport
 from lockstep.memory import Memory
 
@@ -23,9 +23,9 @@ class SharedRows:
     def __init__(
         self, transport: Transport, memory: Memory, n_columns: int, dtype: torch.dtype, what: str
     ) -> None:
-        world, padded = transport.group.world, -(-n_columns // ALIGNMENT) * ALIGNMENT
-        self._block = memory.allocate(8 * padded * world.size, what)
-        self._table, self._rank = self._block.tensor(torch.float64, (world.size, padded)), world.rank
+        world, width = transport.group.world, padded(n_columns)
+        self._block = memory.allocate(8 * width * world.size, what)
+        self._table, self._rank = self._block.tensor(torch.float64, (world.size, width)), world.rank
         self._transport = transport.another(self._block, self._table.view(dtype).view(-1))
 
     def use_clock(self, clock: Callable[[str], None]) -> None:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep.errors import UserError
+from lockstep.exchange import ALIGNMENT
 from lockstep.memory.host import HostMemory
 from lockstep.network import dropout
-from lockstep.network.arena import ALIGNMENT, Arena
+from lockstep.network.arena import Arena
 from lockstep.network.optimizer import make_optimizer
 from lockstep.optim import states_of
 from lockstep.optim.schedules import learning_rate
