@@ -92,12 +92,12 @@ class Cuda(Device):
 
     asynchronous = True
 
-    def __init__(self, number: int, workers: int = 1) -> None:
+    def __init__(self, number: int) -> None:
         from lockstep.memory.cuda import CudaMemory  # only machines with a GPU have PyCUDA
 
         self._number, self._peers = number, dict[Hashable, bool]()
         self.name, self.memory = f"cuda:{number}", f"cuda:{number}"
-        self.workers = {"compute": workers, "communication": 1, "fetch": 1, "call": 1}
+        self.workers = {"compute": 1, "communication": 1, "fetch": 1, "call": 1}
         self._memory = CudaMemory(self.name)
         self.torch_device = torch_device(self.name)
         self._context = threading.local()  # the stream, kernel and events of a worker
@@ -279,7 +279,7 @@ def torch_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def cuda(number: int, workers: int = 1) -> Cuda:
+def cuda(number: int) -> Cuda:
     """Return GPU `number` as a device.
 
     Raises:
@@ -292,4 +292,4 @@ def cuda(number: int, workers: int = 1) -> Cuda:
     if machine.on_gpus([torch_device(f"cuda:{number}")]):
         torch.cuda.init()  # type: ignore[no-untyped-call]
     with _torch_stays_on_its_device():
-        return Cuda(number, workers)
+        return Cuda(number)

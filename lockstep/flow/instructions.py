@@ -28,8 +28,9 @@ class Cell:
 
     __slots__ = ("__weakref__", "layout", "value")
 
-    def __init__(self, layout: Layout | None, value: Any = None) -> None:
-        self.layout, self.value = layout, value
+    def __init__(self, layout: Layout | None) -> None:
+        self.layout = layout
+        self.value: Any = None
 
     def view(self, view: View | None) -> Any:
         """Return the value, or a view of its memory."""

@@ -155,8 +155,7 @@ class CudaFiller(Filler):
         self.filled[number].synchronize()  # the last copy out of the page-locked memory, a whole ring ago
         self._reader.read(order, self._slots[number])
         address = self._block.pointer + number * self._shape.slot_bytes
-        n_samples = order.last - order.first
-        self._transfer(number, address, n_samples, self._slots[number].n_images(n_samples))
+        self._transfer(number, address, order.last - order.first)
         self.filled[number].record(self._stream)
 
     def write_probe(self) -> None:
@@ -173,10 +172,11 @@ class CudaFiller(Filler):
         self._block.close()
 
     @abstractmethod
-    def _transfer(self, number: int, address: int, n_samples: int, n_images: int) -> None:
+    def _transfer(self, number: int, address: int, n_samples: int) -> None:
         """Issue all work that brings a raw slot from page-locked memory to a slot's device address."""
 
-    def _copy(self, number: int, address: int, n_images: int) -> None:
+    def _copy(self, number: int, address: int, n_samples: int) -> None:
+        n_images = self._slots[number].n_images(n_samples)
         used = self._pinned[number, : self._raw.used_bytes(n_images)]
         self._driver.memcpy_htod_async(address, used, self._stream)
 
@@ -184,9 +184,9 @@ class CudaFiller(Filler):
 class RawFiller(CudaFiller):
     """A filler that copies raw images, which needs none of the device's multiprocessors."""
 
-    def _transfer(self, number: int, address: int, n_samples: int, n_images: int) -> None:
+    def _transfer(self, number: int, address: int, n_samples: int) -> None:
         self._stream.wait_for_event(self._released[number])
-        self._copy(number, address, n_images)
+        self._copy(number, address, n_samples)
 
 
 class AugmentingFiller(CudaFiller):
@@ -197,8 +197,8 @@ class AugmentingFiller(CudaFiller):
         self._staging = memory.allocate(self._raw.slot_bytes, "raw images")
         self._kernel = AugmentKernel(memory, stream, reader.mean, self._raw, shape)
 
-    def _transfer(self, number: int, address: int, n_samples: int, n_images: int) -> None:
-        self._copy(number, self._staging.pointer, n_images)
+    def _transfer(self, number: int, address: int, n_samples: int) -> None:
+        self._copy(number, self._staging.pointer, n_samples)
         self._stream.wait_for_event(self._released[number])
         self._kernel.launch(self._staging.pointer, address, n_samples)
 

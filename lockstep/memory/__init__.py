@@ -53,7 +53,7 @@ class Memory(ABC):
         """
 
     @abstractmethod
-    def pinned(self, n_bytes: int, what: str = "copies") -> np.ndarray:
+    def pinned(self, n_bytes: int) -> np.ndarray:
         """Return page-locked host memory, uint8 (n_bytes,), from and to which the device copies by DMA.
 
         Raises:

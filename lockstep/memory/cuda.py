@@ -198,12 +198,12 @@ class CudaMemory(Memory):
             allocation = self.driver.IPCMemoryHandle(bytearray(handle.ipc))
         return CudaBlock(self, allocation, handle.n_bytes, handle.pci_bus_id, owned=False)
 
-    def pinned(self, n_bytes: int, what: str = "copies") -> np.ndarray:
+    def pinned(self, n_bytes: int) -> np.ndarray:
         try:
             memory: np.ndarray = self.driver.pagelocked_empty(n_bytes, np.uint8)
         except (self.driver.MemoryError, self.driver.RuntimeError) as error:
             raise UserError(
-                f"no room for {n_bytes / 2**20:,.0f} MiB of page-locked host memory ({what}; {error}); "
+                f"no room for {n_bytes / 2**20:,.0f} MiB of page-locked host memory (copies; {error}); "
                 f"lower {BATCH_KEYS}, or raise the limit on locked memory (ulimit -l)"
             ) from error
         return memory

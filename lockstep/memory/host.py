@@ -113,8 +113,8 @@ class HostMemory(Memory):
                 raise
             raise UserError(_no_room(n_bytes, what)) from error
 
-    def pinned(self, n_bytes: int, what: str = "copies") -> np.ndarray:
-        block = self.allocate(n_bytes, what)
+    def pinned(self, n_bytes: int) -> np.ndarray:
+        block = self.allocate(n_bytes, "copies")
         memory = block.array(np.uint8, (n_bytes,))
         block.close()  # the array keeps the mapping alive
         return memory
