@@ -21,7 +21,7 @@ from pathlib import Path
 from lockstep import config as configuration
 from lockstep.backends import devices
 from lockstep.config import COMMAND_LINE, Config, Layer
-from lockstep.doctor import cards, choice, links, loading, machine, partial_sums, software, uploads, waiting
+from lockstep.doctor import cards, links, loading, machine, partial_sums, uploads, waiting
 from lockstep.doctor.report import Report
 from lockstep.text import handle_closed_pipe
 
@@ -34,11 +34,11 @@ def main() -> int:
     if arguments.run:
         return _examine_run(report, arguments.run)
     report.title("Software")
-    report.show_all("software", software.describe)
+    report.show_all("software", machine.describe_software)
     config, batches = report.attempt("configuration", lambda: _read_config(arguments)) or (Config(), None)
     runs = Path(config.weights_dir)
     report.title("Machine")
-    report.show_all("machine", lambda: machine.describe(runs))
+    report.show_all("machine", lambda: machine.describe_machine(runs))
     chosen = _choose(report, config)
     report.show_all("logical ranks", lambda: partial_sums.describe(config, chosen))
     copies = None
@@ -87,8 +87,8 @@ def _read_config(arguments: argparse.Namespace) -> tuple[Config, Path | None]:
 
 def _choose(report: Report, config: Config) -> tuple[str, ...]:
     report.title("Devices")
-    gpus, lines = choice.find_gpus()
-    chosen, reasons = choice.choose(config.devices, gpus)
+    gpus, lines = machine.find_gpus()
+    chosen, reasons = machine.choose_devices(config.devices, gpus)
     for line in lines + reasons:
         report.show(line)
     return chosen

@@ -17,7 +17,7 @@ from simulated import Simulation
 
 from lockstep.backends import devices
 from lockstep.comm.pipes import Pipe
-from lockstep.doctor import choice, links, storage, uploads
+from lockstep.doctor import links, machine, storage, uploads
 from lockstep.doctor.report import Report
 from lockstep.errors import UserError
 from lockstep.exchange.proof import Pair
@@ -244,18 +244,18 @@ def test_a_gpu_that_a_run_can_not_use_is_wrong_unless_it_is_hidden(
     gpus: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus(DIVIDED)
-    found, lines = choice.find_gpus()
+    found, lines = machine.find_gpus()
     text = "NVIDIA H200, 0000:01:00.0, GPU-a, 140.4 GiB, MIG on, driver 580.95.05"
     assert [(line.name, line.text, line.wrong) for line in lines] == [("GPU 0", text, False)]
-    chosen, lines = choice.choose((), found)
+    chosen, lines = machine.choose_devices((), found)
     assert set(chosen) == {"cpu"} and [line.wrong for line in lines] == [True]
     assert "is in MIG mode" in lines[0].text and "nvidia-smi -i 0 -mig 0" in lines[0].text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-0f3a")
-    assert choice.choose((), found)[1][0].wrong
+    assert machine.choose_devices((), found)[1][0].wrong
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not choice.choose((), found)[1][0].wrong
-    assert choice.choose(("gpu0",), found)[1][0].wrong  # asked for by name
-    chosen, lines = choice.choose(("cpu",), found)
+    assert not machine.choose_devices((), found)[1][0].wrong
+    assert machine.choose_devices(("gpu0",), found)[1][0].wrong  # asked for by name
+    chosen, lines = machine.choose_devices(("cpu",), found)
     assert chosen == ("cpu",) and not lines[0].wrong
 
 
@@ -263,11 +263,11 @@ def test_a_driver_that_shows_no_gpu_is_wrong_and_none_at_all_is_not(
     gpus: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus("No devices were found")
-    found, lines = choice.find_gpus()
+    found, lines = machine.find_gpus()
     assert found == [] and lines[0].wrong and "No devices were found" in lines[0].text
     (tmp_path / "nvidia-smi").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert [(line.text, line.wrong) for line in choice.find_gpus()[1]] == [
+    assert [(line.text, line.wrong) for line in machine.find_gpus()[1]] == [
         ("none: there is no NVIDIA driver here (no program nvidia-smi, no library libcuda.so.1)", False)
     ]
 
