@@ -74,3 +74,12 @@ def test_the_glossary_is_sorted_and_defines_every_term_in_a_few_lines() -> None:
     assert list(entries) == sorted(entries)
     assert {"arena", "slot", "ring", "rule", "transport", "logical rank"} < set(entries)
     assert [term for term, entry in entries.items() if not 3 <= len(entry.strip().splitlines()) <= 7] == []
+
+
+def test_benchmarks_that_documents_name_can_be_run() -> None:
+    texts = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+    named = {name for text in texts for name in re.findall(r"python -m\s+(benchmarks[\w.]*\w)", text)}
+    assert len(named) > 5
+    places = [ROOT / name.replace(".", "/") for name in sorted(named)]
+    files = [(place.with_suffix(".py"), place / "__main__.py") for place in places]
+    assert [file for file, package in files if not (file.exists() or package.exists())] == []
