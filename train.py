@@ -38,12 +38,13 @@ from lockstep.config import Config
 from lockstep.data.dataset import Dataset
 from lockstep.errors import PeerProblem, UserError
 from lockstep.launch import commandline
+from lockstep.launch.attempts import Attempt, Context, Failures, orders_of, worlds_of
 from lockstep.launch.checks import open_all
 from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import Console, announce, show
 from lockstep.launch.hosting import SingleHost, leave, with_hosts
 from lockstep.launch.processes import Processes, connect_all
-from lockstep.launch.recovery import Attempt, Context, Failures, Recovery, orders_of, worlds_of
+from lockstep.launch.recovery import Recovery
 from lockstep.launch.status import begin_trace
 from lockstep.launch.subprocesses import live_report, write_report
 from lockstep.runs import versions

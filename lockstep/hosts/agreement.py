@@ -1,4 +1,4 @@
-"""What all hosts agree on, before the first step and when an attempt to train ends.
+"""The agreement of all hosts before the first step and when an attempt to train ends.
 
 Before the first step all hosts compare their programs, keys, data and devices. At the end of an attempt each
 launcher sends how its processes ended and which memory checkpoints it retains, and waits for the same of all

@@ -14,6 +14,7 @@ from lockstep.config.rules import settle
 from lockstep.errors import UserError
 from lockstep.files import working_directory
 from lockstep.hosts import torchrun
+from lockstep.launch.console import show
 from lockstep.runs import folder as runfolder
 from lockstep.runs.checkpoint_files import records
 
@@ -71,7 +72,7 @@ def parse_arguments(description: str, standard: Path, command: str | None = None
             f"load_epoch={config.load_epoch} selects a checkpoint to resume from: it needs resume_train=True"
         )
     if config.resume_train == "auto" and runfolder.await_end(config):
-        notes.append("waited for the run that was ending in this folder")
+        show("note: waited for the run that was ending in this folder", "stdout")
     return Arguments(config, notes, layers, bool(arguments.config))
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a run's data before its processes start: images are converted, Python objects surveyed.
+"""Preparation of a run's data before its processes start: images are converted, objects surveyed.
 
 A folder of images that `data_folder` names is converted by preprocessing/own_images.py, in its own process:
 the launcher imports no torch. That process ends with the launcher, and its work is resumed by the next run.

@@ -2,147 +2,38 @@
 
 import dataclasses
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from lockstep.comm.group import World
 from lockstep.comm.messages import Tick
 from lockstep.config import Config
-from lockstep.config.rules import on_failure_of, settle
+from lockstep.config.rules import on_failure_of
 from lockstep.data.dataset import Dataset
 from lockstep.errors import PeerProblem, UserError
 from lockstep.hosts.store import HostFailed, HostLost
+from lockstep.launch.attempts import (
+    DAMAGED,
+    Attempt,
+    Context,
+    Loss,
+    clean_folder,
+    next_attempt,
+    orders_of,
+    resume,
+    retains,
+)
 from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import Console
-from lockstep.launch.hosting import JointEnd, Rejoining, SingleHost
+from lockstep.launch.hosting import JointEnd, Rejoining
 from lockstep.launch.processes import Processes
 from lockstep.launch.resize_handler import ResizeHandler
-from lockstep.launch.template import Template
-from lockstep.loading.orders import Orders
 from lockstep.memory.host import HostBlock
-from lockstep.runs.checkpoint_files import find_checkpoint, remove_unfinished
-from lockstep.runs.folder import RunFolder, lock_if_free
+from lockstep.runs.folder import lock_if_free
 from lockstep.runs.network_source import NetworkSource
-from lockstep.runs.plan import FailureRate, HostConnection, RunPlan
 from lockstep.runs.snapshot import MemoryCheckpoint, Retained
-from lockstep.runs.state import State
 from lockstep.signals import Interrupts
 
 _RESERVE_SECONDS = 1.0  # to write a memory checkpoint, and for each so many bytes:
 _BYTES_PER_SECOND = 100e6
-_DAMAGED = "is damaged: its checksum is not the recorded one"
-
-
-@dataclass
-class Failures:
-    """The failures of a run so far, as its launcher knows them.
-
-    Attributes:
-        loss: The one from which the run is recovering, or None.
-        furthest: The last step that was completed in any attempt; -1 before the first attempt has ended.
-        n_in_vain: Failures in a row without progress between them.
-        rate: All failures since the launcher began.
-        has_present: Whether the failure of the present attempt is among them.
-    """
-
-    loss: "_Loss | None" = None
-    furthest: int = -1
-    n_in_vain: int = 0
-    rate: FailureRate = field(default_factory=lambda: FailureRate(0, time.monotonic()))
-    has_present: bool = False
-
-    def n_before(self, step: int) -> int:
-        """Return how many failures there were before that of the present attempt, since the last progress.
-
-        Args:
-            step: The last completed step, counted from the start of the run.
-        """
-        if self.has_present:
-            return self.n_in_vain - 1
-        return 0 if step > self.furthest >= 0 else self.n_in_vain
-
-    def add(self, exit_status: ExitStatus, step: int) -> int:
-        """Add the failure of the present attempt, or replace its cause. Return `n_before`."""
-        n_before = self.n_before(step)
-        if not self.has_present:
-            self.rate = FailureRate(self.rate.n + 1, self.rate.begin)
-        self.loss, self.has_present = _Loss(exit_status, step, time.monotonic()), True
-        self.furthest, self.n_in_vain = max(step, self.furthest), n_before + 1
-        return n_before
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a launcher has for the whole of a run: its part among the hosts, signals, template, failures."""
-
-    host: SingleHost
-    interrupts: Interrupts
-    template: Template | None
-    failures: Failures = field(default_factory=Failures)
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One start of a run's processes.
-
-    Attributes:
-        config: The run's, with the devices of this attempt.
-        run: Its folder and the checkpoint on disk from which it starts.
-        retained: The memory checkpoint from which it starts instead, or None.
-        number: 0 for the first attempt.
-        state: The state from which it starts; None from scratch. Later checkpoints replace the one in memory.
-    """
-
-    config: Config
-    run: RunFolder
-    retained: Retained | None = None
-    number: int = 0
-    state: State | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        on_disk = self.run.start.state if self.run.start else None
-        object.__setattr__(self, "state", self.retained.state() if self.retained else on_disk)
-
-    def plan(
-        self, host_connection: HostConnection | None, writes: bool, failure_rate: FailureRate
-    ) -> RunPlan:
-        """Return the settings of the attempt's processes. See RunPlan for the arguments."""
-        start = self.run.start.path if self.run.start else None
-        if host_connection:  # keys in the hosts' store of this attempt's own
-            prefix = f"{host_connection.prefix}/{self.number}"
-            host_connection = dataclasses.replace(host_connection, prefix=prefix)
-        return RunPlan(
-            self.config,
-            self.run.folder,
-            start,
-            host_connection,
-            writes,
-            retains=retains(self.config),
-            retained=self.retained,
-            failure_rate=failure_rate,
-        )
-
-    @property
-    def source(self) -> str:
-        """The checkpoint from which the attempt starts, in a few words."""
-        if self.retained:
-            return "memory"
-        return self.run.start.path.stem if self.run.start else "the beginning"
-
-
-@dataclass(frozen=True)
-class _Loss:
-    """A failure from which the run is recovering.
-
-    Attributes:
-        step: The last completed step, counted from the start of the run.
-        time: When the launcher knew of the failure (monotonic clock).
-    """
-
-    exit_status: ExitStatus
-    step: int
-    time: float
 
 
 class Recovery:
@@ -283,7 +174,7 @@ class Recovery:
         common = [each for each in self._memory if each.checkpoint.moment == end.moment]
         newest = common[-1] if common else None
         try:
-            found = next_try(attempt, end.exit_status, n_in_vain, newest, self._context.host)
+            found = next_attempt(attempt, end.exit_status, n_in_vain, newest, self._context.host)
             if found:
                 self._memory = [found.retained] if found.retained else []
                 self._write_due(found)
@@ -312,11 +203,11 @@ class Recovery:
         assert before and config
         resumes = exit_status.is_paused or (attempt.config is config and exit_status.code)
         if resumes and self._memory and not self._memory[-1].is_whole():
-            status = ExitStatus(1, f"the memory checkpoint {_DAMAGED}", lost="the memory checkpoint")
+            status = ExitStatus(1, f"the memory checkpoint {DAMAGED}", lost="the memory checkpoint")
             self._resizing.refuse(status.message)
             self._failures.add(status, end.step)
             self._memory = []
-            return _resumed(attempt, before, None, self._context.host)
+            return resume(attempt, before, None, self._context.host)
         if exit_status.is_paused and self._memory:
             return Attempt(config, attempt.run, self._memory[-1], attempt.number + 1)
         if attempt.config is config and exit_status.code and self._memory and not exit_status.is_faulty:
@@ -412,7 +303,7 @@ class Recovery:
             raise UserError(f"{folder}: the memory checkpoint is damaged, so only older ones are on the disk")
         if self._is_on_disk(newest):
             return
-        _remove_unfinished(folder)
+        clean_folder(folder)
         template = self._context.template
         with Processes(attempt.config.timeout, template=template, passes_on_sigterm=True) as processes:
             try:
@@ -423,7 +314,7 @@ class Recovery:
         if exit_status.code:
             raise UserError(exit_status.message)
 
-    def _report(self, attempt: Attempt, loss: _Loss) -> None:
+    def _report(self, attempt: Attempt, loss: Loss) -> None:
         """Print and log a recovery, at the first step after it."""
         self._failures.loss = None
         first, seconds = self._first_step(attempt), time.monotonic() - loss.time
@@ -457,94 +348,3 @@ class Recovery:
     def _count(self, config: Config, epoch: int, step: int) -> int:
         """Return a step's number from the start of the run, by its epoch and its number there."""
         return max(0, epoch - 1) * orders_of(config, self._dataset).n_steps("train") + step
-
-
-def worlds_of(config: Config) -> list[World]:
-    """Return the ranks of this host's trainers."""
-    return World.of_host(config.host_rank or 0, config.n_hosts, len(config.devices))
-
-
-def orders_of(config: Config, dataset: Dataset) -> Orders:
-    """Return the orders of this host's first trainer, which count the steps of an epoch."""
-    return Orders(config, worlds_of(config)[0], len(dataset.train), len(dataset.val))
-
-
-def retains(config: Config) -> bool:
-    """Return whether a run makes memory checkpoints: to restart, to be preempted, or to be resized."""
-    is_needed = on_failure_of(config) != "stop" or config.preempt_seconds is not None
-    is_needed |= config.global_batch_size is not None and config.n_hosts == 1
-    return is_needed and config.memory_checkpoint_seconds is not None
-
-
-def next_try(
-    attempt: Attempt,
-    exit_status: ExitStatus,
-    n_failures: int,
-    retained: Retained | None = None,
-    host: SingleHost | None = None,
-) -> Attempt | None:
-    """Return the attempt with which to resume, or None if the run ends.
-
-    Only a process that was killed or hangs counts as lost: an error would recur.
-
-    Args:
-        n_failures: Failures since the run last made progress, without this one.
-        retained: The newest memory checkpoint of all hosts. If it is damaged on any host, all resume from the
-            disk.
-        host: This host's part among several hosts.
-
-    Raises:
-        UserError: `on_failure` asks for a restart, and the run can't resume.
-        HostFailed: Another host has ended.
-    """
-    config = attempt.config
-    on_failure = on_failure_of(config)
-    if not exit_status.lost or on_failure == "stop" or n_failures >= config.max_restarts:
-        return None
-    if exit_status.is_faulty and on_failure != "shrink":  # its device would compute wrong numbers again
-        return None
-    if on_failure == "shrink":
-        smaller = _without_trainer(config, int(exit_status.lost.split()[-1]))
-        if smaller is None:
-            return None
-        config = smaller
-    return _resumed(attempt, config, retained, host or SingleHost())
-
-
-def _resumed(attempt: Attempt, config: Config, retained: Retained | None, host: SingleHost) -> Attempt:
-    """Return the attempt after another one, from a memory checkpoint that is whole on all hosts, or the disk.
-
-    Raises as `next_try`.
-    """
-    run, number, notes = attempt.run, attempt.number + 1, list[str]()
-    _remove_unfinished(run.folder)
-    if retained and (damaged_on := host.names_without(retained.is_whole(), number)):
-        of_whom = f" of {' and '.join(damaged_on)}" if config.n_hosts > 1 else ""
-        notes, retained = [f"the memory checkpoint{of_whom} {_DAMAGED}"], None
-    if retained is None:
-        notes += host.bring_newest(config, number)
-        try:
-            start, damaged = find_checkpoint(run.folder, "latest")
-            notes, run = [*notes, *damaged], dataclasses.replace(run, start=start)
-        except UserError:  # no checkpoint yet: from where this run began
-            pass
-        host.check_start(run, number)
-    run = dataclasses.replace(run, notes=notes)
-    return Attempt(config, run, retained, number)
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Remove files that a lost writer has left. Raise UserError if the folder can't be written to."""
-    try:
-        remove_unfinished(folder)
-    except OSError as error:
-        raise UserError(f"{folder}: can't be written to: {error.strerror}") from error
-
-
-def _without_trainer(config: Config, rank: int) -> Config | None:
-    """Return the run with one trainer less, and equal shares of `logical_ranks`; None if none is left."""
-    devices = config.devices[:rank] + config.devices[rank + 1 :]
-    if not devices:
-        return None
-    shares = config.shares if config.shares == "auto" else "equal"
-    return settle(dataclasses.replace(config, devices=devices, shares=shares))[0]

@@ -15,8 +15,8 @@ from conftest import ROOT, Program, Running, make_config, wait_until
 from limits import limit
 from saved import assert_same, tensors
 
+from lockstep.launch.attempts import Attempt, Failures, next_attempt
 from lockstep.launch.children import ExitStatus
-from lockstep.launch.recovery import Attempt, Failures, next_try
 from lockstep.runs.checkpoint_files import find_checkpoint
 from lockstep.runs.folder import RunFolder, open_run
 
@@ -102,7 +102,7 @@ def test_what_is_left_of_four_shares_the_work(
     }
     with open(tmp_path / "lock", "w") as lock:
         run = RunFolder(tmp_path, None, [], lock)
-    found = next_try(Attempt(make_config(**keys), run), ExitStatus(1, lost=lost), 0)
+    found = next_attempt(Attempt(make_config(**keys), run), ExitStatus(1, lost=lost), 0)
     assert found and list(found.config.devices) == left and found.config.batch_size == 6
     assert found.config.shares == "equal"
 
@@ -214,7 +214,7 @@ def test_only_files_of_unfinished_checkpoints_are_removed(tmp_path: Path, on_fai
     else:
         with open(tmp_path / "lock", "w") as lock:
             run = RunFolder(checkpoints.parent, None, [], lock)
-            assert next_try(Attempt(config, run), ExitStatus(1, lost="trainer 0"), 0)
+            assert next_attempt(Attempt(config, run), ExitStatus(1, lost="trainer 0"), 0)
     assert sorted(path.name for path in checkpoints.iterdir()) == sorted(stay)
 
 

@@ -21,10 +21,11 @@ from saved import assert_same, tensors
 from lockstep.config import Config
 from lockstep.config.rules import settle
 from lockstep.hosts.store import HostLost
-from lockstep.launch import recovery as recovery_module
+from lockstep.launch import attempts
+from lockstep.launch.attempts import Attempt, Context
 from lockstep.launch.children import ExitStatus
 from lockstep.launch.hosting import Rejoining, SingleHost
-from lockstep.launch.recovery import Attempt, Context, Recovery
+from lockstep.launch.recovery import Recovery
 from lockstep.memory.digest import digest_of
 from lockstep.memory.host import HostBlock, HostMemory
 from lockstep.runs import resize_request
@@ -255,7 +256,7 @@ def test_a_folder_that_cannot_be_written_is_named_when_memory_is_written_out(
     block = allocate()
     launcher.recovery.take(launcher.attempt, block)
     launcher.recovery.take(launcher.attempt, written(block, 0))
-    monkeypatch.setattr(recovery_module, "remove_unfinished", refuse)
+    monkeypatch.setattr(attempts, "remove_unfinished", refuse)
     status, found = launcher.recovery.next(launcher.attempt, ExitStatus(143, is_overdue=True), (1, 1))
     assert found is None and "can't be written to: Read-only file system" in status.message
 

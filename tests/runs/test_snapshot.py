@@ -9,8 +9,8 @@ import torch
 from conftest import make_config
 
 from lockstep.errors import UserError
+from lockstep.launch.attempts import Attempt, next_attempt
 from lockstep.launch.children import ExitStatus
-from lockstep.launch.recovery import Attempt, next_try
 from lockstep.memory.host import HostBlock, HostMemory
 from lockstep.network.arena import Arena
 from lockstep.runs import snapshot
@@ -93,10 +93,10 @@ def test_a_run_resumes_from_memory_and_from_the_disk_if_that_is_damaged(tmp_path
     with open(tmp_path / "lock", "w") as lock:
         run = RunFolder(tmp_path, None, [], lock)
     attempt = Attempt(make_config(on_failure="restart"), run)
-    again = next_try(attempt, LOST, 0, retained)
+    again = next_attempt(attempt, LOST, 0, retained)
     assert again and again.source == "memory" and again.state == state_at(16) and again.run.notes == []
     retained._bytes()[100] ^= 1
-    again = next_try(attempt, LOST, 0, retained)
+    again = next_attempt(attempt, LOST, 0, retained)
     assert again and again.source == "epoch_0001_at_8" and again.retained is None
     assert "the memory checkpoint is damaged" in again.run.notes[0]
     assert again.state and again.state.position == 8

@@ -11,10 +11,10 @@ from training_runs import assert_same, newest, train
 from lockstep.comm.messages import Order
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import DeviceFault, PeerLost, UndecidedFault
+from lockstep.launch.attempts import Attempt, next_attempt
 from lockstep.launch.children import ExitStatus
 from lockstep.launch.processes import Processes
 from lockstep.launch.ranks import run_ranks
-from lockstep.launch.recovery import Attempt, next_try
 from lockstep.runs.folder import RunFolder
 from lockstep.trainer.recheck import Recheck
 
@@ -96,7 +96,7 @@ def test_a_faulty_device_is_not_started_again(
     )
     with open(tmp_path / "lock", "w") as lock:
         attempt = Attempt(config, RunFolder(tmp_path, None, [], lock))
-    found = next_try(attempt, ExitStatus(1, "it is wrong", lost="trainer 1", is_faulty=True), 0)
+    found = next_attempt(attempt, ExitStatus(1, "it is wrong", lost="trainer 1", is_faulty=True), 0)
     assert (found and found.config.devices) == devices
 
 

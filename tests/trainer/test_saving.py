@@ -26,8 +26,8 @@ from lockstep.comm.group import World
 from lockstep.comm.messages import Saved
 from lockstep.errors import UserError
 from lockstep.files import checksum
+from lockstep.launch.attempts import Attempt, next_attempt
 from lockstep.launch.children import ExitStatus
-from lockstep.launch.recovery import Attempt, next_try
 from lockstep.memory.host import HostMemory
 from lockstep.network.arena import Arena
 from lockstep.network.recorder import HostStopwatch
@@ -470,7 +470,7 @@ def test_a_run_lost_before_its_first_checkpoint_begins_where_it_began(tmp_path: 
     config = make_config(on_failure="restart")
     for began, received in ((start, "elsewhere"), (None, "the beginning")):
         attempt = Attempt(config, dataclasses.replace(run, start=began))
-        again = next_try(attempt, ExitStatus(1, lost="trainer 0"), 0)
+        again = next_attempt(attempt, ExitStatus(1, lost="trainer 0"), 0)
         assert again and again.run.start is began and again.run.notes == [] and again.source == received
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
