@@ -251,12 +251,14 @@ class Engine:
             raise UserError("an operation can't close the engine that runs it")
         graph.check_may_wait()
         self.closed = True
-        for lane in list(self._lanes.values()):
-            lane.close()
-        for waiter in list(self._waiters):
-            _release(waiter)
-        for device in self.devices:
-            device.engine = None
+        try:
+            for lane in list(self._lanes.values()):
+                lane.close()
+        finally:  # after an interrupt the devices are free, and another call waits for the rest
+            for waiter in list(self._waiters):
+                _release(waiter)
+            for device in self.devices:
+                device.engine = None if device.engine is self else device.engine
         self._lanes = {}
         _OPEN.discard(self)
 
@@ -285,8 +287,8 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._scope.close()
         try:
+            self._scope.close()
             if kind is None:
                 self.wait_all()
         finally:

@@ -231,8 +231,8 @@ class Console:
         """Return an epoch's line: its validation, and for a short epoch its training too."""
         training, self._deferred = self._deferred, None
         if training is None:
-            epochs = f"epoch {validated.epoch}/{self._config.n_epochs}"
-            return f"{epochs}: {validation_text(validated)} ({validated.seconds:.1f} s)"
+            epochs = f"epoch {validated.epoch}/{self._config.n_epochs}: "
+            return _fit([epochs, *_validation_parts(validated), f" ({validated.seconds:.1f} s)"])
         parts = [f"epoch {validated.epoch}: loss {training.loss:.3f}"]
         if training.error is not None:
             parts.append(f", {self._error_name} {training.error:.2%}")
@@ -309,15 +309,16 @@ def progress_line(progress: Progress, error_name: str = "error") -> str:
 
 def validation_text(validated: Validated) -> str:
     """Return the results of a validation, for a line of output."""
+    return "".join(_validation_parts(validated))
+
+
+def _validation_parts(validated: Validated) -> list[str]:
     if validated.error_top1 is None:
-        micro = f"micro F1 {validated.means['micro_f1']:.2%}"
-        text = f"validation {_main_results(validated)}, {micro}"
-        return f"{text}, loss {validated.loss:.4f} on {validated.n_images:,} images"
-    top5 = "" if validated.error_top5 is None else f", {validated.error_top5:.2%} top-5"
-    return (
-        f"validation error {validated.error_top1:.2%} top-1{top5}, "
-        f"loss {validated.loss:.4f} on {validated.n_images:,} images"
-    )
+        parts = [f"validation {_main_results(validated)}, micro F1 {validated.means['micro_f1']:.2%}"]
+    else:
+        top5 = "" if validated.error_top5 is None else f", {validated.error_top5:.2%} top-5"
+        parts = [f"validation error {validated.error_top1:.2%} top-1{top5}"]
+    return [*parts, f", loss {validated.loss:.4f}", f" on {validated.n_images:,} images"]
 
 
 def _main_results(validated: Validated) -> str:

@@ -6,7 +6,7 @@ equations 1.3). In the backward pass trainers share the two sums that the gradie
 2015, arXiv 1502.03167, section 3). All trainers add in rank order, so all have the same bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -198,20 +198,21 @@ def _moments_of_all(
     return n, mean, (squares + counts * (means - mean).square()).sum(0) / n
 
 
-def check_shares(model: nn.Module, config: Config, images: torch.Tensor, n_train: int) -> None:
+def check_shares(model: nn.Module, config: Config, images: torch.Tensor, lengths: Sequence[int]) -> None:
     """Refuse, before the first step, a run in which a layer would normalise a single value per channel.
 
     Args:
         model: In training mode, and left so.
         images: One image, as the network takes it.
-        n_train: Training images; the last minibatch of an epoch may be a small one.
+        lengths: Training images of the epochs, or of what is left of one; their last minibatch may be small.
 
     Raises:
         UserError: Such a layer would get a share of one image. torch would raise a ValueError at that step.
     """
     n_shares = config.logical_ranks or config.n_trainers
     size = config.global_batch_size or config.batch_size * config.n_trainers
-    small = [n for n in (min(size, n_train), n_train % size) if 0 < n < 2 * n_shares]  # one image for some
+    ends = [(min(n, size), n % size) for n in lengths]
+    small = [n for both in ends for n in both if 0 < n < 2 * n_shares]  # one image for some
     layers = _lone_valued(model, images) if small else []
     if not layers:
         return
@@ -222,7 +223,7 @@ def check_shares(model: nn.Module, config: Config, images: torch.Tensor, n_train
         cure += ", or set sync_batch_norm: true, which takes the statistics of all trainers"
     raise UserError(
         f"model {config.model}: its {layers[0]} can't normalise a single image, whose variance is unknown: "
-        f"of {n_train} training images a minibatch of {min(small)} is left for {takers}. {cure}."
+        f"of {lengths[0]} training images a minibatch of {min(small)} is left for {takers}. {cure}."
     )
 
 

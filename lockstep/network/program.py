@@ -96,8 +96,12 @@ class Program(ABC):
         self.arena.block.close()
 
     @abstractmethod
-    def begin_epoch(self, epoch: int, n_samples: int, learning_rate: float) -> None:
-        """Prepare an epoch of n_samples training samples in all, at this learning rate."""
+    def begin_epoch(self, epoch: int, n_samples: int, learning_rate: float, position: int = 0) -> None:
+        """Prepare an epoch of n_samples training samples in all, at this learning rate.
+
+        Args:
+            position: The number of samples that are trained on already, after a resume within the epoch.
+        """
 
     @abstractmethod
     def begin_validation(self) -> None:

@@ -149,7 +149,7 @@ class Replica(Program, CheckedGradients):
                 each.close()
         super().close()
 
-    def begin_epoch(self, epoch: int, n_samples: int, learning_rate: float) -> None:
+    def begin_epoch(self, epoch: int, n_samples: int, learning_rate: float, position: int = 0) -> None:
         """Draw the epoch's dropout keys, set the learning rate and switch to training."""
         keys = dropout.sample_keys(self._config.seed, epoch, n_samples)
         self._keys = torch.from_numpy(keys).to(self.device)
@@ -160,7 +160,8 @@ class Replica(Program, CheckedGradients):
             self._frozen.begin_epoch(self._config.n_epochs)  # whatever trains at last is checked at first
             self._frozen.begin_training(self.model)
             images = self.arena.flat.new_zeros((1, self._n_channels, *self.crop_size))
-            batch_norm.check_shares(self.model, self._config, images, n_samples)
+            lengths = [n_samples - position] + [n_samples] * (epoch < self._config.n_epochs)
+            batch_norm.check_shares(self.model, self._config, images, lengths)
             self._checked_shares = True
         if self._frozen.begin_epoch(epoch) and self.arena.n_frozen:
             self._unfreeze()

@@ -177,7 +177,7 @@ class Team:
         try:
             block = HostMemory().allocate(n_bytes, what)
         except UserError as error:
-            raise MemoryError(f"{what}: no room for {n_bytes / 2**20:,.0f} MiB of shared memory") from error
+            raise MemoryError(f"{what}: {error}") from error
         except OSError as error:
             raise OSError(error.errno, f"{what}: {error.strerror} (for descriptors: ulimit -n)") from error
         number = next(self.numbers)

@@ -139,6 +139,23 @@ def test_an_interrupt_while_workers_start_is_not_lost(monkeypatch: pytest.Monkey
         assert engine.push(lambda: 7).wait() == 7
 
 
+def test_an_interrupted_close_frees_the_devices_and_can_be_repeated() -> None:
+    def interrupt() -> None:
+        raise Interrupted
+
+    devices, begins, ends = flow.cpus(2), threading.Event(), threading.Event()
+    engine = flow.Engine(devices)
+    engine.push(lambda: begins.set() or ends.wait())
+    assert begins.wait(limit(20))
+    with pytest.raises(Interrupted), every(0.2, interrupt):
+        engine.close()
+    with flow.Engine(devices) as other:
+        assert other.push(lambda: 7).wait() == 7
+    ends.set()
+    wait_for(engine.close)
+    assert not engine.pending
+
+
 def test_interrupted_arithmetic_keeps_its_values() -> None:
     with flow.Engine(flow.cpus(2)) as engine:
         with flow.device(engine.devices[1]):

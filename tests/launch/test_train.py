@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from conftest import ROOT, Program, Running, make_folder, wait_until
+from conftest import ROOT, Program, Running, make_config, make_folder, wait_until
 from limits import limit
 from safetensors.numpy import load_file
 from saved import assert_same, tensors
 
-from lockstep.comm.messages import Progress
+from lockstep.comm.messages import Progress, Validated
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.launch.children import ExitStatus
@@ -360,6 +360,15 @@ def test_lines_of_progress_fit_in_100_columns() -> None:
     line = progress_line(Progress(150, 10000, 10000, 0.1, 1234.5, 0.9999, 1234567.0, 123.0, seconds))
     assert len(line) <= 100 and "99.99%" in line
     assert progress_line(Progress(1, 20, 90, 0.1, 1.0, 0.5, 400.0, 1.0, seconds)).endswith(", load-wait 72%")
+
+
+@pytest.mark.parametrize("error", [0.1234, None], ids=["classes", "multilabel"])
+def test_lines_of_validation_fit_in_100_columns(tmp_path: Path, error: float | None) -> None:
+    means = {"mean_average_precision": 0.1234, "macro_f1": 0.1234, "micro_f1": 0.1234}
+    validated = Validated(100, 1234.5, error, error, 50_000, 123.4, means=means)
+    console = Console(tmp_path / "log.jsonl", make_config(n_epochs=100), 1000, True)
+    line = console._epoch_line(validated)
+    assert len(line) <= 100 and "12.34%" in line and "loss 1234.5" in line
 
 
 def test_runs_without_a_name_that_start_in_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:

@@ -15,9 +15,13 @@ from small_networks import TwoHeads
 from torch import nn
 from training_runs import SMOOTH, relative_difference, train
 
+from lockstep.data.dataset import open_dataset
 from lockstep.errors import UserError
+from lockstep.memory.host import HostMemory
+from lockstep.network import batch_norm
 from lockstep.network.batch_norm import check_shares, install, widest
 from lockstep.network.build import build_model
+from lockstep.network.replica import Replica
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +150,28 @@ def test_shares_of_one_image(n_train: int, values: dict[str, Any], refused: bool
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12)).train()
     config = make_config(**{"devices": ["cpu", "cpu"], **values})
     with pytest.raises(UserError, match="single image") if refused else nullcontext():
-        check_shares(model, config, torch.zeros(1, 3, 2, 2), n_train)
+        check_shares(model, config, torch.zeros(1, 3, 2, 2), [n_train])
     assert model.training and not model[1]._forward_pre_hooks
-    check_shares(nn.Sequential(nn.BatchNorm2d(3)).train(), config, torch.zeros(1, 3, 2, 2), n_train)
+    check_shares(nn.Sequential(nn.BatchNorm2d(3)).train(), config, torch.zeros(1, 3, 2, 2), [n_train])
+
+
+@pytest.mark.parametrize(
+    ("position", "n_epochs", "lengths"), [(0, 1, [57]), (24, 1, [33]), (24, 2, [33, 57]), (0, 2, [57, 57])]
+)
+def test_what_is_left_of_an_epoch_is_checked_after_a_resume_too(
+    position: int, n_epochs: int, lengths: list[int], shared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 57 images in batches of 16 the last has 9; after 24 that were in batches of 24 it has one."""
+    keys = {"model": "small_replicas:TwoHeads", "data_folder": str(shared_folder), "batch_size": 16}
+    config, found = make_config(n_epochs=n_epochs, **keys), list[list[int]]()
+    replica = Replica(config, open_dataset(config), HostMemory())
+    monkeypatch.setattr(batch_norm, "check_shares", lambda *arguments: found.append(arguments[-1]))
+    replica.begin_epoch(1, 57, 0.1, position)
+    assert found == [lengths]
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12)).train()
+    with pytest.raises(UserError, match="of 33 training images a minibatch of 1 is left for a trainer"):
+        check_shares(model, config, torch.zeros(1, 3, 2, 2), [33, 57])
+    check_shares(model, config, torch.zeros(1, 3, 2, 2), [57, 57])
 
 
 @pytest.mark.parametrize("affine", [True, False])

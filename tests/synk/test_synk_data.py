@@ -213,6 +213,12 @@ def test_a_limit_on_descriptors_names_the_data(tmp_path: Path) -> None:
             except OSError as error:
                 print("here:", error)
             print("goes on:", float(f(kept[0])))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+            del kept[2:]
+            try:
+                synk.data(np.ones(1 << 20), name="too large")
+            except MemoryError as error:
+                print("limited:", error)
             """
         )
     )
@@ -225,4 +231,5 @@ def test_a_limit_on_descriptors_names_the_data(tmp_path: Path) -> None:
     assert "too many open files" in lines[0] and "data number 1" in lines[0]
     assert lines[1] == lines[3] == "goes on: 3.0"
     assert "data number" in lines[2] and "ulimit -n" in lines[2]
+    assert "too large" in lines[4] and "ulimit -f" in lines[4]
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 40
