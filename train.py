@@ -48,7 +48,7 @@ from lockstep.launch.recovery import Recovery
 from lockstep.launch.status import begin_trace
 from lockstep.launch.subprocesses import live_report, write_report
 from lockstep.runs import versions
-from lockstep.runs.folder import RunFolder, keep_settings
+from lockstep.runs.folder import RunFolder
 from lockstep.text import handle_closed_pipe
 
 HERE = Path(__file__).resolve().parent
@@ -100,23 +100,16 @@ def train_once(
 
     def on_message(message: object) -> None:
         if isinstance(message, Started) and host.writes:  # not earlier: it replaces a good run's settings
-            try:
-                keep_settings(folder, config, dataset.description)
-            except UserError as error:
-                if attempt.number == 0:
-                    raise
-                console.say(f"note: {error}")  # a full disk does not end a run that recovers
+            recovery.keep_settings(attempt)
         if not recovery.take(attempt, message):
             console.take(message)
 
     try:
         if attempt.number == 0:
             announce(console, dataset, attempt.run, config, orders_of(config, dataset))
-        is_resumed = config.resume_train and (folder / "config.yaml").exists()
-        if (
-            host.writes and not is_resumed and attempt.number == 0
-        ):  # now: a run that is killed before its first step can be resumed
-            keep_settings(folder, config, dataset.description)
+        are_kept = attempt.number > 0 or (config.resume_train and (folder / "config.yaml").exists())
+        if host.writes and not are_kept:  # now: a run that is killed before its first step can be resumed
+            recovery.keep_settings(attempt)
         begin_trace(config.trace and host.writes, folder)
         with Processes(config.timeout, context.interrupts, template=context.template) as processes:
             host.begin_attempt(processes, attempt.number)

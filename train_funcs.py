@@ -127,8 +127,7 @@ class Trainer:
 
     def begin_epoch(self) -> None:
         """Set the epoch's learning rate and dropout keys, and restart the clock."""
-        n_samples = len(self.dataset.train)
-        self.program.begin_epoch(self.epoch, n_samples, self._learning_rate(), self.position)
+        self.program.begin_epoch(self.epoch, len(self.dataset.train), self._learning_rate(), self.position)
         self.reporter.begin()
 
     def _learning_rate(self) -> float:

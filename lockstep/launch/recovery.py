@@ -27,7 +27,7 @@ from lockstep.launch.hosting import JointEnd, Rejoining
 from lockstep.launch.processes import Processes
 from lockstep.launch.resize_handler import ResizeHandler
 from lockstep.memory.host import HostBlock
-from lockstep.runs.folder import lock_if_free
+from lockstep.runs.folder import keep_settings, lock_if_free
 from lockstep.runs.network_source import NetworkSource
 from lockstep.runs.snapshot import MemoryCheckpoint, Retained
 from lockstep.signals import Interrupts
@@ -67,6 +67,18 @@ class Recovery:
         elif isinstance(message, MemoryCheckpoint):
             self._retain(message)
         return isinstance(message, HostBlock | MemoryCheckpoint)
+
+    def keep_settings(self, attempt: Attempt) -> None:
+        """Write the settings of an attempt whose training has begun.
+
+        A full disk does not end a run that has recovered. Raises UserError in the first attempt.
+        """
+        try:
+            keep_settings(self._folder, attempt.config, self._dataset.description)
+        except UserError as error:
+            if attempt.number == 0:
+                raise
+            self._console.say(f"note: {error}")
 
     def next(
         self, attempt: Attempt, exit_status: ExitStatus, last_step: tuple[int, int]

@@ -206,19 +206,6 @@ def test_sigterm_to_anyone_stops_all_in_good_order(program: Program, whom: str) 
     assert "stopped as asked; saved" in assert_ended(running, since, 143, seconds=20)
 
 
-def test_a_request_for_the_status_to_the_whole_group_ends_nothing(program: Program) -> None:
-    running = program.start(*FOREVER)
-    running.wait_for_text("starting: ")
-    os.killpg(running.process.pid, signal.SIGUSR1)  # while the processes start
-    running.wait_for_text("step 2/6")
-    os.killpg(running.process.pid, signal.SIGUSR1)
-    running.wait_for_text("status: ")
-    assert all(Path(f"/proc/{pid}").exists() for pid in running.pids().values())
-    running.process.send_signal(signal.SIGTERM)
-    assert running.wait() == 143, running.output()
-    assert "recovered" not in running.output()
-
-
 @pytest.mark.slow
 def test_a_suspended_run_goes_on(program: Program) -> None:
     """Ctrl-Z for longer than every deadline, then fg."""

@@ -202,3 +202,16 @@ os.execvp(sys.argv[1], sys.argv[1:])
     assert running.wait() == 0, running.output()
     assert "Traceback" not in running.output() and running.last_line().startswith("done")
     running.assert_nothing_left()
+
+
+def test_a_request_for_the_status_to_the_whole_group_ends_nothing(program: Program) -> None:
+    running = program.start("n_epochs=100000", "snapshot_freq=100000")
+    running.wait_for_text("starting: ")
+    os.killpg(running.process.pid, signal.SIGUSR1)  # while the processes start
+    running.wait_for_text("step 2/6")
+    os.killpg(running.process.pid, signal.SIGUSR1)
+    running.wait_for_text("status: ")
+    assert all(Path(f"/proc/{pid}").exists() for pid in running.pids().values())
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait() == 143, running.output()
+    assert "recovered" not in running.output()

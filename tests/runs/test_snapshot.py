@@ -116,7 +116,7 @@ def test_too_little_memory_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("lockstep.memory.host.allowed_bytes", lambda: 1000)
     with pytest.raises(UserError, match=r"no room for 1 MiB .* \(copies of the weights") as error:
         snapshot._allocate(1 << 20)
-    assert "on_failure: stop" in str(error.value) and "\n" not in str(error.value)
+    assert "memory_checkpoint_seconds: null" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_record_that_is_too_long_is_refused_and_not_cut() -> None:
