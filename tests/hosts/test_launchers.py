@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +19,13 @@ from two_hosts import end_well, free_port, listened_on, start, start_one, tensor
 
 from lockstep.config import Layer, read_run, resolve, to_yaml
 from lockstep.errors import UserError
+from lockstep.hosts import heartbeat
 from lockstep.hosts.addresses import listen
 from lockstep.hosts.folders import bring_newest
 from lockstep.hosts.heartbeat import Heartbeat
 from lockstep.hosts.rendezvous import Rendezvous, join_rendezvous
-from lockstep.hosts.store import HostFailed, Store
+from lockstep.hosts.store import HostFailed, HostLost, Store
+from lockstep.launch.hosting import MultiHost, SingleHost
 from lockstep.runs import checkpoint
 from lockstep.runs.checkpoint_files import find_checkpoint
 from lockstep.runs.state import State
@@ -116,6 +119,44 @@ def test_a_host_that_is_stopped_before_it_trains_tells_the_others() -> None:
     assert failed and (failed.code, str(failed)) == (143, "host 1: was stopped as asked, before training")
     lives[1].leave()
     lives[0].leave()
+
+
+def test_a_pause_of_this_launcher_is_no_silence_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if its process stood still for 8 s between two looks at the store."""
+    lives = [
+        Heartbeat(each, lambda: "its dataset", limit(60))
+        for each in rendezvous_of(connect_all_hosts([0, 1], free_port()))
+    ]
+    wait_until(lambda: lives[0]._others[1].count, "the other's heartbeat")
+    passed = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=time.sleep)
+    monkeypatch.setattr(heartbeat, "time", clock)
+    passed[0] = 8.0
+    until = time.monotonic() + 2.5
+    while time.monotonic() < until:
+        assert lives[0].problem(alarmed=True) is None
+        time.sleep(0.01)
+    for each in reversed(lives):
+        each.leave()
+
+
+def test_a_start_that_loses_a_host_releases_the_runs_folder(tmp_path: Path) -> None:
+    """The same launcher opens it again when the host is back, while the error's traceback may live."""
+
+    class Lost:
+        def put(self, key: str, value: object) -> None:
+            pass
+
+        def get(self, key: str, seconds: float, of_host: int) -> None:
+            raise HostLost(1, "host 1: its launcher has exited")
+
+    host = MultiHost.__new__(MultiHost)
+    host.host, host.writes, host._timeout, host.rendezvous = 0, True, 1.0, Lost()  # type: ignore[assignment]
+    config = make_config(weights_dir=str(tmp_path), run_name="run")
+    with pytest.raises(HostLost) as error:
+        host.open_run(config, 90)
+    with SingleHost().open_run(config, 90).lock:
+        assert error.traceback
 
 
 @pytest.mark.slow
