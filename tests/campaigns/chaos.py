@@ -204,22 +204,38 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report(words: argparse.Namespace, entries: list[dict[str, Any]]) -> int:
-    """Print the table, write it when all cases are done, and return the exit status."""
-    broken = [f"{entry['case']}: {problem}" for entry in entries for problem in entry["problems"]]
-    title = f"{len(entries)} cases, seed {words.seed}: {len(broken)} broken promises"
-    commits = ", ".join(sorted({entry["commit"] for entry in entries}))
-    text = "\n".join([table(title, rows_of(entries)), f"Commits: {commits}\n", *(f"- {b}" for b in broken)])
+    """Print the table, write the page when all cases are done, and return the exit status.
+
+    The page also has the tables of earlier campaigns with other seeds, whose journals are in the folder.
+    """
+    text, numbers = section_of(words.seed, entries)
     print(text)
     if len(entries) < words.n:
         print(f"{words.n - len(entries)} of {words.n} are left to others, so {words.results} has no page")
     else:
-        numbers = {"seed": words.seed, "cases": words.n, "broken": broken}
-        more = " --resizing" if words.resizing else ""
-        options = f"--seed {words.seed} --patience {words.patience:g}{more}"
-        write_results(
-            words.results, page_of(words), [(text, numbers)], f"python -m campaigns.chaos {words.n} {options}"
-        )
-    return 1 if broken else 0
+        options = f"--seed {words.seed} --patience {words.patience:g}" + " --resizing" * words.resizing
+        command = f"python -m campaigns.chaos {words.n} {options}"
+        before = [(section_of(seed, found)[0], {}) for seed, found in earlier(words)]
+        write_results(words.results, page_of(words), [(text, numbers), *before], command)
+    return 1 if numbers["broken"] else 0
+
+
+def section_of(seed: int, entries: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """Return the table of a campaign with its commits and broken promises, and its numbers."""
+    broken = [f"{entry['case']}: {problem}" for entry in entries for problem in entry["problems"]]
+    n_hit = sum("before it was hit" not in entry["kept"] for entry in entries)
+    title = f"{len(entries)} cases ({n_hit} were hit), seed {seed}: {len(broken)} broken promises"
+    commits = ", ".join(sorted({entry["commit"] for entry in entries}))
+    text = "\n".join([table(title, rows_of(entries)), f"Commits: {commits}\n", *(f"- {b}" for b in broken)])
+    return text, {"seed": seed, "cases": len(entries), "broken": broken}
+
+
+def earlier(words: argparse.Namespace) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield seed and entries of the campaigns of this kind with other seeds, the highest seed first."""
+    for seed in range(99, 0, -1):
+        entries = done_before(argparse.Namespace(**{**vars(words), "seed": seed}))
+        if entries and seed != words.seed:
+            yield seed, list(entries.values())
 
 
 def rows_of(entries: list[dict[str, Any]]) -> list[tuple[str, ...]]:

@@ -40,7 +40,7 @@ def test_an_interrupted_campaign_goes_on_and_counts_every_case_once(
     assert chaos.main(words) == 1
     assert len(ran) == 3 + 1 + 2
     text = (tmp_path / "chaos.md").read_text()
-    assert "5 cases, seed 1: 1 broken promises" in text
+    assert "5 cases (5 were hit), seed 1: 1 broken promises" in text
     assert "it had not ended 10 s after" in text
 
 
@@ -54,6 +54,11 @@ def test_another_seed_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for seed in ("1", "2"):
         assert chaos.main(["3", "--seed", seed, "--results", str(tmp_path)]) == 0
         assert len((tmp_path / f"chaos_{seed}.jsonl").read_text().splitlines()) == 3
+    titles = [line for line in (tmp_path / "chaos.md").read_text().splitlines() if line.startswith("###")]
+    assert [title.split(", ")[1] for title in titles] == [
+        "seed 2: 0 broken promises",
+        "seed 1: 0 broken promises",
+    ]
 
 
 def test_shares_make_up_the_whole(
