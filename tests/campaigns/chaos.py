@@ -102,7 +102,11 @@ def resuming(folder: Path, case: Case, unbroken: Path, patience: float) -> Itera
         ours, theirs = (load_file(case.end(each)) for each in (place, whole))
         if ours.keys() != theirs.keys() or not all(torch.equal(ours[name], theirs[name]) for name in ours):
             yield "its end has other bits than the unbroken run's"
-        left = [*place.glob("run/checkpoints/.*"), *place.glob(".*.safetensors.*")]
+        left = [
+            *place.glob("run/checkpoints/.*"),
+            *place.glob(".*.safetensors.*"),
+            *place.glob("run/resize.json"),
+        ]
         if left and case.is_training:
             yield f"files were left: {', '.join(path.name for path in left)}"
 
