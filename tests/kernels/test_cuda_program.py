@@ -13,9 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, Program, Running
+from conftest import ROOT, Program, Running, wait_until
 from saved import assert_same, tensors
 from simulated import Simulation
+
+from lockstep.runs import resize_request
 
 pytestmark = pytest.mark.timeout(600)  # PyCUDA is built the first time
 ONE_DEVICE, TWO_DEVICES = "[cuda:0, cuda:0]", "[cuda:0, cuda:1]"
@@ -348,6 +350,28 @@ def test_a_killed_process_ends_the_run_and_is_named(
     assert "was killed by SIGKILL" in running.last_line()
     running.assert_nothing_left()
     assert running.shared_files() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("optimizer=adamw", "learning_rate=0.001")], ids=["sgd", "adamw"])
+def test_a_killed_trainer_is_recovered_from_and_devices_are_added_from_memory(
+    program: Program, simulation: Simulation, words: tuple[str, ...]
+) -> None:
+    """With adamw each trainer has a shard of the optimizer's state."""
+    keys = ("n_epochs=12", "snapshot_freq=12", "global_batch_size=16", "logical_ranks=4", *words)
+    running = program.start(
+        *keys, "memory_checkpoint_seconds=1e-6", devices="[cuda:0]", environment=simulation.environment()
+    )
+    running.wait_for_text("epoch 2 ")
+    request = resize_request.ask(running.run_folder, ("cuda:0", "cuda:1"), 0)
+    wait_until(lambda: not resize_request.is_waiting(running.run_folder, request.number), "the answer")
+    running.wait_for_text("resized: 2 trainer(s) on cuda:0, cuda:1 ")
+    os.kill(running.pids()["trainer 1"], signal.SIGKILL)
+    assert running.wait(120) == 0, running.output()
+    assert "recovered: trainer 1 (pid " in running.output()
+    assert "; resumed from memory at step " in running.output()
+    assert_same(tensors(running, 12), tensors(program.run(*keys, name="cpu", devices="[cpu]"), 12))
+    running.assert_nothing_left()
 
 
 @pytest.mark.slow
