@@ -28,6 +28,10 @@ def test_the_table_has_the_figures_and_other_bits_are_a_failure(
     assert "| digits: goodput | 95.0% | target >= 0.92: pass |" in text
     assert "| digits: signals in 100 s | 5 |" in text
     assert "| digits: from a kill to the end of the next step, median | 0.60 s |" in text
+    assert (
+        "| digits: the same after SIGSTOP, less `timeout` of 1 s, median | 1.60 s | target <= 0.8: short |"
+        in text
+    )
     assert "| digits: 2 killed loaders started again alone, median | 0.20 s |" in text
     assert f"| digits: ends with the bits of the unbroken run | {'yes' if code == 0 else 'no'} |" in text
     assert "digits: goodput" in capsys.readouterr().out
