@@ -29,18 +29,18 @@ class Failures:
     """The failures of a run so far, as its launcher knows them.
 
     Attributes:
-        loss: The one from which the run is recovering, or None.
+        unresolved: The one from which the run is recovering, or None.
         furthest: The last step that was completed in any attempt; -1 before the first attempt has ended.
-        n_in_vain: Failures in a row without progress between them.
+        n_without_progress: Failures in a row without progress between them.
         rate: All failures since the launcher began.
-        has_present: Whether the failure of the present attempt is among them.
+        is_counted: Whether the failure of the present attempt is among them.
     """
 
-    loss: "Loss | None" = None
+    unresolved: "Failure | None" = None
     furthest: int = -1
-    n_in_vain: int = 0
+    n_without_progress: int = 0
     rate: FailureRate = field(default_factory=lambda: FailureRate(0, time.monotonic()))
-    has_present: bool = False
+    is_counted: bool = False
 
     def n_before(self, step: int) -> int:
         """Return how many failures there were before that of the present attempt, since the last progress.
@@ -48,17 +48,17 @@ class Failures:
         Args:
             step: The last completed step, counted from the start of the run.
         """
-        if self.has_present:
-            return self.n_in_vain - 1
-        return 0 if step > self.furthest >= 0 else self.n_in_vain
+        if self.is_counted:
+            return self.n_without_progress - 1
+        return 0 if step > self.furthest >= 0 else self.n_without_progress
 
     def add(self, exit_status: ExitStatus, step: int) -> int:
         """Add the failure of the present attempt, or replace its cause. Return `n_before`."""
         n_before = self.n_before(step)
-        if not self.has_present:
+        if not self.is_counted:
             self.rate = FailureRate(self.rate.n + 1, self.rate.begin)
-        self.loss, self.has_present = Loss(exit_status, step, time.monotonic()), True
-        self.furthest, self.n_in_vain = max(step, self.furthest), n_before + 1
+        self.unresolved, self.is_counted = Failure(exit_status, step, time.monotonic()), True
+        self.furthest, self.n_without_progress = max(step, self.furthest), n_before + 1
         return n_before
 
 
@@ -122,7 +122,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Loss:
+class Failure:
     """A failure from which the run is recovering.
 
     Attributes:

@@ -14,7 +14,7 @@ from lockstep.launch.attempts import (
     DAMAGED,
     Attempt,
     Context,
-    Loss,
+    Failure,
     clean_folder,
     next_attempt,
     orders_of,
@@ -49,7 +49,7 @@ class Recovery:
     def __init__(self, console: Console, dataset: Dataset, attempt: Attempt, context: Context) -> None:
         self._console, self._dataset, self._context = console, dataset, context
         self._failures, self._folder = context.failures, attempt.run.folder
-        self._failures.has_present = False
+        self._failures.is_counted = False
         self._source = NetworkSource(attempt.config.model)
         self._resizing = ResizeHandler(self._folder, console, self._source)
         self._blocks: list[HostBlock] = []  # memory files; the last one is that of the present trainer 0
@@ -58,8 +58,8 @@ class Recovery:
 
     def take(self, attempt: Attempt, message: Any) -> bool:
         """Handle a message of trainer 0. Return whether it was for this object only."""
-        if isinstance(message, Tick) and self._failures.loss:
-            self._report(attempt, self._failures.loss)
+        if isinstance(message, Tick) and self._failures.unresolved:
+            self._report(attempt, self._failures.unresolved)
         if isinstance(message, Tick) and attempt.config is self._resizing.config:
             self._resizing.finish(self._first_step(attempt))
         if isinstance(message, HostBlock):
@@ -134,11 +134,11 @@ class Recovery:
         resumes = on_failure_of(config) != "stop" or config.preempt_seconds is not None
         end = host.join_ends(exit_status, step, [each.checkpoint.moment for each in self._memory], resumes)
         exit_status = end.exit_status
-        if loss := self._failures.loss:  # the run had not made a step since
+        if failure := self._failures.unresolved:  # the run had not made a step since
             if exit_status.code:
-                self._console.say(f"lockstep: {loss.exit_status.message}", "stderr")
+                self._console.say(f"lockstep: {failure.exit_status.message}", "stderr")
             else:
-                self._report(attempt, loss)
+                self._report(attempt, failure)
         code = self._context.interrupts.code if config.n_hosts == 1 else 0  # several hosts have agreed on it
         if code and exit_status.is_paused:  # the signal came after the trainers had paused
             exit_status = dataclasses.replace(exit_status, code=code, is_overdue=True)
@@ -153,7 +153,7 @@ class Recovery:
             return exit_status, None
         if self._resizing.before is not None:
             return exit_status, self._next_after_resizing(attempt, exit_status, end)
-        found = self._next_after_loss(attempt, end) if exit_status.lost else None
+        found = self._next_after_failure(attempt, end) if exit_status.lost else None
         # Without a step since, an attempt that could not be started has left no error in the memory.
         is_sound = exit_status.lost or (attempt.retained and end.step == self._first_step(attempt))
         if exit_status.code and not found and is_sound and not exit_status.is_faulty:
@@ -170,7 +170,7 @@ class Recovery:
     def _begin(self, attempt: Attempt) -> None:
         """Keep the memory file from which an attempt starts. Close all others."""
         self._keep([attempt.retained.block] if attempt.retained else [])
-        self._failures.has_present = False
+        self._failures.is_counted = False
 
     def _keep(self, blocks: list[HostBlock]) -> None:
         """Close all memory files but these."""
@@ -179,14 +179,14 @@ class Recovery:
                 block.close()
         self._blocks = blocks
 
-    def _next_after_loss(self, attempt: Attempt, end: JointEnd) -> Attempt | None:
-        n_in_vain = self._failures.add(end.exit_status, end.step)
+    def _next_after_failure(self, attempt: Attempt, end: JointEnd) -> Attempt | None:
+        n_before = self._failures.add(end.exit_status, end.step)
         event = {"lost": end.exit_status.lost, "failure": end.exit_status.message, "step": end.step}
         self._console.log("lost", event)
         common = [each for each in self._memory if each.checkpoint.moment == end.moment]
         newest = common[-1] if common else None
         try:
-            found = next_attempt(attempt, end.exit_status, n_in_vain, newest, self._context.host)
+            found = next_attempt(attempt, end.exit_status, n_before, newest, self._context.host)
             if found:
                 self._memory = [found.retained] if found.retained else []
                 self._write_due(found)
@@ -226,7 +226,7 @@ class Recovery:
             self._resizing.refuse(exit_status.message)
             return Attempt(before, attempt.run, self._memory[-1], attempt.number + 1)
         self._resizing.refuse("the run has ended" if not exit_status.code else exit_status.message)
-        return self._next_after_loss(attempt, end) if exit_status.lost else None
+        return self._next_after_failure(attempt, end) if exit_status.lost else None
 
     def _retain(self, checkpoint: MemoryCheckpoint) -> None:
         """Add a memory checkpoint, which may be in another memory file and replaces that of its slot."""
@@ -326,15 +326,15 @@ class Recovery:
         if exit_status.code:
             raise UserError(exit_status.message)
 
-    def _report(self, attempt: Attempt, loss: Loss) -> None:
+    def _report(self, attempt: Attempt, failure: Failure) -> None:
         """Print and log a recovery, at the first step after it."""
-        self._failures.loss = None
-        first, seconds = self._first_step(attempt), time.monotonic() - loss.time
-        n_repeated = loss.step - first
+        self._failures.unresolved = None
+        first, seconds = self._first_step(attempt), time.monotonic() - failure.time
+        n_repeated = failure.step - first
         event = {
-            "lost": loss.exit_status.lost,
-            "failure": loss.exit_status.message,
-            "step": loss.step,
+            "lost": failure.exit_status.lost,
+            "failure": failure.exit_status.message,
+            "step": failure.step,
             "source": attempt.source,
             "steps_repeated": n_repeated,
             "trainers": attempt.config.n_trainers,
@@ -343,7 +343,7 @@ class Recovery:
         self._console.log("recovered", event)
         notes = "".join(f"; {note}" for note in attempt.run.notes)
         self._console.say(
-            f"recovered: {loss.exit_status.message}; resumed from {attempt.source} at step {first} with "
+            f"recovered: {failure.exit_status.message}; resumed from {attempt.source} at step {first} with "
             f"{attempt.config.n_trainers} trainer(s) in {seconds:.2f} s, {n_repeated} step(s) again{notes}"
         )
 

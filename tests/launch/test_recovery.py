@@ -112,7 +112,7 @@ def test_processes_learn_how_often_the_run_has_failed(tmp_path: Path) -> None:
     assert failures.rate.mean_seconds() is None
     for step in (5, 9):
         failures.add(ExitStatus(1, lost="trainer 0"), step)
-        failures.has_present = False
+        failures.is_counted = False
     with open(tmp_path / "lock", "w") as lock:
         attempt = Attempt(make_config(), RunFolder(tmp_path, None, [], lock))
     seconds = attempt.plan(None, True, failures.rate).failure_rate.mean_seconds()
@@ -122,15 +122,15 @@ def test_processes_learn_how_often_the_run_has_failed(tmp_path: Path) -> None:
 def test_failures_without_progress_are_counted_once_each() -> None:
     failures, lost = Failures(), ExitStatus(1, lost="trainer 0")
     assert failures.add(lost, 5) == 0
-    failures.has_present = False
+    failures.is_counted = False
     assert failures.add(lost, 5) == 1
     assert failures.add(lost, 5) == 1  # the loss of a host followed
-    failures.has_present = False
+    failures.is_counted = False
     assert failures.n_before(5) == 2
     assert failures.n_before(6) == 0  # a step was completed meanwhile
     assert failures.rate.n == 2
     assert failures.add(lost, 6) == 0
-    failures.has_present = False
+    failures.is_counted = False
     assert failures.add(lost, 6) == 1
 
 
