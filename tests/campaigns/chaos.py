@@ -62,7 +62,7 @@ def problems_of(run: Watched, case: Case, host: int, patience: float) -> Iterato
     if in_vain and host != case.host:
         expected += NEVER_CAME
     still = STANDS_STILL[case.program] if in_vain or case.signal == "SIGSTOP" else 0
-    if case.signal == "SIGSTOP" and not began:
+    if case.signal == "SIGSTOP" and (not began or case.moment == "starting"):
         still = max(still, START_SECONDS)
     seconds = patience * (ENDS_IN + still)
     code = run.code(patience * WHOLE_RUN if 0 in expected else seconds)
