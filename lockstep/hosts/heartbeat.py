@@ -4,6 +4,7 @@ A thread does this over a separate connection. Whatever happens to the store or 
 reads only what the thread has seen last, and never waits for the store.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -103,15 +104,7 @@ class Heartbeat:
 
         A second signal ends the waiting.
         """
-        until = time.monotonic() + seconds
-
-        def is_over() -> bool:
-            is_stopped = self._rendezvous.interrupts.at_once
-            return is_stopped or time.monotonic() > until or self.problem(alarmed=True) is not None
-
-        with self._round_ended:
-            while not self._round_ended.wait_for(is_over, _INTERRUPT_SECONDS):
-                pass
+        self._wait(lambda: self.problem(alarmed=True) is not None, seconds)
         return self.problem(alarmed=True)
 
     def _silent(self, host: int, seconds: float) -> HostFailed:
@@ -140,20 +133,19 @@ class Heartbeat:
         """Send this host's exit record. failure: which process failed and how; empty for none."""
         self._send("end", {"code": code, "text": failure, "failed": bool(failure)})
 
-    def wait_for_ends(self, at_once: Callable[[], bool]) -> HostFailed | None:
-        """Wait until all hosts have ended, and return the first that failed, if any.
-
-        Args:
-            at_once: Returns whether to stop waiting; a signal's handler may change that.
-        """
-
-        def is_over() -> bool:
-            return self.problem() is not None or all(seen.end is not None for seen in self._others.values())
-
-        with self._round_ended:
-            while not at_once() and not self._round_ended.wait_for(is_over, _INTERRUPT_SECONDS):
-                pass
+    def wait_for_ends(self) -> HostFailed | None:
+        """Wait until all hosts have ended, or for a second signal. Return the first that failed, if any."""
+        others = self._others.values()
+        self._wait(lambda: self.problem() is not None or all(seen.end is not None for seen in others))
         return self.problem()
+
+    def _wait(self, is_over: Callable[[], bool], seconds: float = math.inf) -> None:
+        """Wait until `is_over` holds after a round, for a second signal, or until `seconds` have passed."""
+        until, interrupts = time.monotonic() + seconds, self._rendezvous.interrupts
+        with self._round_ended:
+            while not interrupts.at_once and time.monotonic() < until:
+                if self._round_ended.wait_for(is_over, _INTERRUPT_SECONDS):
+                    return
 
     def end_now(self, code: int, failure: str) -> None:
         """Do as `end`, from a signal's handler, and return soon.

@@ -279,7 +279,7 @@ class MultiHost(SingleHost):
             self.report_end(exit_status.code, exit_status.message)
             if exit_status.message:
                 return exit_status
-            failed = self.heartbeat.wait_for_ends(lambda: self._interrupts.at_once)
+            failed = self.heartbeat.wait_for_ends()
         if failed is None:  # all are well, or one was asked to stop
             return ExitStatus(exit_status.code or self.heartbeat.code())
         code = self._interrupts.code or failed.code
