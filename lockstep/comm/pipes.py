@@ -167,7 +167,7 @@ class Pipe:
         while not self._is_whole():
             if self._ended:
                 raise PeerLost(self.peer, f"{self.peer} has left its pipe ({what})")
-            if not self._take_in() and not _within(self._patience, self._wait_to_receive):
+            if not self._take_in() and not within(self._patience, self._wait_to_receive):
                 raise DeadlinePassed(self.peer, f"waited {self._patience:g} s for {self.peer} ({what})")
         size, of_length, of_body = self._head()
         with memoryview(self._incoming) as incoming:
@@ -234,7 +234,7 @@ def _flush(pipes: Collection[Pipe]) -> None:
     """Send what is queued. After an interrupt, the rest precedes the next message."""
     while waiting := [pipe for pipe in pipes if not pipe._send_some()]:
         first = waiting[0]
-        if not _within(first._patience, lambda seconds: _take_in_or_wait(pipes, seconds)):
+        if not within(first._patience, lambda seconds: _take_in_or_wait(pipes, seconds)):
             text = f"waited {first._patience:g} s for {first.peer} to read its messages"
             raise DeadlinePassed(first.peer, text)
 
@@ -251,6 +251,9 @@ def _take_in_or_wait(pipes: Collection[Pipe], seconds: float) -> bool:
     return bool(happened)
 
 
-def _within(seconds: float, happens: Callable[[float], bool]) -> bool:
-    """Call `happens` with slices of at most a second until it returns True or the seconds are over."""
+def within(seconds: float, happens: Callable[[float], bool]) -> bool:
+    """Call `happens` with slices of at most a second until it returns True; return False after `seconds`.
+
+    A pause of this process costs one slice.
+    """
     return any(happens(min(1.0, seconds)) for _ in range(math.ceil(seconds)))

@@ -7,15 +7,15 @@ from another version of Lockstep or from a stranger, so it is checked before it 
 
 import dataclasses
 import json
-import math
 import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from lockstep.comm.pipes import within
 from lockstep.errors import PeerProblem, UserError, first_line
 from lockstep.hosts.addresses import Address, show
 from lockstep.threads import DaemonExecutor
@@ -144,16 +144,9 @@ class Store:
 
 
 def _call(calls: DaemonExecutor, function: Callable[[], Any], seconds: float) -> Any:
-    """Return the function's result. Raises StoreLost if it fails or does not return in time.
-
-    The time counts in slices of a second, so that a pause of this process costs one slice.
-    """
+    """Return the function's result. Raises StoreLost if it fails or does not return in time."""
     future = calls.submit(function)
-    for _ in range(math.ceil(seconds)):
-        with suppress(TimeoutError):
-            future.exception(1.0)
-            break
-    else:
+    if not within(seconds, lambda at_most: bool(wait([future], at_most).done)):
         raise StoreLost(f"{STORE}, which has the store, has not answered for {seconds:.0f} s")
     try:
         return future.result()

@@ -8,7 +8,6 @@ that hangs, by a status board that stops changing. `Processes.watch` watches a r
 
 import multiprocessing
 import os
-import signal
 import sys
 import time
 import types
@@ -402,11 +401,8 @@ def _remote_failure(find: Callable[[], PeerProblem | None] | None) -> ExitStatus
 
 def _start_resource_tracker() -> None:
     """Start multiprocessing's helper process so that SIGHUP does not end it; it ignores other signals."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # inherited by the helper
-    try:
+    with signals_blocked():
         resource_tracker.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

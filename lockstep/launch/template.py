@@ -11,7 +11,6 @@ import atexit
 import importlib
 import io
 import json
-import math
 import multiprocessing
 import os
 import pickle
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from lockstep.comm.pipes import START_SECONDS, Pipe
+from lockstep.comm.pipes import START_SECONDS, Pipe, within
 from lockstep.errors import DeadlinePassed, PeerLost, PeerProblem
 from lockstep.launch.child_main import ChildStart, child_main
 from lockstep.memory.host import HostBlock
@@ -47,7 +46,6 @@ from lockstep.launch.template import run_template
 run_template(connection, launcher, modules)
 """
 _REPLACEMENTS = 3  # of a template that does not answer, for one child
-_SLICE_SECONDS = 0.25  # between two looks for a signal while the template is awaited
 _POLL_SECONDS = 0.0002  # between two looks for the exit of the process in between
 
 
@@ -192,17 +190,19 @@ class Template:
         return ForkedProcess(forked.pid, sentinel)
 
     def _await_answer(self, start: ChildStart, is_stopped: Callable[[], bool]) -> None:
-        """Wait in slices, which count while this process is awake. Raises as `start`."""
+        """Wait for the template's answer. Raises as `start`."""
+
+        def answers(at_most: float) -> bool:
+            if not self._pipe.poll():
+                if is_stopped():
+                    self._replace()  # this one may answer yet
+                    raise Stopped
+                wait([self._pipe.fileno()], at_most)
+            return self._pipe.poll()
+
         seconds = start.timeout if self._has_answered else max(START_SECONDS, start.timeout)
-        n_slices = math.ceil(seconds / _SLICE_SECONDS)
-        while not self._pipe.poll():
-            if is_stopped():
-                self._replace()  # this one may answer yet
-                raise Stopped
-            if n_slices == 0:
-                raise DeadlinePassed(_NAME, f"waited {seconds:g} s for {_NAME} to start {start.name}")
-            wait([self._pipe.fileno()], _SLICE_SECONDS)
-            n_slices -= 1
+        if not within(seconds, answers):
+            raise DeadlinePassed(_NAME, f"waited {seconds:g} s for {_NAME} to start {start.name}")
         self._has_answered = True
 
 
