@@ -32,6 +32,7 @@ BENCHMARKS = {
     "stepping": stepping.run,
     "recomputing": recomputing.run,
     "safeguards": safeguards.costs,
+    "safeguards_alexnet": safeguards.costs_alexnet,
     "resizing": safeguards.pauses,
     "saving": saving.run,
     "flow": flow.run,

@@ -1,4 +1,4 @@
-"""The cost of receipts, rechecks and memory checkpoints, and of the pause when a run changes devices."""
+"""The costs of receipts, rechecks and memory checkpoints, and the pause when a run changes devices."""
 
 import json
 import os
@@ -7,9 +7,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.loading.augmenting import make_folder
 from benchmarks.measure import table, verdict
 from lockstep.files import checksum
 from lockstep.runs.checkpoint_files import find_checkpoint
@@ -19,12 +21,17 @@ ROUNDS = 7
 N_EPOCHS = 10
 EVERY = 200  # steps between two receipts or rechecks; receipts have 1,000 by default
 WORDS = ("logical_ranks=4", "cpu_threads=1", "print_freq=1000")
+DIGITS = ("global_batch_size=32", *WORDS, f"n_epochs={N_EPOCHS}", f"snapshot_freq={N_EPOCHS}")
+N_IMAGES, ALEXNET_EPOCHS, ALEXNET_ROUNDS = 320, 4, 3
+ALEXNET = ("model=alexnet", "batch_size=16", "n_classes=1000", "cpu_threads=1", "print_freq=1000")
 NOTHING = {"check_every": "null", "memory_checkpoint_seconds": "null", "on_failure": "stop"}
+IN_MEMORY = {"check_every": "null"}
+NONE = "none of them"
 CONTENDERS: dict[str, dict[str, str]] = {
-    "none of them": NOTHING,
+    NONE: NOTHING,
     f"receipts every {EVERY} steps": NOTHING | {"check_every": f"{EVERY}"},
     f"recheck_every: {EVERY}": NOTHING | {"recheck_every": f"{EVERY}"},
-    "memory checkpoints (auto)": {"check_every": "null"},
+    "memory checkpoints (auto)": IN_MEMORY,
 }
 SHORT_STEPS = ("devices=[cpu]", "global_batch_size=4", "learning_rate=0.001", "n_epochs=1")
 SIZES = (2, 4, 3, 1)  # numbers of trainers, one after the other
@@ -34,29 +41,53 @@ MOST = 1.01  # times the run without
 
 def costs() -> tuple[str, dict[str, Any]]:
     """Return the table and the numbers of what a run's safeguards cost."""
-    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    for number in range(ROUNDS + 1):
-        for name, keys in CONTENDERS.items():
+    seconds = in_turns(CONTENDERS, ROUNDS, DIGITS)
+    title = f"{N_EPOCHS} epochs of the digits, 2 trainers and 2 loaders, medians of {ROUNDS} in turns"
+    return table(title, rows_of(seconds)), {"safeguards_seconds": seconds}
+
+
+def costs_alexnet() -> tuple[str, dict[str, Any]]:
+    """Return the table and the numbers of what memory checkpoints of AlexNet's 61 M weights cost."""
+    contenders = {NONE: NOTHING, "memory checkpoints (auto)": IN_MEMORY}
+    with tempfile.TemporaryDirectory() as folder:
+        make_folder(Path(folder) / "set", N_IMAGES // 2)
+        epochs = f"n_epochs={ALEXNET_EPOCHS}", f"snapshot_freq={ALEXNET_EPOCHS}", f"val_freq={ALEXNET_EPOCHS}"
+        words = *ALEXNET, f"data_folder={folder}/set", *epochs
+        seconds = in_turns(contenders, ALEXNET_ROUNDS, words)
+    n_steps = ALEXNET_EPOCHS * N_IMAGES // 32
+    title = f"{n_steps} steps of AlexNet, 2 trainers, 16 images each, medians of {ALEXNET_ROUNDS} in turns"
+    return table(title, rows_of(seconds)), {"safeguards_alexnet_seconds": seconds}
+
+
+def in_turns(
+    contenders: dict[str, dict[str, str]], n_rounds: int, words: Sequence[str]
+) -> dict[str, list[float]]:
+    """Return the seconds of runs with each contender's keys, after a round that warms the page cache."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(n_rounds + 1):
+        for name, keys in contenders.items():
             with tempfile.TemporaryDirectory() as folder:
-                found = train(Path(folder), keys)
-            if number:  # the first round warms the page cache
+                found = train(Path(folder), [*words, *(f"{key}={value}" for key, value in keys.items())])
+            if number:
                 seconds[name].append(found)
-    without, *_ = (statistics.median(values) for values in seconds.values())
+    return seconds
+
+
+def rows_of(seconds: dict[str, list[float]]) -> list[tuple[str, ...]]:
+    """Return the rows of a table: each contender's median, and its ratio to the run without safeguards."""
+    without = statistics.median(seconds[NONE])
     rows: list[tuple[str, ...]] = [("a run with", "seconds", "of the run without", "")]
     for name, values in seconds.items():
         ratio = statistics.median(values) / without
         rows.append((name, f"{ratio * without:.2f}", f"{ratio:.3f} x", verdict(ratio, MOST, True)))
-    title = f"{N_EPOCHS} epochs of the digits, 2 trainers and 2 loaders, medians of {ROUNDS} in turns"
-    return table(title, rows), {"safeguards_seconds": seconds}
+    return rows
 
 
-def train(folder: Path, keys: dict[str, str]) -> float:
+def train(folder: Path, words: Sequence[str]) -> float:
     """Train, and return the seconds from the first step to the end."""
-    words = ["devices=[cpu,cpu]", "global_batch_size=32", *WORDS]
-    words += [f"n_epochs={N_EPOCHS}", f"snapshot_freq={N_EPOCHS}"]
-    run = start(folder, "run", [*words, *(f"{key}={value}" for key, value in keys.items())])
+    run = start(folder, "run", ["devices=[cpu,cpu]", *words])
     if run.wait():
-        raise RuntimeError(f"a run with {keys} ended with exit status {run.returncode}")
+        raise RuntimeError(f"a run with {' '.join(words)} ended with exit status {run.returncode}")
     events = events_of(folder / "run")
     (begin,) = (event["time"] for event in events if event["event"] == "implementations")
     return float(events[-1]["time"] - begin)

@@ -20,11 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from conftest import make_folder
 
 from benchmarks.measure import table, verdict, write_results
 from campaigns.watching import ROOT, Watched, free_port
-from lockstep.data import hkl
 from lockstep.files import checksum
 from lockstep.runs.checkpoint_files import find_checkpoint
 
@@ -39,22 +38,10 @@ KEYS = {
 }
 TURNS = 5  # of an unbroken and a broken run
 N_TRIAL = 4  # epochs of the run from which the number of epochs is computed
-IMAGES = {"train": 320, "val": 32}  # of 256 x 256 random pixels, for AlexNet
+N_TRAIN, N_VAL, SIZE = 320, 32, 256  # random images for AlexNet, and their pixels on a side
 
 ALONE = "a loader alone"
 Strike = tuple[str, float]  # the signal, or ALONE; and the seconds from it to the end of the next step
-
-
-def write_images(folder: Path) -> None:
-    """Write a dataset folder of random images of AlexNet's size."""
-    dice = np.random.default_rng(1)
-    for split, n_images in IMAGES.items():
-        for part in (f"{split}_hkl", "labels", "misc"):
-            (folder / part).mkdir(parents=True, exist_ok=True)
-        images = dice.integers(0, 256, (n_images, 256, 256, 3), dtype=np.uint8)
-        hkl.write(folder / f"{split}_hkl" / "0000.hkl", images)
-        np.save(folder / "labels" / f"{split}_labels.npy", dice.integers(0, 10, n_images))
-    np.save(folder / "misc" / "img_mean.npy", np.full((256, 256, 3), 127.5))
 
 
 def events_of(run: Watched, kind: str) -> list[dict[str, Any]]:
@@ -138,8 +125,7 @@ def measure(name: str, folder: Path, words: argparse.Namespace) -> dict[str, Any
 
     data = []
     if name == "alexnet":
-        write_images(folder / "images")
-        data = [f"data_folder={folder / 'images'}", "n_classes=10"]
+        data = [f"data_folder={make_folder(folder / 'images', N_TRAIN, N_VAL, SIZE)}", "n_classes=10"]
     trial, _, _ = run("trial", N_TRIAL, 0.0)
     n_epochs = max(N_TRIAL, round(N_TRIAL * 60 * words.minutes / words.turns / trial))
     unbroken, broken, strikes, same_bits = 0.0, 0.0, list[Strike](), True
