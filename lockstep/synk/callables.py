@@ -103,8 +103,7 @@ class CallableProgram(RankProgram):
         return self.call(self.excerpt([np.array(value) for value in inputs], [None] * len(inputs)))
 
     def _compute(self, inputs: list[torch.Tensor]) -> list[Any]:
-        function = self.spec.function
-        result = function(*inputs) if self._gpu is None else self._gpu.compute(function, *inputs)
+        result = self.spec.function(*inputs)
         if self.returns == "none":
             return []
         listed = list(result) if self.returns == "list" and isinstance(result, list | tuple) else [result]

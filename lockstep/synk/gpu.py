@@ -1,7 +1,10 @@
-"""A rank's GPU for torch callables: its memory, its one stream, and collectives with the other ranks."""
+"""A rank's GPU for torch callables: its memory, its one stream, and collectives with the other ranks.
+
+torch computes in this stream, too, which orders all work on the GPU.
+"""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,10 +46,6 @@ class RankGpu:
         except (RuntimeError, AssertionError) as error:  # AssertionError: a build without CUDA
             raise UserError(f"torch {torch.__version__} can't use {self.memory}: {error}") from error
 
-    def compute(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a function that computes with torch; the stream orders it after earlier work."""
-        return function(*arguments, **options)
-
     def upload(
         self, arrays: Sequence[np.ndarray], choices: Sequence[rows.Choice | None]
     ) -> list[torch.Tensor]:
@@ -67,8 +66,8 @@ class RankGpu:
 
     def fetch(self, tensor: torch.Tensor) -> np.ndarray:
         """Return a copy of a device tensor in host memory."""
-        copy: torch.Tensor = self.compute(tensor.to, "cpu", copy=True)
-        return copy.numpy()
+        copied: np.ndarray = tensor.to("cpu", copy=True).numpy()
+        return copied
 
     def all_reduce(self, transport: Transport, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
         """Reduce the arrays at the start of all ranks' blocks.
@@ -78,9 +77,9 @@ class RankGpu:
             weight: This rank's weight in the mean; None for equal weights and for other ops.
         """
         if weight == 0:
-            self.compute(tensor.zero_)  # not multiplied: nan times zero is nan
+            tensor.zero_()  # not multiplied: nan times zero is nan
         elif weight is not None:
-            self.compute(tensor.mul_, weight)
+            tensor.mul_(weight)
         transport.all_reduce((0, tensor.numel()), op if weight is None else "sum")
 
     def open(self, block: CudaBlock, n_elements: int) -> Transport:
@@ -149,7 +148,7 @@ class DeviceReducer:
         if self._block is None or self._transport is None:
             return tensor  # it has no elements
         target = self._block.tensor(torch.float32, tuple(tensor.shape))
-        self._gpu.compute(target.copy_, tensor)
+        target.copy_(tensor)
         self._gpu.all_reduce(self._transport, target, op, weight)
         return target
 
@@ -212,12 +211,11 @@ class DevicePartReducer(PartReducer):
 
     def add(self, value: Any, n_rows: int) -> None:
         if torch.is_tensor(value) and not self._parts:
-            self._gpu.compute(self._add, value.detach(), n_rows)
+            self._add(value.detach(), n_rows)
             return
         if self._total is not None:
             check_same_shape([tuple(self._total.shape), value.shape], self.what, str(self.mode))
-            value = self._gpu.compute(torch.as_tensor, value, device=self._total.device)
-            self._gpu.compute(self._add, value, n_rows)
+            self._add(torch.as_tensor(value, device=self._total.device), n_rows)
             return
         super().add(self._gpu.fetch(value) if torch.is_tensor(value) else value, n_rows)
 
