@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.comm.group import Group
 from lockstep.errors import UserError
-from lockstep.launch.status import StatusBoard
 from lockstep.synk.blocks import BlockTable
 from lockstep.synk.programs import RankProgram
 from lockstep.synk.settings import Settings
@@ -21,13 +20,12 @@ if TYPE_CHECKING:
 class RankContext:
     """One rank's blocks, shared variables and programs, each by number."""
 
-    def __init__(self, rank: int, size: int, caller: int, board: StatusBoard | None = None) -> None:
+    def __init__(self, rank: int, size: int, caller: int) -> None:
         self.rank, self.size, self.caller = rank, size, caller
         self.blocks = BlockTable()
         self.shareds: dict[int, Shared] = {}
         self.programs: dict[int, RankProgram] = {}
         self.settings = Settings()
-        self._board = board
         self.group: Group | None = None  # pipes to all other ranks, where ranks are on GPUs
         self.gpu: RankGpu | None = None
 
@@ -35,11 +33,6 @@ class RankContext:
     def is_caller(self) -> bool:
         """True in the process that makes the calls, false in a worker."""
         return self.rank == self.caller
-
-    def say(self, text: str) -> None:
-        """Publish what this rank is doing, for the error message if it dies."""
-        if self._board is not None:
-            self._board.say(text)
 
 
 # The caller's decision function, called with its team and all contributions in rank order; and this rank's

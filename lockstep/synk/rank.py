@@ -71,7 +71,7 @@ def _run(pipe: Pipe, start: Start) -> None:
     profile = cProfile.Profile() if start.profile else None
     try:
         with profile or nullcontext():
-            _Loop(pipe, RankContext(start.rank, start.size, start.caller, board)).serve()
+            _Loop(pipe, RankContext(start.rank, start.size, start.caller), board).serve()
     finally:
         if profile:
             profile.dump_stats(f"synk_worker_{start.rank}.prof")
@@ -96,10 +96,10 @@ class _Aborted(Exception):
 
 
 class _Loop:
-    """The loop that serves the caller's commands."""
+    """The loop that serves the caller's commands, and says on the board which one it performs."""
 
-    def __init__(self, pipe: Pipe, context: RankContext) -> None:
-        self._pipe, self._context, self._pid = pipe, context, os.getpid()
+    def __init__(self, pipe: Pipe, context: RankContext, board: StatusBoard) -> None:
+        self._pipe, self._context, self._board, self._pid = pipe, context, board, os.getpid()
         self._room = -1  # the block for results
 
     def serve(self) -> None:
@@ -108,11 +108,11 @@ class _Loop:
             if isinstance(message, Close):
                 return
             assert isinstance(message, RunCommand), f"{message!r} between two commands"
-            self._context.say(message.what)
+            self._board.say(message.what)
             answer = self._try(message)
             if os.getpid() != self._pid:
                 raise RuntimeError("a child that a callable forked returned from it. End it by os._exit()")
-            self._context.say(f"idle after {message.what}")
+            self._board.say(f"idle after {message.what}")
             if answer is not None:
                 self._pipe.send(answer)
 
