@@ -4,6 +4,8 @@ The caller sends each block to a rank at most once, before the first command tha
 number and an offset identify an array in every process.
 """
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +28,12 @@ class ArrayLocation:
 def align(n_bytes: int) -> int:
     """Return n_bytes rounded up to a multiple of ALIGNMENT."""
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def arrange(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Return the offsets of arrays of these sizes, one after another in a block, and the block's size."""
+    *offsets, n_bytes = itertools.accumulate(map(align, sizes), initial=0)
+    return offsets, n_bytes
 
 
 class BlockTable:

@@ -17,7 +17,7 @@ import cloudpickle
 import numpy as np
 
 from lockstep.synk import imported, pickling, settings
-from lockstep.synk.blocks import ArrayLocation, align
+from lockstep.synk.blocks import ArrayLocation, arrange
 from lockstep.synk.context import CommandStep, RankContext
 from lockstep.synk.shareds import SharedRegistry
 from lockstep.synk.team import Team
@@ -122,12 +122,12 @@ def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
         team.context.settings.add(number, objects)
     raw = [np.frombuffer(file.getbuffer(), np.uint8)]
     raw += [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
-    block = team.allocate(max(1, sum(align(len(part)) for part in raw)), "functions")
-    locations, offset = [], 0
-    for part in raw:
+    offsets, n_bytes = arrange(len(part) for part in raw)
+    block = team.allocate(n_bytes, "functions")
+    locations = []
+    for part, offset in zip(raw, offsets, strict=True):
         locations.append(ArrayLocation(block, "|u1", (len(part),), offset))
         team.context.blocks.array(locations[-1])[:] = part
-        offset += align(len(part))
     return DeliverPrograms(locations[0], tuple(locations[1:]), number)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.synk import rows
-from lockstep.synk.blocks import ArrayLocation, align
+from lockstep.synk.blocks import ArrayLocation, arrange
 from lockstep.synk.calling import Call, CallInput, collect_device_outputs
 from lockstep.synk.data import Data, condition, make_data
 from lockstep.synk.programs import RankProgram
@@ -27,19 +27,15 @@ class RowNumbers:
 
         Other objects are returned unchanged.
         """
-        listed = list(arrays)
-        sizes = [align(array.nbytes) for array in listed if isinstance(array, np.ndarray)]
-        if sizes:
-            self._data.set_length(max(1, sum(sizes)), oversize=1.5)  # the location of no rows needs a block
-        placed, offset = [], 0
-        for array in listed:
-            if not isinstance(array, np.ndarray):
-                placed.append(array)
-                continue
-            at = self._data.location()
-            placed.append(ArrayLocation(at.block, array.dtype.str, array.shape, offset))
+        placed = list(arrays)
+        numbers = [i for i, array in enumerate(placed) if isinstance(array, np.ndarray)]
+        offsets, n_bytes = arrange(placed[i].nbytes for i in numbers)
+        if numbers:
+            self._data.set_length(max(1, n_bytes), oversize=1.5)  # the location of no rows needs a block
+        for i, offset in zip(numbers, offsets, strict=True):
+            array = placed[i]
             self._data[offset : offset + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
-            offset += align(array.nbytes)
+            placed[i] = ArrayLocation(self._data.location().block, array.dtype.str, array.shape, offset)
         return placed
 
 

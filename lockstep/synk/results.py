@@ -8,7 +8,7 @@ import numpy as np
 
 from lockstep.exchange import Op
 from lockstep.exchange.reduction import combine_into, reduce_arrays
-from lockstep.synk.blocks import ArrayLocation, BlockTable, align
+from lockstep.synk.blocks import ArrayLocation, BlockTable, arrange
 
 INLINE_BYTES = 1 << 13
 
@@ -79,19 +79,16 @@ def pack(part: RankPart, get_room: Callable[[int], tuple[int, np.ndarray]]) -> R
     Args:
         get_room: Returns the number and the bytes of a block of at least the requested size.
     """
-    large = [value for value in part.outputs if _is_large(value)]
+    outputs = list(part.outputs)
+    large = [i for i, value in enumerate(outputs) if _is_large(value)]
     if not large:
         return part
-    number, room = get_room(sum(align(value.nbytes) for value in large))
-    outputs, offset = [], 0
-    for value in part.outputs:
-        if not _is_large(value):
-            outputs.append(value)
-            continue
-        flat = room[offset : offset + value.nbytes].view(value.dtype).reshape(value.shape)
-        flat[...] = value
-        outputs.append(ArrayLocation(number, value.dtype.str, value.shape, offset))
-        offset += align(value.nbytes)
+    offsets, n_bytes = arrange(outputs[i].nbytes for i in large)
+    number, room = get_room(n_bytes)
+    for i, offset in zip(large, offsets, strict=True):
+        value = outputs[i]
+        room[offset : offset + value.nbytes].view(value.dtype).reshape(value.shape)[...] = value
+        outputs[i] = ArrayLocation(number, value.dtype.str, value.shape, offset)
     return RankPart(part.rows, outputs)
 
 

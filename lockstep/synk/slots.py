@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from lockstep.exchange import shard
 from lockstep.exchange.reduction import reduce_arrays
-from lockstep.synk.blocks import align
+from lockstep.synk.blocks import arrange
 from lockstep.synk.context import Barrier, CommandStep, RankContext, no_decision
 from lockstep.synk.results import REDUCE_OPS, check_reducible, fractions, normalise_op
 from lockstep.synk.shareds import BlockSlot, Shared
@@ -18,9 +18,8 @@ Shape = tuple[int, ...]
 
 def make_slots(team: Team, sizes: Sequence[int], what: str) -> list[BlockSlot]:
     """Return slots of these sizes in bytes, in one new block per rank."""
-    offsets = [sum(align(size) for size in sizes[:i]) for i in range(len(sizes))]
-    total = max(1, sum(align(size) for size in sizes))
-    blocks = tuple(team.allocate(total, what) for _ in range(team.size))
+    offsets, n_bytes = arrange(sizes)
+    blocks = tuple(team.allocate(n_bytes, what) for _ in range(team.size))
     exclusive = len(sizes) == 1
     return [BlockSlot(blocks, offset, size, exclusive) for offset, size in zip(offsets, sizes, strict=True)]
 

@@ -166,7 +166,7 @@ class Team:
                 self._calling = None
 
     def allocate(self, n_bytes: int, what: str) -> int:
-        """Allocate a zeroed block of shared memory and return its number.
+        """Allocate a zeroed block of shared memory, of a byte or more, and return its number.
 
         Raises:
             MemoryError: The host has too little memory.
@@ -175,7 +175,7 @@ class Team:
         self.check(what)
         self._flush()
         try:
-            block = HostMemory().allocate(n_bytes, what)
+            block = HostMemory().allocate(max(1, n_bytes), what)
         except UserError as error:
             raise MemoryError(f"{what}: {error}") from error
         except OSError as error:
