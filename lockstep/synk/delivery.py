@@ -2,12 +2,13 @@
 
 The source is pickled, never a compiled function. Pickling a graph as a whole would recurse as deep as the
 graph, so its nodes are pickled one by one in topological order by one pickler, which keeps its memo. Shared
-variables are pickled as numbers and arrays out of band, and all bytes lie in one block.
+variables are pickled as numbers and arrays out of band, and all bytes lie in one block. Optimizers, which
+torch's own pickling leaves incomplete, are pickled in full, and hooks are refused.
 """
 
-import functools
 import io
 import pickle
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
@@ -16,7 +17,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from lockstep.synk import imported, pickling, settings
+from lockstep.synk import imported, settings
 from lockstep.synk.blocks import ArrayLocation, arrange
 from lockstep.synk.context import CommandStep, RankContext
 from lockstep.synk.shareds import SharedRegistry
@@ -30,13 +31,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
         self._registry = registry
         self._kinds, self._with_settings = settings.kinds(), dict[int, Any]()
-        self._with_hooks = pickling.kinds()
+        self._with_hooks = (sys.modules["torch"].Tensor, *self._kinds) if self._kinds else ()
 
     def persistent_id(self, obj: Any) -> tuple[int, int] | None:
         if issubclass(type(obj), self._kinds):
             self._with_settings[id(obj)] = obj
         if issubclass(type(obj), self._with_hooks):
-            pickling.check_hooks(obj, self._registry.name_of(obj))
+            _check_hooks(obj, self._registry.name_of(obj))
         return self._registry.label(obj)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -54,7 +55,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                     "function in the program, with what it uses, or call cloudpickle.register_pickle_by_value"
                     f"({name.rpartition('.')[0]}) before distribute()"
                 )
-        return pickling.reduce_optimizer(obj) if reduced is NotImplemented else reduced
+        return _reduce_optimizer(obj) if reduced is NotImplemented else reduced
 
     def _is_state(self, obj: Any) -> bool:
         return issubclass(type(obj), self._kinds) or self._registry.label(obj) is not None
@@ -63,7 +64,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Return the text of an error of `dump`, which names the attribute of an optimizer that caused it."""
         text = f"{type(error).__name__}: {error}"
         for obj in self.with_settings():
-            name = pickling.find_unpicklable(obj, functools.partial(self._can_pickle, obj))
+            name = self._find_unpicklable(obj)
             if name is not None:
                 kind = type(obj).__name__
                 return (
@@ -71,6 +72,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                     f"distribute(), or give {kind} a __getstate__ that leaves it out"
                 )
         return text
+
+    def _find_unpicklable(self, obj: Any) -> str | None:
+        """Return the name of the attribute of an optimizer that fails first; None if torch pickles it."""
+        reduced = _reduce_optimizer(obj)
+        if reduced is NotImplemented:
+            return None
+        failed = (name for name, value in reduced[2].items() if not self._can_pickle(obj, value))
+        name = next(failed, None)
+        return None if name in obj.__getstate__() else name
 
     def _can_pickle(self, owner: Any, value: Any) -> bool:
         """Return True if an attribute of an object can be pickled; the attribute may refer to the object."""
@@ -161,3 +171,62 @@ class DeliverPrograms(CommandStep):
             objects = unpack(context, self.pickles, self.buffers)
             for receive in objects:
                 receive(context, objects)
+
+
+def _check_hooks(obj: Any, shared: str | None) -> None:
+    """Raise TypeError for a hook of a tensor or a step, which torch does not pickle.
+
+    Args:
+        obj: A tensor, module or optimizer.
+        shared: Name of the shared variable to which the tensor belongs, for the message.
+    """
+    for what, hooked in _find_hooks(obj, shared):
+        if hooked:
+            raise TypeError(
+                f"{what} has hooks, which only this process would run. Do in the callable what they do, or "
+                "register them there"
+            )
+
+
+def _find_hooks(obj: Any, shared: str | None) -> Iterator[tuple[str, Any]]:
+    """Yield pairs for an optimizer, a tensor, or each parameter of a module: a description, and its hooks."""
+    name = type(obj).__name__
+    if settings.is_optimizer(obj):
+        kinds_of_hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        yield f"the optimizer {name}", any(getattr(obj, kind, None) for kind in kinds_of_hooks)
+    elif hasattr(obj, "named_parameters"):
+        for parameter, tensor in obj.named_parameters():
+            yield f"parameter {parameter!r} of {name}", _hooks_of(tensor)
+    else:
+        owner = f" in {shared!r}" if shared else ""
+        yield f"a tensor of shape {tuple(obj.shape)}{owner}", _hooks_of(obj)
+
+
+def _hooks_of(tensor: Any) -> Any:
+    """Return the hooks of a tensor, or an empty value."""
+    return tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+
+
+def _reduce_optimizer(obj: Any) -> Any:
+    """Return the reduction with which a pickler pickles all attributes of an optimizer.
+
+    torch pickles the parameter groups and the state only, and LBFGS, for instance, needs more. The `step` of
+    a scheduler is left out: it counts the steps of the caller's optimizer.
+
+    Returns:
+        A tuple as of `__reduce_ex__`, or NotImplemented for other objects and for an optimizer whose class
+        has its own `__getstate__`.
+    """
+    if not settings.is_optimizer(obj):
+        return NotImplemented
+    if type(obj).__getstate__ is not sys.modules["torch"].optim.Optimizer.__getstate__:
+        return NotImplemented
+    reduced = obj.__reduce_ex__(5)
+    if len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return NotImplemented
+    others = {
+        name: value
+        for name, value in vars(obj).items()
+        if not name.endswith("_hooks") and not hasattr(value, "_wrapped_by_lr_sched")
+    }
+    return (*reduced[:2], {**others, **reduced[2]}, *reduced[3:])

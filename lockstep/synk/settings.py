@@ -13,13 +13,17 @@ from typing import Any
 
 import cloudpickle
 
-from lockstep.synk.pickling import is_optimizer
-
 
 def kinds() -> tuple[type, ...]:
     """Return the classes that have settings, or none before torch is imported."""
     torch: Any = sys.modules.get("torch")
     return () if torch is None else (torch.nn.Module, torch.optim.Optimizer)
+
+
+def is_optimizer(obj: Any) -> bool:
+    """Return whether an object is an optimizer. A module may have `param_groups`, too."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, torch.optim.Optimizer)
 
 
 @dataclass(frozen=True)
