@@ -6,6 +6,7 @@ Only all_reduce computes on all ranks.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -209,19 +210,15 @@ def _like(argument: Any, results: list[Any]) -> Any:
     return results if isinstance(argument, list | tuple) else results[0]
 
 
-def _describe_count(values: Any) -> str:
-    is_list = isinstance(values, list | tuple)
-    return f"{len(values)}" if is_list else type(values).__name__
-
-
 def _arrays(shareds: list[Shared], shared_vars: Any, values: Any) -> list[np.ndarray]:
     """Return one array per variable, in the variable's dtype."""
     several = isinstance(shared_vars, list | tuple)
     listed = values if several else [values]
-    if not isinstance(listed, list | tuple) or len(listed) != len(shareds):
+    given = len(listed) if isinstance(listed, list | tuple) else type(values).__name__
+    if given != len(shareds):
         raise TypeError(
             f"{', '.join(shared.name for shared in shareds)}: {len(shareds)} variables need a list of as "
-            f"many values, not {_describe_count(values)}"
+            f"many values, not {given}"
         )
     arrays = []
     for shared, value in zip(shareds, listed, strict=True):
@@ -265,11 +262,9 @@ def _read(team: Team, what: str, shareds: list[Shared], only: int | None = None)
     while True:
         by_rank = team.ask(what, MoveToSlots(numbers, slots, only))[0]
         shapes = [[by_rank[rank][i] for rank in ranks] for i in range(len(shareds))]
-        slots = find_slots(
-            team,
-            shareds,
-            [max(map(_bytes_of(s), value_shapes)) for s, value_shapes in zip(shareds, shapes, strict=True)],
-        )
+        largest = [max(map(math.prod, value_shapes)) for value_shapes in shapes]
+        sizes = [n * shared.dtype.itemsize for n, shared in zip(largest, shareds, strict=True)]
+        slots = find_slots(team, shareds, sizes)
         if all(slot is shared.slot for slot, shared in zip(slots, shareds, strict=True)):
             break
     release_unused(team, shareds, previous)
@@ -278,11 +273,6 @@ def _read(team: Team, what: str, shareds: list[Shared], only: int | None = None)
         [shared.view(blocks, rank, shape) for rank, shape in zip(ranks, value_shapes, strict=True)]
         for shared, value_shapes in zip(shareds, shapes, strict=True)
     ]
-
-
-def _bytes_of(shared: Shared) -> Callable[[Shape], int]:
-    itemsize = shared.dtype.itemsize
-    return lambda shape: int(np.prod(shape, dtype=np.int64)) * itemsize
 
 
 def _write(
@@ -299,7 +289,6 @@ def _write(
         parts: The values by variable, then by rank.
         missing: Indices of the parts of each variable without a value, or None if all have one.
     """
-    team.check()
     for shared, by_rank in zip(shareds, parts, strict=True):
         for part in by_rank:
             shared.check_shape(part.shape)

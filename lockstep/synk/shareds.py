@@ -5,6 +5,7 @@ value lies in the slot while updates are in place. An update that creates a new 
 next collective copies the value back (`move_to_slot`).
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class Shared(ABC):
 
     @property
     def n_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_array(self) -> bool:

@@ -117,7 +117,7 @@ class Team:
         """True in the process that started the ranks; a forked child only has copies of the pipes."""
         return self._pid == os.getpid()
 
-    def check(self, what: str = "this") -> None:
+    def check(self, what: str) -> None:
         """Raise an error that names the call `what` if the ranks cannot be used.
 
         Raises:
