@@ -25,16 +25,11 @@ class SharedArray(np.ndarray):
 
     _block: HostBlock | None = None
 
-    def __reduce__(self) -> Any:
-        if self._block is None or context.get_spawning_popen() is None:
-            return np.asarray(self).__reduce__()
-        descriptor = reduction.DupFd(self._block.descriptor)
-        return _open_in_child, (descriptor, self._block.n_bytes, self.dtype.str, self.shape)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._block is None or context.get_spawning_popen() is None:
             return np.asarray(self).__reduce_ex__(protocol)
-        return self.__reduce__()
+        descriptor = reduction.DupFd(self._block.descriptor)
+        return _open_in_child, (descriptor, self._block.n_bytes, self.dtype.str, self.shape)
 
 
 def _on_block(block: HostBlock, dtype: str, shape: tuple[int, ...]) -> SharedArray:
