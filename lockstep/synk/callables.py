@@ -118,7 +118,9 @@ class CallableProgram(RankProgram):
         yield what, receive
         described = [shared.describe() for shared in new if isinstance(shared, TensorShared)]
         yield what, (number, described, _seed())
-        for name, value in inspect.getclosurevars(_plain(self.spec.function)).nonlocals.items():
+        function = self.spec.function  # other callables have no closure
+        closure = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+        for name, value in closure.items():
             yield f"{what}: {name!r}, which it uses", value
         yield what, self.spec
 
@@ -262,11 +264,6 @@ def _find(registry: SharedRegistry, name: str, what: str, argument: Any) -> int:
         )
         raise TypeError(f"{name}: {what} is {hint}")
     return number
-
-
-def _plain(function: Callable[..., Any]) -> Any:
-    """Return the callable if it is a Python function, else one without a closure."""
-    return function if inspect.isfunction(function) else (lambda: None)
 
 
 def _seed() -> bytes:

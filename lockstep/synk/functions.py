@@ -52,12 +52,7 @@ class CallArguments:
 
 
 class Function:
-    """A function on all ranks, made by lockstep.synk.function. Call it after distribute().
-
-    Attributes:
-        output_modes: Reduction of each output.
-        update_modes: Reduction of each updated variable over the slices of a call.
-    """
+    """A function on all ranks, made by lockstep.synk.function. Call it after distribute()."""
 
     def __init__(self, team: Team, number: int, program: RankProgram, row_numbers: RowNumbers) -> None:
         self._team, self.number, self._program, self._row_numbers = team, number, program, row_numbers
@@ -122,7 +117,8 @@ class Function:
 
     def alone(self, *inputs: Any, output_subset: Sequence[int] | None = None, **inputs_by_name: Any) -> Any:
         """Run in this process only, on all rows, and update this process's variables."""
-        with self._team.exclusive_call(f"function {self.name!r}", on_second_interrupt=_spare_workers):
+        # A second Ctrl-C leaves the workers alone, which do not compute.
+        with self._team.exclusive_call(f"function {self.name!r}", on_second_interrupt=lambda: None):
             values = self._order(inputs, inputs_by_name)
             plain = [value.data if isinstance(value, Data) else value for value in values]
             outputs = self._program.call_locally(plain)
@@ -335,10 +331,6 @@ class Function:
             for shared in self._program.default_modes:
                 check_reducible("avg", shared.get().dtype, f"{self.name}: update of {shared.name!r}")
         return number
-
-
-def _spare_workers() -> None:
-    """Do nothing at a second Ctrl-C in `alone`, which does not use the workers."""
 
 
 def _check_stored(entry: Any, what: str) -> slice | np.ndarray:

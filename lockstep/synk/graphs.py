@@ -183,11 +183,6 @@ def updated_by(function: Any) -> list[Any]:
     ]
 
 
-def used_by(function: Any) -> list[Any]:
-    """Return the shared variables that a compiled function uses or updates."""
-    return list(function.get_shared())
-
-
 @contextmanager
 def deep_recursion() -> Iterator[None]:
     """Raise Python's recursion limit for a deep graph."""
@@ -437,8 +432,9 @@ def _check_sliceable(
 
 
 def _check_stored(program: GraphProgram, sliceable: Sequence[Any]) -> None:
+    used, updated = program._function.get_shared(), updated_by(program._function)
     for variable in sliceable:
-        if variable not in used_by(program._function):
+        if variable not in used:
             raise ValueError(f"{program.name}: sliceable {variable.name!r} is not used by the function")
-        if variable in updated_by(program._function):
+        if variable in updated:
             raise ValueError(f"{program.name}: sliceable {variable.name!r} is updated by the function")
