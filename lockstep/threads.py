@@ -19,12 +19,11 @@ class DaemonExecutor:
 
     Args:
         name: The thread's name.
-        prepare: Called first in the thread.
     """
 
-    def __init__(self, name: str, prepare: Callable[[], object] | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, args=(prepare,), daemon=True, name=name).start()
+        threading.Thread(target=self._run, daemon=True, name=name).start()
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Return the future of the function's result."""
@@ -32,9 +31,7 @@ class DaemonExecutor:
         self._jobs.put((function, future))
         return future
 
-    def _run(self, prepare: Callable[[], object] | None) -> None:
-        if prepare is not None:
-            prepare()
+    def _run(self) -> None:
         while True:
             _complete(*self._jobs.get())
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.abc import MetaPathFinder
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -96,9 +95,7 @@ def start_worker(rank: int, options: TeamOptions) -> Worker:
             pid=os.getpid(),
             path=list(sys.path),
             python_path=os.environ.get("PYTHONPATH"),
-            preload=needed_for_graphs()
-            if "pytensor" in sys.modules
-            else [],  # importing torch takes too long
+            preload=needed_for_graphs() if "pytensor" in sys.modules else [],  # torch takes too long
             profile=options.profile,
         )
     )
@@ -106,10 +103,9 @@ def start_worker(rank: int, options: TeamOptions) -> Worker:
 
 
 def _starter() -> DaemonExecutor:
-    """Return this process's thread that starts workers; they inherit a mask that blocks Ctrl-C."""
+    """Return this process's thread that starts workers."""
     if os.getpid() not in _starters:
-        block_interrupts = partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGINT])
-        _starters[os.getpid()] = DaemonExecutor("lockstep.synk starter", block_interrupts)
+        _starters[os.getpid()] = DaemonExecutor("lockstep.synk starter")
     return _starters[os.getpid()]
 
 
@@ -137,6 +133,7 @@ def _spawn(rank: int, options: TeamOptions) -> Worker:
     environment.update({name: str(options.threads) for name in _THREADS})
     # -P: the working directory does not belong to the path
     command = [sys.executable, "-P", "-m", "lockstep.synk.rank", str(theirs.fileno())]
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # of this thread; the worker inherits it
     with theirs:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
@@ -149,9 +146,10 @@ def end_worker(worker: Worker, seconds: float) -> None:
     worker.pipe.close()
     if worker.board is not None:
         worker.board.close()
-    if worker.describe_end(seconds) and worker.process.poll() is None:
-        worker.process.kill()
-        worker.process.wait()
+    with suppress(subprocess.TimeoutExpired):
+        worker.process.wait(seconds)
+    worker.process.kill()  # does nothing if it has exited
+    worker.process.wait()
 
 
 _GRAPHS = ["pytensor", "lockstep.synk.graphs"]

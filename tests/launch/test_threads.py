@@ -20,13 +20,13 @@ started.wait()
 """
 
 
-def test_functions_run_in_order_in_one_prepared_thread() -> None:
+def test_functions_run_in_order_in_one_thread() -> None:
     order: list[object] = []
-    executor = DaemonExecutor("a test's thread", lambda: order.append("prepared"))
+    executor = DaemonExecutor("a test's thread")
     futures = [executor.submit(lambda number=number: order.append(number)) for number in range(100)]
     name = executor.submit(lambda: threading.current_thread().name)
     assert name.result(limit(10)) == "a test's thread"
-    assert order == ["prepared", *range(100)]
+    assert order == [*range(100)]
     assert all(future.done() for future in futures)
 
 
