@@ -102,6 +102,12 @@ class Instruction:
         self.line, self.phase = "", "forward"
         self.gives_result = False
 
+    def on_inputs(self, views: Sequence[View | None], phase: str) -> "Instruction":
+        """Make it function(*inputs), recorded at the user's present line, and return it."""
+        self.template, self.views = [ArgumentSlot(n) for n in range(len(views))], list(views)
+        self.line, self.phase = placement.user_line(), phase
+        return self
+
     def execute(self, inputs: Sequence[Cell], outputs: Sequence[Cell], run: int = 0) -> Any:
         """Run the operation. `run` numbers the runs of a program, which get different random numbers."""
         if self.overwrites is not None:
@@ -220,9 +226,8 @@ def need_values(what: str) -> None:
 
 def fetching(source: Storage, view: View | None) -> Instruction:
     """Return the operation that copies a value into host memory."""
-    step = Instruction("fetch", source.device.fetch, source.device, "fetch")
-    step.template, step.views = [ArgumentSlot(0)], [view]
-    step.line, step.phase, step.gives_result = placement.user_line(), "fetch", True
+    step = Instruction("fetch", source.device.fetch, source.device, "fetch").on_inputs([view], "fetch")
+    step.gives_result = True
     return step
 
 
@@ -250,8 +255,7 @@ def stored(tensor: torch.Tensor, device: Device, name: str = "") -> Storage:
         storage.cell.value = copy
     else:
         step = Instruction("put", partial(device.put, copy), device, "communication")
-        step.line, step.phase = placement.user_line(), "copy"
-        run(step, [], [], [storage])
+        run(step.on_inputs([], "copy"), [], [], [storage])
     return storage
 
 
@@ -291,9 +295,7 @@ def copy_on(device: Device, source: Storage, program: Any) -> Storage:
     if known is None or known[0] != version:
         target = Storage(device, source.cell.layout, source.name, program)
         step = Instruction("copy", partial(_move, source.device, device), device, "communication")
-        step.template, step.views = [ArgumentSlot(0)], [None]
-        step.line, step.phase = placement.user_line(), "copy"
-        (run if program is None else program.add)(step, [source], [], [target])
+        (run if program is None else program.add)(step.on_inputs([None], "copy"), [source], [], [target])
         known = copies[device.memory] = version, target
     copy: Storage = known[1]
     return copy

@@ -31,12 +31,8 @@ def operation(
         written: The inputs that it changes.
         made: New arrays, for the tuple that the function returns.
     """
-    step = Instruction(name, function, device, lane)
-    step.template, step.views = (
-        [ArgumentSlot(n) for n in range(len(inputs))],
-        [a.view_of_memory() for a in inputs],
-    )
-    step.line, step.phase = placement.user_line(), phase
+    views = [array.view_of_memory() for array in inputs]
+    step = Instruction(name, function, device, lane).on_inputs(views, phase)
     if made:
         structure = private.tree_flatten(tuple(range(len(made))))[1]
         promised = [array.memory.cell.layout for array in made]
@@ -103,19 +99,14 @@ def call(
             )
 
     numbers = iter(range(len(inputs)))
-    parts = [
-        ArgumentSlot(next(numbers)) if isinstance(leaf, Array) else leaf for leaf in leaves
-    ]  # it keeps no arrays
+    # It keeps no arrays.
+    parts = [ArgumentSlot(next(numbers)) if isinstance(leaf, Array) else leaf for leaf in leaves]
 
     def on_values(*values: torch.Tensor) -> Any:
         return function(*private.tree_unflatten(fill(parts, values), structure))
 
     step = Instruction(getattr(function, "__name__", "call"), on_values, place, "call")
-    step.template, step.views = (
-        [ArgumentSlot(n) for n in range(len(inputs))],
-        [a.view_of_memory() for a in inputs],
-    )
-    step.line, step.phase, step.gives_result = placement.user_line(), "call", True
+    step.on_inputs([array.view_of_memory() for array in inputs], "call").gives_result = True
     torch.autograd.graph.increment_version(list(writes))  # as torch's own in-place operations do
     operation: Operation = submit(step, inputs, list(writes), [])
     return operation
