@@ -15,7 +15,7 @@ from lockstep.flow.arrays import Array, bring, from_tensor
 from lockstep.flow.collectives import ProcessCollectives, broadcast, mean, reduce, reduce_sparse
 from lockstep.flow.creation import device as on_device
 from lockstep.flow.devices import Device
-from lockstep.flow.operations import copied, new, operation, reshaped
+from lockstep.flow.operations import new, operation
 from lockstep.flow.replicas import Bucket, ModelReplica
 
 DeviceParts = dict[int, list[Array]]  # the arrays of a bucket, by the device's number
@@ -119,7 +119,7 @@ class GradientMerger:
         device, own = self._devices[number], parts.get(number)
         if own is None:
             with on_device(device):
-                return [copied(array) for array in sums]
+                return [array.clone() for array in sums]  # type: ignore[misc]
         if own[0] is not sums[0]:
             broadcast(sums, own, device)
         return own
@@ -162,7 +162,7 @@ class GradientMerger:
         else:
             self._processes.reduce_gathered(compression.add_up, received, sums, owner)
         with on_device(owner):
-            return [reshaped(flat, array) for flat, array in zip(sums, gradients, strict=True)]
+            return [flat.view(array.shape) for flat, array in zip(sums, gradients, strict=True)]  # type: ignore[misc]
 
     def _carried_by(self, number: int, name: str, compression: Compression, part: list[Array]) -> Array:
         key = f"{number}/{name}"

@@ -58,18 +58,6 @@ def new_sparse(device: Device, like: Array) -> Array:
     return Array(storage, like.size(), None, 0, like.dtype)
 
 
-def copied(array: Array) -> Array:
-    """Return a copy on the current device."""
-    made: Any = array.clone()
-    return made  # type: ignore[no-any-return]
-
-
-def reshaped(array: Array, like: Array) -> Array:
-    """Return a view with another array's shape."""
-    made: Any = array.view(like.shape)
-    return made  # type: ignore[no-any-return]
-
-
 def call(
     function: Callable[..., Any], *arguments: Any, writes: Sequence[Array] = (), device: Device | None = None
 ) -> Operation:

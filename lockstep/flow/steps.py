@@ -15,7 +15,7 @@ from lockstep.flow import collectives, private
 from lockstep.flow.arrays import Array
 from lockstep.flow.creation import device as on_device
 from lockstep.flow.merge import GradientMerger
-from lockstep.flow.operations import copied, operation
+from lockstep.flow.operations import operation
 from lockstep.flow.replicas import Bucket, Buckets, ModelReplica
 from lockstep.network import dropout
 
@@ -146,7 +146,7 @@ class StepRecorder:
         with on_device(owner):
             for name, array in zip(names, merged[bucket.owner], strict=True):
                 if name + GRAD in fetch:
-                    yield name + GRAD, copied(array)
+                    yield name + GRAD, array.clone()  # type: ignore[misc]
         self._update(bucket, names, merged)
 
     def _update(self, bucket: Bucket, names: list[str], merged: dict[int, list[Array]]) -> None:
@@ -200,7 +200,7 @@ class _restoring(private.Scope):  # noqa: N801
 
     def __init__(self, replica: ModelReplica) -> None:
         self._replica = replica
-        self._before = {name: copied(buffer) for name, buffer in replica.buffers.items()}
+        self._before = {name: buffer.clone() for name, buffer in replica.buffers.items()}
         self._errors: list[BaseException] = []
         self._done = threading.Lock()
         self._done.acquire()
