@@ -258,7 +258,7 @@ def receive(peer: int, like: torch.Tensor, group: Any = None) -> Array:
     device = placement.current_device()
     turn = _turn_of("receive", peer, group, device)
     made = new(device, like.shape, like.dtype, [like] if isinstance(like, Array) else [])
-    message = _receiving(peer, group, like.shape, like.dtype, device.torch_device)
+    message = partial(_receive, peer, group, like.shape, like.dtype, device.torch_device)
     operation("receive", message, device, [turn], written=[turn], made=[made], lane="receive", phase="copy")
     return made
 
@@ -267,12 +267,9 @@ def _send(peer: int, group: Any, value: torch.Tensor, _turn: torch.Tensor) -> No
     dist.send(value.contiguous(), peer, group=group)
 
 
-def _receiving(
-    peer: int, group: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> Callable[..., Any]:
-    def message(_turn: torch.Tensor) -> tuple[torch.Tensor]:
-        value = torch.empty(shape, dtype=dtype, device=device)
-        dist.recv(value, peer, group=group)
-        return (value,)
-
-    return message
+def _receive(
+    peer: int, group: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device, _turn: torch.Tensor
+) -> tuple[torch.Tensor]:
+    value = torch.empty(shape, dtype=dtype, device=device)
+    dist.recv(value, peer, group=group)
+    return (value,)

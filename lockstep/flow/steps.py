@@ -157,7 +157,7 @@ class StepRecorder:
             own = [array for array in given.values() if array.layout is torch.strided]
             places = [bucket.names.index(name) for name in names]
             operation(
-                "update", _Update(updates.step, places, len(bucket.names)), replica.device,
+                "update", partial(_update, updates.step, places, len(bucket.names)), replica.device,
                 [*given.values(), *parameters], written=[*parameters, *own], lane="compute", phase="update",
             )  # fmt: skip
         self._broadcast(bucket)
@@ -223,17 +223,18 @@ class _restoring(private.Scope):  # noqa: N801
             raise self._errors[0]
 
 
-class _Update:
-    """Calls an optimizer with gradients at their parameters' places, and None at the others."""
+def _update(
+    step: Callable[..., None], places: Sequence[int], n_parameters: int, *values: torch.Tensor
+) -> None:
+    """Call an optimizer with gradients at their parameters' places, and None at the others.
 
-    def __init__(self, step: Callable[..., None], places: list[int], n_parameters: int) -> None:
-        self._step, self._places, self._n = step, places, n_parameters
-
-    def __call__(self, *values: torch.Tensor) -> None:
-        gradients: list[Any] = [None] * self._n
-        for place, value in zip(self._places, values, strict=False):
-            gradients[place] = value
-        self._step(gradients)
+    Args:
+        values: The gradients, and then the parameters.
+    """
+    gradients: list[Any] = [None] * n_parameters
+    for place, value in zip(places, values, strict=False):
+        gradients[place] = value
+    step(gradients)
 
 
 def record_evaluation(
