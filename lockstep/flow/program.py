@@ -1,7 +1,7 @@
 """Programs: operations that are recorded once, kept as a graph, and run again on new inputs."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -317,9 +317,23 @@ class CapturedProgram:
     def to_dot(self) -> str:
         """Return the program for Graphviz.
 
-        Operations are boxes, variables with device and version are ellipses, other waits are dashed.
+        Operations are boxes, variables with device and version are ellipses. Dashed edges are waits that no
+        value explains.
         """
-        return program_dot(self.operations, self.variables, self.edges)
+        lines = ["digraph program {", "  node [shape=ellipse];"]
+        for n, variable in enumerate(self.variables):
+            label = json.dumps(f"{variable.name}\n{variable.device}, version {variable.version}")
+            lines.append(f"  v{n} [label={label}];")
+        explained = set()
+        for o in self.operations:
+            label = json.dumps(f"{o.number} {o.name}\n{o.lane} of {o.device}")
+            look = f'shape=box, style=filled, fontcolor=white, fillcolor="{trace.colour(o.phase)}"'
+            lines.append(f"  o{o.number} [label={label}, {look}];")
+            lines += [f"  v{n} -> o{o.number};" for n in o.inputs]
+            lines += [f"  o{o.number} -> v{n};" for n in o.outputs]
+            explained |= {(self.variables[n].generated_by, o.number) for n in o.inputs}
+        lines += [f"  o{a} -> o{b} [style=dashed];" for a, b in sorted(self.edges) if (a, b) not in explained]
+        return "\n".join([*lines, "}", ""])
 
     def _check_inputs(self, inputs: Sequence[Any]) -> None:
         if len(inputs) != len(self._inputs):
@@ -427,25 +441,3 @@ def _strided(given: torch.Tensor, layout: Layout) -> torch.Tensor:
         given = given.tensor()
     with private.without_modes():
         return torch.empty_strided(layout[0], layout[1], dtype=layout[2]).copy_(given)
-
-
-def program_dot(operations: Sequence[Any], variables: Sequence[Any], edges: Iterable[tuple[int, int]]) -> str:
-    """Return a graph with operations as boxes and versions of variables as ellipses.
-
-    Dashed edges are waits that no value explains.
-    """
-    lines = ["digraph program {", "  node [shape=ellipse];"]
-    for n, variable in enumerate(variables):
-        label = json.dumps(f"{variable.name}\n{variable.device}, version {variable.version}")
-        lines.append(f"  v{n} [label={label}];")
-    explained = set()
-    for o in operations:
-        label = json.dumps(f"{o.number} {o.name}\n{o.lane} of {o.device}")
-        look = f'shape=box, style=filled, fontcolor=white, fillcolor="{trace.colour(o.phase)}"'
-        lines.append(f"  o{o.number} [label={label}, {look}];")
-        lines += [f"  v{n} -> o{o.number};" for n in o.inputs] + [
-            f"  o{o.number} -> v{n};" for n in o.outputs
-        ]
-        explained |= {(variables[n].generated_by, o.number) for n in o.inputs}
-    lines += [f"  o{a} -> o{b} [style=dashed];" for a, b in sorted(edges) if (a, b) not in explained]
-    return "\n".join([*lines, "}", ""])
