@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from lockstep.backends import devices as machine
 from lockstep.errors import UserError
 from lockstep.exchange.reduction import reduce_arrays
 from lockstep.memory.malloc import share_one_heap
@@ -168,7 +167,7 @@ def cpus(n: int, threads: int | None = None, workers: int = 1) -> list[Cpu]:
         if value is not None and value > MOST_THREADS:
             raise UserError(f"flow.cpus: {what} is at most {MOST_THREADS}, not {value}")
     share_one_heap()
-    cores = sorted(os.sched_getaffinity(0))[: machine.count_cores()]
+    cores = sorted(os.sched_getaffinity(0))
     made = []
     for number in range(n):
         first, stop = number * len(cores) // n, (number + 1) * len(cores) // n
