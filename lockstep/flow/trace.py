@@ -183,18 +183,14 @@ def critical_path(tasks: Mapping[int, Task]) -> tuple[float, list[int]]:
     return ends[path[0]], path[::-1]
 
 
-def list_schedule(tasks: Mapping[int, Task], workers: Mapping[str, int] | None = None) -> float:
-    """Return the seconds of a schedule in which each lane takes the ready task with the smallest number.
-
-    Args:
-        workers: Of each lane (default: one).
-    """
+def list_schedule(tasks: Mapping[int, Task]) -> float:
+    """Return the seconds of a schedule in which each lane takes the ready task with the smallest number."""
     missing = {number: sum(b in tasks for b in set(task.after)) for number, task in tasks.items()}
     next_ones: dict[int, list[int]] = {number: [] for number in tasks}
     for number, task in tasks.items():
         for before in set(task.after) & tasks.keys():
             next_ones[before].append(number)
-    free = {task.lane: (workers or {}).get(task.lane, 1) for task in tasks.values()}
+    free = {task.lane for task in tasks.values()}
     ready: dict[str, list[int]] = {lane: [] for lane in free}
     for number in sorted(tasks):
         if not missing[number]:
@@ -203,14 +199,14 @@ def list_schedule(tasks: Mapping[int, Task], workers: Mapping[str, int] | None =
     now = 0.0
     while True:
         for lane, waiting in ready.items():
-            while waiting and free[lane]:
-                free[lane] -= 1
+            if waiting and lane in free:
+                free.remove(lane)
                 number = heapq.heappop(waiting)
                 heapq.heappush(running, (now + tasks[number].seconds, number))
         if not running:
             return now
         now, done = heapq.heappop(running)
-        free[tasks[done].lane] += 1
+        free.add(tasks[done].lane)
         for number in next_ones[done]:
             missing[number] -= 1
             if not missing[number]:
