@@ -15,7 +15,7 @@ from lockstep.network.program import Program
 from lockstep.network.recorder import Recorder
 from lockstep.network.replica import Replica
 from lockstep.optim.schedules import learning_rate
-from lockstep.pretrained.initial_state import InitialState, begin
+from lockstep.pretrained.initial_state import begin
 from lockstep.runs.metrics import error_of
 from lockstep.runs.plan import RunPlan
 from lockstep.trainer.balancing import Balancer
@@ -40,7 +40,7 @@ def run_trainer(
     pipes = [Pipe(end, f"loader {world.local_rank}", plan.config.timeout) for end in loaders]
     board.say("opening the dataset and building the network")
     with computing(plan.config, world, board):
-        trainer = Trainer(plan, group, pipes, control, board)
+        trainer = Trainer(plan, group, control, board, pipes)
         stopped = trainer.run()
         trainer.close()
     return stopped
@@ -53,52 +53,58 @@ class Trainer:
         self,
         plan: RunPlan,
         group: Group,
-        loaders: Sequence[Pipe],
         control: Pipe,
         board: StatusBoard,
+        loaders: Sequence[Pipe] = (),
         orders: Iterator[Order] | None = None,
     ) -> None:
-        self.config, self.world, self.control, self.board = plan.config, group.everywhere, control, board
-        dataset = self.dataset = open_dataset(self.config)
-        self.backend = backend_of(self.config.devices[self.world.local_rank])
-        self.backend.start_computing(self.config)
-        self.program: Program = Replica(self.config, dataset, self.backend.memory, plan.retained_names())
+        config, dataset = plan.config, open_dataset(plan.config)
+        self.config, self.dataset, self.control, self.board = config, dataset, control, board
+        self.backend = backend_of(config.devices[group.world.local_rank])
+        self.backend.start_computing(config)
+        self.program: Program = Replica(config, dataset, self.backend.memory, plan.retained_names())
         self.recorder = Recorder(self.program.device, self.backend.stopwatch())
         self.coordinator = Coordinator.joined(group, plan, self.program.arena.flat)
-        self.reporter = ProgressReporter(control, self.coordinator, self.config, self.recorder)
+        self.reporter = ProgressReporter(control, self.coordinator, config, self.recorder)
         self.program.warn = self.reporter.warn
         start = begin(plan, self.program, board.say)
         self.epoch, self.position = start.epoch, start.position
         self.val_record, self.has_ended = start.val_record, start.has_ended
-        self._open_exchange(group, start)
-        self.losses = Losses(plan, group, self.coordinator, dataset.train, self.program, self.recorder)
-        parts = plan, self.world, self.program, self.backend.memory, self.reporter, dataset.digest
-        self.saver = Saver(*parts, self.rule.state_bytes(), self.recorder.stopwatch)
-        self.orders = Orders(self.config, self.world, len(dataset.train), len(dataset.val))
-        self.validator = Validator(
-            self.program, self.coordinator, self.reporter, control, board.say, self.orders, dataset
+        board.say("opening the arenas of the others")
+        self.exchange = open_exchange(
+            config, self.backend, self.program, group, self.coordinator, self.recorder, start.of_rule
         )
-        self.balancer = Balancer(self.config, self.orders, self.recorder, self.coordinator, self.reporter)
+        self.orders = Orders(config, self.coordinator.world, len(dataset.train), len(dataset.val))
+        self._make_helpers(plan)
         orders = orders or self.orders.since(self.epoch, self.position)
-        self.feed = open_feed(self.backend, self.config, dataset, self.program, orders, board.say, loaders)
+        self.feed = open_feed(self.backend, config, dataset, self.program, orders, board.say, loaders)
 
-    def _open_exchange(self, group: Group, start: InitialState) -> None:
-        """Open the other trainers' memory. Replicas are compared at once, and later by `replicas`."""
-        self.board.say("opening the arenas of the others")
-        self.transport, self.rule, self.replicas, note = open_exchange(
-            self.config, self.backend, self.program, group, self.recorder, start.of_rule, self.coordinator
+    def _make_helpers(self, plan: RunPlan) -> None:
+        """Make what checks losses, saves checkpoints, validates, and balances the trainers' shares."""
+        self.losses = Losses(plan, self.program, self.recorder, self.coordinator, self.dataset.train)
+        self.saver = Saver(
+            plan,
+            self.program,
+            self.reporter,
+            self.dataset,
+            world=self.coordinator.world,
+            rule_bytes=self.exchange.rule.state_bytes(),
+            stopwatch=self.recorder.stopwatch,
         )
-        self.reporter.warn(start.notice, self.backend.speed_up(self.program, self.config), note)
+        self.validator = Validator(
+            self.program, self.coordinator, self.reporter, self.orders, self.dataset, self.control, self.board
+        )
+        self.balancer = Balancer(self.orders, self.recorder, self.coordinator, self.reporter)
 
     def run(self) -> bool:
         """Train and validate epoch by epoch. Return whether the launcher stopped the run early."""
         self.reporter.send(Started({**self.program.implementations}))
-        self.reporter.warn(*warnings_of(self.config, self.dataset.image_shape, self.program, self.rule))
+        self.reporter.warn(*warnings_of(self.config, self.dataset, self.program, self.exchange.rule))
         stopped, ended, n_epochs = False, self.has_ended, self.config.n_epochs
-        self.saver.begin_receipts(self.dataset, self.save)
+        self.saver.begin_receipts(self.save)
         while self.epoch <= n_epochs and not stopped and not ended:
             stopped = self.train_epoch()
-            with self.rule.averaged():
+            with self.exchange.rule.averaged():
                 if not stopped and self.orders.validates(self.epoch):
                     stopped = self.validate()
                 ended = self.validator.ends_run(self.val_record)
@@ -110,8 +116,7 @@ class Trainer:
 
     def close(self) -> None:
         """Close the other trainers' memory, then free what they have closed."""
-        self.rule.close()
-        self.transport.close()
+        self.exchange.close()
         self.feed.close()
         self.program.close()
 
@@ -138,17 +143,17 @@ class Trainer:
     def train_step(self, n_steps: int) -> bool:
         """Take one step: load, forward, backward, update, exchange. Return whether the trainers stop."""
         self.program.optimizer.set_learning_rate(self._learning_rate())
-        order = self._forward_backward()
-        due = self.rule.is_due(order, len(self.dataset.train))
+        order, rule = self._forward_backward(), self.exchange.rule
+        due = rule.is_due(order, len(self.dataset.train))
         shown = self.reporter.is_due(order, n_steps, len(self.dataset.train), due)
         sums = self.recorder.sums() if shown else None
         report = StepReport(self.control.poll(), self.saver.is_due(), sums, self.saver.is_copy_due())
-        self.rule.end_backward()
+        rule.end_backward()
         step_barrier = self.coordinator.step_barrier(order, report, self.board.say)
-        self.rule.update(self.program.optimizer, step_barrier if due else None)
-        self.recorder.count_step(self.rule.bytes_per_sync() if due else 0, self.coordinator.take_bytes(), due)
+        rule.update(self.program.optimizer, step_barrier if due else None)
+        self.recorder.count_step(rule.bytes_per_sync() if due else 0, self.coordinator.take_bytes(), due)
         self.position = order.stop
-        self.replicas.after_step(order, due and self.rule.equal)
+        self.exchange.replicas.after_step(order, due and rule.equal)
         self.board.count_step(order.epoch, order.step)
         self.reporter.tick(order, n_steps)
         outcome = self.coordinator.outcome(step_barrier)
@@ -157,30 +162,27 @@ class Trainer:
             self.reporter.report(order, n_steps, self.program.optimizer.learning_rate, outcome.sums)
         receipt = self.saver.is_receipt_due(order, n_steps)
         if (outcome.save or outcome.copy or receipt) and not outcome.stop:
-            with self.saver.measured(), self.rule.averaged():
+            with self.saver.measured(), rule.averaged():
                 self.save(outcome.save, receipt)
         self.balancer.after_step(order)
         return outcome.stop
 
     def _forward_backward(self) -> Order:
         """Accumulate gradients over the batches of one step. Return the order of the last one."""
-        order = self._next_order()
-        stop = min(order.start + self.orders.step_size("train"), len(self.dataset.train))
-        mean_n_samples = (stop - order.start) / self.world.size
+        world = self.coordinator.world
         while True:
+            self.recorder.stopwatch.enter("load-wait")
+            self.board.say(f"epoch {self.epoch}: waiting for a minibatch")
+            order = self.feed.next()
             self.recorder.stopwatch.enter("compute")
             self.board.say(f"{order}: forward, backward, update")
-            self.program.forward_backward(self.feed.batch(), mean_n_samples, self.world.rank, self.recorder)
+            first, stop = order.step_span
+            mean_n_samples = (stop - first) / world.size
+            self.program.forward_backward(self.feed.batch(), mean_n_samples, world.rank, self.recorder)
             self.feed.release()
             self.recorder.end_batch(order)
-            if order.stop >= stop:
+            if order.stop == stop:
                 return order
-            order = self._next_order()
-
-    def _next_order(self) -> Order:
-        self.recorder.stopwatch.enter("load-wait")
-        self.board.say(f"epoch {self.epoch}: waiting for a minibatch")
-        return self.feed.next()
 
     def validate(self) -> bool:
         """Measure the validation images and record the result. Return whether the trainers stop."""
@@ -193,8 +195,6 @@ class Trainer:
         self.board.say(f"epoch {self.epoch}: saving a checkpoint")
         self.losses.examine_all()
         self.saver.finish()  # first: no host replaces a copy before the newer one is whole on all
-        self.replicas.before_saving(f"the checkpoint of epoch {self.epoch}")
-        state = self.rule.state()
-        self.rule.collect_counts()
-        n_samples = len(self.dataset.train)
-        self.saver.save(self.epoch, self.position, n_samples, self.val_record, state, to_disk, receipt)
+        self.exchange.replicas.before_saving(f"the checkpoint of epoch {self.epoch}")
+        state = self.exchange.rule.state()
+        self.saver.save(self.epoch, self.position, self.val_record, state, to_disk, receipt)

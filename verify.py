@@ -276,9 +276,15 @@ def run_replayer(
             return super().train_step(n_steps) or sender.is_done
 
     with computing(plan.config, world, board):
-        trainer = Replayer(plan, Group.connected(world, peers, plan.config.timeout), (), control, board)
+        trainer = Replayer(plan, Group.connected(world, peers, plan.config.timeout), control, board)
         sender = trainer.saver = StateSender(
-            plan, world, trainer.program, trainer.backend.memory, trainer.reporter, trainer.orders, steps
+            plan,
+            trainer.program,
+            trainer.reporter,
+            trainer.dataset,
+            world=world,
+            orders=trainer.orders,
+            steps=steps,
         )
         trainer.run()
         trainer.close()

@@ -52,7 +52,7 @@ def train(rank: int, pipes: dict[int, Pipe], config: Config, dtype: torch.dtype,
     launcher, _keep_open = multiprocessing.Pipe()
     control = Pipe(launcher, "the launcher", DEADLINE)
     plan = RunPlan(config, Path(), None)  # no checkpoints
-    trainer = Trainer(plan, Group.on_one_host(rank, pipes), (), control, StatusBoard.create())
+    trainer = Trainer(plan, Group.on_one_host(rank, pipes), control, StatusBoard.create())
     if shaken:
         shake(trainer)
     return list(itertools.islice(states_of(trainer), len(STEPS)))

@@ -59,9 +59,9 @@ class LoneTrainer:
         self.trainer = Trainer(
             RunPlan(config, Path(), None),
             group,
-            loaders,
             Pipe(control, "the launcher", DEADLINE),
             StatusBoard.create(),
+            loaders,
             endless(len(open_dataset(config).train), config.batch_size, group.world),
         )
         self.trainer.begin_epoch()

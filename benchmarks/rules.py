@@ -62,14 +62,14 @@ def train(rank: int, pipes: dict[int, Pipe], config: Config) -> dict[str, float]
     threading.Thread(target=hear, args=(theirs,), daemon=True).start()
     control = Pipe(launcher, "the launcher", DEADLINE)
     plan = RunPlan(config, Path(), None)  # nothing is written
-    trainer = Trainer(plan, Group.on_one_host(rank, pipes), (), control, StatusBoard.create())
+    trainer = Trainer(plan, Group.on_one_host(rank, pipes), control, StatusBoard.create())
     n_bytes, begin, begin_cpu = 0, time.perf_counter(), time.process_time()
     for _ in range(config.n_epochs):
         trainer.begin_epoch()
         while trainer.position < len(trainer.dataset.train):
             trainer.train_step(sys.maxsize)  # longer than an epoch: no lines of progress
             n_bytes, trainer.recorder.n_bytes = n_bytes + trainer.recorder.n_bytes, 0
-        with trainer.rule.averaged():
+        with trainer.exchange.rule.averaged():
             trainer.validate()
         trainer.epoch, trainer.position = trainer.epoch + 1, 0
     spent = time.perf_counter() - begin, time.process_time() - begin_cpu

@@ -65,7 +65,7 @@ def make_trainer(rank: int, pipes: dict[int, Pipe], config: Config) -> Trainer:
     launcher, keep_open = multiprocessing.Pipe()
     control = Pipe(launcher, "the launcher", DEADLINE)
     plan = RunPlan(config, Path(tempfile.gettempdir()), None)  # no checkpoints
-    trainer = Trainer(plan, Group.on_one_host(rank, pipes), (), control, StatusBoard.create())
+    trainer = Trainer(plan, Group.on_one_host(rank, pipes), control, StatusBoard.create())
     trainer.launcher = keep_open  # type: ignore[attr-defined]
     return trainer
 
@@ -78,7 +78,7 @@ def checksums(rank: int, pipes: dict[int, Pipe], configs: list[Config]) -> list[
         trainer.begin_epoch()
         for _ in range(N_STEPS):
             trainer.train_step(trainer.orders.n_steps("train"))
-        state = {**trainer.program.arena.tensors, **trainer.rule.state()}
+        state = {**trainer.program.arena.tensors, **trainer.exchange.rule.state()}
         for name in sorted(state):
             sha256.update(name.encode() + state[name].numpy().tobytes())
         found.append(sha256.hexdigest())

@@ -58,7 +58,7 @@ class GradientAlgorithm:
         arena, self._group, self._is_copied = self._replica.arena, group, name == "copied"
         n_threads = torch.get_num_threads()
         transport = HostTransport.open(arena.block, "f4", len(arena.flat), group, n_threads)
-        self._rule = make_rule(config, self._replica, transport, memory, {})
+        self._rule = make_rule(config, self._replica, transport, {})
         self._replica.begin_epoch(1, 100, 1e-6)
         layers = [layer for layer in self._replica.model.modules() if isinstance(layer, InPlaceLinear)]
         self._given = [(each, *(1e-3 * torch.randn(ROWS, n) for n in each.weight.shape)) for each in layers]

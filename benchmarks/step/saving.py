@@ -42,15 +42,16 @@ def measure(folder: Path, model: str, picture: int) -> dict[str, float]:
     """Return the seconds of each of NAMES: the median over rounds of turns, after a warm-up."""
     (folder / "checkpoints").mkdir(parents=True)
     config = resolve([Layer("benchmark", {"model": model, "devices": ["cpu"], "keep_checkpoints": 1})])[0]
-    memory, dataset = HostMemory(), SimpleNamespace(n_classes=1000, image_shape=(picture, picture, 3))
-    replica = Replica(config, dataset, memory)  # type: ignore[arg-type]
+    shape = (picture, picture, 3)
+    dataset = SimpleNamespace(n_classes=1000, image_shape=shape, train=range(10**7), digest="")
+    replica = Replica(config, dataset, HostMemory())  # type: ignore[arg-type]
     (world,) = World.on_one_host(1)
-    saver = Saver(RunPlan(config, folder, None), world, replica, memory, DiscardingReporter())  # type: ignore[arg-type]
+    saver = Saver(RunPlan(config, folder, None), replica, DiscardingReporter(), dataset, world=world)  # type: ignore[arg-type]
     arena, room = replica.arena, torch.zeros_like(replica.arena.flat, device="cpu")
     state = State.now(1, 10**6, 10**7, 0.1, [], 1, config)
     implementations: dict[str, Callable[[], object]] = {
         "copy": lambda: room.copy_(arena.flat),
-        "pause": lambda: saver.save(1, 10, 10**7, [], {}),
+        "pause": lambda: saver.save(1, 10, [], {}),
         "written": saver.finish,
         "new": arena.flat.clone,
         "digests": arena.digests,

@@ -39,7 +39,7 @@ def set_up(rule: str, group: Group, **others: Any) -> tuple[Replica, Rule]:
     replica = Replica(config, SimpleNamespace(n_classes=1000, image_shape=(256, 256, 3)), memory)  # type: ignore[arg-type]
     arena = replica.arena
     transport = HostTransport.open(arena.block, "f4", len(arena.flat), group)
-    made = make_rule(config, replica, transport, memory, {})
+    made = make_rule(config, replica, transport, {})
     replica.begin_epoch(1, 100, 1e-6)
     return replica, made
 

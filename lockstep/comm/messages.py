@@ -52,8 +52,8 @@ class Order:
     of_step: tuple[int, int] | None = None
 
     @property
-    def mixed_with(self) -> tuple[int, int]:
-        """The positions [first, last) with which images are mixed: those of the step."""
+    def step_span(self) -> tuple[int, int]:
+        """The positions [first, last) of the whole step, whose images may be mixed with each other."""
         return self.of_step or (self.start, self.stop)
 
     def __str__(self) -> str:

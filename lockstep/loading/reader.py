@@ -103,7 +103,7 @@ class Reader:
         if self._mixer is None or order.stage == "val":
             self._prepare(self._preparer, order, slot.images[:n_samples])
             return None
-        mixing = self._mixer.choose_partners(*order.mixed_with, order.first, order.last)
+        mixing = self._mixer.choose_partners(*order.step_span, order.first, order.last)
         self._read_pairs(self._preparer, order, mixing, slot.images[:n_samples])
         return mixing
 
@@ -112,7 +112,7 @@ class Reader:
         assert self._changes and slot.changes is not None
         mixing = None
         if self._mixer and order.stage == "train" and order.last > order.first:
-            mixing = self._mixer.choose_partners(*order.mixed_with, order.first, order.last)
+            mixing = self._mixer.choose_partners(*order.step_span, order.first, order.last)
         pairs = mixing or unmixed(order.first, order.last)
         positions = np.arange(order.first, order.last)
         needed = np.union1d(positions, pairs.partners)

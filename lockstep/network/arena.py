@@ -35,6 +35,7 @@ class Arena:
             start, and the buffers lie behind all others.
 
     Attributes:
+        memory: Has allocated the block, and allocates other blocks on the same device.
         flat: The whole arena as one tensor (n,); padding between tensors is zero.
         tensors: The views by name, in memory order.
         local: Tensors that checkpoints hold but trainers do not average: integer buffers, frozen buffers,
@@ -82,6 +83,7 @@ class Arena:
         dtype, n_elements = _common_dtype(sources), _count(sources.values())
         n_bytes, low = n_elements * dtype.itemsize, torch.bfloat16
         n_more = self.n_weights * low.itemsize if with_low_precision else 0
+        self.memory = memory
         self.block: Block = memory.allocate(n_bytes + n_more, "weights, momenta and buffers")
         self.flat = self.block.tensor(dtype, (n_elements,))
         self.low_precision = (

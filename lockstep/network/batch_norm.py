@@ -18,7 +18,7 @@ from lockstep.comm.group import Group
 from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.exchange.transport import Transport
-from lockstep.memory import Memory
+from lockstep.network.arena import Arena
 from lockstep.network.shared_rows import SharedRows
 
 
@@ -27,7 +27,6 @@ class Statistics:
 
     Args:
         n_channels: Channels of the widest layer.
-        dtype: Element type of the transport's arenas.
         clock: Called with 'barrier', 'exchange' and 'compute' when these phases begin.
 
     Attributes:
@@ -39,9 +38,8 @@ class Statistics:
     def __init__(
         self,
         transport: Transport,
-        memory: Memory,
+        arena: Arena,
         n_channels: int,
-        dtype: torch.dtype,
         clock: Callable[[str], None],
     ) -> None:
         self._group: Group = transport.group
@@ -49,7 +47,7 @@ class Statistics:
         # Two tables alternate: the exchange in between ensures that all ranks have read a row before its
         # owner writes it again.
         what = "statistics of batch normalisation"
-        self._tables = [SharedRows(transport, memory, 2 * n_channels + 1, dtype, what) for _ in range(2)]
+        self._tables = [SharedRows(transport, arena, 2 * n_channels + 1, what) for _ in range(2)]
         for table in self._tables:
             table.use_clock(clock)
 

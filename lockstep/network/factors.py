@@ -19,7 +19,7 @@ from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.exchange import Span, padded
 from lockstep.exchange.transport import Transport
-from lockstep.memory import Block, Memory
+from lockstep.memory import Block
 from lockstep.network import low_precision
 from lockstep.network.arena import Arena
 
@@ -125,12 +125,13 @@ class Factors:
         spans: Spans of the arena that hold the layers' weights.
     """
 
-    def __init__(self, layers: Sequence[FactoredLayer], arena: Arena, memory: Memory, world: World) -> None:
+    def __init__(self, layers: Sequence[FactoredLayer], arena: Arena, world: World) -> None:
         self.layers, self._arena, self._size = layers, arena, world.size
         self._numbers = {layer.name: number for number, layer in enumerate(layers)}
         n_elements = padded(sum(layer.n_rows * (layer.n_inputs + layer.n_outputs) for layer in layers))
         dtype = arena.flat.dtype
-        self.block: Block = memory.allocate(self._size * n_elements * dtype.itemsize, "factors of gradients")
+        n_bytes = self._size * n_elements * dtype.itemsize
+        self.block: Block = arena.memory.allocate(n_bytes, "factors of gradients")
         self.table = self.block.tensor(dtype, (world.local_size, world.n_hosts, n_elements))
         self._of_ranks = [_views(row, layers) for host in self.table.unbind(1) for row in host]
         self._own = self._of_ranks[world.rank]

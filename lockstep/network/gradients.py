@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.exchange import ALIGNMENT, Span
-from lockstep.memory import Block, Memory
+from lockstep.memory import Block
 from lockstep.network.arena import Arena
 from lockstep.network.factors import Factors
 from lockstep.network.low_precision import Linear, operand
@@ -38,12 +38,12 @@ class Gradients:
     """
 
     def __init__(
-        self, model: nn.Module, arena: Arena, memory: Memory, factors: Factors | None = None, n_sums: int = 1
+        self, model: nn.Module, arena: Arena, factors: Factors | None = None, n_sums: int = 1
     ) -> None:
         self._arena, self.factors, self.shift = arena, factors, arena.n_leading
         dtype, n_elements = arena.flat.dtype, max(arena.n_exchanged - self.shift, ALIGNMENT)
         what = "gradients" if n_sums == 1 else f"{n_sums} partial sums of gradients: see shares"
-        self.block: Block = memory.allocate(n_sums * n_elements * dtype.itemsize, what)
+        self.block: Block = arena.memory.allocate(n_sums * n_elements * dtype.itemsize, what)
         self.whole = self.block.tensor(dtype, (n_sums * n_elements,))
         self.flat = self.whole[:n_elements]
         self.further = list(torch.split(self.whole, n_elements))[1:]

@@ -246,7 +246,6 @@ class ShardedUpdater:
             for kind, flat in arena.host_states.items()
         }
         arena.host_states.clear()
-        self.dtype = arena.flat.dtype
         self.learning_rate = config.learning_rate
         self._steps = {span: self._make(span) for span in spans}
         self.needs_norms = needs_norms(config)

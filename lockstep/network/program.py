@@ -17,7 +17,6 @@ from lockstep.exchange import Span
 from lockstep.exchange.transport import Transport
 from lockstep.loading import Batch
 from lockstep.loading.slots import BlockLayout
-from lockstep.memory import Memory
 from lockstep.network.arena import Arena
 from lockstep.network.gradients import Gradients
 from lockstep.network.optimizer import ShardedUpdater, Updater
@@ -62,9 +61,7 @@ class Program(ABC):
         """
 
     @abstractmethod
-    def shard_updates(
-        self, memory: Memory, transport: Transport
-    ) -> tuple[Gradients, ShardedUpdater, list[Span]]:
+    def shard_updates(self, transport: Transport) -> tuple[Gradients, ShardedUpdater, list[Span]]:
         """Have backward leave gradients in a block, and `optimizer` step on this rank's shards only.
 
         To be called once, before training, on an arena that was made with states_on_host.
@@ -77,7 +74,7 @@ class Program(ABC):
             step.
         """
 
-    def share_statistics(self, transport: Transport, memory: Memory, clock: Callable[[str], None]) -> None:
+    def share_statistics(self, transport: Transport, clock: Callable[[str], None]) -> None:
         """Have batch normalisation use the statistics of all trainers' images (sync_batch_norm).
 
         All trainers call it at once; from then on they synchronize inside every forward_backward.

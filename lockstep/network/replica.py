@@ -117,15 +117,13 @@ class Replica(Program, CheckedGradients):
         self.arena.load({name: value for name, value in tensors.items() if name not in rule_state}, source)
         return rule_state
 
-    def shard_updates(
-        self, memory: Memory, transport: Transport
-    ) -> tuple[Gradients, ShardedUpdater, list[Span]]:
+    def shard_updates(self, transport: Transport) -> tuple[Gradients, ShardedUpdater, list[Span]]:
         factors, pieces = None, []
         if self._factored:
-            factors = Factors(self._factored, self.arena, memory, transport.group.everywhere)
+            factors = Factors(self._factored, self.arena, transport.group.everywhere)
             pieces = factors.plan(transport, needs_norms(self._config))
         n_sums = n_partial_sums(self._config)
-        gradients = self._gradients = Gradients(self.model, self.arena, memory, factors, n_sums)
+        gradients = self._gradients = Gradients(self.model, self.arena, factors, n_sums)
         pieces += [piece for bucket in gradients.all_buckets for piece in transport.pieces(bucket)]
         updater = self.optimizer = ShardedUpdater(
             self.arena, gradients, self._config, pieces, self._low_precision, self._rate_scales
@@ -138,9 +136,9 @@ class Replica(Program, CheckedGradients):
             self._rank_sums = LogicalRankSums(self.arena, gradients, self._config.logical_ranks)
         return gradients, updater, pieces
 
-    def share_statistics(self, transport: Transport, memory: Memory, clock: Callable[[str], None]) -> None:
-        n_channels, dtype = batch_norm.widest(self.model), self.arena.flat.dtype
-        self._statistics = batch_norm.Statistics(transport, memory, n_channels, dtype, clock)
+    def share_statistics(self, transport: Transport, clock: Callable[[str], None]) -> None:
+        n_channels = batch_norm.widest(self.model)
+        self._statistics = batch_norm.Statistics(transport, self.arena, n_channels, clock)
         batch_norm.install(self.model, self._statistics)
 
     def close(self) -> None:

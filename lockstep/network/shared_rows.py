@@ -6,7 +6,7 @@ import torch
 
 from lockstep.exchange import padded
 from lockstep.exchange.transport import Barrier, Transport
-from lockstep.memory import Memory
+from lockstep.network.arena import Arena
 
 
 class SharedRows:
@@ -15,18 +15,17 @@ class SharedRows:
     A rank may write its row again after all ranks have passed another barrier.
 
     Args:
-        transport: Connects arenas of `dtype` of the same ranks.
+        transport: Connects the arenas of the same ranks.
+        arena: This rank's.
         n_columns: float64 numbers in a row.
         what: Purpose of the memory, for errors.
     """
 
-    def __init__(
-        self, transport: Transport, memory: Memory, n_columns: int, dtype: torch.dtype, what: str
-    ) -> None:
+    def __init__(self, transport: Transport, arena: Arena, n_columns: int, what: str) -> None:
         world, width = transport.group.world, padded(n_columns)
-        self._block = memory.allocate(8 * width * world.size, what)
+        self._block = arena.memory.allocate(8 * width * world.size, what)
         self._table, self._rank = self._block.tensor(torch.float64, (world.size, width)), world.rank
-        self._transport = transport.another(self._block, self._table.view(dtype).view(-1))
+        self._transport = transport.another(self._block, self._table.view(arena.flat.dtype).view(-1))
 
     def use_clock(self, clock: Callable[[str], None]) -> None:
         """Call `clock` with 'barrier' and 'exchange' when these phases begin."""

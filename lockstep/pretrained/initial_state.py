@@ -25,7 +25,6 @@ class InitialState:
         epoch: The epoch of the first sample.
         position: The number of samples of that epoch that are already done.
         val_record: The validation results of the epochs before.
-        notice: A message about the start, for the user.
         of_rule: The rule's tensors in the checkpoint.
         has_ended: Whether `patience` has ended the run there, so that no epoch is left.
     """
@@ -33,17 +32,17 @@ class InitialState:
     epoch: int = 1
     position: int = 0
     val_record: list[dict[str, float]] = field(default_factory=list)
-    notice: str = ""
     of_rule: dict[str, torch.Tensor] = field(default_factory=dict)
     has_ended: bool = False
 
 
 def begin(plan: RunPlan, program: Program, say: Callable[[str], object]) -> InitialState:
-    """Load a checkpoint or pretrained weights into the program.
+    """Load a checkpoint or pretrained weights into the program, and say which weights.
 
     Args:
         plan: The run's plan.
-        program: The trainer's network and optimizer, which are overwritten.
+        program: The trainer's network and optimizer, which are overwritten. Its `warn` gets a line about
+            pretrained weights.
         say: Gets the present phase.
 
     Raises:
@@ -80,5 +79,5 @@ def _with_pretrained(plan: RunPlan, program: Program) -> InitialState:
         text = f"all {plan.config.n_epochs} epochs are done; raise n_epochs to continue"
         raise UserError(f"{loaded.source}: {text}")
     since = f", continuing after epoch {epoch}" if record else ""
-    notice = "\n  ".join([f"starting with {loaded.source}{since}", *loaded.notes])
-    return InitialState(epoch + 1, 0, record, notice)
+    program.warn("\n  ".join([f"starting with {loaded.source}{since}", *loaded.notes]))
+    return InitialState(epoch + 1, 0, record)

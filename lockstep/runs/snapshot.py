@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.errors import UserError
-from lockstep.memory import Memory
 from lockstep.memory.digest import digest_of
 from lockstep.memory.host import HostBlock, HostMemory
 from lockstep.runs.state import State
@@ -104,7 +103,6 @@ class Snapshots:
         rule_bytes: Bytes of the rule's tensors in a checkpoint.
         n_replicas: Replicas of the arena among them.
         n_slots: 2, or 1 if no copy has to survive while another one is made.
-        memory: The trainer's device's.
         retained: The checkpoint from which this trainer resumed; its memory is used again if it fits.
 
     Raises:
@@ -116,7 +114,6 @@ class Snapshots:
         arena: "Arena",
         rule_bytes: int,
         n_slots: int,
-        memory: Memory,
         n_replicas: int = 0,
         retained: Retained | None = None,
     ) -> None:
@@ -131,7 +128,7 @@ class Snapshots:
             self.block, self.newest = retained.block, retained.checkpoint.slot
         else:
             self.block, self.newest = _allocate(n_slots * self._slot_bytes), n_slots - 1
-        memory.lock(self.block)
+        arena.memory.lock(self.block)
         self._flats = [self._flat(slot) for slot in range(n_slots)]
         self._places: dict[str, Place] = {}
 

@@ -92,19 +92,14 @@ class Rule(ABC):
     def state(self) -> dict[str, torch.Tensor]:
         """Return what a checkpoint holds of the rule besides the arena, by name.
 
-        All ranks call it, and it may use collectives. Rank 0's result counts. The arena is as before.
+        All ranks call it, and it may use collectives. Rank 0's result counts. The arena's block is as before;
+        the optimizer's counts in `Arena.local` are now those of all ranks.
         """
         return {}
 
     def state_bytes(self) -> int:
         """Return the size of the tensors that `state` returns, in bytes. The same on all ranks."""
         return 0
-
-    def collect_counts(self) -> None:  # noqa: B027 (most rules update all counts everywhere)
-        """Write the optimizer's counts of all ranks into the arena, before a checkpoint is made of it.
-
-        All ranks call it at once.
-        """
 
     def load(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027 (most rules have no state)
         """Restore what a checkpoint holds of a rule, of this one or another; empty when a run begins."""

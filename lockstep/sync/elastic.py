@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from lockstep.exchange.transport import Transport
-from lockstep.memory import Memory
 from lockstep.network.arena import Arena
 from lockstep.sync import StepBarrier
 from lockstep.sync.unsynchronized import UnsynchronizedRule
@@ -27,11 +26,10 @@ class ElasticRule(UnsynchronizedRule):
         transport: Over the arenas of all trainers.
         arena: This trainer's.
         args: `every`, and `alpha`, the share of its distance to the centre that a replica moves.
-        memory: For the second block.
     """
 
-    def __init__(self, transport: Transport, arena: Arena, args: dict[str, Any], memory: Memory) -> None:
-        super().__init__(transport, arena, {**args, "from_epoch": 0}, memory)
+    def __init__(self, transport: Transport, arena: Arena, args: dict[str, Any]) -> None:
+        super().__init__(transport, arena, {**args, "from_epoch": 0})
         self._alpha, self._centre = args["alpha"], arena.flat.clone()
 
     def load(self, state: dict[str, torch.Tensor]) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 from lockstep.data.randomness import Purpose, seed_of
 from lockstep.exchange import ALIGNMENT
 from lockstep.exchange.transport import Collective, Transport
-from lockstep.memory import Memory
 from lockstep.network.arena import Arena
 from lockstep.sync import StepBarrier
 from lockstep.sync.unsynchronized import UnsynchronizedRule
@@ -27,16 +26,13 @@ class GossipRule(UnsynchronizedRule):
         transport: Over the arenas of all trainers.
         arena: This trainer's.
         args: `every`.
-        memory: For the second block.
         seed: Of the pairs.
     """
 
     n_copies = 2
 
-    def __init__(
-        self, transport: Transport, arena: Arena, args: dict[str, Any], memory: Memory, seed: int
-    ) -> None:
-        super().__init__(transport, arena, {**args, "from_epoch": 0}, memory)
+    def __init__(self, transport: Transport, arena: Arena, args: dict[str, Any], seed: int) -> None:
+        super().__init__(transport, arena, {**args, "from_epoch": 0})
         assert len(arena.flat) % ALIGNMENT == 0
         self._seed = seed
 

@@ -17,7 +17,7 @@ from lockstep.config.shares import Bounds, bounds_of
 from lockstep.exchange import Op, Span
 from lockstep.exchange.transport import MarkedReduction, Transport
 from lockstep.exchange.tree import PartialSums
-from lockstep.memory import Memory
+from lockstep.network.arena import Arena
 from lockstep.network.factors import Factors
 from lockstep.network.optimizer import ShardedUpdater, has_norms, inexact_norms
 from lockstep.network.program import Program
@@ -34,13 +34,12 @@ class GradientsRule(Rule):
         config: The run's.
         transport: Over the arenas of all trainers.
         program: Whose gradients and updates the rule takes over.
-        memory: For blocks of the rule.
     """
 
-    def __init__(self, config: Config, transport: Transport, program: Program, memory: Memory) -> None:
-        self._arena, self._weights, self._memory = program.arena, transport, memory
+    def __init__(self, config: Config, transport: Transport, program: Program) -> None:
+        self._arena, self._weights = program.arena, transport
         self._op: Op = "pairwise" if config.logical_ranks else "mean"
-        self._gradients, self._updater, self._pieces = program.shard_updates(memory, transport)
+        self._gradients, self._updater, self._pieces = program.shard_updates(transport)
         factors = self._gradients.factors
         self._factor_spans = factors.spans if factors else []
         self._transport = transport.another(self._gradients.block, self._gradients.whole)
@@ -55,7 +54,7 @@ class GradientsRule(Rule):
         if config.factors:
             names = ", ".join(layer.name for layer in factors.layers) if factors else ""
             program.warn(f"factors: {names or 'no layer has any smaller than its gradient'}")
-        self._norms = _Norms(self._updater, transport, memory) if self._updater.needs_norms else None
+        self._norms = _Norms(self._updater, transport, self._arena) if self._updater.needs_norms else None
 
     def _overlap(self, config: Config) -> None:
         """Have buckets reduced during backward, if the transport can do that."""
@@ -95,18 +94,19 @@ class GradientsRule(Rule):
         optimizer.finish()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer's state, assembled from the shards of all ranks."""
+        """Return the optimizer's state, assembled from the shards of all ranks, and collect its counts."""
         tensors: dict[str, torch.Tensor] = {}
         spans = [*self._factor_spans, *self._gradients.all_buckets]
         with self._checkpoint_block() as (transport, flat):
             for kind, values in self._updater.state.items():
                 tensors |= self._arena.views(kind, assemble(transport, spans, flat, values))
+        self._collect_counts()
         return tensors
 
     def state_bytes(self) -> int:
         return len(self._updater.state) * self._arena.n_weights * self._arena.flat.itemsize
 
-    def collect_counts(self) -> None:
+    def _collect_counts(self) -> None:
         for counts in self._weights.group.all_gather("the optimizer's counts", self._updater.counts()):
             for key, values in counts.items():
                 for number, value in values.items():
@@ -166,7 +166,9 @@ class GradientsRule(Rule):
             yield self._transport, self._gradients.flat
             return
         n_elements, dtype = self._arena.n_exchanged, self._arena.flat.dtype
-        block = self._memory.allocate(n_elements * dtype.itemsize, "a checkpoint of the optimizer's state")
+        block = self._arena.memory.allocate(
+            n_elements * dtype.itemsize, "a checkpoint of the optimizer's state"
+        )
         flat = block.tensor(dtype, (n_elements,))
         transport = self._weights.another(block, flat)
         yield transport, flat
@@ -202,9 +204,9 @@ class _Factors:
 class _Norms:
     """Sums of squares by tensor: a table with a row for each rank, which all ranks exchange."""
 
-    def __init__(self, updater: ShardedUpdater, transport: Transport, memory: Memory) -> None:
+    def __init__(self, updater: ShardedUpdater, transport: Transport, arena: Arena) -> None:
         self._updater = updater
-        self._table = SharedRows(transport, memory, updater.n_norms, updater.dtype, "norms")
+        self._table = SharedRows(transport, arena, updater.n_norms, "norms")
         self._table.use_clock(transport.clock)
 
     def exchange(self, step_barrier: StepBarrier) -> None:

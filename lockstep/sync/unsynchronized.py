@@ -14,7 +14,6 @@ from torch import nn
 from lockstep.config import Config
 from lockstep.exchange import Span
 from lockstep.exchange.transport import Transport
-from lockstep.memory import Memory
 from lockstep.network.arena import Arena
 from lockstep.sync.assembling import in_host_memory
 from lockstep.sync.local import LocalRule
@@ -23,16 +22,16 @@ from lockstep.sync.local import LocalRule
 class UnsynchronizedRule(LocalRule):
     """A rule with a second block (`_buffer`) as large as the arena, and a transport over these blocks.
 
-    Arguments are those of LocalRule, and the memory for the second block.
+    Arguments are those of LocalRule.
     """
 
     equal = False
     n_copies = 1  # of the arena, in the second block
 
-    def __init__(self, transport: Transport, arena: Arena, args: dict[str, Any], memory: Memory) -> None:
+    def __init__(self, transport: Transport, arena: Arena, args: dict[str, Any]) -> None:
         super().__init__(transport, arena, args)
         self._world, self._whole = transport.group.world, (0, transport.n_elements)
-        self._block = memory.allocate(self.n_copies * arena.flat.nbytes, "the exchange of replicas")
+        self._block = arena.memory.allocate(self.n_copies * arena.flat.nbytes, "the exchange of replicas")
         self._buffer = self._block.tensor(arena.flat.dtype, (self.n_copies * len(arena.flat),))
         self._buffer_transport = transport.another(self._block, self._buffer)
         self._buffer_transport.clock = transport.clock

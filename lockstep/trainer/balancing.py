@@ -3,7 +3,6 @@
 from itertools import pairwise
 
 from lockstep.comm.messages import Order
-from lockstep.config import Config
 from lockstep.config.shares import Bounds, balance, bounds_of, most_of, slowest
 from lockstep.loading.orders import Orders
 from lockstep.network.recorder import Recorder
@@ -20,8 +19,7 @@ class Balancer:
     All trainers gather the same times and so make the same choice. It changes no bit of the training.
 
     Args:
-        config: The run's.
-        orders: Its bounds are changed.
+        orders: The run's; their bounds are changed.
         recorder: Its stopwatch has the compute times.
         coordinator: All trainers.
         reporter: Sends a line about each change.
@@ -29,13 +27,13 @@ class Balancer:
 
     def __init__(
         self,
-        config: Config,
         orders: Orders,
         recorder: Recorder,
         coordinator: Coordinator,
         reporter: ProgressReporter,
     ) -> None:
-        self._config, self._orders, self._recorder = config, orders, recorder
+        config = self._config = orders.config
+        self._orders, self._recorder = orders, recorder
         self._coordinator, self._reporter = coordinator, reporter
         self._is_on = config.shares == "auto" and coordinator.world.size > 1
         self._bounds: Bounds = bounds_of(config) if self._is_on else ()

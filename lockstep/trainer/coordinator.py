@@ -152,6 +152,10 @@ class Coordinator:
         ours = any(self._group.all_gather(point, wish))
         return any(wish for (wish,) in self.network.gather_row([float(ours)])) if self.network else ours
 
+    def barrier(self, point: str) -> None:
+        """Wait for all trainers of this host. Raises as `any`."""
+        self._group.barrier(point)
+
     def all_gather(self, point: str, number: float) -> list[float]:
         """Return the numbers of all trainers of this host, in rank order. Raises as `any`."""
         return self._group.all_gather(point, number)

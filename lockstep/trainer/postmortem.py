@@ -6,7 +6,6 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from lockstep.comm.group import Group
 from lockstep.comm.messages import Order
 from lockstep.data.dataset import Split
 from lockstep.errors import UserError
@@ -29,13 +28,12 @@ class Losses:
     def __init__(
         self,
         plan: RunPlan,
-        group: Group,
-        coordinator: Coordinator,
-        train: Split,
         program: Program,
         recorder: Recorder,
+        coordinator: Coordinator,
+        train: Split,
     ) -> None:
-        self._plan, self._group, self._coordinator, self._train = plan, group, coordinator, train
+        self._plan, self._coordinator, self._train = plan, coordinator, train
         self._program, self._recorder = program, recorder
 
     def examine_all(self) -> None:
@@ -57,9 +55,9 @@ class Losses:
         order = self._recorder.orders[min(int(n_finite) for *_, n_finite in sums)]
         rows = self._rows(order)
         record = self._plan.folder / "postmortem" / f"epoch_{order.epoch:04d}_step_{order.step:04d}.json"
-        if self._group.world.rank == 0:
+        if self._coordinator.world.local_rank == 0:
             self._write_copy(record, order, rows)
-        self._group.barrier("the post-mortem copy")
+        self._coordinator.barrier("the post-mortem copy")
         rate = self._program.optimizer.learning_rate
         ranges = [f"{Path(path).name} rows {first} to {last}" for path, first, last in rows[:_MAX_NAMED]]
         more = f" and {len(rows) - _MAX_NAMED} more ranges" if len(rows) > _MAX_NAMED else ""

@@ -9,6 +9,7 @@ from lockstep.comm.messages import Order, Progress, Tick, WarningMessage
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.config.augmentation import crop_of
+from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.memory import Block
 from lockstep.network.program import Program
@@ -156,13 +157,9 @@ def check_finite(loss: float, where: str) -> None:
         )
 
 
-def warnings_of(config: Config, image_shape: tuple[int, ...], program: Program, rule: Rule) -> list[str]:
-    """Return what a user should know before the first step.
-
-    Args:
-        image_shape: Shape of the dataset's images, (rows, columns, channels).
-    """
-    warnings, (rows, columns) = [], program.crop_size
+def warnings_of(config: Config, dataset: Dataset, program: Program, rule: Rule) -> list[str]:
+    """Return what a user should know before the first step."""
+    warnings, image_shape, (rows, columns) = [], dataset.image_shape, program.crop_size
     if 2 * rows < image_shape[0] and 2 * columns < image_shape[1]:
         text = f"the network takes {rows} x {columns} pixels, less than a quarter of an image"
         remedy = f"make the dataset with --size {max(rows, columns) * 9 // 8}"

@@ -26,7 +26,6 @@ from lockstep.config.tasks import monitor_of
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.launch.status import StatusBoard
-from lockstep.memory import Memory
 from lockstep.network.program import Program
 from lockstep.network.recorder import HostStopwatch, Stopwatch
 from lockstep.runs import checkpoint
@@ -84,8 +83,8 @@ class Saver:
     On a host that shares its folder with host 0, trainer 0 makes memory checkpoints only.
 
     Args:
-        memory: The memory of the trainer's device.
-        dataset: The digest of the dataset's manifest; '' without a manifest.
+        dataset: The run's.
+        world: This trainer among all.
         rule_bytes: Bytes of the rule's tensors in a checkpoint.
         stopwatch: Of the trainer's device; by default of a CPU.
 
@@ -96,11 +95,11 @@ class Saver:
     def __init__(
         self,
         plan: RunPlan,
-        world: World,
         program: Program,
-        memory: Memory,
         reporter: ProgressReporter,
-        dataset: str = "",
+        dataset: Dataset,
+        *,
+        world: World,
         rule_bytes: int = 0,
         stopwatch: Stopwatch | None = None,
     ) -> None:
@@ -121,7 +120,7 @@ class Saver:
             _check_disk(plan.folder, program.arena.flat.nbytes + rule_bytes)
         if self._copies:
             n_slots = 2 if plan.retains else 1
-            self._slots = Snapshots(program.arena, rule_bytes, n_slots, memory, world.size, plan.retained)
+            self._slots = Snapshots(program.arena, rule_bytes, n_slots, world.size, plan.retained)
             if plan.retains and self._slots.is_new:
                 reporter.share(SnapshotMemory(), self._slots.block)
         if plan.retained and (not self._copies or self._slots.is_new):  # else it is written to again
@@ -156,11 +155,10 @@ class Saver:
     def _is_best(self, epoch: int, val_record: list[dict[str, float]]) -> bool:
         return best_epoch(val_record, monitor_of(self._config)) == epoch
 
-    def begin_receipts(self, dataset: Dataset, save: Callable[[bool, bool], None]) -> None:
+    def begin_receipts(self, save: Callable[[bool, bool], None]) -> None:
         """Begin to keep receipts, with `logical_ranks`. All trainers call it before the first step.
 
         Args:
-            dataset: The run's.
             save: Calls `save` with its arguments as `to_disk` and `receipt`, in all trainers.
 
         Raises:
@@ -171,7 +169,7 @@ class Saver:
                 if self._plan.start or self._plan.retained:
                     add_missing(self._plan.folder)
                 self._receipts = ReceiptKeeper(
-                    self._plan.folder, self._config, dataset, recovered=self._plan.retained is not None
+                    self._plan.folder, self._config, self._dataset, recovered=self._plan.retained is not None
                 )
             save(False, True)
 
@@ -205,7 +203,6 @@ class Saver:
         self,
         epoch: int,
         position: int,
-        n_samples: int,
         val_record: list[dict[str, float]],
         rule_state: dict[str, torch.Tensor],
         to_disk: bool = True,
@@ -216,7 +213,6 @@ class Saver:
         Args:
             epoch: The current epoch, from 1.
             position: Samples of the epoch that have been trained on.
-            n_samples: Samples per epoch.
             val_record: Validation results so far; copied.
             rule_state: The rule's tensors.
             to_disk: Whether it is written to the disk; if not, it is a memory checkpoint or a receipt.
@@ -235,12 +231,12 @@ class Saver:
             State.now,
             epoch=epoch,
             position=position,
-            n_samples=n_samples,
+            n_samples=len(self._dataset.train),
             learning_rate=self._program.optimizer.learning_rate,
             val_record=list(val_record),
             n_trainers=self._world.size,
             config=self._config,
-            dataset=self._dataset,
+            dataset=self._dataset.digest,
             only_best=not self._is_regular(epoch) and self._is_best(epoch, val_record),
         )
         if to_disk and self._is_writer:

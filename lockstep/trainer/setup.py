@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -83,25 +84,44 @@ def _read_topology(cpu: int, name: str) -> int:
     return int(path.read_text()) if path.exists() else 0
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """A trainer's part in the exchange.
+
+    Attributes:
+        transport: Over the arenas of all trainers.
+        rule: What the trainers exchange after a step.
+        replicas: The comparison of their replicas during training.
+    """
+
+    transport: Transport
+    rule: Rule
+    replicas: ReplicaCheck
+
+    def close(self) -> None:
+        """Close the other trainers' memory."""
+        self.rule.close()
+        self.transport.close()
+
+
 def open_exchange(
     config: Config,
     backend: Backend,
     program: Program,
     group: Group,
+    coordinator: Coordinator,
     recorder: Recorder,
     rule_state: dict[str, torch.Tensor],
-    coordinator: Coordinator,
-) -> tuple[Transport, Rule, ReplicaCheck, str]:
-    """Open the transport over all trainers' arenas and the rule. All trainers call it at the same time.
+) -> Exchange:
+    """Open the transport over all trainers' arenas and the rule, and have the device's kernels used.
+
+    All trainers call it at the same time. Their replicas are compared at once.
 
     Args:
+        group: The trainers of this host.
+        coordinator: The trainers of all hosts.
         recorder: Its stopwatch measures the phases of an exchange.
         rule_state: The rule's tensors in the checkpoint to resume from.
-        coordinator: The trainers of all hosts.
-
-    Returns:
-        The transport, the rule, the comparison of replicas during training, and a line on why this transport
-        was chosen, or ''.
 
     Raises:
         UserError: The configured exchange is not possible.
@@ -118,11 +138,13 @@ def open_exchange(
     if not is_single:  # a single trainer has no exchange, and events for its phases would only cost time
         transport.clock = recorder.stopwatch.enter
     check_replicas(group, arena, "the start", coordinator.alike)
-    rule = make_rule(config, program, transport, backend.memory, rule_state)
+    rule = make_rule(config, program, transport, rule_state)
     if config.sync_batch_norm and group.pipes:  # a single trainer has all images
-        program.share_statistics(transport, backend.memory, recorder.stopwatch.enter)
+        program.share_statistics(transport, recorder.stopwatch.enter)
     if config.recheck_every and group.pipes:
         assert isinstance(program, CheckedGradients)
         program.recheck = Recheck(config, group, backend, program, program.digest_of)
-    replicas = ReplicaCheck(group, arena, config.check_every, coordinator.alike)
-    return transport, rule, replicas, f"exchange: {transport.name}: {reason}" if reason else ""
+    exchange = f"exchange: {transport.name}: {reason}" if reason else ""
+    for note in filter(None, (backend.speed_up(program, config), exchange)):
+        program.warn(note)
+    return Exchange(transport, rule, ReplicaCheck(group, arena, config.check_every, coordinator.alike))

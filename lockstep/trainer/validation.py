@@ -1,7 +1,6 @@
 """The validation of an epoch: all trainers measure their shares and add what they counted."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from lockstep.comm.messages import Validated
 from lockstep.comm.pipes import Pipe
 from lockstep.config.tasks import is_multilabel, monitor_of
 from lockstep.data.dataset import Dataset
+from lockstep.launch.status import StatusBoard
 from lockstep.loading.feed import Feed
 from lockstep.loading.orders import Orders
 from lockstep.network.program import Program
@@ -26,10 +26,10 @@ class Validator:
     """A measurement of the program on the validation images.
 
     Args:
-        control: The pipe to the launcher, which may ask to stop.
-        say: Shows what this trainer is doing.
         orders: The trainer's minibatches.
         dataset: Has the validation images and the number of classes.
+        control: The pipe to the launcher, which may ask to stop.
+        board: Shows what this trainer is doing.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class Validator:
         program: Program,
         coordinator: Coordinator,
         reporter: ProgressReporter,
-        control: Pipe,
-        say: Callable[[str], object],
         orders: Orders,
         dataset: Dataset,
+        control: Pipe,
+        board: StatusBoard,
     ) -> None:
         self._config = orders.config
         self._program, self._coordinator, self._reporter = program, coordinator, reporter
-        self._control, self._say = control, say
+        self._control, self._say = control, board.say
         self._n_images, self._n_classes = len(dataset.val), dataset.n_classes
         self._n_steps = orders.n_steps("val")
 

@@ -9,7 +9,6 @@ from lockstep.comm.group import World
 from lockstep.comm.messages import Order
 from lockstep.data.dataset import Dataset
 from lockstep.loading.orders import Orders
-from lockstep.memory import Memory
 from lockstep.network.program import Program
 from lockstep.runs import checkpoint
 from lockstep.runs.plan import RunPlan
@@ -38,7 +37,7 @@ class StateSender(Saver):
     """A saver that sends the digest of each state that has a receipt.
 
     Args:
-        plan, world, program, memory, reporter: As of Saver; `plan.writes` must be False.
+        plan, program, reporter, dataset, world: As of Saver; `plan.writes` must be False.
         orders: They number the steps.
         steps: The steps of the whole run whose states are sent.
     """
@@ -46,15 +45,16 @@ class StateSender(Saver):
     def __init__(
         self,
         plan: RunPlan,
-        world: World,
         program: Program,
-        memory: Memory,
         reporter: ProgressReporter,
+        dataset: Dataset,
+        *,
+        world: World,
         orders: Orders,
         steps: Sequence[int],
     ) -> None:
         assert not plan.writes, "a replay writes nothing"
-        super().__init__(plan, world, program, memory, reporter)
+        super().__init__(plan, program, reporter, dataset, world=world)
         self._orders, self._steps = orders, set(steps)
 
     @property
@@ -62,7 +62,7 @@ class StateSender(Saver):
         """True if all states have been sent. It is the same in all trainers."""
         return not self._steps
 
-    def begin_receipts(self, dataset: Dataset, save: Callable[[bool, bool], None]) -> None:
+    def begin_receipts(self, save: Callable[[bool, bool], None]) -> None:
         self._reporter.send(ReplayBegun(versions_of_computing(), machine_of(self._config)))
         save(False, True)
 
@@ -73,7 +73,6 @@ class StateSender(Saver):
         self,
         epoch: int,
         position: int,
-        n_samples: int,
         val_record: list[dict[str, float]],
         rule_state: dict[str, torch.Tensor],
         to_disk: bool = True,

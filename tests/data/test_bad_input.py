@@ -211,9 +211,7 @@ def test_a_file_that_breaks_while_training_is_named_by_its_loader(folder: Path, 
 def test_weights_that_are_no_numbers_are_not_saved(shared_folder: Path, tmp_path: Path) -> None:
     control, _keep_open = multiprocessing.Pipe()
     plan = RunPlan(make_config(data_folder=str(shared_folder), para_load=False), tmp_path, None)
-    trainer = Trainer(
-        plan, Group.on_one_host(0, {}), (), Pipe(control, "the launcher", 5), StatusBoard.create()
-    )
+    trainer = Trainer(plan, Group.on_one_host(0, {}), Pipe(control, "the launcher", 5), StatusBoard.create())
     trainer.program.arena.tensors["weights/fc5.bias"][0] = float("nan")
     trainer.save()
     with pytest.raises(UserError, match=r"not finite in the checkpoint of epoch 1 .*: lower learning_rate"):

@@ -64,7 +64,7 @@ def validate_rank(rank: int, pipes: dict[int, Pipe], config: Config) -> list[dic
     launcher, _keep_open = multiprocessing.Pipe()
     plan = RunPlan(config, Path(), None)
     trainer = Trainer(
-        plan, Group.on_one_host(rank, pipes), (), Pipe(launcher, "launcher", 60), StatusBoard.create()
+        plan, Group.on_one_host(rank, pipes), Pipe(launcher, "launcher", 60), StatusBoard.create()
     )
     trainer.epoch = config.n_epochs
     trainer.feed._orders = trainer.orders.of("val", 1)  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ def make_factors(world: World, n_rows: int, dtype: torch.dtype = torch.float64) 
         arena.span_of(layer.name)[0] for layer in layers
     )
     assert arena.n_leading <= min(arena.span_of(name)[0] for name in ("conv.weight", "first.bias"))
-    return Factors(layers, arena, HostMemory(), world)
+    return Factors(layers, arena, world)
 
 
 def plan(factors: Factors, world: World, chunk: int, keep: bool) -> list[tuple[int, int]]:
@@ -87,8 +87,8 @@ def test_a_weight_that_something_else_uses_too_is_refused() -> None:
     model = FullLayers(7).double()
     layer = FactoredLayer("odd.weight", 99, 201, 4, torch.float64)
     arena = Arena(model, HostMemory(), leading=["odd.weight"])
-    factors = Factors([layer], arena, HostMemory(), world)
-    gradients = Gradients(model, arena, HostMemory(), factors)
+    factors = Factors([layer], arena, world)
+    gradients = Gradients(model, arena, factors)
     made = model.odd(torch.ones(4, 201, dtype=torch.float64)).sum()
     made.backward()
     errors, inputs = factors._of_ranks[0][0]

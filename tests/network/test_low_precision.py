@@ -56,7 +56,7 @@ def train(
         arena = replica.arena
         assert (arena.low_precision is not None) == kept
         transport = HostTransport.open(arena.block, "f4", len(arena.flat), group)
-        rule, found = make_rule(config, replica, transport, memory, {}), []
+        rule, found = make_rule(config, replica, transport, {}), []
         for epoch in (1, 2):
             replica.begin_epoch(epoch, 90, config.learning_rate)
             for step in range(N_STEPS):

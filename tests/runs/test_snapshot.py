@@ -47,7 +47,7 @@ def in_another_process(snapshots: Snapshots, checkpoint: MemoryCheckpoint) -> Re
 
 def test_a_checkpoint_has_every_tensor_and_the_state_as_they_were() -> None:
     arena = make_arena()
-    snapshots = Snapshots(arena, 4 * 108, 2, HostMemory())
+    snapshots = Snapshots(arena, 4 * 108, 2)
     arena.local["buffers/1.num_batches_tracked"].fill_(7)
     before = {name: tensor.clone() for name, tensor in arena.state().items()}
     retained = in_another_process(snapshots, take(snapshots, 16))
@@ -64,7 +64,7 @@ def test_a_checkpoint_has_every_tensor_and_the_state_as_they_were() -> None:
 def test_a_torn_copy_leaves_the_one_before_whole() -> None:
     """Trainer 0 may die at any moment of the next copy."""
     arena = make_arena()
-    snapshots = Snapshots(arena, 4 * 108, 2, HostMemory())
+    snapshots = Snapshots(arena, 4 * 108, 2)
     take(snapshots, 16)
     retained = in_another_process(snapshots, take(snapshots, 32))
     arena.flat.fill_(5.0)
@@ -76,7 +76,7 @@ def test_a_torn_copy_leaves_the_one_before_whole() -> None:
 
 @pytest.mark.parametrize("place", [0, 1000, -1])
 def test_one_wrong_bit_anywhere_shows(place: int) -> None:
-    snapshots = Snapshots(make_arena(), 4 * 108, 2, HostMemory())
+    snapshots = Snapshots(make_arena(), 4 * 108, 2)
     retained = in_another_process(snapshots, take(snapshots, 16))
     content = retained._bytes()
     content[place] ^= 1
@@ -88,7 +88,7 @@ def test_one_wrong_bit_anywhere_shows(place: int) -> None:
 def test_a_run_resumes_from_memory_and_from_the_disk_if_that_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     save(tmp_path, {"weights/a": torch.ones(3)}, state_at(8))
-    snapshots = Snapshots(make_arena(), 4 * 108, 2, HostMemory())
+    snapshots = Snapshots(make_arena(), 4 * 108, 2)
     retained = in_another_process(snapshots, take(snapshots, 16))
     with open(tmp_path / "lock", "w") as lock:
         run = RunFolder(tmp_path, None, [], lock)
@@ -103,13 +103,13 @@ def test_a_run_resumes_from_memory_and_from_the_disk_if_that_is_damaged(tmp_path
 
 
 def test_memory_is_used_again_by_the_next_trainer_if_it_fits() -> None:
-    snapshots = Snapshots(make_arena(), 4 * 108, 2, HostMemory())
+    snapshots = Snapshots(make_arena(), 4 * 108, 2)
     retained = in_another_process(snapshots, take(snapshots, 16))
-    fits = Snapshots(make_arena(), 4 * 108, 2, HostMemory(), retained=retained)
+    fits = Snapshots(make_arena(), 4 * 108, 2, retained=retained)
     assert not fits.is_new and fits.block is retained.block
     take(fits, 24)
     assert retained.is_whole()  # the other slot was written
-    assert Snapshots(make_arena(), 1 << 20, 2, HostMemory(), retained=retained).is_new
+    assert Snapshots(make_arena(), 1 << 20, 2, retained=retained).is_new
 
 
 def test_too_little_memory_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_too_little_memory_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_record_that_is_too_long_is_refused_and_not_cut() -> None:
-    snapshots = Snapshots(make_arena(), 4 * 108, 2, HostMemory())
+    snapshots = Snapshots(make_arena(), 4 * 108, 2)
     snapshots.copy({})
     state = dataclasses.replace(state_at(16), config={"model_args": "x" * (2 << 20)})
     with pytest.raises(UserError, match="set memory_checkpoint_seconds: null"):

@@ -81,7 +81,7 @@ def train_rank(
     if start:
         start = folder / "checkpoints" / start.name
     plan = RunPlan(config, folder, start, here if config.n_hosts > 1 else None)
-    trainer = Trainer(plan, group, (), Pipe(ours, "the launcher", DEADLINE), StatusBoard.create())
+    trainer = Trainer(plan, group, Pipe(ours, "the launcher", DEADLINE), StatusBoard.create())
     if stopped and rank == len(pipes):
         launcher.send(Stop())
     overlapped = trainer.coordinator.network.overlapped if trainer.coordinator.network else None

@@ -42,7 +42,7 @@ def make_trainer(
     ours, launcher = multiprocessing.Pipe()
     control = Pipe(ours, "the launcher", DEADLINE)
     plan = RunPlan(config, place, start)
-    trainer = Trainer(plan, Group.on_one_host(rank, pipes), (), control, StatusBoard.create())
+    trainer = Trainer(plan, Group.on_one_host(rank, pipes), control, StatusBoard.create())
     return trainer, Pipe(launcher, f"trainer {rank}", DEADLINE)
 
 

@@ -155,9 +155,8 @@ def make_saver(
     program = SimpleNamespace(arena=arena, optimizer=SimpleNamespace(learning_rate=0.1))
     memory = {"retains": retains, "retained": retained}
     plan = RunPlan(make_config(**keys), folder, None, failure_rate=failure_rate, **memory)  # type: ignore[arg-type]
-    (world,) = World.on_one_host(1)
-    parts = plan, world, program, HostMemory(), heard
-    saver = Saver(*parts, rule_bytes=rule_bytes, stopwatch=stopwatch)  # type: ignore[arg-type]
+    dataset, (world,) = SimpleNamespace(train=range(90), digest=""), World.on_one_host(1)
+    saver = Saver(plan, program, heard, dataset, world=world, rule_bytes=rule_bytes, stopwatch=stopwatch)  # type: ignore[arg-type]
     return saver, arena, heard
 
 
@@ -193,7 +192,7 @@ def test_what_is_written_is_the_step_that_was_copied(tmp_path: Path, monkeypatch
     val_record = [{"epoch": 1, "loss": 1.0, "error_top1": 0.5, "error_top5": 0.5}]
     wait_until(saver.is_due, "the first checkpoint to be due")
     of_rule = {"outer/0.weight": torch.ones(4)}
-    saver.save(2, 32, 90, val_record, of_rule)
+    saver.save(2, 32, val_record, of_rule)
     assert not saver.is_due() and heard.messages == []  # at most one is written at once
     arena.flat.add_(1)
     for counts in arena.local.values():
@@ -216,7 +215,7 @@ def test_nothing_is_made_of_a_copy_that_the_device_is_still_making(tmp_path: Pat
     saver, _, heard = make_saver(tmp_path, clock, retains=True, checkpoint_minutes=1e-9)
     for name in ("written at a later step", "written at the end"):
         heard.messages.clear()
-        saver.save(2, 32, 90, [], {})
+        saver.save(2, 32, [], {})
         for _ in range(3):  # steps
             assert not (saver.is_due() or saver.is_copy_due()) and not heard.messages, name
         if name == "written at a later step":
@@ -233,7 +232,7 @@ def test_the_cost_of_a_memory_checkpoint_counts_the_time_of_the_device(tmp_path:
     due = []
     for name, clock in (("device", DeviceClock()), ("host", HostStopwatch())):
         saver, _, _ = make_saver(tmp_path / name, clock, retains=True)
-        saver.save(1, 8, 90, [], {}, to_disk=False)
+        saver.save(1, 8, [], {}, to_disk=False)
         saver.finish()
         time.sleep(0.3)
         due.append(saver.is_copy_due())
@@ -250,7 +249,7 @@ def test_frequent_failures_make_memory_checkpoints_more_frequent(tmp_path: Path)
     }
     for name, rate in rates.items():
         saver, _, _ = make_saver(tmp_path / name, DeviceClock(), retains=True, failure_rate=rate)
-        saver.save(1, 8, 90, [], {}, to_disk=False)
+        saver.save(1, 8, [], {}, to_disk=False)
         saver.finish()
         time.sleep(0.3)
         due.append(saver.is_copy_due())
@@ -270,7 +269,7 @@ def test_the_interval_costs_least_in_copies_and_repeated_steps(cost: float, fail
 def test_a_second_one_waits_for_the_first(tmp_path: Path, monkeypatch) -> None:
     gate = Gate(monkeypatch)
     saver, _, heard = make_saver(tmp_path)
-    saver.save(1, 8, 90, [], {})
+    saver.save(1, 8, [], {})
     wait_until(lambda: gate.n_writes == 1, "the first write")
     second = threading.Thread(target=saver.save, args=(1, 16, 90, [], {}))
     second.start()
@@ -287,16 +286,16 @@ def test_a_second_one_waits_for_the_first(tmp_path: Path, monkeypatch) -> None:
 def test_what_goes_wrong_in_the_thread_reaches_the_trainer(tmp_path: Path, monkeypatch) -> None:
     saver, _, heard = make_saver(tmp_path, timeout=1)
     shutil.rmtree(tmp_path / "checkpoints")
-    saver.save(1, 8, 90, [], {})
+    saver.save(1, 8, [], {})
     failed = r"epoch_0001_at_8\.safetensors: the checkpoint can't be written: "
     wait_until(saver.is_due, "the failure, which makes a save due")  # there is no checkpoint_minutes
     with pytest.raises(UserError, match=failed):
-        saver.save(1, 16, 90, [], {})
-    saver.save(1, 8, 90, [], {})
+        saver.save(1, 16, [], {})
+    saver.save(1, 8, [], {})
     with pytest.raises(UserError, match=failed):
         saver.finish()
     gate = Gate(monkeypatch)
-    saver.save(1, 16, 90, [], {})
+    saver.save(1, 16, [], {})
     with pytest.raises(
         UserError, match="the checkpoint of epoch 1 at image 16 is not written after 1 s: the disk is slow"
     ):

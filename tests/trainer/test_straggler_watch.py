@@ -200,10 +200,10 @@ def train_unevenly(
     trainer, launcher = make_trainer(rank, pipes, config, place, double=False)
     even_seconds = 0.04 if phase == "nothing" else 0.02  # longer, so that it outweighs noise
     targets = {
-        "exchange": (trainer.transport, "work"),
+        "exchange": (trainer.exchange.transport, "work"),
         "load-wait": (trainer.feed, "next"),
         "compute": (trainer.feed, "batch"),
-        "other": (trainer.replicas, "after_step"),
+        "other": (trainer.exchange.replicas, "after_step"),
     }
     for name, (owner, method) in targets.items():
         function = getattr(owner, method)
