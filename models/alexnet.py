@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.network.lrn import LocalResponseNorm
-from lockstep.network.pool import ReluMaxPool
+from lockstep.network.layers import LocalResponseNorm, ReluMaxPool
 
 
 @dataclass(frozen=True)

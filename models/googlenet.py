@@ -10,7 +10,7 @@ import math
 import torch
 from torch import nn
 
-from lockstep.network.lrn import LocalResponseNorm
+from lockstep.network.layers import LocalResponseNorm
 
 
 def conv(n_in: int, n_out: int, size: int, stride: int = 1) -> nn.Sequential:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lockstep.network.pool import ReluMaxPool
+from lockstep.network.layers import ReluMaxPool
 
 
 class Model(nn.Module):

@@ -24,10 +24,9 @@ from lockstep.data.preparing import Preparer
 from lockstep.kernels.augment import AugmentKernel
 from lockstep.kernels.sgd import SgdKernel
 from lockstep.loading.slots import BlockLayout, RingShape
-from lockstep.network import convolution, dropout, kernels
+from lockstep.network import convolution, dropout
+from lockstep.network.layers import INSTALLED, LocalResponseNorm, ReluMaxPool, install_kernels
 from lockstep.network.low_precision import Update
-from lockstep.network.lrn import LocalResponseNorm
-from lockstep.network.pool import ReluMaxPool
 
 # channels, rows and columns of the input; outputs, kernel, stride, padding, groups
 _CONVOLUTIONS = {
@@ -130,8 +129,8 @@ def _module(module: nn.Module, shape: tuple[int, ...], place: str) -> Callable[[
 
 
 def _with_kernels(module: nn.Module, shape: tuple[int, ...], place: str, backend: CudaBackend) -> Any:
-    implementations = kernels.install(nn.Sequential(module), Config(), backend.memory, backend.stream)
-    if kernels.INSTALLED not in implementations.values():
+    implementations = install_kernels(nn.Sequential(module), Config(), backend.memory, backend.stream)
+    if INSTALLED not in implementations.values():
         raise RuntimeError(str(implementations))
     return _module(module, shape, place)
 
@@ -139,7 +138,7 @@ def _with_kernels(module: nn.Module, shape: tuple[int, ...], place: str, backend
 def _dropout(which: str, shape: tuple[int, ...], place: str, backend: CudaBackend) -> Callable[[], object]:
     model = nn.Sequential(nn.Dropout())
     layers = dropout.install(model)
-    kernels.install(
+    install_kernels(
         model, resolve([Layer("benchmark", {"custom_kernels": which})])[0], backend.memory, backend.stream
     )
     dropout.set_keys(layers, torch.arange(shape[0], dtype=torch.int32, device=place))

@@ -30,7 +30,7 @@ def test_that_is_skipped(): pytest.skip("needs 2 NVIDIA GPUs")
 # First what most depends on, then one whole training run; the rest is for another call.
 _FIRST = (
     (
-        "network/test_network_kernels.py",
+        "network/test_layers.py",
         "exchange/test_conformance.py",
         "loading/test_loading.py",
         "-k",

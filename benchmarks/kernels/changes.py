@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.measure import medians, table
 from lockstep.data.augment import Augmenter
-from lockstep.network.lrn import LocalResponseNorm
+from lockstep.network.layers import LocalResponseNorm
 
 BATCH, SIZE, CROP = 32, 256, 227
 Ways = dict[str, Callable[[], object]]

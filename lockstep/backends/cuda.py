@@ -23,7 +23,7 @@ from lockstep.loading.slots import BlockLayout, RingShape
 from lockstep.loading.uploading import UploadRing
 from lockstep.memory import Block
 from lockstep.memory.cuda import NON_BLOCKING, CudaBlock, CudaMemory
-from lockstep.network import kernels, low_precision
+from lockstep.network import layers, low_precision
 from lockstep.network.convolution import blocks_for, layout_of
 from lockstep.network.low_precision import image_dtype
 from lockstep.network.program import Program
@@ -79,15 +79,15 @@ class CudaBackend(Backend):
 
     def speed_up(self, program: Program, config: Config) -> str:
         place = config, self.memory, self.stream
-        implementations = kernels.install(program.model, *place)
-        implementations |= kernels.install_update(program.optimizer.low_precision, *place)
+        implementations = layers.install_kernels(program.model, *place)
+        implementations |= layers.install_step_kernel(program.optimizer.low_precision, *place)
         implementations["blocks"] = _enable_blocks(program, config)
         process = "loader" if config.augment_on == "loader" and config.para_load else "trainer"
-        implementations["augment"] = _augmentation(config, f"{kernels.INSTALLED}, in the {process}")
+        implementations["augment"] = _augmentation(config, f"{layers.INSTALLED}, in the {process}")
         implementations["upload"] = f"by the {uploader_of(config)} (upload: {config.upload})"
         program.implementations = {**program.implementations, **implementations}
         return "; ".join(
-            f"{name}: {way}" for name, way in implementations.items() if kernels.UNAVAILABLE in way
+            f"{name}: {way}" for name, way in implementations.items() if layers.UNAVAILABLE in way
         )
 
     def stopwatch(self) -> Stopwatch:
@@ -193,10 +193,10 @@ def _enable_blocks(program: Program, config: Config) -> str:
     """Have the augmentation kernel write images in blocks if the network takes them; return the outcome."""
     if (layout := layout_of(config)) not in _BY_BLOCKS:
         return f"images stay as they are, by conv_layout: {layout}"
-    if not kernels.is_asked("blocks", config):
+    if not layers.is_asked("blocks", config):
         return f"torch, by custom_kernels: {config.custom_kernels}"
     rows, columns = program.crop_size
     if rows != columns or config.n_channels not in (None, 3):
         return "torch: the kernel makes blocks of square images with three channels"
     program.blocks, problem = blocks_for(program.model, rows, program.arena.flat)
-    return kernels.INSTALLED if program.blocks else f"torch: {problem}"
+    return layers.INSTALLED if program.blocks else f"torch: {problem}"

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Literal
 
 from lockstep.comm.group import Group
 from lockstep.errors import UserError
-from lockstep.exchange import ALIGNMENT, OPS, Op, Span, shard
+from lockstep.exchange import ALIGNMENT, OPS, Op, Span, padded, shard
 from lockstep.exchange.tree import PartialSums
-from lockstep.memory import Block
+from lockstep.memory import Block, Memory
 
 if TYPE_CHECKING:
     import torch
@@ -281,3 +281,45 @@ class MarkedReduction(ABC):
     @abstractmethod
     def join_marked(self) -> None:
         """Make the device wait until all reductions that `reduce_marked` has started are done."""
+
+
+class SharedRows:
+    """A small float64 table of one row per rank. All ranks construct it and exchange at once.
+
+    A rank may write its row again after all ranks have passed another barrier.
+
+    Args:
+        transport: Connects arenas of `dtype` of the same ranks.
+        memory: Allocates the table.
+        n_columns: float64 numbers in a row.
+        what: Purpose of the memory, for errors.
+    """
+
+    def __init__(
+        self, transport: Transport, memory: Memory, n_columns: int, dtype: "torch.dtype", what: str
+    ) -> None:
+        import torch
+
+        world, width = transport.group.world, padded(n_columns)
+        self._block = memory.allocate(8 * width * world.size, what)
+        self._table, self._rank = self._block.tensor(torch.float64, (world.size, width)), world.rank
+        self._transport = transport.another(self._block, self._table.view(dtype).view(-1))
+        self._transport.clock = transport.clock
+
+    def exchange(self, row: "torch.Tensor", barrier: Barrier | None = None) -> None:
+        """Share this rank's row (up to n_columns,) with all ranks.
+
+        Raises:
+            PeerProblem: A rank did not arrive in time; the message names it.
+        """
+        self._table[self._rank, : len(row)].copy_(row)
+        self._transport.exchange_rows(barrier)
+
+    def rows(self, n_columns: int) -> "torch.Tensor":
+        """Return a view of the first columns of all rows: float64 (rank, n_columns)."""
+        return self._table[:, :n_columns]
+
+    def close(self) -> None:
+        """Close the transport and free the table."""
+        self._transport.close()
+        self._block.close()

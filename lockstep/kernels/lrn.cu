@@ -1,5 +1,5 @@
 // Local response normalisation across channels, and its gradient, in float32 or bfloat16, on numbers (pixel, channel).
-// lockstep/network/lrn.py has the formulas, and an implementation in torch.
+// lockstep/network/layers.py has the formulas, and an implementation in torch.
 //
 // One thread writes CHUNK neighbouring channels of one pixel, 16 bytes. It reads them and as much of the chunks on either side
 // as its own sums and its neighbours' sums need, and computes in float32. At most n = 5 channels are summed; the number of

@@ -9,7 +9,7 @@ from lockstep.kernels.common import CHUNK_BYTES, THREADS, fits_chunks, most_bloc
 from lockstep.memory.cuda import CudaMemory
 
 if TYPE_CHECKING:  # the layer lies in a higher package
-    from lockstep.network.lrn import LocalResponseNorm
+    from lockstep.network.layers import LocalResponseNorm
 
 _MOST_NEIGHBOURS = 5  # as in lrn.cu
 

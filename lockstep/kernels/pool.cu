@@ -1,4 +1,4 @@
-// ReLU followed by max pooling, in float32 or bfloat16, on numbers (image, row, column, channel). lockstep/network/pool.py is an
+// ReLU followed by max pooling, in float32 or bfloat16, on numbers (image, row, column, channel). lockstep/network/layers.py is an
 // implementation in torch. Windows are square, without padding.
 //
 // Forward, a thread writes CHUNK neighbouring channels of one output, 16 bytes, and for each a byte: the place of the first

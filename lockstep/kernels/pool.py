@@ -10,7 +10,7 @@ from lockstep.kernels.common import CHUNK_BYTES, THREADS, fits_chunks, most_bloc
 from lockstep.memory.cuda import CudaMemory
 
 if TYPE_CHECKING:  # the layer lies in a higher package
-    from lockstep.network.pool import ReluMaxPool
+    from lockstep.network.layers import ReluMaxPool
 
 _MOST_NUMBERS = 2**31  # pool.cu counts a tensor's numbers in 32 bits
 _MOST_PLACES = 255  # places of a window; a byte holds one of them or "none"

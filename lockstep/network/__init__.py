@@ -5,8 +5,9 @@
 - `replica.py` trains on a batch; `program.py` is the interface that it implements.
 - `optimizer.py` steps on all weights, or on one rank's shard with gradients from `gradients.py`.
 - `low_precision.py` sets the precision and keeps bfloat16 copies of weights.
-- `dropout.py`, `lrn.py`, `pool.py`, `convolution.py` and `batch_norm.py` are layers; `kernels.py` has a GPU
+- `layers.py`, `dropout.py`, `convolution.py` and `batch_norm.py` are layers; `layers.py` has a GPU
   compute some of them in CUDA kernels of Lockstep's own.
+- `stages.py` freezes parts of a network and gives them learning rates.
 - `step_graph.py` compiles a step or captures it as a CUDA graph.
 - `recorder.py` measures time by phase and sums losses.
 """

@@ -6,7 +6,7 @@ equations 1.3). In the backward pass trainers share the two sums that the gradie
 2015, arXiv 1502.03167, section 3). All trainers add in rank order, so all have the same bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,20 +14,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.comm.group import Group
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.exchange.transport import Transport
+from lockstep.exchange.transport import SharedRows, Transport
 from lockstep.network.arena import Arena
-from lockstep.network.shared_rows import SharedRows
 
 
 class Statistics:
     """The exchange of per-channel sums among all trainers.
 
     Args:
+        transport: Connects the arenas of all trainers. Its clock gets the phases of the exchange.
+        arena: This trainer's.
         n_channels: Channels of the widest layer.
-        clock: Called with 'barrier', 'exchange' and 'compute' when these phases begin.
 
     Attributes:
         n_bytes: Bytes read from other trainers since the caller last reset it.
@@ -35,21 +34,13 @@ class Statistics:
             of 0, so that the others can proceed.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        arena: Arena,
-        n_channels: int,
-        clock: Callable[[str], None],
-    ) -> None:
-        self._group: Group = transport.group
-        self._clock, self._n_exchanges, self.n_bytes, self.counted = clock, 0, 0, True
+    def __init__(self, transport: Transport, arena: Arena, n_channels: int) -> None:
+        self._group, self._clock = transport.group, transport.clock
+        self._n_exchanges, self.n_bytes, self.counted = 0, 0, True
         # Two tables alternate: the exchange in between ensures that all ranks have read a row before its
         # owner writes it again.
-        what = "statistics of batch normalisation"
-        self._tables = [SharedRows(transport, arena, 2 * n_channels + 1, what) for _ in range(2)]
-        for table in self._tables:
-            table.use_clock(clock)
+        columns, dtype, what = 2 * n_channels + 1, arena.flat.dtype, "statistics of batch normalisation"
+        self._tables = [SharedRows(transport, arena.memory, columns, dtype, what) for _ in range(2)]
 
     def all_gather(self, row: torch.Tensor, point: str) -> torch.Tensor:
         """Return all ranks' rows: float64 (rank, column), valid until the exchange after the next.
@@ -107,22 +98,9 @@ class _SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
 
 
-class _SyncBatchNorm1d(_SyncBatchNorm, nn.BatchNorm1d):
-    pass
-
-
-class _SyncBatchNorm2d(_SyncBatchNorm, nn.BatchNorm2d):
-    pass
-
-
-class _SyncBatchNorm3d(_SyncBatchNorm, nn.BatchNorm3d):
-    pass
-
-
 _KINDS: dict[type, type[_SyncBatchNorm]] = {
-    nn.BatchNorm1d: _SyncBatchNorm1d,
-    nn.BatchNorm2d: _SyncBatchNorm2d,
-    nn.BatchNorm3d: _SyncBatchNorm3d,
+    kind: type(f"_Sync{kind.__name__}", (_SyncBatchNorm, kind), {})
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 }
 
 

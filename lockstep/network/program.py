@@ -74,14 +74,13 @@ class Program(ABC):
             step.
         """
 
-    def share_statistics(self, transport: Transport, clock: Callable[[str], None]) -> None:
+    def share_statistics(self, transport: Transport) -> None:
         """Have batch normalisation use the statistics of all trainers' images (sync_batch_norm).
 
         All trainers call it at once; from then on they synchronize inside every forward_backward.
 
         Args:
             transport: Connects the arenas of all trainers.
-            clock: A stopwatch's `enter`.
 
         Raises:
             UserError: The network has no statistics that can be shared.

@@ -1,7 +1,7 @@
 """One trainer's replica of the network: its tensors in the arena, and what it does with a batch."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -26,7 +26,6 @@ from lockstep.network import batch_norm, convolution, dropout, low_precision
 from lockstep.network.arena import Arena
 from lockstep.network.build import build_model, crop_size, input_spec_of
 from lockstep.network.factors import Factors, factored_layers
-from lockstep.network.fine_tuning import Frozen, rate_scales
 from lockstep.network.gradients import Gradients
 from lockstep.network.logical_ranks import (
     LogicalRankSums,
@@ -39,7 +38,7 @@ from lockstep.network.low_precision import LowPrecisionWeights
 from lockstep.network.optimizer import ShardedUpdater, Updater, needs_norms
 from lockstep.network.program import CheckedGradients, Program
 from lockstep.network.recorder import HostStopwatch, Recorder, rounded
-from lockstep.network.stages import recompute
+from lockstep.network.stages import Frozen, rate_scales, recompute
 from lockstep.network.step_graph import Compiled, StepGraph, why_not_captured
 from lockstep.optim import states_of
 from lockstep.runs import checkpoint
@@ -136,9 +135,8 @@ class Replica(Program, CheckedGradients):
             self._rank_sums = LogicalRankSums(self.arena, gradients, self._config.logical_ranks)
         return gradients, updater, pieces
 
-    def share_statistics(self, transport: Transport, clock: Callable[[str], None]) -> None:
-        n_channels = batch_norm.widest(self.model)
-        self._statistics = batch_norm.Statistics(transport, self.arena, n_channels, clock)
+    def share_statistics(self, transport: Transport) -> None:
+        self._statistics = batch_norm.Statistics(transport, self.arena, batch_norm.widest(self.model))
         batch_norm.install(self.model, self._statistics)
 
     def close(self) -> None:

@@ -15,13 +15,12 @@ from torch import nn
 from lockstep.config import Config
 from lockstep.config.shares import Bounds, bounds_of
 from lockstep.exchange import Op, Span
-from lockstep.exchange.transport import MarkedReduction, Transport
+from lockstep.exchange.transport import MarkedReduction, SharedRows, Transport
 from lockstep.exchange.tree import PartialSums
 from lockstep.network.arena import Arena
 from lockstep.network.factors import Factors
 from lockstep.network.optimizer import ShardedUpdater, has_norms, inexact_norms
 from lockstep.network.program import Program
-from lockstep.network.shared_rows import SharedRows
 from lockstep.sync import Rule, StepBarrier
 from lockstep.sync.assembling import assemble
 from lockstep.sync.weights import all_reduce_bytes, inexact
@@ -206,8 +205,7 @@ class _Norms:
 
     def __init__(self, updater: ShardedUpdater, transport: Transport, arena: Arena) -> None:
         self._updater = updater
-        self._table = SharedRows(transport, arena, updater.n_norms, "norms")
-        self._table.use_clock(transport.clock)
+        self._table = SharedRows(transport, arena.memory, updater.n_norms, arena.flat.dtype, "norms")
 
     def exchange(self, step_barrier: StepBarrier) -> None:
         """Exchange the norms, between the reduction of the gradients and the step."""

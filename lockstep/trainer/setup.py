@@ -140,7 +140,7 @@ def open_exchange(
     check_replicas(group, arena, "the start", coordinator.alike)
     rule = make_rule(config, program, transport, rule_state)
     if config.sync_batch_norm and group.pipes:  # a single trainer has all images
-        program.share_statistics(transport, recorder.stopwatch.enter)
+        program.share_statistics(transport)
     if config.recheck_every and group.pipes:
         assert isinstance(program, CheckedGradients)
         program.recheck = Recheck(config, group, backend, program, program.digest_of)

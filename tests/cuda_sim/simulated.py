@@ -162,6 +162,7 @@ def compute_on_the_host(device: object, stream: Any) -> None:
 def _places_of_torch() -> list[tuple[Any, str]]:
     """Return the functions in which trainers and ranks call torch: their owners and names."""
     import train_funcs
+    from lockstep.exchange.transport import SharedRows
     from lockstep.hosts.hierarchical import HierarchicalTransport
     from lockstep.hosts.network import HostNetwork
     from lockstep.network.arena import Arena
@@ -169,7 +170,6 @@ def _places_of_torch() -> list[tuple[Any, str]]:
     from lockstep.network.gradients import Gradients
     from lockstep.network.optimizer import ShardedUpdater, Updater
     from lockstep.network.replica import Replica
-    from lockstep.network.shared_rows import SharedRows
     from lockstep.sync import assembling, unsynchronized
     from lockstep.sync.elastic import ElasticRule
     from lockstep.sync.gossip import GossipRule

@@ -14,8 +14,8 @@ from training_runs import Tensors, assert_same, newest, relative_difference, tra
 
 from lockstep.errors import UserError
 from lockstep.network.build import build_model
-from lockstep.network.fine_tuning import Frozen, rate_scales
 from lockstep.network.gradients import _buckets
+from lockstep.network.stages import Frozen, rate_scales
 
 NORMED = {"model_args": {"norm": True}}
 FROZEN = {"model": "small_networks:TwoHeads", **NORMED, "freeze": ["conv.*", "norm.*"]}

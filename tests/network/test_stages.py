@@ -13,9 +13,8 @@ from torch import nn
 from lockstep.comm.messages import Order
 from lockstep.errors import UserError
 from lockstep.loading import Batch
-from lockstep.network.fine_tuning import rate_scales
 from lockstep.network.replica import Replica
-from lockstep.network.stages import stages_of
+from lockstep.network.stages import rate_scales, stages_of
 
 
 class Blocks(nn.Module):

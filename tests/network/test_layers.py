@@ -24,11 +24,10 @@ from lockstep.errors import UserError
 from lockstep.kernels.pool import PoolKernel
 from lockstep.kernels.sgd import SgdKernel
 from lockstep.launch.ranks import run_ranks
-from lockstep.network import dropout, kernels
+from lockstep.network import dropout
 from lockstep.network.convolution import Convolution
+from lockstep.network.layers import INSTALLED, UNAVAILABLE, LocalResponseNorm, ReluMaxPool, install_kernels
 from lockstep.network.low_precision import Update
-from lockstep.network.lrn import LocalResponseNorm
-from lockstep.network.pool import ReluMaxPool
 
 pytestmark = pytest.mark.timeout(600)  # PyCUDA is built the first time
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
@@ -107,9 +106,9 @@ def normalise(
     results = []
     for shape, form in CASES:
         norm = LocalResponseNorm(*form)
-        implementations = kernels.install(nn.Sequential(norm), make_config(), backend.memory, backend.stream)
+        implementations = install_kernels(nn.Sequential(norm), make_config(), backend.memory, backend.stream)
         assert implementations == {
-            "lrn": kernels.INSTALLED,
+            "lrn": INSTALLED,
             "dropout": "no such layer",
             "pool": "no such layer",
         }
@@ -150,7 +149,7 @@ def launch_in_another_thread(rank: int, pipes: dict[int, Pipe], simulation: Simu
     """Return what PyCUDA says of a kernel that comes first in a thread, as one did in autograd's."""
     backend, _ = start(simulation)
     norm = LocalResponseNorm()
-    kernels.install(nn.Sequential(norm), make_config(), backend.memory, backend.stream)  # type: ignore[attr-defined]
+    install_kernels(nn.Sequential(norm), make_config(), backend.memory, backend.stream)  # type: ignore[attr-defined]
     assert norm.kernel is not None
     with ThreadPoolExecutor(1) as pool:
         return str(
@@ -186,7 +185,7 @@ def drop(
         for which in ("none", "dropout"):
             model = nn.Sequential(nn.Dropout(p), nn.Dropout(p))
             layers = dropout.install(model)
-            kernels.install(model, make_config(custom_kernels=which), backend.memory, backend.stream)
+            install_kernels(model, make_config(custom_kernels=which), backend.memory, backend.stream)
             assert (layers[0].kernel is not None) == (which == "dropout")
             keys = torch.arange(7, 7 + len(x), dtype=torch.int32, device=device)
             dropout.set_keys(layers, keys)
@@ -214,8 +213,8 @@ def test_a_kernel_that_cant_be_built_is_done_without(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("lockstep.kernels.load", fail)
     memory: Any = SimpleNamespace(driver=None)
     norm = LocalResponseNorm()
-    implementations = kernels.install(nn.Sequential(norm), make_config(), memory, None)
-    assert implementations["lrn"] == f"{kernels.UNAVAILABLE}: no compiler"
+    implementations = install_kernels(nn.Sequential(norm), make_config(), memory, None)
+    assert implementations["lrn"] == f"{UNAVAILABLE}: no compiler"
     assert norm.kernel is None and norm(torch.ones(1, 3, 1, 1)).shape == (1, 3, 1, 1)
 
 
@@ -238,7 +237,7 @@ def pool(
     results = []
     for shape, form in POOLS:
         layer = ReluMaxPool(*form)
-        kernels.install(
+        install_kernels(
             nn.Sequential(layer), make_config(custom_kernels="pool"), backend.memory, backend.stream
         )
         x, gradient = (tensor.to(device) for tensor in pooling_example(shape, dtype))
@@ -281,7 +280,7 @@ def pool_behind(
     ):
         torch.manual_seed(1)
         layer, conv = ReluMaxPool(*form), Convolution(n_channels, n_channels, 1).to(device, dtype)
-        kernels.install(
+        install_kernels(
             nn.Sequential(layer), make_config(custom_kernels="pool"), backend.memory, backend.stream
         )
         bias = torch.zeros(16, dtype=dtype, device=device)[:n_channels].copy_(conv.bias)
