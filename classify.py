@@ -34,6 +34,7 @@ from lockstep.loading import Batch
 from lockstep.memory.host import HostMemory
 from lockstep.network.low_precision import configure
 from lockstep.network.replica import Replica, open_trained
+from lockstep.programs import make_parser
 from lockstep.runs import checkpoint_files
 from lockstep.runs import folder as runfolder
 from lockstep.text import handle_closed_pipe
@@ -75,8 +76,7 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(globals().get("COMMAND"), description=__doc__, formatter_class=form)
+    parser = make_parser(__doc__, globals().get("COMMAND"))
     images = "a file: JPEG, PNG, WebP ...; a folder, with its sub-folders; or a pattern, such as '*.jpg'"
     parser.add_argument("images", nargs="+", metavar="IMAGE", help=images)
     parser.add_argument("--run", type=Path, help="a run's folder (default: the newest in --runs)")

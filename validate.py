@@ -12,6 +12,7 @@ Exit code: 0 success; 2 an argument or file can't be used; 130 Ctrl-C, 143 SIGTE
 and the last line says which process failed, how, and what it was doing.
 """
 
+from lockstep.programs import make_parser
 from lockstep.signals import Interrupts
 
 if __name__ == "__main__":
@@ -77,8 +78,7 @@ def main(interrupts: Interrupts) -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(globals().get("COMMAND"), description=__doc__, formatter_class=form)
+    parser = make_parser(__doc__, globals().get("COMMAND"))
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     checkpoint_files.add_epoch(parser)
     parser.add_argument(

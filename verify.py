@@ -12,6 +12,7 @@ Exit code: 0 verified; 1 something is not as the receipts say, each in a line; 2
 has no receipts, its data are missing, or an argument can't be used; 130 Ctrl-C, 143 SIGTERM or SIGHUP.
 """
 
+from lockstep.programs import make_parser
 from lockstep.signals import Interrupts
 
 if __name__ == "__main__":
@@ -67,8 +68,7 @@ def main(interrupts: Interrupts) -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(globals().get("COMMAND"), description=__doc__, formatter_class=form)
+    parser = make_parser(__doc__, globals().get("COMMAND"))
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--replay", type=int, metavar="N", help="compute N random intervals again")
     parser.add_argument("--step", type=int, metavar="K", help="compute steps 0 to K again")

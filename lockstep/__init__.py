@@ -5,7 +5,7 @@ A package imports only those above it in this list; `make check` verifies that.
     errors.py     exceptions with messages for users     files.py   files that appear complete or not at all
     extras.py     packages that only some features need  text.py  text that can be stored and printed
     signals.py    Ctrl-C and SIGTERM                     typed.py   YAML values as annotated types
-    threads.py    functions in a thread that never delays the exit
+    programs.py   the parsers and errors of programs     threads.py  threads that never delay the exit
     objects.py    functions by name, and what lockstep.train passes
     trace/        timelines for Perfetto and Chrome: a run's processes, and dataflow
     optim/        optimizers, one file each, and learning rates

@@ -19,6 +19,7 @@ from pathlib import Path
 from lockstep.config import Layer, resolve
 from lockstep.data.dataset import Dataset, Split, open_dataset
 from lockstep.errors import UserError
+from lockstep.programs import make_parser, reports_errors
 from preprocessing import devkit
 from preprocessing.build import Job, build, unfinished
 from preprocessing.caffe_lists import class_folders, read_list
@@ -28,25 +29,16 @@ from preprocessing.tasks import StoredBatch, Target, Task
 _KEYS = ("train_folder", "val_folder", "label_folder", "mean_file")
 
 
+@reports_errors("convert", OSError, interrupted="stopped as asked; the same command resumes")
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status. `arguments` replaces those of the command line."""
-    options = read_command_line(arguments)
-    try:
-        convert(options)
-    except (UserError, OSError) as error:
-        print(f"convert: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("convert: stopped as asked; the same command resumes", file=sys.stderr)
-        return 130
+    convert(read_command_line(arguments))
     return 0
 
 
 def read_command_line(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line; `arguments` replaces it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("old", type=Path, help="the folder that holds train_hkl_b256_b_256, labels, misc ...")
     parser.add_argument("new", type=Path, help="the dataset folder to make; must not be there yet")
     parser.add_argument("--batch", type=int, default=256, help="images in a file (256)")

@@ -39,6 +39,7 @@ from lockstep.data.dataset import Dataset, Split, open_dataset
 from lockstep.data.hkl import HklArray
 from lockstep.data.manifest import differing, read_manifest
 from lockstep.errors import UserError
+from lockstep.programs import make_parser, reports_errors
 from lockstep.report.augmented import draw_sheet as draw_augmented_sheet
 from lockstep.text import handle_closed_pipe
 from preprocessing.bars import progress_bar
@@ -49,28 +50,25 @@ from preprocessing.finish import IMAGE_LISTS
 _COLUMNS = 4
 
 
+@reports_errors("inspect_data", OSError)
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status. `arguments` replaces those of the command line."""
     words = read_command_line(arguments)
-    try:
-        keys = {
-            "data_folder": str(words.folder),
-            **({"n_classes": words.n_classes} if words.n_classes else {}),
-        }
-        manifest = read_manifest(words.folder)
-        keys |= {"task": manifest.task} if manifest else {}
-        if words.augmented:
-            draw_augmented(words, keys)
-            return 0
-        if words.keys or words.config:
-            raise UserError("keys and --config are for --augmented, which is missing")
-        dataset = open_dataset(resolve([Layer("command line", keys)])[0])
-        describe(dataset)
-        draw(dataset, words)
-        wrong = check(dataset)
-    except (UserError, OSError) as error:
-        print(f"inspect_data: {error}", file=sys.stderr)
-        return 2
+    keys = {
+        "data_folder": str(words.folder),
+        **({"n_classes": words.n_classes} if words.n_classes else {}),
+    }
+    manifest = read_manifest(words.folder)
+    keys |= {"task": manifest.task} if manifest else {}
+    if words.augmented:
+        draw_augmented(words, keys)
+        return 0
+    if words.keys or words.config:
+        raise UserError("keys and --config are for --augmented, which is missing")
+    dataset = open_dataset(resolve([Layer("command line", keys)])[0])
+    describe(dataset)
+    draw(dataset, words)
+    wrong = check(dataset)
     for text in wrong:
         print(f"inspect_data: {text}", file=sys.stderr)
     return 1 if wrong else 0
@@ -78,11 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def read_command_line(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line; `arguments` replaces it."""
-    parser = argparse.ArgumentParser(
-        prog=globals().get("COMMAND"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__, globals().get("COMMAND"))
     parser.add_argument("folder", type=Path, help="the dataset folder")
     parser.add_argument("--out", type=Path, help="where to write the images (FOLDER/inspect)")
     parser.add_argument(

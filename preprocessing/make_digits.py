@@ -9,33 +9,27 @@ Kaynak 1998), which come with scikit-learn, so nothing is downloaded.
 Exit code: 0: the images are written. 2: a package is missing. 1: they could not be written.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from lockstep.errors import UserError
 from lockstep.extras import require
+from lockstep.programs import make_parser, reports_errors
 
 SIZE = 64
 N_VAL = 360
 NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
+@reports_errors("make_digits")
 def main() -> int:
     """Run the program and return its exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path, help="where to write train/ and val/")
     folder = parser.parse_args().folder
-    try:
-        write_digits(folder)
-    except UserError as error:
-        print(f"make_digits: {error}", file=sys.stderr)
-        return 2
+    write_digits(folder)
     return 0
 
 

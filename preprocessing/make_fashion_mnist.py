@@ -15,7 +15,6 @@ Nothing is downloaded.
 Exit code: 0: the images are written. 1: they could not be. 2: a file is missing or damaged.
 """
 
-import argparse
 import gzip
 import math
 import sys
@@ -26,6 +25,7 @@ import numpy as np
 from PIL import Image
 
 from lockstep.errors import UserError
+from lockstep.programs import make_parser, reports_errors
 
 NAMES = ["t_shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle_boot"]
 PACKAGED = Path("/usr/share/datasets/fashion-mnist")  # Debian's
@@ -34,11 +34,10 @@ SPLITS = {"train": "train", "val": "t10k"}
 UINT8 = 8
 
 
+@reports_errors("make_fashion_mnist")
 def main() -> int:
     """Run the program and return its exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "files", type=Path, nargs="?", default=PACKAGED, help=f"the folder with the four files ({PACKAGED})"
     )
@@ -47,14 +46,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.border < 0:
         parser.error(f"--border: must be at least 0, not {args.border}")
-    try:
-        for split, name in SPLITS.items():
-            print(
-                f"{write(args.files, name, args.folder / split, args.border)} images in {args.folder / split}"
-            )
-    except UserError as error:
-        print(f"make_fashion_mnist: {error}", file=sys.stderr)
-        return 2
+    for split, name in SPLITS.items():
+        print(f"{write(args.files, name, args.folder / split, args.border)} images in {args.folder / split}")
     return 0
 
 

@@ -34,6 +34,7 @@ from pathlib import Path
 from lockstep.config.tasks import MONITORED
 from lockstep.data.manifest import ORIENTATIONS, RESIZES
 from lockstep.errors import UserError, first_line
+from lockstep.programs import make_parser, reports_errors
 from lockstep.text import escape_when_printing, handle_closed_pipe
 from preprocessing.build import Job, build, unfinished
 from preprocessing.finish import BAD_LIST, task_fact
@@ -44,6 +45,7 @@ from preprocessing.plan import Settings, make_tasks
 from preprocessing.tasks import OnError, Target
 
 
+@reports_errors("make_hkl", OSError, interrupted="stopped as asked; the same command resumes")
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status. `arguments` replaces those of the command line."""
     escape_when_printing()
@@ -58,26 +60,15 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"{folder}: exists already. Remove it, or name another target.")
         listing = list_images(paths, source, words.val_split, words.task)
         make_dataset(listing, folder, settings, words.workers, words.max_errors)
-    except (UserError, OSError) as error:
-        print(f"make_hkl: {error}", file=sys.stderr)
-        return 2
     except MemoryError as error:
         text = f"not enough memory: {first_line(error)}. Lower --size, --batch or --workers."
-        print(f"make_hkl: {text}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("make_hkl: stopped as asked; the same command resumes", file=sys.stderr)
-        return 130
+        raise UserError(text) from error
     return 0
 
 
 def read_command_line(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line; `arguments` replaces it."""
-    parser = argparse.ArgumentParser(
-        prog=globals().get("COMMAND"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__, globals().get("COMMAND"))
     add = parser.add_argument
     words = "toy: 10 batches of each half; the images; the folder to make (what paths.yaml says)"
     add("words", nargs="*", metavar="[toy|full] [SOURCE TARGET]", help=words)

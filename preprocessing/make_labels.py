@@ -10,7 +10,6 @@ val.txt. --split also writes the labels of halves (_0, _1) or quarters.
 Exit code: 0: the labels are written. 2: an argument can't be used.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -18,15 +17,15 @@ import numpy as np
 
 from lockstep.errors import UserError
 from lockstep.files import read_array
+from lockstep.programs import make_parser, reports_errors
 from preprocessing.caffe_lists import read_list, read_names
 from preprocessing.finish import IMAGE_LISTS, write_labels
 
 
+@reports_errors("make_labels", OSError)
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status. `arguments` replaces those of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path, help="the dataset folder")
     parser.add_argument("--lists", type=Path, help="where train.txt and val.txt are (<folder>/misc)")
     parser.add_argument(
@@ -34,15 +33,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--batch", type=int, default=256, help="images in a file, for --split (256)")
     words = parser.parse_args(arguments)
-    try:
-        for split in ("train", "val"):
-            labels = find_labels(words.folder, words.lists or words.folder / "misc", split)
-            (words.folder / "labels").mkdir(exist_ok=True)
-            write_labels(words.folder / "labels", split, labels, words.split, words.batch)
-            print(f"{len(labels):,} {split} labels in {words.folder / 'labels'}")
-    except (UserError, OSError) as error:
-        print(f"make_labels: {error}", file=sys.stderr)
-        return 2
+    for split in ("train", "val"):
+        labels = find_labels(words.folder, words.lists or words.folder / "misc", split)
+        (words.folder / "labels").mkdir(exist_ok=True)
+        write_labels(words.folder / "labels", split, labels, words.split, words.batch)
+        print(f"{len(labels):,} {split} labels in {words.folder / 'labels'}")
     return 0
 
 

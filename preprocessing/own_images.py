@@ -9,7 +9,6 @@ YAML. The program shows what it finds and does, and writes its result to the fil
 Exit code: 0: the set is complete. 2: it could not be made.
 """
 
-import argparse
 import json
 import sys
 from functools import partial
@@ -20,6 +19,7 @@ import yaml
 from lockstep.config import Config, Layer, resolve
 from lockstep.config.tasks import Task
 from lockstep.errors import UserError
+from lockstep.programs import make_parser
 from lockstep.text import escape_when_printing
 from preprocessing import summary
 from preprocessing.inputs import list_source
@@ -30,9 +30,7 @@ from preprocessing.summary import say
 
 def main() -> int:
     """Run the program and return its exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("config", metavar="CONFIG", help="the run's configuration as YAML")
     parser.add_argument("descriptor", metavar="DESCRIPTOR", type=int, help="where to write the result")
     words = parser.parse_args()

@@ -23,6 +23,7 @@ from lockstep.backends import devices
 from lockstep.config import COMMAND_LINE, Config, Layer
 from lockstep.doctor import cards, links, loading, machine, partial_sums, uploads, waiting
 from lockstep.doctor.report import Report
+from lockstep.programs import make_parser
 from lockstep.text import handle_closed_pipe
 
 
@@ -56,11 +57,7 @@ def main() -> int:
 
 
 def _read_command_line() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=globals().get("COMMAND", "python -m lockstep.doctor"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__, globals().get("COMMAND", "python -m lockstep.doctor"))
     parser.add_argument("data_folder", nargs="?", help="the dataset folder to read from (a temporary file)")
     parser.add_argument(
         "--config", help="a YAML file as train.py takes it; without, no configuration is read"

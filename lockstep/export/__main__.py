@@ -10,7 +10,6 @@ Existing files are not overwritten. docs/weights.md describes each format. Exit 
 can't be used.
 """
 
-import argparse
 import json
 import logging
 import shutil
@@ -42,6 +41,7 @@ from lockstep.pretrained.heads import class_tensors, count_classes
 from lockstep.pretrained.match import compare
 from lockstep.pretrained.names import tensors_of
 from lockstep.pretrained.weights import weights_of
+from lockstep.programs import make_parser, reports_errors
 from lockstep.runs import checkpoint
 from lockstep.runs.checkpoint_files import add_epoch, find_checkpoint
 from lockstep.runs.network_source import check_importable
@@ -67,13 +67,10 @@ class Trained:
     tensors: dict[str, torch.Tensor]
 
 
+@reports_errors("lockstep")
 def main() -> int:
     """Run the program and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog=globals().get("COMMAND", "python -m lockstep.export"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__, globals().get("COMMAND", "python -m lockstep.export"))
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("--to", required=True, choices=ENDINGS, help="what to write: see above")
     add_epoch(parser)
@@ -83,19 +80,13 @@ def main() -> int:
     lib_conv = "for --to theano_alexnet: its key lib_conv, which says whether filters are flipped (cudnn)"
     parser.add_argument("--lib-conv", choices=("cudnn", "cudaconvnet"), help=lib_conv)
     arguments = parser.parse_args()
-    try:
-        if arguments.lib_conv and arguments.to != "theano_alexnet":
-            raise UserError(
-                f"--lib-conv {arguments.lib_conv} is for --to theano_alexnet, not for {arguments.to}"
-            )
-        trained = load_trained(arguments.run, arguments.epoch)
-        name = f"{arguments.run.resolve().name}-{trained.checkpoint.state.name}{ENDINGS[arguments.to]}"
-        out = arguments.out or Path(name)
-        for line in export(trained, arguments.to, out, arguments.lib_conv or "cudnn"):
-            print(line)
-    except UserError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
-        return 2
+    if arguments.lib_conv and arguments.to != "theano_alexnet":
+        raise UserError(f"--lib-conv {arguments.lib_conv} is for --to theano_alexnet, not for {arguments.to}")
+    trained = load_trained(arguments.run, arguments.epoch)
+    name = f"{arguments.run.resolve().name}-{trained.checkpoint.state.name}{ENDINGS[arguments.to]}"
+    out = arguments.out or Path(name)
+    for line in export(trained, arguments.to, out, arguments.lib_conv or "cudnn"):
+        print(line)
     what = f"model {trained.config.model}, {trained.n_classes} classes"
     print(f"wrote {out}: {what}, from {trained.checkpoint.path}")
     return 0

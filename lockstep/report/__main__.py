@@ -24,6 +24,7 @@ from pathlib import Path
 from lockstep.backends.devices import count_cores
 from lockstep.errors import UserError
 from lockstep.extras import require
+from lockstep.programs import make_parser, reports_errors
 from lockstep.report.runlog import read_run
 from lockstep.text import handle_closed_pipe
 
@@ -31,25 +32,22 @@ _LIVE_SECONDS = 5.0
 _START_SECONDS = 30.0  # for which a run that is resumed may still have its former end in its log
 
 
+@reports_errors("lockstep.report")
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status. `arguments` replaces those of the command line."""
     options = _read_command_line(arguments)
-    try:
-        require("the report", "report", "matplotlib")
-        # Only now: both import matplotlib.
-        from lockstep.report.theme import MOST_RUNS
-        from lockstep.report.writing import place_of, write_report
+    require("the report", "report", "matplotlib")
+    # Only now: both import matplotlib.
+    from lockstep.report.theme import MOST_RUNS
+    from lockstep.report.writing import place_of, write_report
 
-        folders = list(dict.fromkeys(options.runs))
-        if len(folders) > MOST_RUNS:
-            raise UserError(f"{len(folders)} runs: one chart can show at most {MOST_RUNS}. Name fewer.")
-        if options.live:
-            write_until_end(folders[0], options.out or folders[0])
-        runs = [read_run(folder) for folder in folders]
-        path = write_report(runs, options.out or place_of(runs), 0 if options.no_examples else options.images)
-    except UserError as error:
-        print(f"lockstep.report: {error}", file=sys.stderr)
-        return 2
+    folders = list(dict.fromkeys(options.runs))
+    if len(folders) > MOST_RUNS:
+        raise UserError(f"{len(folders)} runs: one chart can show at most {MOST_RUNS}. Name fewer.")
+    if options.live:
+        write_until_end(folders[0], options.out or folders[0])
+    runs = [read_run(folder) for folder in folders]
+    path = write_report(runs, options.out or place_of(runs), 0 if options.no_examples else options.images)
     for run in runs:
         for note in run.notes:
             print(f"note: {note}", file=sys.stderr)
@@ -82,11 +80,7 @@ def write_until_end(folder: Path, out: Path) -> None:
 
 
 def _read_command_line(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=globals().get("COMMAND", "python -m lockstep.report"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__, globals().get("COMMAND", "python -m lockstep.report"))
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, runs/<name>")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write: see above")
     live = "write the page every few seconds until the run has ended; it reloads itself (one run)"

@@ -10,32 +10,24 @@ the process, which runs ahead of its device; log.jsonl and the report have the d
 Exit code: 0: the trace is written. 2: the run has no trace, or it can't be read.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from lockstep.errors import UserError
 from lockstep.files import write_text
+from lockstep.programs import make_parser, reports_errors
 from lockstep.text import handle_closed_pipe
 from lockstep.trace.spans import trace_of
 
 
+@reports_errors("lockstep.trace")
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status. `arguments` replaces those of the command line."""
-    parser = argparse.ArgumentParser(
-        prog=globals().get("COMMAND", "python -m lockstep.trace"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__, globals().get("COMMAND", "python -m lockstep.trace"))
     parser.add_argument("run", type=Path, help="the run's folder")
     options = parser.parse_args(arguments)
-    try:
-        trace = trace_of(options.run)
-        path = options.run / "trace.json"
-        write_text(path, trace.to_json())
-    except UserError as error:
-        print(f"lockstep.trace: {error}", file=sys.stderr)
-        return 2
+    trace = trace_of(options.run)
+    path = options.run / "trace.json"
+    write_text(path, trace.to_json())
     print(f"trace: {path}: open it at https://ui.perfetto.dev")
     return 0
 
