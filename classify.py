@@ -22,6 +22,7 @@ import torch
 
 from lockstep.comm.messages import Order
 from lockstep.config import Config
+from lockstep.config.layers import DATASET_PATHS
 from lockstep.config.tasks import is_multilabel
 from lockstep.data.augment import Augmenter
 from lockstep.data.dataset import open_dataset
@@ -44,8 +45,7 @@ from preprocessing.listing import LeftOut, summary_of
 from validate import open_checkpoint
 
 N_ANSWERS = 5
-DATA_KEYS = {"data_folder", "train_folder", "val_folder", "label_folder", "mean_file"}
-DATA_KEYS |= {"n_classes", "subtract_mean"}
+DATA_KEYS = {*DATASET_PATHS, "n_classes", "subtract_mean"}
 
 
 def main() -> int:

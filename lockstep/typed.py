@@ -3,12 +3,32 @@
 import types
 import typing
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
 from lockstep.errors import UserError, nearest
 
 _UNIONS = (types.UnionType, typing.Union)  # int | str; int | Literal[...]
+
+
+@dataclass(frozen=True)
+class Range:
+    """The limits of a number, in an annotation: least <= number <= most, and above < number < below."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+
+def range_of(hint: Any) -> Range | None:
+    """Return the range in an annotation: Annotated[int, Range(...)], or a union or tuple with such a part."""
+    for part in (*getattr(hint, "__metadata__", ()), *typing.get_args(hint)):
+        found = part if isinstance(part, Range) else range_of(part)
+        if found:
+            return found
+    return None
 
 
 def convert(value: Any, hint: Any) -> Any:

@@ -3,87 +3,25 @@
 import json
 import math
 import re
+import typing
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.config import augmentation, hosts, rules, tasks
+from lockstep.config.schema import Config
 from lockstep.errors import UserError
 from lockstep.optim import args_of
-from lockstep.threads import MOST_THREADS
+from lockstep.typed import Range, range_of
 
-if TYPE_CHECKING:
-    from lockstep.config import Config
-
-_AT_LEAST = {
-    "accumulate": 1,
-    "batch_size": 1,
-    "check_every": 1,
-    "cutmix": 0,
-    "cpu_threads": 1,
-    "input_size": 1,
-    "item_size": 1,
-    "n_hosts": 1,
-    "keep_checkpoints": 1,
-    "label_smoothing": 0,
-    "load_epoch": 0,
-    "loader_restarts": 0,
-    "global_batch_size": 1,
-    "mix_off_epoch": 1,
-    "mix_prob": 0,
-    "mixup": 0,
-    "momentum": 0,
-    "n_channels": 1,
-    "n_classes": 1,
-    "n_epochs": 1,
-    "patience": 1,
-    "val_freq": 1,
-    "n_slots": 2,  # one is filled while another is used
-    "pretrained_epoch": 0,
-    "print_freq": 1,
-    "rand_color": 0,
-    "random_erasing": 0,
-    "read_retries": 0,
-    "recheck_every": 1,
-    "rejoin_seconds": 0,
-    "read_threads": 1,
-    "rotate": 0,
-    "max_restarts": 1,
-    "min_lr": 0,
-    "seed": 0,
-    "shuffle_block": 1,
-    "snapshot_freq": 1,
-    "timeout": 1,
-    "unfreeze_epoch": 2,
-    "warm_up_epochs": 0,
-    "weight_decay": 0,
-}
-_SECONDS = ("checkpoint_minutes", "memory_checkpoint_seconds", "preempt_seconds")
-_ABOVE_0 = (
-    "layer_decay",
-    "clip_norm",
-    "ema_decay",
-    "learning_rate",
-    "lr_gamma",
-    "lr_power",
-    "scale",
-    "threshold",
-    *_SECONDS,
-    "val_split",
-)
-_BELOW_1 = ("ema_decay", "label_smoothing", "lr_gamma", "momentum", "threshold", "val_split")
-_AT_MOST = {
-    "cpu_threads": MOST_THREADS,
-    "n_classes": 10_000_000,  # each has a name, also in files
-    "loader_restarts": 100,  # each restart needs a pipe that is open from the start
-    "read_threads": MOST_THREADS,
-}
+_HINTS = typing.get_type_hints(Config, include_extras=True)
+_RANGES = {key: found for key, hint in _HINTS.items() if (found := range_of(hint))}
 _LARGEST = 2**31 - 1
 _MOST_CHANNELS = 4
 _OWN_FUNCTION = re.compile(r"[\w.]+:\w+")
 _RUN_NAME = re.compile(r"[\w+-][\w.+-]{0,99}")
 
 
-def check(config: "Config", sources: Mapping[str, str]) -> None:
+def check(config: Config, sources: Mapping[str, str]) -> None:
     """Raise UserError for the first key whose value can't work.
 
     Args:
@@ -97,7 +35,7 @@ def check(config: "Config", sources: Mapping[str, str]) -> None:
         raise UserError(f"{sources.get(key, 'default')}: {key} {problem}")
 
 
-def _problems(config: "Config") -> Iterable[tuple[str, str]]:
+def _problems(config: Config) -> Iterable[tuple[str, str]]:
     yield from _bad_numbers(config)
     yield from _bad_lists(config)
     yield from _bad_datasets(config)
@@ -108,34 +46,35 @@ def _problems(config: "Config") -> Iterable[tuple[str, str]]:
     yield from hosts.problems(config)
 
 
-def _bad_numbers(config: "Config") -> Iterable[tuple[str, str]]:
+def _bad_numbers(config: Config) -> Iterable[tuple[str, str]]:
     """Yield the keys whose numbers are out of range."""
-    for key, least in _AT_LEAST.items():
+    for key, limits in _RANGES.items():
         value = getattr(config, key)
-        if isinstance(value, int | float) and not value >= least:
-            yield key, f"must be at least {least}, not {value}"
-    for key in config.__dataclass_fields__:
+        if limits.least is not None and isinstance(value, int | float) and not value >= limits.least:
+            yield key, f"must be at least {limits.least}, not {value}"
+    for key in _HINTS:
         value = getattr(config, key)
         if value == "":
             yield key, "is an empty text: give a value, or leave the key out"
-        numbers = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+        if any(isinstance(number, float) and not math.isfinite(number) for number in _numbers(value)):
             yield key, f"must be a finite number, not {value}"
-        most = _AT_MOST.get(key, _LARGEST)
-        if type(value) is int and value > most:
+        limits = _RANGES.get(key, Range())
+        most = limits.most or (_LARGEST if type(value) is int else math.inf)
+        if isinstance(value, int | float) and value > most:
             yield key, f"must be at most {most}, not {value}"
-    for key in _ABOVE_0:
-        value = getattr(config, key)
-        numbers = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(number, int | float) and not number > 0 for number in numbers):
-            yield key, f"must be above 0, not {value}"
-    for key in _BELOW_1:
-        value = getattr(config, key)
-        if value is not None and not value < 1:
-            yield key, f"must be below 1, not {value}"
+        if limits.above is not None and not all(number > limits.above for number in _numbers(value)):
+            yield key, f"must be above {limits.above}, not {value}"
+        if limits.below is not None and not all(number < limits.below for number in _numbers(value)):
+            yield key, f"must be below {limits.below}, not {value}"
 
 
-def _bad_lists(config: "Config") -> Iterable[tuple[str, str]]:
+def _numbers(value: Any) -> list[int | float]:
+    """Return the numbers in a key's value."""
+    values = value if isinstance(value, tuple) else (value,)
+    return [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
+
+
+def _bad_lists(config: Config) -> Iterable[tuple[str, str]]:
     if list(config.lr_step) != sorted(set(config.lr_step)):
         yield "lr_step", f"must rise: {list(config.lr_step)}"
     if any(isinstance(at, float) for at in config.lr_step) and not all(0 < at < 1 for at in config.lr_step):
@@ -156,7 +95,7 @@ def _bad_lists(config: "Config") -> Iterable[tuple[str, str]]:
         yield "optimizer_args", f"can't be used: {error}"
 
 
-def _bad_channels(config: "Config") -> Iterable[tuple[str, str]]:
+def _bad_channels(config: Config) -> Iterable[tuple[str, str]]:
     """Yield the keys that do not suit the channels of the images, as far as these are known yet."""
     n_channels = config.n_channels or 3
     each = (
@@ -178,7 +117,7 @@ def _bad_channels(config: "Config") -> Iterable[tuple[str, str]]:
         yield "n_channels", f"must be 1 to {_MOST_CHANNELS}, not {config.n_channels}"
 
 
-def _bad_datasets(config: "Config") -> Iterable[tuple[str, str]]:
+def _bad_datasets(config: Config) -> Iterable[tuple[str, str]]:
     """Yield the keys about datasets that are Python objects that can't work."""
     for key in ("input_size", "item_size"):
         size = getattr(config, key)
@@ -199,7 +138,7 @@ def _bad_datasets(config: "Config") -> Iterable[tuple[str, str]]:
         yield "check_sums", "is for dataset folders, which have checksums, not for `data`"
 
 
-def _bad_class_weights(config: "Config") -> Iterable[tuple[str, str]]:
+def _bad_class_weights(config: Config) -> Iterable[tuple[str, str]]:
     given = config.class_weights
     values = given.values() if isinstance(given, Mapping) else given if isinstance(given, tuple) else ()
     for value in values:
@@ -207,7 +146,7 @@ def _bad_class_weights(config: "Config") -> Iterable[tuple[str, str]]:
             yield "class_weights", f"must be finite numbers of at least 0: {value!r}"
 
 
-def _bad_combinations(config: "Config") -> Iterable[tuple[str, str]]:
+def _bad_combinations(config: Config) -> Iterable[tuple[str, str]]:
     if config.resume_train == "auto" and config.run_name is None:
         yield "resume_train", "auto needs run_name, the run to start or resume"
     if config.loader_restarts not in ("auto", 0) and not config.para_load:

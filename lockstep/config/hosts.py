@@ -10,14 +10,8 @@ from lockstep.optim import OPTIMIZERS
 if TYPE_CHECKING:
     from lockstep.config import Config
 
-_HOST_KEYS = {  # with the values that they have on one host
-    "host_rank": None,
-    "rendezvous": None,
-    "host_address": None,
-    "network": "auto",
-    "network_dtype": "float32",
-    "rejoin_seconds": 0.0,
-}
+NETWORK_KEYS = ("network", "network_dtype")
+OWN_KEYS = ("host_rank", "rendezvous", "host_address", "rejoin_seconds")  # of a host and its place in the run
 _RENDEZVOUS = re.compile(r"(?P<address>[^\s:]+|\[[0-9a-fA-F:.]+\]):(?P<port>\d{1,5})")
 _PORTS = range(1, 1 << 16)
 
@@ -37,8 +31,8 @@ def address_and_port(rendezvous: str) -> tuple[str, int]:
 def problems(config: "Config") -> Iterable[tuple[str, str]]:
     """Yield each key that can't work with this number of hosts, and the problem."""
     if config.n_hosts <= 1:
-        for key, default in _HOST_KEYS.items():
-            if getattr(config, key) != default:
+        for key in (*OWN_KEYS, *NETWORK_KEYS):
+            if getattr(config, key) != config.__dataclass_fields__[key].default:
                 yield key, "is for several hosts: it needs n_hosts, the number of hosts"
         return
     if config.run_name is None:

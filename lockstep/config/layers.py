@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from lockstep.config.checks import check
+from lockstep.config.hosts import NETWORK_KEYS, OWN_KEYS
 from lockstep.config.old_keys import RENAMED, did_you_mean, suggestion, translate, with_new_names
 from lockstep.config.schema import Config
 from lockstep.errors import UserError, nearest
@@ -30,8 +31,7 @@ SHIPPED = program_folder() / "config.yaml"  # the defaults that users see
 # PyYAML lets the errors of int(), float() and date() through for tags like !!int x, and recursion for deep
 # nesting.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, OverflowError, RecursionError)
-_HOST_KEYS = {"n_hosts", "host_rank", "rendezvous", "host_address", "rejoin_seconds"}
-_DATA_PATHS = ("data_folder", "train_folder", "val_folder", "label_folder", "mean_file", "cache_folder")
+DATASET_PATHS = ("data_folder", "train_folder", "val_folder", "label_folder", "mean_file")
 _MOST_VALUES = 100_000  # in a file, with its aliases expanded
 
 
@@ -127,7 +127,7 @@ def read_run(path: Path, hosts: int = 1) -> Layer:
         UserError: The file is missing, not YAML or not a mapping.
     """
     layer = read_yaml(path)
-    dropped = _HOST_KEYS | {"load_epoch"} | (set() if hosts > 1 else {"network", "network_dtype"})
+    dropped = {"load_epoch", "n_hosts", *OWN_KEYS, *(() if hosts > 1 else NETWORK_KEYS)}
     values = with_new_names(layer.values)
     return Layer(layer.source, {key: value for key, value in values.items() if key not in dropped})
 
@@ -204,7 +204,7 @@ def with_absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
 
     The copy in a run's folder then holds for every working directory.
     """
-    paths = {key: values[key] for key in _DATA_PATHS if isinstance(values.get(key), str)}
+    paths = {key: values[key] for key in (*DATASET_PATHS, "cache_folder") if isinstance(values.get(key), str)}
     return {**values, **{key: str(Path(value).absolute()) for key, value in paths.items()}}
 
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep.config import Config, to_yaml
+from lockstep.config.hosts import OWN_KEYS
 from lockstep.config.layers import with_absolute_paths
 from lockstep.config.tasks import monitor_of
 from lockstep.data.description import Description, write_description
@@ -45,8 +46,7 @@ from lockstep.runs.state import Checkpoint
 _LOCK_SECONDS = 0.1  # between two looks at another run's lock
 # Keys that may differ between a run and its resumption without a note.
 _FREE_KEYS = {"resume_train", "load_epoch", "run_name", "weights_dir", "n_epochs"}
-_FREE_KEYS |= {"devices", "batch_size", "shares"}
-_FREE_KEYS |= {"tensorboard", "report", "trace", "host_rank", "rendezvous", "host_address", "rejoin_seconds"}
+_FREE_KEYS |= {"devices", "batch_size", "shares", "tensorboard", "report", "trace", *OWN_KEYS}
 
 
 @dataclass(frozen=True)

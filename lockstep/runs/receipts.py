@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config import Config, to_yaml
+from lockstep.config.hosts import OWN_KEYS
+from lockstep.config.layers import DATASET_PATHS
 from lockstep.data.dataset import Dataset
 from lockstep.data.manifest import digest_of_labels
 from lockstep.errors import UserError
@@ -24,9 +26,9 @@ from lockstep.optim.schedules import spans_run
 NAME = "receipts.jsonl"
 # Keys that change neither a bit of the training nor the meaning of a checkpoint.
 _PLACES = ("run_name", "weights_dir", "cache_folder", "resume_train", "load_epoch")
-_DATA = ("data_folder", "train_folder", "val_folder", "label_folder", "mean_file", "check_sums")
+_DATA = (*DATASET_PATHS, "check_sums")
 _DEVICES = ("devices", "batch_size", "shares", "pin_cores", "exchange", "overlap", "upload")
-_HOSTS = ("n_hosts", "host_rank", "rendezvous", "host_address", "rejoin_seconds", "network")
+_HOSTS = ("n_hosts", *OWN_KEYS, "network")
 _LOADING = ("para_load", "n_slots", "read_threads", "read_retries", "loader_restarts")
 _SHOWN = ("tensorboard", "report", "trace", "print_freq", "print_train_error", "monitor", "threshold")
 _ENDS = ("patience", "timeout", "on_failure", "max_restarts", "preempt_seconds")
