@@ -13,7 +13,7 @@ _REFUSED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 NO_IMAGE = "no image that Pillow reads"
 
 
-def formats_of(name: str = "") -> tuple[str, ...]:
+def formats_of(name: str) -> tuple[str, ...]:
     """Return the formats to try: those with a signature, and the one of the suffix of `name`."""
     named = _formats_by_suffix().get(os.path.splitext(name)[1].lower())
     return signed_formats() if named is None else (*signed_formats(), named)

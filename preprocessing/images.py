@@ -59,7 +59,7 @@ def to_image(content: bytes, geometry: Geometry, name: str = "") -> np.ndarray:
     return to_sized_image(content, geometry, name)[0]
 
 
-def to_sized_image(content: bytes, geometry: Geometry, name: str = "") -> tuple[np.ndarray, Shape]:
+def to_sized_image(content: bytes, geometry: Geometry, name: str) -> tuple[np.ndarray, Shape]:
     """Return the image as `to_image` does, and the rows and columns that the file has.
 
     Raises:

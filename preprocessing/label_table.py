@@ -49,9 +49,7 @@ def find_table(folder: Path) -> Path | None:
     return next((folder / name for name in NAMES if (folder / name).is_file()), None)
 
 
-def list_table(
-    table: Path, left_out: list[LeftOut], task: Task = "classify"
-) -> tuple[list[str], list[SourceImage]]:
+def list_table(table: Path, left_out: list[LeftOut], task: Task) -> tuple[list[str], list[SourceImage]]:
     """Return the classes in order, and the images in the order of the table.
 
     Classes are sorted by name, or by number if all labels are whole numbers. Columns of classes keep their

@@ -27,7 +27,7 @@ class _Splits:
     val: Path | None
 
 
-def list_folder(source: Path, val_split: float, task: Task = "classify") -> Listing:
+def list_folder(source: Path, val_split: float, task: Task) -> Listing:
     """Return the images of a folder in one of the layouts above, with their labels.
 
     Args:

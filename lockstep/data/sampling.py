@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from lockstep.config.shares import share_of
 from lockstep.data.randomness import Purpose, generator
 
 Shuffle = Literal["none", "batches", "blocks"]
@@ -108,8 +109,4 @@ def share(start: int, stop: int, rank: int, n_trainers: int) -> tuple[int, int]:
 
     Shares differ by one sample at most. Trainer 0, which writes the checkpoints, always has a sample.
     """
-
-    def boundary(number: int) -> int:
-        return start + -(-(stop - start) * number // n_trainers)  # rounded up
-
-    return boundary(rank), boundary(rank + 1)
+    return share_of(start, stop, (rank, rank + 1), n_trainers)

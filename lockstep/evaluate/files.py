@@ -17,7 +17,7 @@ def write_json(
     facts: Mapping[str, Any],
     metrics: ClassMetrics | LabelMetrics,
     names: Sequence[str],
-    counts: AnswerCounts | None = None,
+    counts: AnswerCounts | None,
 ) -> None:
     """Write a validation as one JSON object.
 

@@ -65,8 +65,8 @@ def build_model(config: Config, n_classes: int, loaded: Collection[str] = ()) ->
     torch.manual_seed(seed_of(Purpose.INITIALISATION, config.seed))
     source, _, name = config.model.rpartition(":")
     libraries = {"torchvision": _from_torchvision, "timm": _from_timm}
-    function = {"": _from_models, SOURCE: _from_caller, **libraries}.get(source, _from_module)
-    make = partial(function, source, name, n_classes, config)
+    sources = {"": _from_models, SOURCE: _from_caller, **libraries}
+    make = partial(sources.get(source, partial(_from_module, source)), name, n_classes, config)
     try_out = partial(_try_out, config=config, n_classes=n_classes)
     if loaded and (found := make_without_draws(make, try_out, loaded)) is not None:
         return found.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
@@ -155,7 +155,7 @@ def _called(make: Any, n_classes: int, config: Config) -> Any:
     return make(n_classes, **args)
 
 
-def _from_models(source: str, name: str, n_classes: int, config: Config) -> Any:
+def _from_models(name: str, n_classes: int, config: Config) -> Any:
     module = importlib.import_module(f"models.{name}")
     if not hasattr(module, "Model"):
         raise UserError(f"model: {module.__file__} has no Model. Give its class or function that name.")
@@ -169,11 +169,11 @@ def _from_module(source: str, name: str, n_classes: int, config: Config) -> Any:
     return _called(getattr(module, name), n_classes, config)
 
 
-def _from_caller(source: str, name: str, n_classes: int, config: Config) -> Any:
+def _from_caller(name: str, n_classes: int, config: Config) -> Any:
     return _called(load_object("model", name), n_classes, config)
 
 
-def _from_torchvision(source: str, name: str, n_classes: int, config: Config) -> Any:
+def _from_torchvision(name: str, n_classes: int, config: Config) -> Any:
     from torchvision import models
 
     known = models.list_models(module=models)
@@ -182,7 +182,7 @@ def _from_torchvision(source: str, name: str, n_classes: int, config: Config) ->
     return models.get_model(name, num_classes=n_classes, **config.model_args)
 
 
-def _from_timm(source: str, name: str, n_classes: int, config: Config) -> Any:
+def _from_timm(name: str, n_classes: int, config: Config) -> Any:
     import timm
 
     if not timm.is_model(name):

@@ -42,8 +42,8 @@ class Updater:
         model: nn.Module,
         arena: Arena,
         config: Config,
-        low_precision: LowPrecisionWeights | None = None,
-        rate_scales: Mapping[str, float] = MappingProxyType({}),
+        low_precision: LowPrecisionWeights | None,
+        rate_scales: Mapping[str, float],
     ) -> None:
         self._model, self._arena, self._config, self.low_precision = model, arena, config, low_precision
         self.inner = make_optimizer(model, arena, config, rate_scales)
@@ -105,7 +105,7 @@ def make_optimizer_of(
     named: Sequence[tuple[str, torch.Tensor]],
     places: StateStorage,
     config: Config,
-    rate_scales: Mapping[str, float] = MappingProxyType({}),
+    rate_scales: Mapping[str, float],
 ) -> Stepper:
     """Return the optimizer of these (name, tensor) pairs, whose state `places` knows by name.
 
@@ -230,8 +230,8 @@ class ShardedUpdater:
         gradients: Gradients,
         config: Config,
         spans: list[Span],
-        low_precision: LowPrecisionWeights | None = None,
-        rate_scales: Mapping[str, float] = MappingProxyType({}),
+        low_precision: LowPrecisionWeights | None,
+        rate_scales: Mapping[str, float],
     ) -> None:
         self._arena, self._gradients, self._config = arena, gradients, config
         self.low_precision, self._rate_scales = low_precision, rate_scales

@@ -35,7 +35,7 @@ for (const head of document.querySelectorAll("table.sortable th")) head.onclick 
 
 
 def whole_page(
-    title: str, lead: str, sections: Iterable[str], footer: str, reload_seconds: float | None = None
+    title: str, lead: str, sections: Iterable[str], footer: str, reload_seconds: float | None
 ) -> str:
     """Return the page around its sections, which are HTML.
 

@@ -38,7 +38,7 @@ class ReceiptKeeper:
         UserError: The file of receipts can't be used.
     """
 
-    def __init__(self, folder: Path, config: Config, dataset: Dataset, recovered: bool = False) -> None:
+    def __init__(self, folder: Path, config: Config, dataset: Dataset, recovered: bool) -> None:
         self._file = ReceiptFile(folder)
         self._size = config.global_batch_size or 1
         self._n_steps = -(-len(dataset.train) // self._size)
