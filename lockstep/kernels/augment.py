@@ -65,7 +65,7 @@ class ChangeKernels:
         changes = raw + self._raw.head_bytes
         size = self._rows, self._columns
         shape = (*size, self._raw.n_colors)
-        stored = raw + self._raw.images_at, changes, self._at("down"), self._at("across"), crops
+        stored = raw + self._raw.at("images"), changes, self._at("down"), self._at("across"), crops
         numbers = *self._n_weights, *self._raw.image_size, *shape, int(self._changes.reflects)
         self._run("resized_crop", n_images, stored, numbers)
         if self._changes.jitters:
@@ -76,7 +76,7 @@ class ChangeKernels:
             self._run("erase", n_images, (crops, changes), shape)
         if not self._changes.mixes:
             return crops
-        self._run("mix", n_samples, (crops, raw + self._raw.pairs_at, mixed), shape)
+        self._run("mix", n_samples, (crops, raw + self._raw.at("pairs"), mixed), shape)
         return mixed
 
     def _at(self, name: str) -> int:
@@ -137,7 +137,7 @@ class AugmentKernel:
         self._driver.memcpy_dtod_async(out, raw, self._raw.head_bytes, self._stream)
         if not n_images:
             return
-        images, (height, width) = raw + self._raw.images_at, self._raw.image_size
+        images, (height, width) = raw + self._raw.at("images"), self._raw.image_size
         if self._changes:
             images, (height, width) = self._changes.launch(raw, n_images), self._raw.crop_size
         blocks, (rows, columns) = self._out.blocks, self._out.crop_size
@@ -145,10 +145,10 @@ class AugmentKernel:
         n_rows, n_columns = self._out.image_size  # of blocks
         self._kernel(
             np.uint64(images),
-            np.uint64(raw + self._raw.crops_at),
-            np.uint64(raw + self._raw.shifts_at),
+            np.uint64(raw + self._raw.at("crops")),
+            np.uint64(raw + self._raw.at("shifts")),
             np.uint64(self._mean.pointer),
-            np.uint64(out + self._out.images_at),
+            np.uint64(out + self._out.at("images")),
             *map(np.int32, (height, width, rows, columns, n_columns, self._out.n_colors, size, padding)),
             block=(THREADS, 1, 1),
             grid=(n_rows, n_images),

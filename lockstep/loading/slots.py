@@ -1,5 +1,7 @@
 """Slots: the memory layout of minibatches between files and network, the same in every kind of memory."""
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,44 +111,33 @@ class RingShape:
         return self.n_colors * self.blocks.size**2 if self.blocks else self.n_colors
 
     @property
-    def crops_at(self) -> int:
-        """Bytes from a slot's beginning to its crops, which follow labels and samples."""
-        return self._label_bytes + _whole_pages(8 * self.batch_size)
+    def arrays(self) -> dict[str, tuple[Any, tuple[int, ...]]]:
+        """The dtype and the shape of each array of a slot, in the order in which they lie, images last."""
+        size, changes = self.batch_size, self.raw_changes
+        labels = ("uint8", (size, self.n_labels)) if self.n_labels else ("int64", (size,))
+        arrays: dict[str, tuple[Any, tuple[int, ...]]] = {
+            "labels": labels,
+            "samples": ("int64", (size,)),
+            "crops": ("int32", (size, 3)),
+            "shifts": ("float32", (size, self.n_colors)),
+            "other_labels": labels,
+            "label_weights": ("float32", (size,)),
+        }
+        if changes:
+            arrays["changes"] = CHANGE, (self.n_images,)
+        if changes and changes.mixes:
+            arrays["pairs"] = PAIR, (size,)
+        arrays["images"] = self.dtype, (self.n_images, *self.image_size, self.n_channels)
+        return arrays
 
-    @property
-    def _label_bytes(self) -> int:
-        return _whole_pages((self.n_labels or 8) * self.batch_size)
-
-    @property
-    def shifts_at(self) -> int:
-        """Bytes from a slot's beginning to its shifts."""
-        return self.crops_at + _whole_pages(12 * self.batch_size)
-
-    @property
-    def other_labels_at(self) -> int:
-        """Bytes from a slot's beginning to the labels of mixed images."""
-        return self.shifts_at + _whole_pages(4 * self.n_colors * self.batch_size)
-
-    @property
-    def label_weights_at(self) -> int:
-        """Bytes from a slot's beginning to the weights of the images' own labels."""
-        return self.other_labels_at + self._label_bytes
+    def at(self, name: str) -> int:
+        """Return the bytes from a slot's beginning to one of its arrays."""
+        return _offsets(self)[name]
 
     @property
     def head_bytes(self) -> int:
         """Bytes from a slot's beginning to the end of the arrays that all slots of a ring have."""
-        return self.label_weights_at + _whole_pages(4 * self.batch_size)
-
-    @property
-    def pairs_at(self) -> int:
-        """Bytes from a slot's beginning to the pairs of mixed images, which follow the changes."""
-        return self.head_bytes + (_whole_pages(CHANGE.itemsize * self.n_images) if self.raw_changes else 0)
-
-    @property
-    def images_at(self) -> int:
-        """Bytes from a slot's beginning to its images."""
-        has_pairs = self.raw_changes and self.raw_changes.mixes
-        return self.pairs_at + (_whole_pages(PAIR.itemsize * self.batch_size) if has_pairs else 0)
+        return self.at("changes" if self.raw_changes else "images")
 
     @property
     def image_bytes(self) -> int:
@@ -163,7 +154,7 @@ class RingShape:
 
     def used_bytes(self, n_images: int) -> int:
         """Return the bytes from a slot's beginning to the end of its first n_images images."""
-        return self.images_at + n_images * self.image_bytes
+        return self.at("images") + n_images * self.image_bytes
 
     def slots(self, memory: np.ndarray) -> list[Slot[np.ndarray]]:
         """Return the slots as views of `memory`, uint8 (n_bytes,). NumPy has no bfloat16."""
@@ -182,22 +173,19 @@ class RingShape:
         return self._slots(view)
 
     def _slots(self, view: Callable[[int, Any, tuple[int, ...]], Any]) -> list[Slot[Any]]:
-        size, n_images, changes = self.batch_size, self.n_images, self.raw_changes
-        labels = ("uint8", (size, self.n_labels)) if self.n_labels else ("int64", (size,))
+        arrays = self.arrays.items()
         return [
-            Slot(
-                view(first, *labels),
-                view(first + self._label_bytes, "int64", (size,)),
-                view(first + self.crops_at, "int32", (size, 3)),
-                view(first + self.shifts_at, "float32", (size, self.n_colors)),
-                view(first + self.other_labels_at, *labels),
-                view(first + self.label_weights_at, "float32", (size,)),
-                view(first + self.images_at, self.dtype, (n_images, *self.image_size, self.n_channels)),
-                view(first + self.head_bytes, CHANGE, (n_images,)) if changes else None,
-                view(first + self.pairs_at, PAIR, (size,)) if changes and changes.mixes else None,
-            )
+            Slot(**{name: view(first + self.at(name), *array) for name, array in arrays})
             for first in range(0, self.n_bytes, self.slot_bytes)
         ]
+
+
+@functools.cache
+def _offsets(shape: RingShape) -> dict[str, int]:
+    """Return the bytes from a slot's beginning to each of its arrays, which begin on pages."""
+    *before, _ = shape.arrays.values()
+    sizes = (_whole_pages(math.prod(each) * np.dtype(dtype).itemsize) for dtype, each in before)
+    return dict(zip(shape.arrays, itertools.accumulate(sizes, initial=0), strict=True))
 
 
 def _whole_pages(n_bytes: int) -> int:
