@@ -133,6 +133,16 @@ class Heartbeat:
         """Send this host's exit record. failure: which process failed and how; empty for none."""
         self._send("end", {"code": code, "text": failure, "failed": bool(failure)})
 
+    def wait_for_end(self, host: int) -> None:
+        """Wait until a host has ended or counts as failed, or for a second signal."""
+        seen = self._others[host]
+
+        def is_over() -> bool:
+            is_lost = seen.is_gone or seen.silence > self._patience or bool(self._store_ended)
+            return is_lost or seen.end is not None
+
+        self._wait(is_over)
+
     def wait_for_ends(self) -> HostFailed | None:
         """Wait until all hosts have ended, or for a second signal. Return the first that failed, if any."""
         others = self._others.values()

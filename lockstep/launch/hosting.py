@@ -134,6 +134,9 @@ class SingleHost:
         Raises as `join_ends`, too.
         """
 
+    def await_writer(self) -> None:
+        """Wait until host 0 has saved and ended, if it writes for this host."""
+
     def cause_of(self, failed: HostFailed) -> HostFailed:
         """Return the failure of another host that has caused this one, if it is known soon."""
         return failed
@@ -261,6 +264,10 @@ class MultiHost(SingleHost):
     def _at(self, number: int) -> Rendezvous:
         """Return the rendezvous for the values of one attempt."""
         return self.rendezvous.within(f"for {attempt_key(number)}") if number else self.rendezvous
+
+    def await_writer(self) -> None:
+        if not self.writes:
+            self.heartbeat.wait_for_end(0)
 
     def cause_of(self, failed: HostFailed) -> HostFailed:
         is_own = failed.peer == f"host {self.host}"  # a signal to this host

@@ -145,6 +145,7 @@ class Recovery:
         if exit_status.is_overdue or (code and exit_status.lost):
             self._write_out(attempt)
             if exit_status.message:
+                self._context.host.await_writer()
                 saved = f"stopped as asked; {self._console.describe_saved()}"
                 exit_status = exit_status.followed_by(saved)
         if code or exit_status.is_overdue:

@@ -121,6 +121,24 @@ def test_a_host_that_is_stopped_before_it_trains_tells_the_others() -> None:
     lives[0].leave()
 
 
+def test_a_host_that_does_not_write_waits_for_the_end_of_the_host_that_writes_for_it() -> None:
+    """The failure of a third host ends no wait."""
+    config, found = make_config(timeout=limit(60)), rendezvous_of(connect_all_hosts([0, 1, 2], free_port()))
+    hosts = [MultiHost(each, config, each.interrupts) for each in found]
+    hosts[1].writes = hosts[2].writes = False
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(hosts[1].await_writer)
+        hosts[2].report_end(1, "host 2: trainer 0 was killed")
+        wait_until(hosts[1].heartbeat.problem, "the third host's failure")
+        time.sleep(0.2)
+        assert not waiting.done()
+        hosts[0].report_end(1, "host 0: stopped as asked")
+        waiting.result(limit(10))
+    hosts[0].await_writer()  # it writes itself
+    for host in reversed(hosts):
+        host.heartbeat.leave()
+
+
 def test_a_pause_of_this_launcher_is_no_silence_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if its process stood still for 8 s between two looks at the store."""
     lives = [

@@ -180,6 +180,18 @@ def test_a_run_that_is_asked_to_stop_writes_out_what_is_only_in_memory(
     assert any("not resized: the run was asked to stop" in text for text in launcher.console.said)
 
 
+def test_a_run_that_is_stopped_after_a_loss_names_what_the_writing_host_saves_for_it(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a shared folder, host 0 may still be writing when this host is done."""
+    saved = ["host 0 saved epoch_0001"]
+    monkeypatch.setattr(launcher.console, "describe_saved", lambda: saved[-1])
+    monkeypatch.setattr(SingleHost, "await_writer", lambda self: saved.append("host 0 saved epoch_0002"))
+    launcher.interrupts.code = 143
+    status, _ = launcher.recovery.next(launcher.attempt, LOST, (1, 1))
+    assert status.message == f"{LOST.message}\nlockstep: stopped as asked; host 0 saved epoch_0002"
+
+
 @pytest.mark.parametrize(("is_faulty", "n_written"), [(False, 1), (True, 0)])
 def test_a_run_that_is_lost_too_often_writes_out_what_is_only_in_memory(
     launcher: Launcher, is_faulty: bool, n_written: int, monkeypatch: pytest.MonkeyPatch
