@@ -24,7 +24,7 @@ from lockstep.typed import convert
 T = TypeVar("T")
 
 STORE = "host 0"  # the host that has the store
-CALL_SECONDS = 5.0  # deadline of one call
+CALL_SECONDS = 5.0  # deadline of one call, unless the store is a patient one
 _BETWEEN_TRIES = 0.1
 
 
@@ -68,10 +68,20 @@ class Store:
         calls: The thread that makes the calls. It is abandoned if one of them never returns.
         store: A torch TCPStore.
         prefix: Prepended to every key.
+        seconds: The deadline of one call; None for CALL_SECONDS.
+        check: Called every second of a call; raises an error that ends the waiting.
     """
 
-    def __init__(self, calls: DaemonExecutor, store: Any, prefix: str = "") -> None:
+    def __init__(
+        self,
+        calls: DaemonExecutor,
+        store: Any,
+        prefix: str = "",
+        seconds: float | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._calls, self._store, self._prefix = calls, store, prefix
+        self._seconds, self._check = seconds, check
 
     @classmethod
     def serve(cls, listener: socket.socket) -> "Store":
@@ -107,7 +117,12 @@ class Store:
 
     def within(self, prefix: str) -> "Store":
         """Return a view over the same connection with a longer prefix."""
-        return Store(self._calls, self._store, f"{self._prefix}{prefix}/")
+        return Store(self._calls, self._store, f"{self._prefix}{prefix}/", self._seconds, self._check)
+
+    def patient(self, seconds: float, check: Callable[[], None]) -> "Store":
+        """Return a view over the same connection whose calls wait so long, and call `check` meanwhile."""
+        self._call(lambda: self._store.set_timeout(timedelta(seconds=seconds)))
+        return Store(self._calls, self._store, self._prefix, seconds, check)
 
     def put(self, key: str, value: Any) -> None:
         """Store a value that JSON can hold. Raises StoreLost, as every method does."""
@@ -140,13 +155,23 @@ class Store:
         self._call(lambda: self._store.delete_key(self._prefix + key))
 
     def _call(self, function: Callable[[], Any]) -> Any:
-        return _call(self._calls, function, CALL_SECONDS)
+        return _call(self._calls, function, self._seconds or CALL_SECONDS, self._check)
 
 
-def _call(calls: DaemonExecutor, function: Callable[[], Any], seconds: float) -> Any:
+def _call(
+    calls: DaemonExecutor,
+    function: Callable[[], Any],
+    seconds: float,
+    check: Callable[[], None] = lambda: None,
+) -> Any:
     """Return the function's result. Raises StoreLost if it fails or does not return in time."""
     future = calls.submit(function)
-    if not within(seconds, lambda at_most: bool(wait([future], at_most).done)):
+
+    def returns(at_most: float) -> bool:
+        check()
+        return bool(wait([future], at_most).done)
+
+    if not within(seconds, returns):
         raise StoreLost(f"{STORE}, which has the store, has not answered for {seconds:.0f} s")
     try:
         return future.result()
