@@ -1,8 +1,9 @@
-"""Checks of a configuration for several hosts: keys that need others, and rules that need one host."""
+"""The keys of several hosts: from torchrun's variables, and checks of keys that need others or one host."""
 
+import os
 import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import UserError
 from lockstep.optim import OPTIMIZERS
@@ -14,6 +15,7 @@ NETWORK_KEYS = ("network", "network_dtype")
 OWN_KEYS = ("host_rank", "rendezvous", "host_address", "rejoin_seconds")  # of a host and its place in the run
 _RENDEZVOUS = re.compile(r"(?P<address>[^\s:]+|\[[0-9a-fA-F:.]+\]):(?P<port>\d{1,5})")
 _PORTS = range(1, 1 << 16)
+_TORCHRUN_KEYS = ("n_hosts", "host_rank", "rendezvous")
 
 
 def address_and_port(rendezvous: str) -> tuple[str, int]:
@@ -26,6 +28,12 @@ def address_and_port(rendezvous: str) -> tuple[str, int]:
     if not match or int(match["port"]) not in _PORTS:
         raise ValueError(rendezvous)
     return match["address"].strip("[]"), int(match["port"])
+
+
+def show(point: tuple[str, int]) -> str:
+    """Return an address and a port as `address_and_port` reads them."""
+    address, port = point
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def problems(config: "Config") -> Iterable[tuple[str, str]]:
@@ -104,3 +112,43 @@ def check_devices(config: "Config") -> None:
             f"rule: {config.rule} averages weights and momenta inside a host of several devices, which is "
             f"exact for sgd without clip_norm only, not with {what}: give each host one device"
         )
+
+
+def torchrun_keys(environment: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration keys that torchrun's variables stand for; none if torchrun did not start us.
+
+    torchrun starts one launcher on each host, and the launcher starts the trainers. A process of torchrun's
+    for each device would have no launcher that watches it and its loader.
+
+    Args:
+        environment: The environment variables of this process.
+        given: The keys on the command line, which may not repeat what torchrun says.
+
+    Raises:
+        UserError: A key is given twice, or the variables can't be used.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return {}
+    twice = [key for key in _TORCHRUN_KEYS if key in given]
+    if twice:
+        raise UserError(f"{twice[0]}: torchrun says it: leave it out, or start without torchrun")
+    try:
+        n_workers, n_local, rank = (
+            int(environment[key]) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK")
+        )
+        point = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise UserError(f"torchrun: its variables can't be used: {error}") from error
+    if n_local != 1:
+        raise UserError(
+            f"torchrun: starts {n_local} launchers on this host: give it --nproc-per-node=1, and the devices "
+            "in devices; the launcher starts a trainer for each"
+        )
+    if n_workers == 1:
+        return {"n_hosts": 1}
+    return {"n_hosts": n_workers, "host_rank": rank, "rendezvous": show(point)}
+
+
+def torchrun_has_store() -> bool:
+    """Return whether torchrun started this process and has a store at the rendezvous address."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -3,7 +3,6 @@
 Read in this order; a file imports only from files above it:
 
     addresses.py     the rendezvous, and which address of this host reaches the others
-    torchrun.py      the keys that torchrun's environment variables stand for
     store.py         a client of torch.distributed's store with a deadline on every call; checks of its values
     rendezvous.py    how the launchers join, exchange JSON, and notice that a launcher has exited
     heartbeat.py     a heartbeat every second, and the exit status of every host

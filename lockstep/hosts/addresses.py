@@ -5,15 +5,10 @@ import ipaddress
 import socket
 from collections.abc import Sequence
 
+from lockstep.config.hosts import show
 from lockstep.errors import UserError
 
 Address = tuple[str, int]  # an address and a port
-
-
-def show(point: Address) -> str:
-    """Return the address as a configuration writes it: ADDRESS:PORT, or [ADDRESS]:PORT for IPv6."""
-    address, port = point
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def resolve(point: Address, key: str = "rendezvous") -> Address:

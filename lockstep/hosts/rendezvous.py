@@ -17,9 +17,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from lockstep.config.hosts import address_and_port
+from lockstep.config.hosts import address_and_port, show
 from lockstep.errors import UserError
-from lockstep.hosts.addresses import Address, bind, check_reachable, listen, own_address, resolve, show
+from lockstep.hosts.addresses import Address, bind, check_reachable, listen, own_address, resolve
 from lockstep.hosts.store import (
     HostFailed,
     HostLost,

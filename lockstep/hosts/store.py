@@ -16,8 +16,9 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from lockstep.comm.pipes import within
+from lockstep.config.hosts import show
 from lockstep.errors import PeerProblem, UserError, first_line
-from lockstep.hosts.addresses import Address, show
+from lockstep.hosts.addresses import Address
 from lockstep.threads import DaemonExecutor
 from lockstep.typed import convert
 

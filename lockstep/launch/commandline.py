@@ -9,11 +9,11 @@ from pathlib import Path
 from lockstep import config as configuration
 from lockstep.backends import devices
 from lockstep.config import COMMAND_LINE, Config, Layer
+from lockstep.config.hosts import torchrun_keys
 from lockstep.config.layers import with_absolute_paths
 from lockstep.config.rules import settle
 from lockstep.errors import UserError
 from lockstep.files import working_directory
-from lockstep.hosts import torchrun
 from lockstep.launch.console import show
 from lockstep.runs import folder as runfolder
 from lockstep.runs.checkpoint_files import records
@@ -61,7 +61,7 @@ def parse_arguments(description: str, standard: Path, command: str | None = None
     working_directory()  # paths are relative to it
     overrides = configuration.read_command_line([*unknown, *arguments.overrides])
     layers = [configuration.read_yaml(arguments.spec)] if arguments.spec else []
-    layers.append(Layer(torchrun.SOURCE, torchrun.keys(os.environ, overrides.values)))
+    layers.append(Layer("torchrun", torchrun_keys(os.environ, overrides.values)))
     layers.append(overrides)
     base = configuration.read_yaml(arguments.config or default_config(standard.parent))
     if overrides.values.get("resume_train") and not arguments.config:

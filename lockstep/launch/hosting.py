@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config import Config
+from lockstep.config.hosts import torchrun_has_store
 from lockstep.data.dataset import Dataset
 from lockstep.errors import PeerProblem, UserError
-from lockstep.hosts import agreement, folders, torchrun
+from lockstep.hosts import agreement, folders
 from lockstep.hosts.agreement import (
     AttemptEnd,
     Moment,
@@ -408,7 +409,7 @@ def _waiting_for(
 def _join(config: Config, interrupts: Interrupts, rejoining: Rejoining | None) -> Rendezvous:
     """Join the other hosts; after the loss of one, wait for it. Raises as `open_hosts`."""
     assert config.host_rank is not None and config.rendezvous is not None, "checked"
-    own_store = rejoining is not None or not torchrun.has_store()
+    own_store = rejoining is not None or not torchrun_has_store()
     served, seconds = None, config.timeout
     if rejoining:
         lost, served = rejoining.lost.peer, rejoining.store
@@ -434,7 +435,7 @@ def _join(config: Config, interrupts: Interrupts, rejoining: Rejoining | None) -
 
 
 def _check_rejoining(config: Config) -> None:
-    if torchrun.has_store():
+    if torchrun_has_store():
         raise UserError("rejoin_seconds: torchrun starts all launchers again: leave rejoin_seconds out")
     if config.resume_train != "auto":
         raise UserError(

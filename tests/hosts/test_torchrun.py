@@ -13,8 +13,8 @@ from conftest import ROOT, Program, Running, wait_until
 from saved import assert_same, tensors
 from two_hosts import free_port
 
+from lockstep.config.hosts import torchrun_keys
 from lockstep.errors import UserError
-from lockstep.hosts.torchrun import keys
 
 VARIABLES = {
     "TORCHELASTIC_RUN_ID": "x",
@@ -27,9 +27,9 @@ VARIABLES = {
 
 
 def test_its_variables_say_how_many_hosts_there_are_which_this_is_and_where_they_meet() -> None:
-    assert keys(VARIABLES, {}) == {"n_hosts": 2, "host_rank": 1, "rendezvous": "10.0.0.1:29500"}
-    assert keys({**VARIABLES, "WORLD_SIZE": "1", "RANK": "0"}, {}) == {"n_hosts": 1}
-    assert keys({"RANK": "1", "WORLD_SIZE": "2"}, {}) == {}
+    assert torchrun_keys(VARIABLES, {}) == {"n_hosts": 2, "host_rank": 1, "rendezvous": "10.0.0.1:29500"}
+    assert torchrun_keys({**VARIABLES, "WORLD_SIZE": "1", "RANK": "0"}, {}) == {"n_hosts": 1}
+    assert torchrun_keys({"RANK": "1", "WORLD_SIZE": "2"}, {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_what_it_says_that_cant_be_is_refused(
     variables: dict[str, str], given: dict[str, object], words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        keys({**VARIABLES, **variables}, given)
+        torchrun_keys({**VARIABLES, **variables}, given)
 
 
 def test_several_launchers_on_a_host_are_refused(program: Program) -> None:
