@@ -303,14 +303,13 @@ class Recovery:
         """
         if not self._memory:
             return True
-        lock = attempt.run.lock if self._context.host.writes else lock_if_free(attempt.run.folder)
-        if lock is None:
-            return False
-        try:
+        if self._context.host.writes:
             self._write(attempt, self._memory[-1])
-        finally:
-            if lock is not attempt.run.lock:
-                lock.close()
+            return True
+        if (lock := lock_if_free(attempt.run.folder)) is None:
+            return False
+        with lock:
+            self._write(attempt, self._memory[-1])
         return True
 
     def _write(self, attempt: Attempt, newest: Retained) -> None:
@@ -319,7 +318,8 @@ class Recovery:
             raise UserError(f"{folder}: the memory checkpoint is damaged, so only older ones are on the disk")
         if self._is_on_disk(newest):
             return
-        clean_folder(folder)
+        if self._context.host.writes:  # otherwise the lock was taken now, which has done so
+            clean_folder(folder)
         template = self._context.template
         with Processes(attempt.config.timeout, template=template, passes_on_sigterm=True) as processes:
             try:
