@@ -271,7 +271,6 @@ def join_rendezvous(
     point: str,
     address: str | None,
     seconds: float,
-    own_store: bool,
     interrupts: Interrupts,
     served: Store | None = None,
     joins_again: bool = False,
@@ -284,9 +283,8 @@ def join_rendezvous(
         point: The rendezvous, ADDRESS:PORT.
         address: Where this host's trainers listen; None for the address that reaches `point`.
         seconds: The deadline for the others to join.
-        own_store: Whether host 0 serves the store; otherwise torchrun does.
         interrupts: Gets the exit record to send if this launcher is stopped meanwhile.
-        served: The store that this launcher serves already.
+        served: The store, if this launcher serves it; otherwise host 0 or torchrun does.
         joins_again: Whether this launcher joins again after the loss of a host, so that it sends no exit
             record then.
 
@@ -298,9 +296,8 @@ def join_rendezvous(
     load_torch()  # now, so that the import does not count
     deadline = time.monotonic() + seconds
     farewell = _Farewell(host, interrupts)
-    if own_store and host == 0:
-        store = served or serve(point)
-        name = _invite(store, hosts, deadline, farewell)
+    if served:
+        store, name = served, _invite(served, hosts, deadline, farewell)
     else:
         store, name = _reach(hosts, host, where, deadline, farewell)
     try:
@@ -309,7 +306,7 @@ def join_rendezvous(
         text = f"host_address: no address of this host reaches {point}: {error.strerror}"
         raise UserError(f"{text}; name one") from error
     rendezvous = Rendezvous(hosts, host, host_connection, store.within(name), interrupts)
-    rendezvous.served = store if own_store and host == 0 else None
+    rendezvous.served = served
     try:
         _connect_launchers(rendezvous, min(seconds, _CONNECT_SECONDS))
     except (UserError, HostFailed) as error:

@@ -409,7 +409,6 @@ def _waiting_for(
 def _join(config: Config, interrupts: Interrupts, rejoining: Rejoining | None) -> Rendezvous:
     """Join the other hosts; after the loss of one, wait for it. Raises as `open_hosts`."""
     assert config.host_rank is not None and config.rendezvous is not None, "checked"
-    own_store = rejoining is not None or not torchrun_has_store()
     served, seconds = None, config.timeout
     if rejoining:
         lost, served = rejoining.lost.peer, rejoining.store
@@ -418,11 +417,11 @@ def _join(config: Config, interrupts: Interrupts, rejoining: Rejoining | None) -
         interrupts.leave(f"stopped as asked, while {lost} was waited for; resume_train resumes it")
     elif config.rejoin_seconds:
         _check_rejoining(config)
-    if own_store and config.host_rank == 0 and served is None:
+    if config.host_rank == 0 and served is None and not torchrun_has_store():
         served = serve(config.rendezvous)
     join = partial(join_rendezvous, config.n_hosts, config.host_rank, config.rendezvous, config.host_address)
     try:
-        return join(seconds, own_store, interrupts, served, joins_again=config.rejoin_seconds > 0)
+        return join(seconds, interrupts, served, joins_again=config.rejoin_seconds > 0)
     except HostLost as lost_again:
         if config.rejoin_seconds and seconds:
             raise _waiting_for(lost_again, config, rejoining, served) from None

@@ -23,7 +23,7 @@ from lockstep.hosts import heartbeat
 from lockstep.hosts.addresses import listen
 from lockstep.hosts.folders import bring_newest
 from lockstep.hosts.heartbeat import Heartbeat
-from lockstep.hosts.rendezvous import Rendezvous, join_rendezvous
+from lockstep.hosts.rendezvous import Rendezvous, join_rendezvous, serve
 from lockstep.hosts.store import HostFailed, HostLost, Store
 from lockstep.launch.hosting import MultiHost, SingleHost
 from lockstep.runs import checkpoint
@@ -42,8 +42,9 @@ def connect_all_hosts(
     def come(host: int) -> Rendezvous | UserError:
         try:
             point = f"127.0.0.1:{port}"
+            served = serve(point) if own_store and host == 0 else None
             return join_rendezvous(
-                n_hosts or len(hosts), host, point, None, limit(seconds), own_store, Interrupts()
+                n_hosts or len(hosts), host, point, None, limit(seconds), Interrupts(), served
             )
         except UserError as error:
             return error
@@ -236,8 +237,8 @@ def test_a_host_that_would_listen_where_no_other_reaches_it_is_told() -> None:
     point = f"127.0.0.1:{free_port()}"
     with ThreadPoolExecutor(2) as pool:
         both = [
-            pool.submit(join_rendezvous, 2, host, point, address, limit(10), True, Interrupts())
-            for host, address in enumerate(("127.0.1.1", "10.0.0.7"))
+            pool.submit(join_rendezvous, 2, host, point, address, limit(10), Interrupts(), served)
+            for host, address, served in ((0, "127.0.1.1", serve(point)), (1, "10.0.0.7", None))
         ]
         for each in both:
             with pytest.raises(
@@ -334,7 +335,7 @@ def test_a_meeting_point_that_is_not_ours_to_bind_is_refused(point: str, words: 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         point = point.format(taken=listener.getsockname()[1])
         with pytest.raises(UserError, match=words) as caught:
-            join_rendezvous(2, 0, point, None, limit(2), True, Interrupts())
+            serve(point)
     assert str(caught.value).startswith("rendezvous: ") and point.split(":")[0] in str(caught.value)
 
 

@@ -19,16 +19,16 @@ from lockstep.errors import UserError
 from lockstep.hosts import store as store_module
 from lockstep.hosts.addresses import listen
 from lockstep.hosts.heartbeat import Heartbeat
-from lockstep.hosts.rendezvous import LivenessConnections, Rendezvous, join_rendezvous
+from lockstep.hosts.rendezvous import LivenessConnections, Rendezvous, join_rendezvous, serve
 from lockstep.hosts.store import HostFailed, Store
 from lockstep.launch.hosting import MultiHost
 from lockstep.signals import Interrupts
 
 COMES_AND_STAYS = """
 import sys, time
-from lockstep.hosts.rendezvous import join_rendezvous
+from lockstep.hosts.rendezvous import join_rendezvous, serve
 from lockstep.signals import Interrupts
-here = join_rendezvous(2, int(sys.argv[1]), sys.argv[2], None, float(sys.argv[3]), False, Interrupts())
+here = join_rendezvous(2, int(sys.argv[1]), sys.argv[2], None, float(sys.argv[3]), Interrupts(), None)
 print("is here", flush=True)
 time.sleep(1000)
 """
@@ -53,7 +53,7 @@ def test_a_launcher_that_is_killed_is_missed_at_once_by_all_who_met_it(
 ) -> None:
     """A host that waits for its value notices, and one that only watches. The launcher does not hang."""
     process, victim, point = other
-    here = join_rendezvous(2, 1 - victim, point, None, limit(30), False, Interrupts())
+    here = join_rendezvous(2, 1 - victim, point, None, limit(30), Interrupts())
     heartbeat = Heartbeat(here, lambda: "its dataset", limit(60))
     assert process.stdout and process.stdout.readline() == "is here\n"
     with ThreadPoolExecutor(1) as pool:
@@ -75,11 +75,11 @@ def test_a_launcher_that_is_killed_is_missed_at_once_by_all_who_met_it(
 @pytest.fixture
 def host_0() -> Iterator[tuple["subprocess.Popen[str]", Rendezvous]]:
     """A launcher that has the store, in another process, and the rendezvous of host 1 with it."""
-    point, serves = f"127.0.0.1:{free_port()}", COMES_AND_STAYS.replace("False", "True")
+    point, serves = f"127.0.0.1:{free_port()}", COMES_AND_STAYS.replace(", None)", ", serve(sys.argv[2]))")
     words = [sys.executable, "-c", serves, "0", point, str(limit(30))]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
-            here = join_rendezvous(2, 1, point, None, limit(30), True, Interrupts())
+            here = join_rendezvous(2, 1, point, None, limit(30), Interrupts())
             assert process.stdout and process.stdout.readline() == "is here\n"
             yield process, here
         finally:
@@ -124,8 +124,8 @@ def test_a_host_that_others_can_not_reach_says_so_before_it_trains() -> None:
     point = f"127.0.0.1:{free_port()}"
     with ThreadPoolExecutor(2) as pool:
         both = [
-            pool.submit(join_rendezvous, 2, host, point, address, limit(10), True, Interrupts())
-            for host, address in enumerate(("192.0.2.7", "192.0.2.8"))
+            pool.submit(join_rendezvous, 2, host, point, address, limit(10), Interrupts(), served)
+            for host, address, served in ((0, "192.0.2.7", serve(point)), (1, "192.0.2.8", None))
         ]
         for each in both:
             with pytest.raises(
