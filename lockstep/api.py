@@ -28,7 +28,7 @@ from lockstep import objects
 from lockstep.config import read_run, read_yaml, resolve
 from lockstep.config.tasks import MONITORED, monitor_of
 from lockstep.errors import UserError
-from lockstep.files import program_folder
+from lockstep.files import parse_json, program_folder
 from lockstep.launch import child_main
 from lockstep.launch.commandline import default_config
 from lockstep.launch.console import SEND_BAR, BarState, ProgressBar, read_bar_line
@@ -394,10 +394,7 @@ def _events(folder: Path, position: int) -> tuple[list[Event], int]:
     except OSError:
         return [], position
     whole = content[: content.rfind(b"\n") + 1]
-    events = []
-    for line in whole.splitlines():
-        with suppress(ValueError):  # torn by a kill
-            events.append(json.loads(line))
+    events = [event for line in whole.splitlines() if (event := parse_json(line)) is not None]
     return events, position + len(whole)
 
 

@@ -1,12 +1,14 @@
-"""Files that appear complete or not at all, .npy files, and checksums of files."""
+"""Files that appear complete or not at all, .npy files, JSON of unknown origin, and checksums of files."""
 
 import hashlib
 import io
+import json
 import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -108,6 +110,14 @@ def read_array(path: Path) -> np.ndarray:
     if not isinstance(array, np.ndarray):
         raise UserError(f"{path}: is not a .npy file of one array")
     return array
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return a value of JSON; None if the text is none, as a line that a kill has torn."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def cause_of(error: Exception) -> str:

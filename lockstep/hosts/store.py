@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from lockstep.comm.pipes import within
 from lockstep.config.hosts import show
 from lockstep.errors import PeerProblem, UserError, first_line
+from lockstep.files import parse_json
 from lockstep.hosts.addresses import Address
 from lockstep.threads import DaemonExecutor
 from lockstep.typed import convert
@@ -136,12 +137,7 @@ class Store:
     def look(self, key: str) -> Any:
         """Return the value, or None if there is no value or it is not JSON."""
         content = self.look_bytes(key)
-        if content is None:
-            return None
-        try:
-            return json.loads(content)
-        except (ValueError, RecursionError):
-            return None
+        return None if content is None else parse_json(content)
 
     def look_bytes(self, key: str) -> bytes | None:
         """Return the stored bytes, or None if there are none."""

@@ -3,7 +3,6 @@
 Missing or damaged parts are omitted and named in `notes`. Only a folder without any usable part is an error.
 """
 
-import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from lockstep import config as configuration
 from lockstep.comm.messages import EpochTimes, RankTimes
 from lockstep.config.tasks import Monitor, monitor_in
 from lockstep.errors import UserError
+from lockstep.files import parse_json
 from lockstep.runs import checkpoint_files
 from lockstep.runs.metrics import HIGHER_IS_BETTER, AnswerCounts, best_epoch
 from lockstep.runs.state import Checkpoint
@@ -147,15 +147,11 @@ def _read_events(path: Path, notes: list[str]) -> list[dict[str, Any]]:
         raise UserError(f"{path}: can't be read: {error.strerror}") from error
     events, n_broken = [], 0
     for line in lines:
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            n_broken += line.endswith("\n")
-            continue
+        event = parse_json(line)
         if isinstance(event, dict) and isinstance(event.get("event"), str):
             events.append(event)
         else:
-            n_broken += 1
+            n_broken += event is not None or line.endswith("\n")
     if not events:
         notes.append(f"{path}: holds no line of a run")
     elif n_broken:
