@@ -2,8 +2,8 @@
 
 Children are forked by a template process (template.py) or spawned. The launcher is the parent of all, so they
 are siblings, and each has a control pipe to it. A child that dies is noticed at once by its sentinel; a child
-that hangs, by a status board that stops changing. `Processes.watch` watches a run, restarts killed loaders
-(children.py), and ends the run when another child fails; ranks.py collects results.
+that hangs, by a status board that stops changing. `Processes.watch` watches a run, restarts killed loaders,
+and ends the run when another child fails; ranks.py collects results.
 """
 
 import multiprocessing
@@ -13,18 +13,16 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from lockstep.comm.messages import Failed, Finished, Ready, Started, Stop, WarningMessage
+from lockstep.comm.messages import Failed, Finished, LoaderRestarted, Ready, Started, Stop, WarningMessage
 from lockstep.comm.pipes import START_SECONDS, Pipe
 from lockstep.errors import Garbled, PeerProblem, UserError
 from lockstep.launch.child_main import ChildStart, child_main
 from lockstep.launch.children import Child, ExitStatus, close_connections
-from lockstep.launch.loader_restarts import restart_killed_loaders
 from lockstep.launch.status import StatusBoard
 from lockstep.launch.template import Template
 from lockstep.memory.host import HostMemory
@@ -281,11 +279,29 @@ class Processes:
 
     def _handle_failures(self, on_message: Callable[[Any], None]) -> ExitStatus | None:
         """Restart killed loaders that have spares. Return the run's status if a child still fails."""
-        if not self._failing():
-            return None
-        failing, listen = self._failing, partial(self.listen, on_message, 0)
-        are_well = restart_killed_loaders(self._children, failing, listen, self._spawn, on_message)
-        return None if are_well else self._explain_failure(on_message)
+        while failing := self._failing():
+            self.listen(on_message, 0)
+            killed = [each for each in failing if each.spares and not each.is_well() and not each.failure]
+            if not killed:
+                return self._explain_failure(on_message)
+            for child in killed:  # meanwhile others may be killed, hence the loop around
+                self._restart(child, on_message)
+        return None
+
+    def _restart(self, child: Child, on_message: Callable[[Any], None]) -> None:
+        """Start a killed loader again, with the next of its spare pipes (`loader_restarts`).
+
+        Its trainer finds the new loader at the other end of that pipe (loading/feed.py), and repeats its
+        requests, so the bits are the same. The loss of another child resumes the run: recovery.py.
+        """
+        begin, failure = time.monotonic(), child.describe_silence()
+        child.control.close()
+        arguments, *spares = child.spares
+        new = self._children[self._children.index(child)] = self._spawn(
+            child.name, child.entry, arguments, spares
+        )
+        seconds = round(time.monotonic() - begin, 3)
+        on_message(LoaderRestarted(child.name, failure, new.process.pid or 0, len(spares), seconds))
 
     def _failing(self) -> list[Child]:
         return [child for child in self._children if not child.is_well() or self._is_stuck(child)]
