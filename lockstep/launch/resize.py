@@ -8,21 +8,298 @@ The run takes a checkpoint in memory at the end of its step and resumes on the o
 logical_ranks (the same bits) or global_batch_size (the same training up to rounding).
 """
 
+# The command puts a request into the run's folder, one file that appears whole by a link that fails if there
+# is one already, so there is one at a time. The launcher (`ResizeHandler`) removes it and writes the answer.
+
+import dataclasses
+import json
 import math
+import os
 import re
 import sys
 import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from lockstep import config as configuration
+from lockstep.backends import devices
+from lockstep.config import Config
+from lockstep.config.rules import settle
 from lockstep.errors import UserError
-from lockstep.runs import resize_request
+from lockstep.files import write_text
+from lockstep.launch.checks import check_descriptors
+from lockstep.launch.console import Console, discarded_replicas
 from lockstep.runs.folder import is_running
+from lockstep.runs.network_source import NetworkSource
 from lockstep.text import handle_closed_pipe
 
+REQUEST, ANSWER = "resize.json", "resize_answer.json"
+_MOST_BYTES = 1 << 16
+_MOST_DEVICES = 1024
 _LOOK_SECONDS = 0.02
 _HINT_SECONDS = 30.0  # after which the command says that it still waits
 _CHANGE = re.compile(r"[+-]\d{1,3}")
+
+T = TypeVar("T", "Request", "ResizeAnswer")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A wish for other devices.
+
+    Attributes:
+        number: Identifies the request.
+        devices: The new devices; () to change their number by `change`.
+    """
+
+    number: str
+    devices: tuple[str, ...] = ()
+    change: int = 0
+
+
+@dataclass(frozen=True)
+class ResizeAnswer:
+    """The launcher's answer to a request: what became of it, and a line for people."""
+
+    number: str
+    state: Literal["accepted", "refused", "done"]
+    text: str
+
+
+def ask(folder: Path, devices: tuple[str, ...], change: int) -> Request:
+    """Put a request into a run's folder.
+
+    Raises:
+        UserError: There is one already, or the folder can't be written.
+    """
+    request = Request(uuid.uuid4().hex, devices, change)
+    temporary = folder / f".{REQUEST}.{request.number}"
+    try:
+        temporary.write_text(json.dumps(dataclasses.asdict(request)))
+        os.link(temporary, folder / REQUEST)
+    except FileExistsError:
+        raise UserError(f"{folder / REQUEST}: another request waits for its answer. Try later.") from None
+    except OSError as error:
+        raise UserError(f"{folder}: the request can't be written: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return request
+
+
+def read_request(folder: Path) -> Request | None:
+    """Return the request in a run's folder, or None. Raise UserError if the file is no request."""
+    path = folder / REQUEST
+    request = _read(path, Request)
+    if request is None:
+        return None
+    names = request.devices
+    is_well_formed = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    is_well_formed = is_well_formed and type(request.change) is int and abs(request.change) <= _MOST_DEVICES
+    if not is_well_formed or len(names) > _MOST_DEVICES:
+        raise UserError(f"{path}: is not a request to resize a run. Remove it.")
+    return dataclasses.replace(request, devices=tuple(names))
+
+
+def read_answer(folder: Path) -> ResizeAnswer | None:
+    """Return the last answer in a run's folder, or None. Raise UserError if the file is no answer."""
+    return _read(folder / ANSWER, ResizeAnswer)
+
+
+def answer(folder: Path, given: ResizeAnswer) -> None:
+    """Write the answer to a request, and remove the request unless it is accepted only.
+
+    Raises:
+        UserError: The folder can't be written.
+    """
+    write_text(folder / ANSWER, json.dumps(dataclasses.asdict(given)))
+    if given.state != "accepted":
+        discard(folder, given.number)
+
+
+def is_waiting(folder: Path, number: str) -> bool:
+    """Return whether the request in a run's folder is the one with this number."""
+    try:
+        request = read_request(folder)
+    except UserError:
+        return False
+    return request is not None and request.number == number
+
+
+def discard(folder: Path, number: str | None = None) -> None:
+    """Remove the request in a run's folder, if there is one. Raise UserError if that fails.
+
+    Args:
+        number: Of the only request to remove, since another one may have taken its place; None for any file.
+    """
+    if number is not None and not is_waiting(folder, number):
+        return
+    try:
+        (folder / REQUEST).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder / REQUEST}: can't be removed: {error.strerror}") from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file that may be a named pipe, whose writer would otherwise be waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    try:
+        if not path.exists():  # asked twice a second
+            return None
+        with open(path, "rb", opener=_open_at_once) as file:
+            values: Any = json.loads(file.read(_MOST_BYTES))
+        found = kind(**values)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: can't be read: {' '.join(str(error).split())}. Remove it.") from error
+    if not isinstance(found.number, str):
+        raise UserError(f"{path}: its number is no text. Remove it.")
+    return found
+
+
+class ResizeHandler:
+    """The requests to one run, of which one at a time is carried out.
+
+    Attributes:
+        before: The configuration to return to if the run can't start on the other devices; None while no
+            request is carried out.
+        config: The configuration with the other devices.
+    """
+
+    def __init__(self, folder: Path, console: Console, source: NetworkSource) -> None:
+        self._folder, self._console, self._source = folder, console, source
+        self._request: Request | None = None
+        self._begin = 0.0
+        self._is_open = True  # until the folder can't be written
+        self.before: Config | None = None
+        self.config: Config | None = None
+        self._request = self._read()  # from before this start: who asked may be gone
+        self.refuse("it was asked before the run started. Ask again.")
+
+    def is_asked(self, config: Config, retains: bool) -> bool:
+        """Return whether the trainers are to pause for a request that can be carried out.
+
+        Args:
+            config: That of the present attempt.
+            retains: Whether it makes memory checkpoints.
+        """
+        request = self._read() if self.before is None and self._is_open else None
+        if request is None:
+            return False
+        self._request, self._begin = request, time.monotonic()
+        try:
+            self.config = resized(config, request, retains)
+            if changed := self._source.describe_change():
+                raise UserError(f"{changed}. Restore it first.")
+        except UserError as error:
+            self.refuse(str(error))
+            return False
+        self.before = config
+        self._answer("accepted", "the trainers finish their step")
+        if not is_waiting(self._folder, request.number):
+            self.refuse("the request was withdrawn, or can't be answered")
+        return self.before is not None
+
+    def refuse(self, reason: str) -> None:
+        """Refuse the request that is being carried out, or that was read last."""
+        if self._request:
+            self._console.say(f"note: not resized: {reason}")
+            self._console.log("resize_refused", {"reason": reason})
+            self._answer("refused", reason)
+        self._request = self.before = self.config = None
+
+    def finish(self, step: int) -> None:
+        """Answer that the run has resumed on the other devices, after its first step there.
+
+        Args:
+            step: The number of steps before it, from the start of the run.
+        """
+        assert self.before and self.config
+        seconds, names = time.monotonic() - self._begin, ", ".join(self.config.devices)
+        n_trainers = len(self.config.devices)
+        text = f"resized: {n_trainers} trainer(s) on {names} from step {step + 1} on, after {seconds:.2f} s"
+        if self.before.shares != self.config.shares:
+            text += f"; shares are {self.config.shares} now: the list was for {len(self.before.devices)}"
+        self._console.say(text)
+        if note := discarded_replicas(self.before.rule, len(self.before.devices), self.config):
+            self._console.say(f"note: {note}")
+        event = {"devices": list(self.config.devices), "step": step, "seconds": round(seconds, 3)}
+        self._console.log("resized", event)
+        self._answer("done", text)
+        self._request = self.before = self.config = None
+
+    def _read(self) -> Request | None:
+        """Return the request, and remove a malformed one. Without access to the folder, look no more."""
+        try:
+            return read_request(self._folder)
+        except UserError as error:
+            self._console.say(f"note: {error}")
+        try:
+            discard(self._folder)
+        except UserError as error:
+            self._give_up(error)
+        return None
+
+    def _give_up(self, error: UserError) -> None:
+        self._is_open = False
+        self._console.say(f"note: requests to resize this run can't be answered: {error}")
+
+    def _answer(self, state: str, text: str) -> None:
+        """Answer the request. If that fails, remove it, so that the command that waits ends."""
+        assert self._request
+        if not self._is_open:
+            return
+        given = ResizeAnswer(self._request.number, state, text)  # type: ignore[arg-type]
+        try:
+            answer(self._folder, given)
+        except UserError as error:
+            self._give_up(error)
+            with suppress(UserError):
+                discard(self._folder, given.number)
+
+
+def resized(config: Config, request: Request, retains: bool) -> Config:
+    """Return a run's configuration with the devices of a request.
+
+    Args:
+        retains: Whether the run makes memory checkpoints.
+
+    Raises:
+        UserError: The run can't be resized, or not to these devices.
+    """
+    if config.n_hosts > 1:
+        raise UserError("a run on several hosts can't be resized: stop it, and resume it with other devices")
+    if config.global_batch_size is None:
+        raise UserError(
+            "only a run with global_batch_size (or logical_ranks) stays the same training on other devices"
+        )
+    if not retains:
+        raise UserError("it needs checkpoints in memory, and memory_checkpoint_seconds is null")
+    names = request.devices or _changed(config.devices, request.change)
+    names = devices.normalise(names)
+    if names == config.devices:
+        raise UserError(f"the run is on {', '.join(names)} already")
+    devices.check(names)
+    is_listed = not isinstance(config.shares, str)
+    shares = "equal" if is_listed and len(names) != len(config.devices) else config.shares
+    found, _ = settle(dataclasses.replace(config, devices=names, shares=shares))
+    devices.check_keys(found)
+    devices.check_sharing(found)
+    check_descriptors(found)
+    return found
+
+
+def _changed(names: tuple[str, ...], change: int) -> tuple[str, ...]:
+    """Return devices with some added or the last ones removed."""
+    if len(names) + change < 1:
+        raise UserError(f"{len(names)} trainer(s) and {change:+d} leave none")
+    return names[:change] if change < 0 else names + devices.unused(names, change)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,12 +330,12 @@ def resize(folder: Path, wish: str) -> str:
         UserError: The run refuses, has ended or is not on this machine, or its launcher can't answer.
         KeyboardInterrupt: Ctrl-C, with what became of the request.
     """
-    devices, change = _parse(wish)
+    names, change = _parse(wish)
     if not (folder / "config.yaml").exists():
         raise UserError(f"{folder}: is not a run's folder. Give the folder of a run that trains now.")
     if not is_running(folder):
         raise UserError(f"{folder}: no launcher on this machine is training this run now")
-    request = resize_request.ask(folder, devices, change)
+    request = ask(folder, names, change)
     try:
         given = _await_answer(folder, request)
     except KeyboardInterrupt:
@@ -68,7 +345,7 @@ def resize(folder: Path, wish: str) -> str:
     return given.text
 
 
-def _await_answer(folder: Path, request: resize_request.Request) -> resize_request.ResizeAnswer:
+def _await_answer(folder: Path, request: Request) -> ResizeAnswer:
     hint_at = time.monotonic() + _HINT_SECONDS
     while True:
         if time.monotonic() > hint_at:
@@ -76,30 +353,30 @@ def _await_answer(folder: Path, request: resize_request.Request) -> resize_reque
             print(f"note: {text}. Ctrl-C withdraws the request.", file=sys.stderr, flush=True)
             hint_at = math.inf
         # In this order: the launcher answers before it removes the request, and removes that before it ends.
-        runs, waits = is_running(folder), resize_request.is_waiting(folder, request.number)
+        runs, waits = is_running(folder), is_waiting(folder, request.number)
         given = _answer_to(folder, request)
         if given and given.state != "accepted":
             return given
         if not runs:
-            resize_request.discard(folder, request.number)
+            discard(folder, request.number)
             raise UserError(f"{folder}: the run has ended before it could be resized")
         if not waits:
             raise UserError(
-                f"{folder / resize_request.REQUEST}: the request has gone without an answer. "
+                f"{folder / REQUEST}: the request has gone without an answer. "
                 "The run's output says whether it was resized; if not, ask again."
             )
         time.sleep(_LOOK_SECONDS)
 
 
-def _answer_to(folder: Path, request: resize_request.Request) -> resize_request.ResizeAnswer | None:
-    given = resize_request.read_answer(folder)
+def _answer_to(folder: Path, request: Request) -> ResizeAnswer | None:
+    given = read_answer(folder)
     return given if given and given.number == request.number else None
 
 
-def _withdraw(folder: Path, request: resize_request.Request) -> str:
+def _withdraw(folder: Path, request: Request) -> str:
     """Remove the request, unless the launcher has answered it. Return what became of it, for people."""
     if not _answer_to(folder, request):
-        resize_request.discard(folder, request.number)
+        discard(folder, request.number)
     given = _answer_to(folder, request)  # again: it may have been accepted just before it was removed
     if given:
         return f"the request is {given.state} already: see the run's output"

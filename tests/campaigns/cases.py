@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from campaigns.programs import STEPS, newest
 from campaigns.watching import ROOT, Watched, free_port
 from lockstep.errors import UserError
-from lockstep.runs import resize_request
+from lockstep.launch import resize as resize_command
 from lockstep.runs.checkpoint_files import find_checkpoint
 
 DATA = ROOT / "data" / "digits"
@@ -184,7 +184,7 @@ class ResizedCase(Case):
 
     def prepare(self, run: Watched) -> None:
         with suppress(UserError):  # the run has ended, or has no folder yet
-            resize_request.ask(run.run_folder, (), self.change)
+            resize_command.ask(run.run_folder, (), self.change)
         time.sleep(self.delay)
 
     def expected(self, host: int) -> tuple[tuple[int, ...], str]:

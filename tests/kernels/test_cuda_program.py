@@ -17,7 +17,7 @@ from conftest import ROOT, Program, Running, wait_until
 from saved import assert_same, tensors
 from simulated import Simulation
 
-from lockstep.runs import resize_request
+from lockstep.launch import resize as resize_command
 
 pytestmark = pytest.mark.timeout(600)  # PyCUDA is built the first time
 ONE_DEVICE, TWO_DEVICES = "[cuda:0, cuda:0]", "[cuda:0, cuda:1]"
@@ -363,8 +363,8 @@ def test_a_killed_trainer_is_recovered_from_and_devices_are_added_from_memory(
         *keys, "memory_checkpoint_seconds=1e-6", devices="[cuda:0]", environment=simulation.environment()
     )
     running.wait_for_text("epoch 2 ")
-    request = resize_request.ask(running.run_folder, ("cuda:0", "cuda:1"), 0)
-    wait_until(lambda: not resize_request.is_waiting(running.run_folder, request.number), "the answer")
+    request = resize_command.ask(running.run_folder, ("cuda:0", "cuda:1"), 0)
+    wait_until(lambda: not resize_command.is_waiting(running.run_folder, request.number), "the answer")
     running.wait_for_text("resized: 2 trainer(s) on cuda:0, cuda:1 ")
     os.kill(running.pids()["trainer 1"], signal.SIGKILL)
     assert running.wait(120) == 0, running.output()

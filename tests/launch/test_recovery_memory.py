@@ -22,13 +22,13 @@ from lockstep.config import Config
 from lockstep.config.rules import settle
 from lockstep.hosts.store import HostLost
 from lockstep.launch import attempts
+from lockstep.launch import resize as resize_command
 from lockstep.launch.attempts import Attempt, Context
 from lockstep.launch.children import ExitStatus
 from lockstep.launch.hosting import Rejoining, SingleHost
 from lockstep.launch.recovery import Recovery
 from lockstep.memory.digest import digest_of
 from lockstep.memory.host import HostBlock, HostMemory
-from lockstep.runs import resize_request
 from lockstep.runs.checkpoint_files import find_checkpoint
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.snapshot import MemoryCheckpoint
@@ -104,7 +104,7 @@ def written(block: HostBlock, slot: int, position: int = 16, to_disk: bool = Fal
 
 def resize(launcher: Launcher, attempt: Attempt, change: int) -> Attempt:
     """Ask for more or fewer trainers, and return the attempt after the pause."""
-    resize_request.ask(launcher.attempt.run.folder, (), change)
+    resize_command.ask(launcher.attempt.run.folder, (), change)
     assert launcher.recovery.is_to_pause(attempt)
     status, found = launcher.recovery.next(attempt, PAUSED, (1, 1))
     assert found and status == PAUSED
@@ -154,7 +154,7 @@ def test_a_damaged_memory_checkpoint_is_not_resized_from_and_the_run_resumes_fro
     block = allocate()
     launcher.recovery.take(launcher.attempt, block)
     launcher.recovery.take(launcher.attempt, written(block, 0))
-    resize_request.ask(launcher.attempt.run.folder, (), 1)
+    resize_command.ask(launcher.attempt.run.folder, (), 1)
     assert launcher.recovery.is_to_pause(launcher.attempt)
     block.array(np.uint8, (1,))[0] += 1
     _, found = launcher.recovery.next(launcher.attempt, PAUSED, (1, 1))
@@ -171,7 +171,7 @@ def test_a_run_that_is_asked_to_stop_writes_out_what_is_only_in_memory(
     monkeypatch.setattr(Recovery, "_write_out", lambda self, attempt: wrote.append(attempt))
     launcher.recovery.take(launcher.attempt, block)
     launcher.recovery.take(launcher.attempt, written(block, 0))
-    resize_request.ask(launcher.attempt.run.folder, (), 1)
+    resize_command.ask(launcher.attempt.run.folder, (), 1)
     assert launcher.recovery.is_to_pause(launcher.attempt)
     launcher.interrupts.code = 143
     ended, found = launcher.recovery.next(launcher.attempt, status, (1, 1))

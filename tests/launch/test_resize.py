@@ -24,11 +24,8 @@ from lockstep.errors import UserError
 from lockstep.launch import commandline
 from lockstep.launch import resize as resize_command
 from lockstep.launch.console import Console
-from lockstep.launch.resize import resize
-from lockstep.launch.resize_handler import ResizeHandler, resized
-from lockstep.runs import resize_request
+from lockstep.launch.resize import ANSWER, REQUEST, Request, ResizeAnswer, ResizeHandler, resize, resized
 from lockstep.runs.network_source import NetworkSource
-from lockstep.runs.resize_request import ANSWER, REQUEST, Request, ResizeAnswer
 
 FOUR = {"global_batch_size": 16, "logical_ranks": 4}
 WORDS = ("global_batch_size=16", "logical_ranks=4", "cpu_threads=1", "snapshot_freq=100")
@@ -119,12 +116,12 @@ def test_two_requests_at_once_are_one(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        first = resize_request.ask(tmp_path, ("cpu",), 0)
+        first = resize_command.ask(tmp_path, ("cpu",), 0)
         with pytest.raises(UserError, match="another request waits for its answer"):
             resize(tmp_path, "+1")
-    assert resize_request.read_request(tmp_path) == first
-    resize_request.answer(tmp_path, ResizeAnswer(first.number, "done", "resized"))
-    assert resize_request.read_request(tmp_path) is None
+    assert resize_command.read_request(tmp_path) == first
+    resize_command.answer(tmp_path, ResizeAnswer(first.number, "done", "resized"))
+    assert resize_command.read_request(tmp_path) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.yaml", ANSWER]
 
 
@@ -147,14 +144,14 @@ def test_two_requests_at_once_are_one(tmp_path: Path) -> None:
 def test_a_malformed_request_is_refused_by_name(tmp_path: Path, content: str) -> None:
     (tmp_path / REQUEST).write_text(content)
     with pytest.raises(UserError, match=REQUEST):
-        resize_request.read_request(tmp_path)
+        resize_command.read_request(tmp_path)
 
 
 def test_a_named_pipe_in_the_place_of_a_request_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / REQUEST)
     with pytest.raises(UserError, match=REQUEST):
-        resize_request.read_request(tmp_path)
-    resize_request.discard(tmp_path)
+        resize_command.read_request(tmp_path)
+    resize_command.discard(tmp_path)
     assert not (tmp_path / REQUEST).exists()
 
 
@@ -169,11 +166,11 @@ def test_devices_are_added_and_removed_at_the_end() -> None:
 def test_listed_shares_become_equal_for_another_number_of_trainers(tmp_path: Path) -> None:
     assert resized(config_on(2, shares="auto"), Request("a", (), 1), True).shares == "auto"
     resizing_of_run = resizing_of(tmp_path)
-    resize_request.ask(tmp_path, (), 1)
+    resize_command.ask(tmp_path, (), 1)
     assert resizing_of_run.is_asked(config_on(2, shares=[3, 1]), True)
     assert resizing_of_run.config and resizing_of_run.config.shares == "equal"
     resizing_of_run.finish(3)
-    answer = resize_request.read_answer(tmp_path)
+    answer = resize_command.read_answer(tmp_path)
     assert answer and answer.text.endswith("; shares are equal now: the list was for 2")
 
 
@@ -235,18 +232,18 @@ def test_ctrl_c_comes_too_late_for_a_request_that_is_accepted(tmp_path: Path) ->
 def test_a_request_that_is_withdrawn_while_it_is_checked_is_not_carried_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resizing_of_run, request = resizing_of(tmp_path), resize_request.ask(tmp_path, (), 1)
-    monkeypatch.setattr(devices, "check", lambda names: resize_request.discard(tmp_path, request.number))
+    resizing_of_run, request = resizing_of(tmp_path), resize_command.ask(tmp_path, (), 1)
+    monkeypatch.setattr(devices, "check", lambda names: resize_command.discard(tmp_path, request.number))
     assert not resizing_of_run.is_asked(config_on(1), True) and resizing_of_run.before is None
 
 
 def test_an_answer_leaves_the_request_of_another_command(tmp_path: Path) -> None:
-    first = resize_request.ask(tmp_path, (), 1)
-    resize_request.discard(tmp_path, first.number)
-    second = resize_request.ask(tmp_path, (), 2)
-    resize_request.answer(tmp_path, ResizeAnswer(first.number, "done", "resized"))
-    resize_request.discard(tmp_path, first.number)
-    assert resize_request.read_request(tmp_path) == second
+    first = resize_command.ask(tmp_path, (), 1)
+    resize_command.discard(tmp_path, first.number)
+    second = resize_command.ask(tmp_path, (), 2)
+    resize_command.answer(tmp_path, ResizeAnswer(first.number, "done", "resized"))
+    resize_command.discard(tmp_path, first.number)
+    assert resize_command.read_request(tmp_path) == second
 
 
 def test_the_command_says_when_the_run_does_not_answer(
@@ -262,7 +259,7 @@ def test_the_command_says_when_the_run_does_not_answer(
 
     monkeypatch.setattr(resize_command, "is_running", is_running)
     with pytest.raises(UserError, match="has ended before it could be resized"):
-        resize_command._await_answer(tmp_path, resize_request.ask(tmp_path, (), 1))
+        resize_command._await_answer(tmp_path, resize_command.ask(tmp_path, (), 1))
     text = "the run has not answered for 0 s; it may be stopped. Ctrl-C withdraws the request."
     assert "".join(said) == f"note: {tmp_path}: {text}\n"  # once
 
@@ -311,27 +308,27 @@ def test_a_request_that_cant_be_answered_is_removed(tmp_path: Path, monkeypatch:
     def fail(path: Path, text: str) -> None:
         raise UserError(f"{path}: can't be written: No space left on device")
 
-    monkeypatch.setattr(resize_request, "write_text", fail)
-    resize_request.ask(tmp_path, (), 1)
+    monkeypatch.setattr(resize_command, "write_text", fail)
+    resize_command.ask(tmp_path, (), 1)
     assert not resizing_of_run.is_asked(config_on(1), True)
     assert not (tmp_path / REQUEST).exists()
 
 
 def test_a_request_from_before_the_start_is_refused(tmp_path: Path) -> None:
-    request = resize_request.ask(tmp_path, (), 1)
+    request = resize_command.ask(tmp_path, (), 1)
     console = Console(tmp_path / "log.jsonl", make_config(), 1, True)
     waiting = resizing_with(tmp_path, console)
-    answer = resize_request.read_answer(tmp_path)
+    answer = resize_command.read_answer(tmp_path)
     assert answer and (answer.number, answer.state) == (request.number, "refused")
     assert not waiting.is_asked(config_on(1), True)
-    resize_request.ask(tmp_path, (), 1)
+    resize_command.ask(tmp_path, (), 1)
     assert waiting.is_asked(config_on(1), True)  # a new one is carried out
 
 
 def test_replicas_that_can_not_go_on_are_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     two = settle(make_config(devices=["cpu"] * 2, rule="elastic", global_batch_size=16))[0]
     waiting = resizing_with(tmp_path, Console(tmp_path / "log.jsonl", two, 1, True))
-    resize_request.ask(tmp_path, (), 1)
+    resize_command.ask(tmp_path, (), 1)
     assert waiting.is_asked(two, True)
     waiting.finish(7)
     assert "note: the checkpoint has 2 replicas of rule: elastic: all begin with" in capsys.readouterr().out
