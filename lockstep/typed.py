@@ -1,13 +1,16 @@
-"""Conversion of YAML values to the types in a dataclass's annotations."""
+"""Conversion of values of YAML and JSON to the types in a dataclass's annotations."""
 
+import dataclasses
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from lockstep.errors import UserError, nearest
+
+T = TypeVar("T")
 
 _UNIONS = (types.UnionType, typing.Union)  # int | str; int | Literal[...]
 
@@ -53,6 +56,14 @@ def convert(value: Any, hint: Any) -> Any:
     if not matches:
         raise TypeError
     return value
+
+
+def convert_record(mapping: Any, kind: type[T]) -> T:
+    """Return a dataclass, made of a mapping of all its fields. Raise TypeError as `convert` does."""
+    fields = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(mapping, dict) or mapping.keys() != fields.keys():
+        raise TypeError
+    return kind(**{name: convert(mapping[name], hint) for name, hint in fields.items()})
 
 
 def merge_arguments(

@@ -5,7 +5,6 @@ thread makes the calls, and the caller waits for the thread as long as it will. 
 from another version of Lockstep or from a stranger, so it is checked before it is used.
 """
 
-import dataclasses
 import json
 import os
 import socket
@@ -21,7 +20,7 @@ from lockstep.errors import PeerProblem, UserError, first_line
 from lockstep.files import parse_json
 from lockstep.hosts.addresses import Address
 from lockstep.threads import DaemonExecutor
-from lockstep.typed import convert
+from lockstep.typed import convert, convert_record
 
 T = TypeVar("T")
 
@@ -201,11 +200,10 @@ def as_record(kind: type[T], value: Any, host: int, key: str) -> T:
         kind: The dataclass.
         value: What host number `host` has sent under the key.
     """
-    mapping = as_type(value, dict[str, Any], host, key)
-    fields = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    if mapping.keys() != fields.keys():
-        raise refusal(host, key, value)
-    return kind(**{name: as_type(mapping[name], hint, host, key) for name, hint in fields.items()})
+    try:
+        return convert_record(value, kind)
+    except TypeError:
+        raise refusal(host, key, value) from None
 
 
 def refusal(host: int, key: str, value: Any) -> UserError:

@@ -22,7 +22,7 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from lockstep import config as configuration
 from lockstep.backends import devices
@@ -35,6 +35,7 @@ from lockstep.launch.console import Console, discarded_replicas
 from lockstep.runs.folder import is_running
 from lockstep.runs.network_source import NetworkSource
 from lockstep.text import handle_closed_pipe
+from lockstep.typed import convert_record
 
 REQUEST, ANSWER = "resize.json", "resize_answer.json"
 _MOST_BYTES = 1 << 16
@@ -91,16 +92,10 @@ def ask(folder: Path, devices: tuple[str, ...], change: int) -> Request:
 
 def read_request(folder: Path) -> Request | None:
     """Return the request in a run's folder, or None. Raise UserError if the file is no request."""
-    path = folder / REQUEST
-    request = _read(path, Request)
-    if request is None:
-        return None
-    names = request.devices
-    is_well_formed = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    is_well_formed = is_well_formed and type(request.change) is int and abs(request.change) <= _MOST_DEVICES
-    if not is_well_formed or len(names) > _MOST_DEVICES:
-        raise UserError(f"{path}: is not a request to resize a run. Remove it.")
-    return dataclasses.replace(request, devices=tuple(names))
+    request = _read(folder / REQUEST, Request)
+    if request and max(len(request.devices), abs(request.change)) > _MOST_DEVICES:
+        raise _malformed(folder / REQUEST)
+    return request
 
 
 def read_answer(folder: Path) -> ResizeAnswer | None:
@@ -152,15 +147,17 @@ def _read(path: Path, kind: type[T]) -> T | None:
         if not path.exists():  # asked twice a second
             return None
         with open(path, "rb", opener=_open_at_once) as file:
-            values: Any = json.loads(file.read(_MOST_BYTES))
-        found = kind(**values)
+            return convert_record(json.loads(file.read(_MOST_BYTES)), kind)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except TypeError:
+        raise _malformed(path) from None
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: can't be read: {' '.join(str(error).split())}. Remove it.") from error
-    if not isinstance(found.number, str):
-        raise UserError(f"{path}: its number is no text. Remove it.")
-    return found
+
+
+def _malformed(path: Path) -> UserError:
+    return UserError(f"{path}: is not of this version of Lockstep. Remove it.")
 
 
 class ResizeHandler:
