@@ -1,6 +1,6 @@
 """The survey of datasets that are Python objects: the facts that all processes of a run must agree on.
 
-A separate process makes it before the run's other processes start (lockstep/launch/datasets.py), because
+A separate process makes it before the run's other processes start (lockstep/launch/checks.py), because
 the code of a dataset is the user's. The launcher publishes it to them.
 """
 

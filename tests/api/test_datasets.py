@@ -309,7 +309,7 @@ def test_wrong_vectors_are_named(label: Any, message: str) -> None:
 IMPORTING = """
 import sys
 from lockstep.config import Config
-from lockstep.launch.datasets import run_survey
+from lockstep.launch.checks import run_survey
 
 class Board:
     def say(self, text):

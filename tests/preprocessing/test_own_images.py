@@ -19,7 +19,7 @@ from own_folders import COLOURS, images_below, write_classes, write_image, write
 
 from lockstep.data.dataset import Dataset, open_dataset
 from lockstep.errors import UserError
-from lockstep.launch.datasets import with_converted_images
+from lockstep.launch.checks import with_converted_images
 from lockstep.signals import Interrupts
 from preprocessing import bars, converting, make_hkl, own_images, tasks
 from preprocessing.build import unfinished
