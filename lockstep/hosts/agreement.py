@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from lockstep.backends import devices
 from lockstep.config import Config
+from lockstep.config.layers import DATASET_PATHS
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.hosts.heartbeat import Heartbeat
@@ -26,10 +27,9 @@ Facts = dict[str, Any]
 Moment = tuple[int, ...]  # of a memory checkpoint: epoch, position in it, validations so far
 
 # Keys that may differ among hosts: paths, and keys that make no difference to what is learned.
-_DATA = ("data_folder", "train_folder", "val_folder", "label_folder", "mean_file")
 _OWN = ("weights_dir", "host_rank", "host_address", "rendezvous", "devices", "cpu_threads", "pin_cores")
 _LOADING = ("para_load", "read_threads", "n_slots", "check_sums")
-_FREE = {*_DATA, *_OWN, *_LOADING, "trace", "tensorboard", "report"}
+_FREE = {*DATASET_PATHS, *_OWN, *_LOADING, "trace", "tensorboard", "report"}
 _KINDS = "kinds of processors"  # may differ, with a note
 _LOOK_SECONDS = 0.02  # between two looks for the ends of the others
 
