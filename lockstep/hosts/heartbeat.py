@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.hosts.rendezvous import Rendezvous, attempt_key, ended, exit_code
+from lockstep.hosts.rendezvous import Rendezvous, attempt_key, ended, exit_code, exit_record
 from lockstep.hosts.store import CALL_SECONDS, HostFailed, HostLost, Store, StoreLost, one_line
 
 LIFE_SECONDS = 1.0  # between two heartbeats
@@ -130,8 +130,8 @@ class Heartbeat:
         return max((exit_code(seen.end) for seen in self._others.values()), default=0)
 
     def end(self, code: int, failure: str = "") -> None:
-        """Send this host's exit record. failure: which process failed and how; empty for none."""
-        self._send("end", {"code": code, "text": failure, "failed": bool(failure)})
+        """Send this host's exit record."""
+        self._send("end", exit_record(code, failure))
 
     def wait_for_end(self, host: int) -> None:
         """Wait until a host has ended or counts as failed, or for a second signal."""
@@ -162,7 +162,7 @@ class Heartbeat:
 
         It polls: the main thread may hold a lock that a condition or an event would wait for.
         """
-        self._unsent["end"] = {"code": code, "text": failure, "failed": True}
+        self._unsent["end"] = exit_record(code, failure)
         deadline = time.monotonic() + 2 * LIFE_SECONDS
         while self._unsent and time.monotonic() < deadline:
             time.sleep(_INTERRUPT_SECONDS)

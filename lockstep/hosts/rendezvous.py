@@ -49,6 +49,11 @@ def attempt_key(number: int) -> str:
     return f"attempt {number}"
 
 
+def exit_record(code: int, failure: str) -> dict[str, Any]:
+    """Return what a host sends when it ends. failure: which process failed and how; empty for none."""
+    return {"code": code, "text": failure, "failed": bool(failure)}
+
+
 def ended(host: int, end: Any) -> HostFailed:
     """Build the error for a host that has ended. end: its exit record, as it came from the store."""
     record = end if isinstance(end, dict) else {}
@@ -261,7 +266,7 @@ class _Farewell:
     def put(self, end: HostFailed) -> None:
         """Send why this host leaves, and leave the hosts that have joined the time to read it."""
         assert self._store is not None
-        self._store.put(f"end/{self._host}", {"code": end.code, "text": str(end), "failed": True})
+        self._store.put(f"end/{self._host}", exit_record(end.code, str(end)))
         time.sleep(FAREWELL_SECONDS if self._host == 0 else 0)
 
 

@@ -5,6 +5,7 @@ thread makes the calls, and the caller waits for the thread as long as it will. 
 from another version of Lockstep or from a stranger, so it is checked before it is used.
 """
 
+import copy
 import json
 import os
 import socket
@@ -68,21 +69,12 @@ class Store:
     Args:
         calls: The thread that makes the calls. It is abandoned if one of them never returns.
         store: A torch TCPStore.
-        prefix: Prepended to every key.
-        seconds: The deadline of one call; None for CALL_SECONDS.
-        check: Called every second of a call; raises an error that ends the waiting.
     """
 
-    def __init__(
-        self,
-        calls: DaemonExecutor,
-        store: Any,
-        prefix: str = "",
-        seconds: float | None = None,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._calls, self._store, self._prefix = calls, store, prefix
-        self._seconds, self._check = seconds, check
+    def __init__(self, calls: DaemonExecutor, store: Any) -> None:
+        self._calls, self._store, self._prefix = calls, store, ""
+        self._seconds: float | None = None  # the deadline of one call; None for CALL_SECONDS
+        self._check: Callable[[], None] = lambda: None
 
     @classmethod
     def serve(cls, listener: socket.socket) -> "Store":
@@ -118,12 +110,21 @@ class Store:
 
     def within(self, prefix: str) -> "Store":
         """Return a view over the same connection with a longer prefix."""
-        return Store(self._calls, self._store, f"{self._prefix}{prefix}/", self._seconds, self._check)
+        view = copy.copy(self)
+        view._prefix = f"{self._prefix}{prefix}/"
+        return view
 
     def patient(self, seconds: float, check: Callable[[], None]) -> "Store":
-        """Return a view over the same connection whose calls wait so long, and call `check` meanwhile."""
+        """Return a view over the same connection whose calls wait longer for an answer.
+
+        Args:
+            seconds: The deadline of one call.
+            check: Called every second of a call; raises an error that ends the waiting.
+        """
         self._call(lambda: self._store.set_timeout(timedelta(seconds=seconds)))
-        return Store(self._calls, self._store, self._prefix, seconds, check)
+        view = copy.copy(self)
+        view._seconds, view._check = seconds, check
+        return view
 
     def put(self, key: str, value: Any) -> None:
         """Store a value that JSON can hold. Raises StoreLost, as every method does."""

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -419,9 +418,17 @@ def _join(config: Config, interrupts: Interrupts, rejoining: Rejoining | None) -
         _check_rejoining(config)
     if config.host_rank == 0 and served is None and not torchrun_has_store():
         served = serve(config.rendezvous)
-    join = partial(join_rendezvous, config.n_hosts, config.host_rank, config.rendezvous, config.host_address)
     try:
-        return join(seconds, interrupts, served, joins_again=config.rejoin_seconds > 0)
+        return join_rendezvous(
+            config.n_hosts,
+            config.host_rank,
+            config.rendezvous,
+            config.host_address,
+            seconds,
+            interrupts,
+            served,
+            joins_again=config.rejoin_seconds > 0,
+        )
     except HostLost as lost_again:
         if config.rejoin_seconds and seconds:
             raise _waiting_for(lost_again, config, rejoining, served) from None

@@ -171,12 +171,11 @@ class ResizeHandler:
 
     def __init__(self, folder: Path, console: Console, source: NetworkSource) -> None:
         self._folder, self._console, self._source = folder, console, source
-        self._request: Request | None = None
         self._begin = 0.0
         self._is_open = True  # until the folder can't be written
         self.before: Config | None = None
         self.config: Config | None = None
-        self._request = self._read()  # from before this start: who asked may be gone
+        self._request: Request | None = self._read()  # from before this start: who asked may be gone
         self.refuse("it was asked before the run started. Ask again.")
 
     def is_asked(self, config: Config, retains: bool) -> bool:
