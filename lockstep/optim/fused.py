@@ -142,6 +142,8 @@ class FusedAdamW(Fused):
     def step(self) -> None:
         for group in self.param_groups:
             trained, gradients = _trained(group)
+            if not trained:  # all of the group is frozen until `unfreeze_epoch`
+                continue
             steps = self._states(trained, "step")
             torch._foreach_add_(steps, 1)
             torch._fused_adamw_(

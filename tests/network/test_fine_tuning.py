@@ -250,6 +250,20 @@ def test_unfreezing_has_the_same_bits_on_any_number_of_trainers(
     assert never["weights/conv.weight"].tobytes() != one["weights/conv.weight"].tobytes()
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lars"])
+def test_a_stage_that_is_frozen_whole_may_have_a_rate_of_its_own(shared_folder: Path, optimizer: str) -> None:
+    """A group of the optimizer then has no gradient before `unfreeze_epoch`."""
+    keys = {"optimizer": optimizer, "freeze": ["conv.*"], "unfreeze_epoch": 2, "layer_decay": 0.5}
+    replica = make_replica(shared_folder, **keys)
+    conv = dict(replica.model.named_parameters())["conv.weight"]
+    first = conv.detach().clone()
+    update(replica, 0)
+    assert torch.equal(conv, first)
+    replica.begin_epoch(2, 90, 0.1)
+    update(replica, 1)
+    assert not torch.equal(conv, first)
+
+
 def test_a_bucket_begins_where_frozen_weights_end(shared_folder: Path) -> None:
     """Also if the first weight behind them belongs to a network that never trains it."""
     replica = make_replica(shared_folder, freeze=["conv.*"], unfreeze_epoch=2)
