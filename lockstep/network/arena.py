@@ -90,8 +90,10 @@ class Arena:
             self.block.tensor(low, (self.n_weights,), n_bytes) if with_low_precision else None
         )
         self._spans = _spans(sources)
+        # `data`: else autograd takes a change of one buffer for a change of all others.
         self.tensors = {
-            name: _view(self.flat[start:stop], sources[name]) for name, (start, stop) in self._spans.items()
+            name: _view(self.flat[start:stop], sources[name]).data
+            for name, (start, stop) in self._spans.items()
         }
         for name, tensor in self.tensors.items():
             if name.partition("/")[0] in states:

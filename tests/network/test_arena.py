@@ -164,6 +164,29 @@ def test_odd_tensors_lie_in_the_arena_and_are_trained() -> None:
     assert torch.equal(net.again.weight, arena.tensors["weights/tied.weight"])
 
 
+class TwoBuffers(nn.Module):
+    """A network that needs one buffer in the backward pass, and changes another one after its use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("factor", torch.full((4,), 0.5))
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) * self.factor
+        self.center.mul_(0.9).add_(0.1 * y.detach().mean(0))
+        return y
+
+
+def test_a_buffer_may_change_while_autograd_holds_another_one() -> None:
+    net = TwoBuffers()
+    arena = Arena(net, HostMemory())
+    net(torch.ones(2, 4)).sum().backward()
+    assert arena.tensors["buffers/center"].any()
+    assert net.linear.weight.grad is not None and net.linear.weight.grad.eq(1.0).all()
+
+
 def double_buffer(net: Odd) -> None:
     net.mean = net.mean.double()
 
