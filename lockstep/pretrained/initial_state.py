@@ -80,4 +80,4 @@ def _with_pretrained(plan: RunPlan, program: Program) -> InitialState:
         raise UserError(f"{loaded.source}: {text}")
     since = f", continuing after epoch {epoch}" if record else ""
     program.warn("\n  ".join([f"starting with {loaded.source}{since}", *loaded.notes]))
-    return InitialState(epoch + 1, 0, record)
+    return InitialState(epoch + 1, 0, record, loaded.of_rule)

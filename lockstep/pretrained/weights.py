@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.config import Config
+from lockstep.config.rules import KINDS_OF_RULES
 from lockstep.errors import UserError
 from lockstep.network.arena import Arena
 from lockstep.optim.schedules import learning_rate
@@ -30,6 +31,7 @@ class Pretrained:
         weights: The network's parameters and buffers.
         own: Whether they have the names of Lockstep's checkpoints (`tensors_of`) instead of a state dict's.
         state: With `pretrained_part: whole`, all tensors of a trainer's arena.
+        of_rule: With `pretrained_part: whole`, the rule's tensors in the checkpoint.
         record: With `pretrained_part: whole`, the validation results of all trained epochs.
         notes: Lines for the user. `start_with` adds the report of what fits.
     """
@@ -38,6 +40,7 @@ class Pretrained:
     weights: dict[str, torch.Tensor]
     own: bool = False
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+    of_rule: dict[str, torch.Tensor] = field(default_factory=dict)
     record: list[dict[str, float]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -129,7 +132,9 @@ def _from_checkpoint(config: Config, path: Path) -> Pretrained:
             "starts a new training with its weights"
         )
     tensors = checkpoint.load(path)
-    return Pretrained(f"{path} (a checkpoint)", weights_of(tensors), True, tensors, state.val_record)
+    weights = weights_of(tensors)
+    of_rule = {name: tensors.pop(name) for name in [*tensors] if name.startswith(KINDS_OF_RULES)}
+    return Pretrained(f"{path} (a checkpoint)", weights, True, tensors, of_rule, state.val_record)
 
 
 def _from_theano(config: Config, path: Path, names: list[str]) -> Pretrained:

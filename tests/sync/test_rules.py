@@ -178,6 +178,17 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(data: Path, tmp_path: Pa
             assert_same(ours, whole)
 
 
+@pytest.mark.parametrize("rule", ["outer", pytest.param("gossip", marks=pytest.mark.slow)])
+def test_a_whole_training_that_continues_elsewhere_has_the_tensors_of_its_rule(
+    data: Path, tmp_path: Path, rule: str
+) -> None:
+    keys = {**SMOOTH, "rule": rule, "rule_args": {"every": 2}, "snapshot_freq": 1}
+    whole = train(2, data, tmp_path / "whole", **keys)
+    first = tmp_path / "whole" / "checkpoints" / "epoch_0001.safetensors"
+    keys |= {"pretrained": str(first), "pretrained_part": "whole"}
+    assert_same(train(2, data, tmp_path / "elsewhere", **keys), whole)
+
+
 @pytest.mark.parametrize(
     "rule", ["gradients", "outer", *SLOW, pytest.param("elastic", marks=pytest.mark.slow)]
 )
