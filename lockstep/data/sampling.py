@@ -104,6 +104,22 @@ def minibatches(n_samples: int, size: int, position: int = 0) -> Iterator[tuple[
         yield start, min(start + size, n_samples)
 
 
+def steps_done(epoch: int, position: int, n_samples: int, step_size: int) -> int:
+    """Return the steps from the start of a run to a position, for epochs of whole steps before it.
+
+    After a resume within an epoch with another step size, positions are no multiples of it. Counted are whole
+    steps, and at the end of the epoch the last one, so that no two positions of the run have one number.
+
+    Args:
+        epoch: The current epoch, from 1.
+        position: Samples of that epoch that have been trained on.
+        n_samples: Samples per epoch.
+        step_size: Samples per step.
+    """
+    n_steps = -(-n_samples // step_size)
+    return (epoch - 1) * n_steps + (n_steps if position >= n_samples else position // step_size)
+
+
 def share(start: int, stop: int, rank: int, n_trainers: int) -> tuple[int, int]:
     """Return the (start, stop) of a trainer's share of a global batch.
 

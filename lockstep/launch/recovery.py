@@ -8,6 +8,7 @@ from lockstep.comm.messages import Tick
 from lockstep.config import Config
 from lockstep.config.rules import on_failure_of
 from lockstep.data.dataset import Dataset
+from lockstep.data.sampling import steps_done
 from lockstep.errors import PeerProblem, UserError
 from lockstep.hosts.store import HostFailed, HostLost
 from lockstep.launch.attempts import (
@@ -356,10 +357,10 @@ class Recovery:
         state = attempt.state
         if state is None:
             return 0
-        step_size = orders_of(attempt.config, self._dataset).step_size("train")
-        return self._count(attempt.config, state.epoch + state.is_complete, 0) + (
-            0 if state.is_complete else -(-state.position // step_size)
-        )
+        orders = orders_of(attempt.config, self._dataset)
+        n_samples = orders.n_images("train")
+        position = n_samples if state.is_complete else state.position
+        return steps_done(state.epoch, position, n_samples, orders.step_size("train"))
 
     def _count(self, config: Config, epoch: int, step: int) -> int:
         """Return a step's number from the start of the run, by its epoch and its number there."""

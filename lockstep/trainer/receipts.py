@@ -10,6 +10,7 @@ import torch
 from lockstep.backends import devices
 from lockstep.config import Config
 from lockstep.data.dataset import Dataset
+from lockstep.data.sampling import steps_done
 from lockstep.errors import UserError
 from lockstep.files import checksum
 from lockstep.runs import versions
@@ -41,7 +42,7 @@ class ReceiptKeeper:
     def __init__(self, folder: Path, config: Config, dataset: Dataset, recovered: bool) -> None:
         self._file = ReceiptFile(folder)
         self._size = config.global_batch_size or 1
-        self._n_steps = -(-len(dataset.train) // self._size)
+        self._n_samples = len(dataset.train)
         self._config, self._settings = digest_of_config(config), digest_of_settings(config)
         self._manifest, self._labels = digests_of_data(dataset)
         self._versions = versions_of_computing()
@@ -76,7 +77,7 @@ class ReceiptKeeper:
         receipt = Receipt(
             number=0,
             kind=kind,
-            step=(epoch - 1) * self._n_steps + -(-position // self._size),
+            step=steps_done(epoch, position, self._n_samples, self._size),
             epoch=epoch,
             position=position,
             state=state,
@@ -141,7 +142,7 @@ def add_written_out(folder: Path, tensors: Path) -> None:
     receipt = replace(
         known[-1],
         kind="recovery",
-        step=(state.epoch - 1) * -(-state.n_samples // size) + -(-state.position // size),
+        step=steps_done(state.epoch, state.position, state.n_samples, size),
         epoch=state.epoch,
         position=state.position,
         state=state.sha256,

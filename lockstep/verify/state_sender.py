@@ -8,6 +8,7 @@ import torch
 from lockstep.comm.group import World
 from lockstep.comm.messages import Order
 from lockstep.data.dataset import Dataset
+from lockstep.data.sampling import steps_done
 from lockstep.loading.orders import Orders
 from lockstep.network.program import Program
 from lockstep.runs import checkpoint
@@ -67,7 +68,7 @@ class StateSender(Saver):
         save(False, True)
 
     def is_receipt_due(self, order: Order, n_steps: int) -> bool:
-        return (order.epoch - 1) * n_steps + order.step in self._steps
+        return self._step_at(order.epoch, order.stop) in self._steps
 
     def save(
         self,
@@ -79,8 +80,7 @@ class StateSender(Saver):
         receipt: bool = False,
     ) -> None:
         """Send the digest of the state if it is due, and write nothing."""
-        n_done = -(-position // self._orders.step_size("train"))
-        step = (epoch - 1) * self._orders.n_steps("train") + n_done
+        step = self._step_at(epoch, position)
         if step not in self._steps:
             return
         self._steps.remove(step)
@@ -88,3 +88,6 @@ class StateSender(Saver):
             arena = self._program.arena
             tensors = {**rule_state, **arena.outside(), **arena.views_of_all(arena.flat)}
             self._reporter.send(ReplayedState(step, checkpoint.digest_of(tensors)))
+
+    def _step_at(self, epoch: int, position: int) -> int:
+        return steps_done(epoch, position, self._orders.n_images("train"), self._orders.step_size("train"))

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.sampling import EpochSamples, minibatches, share
+from lockstep.data.sampling import EpochSamples, minibatches, share, steps_done
 
 files = st.lists(st.integers(1, 40), min_size=1, max_size=8).map(tuple)
 shuffles = st.sampled_from(["none", "batches", "blocks"])
@@ -52,6 +52,17 @@ def test_shares_cut_every_minibatch_without_gap_or_overlap(n_samples, batch_size
         for first, last in shares:
             seen += range(first, last)
     assert seen == list(range(position, n_samples))
+
+
+@given(n_samples=st.integers(1, 300), size=st.integers(1, 50), data=st.data())
+def test_steps_have_numbers_of_their_own_wherever_a_run_resumes(n_samples, size, data) -> None:
+    begin = data.draw(st.integers(0, n_samples - 1))
+    places = [(1, begin), *((1, stop) for _, stop in minibatches(n_samples, size, begin))]
+    places += [(2, stop) for _, stop in minibatches(n_samples, size)]
+    numbers = [steps_done(epoch, position, n_samples, size) for epoch, position in places]
+    assert numbers == sorted(set(numbers))
+    if begin % size == 0:
+        assert numbers == list(range(begin // size, 2 * -(-n_samples // size) + 1))
 
 
 def test_no_shuffling_keeps_the_order_of_the_files() -> None:

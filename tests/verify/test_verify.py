@@ -367,6 +367,18 @@ def test_a_run_resumed_with_another_batch_size_is_verified(program: Program) -> 
 
 
 @pytest.mark.slow
+def test_a_run_resumed_within_an_epoch_with_another_batch_size_is_verified(program: Program) -> None:
+    """The last two steps of that epoch end at images 85 to 89 and 90, in the same thirteenth seven."""
+    words = ("logical_ranks=4", "check_every=1", "snapshot_freq=1", "cpu_threads=1")
+    running = program.start(*words, "global_batch_size=8", "n_epochs=2")
+    running.wait_for_text("epoch 1 step 2/")
+    running.process.send_signal(signal.SIGINT)
+    assert running.wait() == 130, running.output()
+    program.run(*words, "global_batch_size=7", "resume_train=true", "n_epochs=1")
+    assert ": verified; " in call(running.run_folder, "--replay", 20)
+
+
+@pytest.mark.slow
 def test_a_run_on_datasets_is_verified(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
     running = program.run("data=own_datasets:make_squares", "n_classes=4", "n_epochs=1", *KEYS)
