@@ -196,6 +196,7 @@ def on_devices(config: Config, overrides: list[str], receipt: Receipt) -> Config
         devices=chosen,
         shares=shares,
         cpu_threads=n_threads,
+        patience=None,  # that of the last part of a run might end an earlier part
         para_load=False,
         trace=False,
         **on_one_host,  # type: ignore[arg-type]

@@ -358,6 +358,13 @@ def test_a_replay_that_ends_early_is_no_proof(program: Program) -> None:
     assert "ended before step" in text and "leave out n_epochs" in text
 
 
+def test_patience_ends_no_replay() -> None:
+    """A run may be resumed with a patience that would have ended it earlier."""
+    config = make_config(logical_ranks=2, global_batch_size=8, patience=1)
+    receipt = dataclasses.replace(example(), machine={"threads": "1"})
+    assert verify.on_devices(config, [], receipt).patience is None
+
+
 @pytest.mark.slow
 def test_a_run_resumed_with_another_batch_size_is_verified(program: Program) -> None:
     program.run("logical_ranks=4", "global_batch_size=16", "cpu_threads=1", "n_epochs=1")
