@@ -14,6 +14,7 @@ CPU. Exit code: 0 success; 2 an argument or image can't be used. The other image
 import argparse
 import dataclasses
 import glob
+import os
 import sys
 from pathlib import Path
 
@@ -38,7 +39,7 @@ from lockstep.network.replica import Replica, open_trained
 from lockstep.programs import make_parser
 from lockstep.runs import checkpoint_files
 from lockstep.runs import folder as runfolder
-from lockstep.text import handle_closed_pipe
+from lockstep.text import handle_closed_pipe, one_line
 from preprocessing import folders
 from preprocessing.images import BadImage, Geometry, open_by_pillow, to_image
 from preprocessing.listing import LeftOut, summary_of
@@ -119,12 +120,12 @@ def find_images(places: list[str]) -> list[Path]:
     found: list[Path] = []
     for place in places:
         paths = [Path(place)]
-        if glob.has_magic(place) and not paths[0].exists():
+        if glob.has_magic(place) and not os.path.exists(place):
             paths = [Path(match) for match in sorted(glob.glob(place, recursive=True))]
             if not paths:
                 raise UserError(f"{place}: matches no file. Give a file, a folder or another pattern.")
         for path in paths:
-            found += images_in(path) if path.is_dir() else [path]
+            found += images_in(path) if os.path.isdir(path) else [path]  # classify_all names unusable ones
     return list(dict.fromkeys(found))
 
 
@@ -158,7 +159,7 @@ def classify_all(
             answers[str(path)] = classify(path, replica, dataset, threshold)
         except (OSError, BadImage, UserError) as error:
             reason = getattr(error, "strerror", None) or error
-            show(f"lockstep: {path}: can't be used: {reason}", "stderr")
+            show(f"lockstep: {one_line(str(path))}: can't be used: {reason}", "stderr")
             code = 2
             continue
         if not arguments.out:

@@ -37,6 +37,7 @@ from lockstep.errors import UserError
 from lockstep.evaluate.data import open_data
 from lockstep.evaluate.evaluation import Evaluation, LabelEvaluation
 from lockstep.evaluate.files import write_csv, write_json
+from lockstep.files import refusing_unusable_paths
 from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import show
 from lockstep.launch.processes import Processes
@@ -94,6 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
+@refusing_unusable_paths()
 def open_checkpoint(folder: Path, epoch: int | str, overrides: list[str]) -> tuple[Config, Checkpoint]:
     """Return a run's configuration, with devices of this machine, and one of its checkpoints.
 

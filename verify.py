@@ -38,6 +38,7 @@ from lockstep.comm.pipes import Pipe
 from lockstep.config import Config
 from lockstep.config.rules import settle
 from lockstep.errors import UserError
+from lockstep.files import refusing_unusable_paths
 from lockstep.launch.console import show
 from lockstep.launch.processes import Processes, connect_all
 from lockstep.launch.status import StatusBoard
@@ -84,6 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+@refusing_unusable_paths()
 def verify(arguments: argparse.Namespace, interrupts: Interrupts) -> dict[str, Any]:
     """Return the result as a JSON object: problems, notes, and the replays.
 

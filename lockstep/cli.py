@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep import __version__
 from lockstep.errors import UserError, nearest
-from lockstep.files import program_folder, working_directory
+from lockstep.files import program_folder, refusing_unusable_paths, working_directory
 from lockstep.text import escape_when_printing, handle_closed_pipe
 
 
@@ -164,6 +164,7 @@ def _with_data_folder(words: list[str]) -> list[str]:
     return [f"data_folder={json.dumps(words[0], ensure_ascii=False)}", *words[1:]]  # as YAML text
 
 
+@refusing_unusable_paths()
 def _init(words: list[str]) -> int:
     """Copy what a project of the user's begins with. Raises UserError before anything is overwritten."""
     if len(words) != 1 or words[0].startswith("-"):

@@ -1,12 +1,13 @@
 """Files that appear complete or not at all, .npy files, JSON of unknown origin, and checksums of files."""
 
+import errno
 import hashlib
 import io
 import json
 import os
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ import numpy as np
 from safetensors import SafetensorError
 
 from lockstep.errors import UserError
-from lockstep.text import as_valid
+from lockstep.text import as_valid, one_line
 
+_UNUSABLE = {
+    errno.EACCES: "Change its permissions or those of the folders above it, or give another path.",
+    errno.ENAMETOOLONG: "Give a shorter path; several paths are separate arguments.",
+}
 _WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # of Python; of HDF5 and torch; of safetensors
 
 
@@ -136,6 +141,21 @@ def checksum(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal. Raise OSError if it can't be read."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def refusing_unusable_paths() -> Iterator[None]:
+    """Raise UserError for a path that may not be looked at, or whose name is too long. Also a decorator.
+
+    Path.exists() and Path.is_dir() raise OSError for such a path, and return False for a missing one.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNUSABLE or error.filename is None:
+            raise
+        name, cure = one_line(str(error.filename))[:200], _UNUSABLE[error.errno]
+        raise UserError(f"{name}: can't be used: {error.strerror}. {cure}") from error
 
 
 def working_directory() -> str:

@@ -110,10 +110,10 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Complete or undo a `replace_folder` that was interrupted."""
-    if folder.exists():
+    """Complete or undo a `replace_folder` that was interrupted, if its place can be searched."""
+    if os.path.exists(folder):  # Path.exists() raises PermissionError there
         shutil.rmtree(_replaced(folder), ignore_errors=True)
-    elif _replaced(folder).exists():
+    elif os.path.exists(_replaced(folder)):
         _replaced(folder).rename(folder)
 
 

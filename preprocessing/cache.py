@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -186,8 +186,11 @@ def candidates(source: Path, cache_folder: str | None) -> list[Path]:
     own = f"{source.name}-{digest}"
     if cache_folder:
         return [Path(cache_folder).absolute() / own]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return [source.with_name(f"{source.name}.lockstep"), home / "lockstep" / own]
+    places = [source.with_name(f"{source.name}.lockstep")]
+    with suppress(RuntimeError):  # an account without a home, as in some containers
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        places.append(home / "lockstep" / own)
+    return places
 
 
 def first_writable(folders: list[Path]) -> tuple[Path, str]:

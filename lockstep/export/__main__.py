@@ -33,7 +33,7 @@ from lockstep.data.dataset import open_dataset
 from lockstep.data.description import Description, read_description
 from lockstep.errors import UserError
 from lockstep.extras import require
-from lockstep.files import publish
+from lockstep.files import publish, refusing_unusable_paths
 from lockstep.network.build import build_model, input_spec_of
 from lockstep.optim.schedules import learning_rate
 from lockstep.pretrained import theano_folder
@@ -92,6 +92,7 @@ def main() -> int:
     return 0
 
 
+@refusing_unusable_paths()
 def load_trained(run: Path, epoch: int | str) -> Trained:
     """Load the network of a run's checkpoint.
 
@@ -113,6 +114,7 @@ def load_trained(run: Path, epoch: int | str) -> Trained:
     return Trained(chosen, config, model.eval(), n_classes, tensors)
 
 
+@refusing_unusable_paths()
 def export(trained: Trained, to: str, out: Path, lib_conv: theano_folder.LibConv = "cudnn") -> list[str]:
     """Write a network in another format. The write is atomic.
 

@@ -24,6 +24,7 @@ from lockstep.data.dataset import Dataset, check_content, open_dataset
 from lockstep.data.survey import Survey, make_survey, publish
 from lockstep.errors import PeerLost, PeerProblem, UserError, nearest
 from lockstep.extras import require
+from lockstep.files import refusing_unusable_paths
 from lockstep.launch.commandline import Arguments, complete_config
 from lockstep.launch.console import show
 from lockstep.launch.hosting import SingleHost
@@ -40,6 +41,7 @@ _OF_DATASETS = ("manifest.json", "train_hkl", "val_hkl", "labels/train_labels.np
 _SURVEY = "the survey of the datasets"
 
 
+@refusing_unusable_paths()
 def open_all(
     arguments: Arguments, models: Path, host: SingleHost, interrupts: Interrupts
 ) -> tuple[Config, Dataset, RunFolder]:

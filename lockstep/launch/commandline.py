@@ -13,7 +13,7 @@ from lockstep.config.hosts import torchrun_keys
 from lockstep.config.layers import with_absolute_paths
 from lockstep.config.rules import settle
 from lockstep.errors import UserError
-from lockstep.files import working_directory
+from lockstep.files import refusing_unusable_paths, working_directory
 from lockstep.launch.console import show
 from lockstep.runs import folder as runfolder
 from lockstep.runs.checkpoint_files import records
@@ -36,6 +36,7 @@ class Arguments:
     names_config: bool
 
 
+@refusing_unusable_paths()
 def parse_arguments(description: str, standard: Path, command: str | None = None) -> Arguments:
     """Parse the command line, the files that it names, and torchrun's variables.
 

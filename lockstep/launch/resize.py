@@ -29,7 +29,7 @@ from lockstep.backends import devices
 from lockstep.config import Config
 from lockstep.config.rules import settle
 from lockstep.errors import UserError
-from lockstep.files import write_text
+from lockstep.files import refusing_unusable_paths, write_text
 from lockstep.launch.checks import check_descriptors
 from lockstep.launch.console import Console, discarded_replicas
 from lockstep.runs.folder import is_running
@@ -315,6 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+@refusing_unusable_paths()
 def resize(folder: Path, wish: str) -> str:
     """Ask a run's launcher for other devices and wait until it has resumed. Return a line for people.
 

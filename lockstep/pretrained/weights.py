@@ -9,6 +9,7 @@ from torch import nn
 from lockstep.config import Config
 from lockstep.config.rules import KINDS_OF_RULES
 from lockstep.errors import UserError
+from lockstep.files import refusing_unusable_paths
 from lockstep.network.arena import Arena
 from lockstep.optim.schedules import learning_rate
 from lockstep.pretrained import theano_folder
@@ -89,6 +90,7 @@ def weights_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return kinds["weights/"] | kinds["buffers/"] | kinds["ema/"]
 
 
+@refusing_unusable_paths()
 def _find(config: Config, model: nn.Module) -> Pretrained:
     """Read `pretrained` in the format that its content shows."""
     assert config.pretrained is not None

@@ -14,7 +14,7 @@ from lockstep import config as configuration
 from lockstep.comm.messages import EpochTimes, RankTimes
 from lockstep.config.tasks import Monitor, monitor_in
 from lockstep.errors import UserError
-from lockstep.files import parse_json
+from lockstep.files import parse_json, refusing_unusable_paths
 from lockstep.runs import checkpoint_files
 from lockstep.runs.metrics import HIGHER_IS_BETTER, AnswerCounts, best_epoch
 from lockstep.runs.state import Checkpoint
@@ -112,6 +112,7 @@ class RunLog:
         return self.config.get("task") == "multilabel"
 
 
+@refusing_unusable_paths()
 def read_run(folder: Path) -> RunLog:
     """Read a run's folder.
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from lockstep.errors import UserError
+from lockstep.files import refusing_unusable_paths
 from lockstep.trace.chrome import ChromeTrace, Row
 
 Line = tuple[int, str]
@@ -20,6 +21,7 @@ class _Wait:
     waited: float = 0.0
 
 
+@refusing_unusable_paths()
 def trace_of(run: Path) -> ChromeTrace:
     """Return the spans of all processes, with times since the first line.
 

@@ -479,6 +479,9 @@ def test_places_without_images_and_files_of_unknown_formats_are_named(tmp_path: 
         classify.find_images([f"{tmp_path}/none*"])
     with pytest.raises(UserError, match="holds no images that Pillow reads"):
         classify.find_images([str(tmp_path)])
+    with pytest.raises(UserError, match="x: can't be used: File name too long"):
+        check_target(tmp_path / ("x" * 300 + ".csv"))
+    assert classify.find_images(["x" * 300]) == [Path("x" * 300)]  # the others are classified all the same
     Image.new("RGB", (9, 9)).save(tmp_path / "a[1].png")  # a file's name, not a pattern
     assert classify.find_images([f"{tmp_path}/a[1].png", str(tmp_path)]) == [tmp_path / "a[1].png"]
 

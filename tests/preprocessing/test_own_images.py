@@ -1,5 +1,6 @@
 """A user's own folder of images, from the files to the set that a run trains on."""
 
+import errno
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ from lockstep.launch.checks import with_converted_images
 from lockstep.signals import Interrupts
 from preprocessing import bars, converting, make_hkl, own_images, tasks
 from preprocessing.build import unfinished
+from preprocessing.cache import candidates
 from preprocessing.caffe_lists import read_list, read_names
 from preprocessing.journal import Journal
 from preprocessing.listing import Listing, SourceImage
@@ -299,6 +301,25 @@ def test_a_place_that_cannot_be_written_is_replaced_and_named(
         UserError, match=r"blocked/mine-.*: can't be written: Not a directory. Set cache_folder"
     ):
         convert(source, cache_folder=str(blocked))
+
+
+def test_a_home_that_is_missing_or_closed_is_not_needed(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    def denied(path: Path, *args: object, **keys: object) -> bool:
+        if "closed" in path.parts:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return os.path.exists(path)
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", without_home)
+    assert candidates(source, None) == [source.with_name("mine.lockstep")]
+    monkeypatch.setenv("XDG_CACHE_HOME", "/closed")
+    monkeypatch.setattr(Path, "exists", denied)
+    assert convert(source).parent == source.with_name("mine.lockstep")
 
 
 def test_cache_folder_holds_the_sets_of_several_sources(source: Path, tmp_path: Path) -> None:

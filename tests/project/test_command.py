@@ -1,5 +1,6 @@
 """The command `lockstep`: its arguments."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from conftest import ROOT
 from lockstep import __version__, cli
 from lockstep.cli import _with_data_folder
 from lockstep.config import read_command_line
+from lockstep.errors import UserError
+from lockstep.files import refusing_unusable_paths
+from lockstep.launch.commandline import parse_arguments
 
 
 @pytest.mark.parametrize("name", ["photos", "photos #2", "2024", "a: b", "x=y", "ü 'q' \"d\"", "null", "[a]"])
@@ -59,6 +63,41 @@ def test_a_removed_working_directory_is_named(tmp_path: Path, arguments: list[st
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "gone", env=environment)
     said = "lockstep: the working directory does not exist any more. Change to another one.\n"
     assert (done.returncode, done.stderr) == (2, said)
+
+
+@pytest.mark.parametrize("words", ["init LONG", "resize LONG +1", "trace LONG"])
+def test_a_name_that_is_too_long_is_named(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    try:
+        code: object = cli.main(words.replace("LONG", "x" * 300).split())
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert f"{'x' * 200}: can't be used: File name too long. Give a shorter path" in capsys.readouterr().err
+
+
+def test_keys_with_paths_that_are_too_long_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["train.py", f"weights_dir={'x' * 300}", "resume_train=true", "run_name=a"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(UserError, match="xxx: can't be used: File name too long"):
+        parse_arguments("", ROOT / "config.yaml")
+
+
+def test_a_file_in_a_folder_that_may_not_be_searched_is_named() -> None:
+    denied = PermissionError(errno.EACCES, "Permission denied", "closed/a")
+    with pytest.raises(UserError, match="closed/a: can't be used: Permission denied"):
+        raise_refusing(denied)
+    of_process = PermissionError(errno.EPERM, "Operation not permitted")
+    with pytest.raises(PermissionError):
+        raise_refusing(of_process)
+
+
+@refusing_unusable_paths()
+def raise_refusing(error: OSError) -> None:
+    raise error
 
 
 def test_ctrl_c_ends_a_command_in_one_line(

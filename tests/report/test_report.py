@@ -412,12 +412,13 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "empty" / "log.jsonl").touch()
     for name, message in (
         ("gone", "there is no such run folder"),
+        ("x" * 300, "can't be used: File name too long"),
         ("other", "is not a run's folder: it has no log.jsonl"),
         ("empty", "holds no line of a run"),
     ):
         assert main([str(tmp_path / name)]) == 2
         error = capsys.readouterr().err
-        assert name in error and message in error
+        assert name[:9] in error and message in error
     assert main([str(tmp_path / str(number)) for number in range(25)]) == 2
     assert "one chart can show at most 24" in capsys.readouterr().err
 
