@@ -36,7 +36,7 @@ from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.evaluate.data import open_data
 from lockstep.evaluate.evaluation import Evaluation, LabelEvaluation
-from lockstep.evaluate.files import write_csv, write_json
+from lockstep.evaluate.files import check_place, write_csv, write_json
 from lockstep.files import refusing_unusable_paths
 from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import show
@@ -59,6 +59,8 @@ def main(interrupts: Interrupts) -> int:
     """Run the program and return its exit code."""
     try:
         arguments = parse_arguments()
+        for path in filter(None, (arguments.json, arguments.csv)):
+            check_place(path)
         config, checkpoint = open_checkpoint(arguments.run, arguments.epoch, arguments.overrides)
         dataset, notes = open_data(config, arguments.run)
         for note in [*notes, *notes_on_dataset(config, dataset.digest, checkpoint)]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import UserError
+from lockstep.evaluate.files import check_place
 from lockstep.files import refusing_unusable_paths, write_bytes
 from lockstep.text import one_line
 
@@ -39,6 +40,7 @@ def check_target(path: Path) -> None:
     """Raise UserError if answers can't be written to a new file of this name."""
     if path.suffix.lower() not in FORMATS:
         raise UserError(f"{path}: is of no known format. Give a name that ends with {' or '.join(FORMATS)}.")
+    check_place(path)
     if path.exists():
         raise UserError(f"{path}: already exists. Name another file.")
 

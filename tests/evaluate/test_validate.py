@@ -31,9 +31,11 @@ from lockstep.errors import UserError
 from lockstep.evaluate.answers import check_target
 from lockstep.evaluate.data import open_data
 from lockstep.evaluate.evaluation import Evaluation, orders_of
+from lockstep.evaluate.files import check_place, write_csv
 from lockstep.launch.status import StatusBoard
 from lockstep.network.build import build_model
 from lockstep.runs.checkpoint_files import find_checkpoint
+from lockstep.runs.metrics import AnswerCounts
 from lockstep.runs.multilabel import LabelMetrics
 from lockstep.runs.state import Checkpoint, State
 from lockstep.trainer.setup import computing
@@ -72,6 +74,23 @@ def test_it_repeats_what_training_said_on_any_devices(trained: Running) -> None:
         assert top5 == pytest.approx(100 * received[epoch - 1]["error_top5"], abs=0.006)
         assert loss == pytest.approx(received[epoch - 1]["loss"], abs=2e-4)
     assert "classes with the largest error" in text
+
+
+def test_results_go_through_links_and_into_pipes_and_not_to_folders(tmp_path: Path) -> None:
+    metrics = AnswerCounts.of(2, np.array([0, 1]), np.array([0, 0])).by_class()
+    (tmp_path / "link.csv").symlink_to(tmp_path / "target.csv")
+    write_csv(tmp_path / "link.csv", metrics, ["cat", "dog"])
+    assert (tmp_path / "link.csv").is_symlink()
+    text = (tmp_path / "target.csv").read_text()
+    assert text.startswith("class,support") and text.count("\n") == 3
+    os.mkfifo(tmp_path / "pipe.csv")
+    reading = os.open(tmp_path / "pipe.csv", os.O_RDONLY | os.O_NONBLOCK)
+    write_csv(tmp_path / "pipe.csv", metrics, ["cat", "dog"])
+    assert os.read(reading, 10_000).decode() == text
+    os.close(reading)
+    assert (tmp_path / "pipe.csv").is_fifo()
+    with pytest.raises(UserError, match=r"is a folder. Name a file."):
+        check_place(tmp_path)
 
 
 @pytest.mark.slow
@@ -479,6 +498,8 @@ def test_places_without_images_and_files_of_unknown_formats_are_named(tmp_path: 
         classify.find_images([f"{tmp_path}/none*"])
     with pytest.raises(UserError, match="holds no images that Pillow reads"):
         classify.find_images([str(tmp_path)])
+    with pytest.raises(UserError, match=r"none/a.csv: can't be written: there is no folder"):
+        check_target(tmp_path / "none" / "a.csv")
     with pytest.raises(UserError, match="x: can't be used: File name too long"):
         check_target(tmp_path / ("x" * 300 + ".csv"))
     assert classify.find_images(["x" * 300]) == [Path("x" * 300)]  # the others are classified all the same
