@@ -41,7 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     from lockstep.report.theme import MOST_RUNS
     from lockstep.report.writing import place_of, write_report
 
-    folders = list(dict.fromkeys(options.runs))
+    folders = [folder for folder in dict.fromkeys(options.runs) if not _is_comparison(folder)]
+    folders = folders or options.runs
     if len(folders) > MOST_RUNS:
         raise UserError(f"{len(folders)} runs: one chart can show at most {MOST_RUNS}. Name fewer.")
     if options.live:
@@ -77,6 +78,12 @@ def write_until_end(folder: Path, out: Path) -> None:
             write_report([run], out, 0, _LIVE_SECONDS)
         # At most a tenth of a core's time: the run needs it more.
         time.sleep(max(_LIVE_SECONDS, 9 * (time.monotonic() - begin)))
+
+
+def _is_comparison(folder: Path) -> bool:
+    """Return whether a folder is that of an earlier comparison, which the pattern runs/* matches, too."""
+    has = {name: os.path.exists(folder / name) for name in ("report.html", "log.jsonl", "checkpoints")}
+    return has["report.html"] and not (has["log.jsonl"] or has["checkpoints"])
 
 
 def _read_command_line(arguments: list[str] | None) -> argparse.Namespace:

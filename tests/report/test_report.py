@@ -170,6 +170,8 @@ def test_several_runs_lie_over_each_other(runs: list[Path], tmp_path: Path) -> N
     assert re.search(r"learning_rate\s+0.02\s+0.003", page.words)
     curve = page.text.partition("<h3>Loss</h3>")[2].partition("</svg>")[0]
     assert "var(--run0)" in curve and "var(--run1)" in curve
+    everything = sorted(map(str, tmp_path.iterdir()))  # as runs/* names it: the comparison, too
+    assert len(everything) == 3 and main([*everything, "--no-examples"]) == 0
 
 
 def test_many_runs_go_where_out_says(run: Path, tmp_path: Path) -> None:
