@@ -36,7 +36,7 @@ class Failures:
         is_counted: Whether the failure of the present attempt is among them.
     """
 
-    unresolved: "Failure | None" = None
+    unresolved: "FailedAttempt | None" = None
     furthest: int = -1
     n_without_progress: int = 0
     rate: FailureRate = field(default_factory=lambda: FailureRate(0, time.monotonic()))
@@ -57,7 +57,7 @@ class Failures:
         n_before = self.n_before(step)
         if not self.is_counted:
             self.rate = FailureRate(self.rate.n + 1, self.rate.begin)
-        self.unresolved, self.is_counted = Failure(exit_status, step, time.monotonic()), True
+        self.unresolved, self.is_counted = FailedAttempt(exit_status, step, time.monotonic()), True
         self.furthest, self.n_without_progress = max(step, self.furthest), n_before + 1
         return n_before
 
@@ -122,8 +122,8 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A failure from which the run is recovering.
+class FailedAttempt:
+    """An attempt that failed, and from which the run is recovering.
 
     Attributes:
         step: The last completed step, counted from the start of the run.

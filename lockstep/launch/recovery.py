@@ -15,7 +15,7 @@ from lockstep.launch.attempts import (
     DAMAGED,
     Attempt,
     Context,
-    Failure,
+    FailedAttempt,
     clean_folder,
     next_attempt,
     orders_of,
@@ -331,7 +331,7 @@ class Recovery:
         if exit_status.code:
             raise UserError(exit_status.message)
 
-    def _report(self, attempt: Attempt, failure: Failure) -> None:
+    def _report(self, attempt: Attempt, failure: FailedAttempt) -> None:
         """Print and log a recovery, at the first step after it."""
         self._failures.unresolved = None
         first, seconds = self._first_step(attempt), time.monotonic() - failure.time
