@@ -22,6 +22,7 @@ from lockstep.errors import UserError, nearest
 from lockstep.network.dropout import SampleDropout
 
 _LISTS = (nn.Sequential, nn.ModuleList)
+_Buffers = list[tuple[torch.Tensor, torch.Tensor]]  # each with its value at some time
 _LEAST_BLOCKS = 3  # a branch within a block, such as GoogLeNet's, may have two
 
 
@@ -105,9 +106,10 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
         if not (block.training and torch.is_grad_enabled()):
             return forward(*arguments, **keywords)
         calls = {module: module.n_calls for module in block.modules() if isinstance(module, SampleDropout)}
+        buffers = _copies(block)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), _as_before(block, calls)
+            return nullcontext(), _as_before(block, calls, buffers)
 
         return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
 
@@ -115,19 +117,27 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
 
 
 @contextmanager
-def _as_before(block: nn.Module, calls: dict[SampleDropout, int]) -> Iterator[None]:
-    """Run a forward pass again: with the same dropout masks, and without counting in running statistics."""
-    buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
-    now = {module: module.n_calls for module in calls}
+def _as_before(block: nn.Module, calls: dict[SampleDropout, int], buffers: _Buffers) -> Iterator[None]:
+    """Run a forward pass again: with the same dropout masks and buffers, which then get their new values."""
+    now, new_buffers = {module: module.n_calls for module in calls}, _copies(block)
     for module, count in calls.items():
         module.n_calls = count
+    _restore(buffers)
     try:
         yield
     finally:
         for module, count in now.items():
             module.n_calls = count
-        for buffer, value in buffers:
-            buffer.data.copy_(value)  # through `data`: autograd may still hold the buffer
+        _restore(new_buffers)
+
+
+def _copies(block: nn.Module) -> _Buffers:
+    return [(buffer, buffer.clone()) for buffer in block.buffers()]
+
+
+def _restore(buffers: _Buffers) -> None:
+    for buffer, value in buffers:
+        buffer.data.copy_(value)  # through `data`: autograd may still hold the buffer
 
 
 class Frozen:

@@ -1,5 +1,6 @@
 """Stages: their order in networks of several kinds, and the bits and memory of `recompute`."""
 
+import copy
 import importlib
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ import torch
 from conftest import make_config
 from small_replicas import make_replica, recorder
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from lockstep.comm.messages import Order
 from lockstep.errors import UserError
 from lockstep.loading import Batch
 from lockstep.network.replica import Replica
-from lockstep.network.stages import rate_scales, stages_of
+from lockstep.network.stages import rate_scales, recompute, stages_of
 
 
 class Blocks(nn.Module):
@@ -147,10 +149,35 @@ def test_recomputing_gives_the_same_bits(shared_folder: Path, precision: str) ->
 
 def test_statistics_that_count_twice_would_show(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: without the guard a recomputed pass moves the running statistics again."""
-    monkeypatch.setattr("lockstep.network.stages._as_before", lambda block, calls: torch.enable_grad())
+    monkeypatch.setattr("lockstep.network.stages._as_before", lambda *_: torch.enable_grad())
     plain, recomputed = (trained(shared_folder, recompute=each) for each in (False, True))
     name = "buffers/blocks.0.norm.running_mean"
     assert not torch.equal(plain.arena.state()[name], recomputed.arena.state()[name])
+
+
+class Spectral(nn.Module):
+    """A block whose result depends on buffers that each pass changes: those of a power iteration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed, self.linear = spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.linear(torch.tanh(self.normed(x)))
+        return y
+
+
+def test_recomputing_begins_with_the_buffers_of_the_first_pass() -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(8, 8), Spectral(), Spectral()), torch.randn(4, 8)
+    recomputed = copy.deepcopy(plain)
+    assert recompute(recomputed, "spectral") == 2
+    for network in (plain, recomputed):
+        network(x).square().sum().backward()
+    for ours, theirs in zip(recomputed.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad, theirs.grad)
+    for buffer, other in zip(recomputed.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(buffer, other)
 
 
 def saved_bytes(folder: Path, recompute: bool) -> int:
