@@ -21,6 +21,8 @@ ARGS: Mapping[str, Mapping[str, Any]] = {
     "gossip": {"every": 1},
 }
 _ELASTICITY = 0.9  # alpha times the number of trainers: beta in section 5 of the EASGD paper
+# The weights that a checkpoint holds beside the replicas, for rules whose replicas are never equal.
+_CHECKPOINT_WEIGHTS = {"elastic": "centre", "gossip": "mean"}
 KINDS_OF_RULES = ("outer/", "replica")  # prefixes of the names of a rule's tensors in checkpoints
 
 
@@ -36,6 +38,21 @@ def rule_of(config: "Config") -> RuleName:
         return "gradients"
     exact = config.exchange == "swap" or not (OPTIMIZERS[config.optimizer].inexact or config.clip_norm)
     return "weights" if exact else "gradients"
+
+
+def discarded_replicas(rule: str, n_trainers: int, config: "Config") -> str:
+    """Return a note if a checkpoint's unequal replicas can't each resume in a trainer; '' otherwise.
+
+    Args:
+        rule: The rule that the checkpoint was made with.
+        n_trainers: The number of trainers that it was made with.
+    """
+    if rule not in _CHECKPOINT_WEIGHTS or n_trainers < 2:
+        return ""
+    if rule_of(config) in _CHECKPOINT_WEIGHTS and n_trainers == len(config.devices):
+        return ""
+    weights = _CHECKPOINT_WEIGHTS[rule]
+    return f"the checkpoint has {n_trainers} replicas of rule: {rule}: all begin with their {weights}"
 
 
 def on_failure_of(config: "Config") -> Literal["stop", "restart", "shrink"]:

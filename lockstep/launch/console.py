@@ -33,7 +33,7 @@ from lockstep.comm.messages import (
     WarningMessage,
 )
 from lockstep.config import Config, differences
-from lockstep.config.rules import rule_of
+from lockstep.config.rules import discarded_replicas
 from lockstep.config.tasks import is_multilabel
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
@@ -55,8 +55,6 @@ _BACKLOG = 100  # queued lines above which the progress bar is not moved
 _NOTABLE_SHARE = 0.1  # of the time, in a phase other than compute
 _NOT_SAVED = "host 0 saved nothing"
 _OF_CLASSES = ("error_top1", "error_top5", "confusion")  # values of a validation with one class per image
-# The weights that a checkpoint holds beside the replicas, for rules whose replicas are never equal.
-_CHECKPOINT_WEIGHTS = {"elastic": "centre", "gossip": "mean"}
 
 
 class Console:
@@ -382,21 +380,6 @@ def _describe_config(config: Config, saved: Path) -> str:
         break_on_hyphens=False,
     )
     return "\n".join([*lines, f"all keys are in {saved}"])
-
-
-def discarded_replicas(rule: str, n_trainers: int, config: Config) -> str:
-    """Return a note if a checkpoint's unequal replicas can't each resume in a trainer; '' otherwise.
-
-    Args:
-        rule: The rule that the checkpoint was made with.
-        n_trainers: The number of trainers that it was made with.
-    """
-    if rule not in _CHECKPOINT_WEIGHTS or n_trainers < 2:
-        return ""
-    if rule_of(config) in _CHECKPOINT_WEIGHTS and n_trainers == len(config.devices):
-        return ""
-    weights = _CHECKPOINT_WEIGHTS[rule]
-    return f"the checkpoint has {n_trainers} replicas of rule: {rule}: all begin with their {weights}"
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ from typing import Literal, TypeVar
 from lockstep import config as configuration
 from lockstep.backends import devices
 from lockstep.config import Config
-from lockstep.config.rules import settle
+from lockstep.config.rules import discarded_replicas, settle
 from lockstep.errors import UserError
 from lockstep.files import refusing_unusable_paths, write_text
 from lockstep.launch.checks import check_descriptors
-from lockstep.launch.console import Console, discarded_replicas
+from lockstep.launch.console import Console
 from lockstep.runs.folder import is_running
 from lockstep.runs.network_source import NetworkSource
 from lockstep.text import handle_closed_pipe

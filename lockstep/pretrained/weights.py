@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.config import Config
-from lockstep.config.rules import KINDS_OF_RULES
+from lockstep.config.rules import KINDS_OF_RULES, discarded_replicas
 from lockstep.errors import UserError
 from lockstep.files import refusing_unusable_paths
 from lockstep.network.arena import Arena
@@ -136,7 +136,9 @@ def _from_checkpoint(config: Config, path: Path) -> Pretrained:
     tensors = checkpoint.load(path)
     weights = weights_of(tensors)
     of_rule = {name: tensors.pop(name) for name in [*tensors] if name.startswith(KINDS_OF_RULES)}
-    return Pretrained(f"{path} (a checkpoint)", weights, True, tensors, of_rule, state.val_record)
+    note = discarded_replicas(state.config.get("rule", ""), state.n_trainers, config)
+    notes = [note] if note else []
+    return Pretrained(f"{path} (a checkpoint)", weights, True, tensors, of_rule, state.val_record, notes)
 
 
 def _from_theano(config: Config, path: Path, names: list[str]) -> Pretrained:

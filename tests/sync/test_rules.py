@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import make_config, make_folder
 from small_networks import FullLayers
+from small_replicas import make_replica
 from training_runs import (
     FACTORS,
     HARD,
@@ -20,6 +21,7 @@ from training_runs import (
 )
 
 from lockstep.network.factors import factored_layers
+from lockstep.pretrained.weights import start_with
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +189,11 @@ def test_a_whole_training_that_continues_elsewhere_has_the_tensors_of_its_rule(
     first = tmp_path / "whole" / "checkpoints" / "epoch_0001.safetensors"
     keys |= {"pretrained": str(first), "pretrained_part": "whole"}
     assert_same(train(2, data, tmp_path / "elsewhere", **keys), whole)
+    keys["devices"] = ["cpu"] * 3
+    config, replica = make_config(**keys), make_replica(data, **keys)
+    notes = start_with(config, replica.model, replica.arena).notes
+    said = "the checkpoint has 2 replicas of rule: gossip: all begin with their mean"
+    assert (said in notes) == (rule == "gossip")
 
 
 @pytest.mark.parametrize(
