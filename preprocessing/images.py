@@ -14,13 +14,22 @@ from dataclasses import dataclass
 import numpy as np
 import simplejpeg
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from lockstep.data.manifest import Orientation, Resize
 from preprocessing.formats import NO_IMAGE, formats_of
 
 MAX_PIXELS = 100_000_000  # images that claim more are refused before they are decoded
 _ORIENTATION = 0x0112  # the EXIF tag
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 _MAX_ASPECT = 8  # crop: only the center of longer images is resized
 Shape = tuple[int, int]  # rows and columns
 
@@ -126,7 +135,8 @@ def open_by_pillow(content: bytes, name: str) -> Image.Image:
 def _decode_with_pillow(content: bytes, geometry: Geometry, name: str) -> tuple[np.ndarray, Shape]:
     with open_by_pillow(content, name) as opened:
         opened.load()
-        upright = ImageOps.exif_transpose(opened) if geometry.orientation == "apply" else opened
+        turn = _turn_of(opened) if geometry.orientation == "apply" else None
+        upright = opened if turn is None else opened.transpose(turn)
         return np.array(_to_rgb(upright)), (opened.height, opened.width)
 
 
@@ -135,8 +145,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         raise BadImage("holds floating-point pixels, whose range is not known: save it with 8 or 16 bits")
     if image.mode.startswith("I;16") or image.mode == "I":  # 16 bits per pixel, which convert() would clip
-        levels = np.asarray(image).astype(np.int64) >> 8
-        image = Image.fromarray(np.clip(levels, 0, 255).astype(np.uint8))
+        levels = np.asarray(image).astype(np.int64)
+        is_clear = levels == image.info.get("transparency", -1)  # the one transparent level of a PNG
+        image = Image.fromarray(np.where(is_clear, 255, np.clip(levels >> 8, 0, 255)).astype(np.uint8))
     if image.has_transparency_data:
         background = Image.new("RGBA", image.size, "white")
         background.alpha_composite(image.convert("RGBA"))
@@ -147,11 +158,16 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 def _rotated(image: np.ndarray, content: bytes) -> np.ndarray:
     """Return a decoded JPEG rotated as its EXIF orientation says."""
     with Image.open(io.BytesIO(content), formats=("JPEG",)) as opened:
-        if opened.getexif().get(_ORIENTATION, 1) == 1:
-            return image
-        rotated = Image.fromarray(image)
-        rotated.getexif()[_ORIENTATION] = opened.getexif()[_ORIENTATION]
-        return np.array(ImageOps.exif_transpose(rotated))
+        turn = _turn_of(opened)
+    return image if turn is None else np.array(Image.fromarray(image).transpose(turn))
+
+
+def _turn_of(image: Image.Image) -> Image.Transpose | None:
+    """Return how to make an image upright by its metadata; None: not at all, or the metadata are damaged."""
+    try:
+        return _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # Pillow raises many types, also SyntaxError; the pixels are good all the same
+        return None
 
 
 def _check_size(height: int, width: int) -> None:

@@ -106,6 +106,13 @@ def test_transparency_gets_a_white_background() -> None:
     assert (image[30, 30] == 255).all()
 
 
+def test_the_transparent_level_of_16_bits_becomes_white() -> None:
+    levels = np.full((60, 80), 40_000, np.uint16)
+    levels[:, 40:] = 7
+    image = to_image(encode(Image.fromarray(levels), "PNG", transparency=7), Geometry(40))
+    assert (image[:, :18] == 40_000 >> 8).all() and (image[:, 22:] == 255).all()
+
+
 @pytest.mark.parametrize("mode", ["L", "CMYK"])
 def test_grey_and_cmyk_jpegs(mode: str) -> None:
     content = encode(quarters(mode))
@@ -168,6 +175,12 @@ def test_exif_orientation_is_a_setting(orientation: int, kind: str) -> None:
         8: np.rot90(as_stored),
     }[orientation]
     assert np.abs(turned.astype(int)[5::10, 5::10] - expected[5::10, 5::10]).max() <= 12
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_damaged_metadata_leave_an_image_as_it_is(kind: str) -> None:
+    exif = b"Exif\0\0" * (kind != "PNG") + b"neither II nor MM"
+    assert_quarters(to_image(encode(quarters(), kind, exif=exif), Geometry(40)), 25)
 
 
 def test_crop_and_pad_keep_the_shape() -> None:
