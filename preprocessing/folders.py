@@ -94,7 +94,10 @@ def _check_regular(entry: "os.DirEntry[str]") -> None:
 
 
 def _is_class(entry: "os.DirEntry[str]") -> bool:
-    return entry.is_dir() and not why_hidden(entry.name)
+    try:
+        return entry.is_dir() and not why_hidden(entry.name)
+    except OSError:  # a link to itself; _why_left_out names it
+        return False
 
 
 def _scan(folder: Path) -> list[os.DirEntry[str]]:

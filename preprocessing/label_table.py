@@ -96,7 +96,7 @@ def _check(table: Path, rows: list[Row], multilabel: bool) -> None:
         if not row.path or not (row.label or multilabel):
             cure = "Complete or remove it." + (_NO_CLASS if row.path else "")
             raise UserError(f"{table}: {row.place} lacks a path or a label. {cure}")
-        if not (table.parent / row.path).is_file():
+        if not os.path.isfile(table.parent / row.path):  # Path.is_file() raises for a name that is too long
             raise UserError(f"{table}: {row.place} names {row.path}, which is no file in {table.parent}.")
         name = os.path.normpath(row.path)
         if name in seen:
@@ -214,6 +214,7 @@ def _columns(table: Path, names: list[str], multilabel: bool) -> Columns:
         raise UserError(
             f"{table}: has no column {' and no column '.join(missing)}. Its first line must name the columns "
             f"path and label; it has: {', '.join(names)[:200] or 'nothing'}."
+            + (" Separate columns by commas." if len(names) == 1 and {";", "\t"} & set(names[0]) else "")
             + (" A column of 0 and 1 for each class is for task: multilabel." if "path" in known else "")
         )
     return Columns(known.index("path"), known.index("label"), {})

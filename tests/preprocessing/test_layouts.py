@@ -129,6 +129,8 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
         ("path,label\na.png\n", "line 2 has 1 columns"),
         ("path,label\na.png,red,spotted\n", "line 2 has 3 columns, the first line names 2. Put text with a"),
         ("path,label\n", "has no rows"),
+        ("path;label\na.png;1\n", "it has: path;label. Separate columns by commas.$"),
+        (f"path,label\n{'b' * 300},1\n", "line 2 names bbb.*, which is no file"),
         ("", "has no column path"),
     ],
 )
@@ -221,9 +223,12 @@ def test_the_hash_of_a_name_is_fixed() -> None:
     ],
     ids=["a named pipe", "a link to itself"],
 )
-def test_what_cannot_be_read_is_left_out(make: Callable[[Path], None], reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["cat", "."])
+def test_what_cannot_be_read_is_left_out(
+    make: Callable[[Path], None], reason: str, folder: str, tmp_path: Path
+) -> None:
     write_classes(tmp_path, {"cat": 4, "dog": 4})
-    make(tmp_path / "cat" / "odd.png")
+    make(tmp_path / folder / "odd.png")
     listing = list_source(tmp_path, 0.25)
     assert [(Path(each.place).name, each.reason) for each in listing.left_out] == [("odd.png", reason)]
     assert len(listing.train) + len(listing.val) == 8
