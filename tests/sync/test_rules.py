@@ -185,10 +185,10 @@ def test_a_whole_training_that_continues_elsewhere_has_the_tensors_of_its_rule(
     data: Path, tmp_path: Path, rule: str
 ) -> None:
     keys = {**SMOOTH, "rule": rule, "rule_args": {"every": 2}, "snapshot_freq": 1}
-    whole = train(2, data, tmp_path / "whole", **keys)
+    whole = train(2, data, tmp_path / "whole", False, **keys)
     first = tmp_path / "whole" / "checkpoints" / "epoch_0001.safetensors"
     keys |= {"pretrained": str(first), "pretrained_part": "whole"}
-    assert_same(train(2, data, tmp_path / "elsewhere", **keys), whole)
+    assert_same(train(2, data, tmp_path / "elsewhere", False, **keys), whole)
     keys["devices"] = ["cpu"] * 3
     config, replica = make_config(**keys), make_replica(data, **keys)
     notes = start_with(config, replica.model, replica.arena).notes
