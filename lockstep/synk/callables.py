@@ -103,7 +103,8 @@ class CallableProgram(RankProgram):
         return self.call(self.excerpt([np.array(value) for value in inputs], [None] * len(inputs)))
 
     def _compute(self, inputs: list[torch.Tensor]) -> list[Any]:
-        result = self.spec.function(*inputs)
+        function = self.spec.function
+        result = function(*inputs) if self._gpu is None else self._gpu.compute(function, *inputs)
         if self.returns == "none":
             return []
         listed = list(result) if self.returns == "list" and isinstance(result, list | tuple) else [result]

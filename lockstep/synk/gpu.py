@@ -1,10 +1,7 @@
-"""A rank's GPU for torch callables: its memory, its one stream, and collectives with the other ranks.
-
-torch computes in this stream, too, which orders all work on the GPU.
-"""
+"""A rank's GPU for torch callables: its memory, its one stream, and collectives with the other ranks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +43,10 @@ class RankGpu:
         except (RuntimeError, AssertionError) as error:  # AssertionError: a build without CUDA
             raise UserError(f"torch {torch.__version__} can't use {self.memory}: {error}") from error
 
+    def compute(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call a function that computes with torch; the stream orders it after earlier work."""
+        return function(*arguments, **options)
+
     def upload(
         self, arrays: Sequence[np.ndarray], choices: Sequence[rows.Choice | None]
     ) -> list[torch.Tensor]:
@@ -66,8 +67,8 @@ class RankGpu:
 
     def fetch(self, tensor: torch.Tensor) -> np.ndarray:
         """Return a copy of a device tensor in host memory."""
-        copied: np.ndarray = tensor.to("cpu", copy=True).numpy()
-        return copied
+        copy: torch.Tensor = self.compute(tensor.to, "cpu", copy=True)
+        return copy.numpy()
 
     def all_reduce(self, transport: Transport, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
         """Reduce the arrays at the start of all ranks' blocks.
@@ -77,9 +78,9 @@ class RankGpu:
             weight: This rank's weight in the mean; None for equal weights and for other ops.
         """
         if weight == 0:
-            tensor.zero_()  # not multiplied: nan times zero is nan
+            self.compute(tensor.zero_)  # not multiplied: nan times zero is nan
         elif weight is not None:
-            tensor.mul_(weight)
+            self.compute(tensor.mul_, weight)
         transport.all_reduce((0, tensor.numel()), op if weight is None else "sum")
 
     def open(self, block: CudaBlock, n_elements: int) -> Transport:
@@ -148,7 +149,7 @@ class DeviceReducer:
         if self._block is None or self._transport is None:
             return tensor  # it has no elements
         target = self._block.tensor(torch.float32, tuple(tensor.shape))
-        target.copy_(tensor)
+        self._gpu.compute(target.copy_, tensor)
         self._gpu.all_reduce(self._transport, target, op, weight)
         return target
 
@@ -211,11 +212,12 @@ class DevicePartReducer(PartReducer):
 
     def add(self, value: Any, n_rows: int) -> None:
         if torch.is_tensor(value) and not self._parts:
-            self._add(value.detach(), n_rows)
+            self._gpu.compute(self._add, value.detach(), n_rows)
             return
         if self._total is not None:
             check_same_shape([tuple(self._total.shape), value.shape], self.what, str(self.mode))
-            self._add(torch.as_tensor(value, device=self._total.device), n_rows)
+            value = self._gpu.compute(torch.as_tensor, value, device=self._total.device)
+            self._gpu.compute(self._add, value, n_rows)
             return
         super().add(self._gpu.fetch(value) if torch.is_tensor(value) else value, n_rows)
 

@@ -1,6 +1,7 @@
 """The memory of a shared tensor on one rank: host memory, or a block on the rank's GPU."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,18 @@ class SharedStorage(ABC):
         """Return a stored tensor's current value: the same memory, or a copy."""
 
     @abstractmethod
+    def run(self, function: Callable[[], None]) -> None:
+        """Call a function that works on the tensors with torch."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
+        """Reduce all ranks' tensors, which start their blocks and never change in size."""
+        raise AssertionError("AllReduceShared reduces host memory")
+
+    def reduce(self, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
+        """Reduce all ranks' tensors, which lie anywhere on the devices and may change in size."""
+        raise AssertionError("AllReduceShared reduces host memory")
+
+    @abstractmethod
     def release(self) -> None:
         """Free memory on devices."""
 
@@ -44,6 +57,9 @@ class HostStorage(SharedStorage):
     def read(self, tensor: torch.Tensor) -> np.ndarray:
         array: np.ndarray = tensor.numpy()
         return array
+
+    def run(self, function: Callable[[], None]) -> None:
+        function()
 
     def release(self) -> None:
         """Do nothing: no device memory is used."""
@@ -70,20 +86,18 @@ class DeviceStorage(SharedStorage):
     def read(self, tensor: torch.Tensor) -> np.ndarray:
         return self._gpu.fetch(tensor)
 
-    def all_reduce(self, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
-        """Reduce all ranks' tensors, which start their blocks and never change in size.
+    def run(self, function: Callable[[], None]) -> None:
+        self._gpu.compute(function)
 
-        Args:
-            weight: This rank's weight in the mean; None for equal weights and for other ops.
-        """
+    def all_reduce(self, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
+        """Reduce over all ranks; `weight` is this rank's weight in the mean, None if equal or another op."""
         assert self._block is not None
         if self._transport is None:
             self._transport = self._gpu.open(self._block, tensor.numel())
         self._gpu.all_reduce(self._transport, tensor, op, weight)
 
     def reduce(self, tensor: torch.Tensor, op: Op, weight: float | None) -> None:
-        """Do as `all_reduce` for tensors that lie anywhere on the devices and may change in size."""
-        tensor.copy_(self._gpu.reducer.reduce(tensor, op, weight))
+        self._gpu.compute(tensor.copy_, self._gpu.reducer.reduce(tensor, op, weight))
 
     def release(self) -> None:
         if self._transport is not None:

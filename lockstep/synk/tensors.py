@@ -83,15 +83,18 @@ class TensorShared(Shared):
     def reduces_on_device(self) -> bool:
         return isinstance(self.storage, DeviceStorage) and self.dtype == np.float32
 
-    @torch.inference_mode(False)
     def leave_gpu(self) -> None:
-        for tensor in self.parts:
-            if isinstance(tensor, torch.Tensor):
-                tensor.data = tensor.data.to("cpu", copy=True)
+        self.storage.run(self._move_to_host)
 
     def release_gpu(self) -> None:
         self.storage.release()
         self.storage = HostStorage()
+
+    @torch.inference_mode(False)
+    def _move_to_host(self) -> None:
+        for tensor in self.parts:
+            if isinstance(tensor, torch.Tensor):
+                tensor.data = tensor.data.to("cpu", copy=True)
 
     def _mirror(self, blocks: BlockTable, rank: int) -> tuple[int, ...]:
         """Copy a value on a GPU to its slot in host memory."""
@@ -132,17 +135,19 @@ class SharedTensor(TensorShared):
         if isinstance(self.storage, HostStorage):
             super().select_rows(saved, choice)
         else:
-            self.parts[0].data = _chosen(saved, choice)
+            self.storage.run(lambda: self._point_to(_chosen(saved, choice)))
 
     def restore(self, saved: Any) -> None:
         if isinstance(self.storage, HostStorage):
             super().restore(saved)
         else:
-            self.parts[0].data = saved
+            self._point_to(saved)
 
     def all_reduce_on_device(self, op: Op, weight: float | None) -> None:
-        assert isinstance(self.storage, DeviceStorage)
         self.storage.reduce(self.parts[0].detach(), op, weight)
+
+    def _point_to(self, tensor: torch.Tensor) -> None:
+        self.parts[0].data = tensor
 
     def versions(self) -> Any:
         return version_of(self.parts[0])
@@ -180,7 +185,7 @@ class _FlatVector(TensorShared):
         return tuple(self._flat.shape)
 
     def get(self) -> np.ndarray:
-        self._collect()
+        self.storage.run(self._collect)
         return self.storage.read(self._flat)
 
     def put(self, value: np.ndarray) -> None:
@@ -189,10 +194,9 @@ class _FlatVector(TensorShared):
             self._point(param, part)
 
     def prepare_all_reduce(self) -> None:
-        self._collect()
+        self.storage.run(self._collect)
 
     def all_reduce_on_device(self, op: Op, weight: float | None) -> None:
-        assert isinstance(self.storage, DeviceStorage)
         self.storage.all_reduce(self._flat, op, weight)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
@@ -345,7 +349,7 @@ class SharedGradients(_FlatVector):
         super().__init__(name, [Vector(name)], storage)
         self.weights, self.params = weights, weights.params
         self._flat = self.storage.store(np.zeros(weights.shape, weights.dtype))
-        self._collect()
+        self.storage.run(self._collect)
 
     def versions(self) -> Any:
         return [None if p.grad is None else (id(p.grad), version_of(p.grad)) for p in self.params]
@@ -376,7 +380,7 @@ class SharedGradients(_FlatVector):
             self.set_parts_without_value(frozenset(index for index in missing if not parts[index].any()))
 
     @torch.inference_mode(False)
-    def leave_gpu(self) -> None:
+    def _move_to_host(self) -> None:
         """Copy the gradients one by one: backward() may have left some, or sparse ones, outside the vector.
 
         The parameters must be in host memory, because torch refuses a gradient on another device.
