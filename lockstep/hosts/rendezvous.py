@@ -153,10 +153,6 @@ class Rendezvous:
         self.liveness_connections = LivenessConnections()
         self.served: Store | None = None
 
-    def be_patient(self, seconds: float) -> None:
-        """Have each exchange wait so long for host 0, which has the store, unless a second signal ends it."""
-        self._store = self._ends = self._store.patient(seconds, self.check_interrupts)
-
     def within(self, prefix: str) -> "Rendezvous":
         """Return a view for values under keys with a prefix, so that an exchange can be repeated."""
         view = copy.copy(self)

@@ -5,7 +5,6 @@ thread makes the calls, and the caller waits for the thread as long as it will. 
 from another version of Lockstep or from a stranger, so it is checked before it is used.
 """
 
-import copy
 import json
 import os
 import socket
@@ -26,7 +25,7 @@ from lockstep.typed import convert, convert_record
 T = TypeVar("T")
 
 STORE = "host 0"  # the host that has the store
-CALL_SECONDS = 5.0  # deadline of one call, unless the store is a patient one
+CALL_SECONDS = 5.0  # deadline of one call
 _BETWEEN_TRIES = 0.1
 
 
@@ -69,12 +68,11 @@ class Store:
     Args:
         calls: The thread that makes the calls. It is abandoned if one of them never returns.
         store: A torch TCPStore.
+        prefix: Prepended to every key.
     """
 
-    def __init__(self, calls: DaemonExecutor, store: Any) -> None:
-        self._calls, self._store, self._prefix = calls, store, ""
-        self._seconds: float | None = None  # the deadline of one call; None for CALL_SECONDS
-        self._check: Callable[[], None] = lambda: None
+    def __init__(self, calls: DaemonExecutor, store: Any, prefix: str = "") -> None:
+        self._calls, self._store, self._prefix = calls, store, prefix
 
     @classmethod
     def serve(cls, listener: socket.socket) -> "Store":
@@ -110,21 +108,7 @@ class Store:
 
     def within(self, prefix: str) -> "Store":
         """Return a view over the same connection with a longer prefix."""
-        view = copy.copy(self)
-        view._prefix = f"{self._prefix}{prefix}/"
-        return view
-
-    def patient(self, seconds: float, check: Callable[[], None]) -> "Store":
-        """Return a view over the same connection whose calls wait longer for an answer.
-
-        Args:
-            seconds: The deadline of one call.
-            check: Called every second of a call; raises an error that ends the waiting.
-        """
-        self._call(lambda: self._store.set_timeout(timedelta(seconds=seconds)))
-        view = copy.copy(self)
-        view._seconds, view._check = seconds, check
-        return view
+        return Store(self._calls, self._store, f"{self._prefix}{prefix}/")
 
     def put(self, key: str, value: Any) -> None:
         """Store a value that JSON can hold. Raises StoreLost, as every method does."""
@@ -152,23 +136,13 @@ class Store:
         self._call(lambda: self._store.delete_key(self._prefix + key))
 
     def _call(self, function: Callable[[], Any]) -> Any:
-        return _call(self._calls, function, self._seconds or CALL_SECONDS, self._check)
+        return _call(self._calls, function, CALL_SECONDS)
 
 
-def _call(
-    calls: DaemonExecutor,
-    function: Callable[[], Any],
-    seconds: float,
-    check: Callable[[], None] = lambda: None,
-) -> Any:
+def _call(calls: DaemonExecutor, function: Callable[[], Any], seconds: float) -> Any:
     """Return the function's result. Raises StoreLost if it fails or does not return in time."""
     future = calls.submit(function)
-
-    def returns(at_most: float) -> bool:
-        check()
-        return bool(wait([future], at_most).done)
-
-    if not within(seconds, returns):
+    if not within(seconds, lambda at_most: bool(wait([future], at_most).done)):
         raise StoreLost(f"{STORE}, which has the store, has not answered for {seconds:.0f} s")
     try:
         return future.result()

@@ -161,7 +161,6 @@ class MultiHost(SingleHost):
         self.rendezvous, self.host_connection = rendezvous, rendezvous.host_connection
         self.host = rendezvous.host
         self._timeout, self._interrupts = config.timeout, interrupts
-        rendezvous.be_patient(config.timeout)
         self._processes: Processes | None = None
         self._reported = False
         self._number = 0  # of the present attempt

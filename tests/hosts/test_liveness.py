@@ -10,18 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from conftest import make_config, wait_until
+from conftest import wait_until
 from limits import limit
 from two_hosts import free_port
 
 from lockstep.config.hosts import address_and_port
 from lockstep.errors import UserError
-from lockstep.hosts import store as store_module
 from lockstep.hosts.addresses import listen
 from lockstep.hosts.heartbeat import Heartbeat
-from lockstep.hosts.rendezvous import LivenessConnections, Rendezvous, join_rendezvous, serve
+from lockstep.hosts.rendezvous import LivenessConnections, join_rendezvous, serve
 from lockstep.hosts.store import HostFailed, Store
-from lockstep.launch.hosting import MultiHost
 from lockstep.signals import Interrupts
 
 COMES_AND_STAYS = """
@@ -70,53 +68,6 @@ def test_a_launcher_that_is_killed_is_missed_at_once_by_all_who_met_it(
     assert str(heartbeat.problem()) == f"{gone}it was at: starting"
     assert time.monotonic() - since < limit(5)
     heartbeat.leave()
-
-
-@pytest.fixture
-def host_0() -> Iterator[tuple["subprocess.Popen[str]", Rendezvous]]:
-    """A launcher that has the store, in another process, and the rendezvous of host 1 with it."""
-    point, serves = f"127.0.0.1:{free_port()}", COMES_AND_STAYS.replace(", None)", ", serve(sys.argv[2]))")
-    words = [sys.executable, "-c", serves, "0", point, str(limit(30))]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            here = join_rendezvous(2, 1, point, None, limit(30), Interrupts())
-            assert process.stdout and process.stdout.readline() == "is here\n"
-            yield process, here
-        finally:
-            process.kill()
-
-
-def test_a_pause_of_host_0_that_is_shorter_than_timeout_ends_no_exchange(
-    host_0: tuple["subprocess.Popen[str]", Rendezvous], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its store does not answer meanwhile. The death of its launcher is noticed at once."""
-    process, here = host_0
-    host = MultiHost(here, make_config(timeout=limit(60)), here.interrupts)
-    monkeypatch.setattr(store_module, "CALL_SECONDS", 0.5)
-    process.send_signal(signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(here.look, "number", 0)
-        time.sleep(2)
-        assert not looking.done()
-        process.send_signal(signal.SIGCONT)
-        assert looking.result(limit(10)) is None
-        waiting, since = pool.submit(here.get, "number", limit(60), 0), time.monotonic()
-        process.kill()
-        with pytest.raises(HostFailed, match=r"^host 0"):
-            waiting.result()
-    assert time.monotonic() - since < limit(5)
-    host.abandon()
-
-
-def test_a_second_signal_ends_an_exchange_while_host_0_pauses(
-    host_0: tuple["subprocess.Popen[str]", Rendezvous],
-) -> None:
-    process, here = host_0
-    here.be_patient(limit(60))
-    process.send_signal(signal.SIGSTOP)
-    here.interrupts.code, here.interrupts.at_once = 130, True
-    with pytest.raises(HostFailed, match="host 1: stopped at once, without saving"):
-        here.look("number", 0)
 
 
 def test_a_host_that_others_can_not_reach_says_so_before_it_trains() -> None:
