@@ -271,7 +271,7 @@ def test_a_second_one_waits_for_the_first(tmp_path: Path, monkeypatch) -> None:
     saver, _, heard = make_saver(tmp_path)
     saver.save(1, 8, [], {})
     wait_until(lambda: gate.n_writes == 1, "the first write")
-    second = threading.Thread(target=saver.save, args=(1, 16, 90, [], {}))
+    second = threading.Thread(target=saver.save, args=(1, 16, [], {}))
     second.start()
     second.join(0.2)
     assert second.is_alive() and gate.n_writes == 1
