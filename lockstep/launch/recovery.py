@@ -154,9 +154,8 @@ class Recovery:
                 self._resizing.refuse("the run was asked to stop")
             return exit_status, None
         if self._resizing.before is not None:
-            found = self._next_after_resizing(attempt, exit_status, end)
-        else:
-            found = self._next_after_failure(attempt, end) if exit_status.lost else None
+            return exit_status, self._next_after_resizing(attempt, exit_status, end)
+        found = self._next_after_failure(attempt, end) if exit_status.lost else None
         # Without a step since, an attempt that could not be started has left no error in the memory.
         is_sound = exit_status.lost or (attempt.retained and end.step == self._first_step(attempt))
         if exit_status.code and not found and is_sound and not exit_status.is_faulty:
@@ -227,8 +226,6 @@ class Recovery:
             return Attempt(config, attempt.run, self._memory[-1], attempt.number + 1)
         if attempt.config is config and exit_status.code and self._memory and not exit_status.is_faulty:
             self._resizing.refuse(exit_status.message)
-            if self._failures.add(exit_status, end.step) >= config.max_restarts:
-                return None
             return Attempt(before, attempt.run, self._memory[-1], attempt.number + 1)
         self._resizing.refuse("the run has ended" if not exit_status.code else exit_status.message)
         return self._next_after_failure(attempt, end) if exit_status.lost else None

@@ -127,27 +127,6 @@ def test_after_a_refused_resize_checkpoints_lie_in_the_file_from_before(launcher
     assert len(resize(launcher, recovered, -1).config.devices) == 1
 
 
-def test_resizes_that_fail_without_a_step_between_them_end_the_run_and_save_its_memory(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As all failures without progress, after `max_restarts` of them."""
-    wrote = list[Attempt]()
-    monkeypatch.setattr(Recovery, "_write_out", lambda self, attempt: not wrote.append(attempt))
-    block, attempt, n_starts = allocate(), launcher.attempt, 0
-    launcher.recovery.take(attempt, block)
-    launcher.recovery.take(attempt, written(block, 0))
-    failed = ExitStatus(2, "trainer 2: there is too little memory")
-    while n_starts < 10:
-        resized, n_starts = resize(launcher, attempt, 1), n_starts + 1
-        status, found = launcher.recovery.next(resized, failed, (0, 0))
-        if found is None:
-            break
-        assert found.config == launcher.attempt.config and not wrote
-        attempt = found
-    assert status == failed and wrote == [resized]
-    assert n_starts == 1 + attempt.config.max_restarts
-
-
 def test_a_damaged_memory_checkpoint_is_not_resized_from_and_the_run_resumes_from_the_disk(
     launcher: Launcher,
 ) -> None:
