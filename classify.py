@@ -31,6 +31,7 @@ from lockstep.data.description import Description, read_description
 from lockstep.data.items import pixels_of, resized
 from lockstep.errors import UserError
 from lockstep.evaluate.answers import Answer, as_json, as_lines, check_target, write_answers
+from lockstep.files import refusing_unusable_paths
 from lockstep.launch.console import show
 from lockstep.loading import Batch
 from lockstep.memory.host import HostMemory
@@ -168,6 +169,7 @@ def classify_all(
     return answers, code
 
 
+@refusing_unusable_paths()
 def describe_dataset(folder: Path, config: Config, overrides: list[str]) -> Description:
     """Return the dataset's description in the run's folder, or that of the dataset if `overrides` name one.
 

@@ -12,7 +12,6 @@ Exit code: 0 success; 2 an argument or file can't be used; 130 Ctrl-C, 143 SIGTE
 and the last line says which process failed, how, and what it was doing.
 """
 
-from lockstep.programs import make_parser
 from lockstep.signals import Interrupts
 
 if __name__ == "__main__":
@@ -42,6 +41,7 @@ from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import show
 from lockstep.launch.processes import Processes
 from lockstep.loading.reader import N_VIEWS
+from lockstep.programs import make_parser
 from lockstep.runs import checkpoint_files
 from lockstep.runs.folder import notes_on_dataset
 from lockstep.runs.metrics import ClassMetrics

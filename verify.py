@@ -12,7 +12,6 @@ Exit code: 0 verified; 1 something is not as the receipts say, each in a line; 2
 has no receipts, its data are missing, or an argument can't be used; 130 Ctrl-C, 143 SIGTERM or SIGHUP.
 """
 
-from lockstep.programs import make_parser
 from lockstep.signals import Interrupts
 
 if __name__ == "__main__":
@@ -42,6 +41,7 @@ from lockstep.files import refusing_unusable_paths
 from lockstep.launch.console import show
 from lockstep.launch.processes import Processes, connect_all
 from lockstep.launch.status import StatusBoard
+from lockstep.programs import make_parser
 from lockstep.runs import receipts as chain
 from lockstep.runs.plan import RunPlan
 from lockstep.runs.receipts import Receipt

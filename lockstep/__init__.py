@@ -2,11 +2,12 @@
 
 A package imports only those above it in this list; `make check` verifies that.
 
-    errors.py     exceptions with messages for users     files.py   files that appear complete or not at all
-    extras.py     packages that only some features need  text.py  text that can be stored and printed
-    signals.py    Ctrl-C and SIGTERM                     typed.py   YAML values as annotated types
-    programs.py   the parsers and errors of programs     threads.py  threads that never delay the exit
+    errors.py     exceptions with messages for users     text.py     text that can be stored and printed
+    files.py      files that appear complete or not at all
+    extras.py     packages that only some features need  programs.py  the parsers and errors of programs
+    signals.py    Ctrl-C and SIGTERM                     threads.py  threads that never delay the exit
     objects.py    functions by name, and what lockstep.train passes
+    typed.py      YAML values as annotated types
     trace/        timelines for Perfetto and Chrome: a run's processes, and dataflow
     optim/        optimizers, one file each, and learning rates
     config/       the keys of a run: types, layers of files, and forbidden combinations

@@ -154,7 +154,9 @@ def refusing_unusable_paths() -> Iterator[None]:
     except OSError as error:
         if error.errno not in _UNUSABLE or error.filename is None:
             raise
-        name, cure = one_line(str(error.filename))[:200], _UNUSABLE[error.errno]
+        name, cure = one_line(str(error.filename)), _UNUSABLE[error.errno]
+        if error.errno == errno.ENAMETOOLONG:
+            name = f"{name[:200]}..."
         raise UserError(f"{name}: can't be used: {error.strerror}. {cure}") from error
 
 

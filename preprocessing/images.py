@@ -166,6 +166,8 @@ def _turn_of(image: Image.Image) -> Image.Transpose | None:
     """Return how to make an image upright by its metadata; None: not at all, or the metadata are damaged."""
     try:
         return _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+    except MemoryError:
+        raise
     except Exception:  # Pillow raises many types, also SyntaxError; the pixels are good all the same
         return None
 

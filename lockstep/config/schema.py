@@ -141,9 +141,8 @@ class Config:
     para_load: bool = True
     # per loader; null: up to 4 on GPUs with spare cores, else 1
     read_threads: Threads | None = None
-    n_slots: Annotated[int, Range(least=2)] = (
-        3  # batches in a loader's ring: one is filled while another is used
-    )
+    # batches in a loader's ring: one is filled while another is used
+    n_slots: Annotated[int, Range(least=2)] = 3
     read_retries: Natural = 2  # further attempts to read a file after a disk error
     # times that each killed loader is started again alone, each with a pipe that is open from the start;
     # auto: 3 with on_failure: restart, where it can be

@@ -28,7 +28,7 @@ from lockstep.data.split import HklSplit
 from lockstep.data.split import Split as Split
 from lockstep.data.survey import Survey, current_survey, split_of
 from lockstep.errors import UserError
-from lockstep.files import read_array
+from lockstep.files import read_array, refusing_unusable_paths
 from lockstep.text import as_valid
 
 _LARGEST_IMAGE = 300_000_000  # bytes, the limit of preprocessing/images.py
@@ -89,6 +89,7 @@ class Dataset:
 Described = TypeVar("Described", Dataset, Description)
 
 
+@refusing_unusable_paths()
 def open_dataset(config: Config) -> Dataset:
     """Open the dataset of a configuration: a folder, reading all headers and labels, or Python objects.
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,32 @@ def check_place(path: Path) -> None:
     """Raise UserError if a result can't be written to this path, before the result is computed."""
     if path.is_dir():
         raise UserError(f"{path}: is a folder. Name a file.")
-    if not path.parent.is_dir():
-        raise UserError(f"{path}: can't be written: there is no folder {path.parent}. Create it first.")
+    folder = _target_of(path).parent
+    if not folder.is_dir():
+        raise UserError(f"{path}: can't be written: there is no folder {folder}. Create it first.")
+    if not os.access(folder if _is_replaced(path) else path, os.W_OK):
+        raise UserError(f"{path}: can't be written: permission denied. Name another place.")
+
+
+def _target_of(path: Path) -> Path:
+    """Return the file behind links. Raise UserError if they lead in a circle."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a circle, until Python 3.12
+        raise UserError(
+            f"{path}: can't be written: its links lead in a circle. Name another file."
+        ) from error
+
+
+def _is_replaced(path: Path) -> bool:
+    """Return whether a new file takes the place of this one. A pipe or a device is written to instead."""
+    return (path.is_file() or not path.exists()) and not str(path).startswith(_OUTPUTS)
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file completely or not at all; a pipe or a device is written to, not replaced."""
-    is_file = path.is_file() or not path.exists()
-    if is_file and not str(path).startswith(_OUTPUTS):
-        write_text(path.resolve(), text)  # a link stays one
+    """Write a file completely or not at all, or into a pipe or a device."""
+    if _is_replaced(path):
+        write_text(_target_of(path), text)  # a link stays one
         return
     try:
         with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:

@@ -1,6 +1,5 @@
 """Parsing of the command line, and of the files that it names, into one checked configuration."""
 
-import argparse
 import dataclasses
 import os
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from lockstep.config.rules import settle
 from lockstep.errors import UserError
 from lockstep.files import refusing_unusable_paths, working_directory
 from lockstep.launch.console import show
+from lockstep.programs import make_parser
 from lockstep.runs import folder as runfolder
 from lockstep.runs.checkpoint_files import records
 
@@ -48,9 +48,7 @@ def parse_arguments(description: str, standard: Path, command: str | None = None
     Raises:
         UserError: A key, value or file can't be used.
     """
-    parser = argparse.ArgumentParser(
-        command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(description, command)
     parser.add_argument(
         "--config", help="YAML file: what to train (config.yaml; with resume_train=True the run's)"
     )

@@ -6,10 +6,10 @@
 
 The run takes a checkpoint in memory at the end of its step and resumes on the other devices. It needs
 logical_ranks (the same bits) or global_batch_size (the same training up to rounding).
-"""
 
-# The command puts a request into the run's folder, one file that appears whole by a link that fails if there
-# is one already, so there is one at a time. The launcher (`ResizeHandler`) removes it and writes the answer.
+It writes a request into the run's folder, so it needs no port: a file that appears whole, by a link that
+fails if there is one already. The run's launcher removes it and writes the answer (`ResizeHandler`).
+"""
 
 import dataclasses
 import json

@@ -98,9 +98,22 @@ class _SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
 
 
+class _SyncBatchNorm1d(_SyncBatchNorm, nn.BatchNorm1d):
+    pass
+
+
+class _SyncBatchNorm2d(_SyncBatchNorm, nn.BatchNorm2d):
+    pass
+
+
+class _SyncBatchNorm3d(_SyncBatchNorm, nn.BatchNorm3d):
+    pass
+
+
 _KINDS: dict[type, type[_SyncBatchNorm]] = {
-    kind: type(f"_Sync{kind.__name__}", (_SyncBatchNorm, kind), {})
-    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    nn.BatchNorm1d: _SyncBatchNorm1d,
+    nn.BatchNorm2d: _SyncBatchNorm2d,
+    nn.BatchNorm3d: _SyncBatchNorm3d,
 }
 
 

@@ -41,8 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
     from lockstep.report.theme import MOST_RUNS
     from lockstep.report.writing import place_of, write_report
 
-    folders = [folder for folder in dict.fromkeys(options.runs) if not _is_comparison(folder)]
-    folders = folders or options.runs
+    named = list(dict.fromkeys(options.runs))
+    left_out = [folder for folder in named if _is_comparison(folder)] if len(named) > 1 else []
+    for folder in left_out:
+        print(f"note: {folder}: left out: it holds an earlier comparison, and no run", file=sys.stderr)
+    folders = [folder for folder in named if folder not in left_out]
     if len(folders) > MOST_RUNS:
         raise UserError(f"{len(folders)} runs: one chart can show at most {MOST_RUNS}. Name fewer.")
     if options.live:

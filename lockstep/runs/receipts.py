@@ -20,7 +20,7 @@ from lockstep.config.layers import DATASET_PATHS
 from lockstep.data.dataset import Dataset
 from lockstep.data.manifest import digest_of_labels
 from lockstep.errors import UserError
-from lockstep.files import checksum
+from lockstep.files import checksum, parse_json
 from lockstep.optim.schedules import spans_run
 
 NAME = "receipts.jsonl"
@@ -157,11 +157,11 @@ class ReceiptFile:
 
 def parse(line: str) -> Receipt | None:
     """Return the receipt of a line; None if it is none, or not as `Receipt.line` writes it."""
+    content = parse_json(line)
+    if not isinstance(content, dict) or content.keys() != {field.name for field in fields(Receipt)}:
+        return None
+    receipt = Receipt(**content)
     try:
-        content = json.loads(line)
-        if not isinstance(content, dict) or content.keys() != {field.name for field in fields(Receipt)}:
-            return None
-        receipt = Receipt(**content)
         return receipt if receipt.line() == line and _has_types(receipt) else None
     except (ValueError, TypeError, RecursionError):
         return None

@@ -85,7 +85,7 @@ def _read_topology(cpu: int, name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class OpenExchange:
     """A trainer's part in the exchange.
 
     Attributes:
@@ -112,7 +112,7 @@ def open_exchange(
     coordinator: Coordinator,
     recorder: Recorder,
     rule_state: dict[str, torch.Tensor],
-) -> Exchange:
+) -> OpenExchange:
     """Open the transport over all trainers' arenas and the rule, and have the device's kernels used.
 
     All trainers call it at the same time. Their replicas are compared at once.
@@ -147,4 +147,4 @@ def open_exchange(
     exchange = f"exchange: {transport.name}: {reason}" if reason else ""
     for note in filter(None, (backend.speed_up(program, config), exchange)):
         program.warn(note)
-    return Exchange(transport, rule, ReplicaCheck(group, arena, config.check_every, coordinator.alike))
+    return OpenExchange(transport, rule, ReplicaCheck(group, arena, config.check_every, coordinator.alike))

@@ -89,8 +89,24 @@ def test_results_go_through_links_and_into_pipes_and_not_to_folders(tmp_path: Pa
     assert os.read(reading, 10_000).decode() == text
     os.close(reading)
     assert (tmp_path / "pipe.csv").is_fifo()
+    with open(tmp_path / "open.csv", "w+", encoding="utf-8") as file:
+        file.write("before\n")
+        file.flush()
+        write_csv(Path(f"/dev/fd/{file.fileno()}"), metrics, ["cat", "dog"])
+    assert (tmp_path / "open.csv").read_text() == f"before\n{text}"
+
+
+def test_places_that_can_not_be_written_are_named_before_a_measurement(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is a folder. Name a file."):
         check_place(tmp_path)
+    (tmp_path / "dangling.csv").symlink_to(tmp_path / "none" / "a.csv")
+    with pytest.raises(UserError, match="there is no folder"):
+        check_place(tmp_path / "dangling.csv")
+    (tmp_path / "circle.csv").symlink_to(tmp_path / "circle.csv")
+    with pytest.raises(UserError, match="lead in a circle"):
+        check_place(tmp_path / "circle.csv")
+    check_place(Path("/dev/null"))
+    check_place(tmp_path / "new.csv")
 
 
 @pytest.mark.slow
@@ -500,7 +516,7 @@ def test_places_without_images_and_files_of_unknown_formats_are_named(tmp_path: 
         classify.find_images([str(tmp_path)])
     with pytest.raises(UserError, match=r"none/a.csv: can't be written: there is no folder"):
         check_target(tmp_path / "none" / "a.csv")
-    with pytest.raises(UserError, match="x: can't be used: File name too long"):
+    with pytest.raises(UserError, match="can't be used: File name too long"):
         check_target(tmp_path / ("x" * 300 + ".csv"))
     assert classify.find_images(["x" * 300]) == [Path("x" * 300)]  # the others are classified all the same
     Image.new("RGB", (9, 9)).save(tmp_path / "a[1].png")  # a file's name, not a pattern

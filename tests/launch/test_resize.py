@@ -131,7 +131,7 @@ def test_two_requests_at_once_are_one(tmp_path: Path) -> None:
         "",
         "[]",
         "{}",
-        '{"number": 3}',
+        '{"number": 3, "devices": [], "change": 0}',
         '{"number": "a", "devices": "cpu", "change": 0}',
         '{"number": "a", "devices": [1], "change": 0}',
         '{"number": "a", "devices": [], "change": true}',
