@@ -1,3 +1,3 @@
-"""The former place of `LocalResponseNorm`: networks of users, also in run folders, import it from here."""
+"""`LocalResponseNorm` at its former place, from which networks in run folders import it."""
 
 from lockstep.network.layers import LocalResponseNorm as LocalResponseNorm

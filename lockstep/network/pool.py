@@ -1,3 +1,3 @@
-"""The former place of `ReluMaxPool`: networks of users, also in run folders, import it from here."""
+"""`ReluMaxPool` at its former place, from which networks in run folders import it."""
 
 from lockstep.network.layers import ReluMaxPool as ReluMaxPool
