@@ -327,10 +327,12 @@ def test_a_request_from_before_the_start_is_refused(tmp_path: Path) -> None:
 
 def test_replicas_that_can_not_go_on_are_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     two = settle(make_config(devices=["cpu"] * 2, rule="elastic", global_batch_size=16))[0]
-    waiting = resizing_with(tmp_path, Console(tmp_path / "log.jsonl", two, 1, True))
+    console = Console(tmp_path / "log.jsonl", two, 1, True)
+    waiting = resizing_with(tmp_path, console)
     resize_command.ask(tmp_path, (), 1)
     assert waiting.is_asked(two, True)
     waiting.finish(7)
+    assert console.close("", "stdout")  # its thread prints
     assert "note: the checkpoint has 2 replicas of rule: elastic: all begin with" in capsys.readouterr().out
 
 
