@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lockstep.errors import UserError
 from lockstep.evaluate.files import check_place
-from lockstep.files import refusing_unusable_paths, write_bytes
+from lockstep.files import write_bytes
 from lockstep.text import one_line
 
 FORMATS = (".csv", ".json")
@@ -35,7 +35,6 @@ def as_json(image: Path, answers: list[Answer]) -> str:
     return json.dumps(_record(str(image), answers))
 
 
-@refusing_unusable_paths()
 def check_target(path: Path) -> None:
     """Raise UserError if answers can't be written to a new file of this name."""
     if path.suffix.lower() not in FORMATS:

@@ -26,7 +26,7 @@ from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import Console
 from lockstep.launch.hosting import JointEnd, Rejoining
 from lockstep.launch.processes import Processes
-from lockstep.launch.resize import ResizeHandler
+from lockstep.launch.resize_handler import ResizeHandler
 from lockstep.memory.host import HostBlock
 from lockstep.runs.folder import keep_settings, lock_if_free
 from lockstep.runs.network_source import NetworkSource

@@ -24,7 +24,8 @@ from lockstep.errors import UserError
 from lockstep.launch import commandline
 from lockstep.launch import resize as resize_command
 from lockstep.launch.console import Console
-from lockstep.launch.resize import ANSWER, REQUEST, Request, ResizeAnswer, ResizeHandler, resize, resized
+from lockstep.launch.resize import ANSWER, REQUEST, Request, ResizeAnswer, resize
+from lockstep.launch.resize_handler import ResizeHandler, resized
 from lockstep.runs.network_source import NetworkSource
 
 FOUR = {"global_batch_size": 16, "logical_ranks": 4}
