@@ -1,1 +1,1 @@
-"""Benchmarks of the exchange between the trainers of one host: python -m benchmarks.exchange."""
+"""Benchmarks of the exchange between the trainers of one host."""

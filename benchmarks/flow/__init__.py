@@ -1,1 +1,1 @@
-"""Benchmarks of lockstep.flow: python -m benchmarks.flow."""
+"""Benchmarks of lockstep.flow."""

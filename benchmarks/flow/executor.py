@@ -205,7 +205,3 @@ def run() -> tuple[str, dict[str, Any]]:
         "executor_copies_mb": copies,
     }
     return "\n".join(text), numbers
-
-
-if __name__ == "__main__":
-    print(run()[0])

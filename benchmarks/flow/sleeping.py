@@ -108,7 +108,3 @@ def run() -> tuple[str, dict[str, Any]]:
         f"beside backward and {end * 1e3:.1f} ms with merging at its end.\n"
     )
     return text, {"flow_sleeping_seconds": found, "flow_ideal_seconds": {"beside": beside, "end": end}}
-
-
-if __name__ == "__main__":
-    print(run()[0])

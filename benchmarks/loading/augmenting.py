@@ -81,7 +81,3 @@ def measure(folder: Path) -> dict[str, float]:
         },
         rounds=9,
     )
-
-
-if __name__ == "__main__":
-    print(run()[0])

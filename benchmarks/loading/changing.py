@@ -118,7 +118,3 @@ def run() -> tuple[str, dict[str, Any]]:
     for number, (name, rate) in enumerate(rates.items()):
         rows.append((name, f"{rate:,.0f}", verdicts[number] if number < len(verdicts) else ""))
     return table("Changing images of a batch of 256, mirrors included", rows), {"changing_seconds": seconds}
-
-
-if __name__ == "__main__":
-    print(run()[0])

@@ -189,7 +189,3 @@ def measure_layouts() -> tuple[str, dict[str, Any]]:
     rows += [(name, f"{value * 1e3:.1f}", f"{naive / value:.1f} x") for name, value in seconds.items()]
     title = "theano_alexnet's (3, 256, 256, 256) to (256, 256, 256, 3), one thread"
     return table(title, rows), {"layout_seconds": seconds}
-
-
-if __name__ == "__main__":
-    print(run()[0])

@@ -46,7 +46,3 @@ def run() -> tuple[str, dict[str, Any]]:
         rows.append((name, f"{value * 1e3:.2f}", rate, f"{limit / value:.0%}"))
     title = "Reading 256 images of 256 x 256 (50 MB) from the page cache, one thread"
     return table(title, rows), {"reading_seconds": seconds}
-
-
-if __name__ == "__main__":
-    print(run()[0])

@@ -98,7 +98,3 @@ def run() -> tuple[str, dict[str, Any]]:
         f"AlexNet's fully connected layers, errors to weights: {ROWS} rows a trainer, 2 trainers, one thread"
     )
     return table(title, rows), {"factors": found}
-
-
-if __name__ == "__main__":
-    print(run()[0])

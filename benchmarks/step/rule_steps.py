@@ -135,7 +135,3 @@ def run() -> tuple[str, dict[str, Any]]:
     title = "Whole steps by rule, 2 trainers, one thread each"
     text = table(title, rows) + "\n" + table("Steps between synchronizations, and steps in parts", others)
     return text, {"rule_steps": whole, "local": local, "parts": parts}
-
-
-if __name__ == "__main__":
-    print(run()[0])

@@ -81,7 +81,3 @@ def run() -> tuple[str, dict[str, Any]]:
             row = name, f"{found['bytes'] / 1e6:,.1f}", f"{found[key] * 1e3:.2f}", f"{ratio:.2f}"
             rows.append((*row, verdict(found["ratio"], 1.0, at_most=True) if key == "pause" else ""))
     return table("A checkpoint: smallnet and AlexNet, momenta too; one thread", rows), numbers
-
-
-if __name__ == "__main__":
-    print(run()[0])

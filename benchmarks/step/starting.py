@@ -84,7 +84,3 @@ def _await_end(pids: list[int]) -> None:
 def _processor_seconds(pid: int) -> float:
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-if __name__ == "__main__":
-    print(run()[0])

@@ -113,7 +113,3 @@ def run_loading() -> tuple[str, dict[str, Any]]:
             rows.append((f"{model}, batch {keys['batch_size']}", *milliseconds, f"{ratio:.3f}"))
     title = "Step time with and without loading: 1 trainer with one thread, 1 loader on the other core"
     return table(title, rows), numbers
-
-
-if __name__ == "__main__":
-    print(run()[0])

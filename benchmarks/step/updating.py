@@ -150,7 +150,3 @@ def _verdicts(n_trainers: int, found: dict[str, float]) -> str:
     text = f"{of_weights:.2f} x weights: {verdict(of_weights, aims[0])}"
     text += f"; {of_gloo:.1f} x gloo: {verdict(of_gloo, aims[1])}"
     return f"{text}; {found['momenta'] / found['gradients']:.2f} x momenta alone"
-
-
-if __name__ == "__main__":
-    print(run()[0])

@@ -13,7 +13,7 @@ from benchmarks.__main__ import BENCHMARKS
 from benchmarks.loading import changing
 from benchmarks.loading.augmenting import make_folder
 
-AREAS = ("exchange", "flow", "gpu", "hosts", "peers", "recipes", "synk")  # python -m benchmarks.<area>
+AREAS = ("gpu", "hosts", "peers", "recipes", "synk")  # python -m benchmarks.<area>
 PROGRAMS = ("drift", "rules", "simulate", "kernels.changes")
 
 
