@@ -37,12 +37,10 @@ def make_folder(folder: Path, batch: int = BATCH) -> None:
 
 def run() -> tuple[str, dict[str, Any]]:
     """Return the table and the numbers."""
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         make_folder(Path(folder) / "set")
         seconds = measure(Path(folder) / "set")
-    torch.set_num_threads(threads)
     rows: list[tuple[str, ...]] = [("what", "images/s on one core", "against NumPy")]
     slowest = seconds["NumPy, image by image: subtract, crop, mirror"]
     for name, value in seconds.items():

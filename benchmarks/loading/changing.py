@@ -103,12 +103,10 @@ def measure(folder: Path) -> dict[str, float]:
 
 def run() -> tuple[str, dict[str, Any]]:
     """Return the table and the numbers."""
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         make_folder(Path(folder) / "set")
         seconds = measure(Path(folder) / "set")
-    torch.set_num_threads(threads)
     rates = {name: BATCH / value for name, value in seconds.items()}
     resized, padded, trivial, bare, alone, *_ = rates.values()
     share = f"{resized / alone:.2f} of torch's resize alone"

@@ -1,8 +1,6 @@
 """The time for which a checkpoint delays a trainer's next step, beside one copy of its arena."""
 
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import table, verdict
+from benchmarks.measure import medians, table, verdict
 from lockstep.comm.group import World
 from lockstep.config import Layer, resolve
 from lockstep.memory.host import HostMemory
@@ -57,14 +55,7 @@ def measure(folder: Path, model: str, picture: int) -> dict[str, float]:
         "digests": arena.digests,
         "before": lambda: checkpoint.save(folder, arena.state(), state),
     }
-    laps: dict[str, list[float]] = {name: [] for name in implementations}
-    for number in range(ROUNDS + 1):
-        for name, way in implementations.items():
-            begin = time.perf_counter()
-            way()
-            if number:
-                laps[name].append(time.perf_counter() - begin)
-    found = {name: statistics.median(seconds) for name, seconds in laps.items()}
+    found = medians(implementations, ROUNDS)
     return {**found, "bytes": float(arena.flat.nbytes), "ratio": found["pause"] / found["copy"]}
 
 
