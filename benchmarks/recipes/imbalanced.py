@@ -1,4 +1,4 @@
-"""An imbalanced copy of a dataset folder, and the macro F1 of a trained run on its validation images."""
+"""An imbalanced copy of a dataset folder, and the answers of a trained run on its validation images."""
 
 import dataclasses
 from pathlib import Path
@@ -59,12 +59,3 @@ def answers_of(run: Path) -> Evaluation:
     feed.close()
     replica.close()
     return evaluation
-
-
-def f1_of(labels: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Return each class's F1: twice the hits over all images that have or are given the class."""
-    n_classes = int(max(labels.max(), answers.max())) + 1
-    hits = np.bincount(labels[labels == answers], minlength=n_classes)
-    involved = np.bincount(labels, minlength=n_classes) + np.bincount(answers, minlength=n_classes)
-    scores: np.ndarray = 2 * hits / np.maximum(involved, 1)
-    return scores

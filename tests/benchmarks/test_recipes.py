@@ -1,4 +1,4 @@
-"""The parts of `python -m benchmarks.recipes`: the imbalanced set, F1, and the plain loop's recipe."""
+"""The parts of `python -m benchmarks.recipes`: the imbalanced set, and the plain loop's recipe."""
 
 import json
 import random
@@ -14,19 +14,12 @@ import yaml
 from conftest import ROOT, make_config, make_folder
 from limits import limit
 from PIL import Image
-from sklearn.metrics import f1_score
 
 from benchmarks.recipes import plain
 from benchmarks.recipes.__main__ import write
-from benchmarks.recipes.imbalanced import RARE, f1_of, thin_out
+from benchmarks.recipes.imbalanced import RARE, thin_out
 from lockstep.data import hkl
 from lockstep.data.dataset import open_dataset
-
-
-def test_f1_is_scikit_learns() -> None:
-    labels, answers = np.random.default_rng(0).integers(0, 7, (2, 500))
-    answers[:300] = labels[:300]
-    assert f1_of(labels, answers) == pytest.approx(f1_score(labels, answers, average=None))
 
 
 def test_the_imbalanced_set_has_all_but_most_images_of_the_rare_classes(tmp_path: Path) -> None:
