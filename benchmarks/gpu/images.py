@@ -3,10 +3,10 @@
 import os
 from pathlib import Path
 
-import h5py
 import numpy as np
 
 from benchmarks.gpu.setting import Setting
+from lockstep.data import hkl
 
 
 def dataset_folder(setting: Setting, work: Path) -> Path:
@@ -27,7 +27,7 @@ def _make(setting: Setting, folder: Path) -> None:
         images = folder / f"{split}_hkl"
         images.mkdir(parents=True)
         for number in range(n_files):
-            _write(images / f"{number:04d}-0.hkl", random.integers(0, 256, shape, dtype=np.uint8))
+            hkl.write(images / f"{number:04d}-0.hkl", random.integers(0, 256, shape, dtype=np.uint8))
             for link in range(1, n_links):
                 (images / f"{number:04d}-{link}.hkl").hardlink_to(images / f"{number:04d}-0.hkl")
         labels = random.integers(0, n_classes, n_files * n_links * setting.batch_size)
@@ -35,9 +35,3 @@ def _make(setting: Setting, folder: Path) -> None:
         np.save(folder / "labels" / f"{split}_labels.npy", labels)
     (folder / "misc").mkdir()
     np.save(folder / "misc" / "img_mean.npy", random.uniform(100, 130, shape[1:]).astype(np.float32))
-
-
-def _write(path: Path, images: np.ndarray) -> None:
-    """As hickle lays a batch out, without hickle, which a machine that only trains may not have."""
-    with h5py.File(path, "w") as file:
-        file.create_dataset("data", data=images)
