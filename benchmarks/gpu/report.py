@@ -1,6 +1,7 @@
 """The tables and the targets of a run on a GPU, from its JSON file and nothing else."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from benchmarks.measure import table
@@ -115,9 +116,7 @@ def _preflight(figures: Figures) -> Iterator[str]:
     rows: Rows = [("probe", "what it found")]
     for name, found in figures.items():
         parts = found.items() if isinstance(found, dict) else [("", found)]
-        words = (
-            f"{key} {value:,.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in parts
-        )
+        words = (f"{key} {_short(value)}" for key, value in parts)
         rows.append((name, ", ".join(words).strip()))
     if len(rows) > 1:
         yield table("Preflight", rows)
@@ -134,13 +133,13 @@ def _layers(figures: Figures) -> Iterator[str]:
         yield table("AlexNet's layers by themselves", rows)
 
 
-def _compiled(figures: Figures) -> Iterator[str]:
+def _steps(title: str, figures: Figures, what: str = "step, bf16") -> Iterator[str]:
     if "steps" in figures:
-        rows: Rows = [("step, bf16", "images/s", "ms", "host, ms")]
+        rows: Rows = [(what, "images/s", "ms", "host, ms")]
         for name, step in figures["steps"].items():
             rate = f"{step['images_per_second']:,.0f}"
             rows.append((name, rate, f"{step['ms']:.3f}", f"{step['host_ms']:.3f}"))
-        yield table("Beside torch.compile", rows)
+        yield table(title, rows)
 
 
 def _profiles(figures: Figures) -> Iterator[str]:
@@ -216,15 +215,6 @@ def _table1(figures: Figures) -> Iterator[str]:
         yield table("theano_alexnet's report in its own form; two ranks on one GPU are no speed-up", rows)
 
 
-def _resnet50(figures: Figures) -> Iterator[str]:
-    if "steps" in figures:
-        rows: Rows = [("step, bf16", "images/s", "ms", "host, ms")]
-        for name, step in figures["steps"].items():
-            rate = f"{step['images_per_second']:,.0f}"
-            rows.append((name, rate, f"{step['ms']:.3f}", f"{step['host_ms']:.3f}"))
-        yield table("ResNet-50's training step on a resident batch of 256", rows)
-
-
 def _functions(figures: Figures) -> Iterator[str]:
     if "functions" in figures:
         yield f"lockstep.synk: {figures['functions']}.\n"
@@ -244,12 +234,8 @@ def _flow(figures: Figures) -> Iterator[str]:
         rows: Rows = [("one small operation behind another", "us")]
         rows += [(name, f"{value:.1f}") for name, value in figures["us an operation"].items()]
         yield table("flow: the gap between launches", rows)
-    if "steps" in figures:
-        rows = [("ResNet-50, a batch of 256", "images/s", "ms", "host, ms")]
-        for name, step in figures["steps"].items():
-            rate = f"{step['images_per_second']:,.0f}"
-            rows.append((name, rate, f"{step['ms']:.3f}", f"{step['host_ms']:.3f}"))
-        yield table("flow: ResNet-50's step in bf16 on resident samples", rows)
+    title = "flow: ResNet-50's step in bf16 on resident samples"
+    yield from _steps(title, figures, "ResNet-50, a batch of 256")
     if "merging" in figures:
         found = figures["merging"]
         yield (
@@ -284,14 +270,14 @@ _TABLES: dict[str, Callable[[Figures], Iterator[str]]] = {
     "preflight": _preflight,
     "alexnet": _alexnet,
     "layers": _layers,
-    "compiled": _compiled,
+    "compiled": partial(_steps, "Beside torch.compile"),
     "loading": _loading,
     "tests": _tests,
     "tests2": _tests,
     "exchange": _exchange,
     "precisions": _alexnet,
     "table1": _table1,
-    "resnet50": _resnet50,
+    "resnet50": partial(_steps, "ResNet-50's training step on a resident batch of 256"),
     "functions": _functions,
     "flow": _flow,
     "hosts": _hosts,
