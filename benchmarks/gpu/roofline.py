@@ -57,11 +57,6 @@ _NORMALISED = (27 * 27 * 96, 13 * 13 * 256)
 _RECTIFIED = (13 * 13 * 384, 13 * 13 * 384)  # after the third and fourth convolution
 
 
-def gflop() -> float:
-    """Of one training step of 256 images."""
-    return sum(2 * layer.macs * _BATCH * layer.n_products for layer in LAYERS) / 1e9
-
-
 def seconds(flops: float, bytes_per_second: float) -> float:
     """The floor of one training step of 256 images."""
 
