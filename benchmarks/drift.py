@@ -8,7 +8,6 @@ one trainer in float32, of which one starts with randomly changed last bits of t
 """
 
 import itertools
-import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from benchmarks.lone import UnlaunchedTrainer
 from benchmarks.measure import table, write_results
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config, Layer, resolve
-from lockstep.launch.ranks import DEADLINE, run_ranks
-from lockstep.launch.status import StatusBoard
-from lockstep.runs.plan import RunPlan
+from lockstep.launch.ranks import run_ranks
 from models import smallnet
-from train_funcs import Trainer
 
 STEPS = (1, 10, 20, 29)
 RATE, BATCH = 0.02, 64
@@ -49,16 +46,13 @@ def train(rank: int, pipes: dict[int, Pipe], config: Config, dtype: torch.dtype,
     """Return the state after each of STEPS; `shaken` changes the last bits of the initial weights."""
     torch.set_num_threads(1)
     torch.set_default_dtype(dtype)
-    launcher, _keep_open = multiprocessing.Pipe()
-    control = Pipe(launcher, "the launcher", DEADLINE)
-    plan = RunPlan(config, Path(), None)  # no checkpoints
-    trainer = Trainer(plan, Group.on_one_host(rank, pipes), control, StatusBoard.create())
+    trainer = UnlaunchedTrainer(config, Group.on_one_host(rank, pipes))
     if shaken:
         shake(trainer)
     return list(itertools.islice(states_of(trainer), len(STEPS)))
 
 
-def states_of(trainer: Trainer) -> Iterator[State]:
+def states_of(trainer: UnlaunchedTrainer) -> Iterator[State]:
     """Yield weights and momenta after each number of steps in STEPS."""
     n_samples, n_done = len(trainer.dataset.train), 0
     while True:
@@ -79,7 +73,7 @@ def vector_of(kind: str, tensors: dict[str, torch.Tensor]) -> np.ndarray:
     return np.concatenate(parts, dtype=np.float64)
 
 
-def shake(trainer: Trainer) -> None:
+def shake(trainer: UnlaunchedTrainer) -> None:
     """Change the last bit of each weight at random by +1, -1 or 0."""
     generator = torch.Generator().manual_seed(0)
     for name, tensor in trainer.program.arena.tensors.items():

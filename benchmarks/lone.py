@@ -1,8 +1,8 @@
-"""A trainer without a launcher, to time its steps on batches from a loader or on a resident batch."""
+"""Trainers without a launcher, to time their steps on batches from a loader or on a resident batch."""
 
 import itertools
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lockstep.comm.group import Group, World
@@ -41,6 +41,27 @@ class ResidentFeed(Feed):
         """Do nothing."""
 
 
+class UnlaunchedTrainer(Trainer):
+    """A trainer without a launcher, which starts from scratch. Nobody asks it for checkpoints."""
+
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        loaders: Sequence[Pipe] = (),
+        orders: Iterator[Order] | None = None,
+    ) -> None:
+        control, launcher = multiprocessing.Pipe()
+        self._launcher = Pipe(launcher, "the trainer", DEADLINE)
+        plan, pipe = RunPlan(config, Path(), None), Pipe(control, "the launcher", DEADLINE)
+        super().__init__(plan, group, pipe, StatusBoard.create(), loaders, orders)
+
+    def discard_messages(self) -> None:
+        """Discard what the trainer has sent to its launcher, such as lines of progress."""
+        while self._launcher.poll():
+            self._launcher.receive(object, "a message")
+
+
 class LoneTrainer:
     """The real trainer, with a loader process if `para_load` is set, and with endless orders.
 
@@ -54,16 +75,8 @@ class LoneTrainer:
         self.config, group = config, group or Group.on_one_host(0, {})
         self._processes = Processes(DEADLINE)
         loaders = [self._start_loader()] if config.para_load else []
-        control, launcher = multiprocessing.Pipe()
-        self._launcher = Pipe(launcher, "the trainer", DEADLINE)
-        self.trainer = Trainer(
-            RunPlan(config, Path(), None),
-            group,
-            Pipe(control, "the launcher", DEADLINE),
-            StatusBoard.create(),
-            loaders,
-            endless(len(open_dataset(config).train), config.batch_size, group.world),
-        )
+        orders = endless(len(open_dataset(config).train), config.batch_size, group.world)
+        self.trainer = UnlaunchedTrainer(config, group, loaders, orders)
         self.trainer.begin_epoch()
         self.loaded = self.trainer.feed
         self.loaded.next()
@@ -75,8 +88,7 @@ class LoneTrainer:
 
     def use(self, feed: Feed) -> None:
         """Take minibatches from `feed` from now on."""
-        while self._launcher.poll():  # progress messages, which are discarded
-            self._launcher.receive(object, "a tick")
+        self.trainer.discard_messages()
         self.trainer.feed = feed
 
     def close(self) -> None:

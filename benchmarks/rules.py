@@ -10,28 +10,22 @@ loss are those of the last validation, as mean and standard error over seeds. By
 """
 
 import json
-import multiprocessing
 import os
 import statistics
 import sys
-import threading
 import time
-from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.lone import UnlaunchedTrainer
 from benchmarks.measure import table, write_results
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config, Layer, resolve
 from lockstep.config.rules import settle
-from lockstep.launch.ranks import DEADLINE, run_ranks
-from lockstep.launch.status import StatusBoard
-from lockstep.runs.plan import RunPlan
-from train_funcs import Trainer
+from lockstep.launch.ranks import run_ranks
 
 N_TRAINERS, SEEDS = 4, 5
 RESULTS = Path("docs/results")
@@ -58,16 +52,13 @@ Results = dict[tuple[str, str, int], dict[str, float]]  # by dataset, rule and s
 def train(rank: int, pipes: dict[int, Pipe], config: Config) -> dict[str, float]:
     """Return the last validation, and bytes, seconds and CPU seconds per epoch."""
     torch.set_num_threads(1)
-    launcher, theirs = multiprocessing.Pipe()
-    threading.Thread(target=hear, args=(theirs,), daemon=True).start()
-    control = Pipe(launcher, "the launcher", DEADLINE)
-    plan = RunPlan(config, Path(), None)  # nothing is written
-    trainer = Trainer(plan, Group.on_one_host(rank, pipes), control, StatusBoard.create())
+    trainer = UnlaunchedTrainer(config, Group.on_one_host(rank, pipes))
     n_bytes, begin, begin_cpu = 0, time.perf_counter(), time.process_time()
     for _ in range(config.n_epochs):
         trainer.begin_epoch()
         while trainer.position < len(trainer.dataset.train):
             trainer.train_step(sys.maxsize)  # longer than an epoch: no lines of progress
+            trainer.discard_messages()  # a pipe that is full would stop the trainer
             n_bytes, trainer.recorder.n_bytes = n_bytes + trainer.recorder.n_bytes, 0
         with trainer.exchange.rule.averaged():
             trainer.validate()
@@ -76,13 +67,6 @@ def train(rank: int, pipes: dict[int, Pipe], config: Config) -> dict[str, float]
     by_epoch = dict(zip(("bytes", "seconds", "cpu_seconds"), (n_bytes, *spent), strict=True))
     last = trainer.val_record[-1]
     return {**last, **{key: value / config.n_epochs for key, value in by_epoch.items()}}
-
-
-def hear(connection: Connection) -> None:
-    """Receive a trainer's messages in place of the launcher, so that the trainer does not block."""
-    with suppress(OSError):
-        while os.read(connection.fileno(), 1 << 16):
-            pass
 
 
 def learn(dataset: str, rule: str, seed: int) -> dict[str, float]:

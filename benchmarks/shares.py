@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -28,16 +27,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.lone import UnlaunchedTrainer
 from benchmarks.measure import Journal, table, verdict, write_results
 from lockstep.comm.group import Group
 from lockstep.comm.messages import Order
 from lockstep.comm.pipes import Pipe
 from lockstep.config import Config, Layer, resolve
 from lockstep.config.rules import settle
-from lockstep.launch.ranks import DEADLINE, run_ranks
-from lockstep.launch.status import StatusBoard
-from lockstep.runs.plan import RunPlan
-from train_funcs import Trainer
+from lockstep.launch.ranks import run_ranks
 
 Shares = tuple[int, ...]
 CASES: dict[str, dict[str, Any]] = {  # smallnet has dropout, resnet20 batch normalisation
@@ -59,15 +56,10 @@ def config_of(n_trainers: int, n_logical: int, shares: Any, **keys: Any) -> Conf
     return settle(resolve([Layer("benchmark", values)])[0])[0]
 
 
-def make_trainer(rank: int, pipes: dict[int, Pipe], config: Config) -> Trainer:
-    """Return a trainer with one thread that saves nothing."""
+def make_trainer(rank: int, pipes: dict[int, Pipe], config: Config) -> UnlaunchedTrainer:
+    """Return a trainer with one thread."""
     torch.set_num_threads(1)
-    launcher, keep_open = multiprocessing.Pipe()
-    control = Pipe(launcher, "the launcher", DEADLINE)
-    plan = RunPlan(config, Path(tempfile.gettempdir()), None)  # no checkpoints
-    trainer = Trainer(plan, Group.on_one_host(rank, pipes), control, StatusBoard.create())
-    trainer.launcher = keep_open  # type: ignore[attr-defined]
-    return trainer
+    return UnlaunchedTrainer(config, Group.on_one_host(rank, pipes))
 
 
 def checksums(rank: int, pipes: dict[int, Pipe], configs: list[Config]) -> list[str]:
