@@ -1,7 +1,6 @@
 """The costs of receipts, rechecks and memory checkpoints, and the pause when a run changes devices."""
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -129,7 +128,7 @@ def start(folder: Path, name: str, words: list[str]) -> "subprocess.Popen[bytes]
     """Start a run without output."""
     command = [sys.executable, "train.py", f"weights_dir={folder}", f"run_name={name}", *words]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), **quiet)
+    return subprocess.Popen(command, cwd=ROOT, **quiet)
 
 
 def events_of(run: Path) -> list[dict[str, Any]]:
