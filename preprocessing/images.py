@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import simplejpeg
-import torch
 from PIL import Image, UnidentifiedImageError
 
+from lockstep.data.items import resized
 from lockstep.data.manifest import Orientation, Resize
 from preprocessing.formats import NO_IMAGE, formats_of
 
@@ -182,11 +182,11 @@ def _fit(image: np.ndarray, geometry: Geometry) -> np.ndarray:
     size = geometry.size
     height, width = image.shape[:2]
     if geometry.resize == "squash":
-        return _resized(image, size, size)
+        return resized(image, size, size)
     if geometry.resize == "crop":
         image = _center(image, *(min(side, _MAX_ASPECT * min(height, width)) for side in (height, width)))
-        return _center(_resized(image, *_scaled(image, size, min(image.shape[:2]))), size, size)
-    inside = _resized(image, *_scaled(image, size, max(height, width)))
+        return _center(resized(image, *_scaled(image, size, min(image.shape[:2]))), size, size)
+    inside = resized(image, *_scaled(image, size, max(height, width)))
     padded = np.zeros((size, size, 3), np.uint8)
     _center(padded, *inside.shape[:2])[...] = inside
     return padded
@@ -200,12 +200,3 @@ def _scaled(image: np.ndarray, size: int, side: int) -> tuple[int, int]:
 def _center(image: np.ndarray, height: int, width: int) -> np.ndarray:
     row, column = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
     return image[row : row + height, column : column + width]
-
-
-def _resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    if image.shape[:2] == (height, width):
-        return image
-    pixels = torch.from_numpy(image).permute(2, 0, 1)[None]
-    resized = torch.nn.functional.interpolate(pixels, (height, width), mode="bilinear", antialias=True)
-    result: np.ndarray = resized[0].permute(1, 2, 0).numpy()
-    return result
