@@ -32,8 +32,6 @@ class Settings:
         largest = math.isqrt(MAX_PIXELS)
         if self.geometry.size > largest:
             raise UserError(f"--size: {self.geometry.size:,} is more than {largest:,}. Give a smaller size.")
-        if self.parts not in (1, 2, 4):
-            raise UserError("--split must be 1, 2 or 4")
         if self.layout == "b01c" and self.parts > 1:
             raise UserError(
                 "--split is for --layout c01b: a folder in the present layout serves any number of devices"
