@@ -5,6 +5,7 @@ import io
 import json
 import time
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Journal:
             "settings": self._settings,
             "tasks": self._digest,
             "count": self.sums.count,
-            "records": {key: record.to_json() for key, record in self.records.items()},
+            "records": {key: asdict(record) for key, record in self.records.items()},
         }
         text = np.frombuffer(json.dumps(content).encode(), np.uint8)
         file = io.BytesIO()

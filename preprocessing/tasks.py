@@ -1,6 +1,6 @@
 """The work of a worker: a batch of images, from its sources to its .hkl file or files."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -186,17 +186,13 @@ class Target:
 class Record:
     """The result of a task, stored in the journal as JSON."""
 
-    files: list[dict[str, Any]] = field(default_factory=list)
-    bad: list[Bad] = field(default_factory=list)
-    shapes: list[Shape] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the record as JSON values."""
-        return asdict(self)
+    files: list[dict[str, Any]]
+    bad: list[Bad]
+    shapes: list[Shape]
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Record":
-        """Return the record that `to_json` gave these values."""
+        """Return the record whose fields have these JSON values."""
         shapes = [(rows, columns) for rows, columns in value.get("shapes", [])]
         return cls(value["files"], [Bad(*bad) for bad in value["bad"]], shapes)
 
