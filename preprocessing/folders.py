@@ -23,11 +23,6 @@ def class_names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in _scan(folder) if _is_class(entry))
 
 
-def has_class_folders(folder: Path) -> bool:
-    """Return whether a folder has class folders."""
-    return bool(class_names(folder))
-
-
 def list_class_folders(folder: Path, classes: list[str], left_out: list[LeftOut]) -> list[SourceImage]:
     """Return every image in <folder>/<class>/ and below, by class, then by name.
 

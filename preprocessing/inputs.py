@@ -129,7 +129,7 @@ def make_listing(paths: Paths) -> Listing:
 def _list_train(train: Path, left_out: list[LeftOut]) -> tuple[list[str], list[SourceImage]]:
     if train.is_file():
         return tars.list_train_tar(train, left_out)
-    if train.is_dir() and not folders.has_class_folders(train):
+    if train.is_dir() and not folders.class_names(train):
         inner = sorted(train.glob("*.tar"))
         if inner:
             return tars.list_class_tars(train, inner, left_out)
@@ -140,7 +140,7 @@ def _list_train(train: Path, left_out: list[LeftOut]) -> tuple[list[str], list[S
 def _list_val(
     val: Path, classes: list[str], kit: devkit.Devkit | None, paths: Paths, left_out: list[LeftOut]
 ) -> list[SourceImage]:
-    if not val.is_file() and folders.has_class_folders(val):
+    if not val.is_file() and folders.class_names(val):
         return folders.list_class_folders(val, classes, left_out)
     if val.is_file():
         flat = tars.list_flat_tar(val, left_out)

@@ -102,7 +102,7 @@ def _find_splits(source: Path) -> _Splits:
         raise refuse(source, "holds no folders of classes and no table of labels")
     by_name = {name.casefold(): source / name for name in reversed(classes)}
     train = by_name.get("train")
-    if train and folders.has_class_folders(train):
+    if train and folders.class_names(train):
         val = next((by_name[name] for name in VALIDATION if name in by_name), None)
         return _Splits(train, val)
     if by_name.keys() <= _SPLITS:
