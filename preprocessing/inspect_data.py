@@ -178,7 +178,7 @@ def take_samples(
     sources = source_names(words.folder, key, split)
     samples = []
     for index in chosen.tolist():
-        stored = read_image(split, index)
+        stored = split.image(index)
         corner = [random.integers(margin + 1) if key == "train" else margin // 2 for margin in margins]
         mirror = key == "train" and random.integers(2)
         seen = np.empty((1, crop, crop, 3), np.float32)
@@ -186,18 +186,6 @@ def take_samples(
         title = title_of(key, np.asarray(split.labels[index]), names)
         samples.append(Sample(stored, seen[0], title, sources[index] if sources else ""))
     return samples
-
-
-def read_image(split: Split, index: int) -> np.ndarray:
-    """Return image number `index` over all files: uint8 (row, column, 3)."""
-    for file in split.files:
-        if index < file.shape[0]:
-            out = np.empty((1, *file.row_shape), np.uint8)
-            hkl.read_rows(file, index, out)
-            image: np.ndarray = out[0]
-            return image
-        index -= file.shape[0]
-    raise AssertionError("an index beyond the last file")
 
 
 def source_names(folder: Path, key: str, split: Split) -> list[str]:

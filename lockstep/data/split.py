@@ -60,6 +60,14 @@ class Split(ABC):
             UserError: An image can't be read; the message names it.
         """
 
+    def image(self, number: int) -> np.ndarray:
+        """Return one image, counted over all files: uint8 image_shape. Raise UserError as `read` does."""
+        ends = np.cumsum(self.file_rows)
+        file = int(np.searchsorted(ends, number, side="right"))
+        image: np.ndarray = np.empty((1, *self.image_shape), np.uint8)
+        self.read(file, number - int(ends[file]) + self.file_rows[file], image)
+        return image.squeeze(0)
+
     @abstractmethod
     def labels_of(self, samples: np.ndarray) -> np.ndarray:
         """Return the labels of images that this process has read, like `labels`, as many as `samples`."""

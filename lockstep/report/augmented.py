@@ -9,7 +9,6 @@ from lockstep.comm.messages import Order
 from lockstep.config import Config
 from lockstep.config.augmentation import makes_images
 from lockstep.data.dataset import Dataset, with_mean
-from lockstep.data.split import Split
 from lockstep.loading.host import HostFiller, HostRing
 from lockstep.loading.reader import Reader
 from lockstep.loading.slots import RingShape
@@ -30,7 +29,7 @@ def draw_sheet(config: Config, dataset: Dataset, size: tuple[int, int]) -> Image
         UserError: An image can't be read, or an argument does not fit the images.
     """
     n_images = min(N_IMAGES, len(dataset.train))
-    stored = _first_images(dataset.train, n_images)
+    stored = np.stack([dataset.train.image(number) for number in range(n_images)])
     columns = [stored, *augmented_images(config, dataset, size, n_images)]
     width = _SIDE + _GAP
     sheet = Image.new("RGB", (len(columns) * width + 2 * _GAP, n_images * width + _GAP), "white")
@@ -40,17 +39,6 @@ def draw_sheet(config: Config, dataset: Dataset, size: tuple[int, int]) -> Image
             thumbnail = Image.fromarray(_in_colors(image)).resize((_SIDE, _SIDE), Image.Resampling.BILINEAR)
             sheet.paste(thumbnail, (left, _GAP + row * width))
     return sheet
-
-
-def _first_images(split: Split, n_images: int) -> np.ndarray:
-    """Return the first images over all files, uint8 (n_images, row, column, channel)."""
-    images, start = np.empty((n_images, *split.image_shape), np.uint8), 0
-    for file, n_rows in enumerate(split.file_rows[:n_images]):
-        stop = min(start + n_rows, n_images)
-        if start < stop:
-            split.read(file, 0, images[start:stop])
-        start = stop
-    return images
 
 
 def _in_colors(image: np.ndarray) -> np.ndarray:

@@ -99,7 +99,7 @@ def _answers(config: Config, dataset: Dataset, checkpoint: Checkpoint, n_images:
     backend = backend_of("cpu")
     configure(config)
     replica, dataset = open_trained(config, dataset, backend.memory, checkpoint.path)
-    feed = open_feed(backend, config, dataset, replica, _orders(len(dataset.val)), _silent)
+    feed = open_feed(backend, config, dataset, replica, _orders(len(dataset.val)), lambda text: None)
     answers: list[ImageAnswer] = []
     begin = time.monotonic()
     try:
@@ -146,14 +146,7 @@ def _class_name(dataset: Dataset, number: int) -> str:
 
 def _thumbnail(dataset: Dataset, sample: int) -> Image.Image:
     """Return a stored validation image in the size of the page."""
-    ends = np.cumsum(dataset.val.file_rows)
-    file = int(np.searchsorted(ends, sample, side="right"))
-    pixels = np.empty((1, *dataset.val.image_shape), np.uint8)
-    dataset.val.read(file, sample - int(ends[file]) + dataset.val.file_rows[file], pixels)
-    thumbnail = Image.fromarray(pixels[0, :, :, 0] if pixels.shape[3] == 1 else pixels[0])
+    pixels = dataset.val.image(sample)
+    thumbnail = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
     thumbnail.thumbnail((_SIDE, _SIDE))
     return thumbnail
-
-
-def _silent(text: str) -> None:
-    """Ignore the present phase."""
