@@ -1,5 +1,6 @@
 """The report's section on classes: a table that can be sorted, and a heat map of confusions."""
 
+from collections.abc import Mapping, Sequence
 from html import escape
 
 import numpy as np
@@ -29,9 +30,11 @@ def classes(run: RunLog) -> str:
         f"{means['weighted_f1']:.2%}, balanced accuracy {means['balanced_accuracy']:.2%}. "
         "A click on a column's head sorts the table."
     )
-    table = f"<details open><summary>{len(names):,} classes</summary>{_table(names, metrics)}</details>"
     return page.section(
-        "Classes", page.paragraph(text, "muted"), table, _heatmap(run.answers, names, metrics)
+        "Classes",
+        page.paragraph(text, "muted"),
+        _table(names, metrics.columns()),
+        _heatmap(run.answers, names, metrics),
     )
 
 
@@ -49,14 +52,7 @@ def _of_labels(run: RunLog) -> str:
         if isinstance(value := run.means.get(key), float)
     ]
     text = f"Validation of epoch {epoch}: {', '.join(means)}. A click on a column's head sorts the table."
-    heads = ["Class", "Support", "Precision", "Recall", "F1", "Average precision"]
-    rows = [
-        [escape(name), f"{support:,.0f}", *(f"{value:.4f}" for value in values)]
-        for name, support, *values in zip(names, *run.columns.values(), strict=True)
-    ]
-    table = page.table(heads, rows, numeric=range(1, len(heads)), sortable=True)
-    inside = f"<details open><summary>{len(names):,} classes</summary>{table}</details>"
-    return page.section("Classes", page.paragraph(text, "muted"), inside)
+    return page.section("Classes", page.paragraph(text, "muted"), _table(names, run.columns))
 
 
 def _names(run: RunLog, n_classes: int) -> list[str]:
@@ -70,13 +66,15 @@ def _names(run: RunLog, n_classes: int) -> list[str]:
     return [known[number] if number < len(known) else f"class {number}" for number in range(n_classes)]
 
 
-def _table(names: list[str], metrics: ClassMetrics) -> str:
-    columns = metrics.columns()
+def _table(names: list[str], columns: Mapping[str, Sequence[float]]) -> str:
+    """Return a table with the values of each class, of which the first is its number of images."""
+    heads = ["Class", *(name.replace("_", " ").capitalize() for name in columns)]
     rows = [
-        [escape(name), f"{support:,}", *(f"{value:.4f}" for value in values)]
+        [escape(name), f"{support:,.0f}", *(f"{value:.4f}" for value in values)]
         for name, support, *values in zip(names, *columns.values(), strict=True)
     ]
-    return page.table(["Class", *map(str.capitalize, columns)], rows, numeric=range(1, 5), sortable=True)
+    table = page.table(heads, rows, numeric=range(1, len(heads)), sortable=True)
+    return f"<details open><summary>{len(names):,} classes</summary>{table}</details>"
 
 
 def _heatmap(counts: AnswerCounts, names: list[str], metrics: ClassMetrics) -> str:
