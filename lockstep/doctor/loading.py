@@ -37,7 +37,7 @@ def examine(
         copies: GB/s to the devices; None for CPUs, or if unknown.
     """
     with storage.open_sample(batches, scratch) as sample:
-        speeds, cached, lines = storage.measure(sample)
+        disk, cached, lines = storage.measure(sample)
         for line in lines:
             report.show(line)
         outcomes = try_ranks(_load, len(devices), cached, seconds=_SECONDS)
@@ -52,8 +52,8 @@ def examine(
         rates["read, crop, mirror, mean"] = prepare, all_prepare
     if copies:
         rates["copy to the GPU"] = _images(copies[0]), _images(copies[1])
-    disk = {} if speeds.disk is None else {"disk": (_images(speeds.disk),) * 2}
-    _show(report, len(devices), disk, rates)
+    from_disk = {} if disk is None else {"disk": (_images(disk),) * 2}
+    _show(report, len(devices), from_disk, rates)
 
 
 def _show(report: Report, n_loaders: int, disk: dict[str, Rates], rates: dict[str, Rates]) -> None:

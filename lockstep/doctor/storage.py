@@ -39,14 +39,6 @@ class Sample:
                     left -= n_bytes
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """Speeds in GB/s. `disk` is None if it can't be measured."""
-
-    disk: float | None
-    cache: float
-
-
 @contextmanager
 def open_sample(folder: Path | None, scratch: Path) -> Iterator[Sample]:
     """Open the batch files of a folder, or a temporary file in `scratch` if they are missing or too small.
@@ -86,8 +78,13 @@ def _write(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def measure(sample: Sample) -> tuple[Speeds, Sample, list[Finding]]:
-    """Return the speeds, the part of the sample that is in the page cache now, and lines about both."""
+def measure(sample: Sample) -> tuple[float | None, Sample, list[Finding]]:
+    """Measure the disk and the page cache.
+
+    Returns:
+        GB/s of the disk, None if the files are in memory; the part of the sample that is in the page cache
+        now; and lines about both speeds.
+    """
     kind = filesystem(sample.paths[0])
     for path in sample.paths:
         _drop_from_cache(path)
@@ -102,7 +99,7 @@ def measure(sample: Sample) -> tuple[Speeds, Sample, list[Finding]]:
     else:
         lines.append(Finding("disk", f"{disk:.2f} GB/s{_doubt(kind, disk, cache)}"))
     lines.append(Finding("page cache", f"{cache:.2f} GB/s"))
-    return Speeds(None if kind in _IN_MEMORY else disk, cache), cached, lines
+    return None if kind in _IN_MEMORY else disk, cached, lines
 
 
 def filesystem(path: Path) -> str:
