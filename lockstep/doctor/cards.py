@@ -10,7 +10,7 @@ import numpy as np
 from lockstep import kernels
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
-from lockstep.doctor.report import Finding, Report, failure
+from lockstep.doctor.report import TRY_SECONDS, Finding, Report, failure
 from lockstep.errors import PeerProblem, UserError
 from lockstep.launch.ranks import try_ranks
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # they import torch, which may be broken
 COPY_BYTES = 64 << 20
 _COPIES = 4  # in a row, so that the time of the calls is negligible
 _ROUNDS = 7
-_SECONDS = 120.0  # enough to import torch from a cold disk
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def examine(report: Report, devices: tuple[str, ...]) -> tuple[float, float] | N
         GB/s from host memory to a device: of the slowest device alone, and the sum of all at once. None if
         they could not be measured.
     """
-    outcomes = try_ranks(_examine, len(devices), devices, seconds=_SECONDS)
+    outcomes = try_ranks(_examine, len(devices), devices, seconds=TRY_SECONDS)
     for device, outcome in zip(devices, outcomes, strict=True):
         report.title(f"Device {device}")
         if outcome.problem:

@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
-from lockstep.doctor.report import Finding, Report, failure
+from lockstep.doctor.report import TRY_SECONDS, Finding, Report, failure
 from lockstep.errors import PeerProblem, UserError
 from lockstep.launch.ranks import try_ranks
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # they import torch, which may be broken
 
 N_ELEMENTS = 4 << 20  # of each trainer's arena: 16 MiB
 _ROUNDS = 5
-_SECONDS = 120.0  # enough to import torch from a cold disk
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def examine(report: Report, devices: tuple[str, ...]) -> None:
     report.title("Peer to peer, GB/s: who (row) reads and writes whose memory (column), proven bit for bit")
     if len(set(names)) == 1:
         report.show(Finding("note", "two processes on the one GPU: inside its memory, over no link"))
-    outcomes = try_ranks(_examine, len(names), names, seconds=_SECONDS)
+    outcomes = try_ranks(_examine, len(names), names, seconds=TRY_SECONDS)
     for rank, outcome in enumerate(outcomes):
         if outcome.problem:
             report.show(failure(f"{rank}: {names[rank]}", outcome.problem))

@@ -11,14 +11,13 @@ from lockstep.backends.devices import on_gpus
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
 from lockstep.doctor import storage
-from lockstep.doctor.report import Finding, Report
+from lockstep.doctor.report import TRY_SECONDS, Finding, Report
 from lockstep.doctor.storage import Sample
 from lockstep.launch.ranks import try_ranks
 
 SIZE, CROP, BATCH = 256, 227, 128
 IMAGE_BYTES = SIZE * SIZE * 3
 _ROUNDS = 3
-_SECONDS = 120.0  # enough to import torch from a cold disk
 
 Rates = tuple[float, float]  # of one alone, and the sum of all at once
 Work = tuple[float, float]  # images per second: reading, and reading with preparing
@@ -40,7 +39,7 @@ def examine(
         disk, cached, lines = storage.measure(sample)
         for line in lines:
             report.show(line)
-        outcomes = try_ranks(_load, len(devices), cached, seconds=_SECONDS)
+        outcomes = try_ranks(_load, len(devices), cached, seconds=TRY_SECONDS)
     problems = [outcome.problem for outcome in outcomes if outcome.problem]
     if problems:
         report.show(Finding("loaders", f"can't be tried: {problems[0]}", wrong=True))

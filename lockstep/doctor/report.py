@@ -7,6 +7,7 @@ from typing import TypeVar
 from lockstep.errors import UserError
 
 T = TypeVar("T")
+TRY_SECONDS = 120.0  # for a part in processes of its own: enough to import torch from a cold disk
 _NAME_WIDTH = 28
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.comm.group import Group
 from lockstep.comm.pipes import Pipe
-from lockstep.doctor.report import Finding, Report
+from lockstep.doctor.report import TRY_SECONDS, Finding, Report
 from lockstep.errors import PeerProblem, UserError
 from lockstep.launch.ranks import try_ranks
 
@@ -24,7 +24,6 @@ _LAUNCH = 2e-4  # least seconds of a kernel if possible, so that the time of lau
 _TURN = 0.04  # seconds of the kernels of a round alone, and of the copies alone
 _MOST_LAUNCHES = 500  # a device's queue holds about a thousand
 _ROUNDS = 5
-_SECONDS = 120.0  # enough to import torch from a cold disk
 _CLEARLY = 1.05  # smaller ratios may be chance
 _WHERE = "batches to the device"
 
@@ -64,7 +63,7 @@ class Work:
 
 def examine(report: Report, device: str) -> None:
     """Measure both ways on one device and show which to set. None is wrong: one way is enough."""
-    trainer, loader = try_ranks(measure, 2, device, seconds=_SECONDS)
+    trainer, loader = try_ranks(measure, 2, device, seconds=TRY_SECONDS)
     report.title(f"Copies to {device} beside kernels of its trainer")
     if trainer.problem:
         report.show(Finding("upload", f"not measured: {trainer.problem}"))
