@@ -29,9 +29,11 @@ from lockstep.exchange.host import HostTransport
 from lockstep.hosts.addresses import listen
 from lockstep.hosts.hierarchical import HierarchicalTransport
 from lockstep.hosts.network import HostNetwork
+from lockstep.hosts.store import Store
 from lockstep.launch.ranks import run_ranks
 from lockstep.memory.host import HostMemory
 from lockstep.memory.malloc import keep_freed_memory
+from lockstep.runs.plan import HostConnection
 
 N_HOSTS, N_LOCAL = 2, 2
 N_ELEMENTS = 60_965_224  # of AlexNet
@@ -53,13 +55,6 @@ class Place:
     port: int
 
 
-@dataclass(frozen=True)
-class _Joint:
-    store: tuple[str, int]
-    prefix: str
-    address: str
-
-
 class Trainer:
     """One of four trainers, with its connections and a block of `n_elements` to sum."""
 
@@ -73,17 +68,16 @@ class Trainer:
         own = {other % n_local: pipe for other, pipe in pipes.items() if other // n_local == self.host}
         world = World.of_host(self.host, N_HOSTS, n_local)[rank % n_local]
         self.group, self.n_elements = Group(world, own), n_elements
-        self._store = _serve(place) if rank == 0 else None
+        self._store = Store.serve(listen((place.addresses[0], place.port))) if rank == 0 else None
         self._place = place
         self.block = HostMemory().allocate(4 * n_elements, "gradients")
         self.flat = self.block.tensor(torch.float32, (n_elements,))
         self.inside = HostTransport.open(self.block, "f4", n_elements, self.group)
 
     def hierarchical(self, wire: str) -> HierarchicalTransport:
-        host_connection = _Joint(
-            (self._place.addresses[0], self._place.port), wire, self._place.addresses[self.host]
-        )
-        network = HostNetwork.join(self.group.everywhere, host_connection, config_of(wire), self.flat.device)
+        point = self._place.addresses[0], self._place.port
+        connection = HostConnection(point, wire, self._place.addresses[self.host])
+        network = HostNetwork.join(self.group.everywhere, connection, config_of(wire), self.flat.device)
         return HierarchicalTransport(self.inside, self.flat, network, rounds=True)
 
     def flat_gloo(self) -> ProcessGroupGloo:
@@ -214,11 +208,6 @@ def _enter(namespace: str) -> None:
     with open(f"/var/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
             raise OSError(ctypes.get_errno(), f"{namespace} can't be entered")
-
-
-def _serve(place: Place) -> TCPStore:
-    point = place.addresses[0], place.port
-    return TCPStore(*point, is_master=True, wait_for_workers=False, master_listen_fd=listen(point).detach())
 
 
 def free_port() -> int:
