@@ -109,9 +109,7 @@ def verdict(value: float, target: float, at_most: bool = False) -> str:
     return f"target {sign} {target:g}: {'pass' if reached else 'short'}"
 
 
-def write_results(
-    folder: Path, name: str, sections: list[tuple[str, dict[str, Any]]], command: str = "make bench"
-) -> None:
+def write_results(folder: Path, name: str, sections: list[tuple[str, dict[str, Any]]], command: str) -> None:
     """Write a Markdown and a JSON file with all results, and the command that makes them."""
     where = machine()
     text = "\n".join(
