@@ -104,8 +104,7 @@ def draw(
 def thin(values: Sequence[float]) -> np.ndarray:
     """Return at most _MOST_POINTS values, as means of neighbors."""
     array = np.asarray(values, np.float64)
-    n_parts = min(len(array), _MOST_POINTS)
-    return np.array([part.mean() for part in np.array_split(array, n_parts)]) if n_parts else array
+    return np.array([part.mean() for part in np.array_split(array, min(len(array), _MOST_POINTS))])
 
 
 def write_labels(axes: Axes, width: int, labels: list[Label]) -> None:

@@ -61,7 +61,7 @@ class Validation:
 
 @dataclass
 class RunLog:
-    """The log of a run. seconds: total over all starts. ending: None during the run."""
+    """The log of a run. seconds: total over all starts. exit_status: None during the run."""
 
     folder: Path
     name: str
