@@ -73,8 +73,8 @@ class Run:
         self.log = self.path(".log")
         self.log.write_text("")
 
-    def path(self, exit_status: str) -> Path:
-        return self._folder / f"{self._name}{exit_status}"
+    def path(self, suffix: str) -> Path:
+        return self._folder / f"{self._name}{suffix}"
 
     def keep(self, name: str, outcome: Outcome) -> None:
         print(f"{name}: {outcome.status} {outcome.reason} ({outcome.seconds:.0f} s)", flush=True)
