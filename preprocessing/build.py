@@ -66,7 +66,7 @@ def build(job: Job, n_workers: int, max_errors: int, complete: Complete | None =
     target = job.target
     settings = {**job.settings, "size": target.size, "batch": target.batch}
     settings |= {"layout": target.layout, "split": target.parts}
-    with _locked(target.folder):
+    with _own_folder(target.folder):
         journal = _open_journal(job, settings)
         _check_errors(journal, max_errors)
         remaining = _remaining(job, journal)
@@ -122,23 +122,30 @@ def _replaced(folder: Path) -> Path:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock the folder, creating it if needed. Raise UserError if another process has locked it.
+def locked(folder: Path, refusal: str) -> Iterator[None]:
+    """Lock a folder. Raise UserError with `refusal` if another process has locked it.
 
-    The kernel releases the lock of a killed process. A folder that stays empty is removed.
+    The kernel releases the lock of a killed process.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(
-                f"{folder}: another process is working in it. Wait for it, or stop it."
-            ) from error
+            raise UserError(f"{folder}: {refusal}") from error
         yield
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _own_folder(folder: Path) -> Iterator[None]:
+    """Create a folder if needed, and lock it. One that stays empty is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(folder, "another process is working in it. Wait for it, or stop it."):
+            yield
+    finally:
         if folder.exists() and not any(folder.iterdir()):
             folder.rmdir()
 

@@ -5,12 +5,11 @@ it was made from. It is current while the images still have them. A set that is 
 the next one, so only images that are new or changed are decoded again.
 """
 
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -213,22 +212,3 @@ def first_writable(folders: list[Path]) -> tuple[Path, str]:
         else:
             return folder, f"{problems[0]}; the converted set goes to {folder}" if problems else ""
     raise UserError(f"{'; '.join(problems)}. Set cache_folder to a folder that can be written.")
-
-
-@contextmanager
-def not_in_use(folder: Path) -> Iterator[None]:
-    """Keep runs from starting on a set while it is replaced. Raise UserError if a run trains on it."""
-    if not folder.exists():
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise UserError(
-            f"{folder}: a run trains on it, and the images have changed since. Wait for the run to end, or "
-            "set cache_folder to another folder."
-        ) from error
-    finally:
-        os.close(descriptor)

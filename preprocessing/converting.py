@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from lockstep.data.manifest import Resize, read_manifest
 from lockstep.errors import UserError
 from lockstep.network.build import build_model, input_spec_of
 from preprocessing import cache
-from preprocessing.build import Job, build, recover, unfinished
+from preprocessing.build import Job, build, locked, recover, unfinished
 from preprocessing.cache import SourceRecord, Stamp
 from preprocessing.finish import BAD_LIST, task_fact
 from preprocessing.images import Geometry
@@ -30,6 +31,10 @@ _MARGIN = 9 / 8  # rows of a stored image to those that the network takes, so th
 _MULTIPLE = 4  # of the rows of stored images
 _FEW = 1000  # images that this process decodes sooner than workers have started
 _RESIZE: Resize = "crop"
+_IN_USE = (
+    "a run trains on it, and the images have changed since. Wait for the run to end, or set cache_folder to "
+    "another folder."
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ def current_set(config: Config, source: Path, listing: Listing, list_again: Call
     if note:
         say(f"note: {note}")
     folder = place / name
-    with cache.not_in_use(folder):
+    with locked(folder, _IN_USE) if folder.exists() else nullcontext():  # runs hold the set they train on
         record = make_set(folder, images, geometry)
     show_images(folder, record, listing)
     check_unchanged(images)
