@@ -6,7 +6,6 @@ If there are more devices than cores, they share cores; their rows are marked as
 import copy
 import multiprocessing
 import os
-import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.flow.steps import FLAT_MB, Times, batch, in_turn, make_step, resident
+from benchmarks.hosts.sums import free_port
 from benchmarks.measure import table, verdict
 from lockstep import flow
 from lockstep.backends.devices import count_cores
@@ -75,9 +75,7 @@ class Ddp:
     """Two processes of DDP, which wait between their turns."""
 
     def __init__(self, name: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
         for rank in range(2):
