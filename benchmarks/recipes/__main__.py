@@ -28,7 +28,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.measure import Journal, as_line, machine, table, verdict
-from benchmarks.recipes.imbalanced import RARE, answers_of, thin_out
+from benchmarks.recipes.imbalanced import RARE, thin_out
 from lockstep.config import Layer, resolve
 from lockstep.data.dataset import open_dataset
 
@@ -54,11 +54,15 @@ def ours(options: argparse.Namespace, place: Path, n_epochs: int, seed: int, **k
     words = [f"{key}={value}" for key, value in given.items()]
     command = [sys.executable, "train.py", "--config", "config_small_images.yaml", *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    events = [json.loads(line) for line in (place / "log.jsonl").read_text().splitlines()]
+    names = "epoch", "error_top1", "seconds"
+    return [{name: each[name] for name in names} for each in validations_of(place)]
+
+
+def validations_of(run: Path) -> list[dict[str, Any]]:
+    """Return the validations in a run's log, with the seconds since the first step."""
+    events = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     begin = next(event["time"] for event in events if event["event"] == "implementations")  # the first step
-    validated = [event for event in events if event["event"] == "validated"]
-    names = "epoch", "error_top1"
-    return [{**{name: each[name] for name in names}, "seconds": each["time"] - begin} for each in validated]
+    return [{**each, "seconds": each["time"] - begin} for each in events if each["event"] == "validated"]
 
 
 def by_peer(module: str, options: argparse.Namespace, n_epochs: int, seed: int) -> Curve:
@@ -108,7 +112,7 @@ def balance(options: argparse.Namespace, journal: Journal, place: Path) -> dict[
             run = place / f"remedy{number}"
             folders = {"data_folder": str(folder), "n_classes": str(source.n_classes)}
             ours(options, run, options.epochs, 0, **folders, **keys)
-            return answers_of(run).counts(source.n_classes).by_class().columns()["f1"]
+            return list(validations_of(run)[-1]["classes"]["f1"])
 
         scores[name] = journal.once(["imbalanced", name, options.epochs], measure)
     return scores
