@@ -240,7 +240,13 @@ class _Launch:
     def run(self) -> Run:
         """Wait for the end. KeyboardInterrupt is passed on: the run finishes its step and saves."""
         try:
-            with PickledObjects(self._passed) as passed, _exit_codes(), self._interrupts_counted():
+            # The kernel keeps no exit codes of children where SIGCHLD is ignored. The first Ctrl-C lets a
+            # callback return, another raises KeyboardInterrupt. A handler of the caller's own stays.
+            with (
+                PickledObjects(self._passed) as passed,
+                _replaced(signal.SIGCHLD, signal.SIG_IGN, signal.SIG_DFL),
+                _replaced(signal.SIGINT, signal.default_int_handler, self._count_interrupt),
+            ):
                 process = self._start(_environment() | passed.environment())
                 reader = threading.Thread(target=self._read, args=(process,), daemon=True)
                 try:
@@ -278,27 +284,10 @@ class _Launch:
             preexec_fn=end_with_caller,  # noqa: PLW1509
         )
 
-    @contextmanager
-    def _interrupts_counted(self) -> Iterator[None]:
-        """Count Ctrl-C inside the block. The first lets a callback return; another raises KeyboardInterrupt.
-
-        A handler of the caller's own stays, and so does Python's in other threads, which receive no signals.
-        """
-
-        def count(*_: object) -> None:
-            self._n_interrupts += 1
-            if self._n_interrupts > 1:
-                raise KeyboardInterrupt
-
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            yield
-            return
-        signal.signal(signal.SIGINT, count)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    def _count_interrupt(self, *_: object) -> None:
+        self._n_interrupts += 1
+        if self._n_interrupts > 1:
+            raise KeyboardInterrupt
 
     def _wait(self, process: "subprocess.Popen[str]") -> None:
         """Pass on events until the launcher has ended. Raise KeyboardInterrupt if it comes twice."""
@@ -366,17 +355,20 @@ class _Launch:
 
 
 @contextmanager
-def _exit_codes() -> Iterator[None]:
-    """Have the kernel keep exit codes of children inside the block, also where the caller ignores SIGCHLD."""
+def _replaced(number: signal.Signals, usual: Any, handler: Any) -> Iterator[None]:
+    """Give a signal another handler inside the block if it has the usual one.
+
+    Threads other than the main one receive no signals, and their handlers stay.
+    """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
+    if not in_main_thread or signal.getsignal(number) is not usual:
         yield
         return
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        signal.signal(number, usual)
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
