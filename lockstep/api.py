@@ -232,7 +232,8 @@ class _Launch:
         self._passed, self._callback = passed, callback
         self._silent = quiet
         self._in_notebook = _is_in_notebook()
-        self._has_bar = not quiet and (self._in_notebook or _is_terminal(sys.stderr))
+        is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._has_bar = not quiet and (self._in_notebook or is_terminal)
         self._last_line, self._n_interrupts, self._asked = "", 0, False
         log = self._folder / "log.jsonl"
         self._position = log.stat().st_size if log.exists() else 0
@@ -254,7 +255,8 @@ class _Launch:
                     self._wait(process)
                 except BaseException:
                     self._silent = True
-                    _end(process)
+                    process.kill()  # the run's processes end with it
+                    process.wait()
                     raise
                 reader.join()
         except BaseException:
@@ -371,12 +373,6 @@ def _replaced(number: signal.Signals, usual: Any, handler: Any) -> Iterator[None
         signal.signal(number, usual)
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
-    """End the launcher after an error of the caller's; its processes end with it."""
-    process.kill()
-    process.wait()
-
-
 def _events(folder: Path, position: int) -> tuple[list[Event], int]:
     """Return the whole events of a run's log from a byte position on, and the position behind them."""
     try:
@@ -441,10 +437,6 @@ def _is_in_notebook() -> bool:
     """Return whether this is the process of a Jupyter notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")
-
-
-def _is_terminal(stream: Any) -> bool:
-    return stream is not None and stream.isatty()
 
 
 def _as_yaml(key: str, value: Any) -> str:
