@@ -33,19 +33,14 @@ class Purpose(IntEnum):
     MIX = 26
 
 
-def generator(seed: int, epoch: int, purpose: Purpose) -> np.random.Generator:
-    """Return a new generator for one purpose in one epoch."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, purpose])))
+def generator(seed: int, epoch: int, purpose: Purpose, *sample: int) -> np.random.Generator:
+    """Return a new generator for one purpose in one epoch, or for one sample in it."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, purpose, *sample])))
 
 
 def draw(seed: int, epoch: int, purpose: Purpose, n_samples: int, n_choices: int) -> np.ndarray:
     """Return an integer from 0 to n_choices - 1 for each sample: int64 (n_samples,)."""
     return generator(seed, epoch, purpose).integers(n_choices, size=n_samples)
-
-
-def generator_of_sample(seed: int, epoch: int, purpose: Purpose, sample: int) -> np.random.Generator:
-    """Return a new generator for one purpose and one sample in one epoch."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, purpose, sample])))
 
 
 def seed_of(purpose: Purpose, *numbers: int) -> int:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.randomness import Purpose, generator_of_sample
+from lockstep.data.randomness import Purpose, generator
 from lockstep.errors import UserError
 from lockstep.objects import import_function
 
@@ -35,7 +35,7 @@ class UserAugmentation:
         Raises:
             UserError: The function fails, or returns something else than an image of the same shape.
         """
-        random = generator_of_sample(self._seed, epoch, Purpose.OWN, row)
+        random = generator(self._seed, epoch, Purpose.OWN, row)
         where = f"augmentation: {self._name} of training sample {sample} in epoch {epoch}"
         try:
             result = self._function(image.copy(), random)
