@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.config import Config
-from lockstep.config.augmentation import mixes
 from lockstep.data.randomness import Purpose, generator
 
 PARTS = 256  # weights are multiples of one over this, so that images and labels have exactly the same
@@ -105,8 +104,3 @@ def mix(image: np.ndarray, partner: np.ndarray, weight: float, box: np.ndarray, 
         blend += np.uint16(PARTS // 2)
         blend >>= 8
         np.copyto(out, blend, casting="unsafe")
-
-
-def mixer_of(config: Config, size: tuple[int, int]) -> Mixer | None:
-    """Return the mixer of a configuration, or None if nothing is mixed."""
-    return Mixer(config, size) if mixes(config) else None

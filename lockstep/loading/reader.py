@@ -12,10 +12,10 @@ import numpy as np
 
 from lockstep.comm.messages import Order
 from lockstep.config import Config
-from lockstep.config.augmentation import DeviceChanges, crop_of, makes_images
+from lockstep.config.augmentation import DeviceChanges, crop_of, makes_images, mixes
 from lockstep.data.colours import draw_shifts, principal_components
 from lockstep.data.dataset import Dataset, Split
-from lockstep.data.mixing import PARTS, Mixer, Mixing, mix, mixer_of, unmixed
+from lockstep.data.mixing import PARTS, Mixer, Mixing, mix, unmixed
 from lockstep.data.preparing import Preparer
 from lockstep.data.randomness import Purpose, draw
 from lockstep.loading.slots import RingShape, Slot
@@ -58,7 +58,7 @@ class Reader:
         if makes_images(config):
             size = dataset.image_shape[0], dataset.image_shape[1]
             self._preparer = Preparer(config, size, crop_size, self.mean[0, 0], changes)
-            self._mixer = mixer_of(config, crop_size)
+            self._mixer = Mixer(config, crop_size) if mixes(config) else None
             most = config.batch_size * (2 if self._mixer else 1)
             if not (changes and changes.crops):
                 self._stored = np.empty((most, *dataset.image_shape), np.uint8)
