@@ -91,11 +91,7 @@ class EpochSamples:
 
     def samples(self, start: int, stop: int) -> np.ndarray:
         """Return the samples at positions [start, stop): int64, each its row's number over all files."""
-        parts = [
-            self._file_starts[rows.file] + rows.first + np.arange(rows.count)
-            for rows in self.rows(start, stop)
-        ]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return self.samples_at(np.arange(start, stop))
 
 
 def minibatches(n_samples: int, size: int, position: int = 0) -> Iterator[tuple[int, int]]:
