@@ -38,11 +38,8 @@ def class_weights(config: "Config", labels: np.ndarray, class_names: Sequence[st
     counts = np.bincount(labels, minlength=len(class_names))
     if given == "balanced":
         weights = np.divide(1.0, counts, out=np.zeros(len(counts)), where=counts > 0)
-    elif isinstance(given, Mapping):
-        weights = _by_name(given, class_names)
     else:
-        weights = np.array(given, np.float64)
-    _check_number(weights, class_names)
+        weights = _given_weights(given, class_names)
     total = float((weights * counts).sum())
     if total <= 0:
         raise UserError("class_weights: no training image has a class with a weight above 0. Raise one.")
@@ -55,26 +52,24 @@ def _positive_weights(given: Any, labels: np.ndarray, class_names: Sequence[str]
 
     'balanced' is the number of images that lack it for each that has it; 1 if none has it.
     """
-    if given == "balanced":
-        n_having = labels.sum(0, dtype=np.int64)
-        ratios: np.ndarray = np.divide(
-            len(labels) - n_having, n_having, out=np.ones(len(n_having)), where=n_having > 0
-        )
-        return ratios
-    weights = _by_name(given, class_names) if isinstance(given, Mapping) else np.array(given, np.float64)
-    _check_number(weights, class_names)
-    return weights
+    if given != "balanced":
+        return _given_weights(given, class_names)
+    n_having = labels.sum(0, dtype=np.int64)
+    ratios: np.ndarray = np.divide(
+        len(labels) - n_having, n_having, out=np.ones(len(n_having)), where=n_having > 0
+    )
+    return ratios
 
 
-def _check_number(weights: np.ndarray, class_names: Sequence[str]) -> None:
-    if len(weights) != len(class_names):
-        raise UserError(
-            f"class_weights: {len(weights)} weights for {len(class_names)} classes. Give one for each class, "
-            "or a mapping by class name."
-        )
-
-
-def _by_name(given: Mapping[str, Any], class_names: Sequence[str]) -> np.ndarray:
+def _given_weights(given: Any, class_names: Sequence[str]) -> np.ndarray:
+    """Return the weights of a list, or of a mapping by class name: float64 (n_classes,)."""
+    if not isinstance(given, Mapping):
+        if len(given) != len(class_names):
+            raise UserError(
+                f"class_weights: {len(given)} weights for {len(class_names)} classes. Give one for each "
+                "class, or a mapping by class name."
+            )
+        return np.array(given, np.float64)
     weights = np.ones(len(class_names))
     for name, weight in given.items():
         if name not in class_names:
