@@ -8,13 +8,13 @@ The array's name in a file is `data` in versions 1, 4 and 5 of hickle, and `data
 """
 
 import errno
-import io
 import itertools
 import os
 import pickle
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -145,8 +145,8 @@ def _read_rows(array: HklArray, first: int, out: np.ndarray) -> None:
         with _opened_by_hdf5(array) as file:
             file[array.name].read_direct(out, np.s_[first : first + len(out)])
     else:
-        with _opened(array) as raw:
-            _read_bytes(raw.fileno(), array.offset + first * out[0].nbytes, out)
+        with _opened(array) as descriptor:
+            _read_bytes(descriptor, array.offset + first * out[0].nbytes, out)
 
 
 def _may_pass(error: Exception) -> bool:
@@ -164,10 +164,10 @@ def _read_c01b(array: HklArray, first: int, out: np.ndarray) -> None:
         c01b.read_images(_copier(images), stored, first, out)
         return
     offset = array.offset
-    with _opened(array) as raw:
+    with _opened(array) as descriptor:
 
         def read(channel: int, pixel: int, planes: np.ndarray) -> None:
-            _read_bytes(raw.fileno(), offset + (channel * height * width + pixel) * batch, planes)
+            _read_bytes(descriptor, offset + (channel * height * width + pixel) * batch, planes)
 
         c01b.read_images(read, stored, first, out)
 
@@ -179,15 +179,12 @@ def _copier(images: np.ndarray) -> Callable[[int, int, np.ndarray], None]:
     return read
 
 
-def _opened(array: HklArray) -> io.BufferedReader:
-    """Open the file. Raise OSError if it is not the one that was inspected."""
-    file = open(array.path, "rb")  # noqa: SIM115 (the caller closes it)
-    try:
+@contextmanager
+def _opened(array: HklArray) -> Iterator[int]:
+    """Open the file and yield its descriptor. Raise OSError if it is not the one that was inspected."""
+    with open(array.path, "rb") as file:
         _check_stamp(array, os.fstat(file.fileno()))
-    except OSError:
-        file.close()
-        raise
-    return file
+        yield file.fileno()
 
 
 def _opened_by_hdf5(array: HklArray) -> h5py.File:
