@@ -13,7 +13,7 @@ import os
 import pickle
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,7 +161,11 @@ def _read_c01b(array: HklArray, first: int, out: np.ndarray) -> None:
     if array.offset is None:
         with _opened_by_hdf5(array) as file:
             images = file[array.name][...].reshape(channels, -1, batch)
-        c01b.read_images(_copier(images), stored, first, out)
+
+        def copy(channel: int, pixel: int, planes: np.ndarray) -> None:
+            planes[...] = images[channel, pixel : pixel + len(planes)]
+
+        c01b.read_images(copy, stored, first, out)
         return
     offset = array.offset
     with _opened(array) as descriptor:
@@ -170,13 +174,6 @@ def _read_c01b(array: HklArray, first: int, out: np.ndarray) -> None:
             _read_bytes(descriptor, offset + (channel * height * width + pixel) * batch, planes)
 
         c01b.read_images(read, stored, first, out)
-
-
-def _copier(images: np.ndarray) -> Callable[[int, int, np.ndarray], None]:
-    def read(channel: int, pixel: int, planes: np.ndarray) -> None:
-        planes[...] = images[channel, pixel : pixel + len(planes)]
-
-    return read
 
 
 @contextmanager
