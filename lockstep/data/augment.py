@@ -70,7 +70,10 @@ def _crop_and_subtract(result: np.ndarray, crop: np.ndarray, mirrored: int, mean
 
 
 def _crop_and_subtract_by_torch(result: Any, crop: Any, mirrored: int, mean: Any) -> None:
-    if mirrored:
-        # flip has a fast path for images in channels-last memory, which it expects as (channel, row, column)
-        crop = crop.permute(2, 0, 1).flip(2).permute(1, 2, 0)
-    result.copy_(crop).sub_(mean)
+    result.copy_(mirrored_by_torch(crop) if mirrored else crop).sub_(mean)
+
+
+def mirrored_by_torch(image: Any) -> Any:
+    """Return a tensor (row, column, channel) with its columns reversed."""
+    # flip has a fast path for images in channels-last memory, which it expects as (channel, row, column)
+    return image.permute(2, 0, 1).flip(2).permute(1, 2, 0)

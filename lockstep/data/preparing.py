@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.config import Config
 from lockstep.config.augmentation import DeviceChanges, crop_args_of, crop_of
-from lockstep.data.augment import TORCH_FROM
+from lockstep.data.augment import TORCH_FROM, mirrored_by_torch
 from lockstep.data.boxes import draw_boxes, middle_box
 from lockstep.data.policies import ColorJitter, changes_of
 from lockstep.data.randomness import Purpose, generator
@@ -190,7 +190,7 @@ def cut(images: np.ndarray, crops: np.ndarray, out: np.ndarray) -> None:
         if mirrored and n_rows >= TORCH_FROM:
             import torch
 
-            window = _mirrored(torch.from_numpy(window)).numpy()
+            window = mirrored_by_torch(torch.from_numpy(window)).numpy()
         elif mirrored:
             window = window[:, ::-1]
         np.copyto(result, window)
@@ -218,8 +218,3 @@ def resize(images: np.ndarray, boxes: np.ndarray, mirrors: np.ndarray, out: np.n
         scaled = torch.nn.functional.interpolate(planes, size, mode="bilinear", antialias=True)
         made = scaled.flip(3) if mirrored else scaled
         results[number].copy_(made.permute(0, 2, 3, 1)[0])
-
-
-def _mirrored(image: Any) -> Any:
-    """Return an image (row, column, 3) with its columns reversed; flip is fast on channels-last memory."""
-    return image.permute(2, 0, 1).flip(2).permute(1, 2, 0)
