@@ -158,21 +158,12 @@ class Arena:
     @property
     def buffers_span(self) -> tuple[int, int]:
         """Elements [first, last) of the float buffers and the padding behind them."""
-        return self._buffers_without(())
+        return self._span("buffers")
 
     @property
     def trained_buffers_span(self) -> tuple[int, int]:
         """Elements [first, last) of the float buffers that are not frozen at present."""
-        return self._buffers_without(self._frozen)
-
-    def _buffers_without(self, names: Collection[str]) -> tuple[int, int]:
-        buffers = [
-            (name.partition("/")[2], span)
-            for name, span in self._spans.items()
-            if name.startswith("buffers/")
-        ]
-        spans = [span for name, span in buffers if name not in names]
-        return (spans[0][0], spans[-1][0] + padded(spans[-1][1] - spans[-1][0])) if spans else (0, 0)
+        return self._span("buffers", self._frozen)
 
     def span_of(self, parameter_name: str) -> tuple[int, int]:
         """Return the elements [start, stop) of the arena that hold a parameter."""
@@ -212,7 +203,8 @@ class Arena:
 
         That of an unchanged value keeps its bits.
         """
-        weights, buffers, averages = (self._span(kind) for kind in ("weights", "buffers", "ema"))
+        spans = [self._span(kind) for kind in ("weights", "buffers", "ema")]
+        weights, buffers, averages = (self.flat[first:last] for first, last in spans)
         weights = weights[0 if self._unfreezes else self.n_frozen :]
         averages[: len(weights)].lerp_(weights, 1 - decay)
         averages[len(weights) :].lerp_(buffers, 1 - decay)
@@ -261,12 +253,14 @@ class Arena:
         for name, tensor in current.items():
             tensor.copy_(state[name])
 
-    def _span(self, kind: str) -> torch.Tensor:
-        """Return all tensors of one kind and the padding behind them as one tensor (n,)."""
-        spans = [span for name, span in self._spans.items() if name.startswith(f"{kind}/")]
-        if not spans:
-            return self.flat[:0]
-        return self.flat[spans[0][0] : spans[-1][0] + padded(spans[-1][1] - spans[-1][0])]
+    def _span(self, kind: str, without: Collection[str] = ()) -> tuple[int, int]:
+        """Return the elements [first, last) of all tensors of one kind and the padding behind them."""
+        spans = [
+            span
+            for name, span in self._spans.items()
+            if name.startswith(f"{kind}/") and name.partition("/")[2] not in without
+        ]
+        return (spans[0][0], spans[-1][0] + padded(spans[-1][1] - spans[-1][0])) if spans else (0, 0)
 
     def _move_integers(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return {
