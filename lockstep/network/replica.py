@@ -111,7 +111,6 @@ class Replica(Program, CheckedGradients):
             self.implementations["recompute"] = f"{n_recomputed} blocks keep their inputs only"
 
     def load(self, tensors: dict[str, torch.Tensor], source: str) -> dict[str, torch.Tensor]:
-        """Load a checkpoint's tensors; return those of a rule."""
         rule_state = {name: value for name, value in tensors.items() if name.startswith(KINDS_OF_RULES)}
         self.arena.load({name: value for name, value in tensors.items() if name not in rule_state}, source)
         return rule_state
@@ -353,7 +352,7 @@ def _weights_of(config: Config, dataset: Dataset | Description) -> torch.Tensor 
     """Return the weights of the classes, or None if they count alike or only a description is known."""
     if config.class_weights is None or isinstance(dataset, Description):
         return None
-    weights = class_weights(config, dataset.train.labels, dataset.description.class_names)
+    weights = class_weights(config, dataset.train.labels, dataset.class_names)
     return None if weights is None else torch.from_numpy(weights)
 
 
