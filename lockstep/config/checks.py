@@ -127,7 +127,7 @@ def _bad_datasets(config: Config) -> Iterable[tuple[str, str]]:
         if config.item_size is not None:
             yield "item_size", "is for datasets of `data`: set it, or leave item_size out"
         return
-    if not re.fullmatch(r"[\w.]+:\w+", config.data):
+    if not _OWN_FUNCTION.fullmatch(config.data):
         yield "data", f"is not of the form package.module:function: {config.data!r} (a folder is data_folder)"
     if config.subtract_mean == "image":
         yield (

@@ -155,9 +155,7 @@ def _bad_factors(config: "Config") -> Iterable[tuple[str, str]]:
 
 def _bad_logical_ranks(config: "Config") -> Iterable[tuple[str, str]]:
     n_logical = config.logical_ranks or 0
-    if n_logical < 1:
-        yield "logical_ranks", f"must be at least 1, not {n_logical}"
-    elif config.n_hosts > 1 and n_logical & (n_logical - 1):
+    if config.n_hosts > 1 and n_logical & (n_logical - 1):
         yield "logical_ranks", f"must be a power of two with {config.n_hosts} hosts, not {n_logical}"
     if config.global_batch_size is None:
         yield "logical_ranks", "needs global_batch_size, the images per step over all trainers"

@@ -87,7 +87,7 @@ class Config:
     rule_args: dict[str, Any] = field(default_factory=dict)  # see lockstep/config/rules.py
     global_batch_size: Count | None = None  # images per step over all trainers; null: batch_size per trainer
     sync_batch_norm: bool = False  # batch normalization with the statistics of all trainers' images
-    logical_ranks: int | None = None  # fixed number of parts of a batch; null: one part per trainer
+    logical_ranks: Count | None = None  # fixed number of parts of a batch; null: one part per trainer
     # logical_ranks: how many each trainer computes; auto: by measured times
     shares: Literal["equal", "auto"] | tuple[int, ...] = "equal"
     factors: bool = False  # rule: gradients: large linear layers exchange factors of their gradients
