@@ -144,15 +144,15 @@ class Snapshots:
         content, flat = self._content(self.newest), self._flats[self.newest]
         flat.copy_(self._arena.flat, non_blocking=True)
         copies = self._arena.views_of_all(flat)
-        self._places = {name: _place_of(view, content) for name, view in copies.items()}
-        end = flat.nbytes
+        begin, end = self.newest * self._slot_bytes, flat.nbytes
         for name, value in others.items():
             end = -(-end // _ALIGNMENT) * _ALIGNMENT
-            place = Place(_name_of(value), tuple(value.shape), _contiguous(value.shape), end)
-            self._places[name], copies[name] = place, _at(content, place)
+            assert end + value.nbytes <= self._slot_bytes, "the tensors of the rule do not fit into a slot"
+            copies[name] = self.block.tensor(value.dtype, tuple(value.shape), begin + end)
             copies[name].copy_(value, non_blocking=True)
             end += value.nbytes
         self._n_bytes = end
+        self._places = {name: _place_of(view, content) for name, view in copies.items()}
         return copies
 
     def complete(self, state: State, to_disk: bool = False) -> MemoryCheckpoint:
@@ -195,17 +195,9 @@ def _allocate(n_bytes: int) -> HostBlock:
     return block
 
 
-def _name_of(tensor: "torch.Tensor") -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _contiguous(shape: "torch.Size") -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
 def _place_of(view: "torch.Tensor", content: np.ndarray) -> Place:
     offset = view.data_ptr() - content.ctypes.data
-    return Place(_name_of(view), tuple(view.shape), view.stride(), offset)
+    return Place(str(view.dtype).removeprefix("torch."), tuple(view.shape), view.stride(), offset)
 
 
 def _at(content: np.ndarray, place: Place) -> "torch.Tensor":
