@@ -181,19 +181,15 @@ def open_feed(
 
     Args:
         backend: The back end of the trainer's device.
-        config: The run's configuration.
         dataset: Its mean or the network's is subtracted.
-        network: The network's images.
-        orders: The minibatches to load.
         say: Called with a line about the current activity, for the status board.
         loaders: Pipes to the loader and its replacements. If empty, this process reads each minibatch when it
             needs it.
     """
-    dataset = with_mean(dataset, network.mean)
-    size, blocks = network.crop_size, network.blocks
+    dataset, size = with_mean(dataset, network.mean), network.crop_size
+    n_slots = config.n_slots if loaders else 1
+    ring = backend.make_ring(config, n_slots, size, dataset.mean, network.blocks, dataset.n_labels)
     if loaders:
-        ring = backend.make_ring(config, config.n_slots, size, dataset.mean, blocks, dataset.n_labels)
         return LoaderFeed(loaders, ring, orders, network.mean)
-    ring = backend.make_ring(config, 1, size, dataset.mean, blocks, dataset.n_labels)
     filler = backend.fill_directly(ring, Reader(config, dataset, size, say, ring.shape.changes))
     return DirectFeed(filler, ring, orders)

@@ -49,12 +49,11 @@ class HostFiller(Filler):
         raw = reader.raw_shape(n_slots=1)
         self._raw = raw.slots(np.zeros(raw.n_bytes, np.uint8))[0]
         self._augmenter = Augmenter(reader.mean, shape.crop_size)
-        self._shifts_colours = reader.shifts_colours
 
     def fill(self, number: int, order: Order) -> None:
         n_samples, raw, slot = order.last - order.first, self._raw, self._slots[number]
         self._reader.read(order, raw)
-        shifts = raw.shifts[:n_samples] if self._shifts_colours else None
+        shifts = raw.shifts[:n_samples] if self._reader.shifts_colours else None
         self._augmenter.apply(raw.images[:n_samples], raw.crops[:n_samples], slot.images[:n_samples], shifts)
         for name in ("labels", "samples", "other_labels", "label_weights"):
             getattr(slot, name)[:n_samples] = getattr(raw, name)[:n_samples]
