@@ -243,12 +243,8 @@ class Transport(ABC):
         first, last = collective.span
         assert 0 <= first <= last <= self.n_elements and collective.op in OPS
         barrier = barrier or self.group.barrier
-        if not self.group.pipes:  # a lone rank's phases have no length, and each would cost a device an event
-            self._run_phases(collective, barrier, lambda phase: None)
-        else:
-            self._run_phases(collective, barrier, self.clock)
-
-    def _run_phases(self, collective: Collective, barrier: Barrier, clock: Callable[[str], None]) -> None:
+        # A lone rank's phases have no length, and each would cost a device an event.
+        clock: Callable[[str], None] = self.clock if self.group.pipes else lambda phase: None
         self.prepare(collective)
         clock("barrier")
         barrier(f"{collective.kind}: all have prepared")
