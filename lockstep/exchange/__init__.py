@@ -32,7 +32,8 @@ def shard(span: Span, rank: int, n_ranks: int) -> Span:
     assert first % ALIGNMENT == 0, f"a span begins on a multiple of {ALIGNMENT} elements, not at {first}"
 
     def boundary(number: int) -> int:
-        return last if number == n_ranks else first + _aligned((last - first) * number // n_ranks)
+        aligned = (last - first) * number // n_ranks // ALIGNMENT * ALIGNMENT
+        return last if number == n_ranks else first + aligned
 
     return boundary(rank), boundary(rank + 1)
 
@@ -40,7 +41,3 @@ def shard(span: Span, rank: int, n_ranks: int) -> Span:
 def padded(n_elements: int) -> int:
     """Return a number of elements, rounded up to a multiple of ALIGNMENT."""
     return -(-n_elements // ALIGNMENT) * ALIGNMENT
-
-
-def _aligned(n_elements: int) -> int:
-    return n_elements // ALIGNMENT * ALIGNMENT
