@@ -22,14 +22,11 @@ _RUN_NAME = re.compile(r"[\w+-][\w.+-]{0,99}")
 
 
 def check(config: Config, sources: Mapping[str, str]) -> None:
-    """Raise UserError for the first key whose value can't work.
+    """Raise UserError for the first key whose value is out of range, or impossible beside the others.
 
     Args:
         config: The merged configuration.
         sources: The file or "command line" that set each key; the message names it.
-
-    Raises:
-        UserError: A value is out of range, or a combination is impossible.
     """
     for key, problem in _problems(config):
         raise UserError(f"{sources.get(key, 'default')}: {key} {problem}")

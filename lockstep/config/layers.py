@@ -245,7 +245,5 @@ def _checked(source: str, key: str, value: Any, hint: Any) -> Any:
     try:
         return convert(value, hint)
     except TypeError:
-        meant = ""
-        if isinstance(value, str):
-            meant = nearest(value, literals_of(hint))
+        meant = nearest(value, literals_of(hint)) if isinstance(value, str) else ""
         raise UserError(f"{source}: {key} must be {describe(hint)}, not {value!r}{meant}") from None

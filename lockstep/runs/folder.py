@@ -78,11 +78,11 @@ def open_run(config: Config, n_train: int, dataset: str = "") -> RunFolder:
     """
     parent = Path(config.weights_dir)
     if not config.resume_train:
-        folder = (
-            parent / config.run_name if config.run_name else make_folder_named_by_time(parent, config.model)
-        )
         if config.run_name:
+            folder = parent / config.run_name
             _make_folder(folder)
+        else:
+            folder = make_folder_named_by_time(parent, config.model)
         return RunFolder(folder, None, [], _lock_new(folder))
     folder = folder_to_resume(config)
     if not records(folder) and config.load_epoch == "latest":
@@ -206,11 +206,9 @@ def await_end(config: Config) -> bool:
     begin, seconds = time.monotonic(), config.preempt_seconds or 0.0
     while _is_locked(path):
         if time.monotonic() - begin > seconds:
-            break
+            return True
         time.sleep(_LOCK_SECONDS)
-    else:
-        return time.monotonic() - begin > _LOCK_SECONDS
-    return True
+    return time.monotonic() - begin > _LOCK_SECONDS
 
 
 def is_running(folder: Path) -> bool:
