@@ -121,9 +121,9 @@ def literals_of(hint: Any) -> tuple[str, ...]:
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return options
-    return (
-        tuple(literal for option in options for literal in literals_of(option)) if origin in _UNIONS else ()
-    )
+    if origin not in _UNIONS:
+        return ()
+    return tuple(literal for option in options for literal in literals_of(option))
 
 
 def describe(hint: Any) -> str:

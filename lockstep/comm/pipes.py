@@ -26,9 +26,8 @@ T = TypeVar("T")
 
 START_SECONDS = 120.0  # deadline of a process's first message: importing torch from a cold disk takes long
 _CHUNK = 1 << 20  # bytes taken from the socket at once
-_ROOM = socket.CMSG_SPACE(
-    array.array("i").itemsize
-)  # for one descriptor: a read never spans two messages with one
+# For one descriptor: a read never spans two messages with one.
+_ROOM = socket.CMSG_SPACE(array.array("i").itemsize)
 _LENGTH = struct.Struct("!Q")
 _SUMS = struct.Struct("!II")
 _HEAD_BYTES = _LENGTH.size + _SUMS.size
@@ -207,9 +206,8 @@ class Pipe:
         self._incoming += data
         for _, _, packed in ancillary:
             self._descriptors.extend(array.array("i", packed))
-        if (
-            received_flags & socket.MSG_CTRUNC and not ancillary
-        ):  # the kernel drops a descriptor beyond the limit
+        # The kernel drops a descriptor beyond the limit.
+        if received_flags & socket.MSG_CTRUNC and not ancillary:
             self._descriptors.append(-1)
         self._ended = not data
         return True

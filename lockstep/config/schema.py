@@ -155,9 +155,8 @@ class Config:
     cpu_threads: Threads | None = None
     pin_cores: bool = False  # bind each trainer's threads to its own cores
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"  # of matrix products; weights are always float32
-    conv_layout: Literal["auto", "plain", "space_to_depth", "dense", "all"] = (
-        "auto"  # all on GPUs with precision: bf16, else plain
-    )
+    # auto: all on GPUs with precision: bf16, else plain
+    conv_layout: Literal["auto", "plain", "space_to_depth", "dense", "all"] = "auto"
     deterministic: bool = False  # GPUs: the same bits in every run
     compile: bool = False  # run the training pass through torch.compile
     recompute: bool = False  # run the forward pass of each stage again in the backward pass, to save memory

@@ -26,9 +26,8 @@ from lockstep.data import c01b
 from lockstep.errors import UserError
 from lockstep.files import cause_of, write_bytes
 
-Layout = Literal[
-    "b01c", "c01b"
-]  # (batch, row, column, channel); (channel, row, column, batch): theano_alexnet's
+# (batch, row, column, channel); (channel, row, column, batch): theano_alexnet's
+Layout = Literal["b01c", "c01b"]
 
 _NAMES = ("data", "data_0")
 _HICKLE = "5.0.3"  # whose layout `write` follows

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 _Pieces = list[tuple[list[np.ndarray], list[np.ndarray]]]  # sources and targets of each chunk
 _Sources = tuple[tuple[int, int], ...]  # a rank, and the element of its block at which span 0 begins
 _Move = tuple[_Sources, tuple[int, ...], Span]  # what is read, the ranks that are written, and where
-UPDATE_CHUNK = (
-    4 * CHUNK
-)  # elements a thread; measured with an optimizer's step between reducing and scattering
+# Elements a thread; measured with an optimizer's step between reducing and scattering.
+UPDATE_CHUNK = 4 * CHUNK
 
 
 class HostTransport(DirectTransport):

@@ -109,10 +109,8 @@ class PeerTransport(DirectTransport, MarkedReduction):
 
     def open_marks(self, number: int) -> None:
         self._marks, self._peers_marks = self._open_events(number)
-        self._marked_stream, (self._joined,) = (
-            self._memory.driver.Stream(NON_BLOCKING),
-            self._memory.events(1),
-        )
+        self._marked_stream = self._memory.driver.Stream(NON_BLOCKING)
+        (self._joined,) = self._memory.events(1)
         self._marked_kernel = ReduceKernel(self._memory, self._marked_stream)
 
     def mark(self, number: int) -> None:

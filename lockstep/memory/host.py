@@ -96,9 +96,8 @@ class HostMemory(Memory):
 
     def allocate(self, n_bytes: int, what: str) -> HostBlock:
         assert n_bytes > 0
-        if (
-            n_bytes > allowed_bytes()
-        ):  # a control group would not refuse but kill a process, maybe another one
+        # A control group would not refuse but kill a process, maybe another one.
+        if n_bytes > allowed_bytes():
             raise UserError(_no_room(n_bytes, what))
         descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC)
         try:

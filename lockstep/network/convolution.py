@@ -65,9 +65,9 @@ class Convolution(nn.Conv2d, OperandLayer):
     def blocks_of(self, size: int) -> BlockLayout | None:
         """Return the blocks of images with `size` rows and columns, or None where the two paddings differ."""
         (pad, other), stride = _padding(self), self.stride[0]
-        return (
-            BlockLayout(stride, pad, _count(size, self.kernel_size[0], stride, pad)) if pad == other else None
-        )
+        if pad != other:
+            return None
+        return BlockLayout(stride, pad, _count(size, self.kernel_size[0], stride, pad))
 
 
 def install(model: nn.Module, config: Config) -> None:

@@ -39,9 +39,8 @@ def configure(config: Config) -> None:
     torch.backends.cudnn.conv.fp32_precision = products  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = not config.deterministic
     if config.deterministic:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # else cuBLAS may change its order of sums
+        # Otherwise cuBLAS may change its order of sums.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
 
