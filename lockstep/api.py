@@ -32,7 +32,7 @@ from lockstep.files import parse_json, program_folder
 from lockstep.launch import child_main
 from lockstep.launch.commandline import default_config
 from lockstep.launch.console import SEND_BAR, BarState, ProgressBar, read_bar_line
-from lockstep.objects import Kind, PickledObjects
+from lockstep.objects import Kind
 from lockstep.runs.checkpoint_files import check_epoch, find_checkpoint
 from lockstep.runs.folder import folder_after, make_folder_named_by_time, newest
 from lockstep.runs.metrics import best_epoch
@@ -135,8 +135,8 @@ class Run:
             )
         command = ["predict", str(image), "--run", str(self.folder), "--epoch", str(epoch), "--json"]
         command += [] if threshold is None else ["--threshold", str(threshold)]
-        with PickledObjects(self._passed) as passed:
-            environment = _environment() | passed.environment()
+        with objects.pickled(self._passed) as passed:
+            environment = _environment() | passed
             done = subprocess.run(_command(command), capture_output=True, text=True, env=environment)
         if done.returncode:
             raise UserError(_without_name(_last_line(done.stderr)))
@@ -244,11 +244,11 @@ class _Launch:
             # The kernel keeps no exit codes of children where SIGCHLD is ignored. The first Ctrl-C lets a
             # callback return, another raises KeyboardInterrupt. A handler of the caller's own stays.
             with (
-                PickledObjects(self._passed) as passed,
+                objects.pickled(self._passed) as passed,
                 _replaced(signal.SIGCHLD, signal.SIG_IGN, signal.SIG_DFL),
                 _replaced(signal.SIGINT, signal.default_int_handler, self._count_interrupt),
             ):
-                process = self._start(_environment() | passed.environment())
+                process = self._start(_environment() | passed)
                 reader = threading.Thread(target=self._read, args=(process,), daemon=True)
                 try:
                     reader.start()

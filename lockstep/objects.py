@@ -12,7 +12,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, Literal
@@ -28,44 +28,28 @@ _NOTHING: Mapping[Kind, Any] = MappingProxyType({})
 _of_this_context: ContextVar[Mapping[Kind, Any]] = ContextVar("objects", default=_NOTHING)
 
 
-class PickledObjects:
-    """Pickles of objects, in memory files of this process.
+@contextmanager
+def pickled(objects: Mapping[Kind, Any]) -> Iterator[dict[str, str]]:
+    """Hold pickles of objects in memory files inside the block.
 
-    Args:
-        objects: The objects by kind.
+    Yields:
+        The environment variable by which the processes of a run find them.
 
     Raises:
         UserError: An object can't be pickled; the message names it.
     """
-
-    def __init__(self, objects: Mapping[Kind, Any]) -> None:
-        self._files: dict[Kind, int] = {}
-        try:
-            for kind, value in objects.items():
-                self._files[kind] = _in_memory_file(_pickled(kind, value))
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> "PickledObjects":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def environment(self) -> dict[str, str]:
-        """Return the environment variable by which the run's processes find the objects."""
-        paths = {kind: f"/proc/{os.getpid()}/fd/{file}" for kind, file in self._files.items()}
-        return {_VARIABLE: json.dumps(paths)}
-
-    def close(self) -> None:
-        """Free the memory. No process of the run can load an object any more."""
-        for file in self._files.values():
-            os.close(file)
-        self._files = {}
+    paths = {}
+    with ExitStack() as stack:
+        for kind, value in objects.items():
+            content = _pickle(kind, value)
+            file = stack.enter_context(open(os.memfd_create("an object of lockstep.train"), "wb"))
+            file.write(content)
+            file.flush()
+            paths[kind] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        yield {_VARIABLE: json.dumps(paths)}
 
 
-def _pickled(kind: Kind, value: Any) -> bytes:
+def _pickle(kind: Kind, value: Any) -> bytes:
     import cloudpickle  # here: only the caller needs it
 
     try:
@@ -79,17 +63,6 @@ def _pickled(kind: Kind, value: Any) -> bytes:
 
 def _name_of(value: Any) -> str:
     return getattr(value, "__qualname__", "") or f"an object of {type(value).__qualname__}"
-
-
-def _in_memory_file(content: bytes) -> int:
-    file = os.memfd_create("an object of lockstep.train")
-    try:
-        with open(file, "wb", closefd=False) as writer:
-            writer.write(content)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
 
 
 @contextmanager
