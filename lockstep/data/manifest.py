@@ -20,6 +20,7 @@ from lockstep.config.tasks import MONITORED, Task
 from lockstep.data.hkl import HklArray, Layout
 from lockstep.errors import UserError
 from lockstep.files import checksum
+from lockstep.typed import convert
 
 MANIFEST_VERSION = 2
 NAME = "manifest.json"
@@ -108,14 +109,14 @@ def _parse(path: Path, content: dict[str, Any]) -> Manifest:
     version = content["version"]
     if version not in (1, MANIFEST_VERSION):
         raise ValueError(f"version {version}")
-    classes = tuple(_text(name) for name in _items(content["classes"]))
-    names = tuple(_text(name) for name in _items(content.get("class_names", list(classes))))
+    classes = convert(_items(content["classes"]), tuple[str, ...])
+    names = convert(_items(content.get("class_names", list(classes))), tuple[str, ...])
     layout = content.get("layout", "b01c")
     if layout not in ("b01c", "c01b") or len(names) != len(classes):
         raise ValueError("layout or class_names")
     read = _entry_of_version_1 if version == 1 else _entry
     halves = {split: tuple(read(entry) for entry in _items(content[split])) for split in ("train", "val")}
-    others = {_text(name): _text(value) for name, value in content.get("others", {}).items()}
+    others = {name: convert(value, str) for name, value in content.get("others", {}).items()}
     resize = content.get("resize", "squash")
     if resize not in RESIZES:
         raise UserError(f"{path}: resize must be one of {', '.join(RESIZES)}, not {resize!r}")
@@ -139,27 +140,20 @@ def _is_inside(name: str) -> bool:
 
 
 def _entry(entry: dict[str, Any]) -> FileEntry:
-    numbers = (entry["n_images"], entry["n_bytes"])
-    if not all(type(number) is int for number in numbers):
-        raise TypeError("n_images and n_bytes must be integers")
-    texts = [_text(entry[key]) for key in ("file", "sha256", "labels_sha256")]
-    return FileEntry(texts[0], *numbers, *texts[1:])
+    n_images, n_bytes = (convert(entry[key], int) for key in ("n_images", "n_bytes"))
+    file, sha256, labels_sha256 = (convert(entry[key], str) for key in ("file", "sha256", "labels_sha256"))
+    return FileEntry(file, n_images, n_bytes, sha256, labels_sha256)
 
 
 def _entry_of_version_1(entry: dict[str, Any]) -> FileEntry:
     labels = np.array(entry["labels"], np.int64)
-    return FileEntry(_text(entry["file"]), len(labels), None, entry.get("sha256"), digest_of_labels(labels))
+    file = convert(entry["file"], str)
+    return FileEntry(file, len(labels), None, entry.get("sha256"), digest_of_labels(labels))
 
 
 def _items(value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise TypeError("not a list, or an empty one")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
     return value
 
 
