@@ -110,7 +110,8 @@ class Run:
         """
         from lockstep.export.__main__ import load_trained
 
-        _make_importable()
+        if str(program_folder()) not in sys.path:  # its networks come after everything of the caller's
+            sys.path.append(str(program_folder()))
         with objects.available(self._passed):
             return load_trained(self.folder, epoch).model
 
@@ -462,12 +463,6 @@ def _environment() -> dict[str, str]:
     """Return the environment in which a run imports what the caller can import."""
     path = [os.path.abspath(place) for place in sys.path if place]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
-
-
-def _make_importable() -> None:
-    """Make networks of the program folder importable in this process, after everything of the caller's."""
-    if str(program_folder()) not in sys.path:
-        sys.path.append(str(program_folder()))
 
 
 def _last_line(text: str) -> str:

@@ -23,10 +23,11 @@ from lockstep.data import hkl
 from lockstep.data import old_folders as theano_alexnet
 from lockstep.data.description import Description
 from lockstep.data.hkl import HklArray, Layout
+from lockstep.data.items import ItemSplit
 from lockstep.data.manifest import Manifest, check_files, check_sums, read_manifest
 from lockstep.data.split import HklSplit
 from lockstep.data.split import Split as Split
-from lockstep.data.survey import Survey, current_survey, split_of
+from lockstep.data.survey import Survey, current_survey
 from lockstep.errors import UserError
 from lockstep.files import read_array, refusing_unusable_paths
 from lockstep.text import as_valid
@@ -132,7 +133,10 @@ def _open_objects(config: Config) -> Dataset:
     survey = current_survey(config)
     given = config.subtract_mean if isinstance(config.subtract_mean, tuple) else survey.mean
     mean = _plain_mean(0.0 if config.subtract_mean == "none" else given, survey.image_shape)
-    train, val = (split_of(config, survey, name) for name in ("train", "val"))
+    train, val = (
+        ItemSplit(config, name, n_items, survey.image_shape, survey.n_classes)
+        for name, n_items in (("train", survey.n_train), ("val", survey.n_val))
+    )
     return Dataset(train, val, mean, survey.n_classes, survey=survey, task=config.task)
 
 

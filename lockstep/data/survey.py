@@ -17,7 +17,6 @@ from lockstep.config import Config
 from lockstep.config.tasks import is_multilabel
 from lockstep.data.items import (
     NAMES,
-    ItemSplit,
     Label,
     channels_of,
     check_label,
@@ -194,9 +193,3 @@ def current_survey(config: Config) -> Survey:
         values = json.load(file)
     tuples = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
     return Survey(**{**values, **tuples})
-
-
-def split_of(config: Config, survey: Survey, name: str) -> ItemSplit:
-    """Return the 'train' or 'val' items that a survey describes."""
-    n_items = survey.n_train if name == "train" else survey.n_val
-    return ItemSplit(config, name, n_items, survey.image_shape, survey.n_classes)

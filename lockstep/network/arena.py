@@ -339,14 +339,11 @@ def _spans(sources: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
 
 def _view(elements: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Return elements (n,) in the source's shape and memory format (channels last or contiguous)."""
-    if source.is_contiguous() or not _is_channels_last(source):
+    is_channels_last = source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last)
+    if source.is_contiguous() or not is_channels_last:
         return elements.view(source.shape)
     outputs, inputs, rows, columns = source.shape
     return elements.view(outputs, rows, columns, inputs).permute(0, 3, 1, 2)
-
-
-def _is_channels_last(source: torch.Tensor) -> bool:
-    return source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last)
 
 
 def _count(sources: Iterable[torch.Tensor]) -> int:

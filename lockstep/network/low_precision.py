@@ -143,7 +143,8 @@ class LowPrecisionWeights:
         if weight not in self.gradients and weight.grad is None:
             self.gradients[weight] = gradient
             return None
-        self._hand_over(weight)
+        if weight in self.gradients:
+            weight.grad = self.gradients.pop(weight).float()
         return gradient.float()
 
     def step(self, optimizer: FusedSGD) -> None:
@@ -168,11 +169,6 @@ class LowPrecisionWeights:
             return
         for weight in self._copies.keys() - updated:  # autograd had their gradients
             self._copies[weight].copy_(weight.detach())
-
-    def _hand_over(self, weight: torch.Tensor) -> None:
-        gradient = self.gradients.pop(weight, None)
-        if gradient is not None:
-            weight.grad = gradient.float()
 
     def _update(self, weight: torch.Tensor, gradient: torch.Tensor) -> Update:
         if gradient.stride() != weight.stride():
