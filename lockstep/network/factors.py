@@ -6,6 +6,7 @@ computes the rows of the product that it updates. In Poseidon (Zhang et al. 2017
 trainer computes all rows.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -53,13 +54,12 @@ def factored_layers(model: nn.Module, config: Config, size: tuple[int, int]) -> 
     if not config.factors:
         return []
     names = {id(value): name for name, value in model.named_parameters() if value.requires_grad}
-    n_uses = [value for _, value in model.named_parameters(remove_duplicate=False)]
+    uses: Counter[torch.Tensor] = Counter(each for _, each in model.named_parameters(remove_duplicate=False))
     layers = []
     for module, calls in _try_out(model, config, size).items():
         n_outputs, n_inputs = module.weight.shape
         name, n_rows = names.get(id(module.weight)), sum(n for n, _ in calls)
-        shared = sum(value is module.weight for value in n_uses) > 1
-        if name is None or shared or len(calls) != 1 or n_rows % _N_TRIED:
+        if name is None or uses[module.weight] > 1 or len(calls) != 1 or n_rows % _N_TRIED:
             continue
         n_rows = n_rows // _N_TRIED * config.batch_size * config.accumulate
         if _pays(config, n_rows, n_inputs, n_outputs):

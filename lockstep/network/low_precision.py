@@ -7,6 +7,7 @@ Micikevicius et al. 2018, arXiv 1710.03740, section 3.1. The results have autoca
 """
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -101,7 +102,7 @@ class LowPrecisionWeights:
         assert arena.low_precision is not None
         self._flat, self._masters = arena.low_precision, arena.flat[: arena.n_weights]
         self._device = arena.flat.device.type
-        uses = [value for _, value in model.named_parameters(remove_duplicate=False)]
+        uses = Counter(value for _, value in model.named_parameters(remove_duplicate=False))
         names = {value: name for name, value in model.named_parameters()}
         views = arena.views("copies", self._flat, names.values())
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
@@ -111,7 +112,7 @@ class LowPrecisionWeights:
         for module in model.modules():
             if isinstance(module, OperandLayer):
                 module.low_precision = self
-                own = [value for value in module.parameters(recurse=False) if _is_once(value, uses)]
+                own = [value for value in module.parameters(recurse=False) if uses[value] == 1]
                 self._copies |= {value: views[f"copies/{names[value]}"] for value in own}
         self.stale, self.keeps_gradients, self.averaged = True, False, False
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
@@ -214,10 +215,6 @@ def operand(layer: OperandLayer, name: str) -> torch.Tensor:
     if layer.low_precision is None or weight is None:
         return weight
     return layer.low_precision.of(weight)
-
-
-def _is_once(value: torch.Tensor, uses: "list[nn.Parameter]") -> bool:
-    return sum(other is value for other in uses) == 1
 
 
 class Linear(nn.Linear, OperandLayer):
