@@ -33,11 +33,6 @@ _SUMS = struct.Struct("!II")
 _HEAD_BYTES = _LENGTH.size + _SUMS.size
 
 
-def _ancillary(descriptors: list[int]) -> list[tuple[int, int, bytes]]:
-    packed = array.array("i", descriptors).tobytes()
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)] if descriptors else []
-
-
 class _Descriptor:
     """The message that accompanies a file descriptor."""
 
@@ -148,9 +143,11 @@ class Pipe:
         """Send what the kernel takes without waiting. Return whether nothing is left."""
         while self._outgoing:
             part, descriptors = self._outgoing[0]
+            packed = array.array("i", descriptors)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)] if descriptors else []
             try:
                 # socket.send_fds takes no flags, and would wait
-                n_sent = self._socket.sendmsg([part], _ancillary(descriptors), socket.MSG_DONTWAIT)
+                n_sent = self._socket.sendmsg([part], rights, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return False
             except (BrokenPipeError, ConnectionResetError) as error:
