@@ -30,10 +30,10 @@ def learning_rate(config: "Config", epoch: int, errors: Sequence[float], share_d
         share_done: The share of the epoch's samples that earlier steps have trained on, from 0 to below 1.
     """
     policy = SCHEDULES[config.lr_policy]
-    by_step, warms_up = _changes_by_step(config, policy), config.lr_policy != "one_cycle"
+    by_step = config.lr_update == "step" or (config.lr_update == "auto" and policy.falls_to_least)
     whole, progress = float(epoch - 1), epoch - 1 + share_done
     warm_up = progress if config.lr_update != "epoch" else whole
-    if warms_up and warm_up < config.warm_up_epochs:
+    if config.lr_policy != "one_cycle" and warm_up < config.warm_up_epochs:
         share = WARM_UP_START + (1 - WARM_UP_START) * warm_up / config.warm_up_epochs
         return config.learning_rate * share
     share = policy.share(config, progress if by_step else whole, errors)
@@ -46,10 +46,6 @@ def spans_run(config: "Config") -> bool:
     """Return whether the rate depends on n_epochs, which a resumed run may have changed."""
     by_shares = config.lr_policy == "step" and any(isinstance(at, float) for at in config.lr_step)
     return SCHEDULES[config.lr_policy].falls_to_least or by_shares
-
-
-def _changes_by_step(config: "Config", policy: "Schedule") -> bool:
-    return config.lr_update == "step" or (config.lr_update == "auto" and policy.falls_to_least)
 
 
 def _step(config: "Config", progress: float, errors: Sequence[float]) -> float:
