@@ -88,14 +88,10 @@ def _bad_rules(config: "Config") -> Iterable[tuple[str, str]]:
         )
     if config.logical_ranks is not None and config.n_hosts & (config.n_hosts - 1):
         yield "n_hosts", f"must be a power of two with logical_ranks, not {config.n_hosts}"
-    if config.network_dtype != "float32" and (
-        config.logical_ranks is not None or config.rule not in ("auto", "gradients")
-    ):
-        other = (
-            "logical_ranks, whose bits are exact"
-            if config.logical_ranks is not None
-            else f"rule: {config.rule}"
-        )
+    other = "" if config.rule in ("auto", "gradients") else f"rule: {config.rule}"
+    if config.logical_ranks is not None:
+        other = "logical_ranks, whose bits are exact"
+    if other and config.network_dtype != "float32":
         yield (
             "network_dtype",
             f"{config.network_dtype} rounds gradients: it goes with rule: gradients, not with {other}",
