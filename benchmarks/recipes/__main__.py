@@ -124,8 +124,8 @@ def accuracies(curves: list[Curve]) -> list[float]:
 
 
 def standard_error(values: list[float]) -> float:
-    """Return the standard error of a mean; 0 for a single value."""
-    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    """Return the standard error of the mean of several values."""
+    return statistics.stdev(values) / len(values) ** 0.5
 
 
 def seconds_to(curve: Curve, accuracy: float) -> str:
@@ -137,7 +137,9 @@ def seconds_to(curve: Curve, accuracy: float) -> str:
 def row_of(program: str, curves: list[Curve], long: list[Curve]) -> tuple[str, ...]:
     """Return a program's row of the table."""
     reached, seconds = accuracies(curves), [curve[-1]["seconds"] for curve in curves]
-    accuracy = f"{statistics.mean(reached):.2f} +- {standard_error(reached):.2f}"
+    accuracy = f"{statistics.mean(reached):.2f}"
+    if len(reached) > 1:
+        accuracy += f" +- {standard_error(reached):.2f}"
     times = ", ".join(seconds_to(curve, ACCURACY) for curve in curves)
     last = f"{accuracies(long)[0]:.2f}" if long else "-"
     return program, accuracy, ", ".join(f"{each:.0f}" for each in seconds), times, last
@@ -146,11 +148,11 @@ def row_of(program: str, curves: list[Curve], long: list[Curve]) -> tuple[str, .
 def comparison(program: str, mine: list[float], theirs: list[float], library: str) -> str:
     """Return a sentence on Lockstep's accuracies less a peer's."""
     difference = statistics.mean(mine) - statistics.mean(theirs)
+    text = f"Lockstep's less that of {program} (with {library}): {difference:+.2f}"
+    if min(len(mine), len(theirs)) < 2:
+        return f"{text}, of one seed."
     error = (standard_error(mine) ** 2 + standard_error(theirs) ** 2) ** 0.5
-    return (
-        f"Lockstep's less that of {program} (with {library}): {difference:+.2f}, with a standard error of "
-        f"{error:.2f}."
-    )
+    return f"{text}, with a standard error of {error:.2f}."
 
 
 def accuracy_section(options: argparse.Namespace, curves: dict[str, list[Curve]], chart: str) -> Part:
