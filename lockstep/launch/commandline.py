@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from lockstep.launch.console import show
 from lockstep.programs import make_parser
 from lockstep.runs import folder as runfolder
 from lockstep.runs.checkpoint_files import records
+
+_PLACE = ("weights_dir", "run_name")  # the keys that name a run's folder
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def parse_arguments(description: str, standard: Path, command: str | None = None
     layers.append(overrides)
     base = configuration.read_yaml(arguments.config or default_config(standard.parent))
     if overrides.values.get("resume_train") and not arguments.config:
-        base = _of_run_to_resume(base, overrides)
+        base = _of_run_to_resume(base, layers)
     config, notes = configuration.resolve([base, *layers])
     if "load_epoch" in overrides.values and not config.resume_train:
         raise UserError(
@@ -81,16 +84,31 @@ def default_config(folder: Path) -> Path:
     return project if project.exists() else folder / "config.yaml"
 
 
-def _of_run_to_resume(base: Layer, overrides: Layer) -> Layer:
-    """Return the configuration of the run to resume, or `base` if this host has no checkpoint of it."""
-    names = {key: overrides.values[key] for key in ("weights_dir", "run_name") if key in overrides.values}
-    config, _ = configuration.resolve([base, Layer(COMMAND_LINE, names)])
+def _of_run_to_resume(base: Layer, layers: Sequence[Layer]) -> Layer:
+    """Return the configuration of the run to resume, or `base` if this host has no checkpoint of it.
+
+    Its place is that of the folder that is found. The folder's config.yaml may name another place: the folder
+    was copied or moved, or its run has begun with an older checkpoint of the run of that name.
+    """
+    places = [
+        Layer(layer.source, {key: layer.values[key] for key in _PLACE if key in layer.values})
+        for layer in layers
+    ]
+    config, _ = configuration.resolve([base, *places])
     try:
         folder = runfolder.folder_to_resume(config)
     except UserError:
         return base
     saved = folder / "config.yaml"
-    return configuration.read_run(saved) if saved.exists() and records(folder) else base
+    if not (saved.exists() and records(folder)):
+        return base
+    run = configuration.read_run(saved)
+    return Layer(run.source, {**run.values, **_place_of(folder)})
+
+
+def _place_of(folder: Path) -> dict[str, str]:
+    """Return the keys that name a run's folder."""
+    return dict(zip(_PLACE, (str(folder.parent), folder.name), strict=True))
 
 
 def complete_config(arguments: Arguments) -> tuple[Config, list[str]]:
@@ -137,6 +155,6 @@ def _with_settings_of_run(
             f"{folder}: has no config.yaml, so its settings are not known: "
             "--config FILE resumes it with others, or start it anew under this run_name"
         )
-    place = Layer(COMMAND_LINE, {"weights_dir": str(folder.parent), "run_name": folder.name})
+    place = Layer(COMMAND_LINE, _place_of(folder))
     config, notes = configuration.resolve([configuration.read_run(saved, config.n_hosts), *overrides, place])
     return config, [*notes, f"resuming with the configuration in {saved}"]

@@ -1,0 +1,64 @@
+"""The command line: which run is resumed, where several folders may be meant."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from lockstep.launch import commandline
+from lockstep.runs.folder import folder_to_resume
+
+
+def make_run(folder: Path, settings: str, age: int) -> None:
+    """Write the files by which a run is found: its config.yaml, and a checkpoint of so many seconds ago."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text(settings)
+    record = folder / "checkpoints" / "epoch_0001.json"
+    record.write_text("{}")
+    os.utime(record, (1e9 - age, 1e9 - age))
+
+
+def resumed(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Path, int]:
+    """Return the folder of the run that these words resume, and its n_epochs."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "devices=[cpu]", *words])
+    config, _ = commandline.complete_config(commandline.parse_arguments("", ROOT / "config.yaml"))
+    return folder_to_resume(config), config.n_epochs
+
+
+def test_the_newest_run_may_be_one_that_began_at_an_older_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its config.yaml has the name of the run that the checkpoint is of, which is another run."""
+    monkeypatch.chdir(tmp_path)
+    make_run(Path("runs/a"), "run_name: a\nn_epochs: 4", age=50)
+    make_run(Path("runs/a-from-epoch_0001"), "run_name: a\nn_epochs: 5", age=10)
+    assert resumed(monkeypatch, "resume_train=true") == (Path("runs/a-from-epoch_0001"), 5)
+    assert resumed(monkeypatch, "resume_train=true", "run_name=a") == (Path("runs/a"), 4)
+
+
+@pytest.mark.parametrize("words", ["resume_train=true", "resume_train=true run_name=b", "in a spec"])
+def test_a_run_that_was_copied_is_resumed_in_the_copy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str
+) -> None:
+    """Its config.yaml has the place of the original, which another run may use by now."""
+    monkeypatch.chdir(tmp_path)
+    here = "runs" if words != "in a spec" else "copies"
+    make_run(tmp_path / "first" / "a", f"weights_dir: {tmp_path}/first\nrun_name: a\nn_epochs: 4", age=10)
+    make_run(Path(here, "b"), f"weights_dir: {tmp_path}/first\nrun_name: a\nn_epochs: 5", age=50)
+    if words == "in a spec":
+        make_run(Path("runs/c"), "run_name: c\nn_epochs: 6", age=5)
+        Path("spec.yaml").write_text("weights_dir: copies")
+        words = "--spec spec.yaml resume_train=true"
+    assert resumed(monkeypatch, *words.split()) == (Path(here, "b"), 5)
+
+
+def test_a_run_that_began_at_a_checkpoint_of_a_run_with_a_long_name_is_resumed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"{'x' * 100}-from-epoch_0001"
+    make_run(Path("runs", name), "n_epochs: 5", age=10)
+    for words in (["resume_train=true"], ["resume_train=true", f"run_name={name}"]):
+        assert resumed(monkeypatch, *words) == (Path("runs", name), 5)
