@@ -18,7 +18,8 @@ _RANGES = {key: found for key, hint in _HINTS.items() if (found := range_of(hint
 _LARGEST = 2**31 - 1
 _MOST_CHANNELS = 4
 _OWN_FUNCTION = re.compile(r"[\w.]+:\w+")
-_RUN_NAME = re.compile(r"[\w+-][\w.+-]{0,99}")
+# As long as file systems allow: a run that goes back to a checkpoint adds that to the name.
+_RUN_NAME = re.compile(r"[\w+-][\w.+-]{0,254}")
 
 
 def check(config: Config, sources: Mapping[str, str]) -> None:
@@ -184,7 +185,7 @@ def _bad_combinations(config: Config) -> Iterable[tuple[str, str]]:
     if config.cuda_graph is True and config.accumulate > 1:
         yield "cuda_graph", "captures steps of one batch: set accumulate: 1 and a larger batch_size"
     if config.run_name is not None and not _RUN_NAME.fullmatch(config.run_name):
-        form = "is a folder's name inside weights_dir, up to 100 letters, digits and -_.+"
+        form = "is a folder's name inside weights_dir, up to 255 letters, digits and -_.+"
         yield "run_name", f"{form}: {config.run_name!r}"
 
 
