@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 from lockstep.comm.messages import Tick
@@ -28,6 +29,7 @@ from lockstep.launch.hosting import JointEnd, Rejoining
 from lockstep.launch.processes import Processes
 from lockstep.launch.resize_handler import ResizeHandler
 from lockstep.memory.host import HostBlock
+from lockstep.runs.checkpoint_files import verify_checksum
 from lockstep.runs.folder import keep_settings, lock_if_free
 from lockstep.runs.network_source import NetworkSource
 from lockstep.runs.snapshot import MemoryCheckpoint, Retained
@@ -201,8 +203,20 @@ class Recovery:
         if attempt.retained and attempt.retained.checkpoint.to_disk:
             self._write_out(attempt)
 
-    def _is_on_disk(self, retained: Retained) -> bool:
-        return (self._folder / "checkpoints" / f"{retained.state().name}.json").exists()
+    def _record_of(self, retained: Retained) -> Path:
+        """Return the JSON file that a memory checkpoint has on the disk, once it is there."""
+        return self._folder / "checkpoints" / f"{retained.state().name}.json"
+
+    def _is_whole_on_disk(self, retained: Retained) -> bool:
+        """Return whether a memory checkpoint is on the disk.
+
+        A damaged one may have its name, which the run has passed over when it resumed.
+        """
+        try:
+            verify_checksum(self._record_of(retained))
+        except UserError:
+            return False
+        return True
 
     def is_to_pause(self, attempt: Attempt) -> bool:
         """Return whether the trainers are to pause, because the run is to resume on other devices."""
@@ -250,7 +264,7 @@ class Recovery:
         if config.preempt_seconds is None or not interrupts.code or not self._memory:
             return False
         newest, is_after_signal = self._memory[-1], self._retained_at > interrupts.since
-        if is_after_signal and newest.checkpoint.to_disk and not self._is_on_disk(newest):
+        if is_after_signal and newest.checkpoint.to_disk and not self._record_of(newest).exists():
             return False
         reserve = _RESERVE_SECONDS + newest.block.n_bytes / _BYTES_PER_SECOND
         left = interrupts.since + config.preempt_seconds - time.monotonic()
@@ -314,19 +328,25 @@ class Recovery:
         folder = attempt.run.folder
         if not newest.is_whole():
             raise UserError(f"{folder}: the memory checkpoint is damaged, so only older ones are on the disk")
-        if self._is_on_disk(newest):
+        if self._is_whole_on_disk(newest):
             return
+        exit_status = self._run_writer(attempt, newest)
+        if exit_status.lost:  # once more, because nothing else has what is in the memory
+            exit_status = self._run_writer(attempt, newest)
+        if exit_status.code:
+            raise UserError(exit_status.message)
+
+    def _run_writer(self, attempt: Attempt, newest: Retained) -> ExitStatus:
+        """Write a memory checkpoint in a process of its own. Raises as `_write_out`."""
+        template, folder = self._context.template, attempt.run.folder
         if self._context.host.writes:  # otherwise the lock was taken now, which has done so
             clean_folder(folder)
-        template = self._context.template
         with Processes(attempt.config.timeout, template=template, passes_on_sigterm=True) as processes:
             try:
                 processes.start("the writer", "lockstep.trainer.saving:write_out", (newest, folder))
             except PeerProblem as problem:  # no template starts any more
                 raise UserError(str(problem)) from problem
-            exit_status = processes.watch(self._console.take)
-        if exit_status.code:
-            raise UserError(exit_status.message)
+            return processes.watch(self._console.take)
 
     def _report(self, attempt: Attempt, failure: FailedAttempt) -> None:
         """Print and log a recovery, at the first step after it."""

@@ -277,6 +277,28 @@ def test_a_trainer_that_is_lost_while_it_writes_the_last_checkpoint_costs_no_che
 
 
 @pytest.mark.slow
+def test_a_trainer_that_is_lost_while_it_replaces_a_damaged_checkpoint_costs_no_checkpoint(
+    program: Program,
+) -> None:
+    """The file of the damaged one, which the run has passed over, does not count as the new one."""
+    words = ("n_epochs=2", "snapshot_freq=1", *EVERY_STEP)
+    unbroken = program.run(*words, name="unbroken")
+    running = program.run(*words, name="broken")
+    checkpoints = running.run_folder / "checkpoints"
+    os.truncate(checkpoints / "epoch_0002.safetensors", 1000)
+    running = program.start(*words, "resume_train=true", name="broken")
+    running.wait_for_text("passing over a checkpoint")
+    blocking = checkpoints / ".epoch_0002.safetensors.tmp"
+    os.mkfifo(blocking)  # opening it for writing waits for a reader
+    running.wait_for_text("epoch 2/2: validation")
+    time.sleep(limit(1))  # for the memory checkpoint
+    blocking.unlink()
+    os.kill(running.pids()["trainer 0"], signal.SIGKILL)
+    assert running.wait(60) == 0, running.output()
+    assert_same(tensors(running, 2), tensors(unbroken, 2))
+
+
+@pytest.mark.slow
 def test_a_run_does_not_resume_with_an_edited_network(program: Program, tmp_path: Path) -> None:
     """A user may edit the file for the next experiment while the run trains. What the run has is saved."""
     network = tmp_path / "networks" / "edited.py"

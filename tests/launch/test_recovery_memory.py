@@ -290,11 +290,18 @@ def test_a_failure_is_logged_and_named_and_memory_is_written_out_if_the_restart_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signals_the_writer", [False, True], ids=["once", "the writer, too"])
+@pytest.mark.parametrize(
+    ("to_the_writer", "n_signals"),
+    [(signal.SIGTERM, 0), (signal.SIGTERM, 1000), (signal.SIGKILL, 1)],
+    ids=["once", "the writer, too", "the writer is killed"],
+)
 def test_a_run_that_hangs_and_is_asked_to_stop_keeps_its_memory_checkpoint(
-    program: Program, signals_the_writer: bool
+    program: Program, to_the_writer: int, n_signals: int
 ) -> None:
-    """A scheduler may send SIGTERM to all processes again, also to the one that writes the checkpoint."""
+    """A scheduler may send SIGTERM to all processes again, also to the one that writes the checkpoint.
+
+    The kernel may kill that process for lack of memory, as it did others before.
+    """
     # Without validations no epoch is the best one so far, so nothing is on the disk before.
     rare = ("snapshot_freq=40", "val_freq=40", "memory_checkpoint_seconds=1e-6")
     words = ("n_epochs=40", "cpu_threads=1", *rare)
@@ -302,12 +309,15 @@ def test_a_run_that_hangs_and_is_asked_to_stop_keeps_its_memory_checkpoint(
     running.wait_for_text("epoch 2 step 4/")
     os.kill(running.pids()["trainer 1"], signal.SIGSTOP)
     running.process.send_signal(signal.SIGTERM)
-    while signals_the_writer and running.process.poll() is None:
+    n_sent = 0
+    while n_sent < n_signals and running.process.poll() is None:
         with suppress(OSError):  # a process has exited since
             for pid in running.children():
                 if Path(f"/proc/{pid}/comm").read_text() == "the writer\n":
-                    os.kill(pid, signal.SIGTERM)
+                    os.kill(pid, to_the_writer)
+                    n_sent += 1
         time.sleep(0.002)
+    assert bool(n_sent) == bool(n_signals)
     assert running.wait(60) == 1, running.output()
     assert "trainer 1 (pid " in running.output()
     assert "stopped as asked; saved " in running.last_line()
