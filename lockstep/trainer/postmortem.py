@@ -48,22 +48,26 @@ class Losses:
 
         Raises:
             UserError: A loss is not finite. The message has step, learning rate, files and rows of the first
-                such batch; trainer 0 has written them and the tensors to postmortem/ in the run's folder.
+                such batch. Trainer 0 of a host that writes to the run's folder has written them and the
+                tensors to postmortem/ there.
         """
         if all(math.isfinite(loss) for loss, *_ in sums):
             return
         order = self._recorder.orders[min(int(n_finite) for *_, n_finite in sums)]
         rows = self._rows(order)
         record = self._plan.folder / "postmortem" / f"epoch_{order.epoch:04d}_step_{order.step:04d}.json"
-        if self._coordinator.world.local_rank == 0:
-            self._write_copy(record, order, rows)
+        copied = ""
+        if self._plan.writes:  # otherwise another host writes the same files, or a replay writes nothing
+            copied = f" ({record} has them all, and the tensors as they are now)"
+            if self._coordinator.world.local_rank == 0:
+                self._write_copy(record, order, rows)
         self._coordinator.barrier("the post-mortem copy")
         rate = self._program.optimizer.learning_rate
         ranges = [f"{Path(path).name} rows {first} to {last}" for path, first, last in rows[:_MAX_NAMED]]
         more = f" and {len(rows) - _MAX_NAMED} more ranges" if len(rows) > _MAX_NAMED else ""
         raise UserError(
             f"the loss is not finite at {order}, with learning rate {rate:g} and the images "
-            f"{', '.join(ranges)}{more} ({record} has them all, and the tensors as they are now): "
+            f"{', '.join(ranges)}{more}{copied}: "
             "lower learning_rate, and check that images and labels match"
         )
 

@@ -3,18 +3,23 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Program
+from conftest import Program, make_config
 from safetensors.torch import load_file
 
 from lockstep.comm.messages import Order
 from lockstep.config import read_yaml, resolve
 from lockstep.data.dataset import open_dataset
 from lockstep.data.sampling import EpochSamples
+from lockstep.errors import UserError
 from lockstep.network.recorder import HostStopwatch, Recorder
+from lockstep.runs.plan import RunPlan
+from lockstep.trainer.postmortem import Losses
 
 
 @pytest.mark.parametrize("devices", ["[cpu, cpu]", pytest.param("[cpu]", marks=pytest.mark.slow)])
@@ -92,3 +97,25 @@ def test_the_first_loss_that_is_not_finite_is_found_whatever_comes_after() -> No
     assert recorder.orders[n_finite].step == 3
     recorder.reset()
     assert recorder.sums() == [0, 0, 0, 0] and recorder.orders == []
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_only_a_process_that_writes_to_the_runs_folder_leaves_a_copy_there(
+    tmp_path: Path, writes: bool
+) -> None:
+    """Hosts that share the folder would write the same files at once, and a replay is to write nothing."""
+    recorder = Recorder(torch.device("cpu"), HostStopwatch())
+    recorder.end_batch(Order("train", 1, 1, 0, 4, 0, 4))
+    arena = SimpleNamespace(tensors={}, state=lambda: {"weights/a": torch.ones(2)})
+    program: Any = SimpleNamespace(arena=arena, optimizer=SimpleNamespace(learning_rate=0.1))
+    world = SimpleNamespace(local_rank=0)
+    coordinator: Any = SimpleNamespace(world=world, barrier=lambda point: None)
+    train: Any = SimpleNamespace(
+        order_of=lambda *arguments, **keywords: EpochSamples((4,), "none", 1, 0, 1), name_of=str
+    )
+    plan = RunPlan(make_config(), tmp_path, None, writes=writes)
+    losses = Losses(plan, program, recorder, coordinator, train)
+    with pytest.raises(UserError, match="the loss is not finite at epoch 1, step 1") as error:
+        losses.examine([[float("nan"), 0.0, 4.0, 0.0]])
+    assert (tmp_path / "postmortem").exists() is writes
+    assert ("has them all" in str(error.value)) is writes
