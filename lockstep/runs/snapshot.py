@@ -25,7 +25,9 @@ if TYPE_CHECKING:  # the launcher reads records, without importing torch
     from lockstep.network.arena import Arena
 
 _ALIGNMENT = 64  # bytes; every tensor starts on a cache line
-_RECORD_BYTES = 1 << 20  # room for a record without the places of its tensors
+_RECORD_BYTES = 1 << 20  # room for a record without the places of its tensors, and with some validations
+_VALIDATION_BYTES = 256  # room for each further validation in a record
+_MOST_VALIDATIONS = 20_000  # that get room: n_epochs may be any number, for a run that patience ends
 _MOST_KINDS = 4  # of a rule's tensors, each with at most as many as the arena
 _PLACE_BYTES = 512  # room for the place of a tensor in a record
 
@@ -103,6 +105,7 @@ class Snapshots:
         rule_bytes: Bytes of the rule's tensors in a checkpoint.
         n_replicas: Replicas of the arena among them.
         n_slots: 2, or 1 if no copy has to survive while another one is made.
+        n_validations: Validations of the whole run, which every record has so far.
         retained: The checkpoint from which this trainer resumed; its memory is used again if it fits.
 
     Raises:
@@ -115,6 +118,7 @@ class Snapshots:
         rule_bytes: int,
         n_slots: int,
         n_replicas: int = 0,
+        n_validations: int = 0,
         retained: Retained | None = None,
     ) -> None:
         self._arena, self.n_slots = arena, n_slots
@@ -122,6 +126,7 @@ class Snapshots:
         outside = sum(tensor.nbytes for tensor in arena.outside().values())
         n_bytes = arena.flat.nbytes + outside + rule_bytes
         room = n_bytes + n_tensors * (_ALIGNMENT + _PLACE_BYTES) + _RECORD_BYTES
+        room += _VALIDATION_BYTES * min(n_validations, _MOST_VALIDATIONS)
         self._slot_bytes = -(-room // _ALIGNMENT) * _ALIGNMENT
         self.is_new = retained is None or retained.block.n_bytes != n_slots * self._slot_bytes
         if retained and not self.is_new:

@@ -120,7 +120,10 @@ class Saver:
             _check_disk(plan.folder, program.arena.flat.nbytes + rule_bytes)
         if self._copies:
             n_slots = 2 if plan.retains else 1
-            self._slots = Snapshots(program.arena, rule_bytes, n_slots, world.size, plan.retained)
+            n_validations = -(-self._config.n_epochs // self._config.val_freq)
+            self._slots = Snapshots(
+                program.arena, rule_bytes, n_slots, world.size, n_validations, plan.retained
+            )
             if plan.retains and self._slots.is_new:
                 reporter.share(SnapshotMemory(), self._slots.block)
         if plan.retained and (not self._copies or self._slots.is_new):  # else it is written to again

@@ -125,3 +125,14 @@ def test_a_record_that_is_too_long_is_refused_and_not_cut() -> None:
     state = dataclasses.replace(state_at(16), config={"model_args": "x" * (2 << 20)})
     with pytest.raises(UserError, match="set memory_checkpoint_seconds: null"):
         snapshots.complete(state)
+
+
+def test_the_validations_of_thousands_of_epochs_have_room() -> None:
+    """Every record has all of them: about 190 bytes for each."""
+    entry = {"epoch": 9999, "loss": 1 / 3, "error_top1": 1 / 7, "error_top5": 2 / 3}
+    record = [{**entry, "balanced_accuracy": 1 / 3, "macro_f1": 1 / 7}] * 10_000
+    state = dataclasses.replace(state_at(16), val_record=record)
+    snapshots = Snapshots(make_arena(), 4 * 108, 2, n_validations=10_000)
+    snapshots.copy({})
+    assert in_another_process(snapshots, snapshots.complete(state)).state() == state
+    assert Snapshots(make_arena(), 0, 2, n_validations=2**31).block.n_bytes < 16 << 20
