@@ -77,7 +77,8 @@ class Interrupts:
             if self.farewell is not None:
                 self.farewell()
             with suppress(OSError):  # the terminal may be closed
-                os.write(2, f"\nlockstep: {self._last_line}\n".encode())
+                line = f"\nlockstep: {self._last_line}\n"
+                os.write(2, line.encode("utf-8", "backslashreplace"))  # a path in it may be any bytes
             os._exit(self.code)
 
     def _note_status(self, number: int, frame: object) -> None:

@@ -49,8 +49,8 @@ class StatusBoard:
         self._block.close()
 
     def say(self, text: str) -> None:
-        """Replace the line. Text over 500 bytes is cut."""
-        encoded = text.encode()[: _SIZE - _TAIL.size - 4]
+        """Replace the line. Text over 500 bytes is cut. Names of files in it may be any bytes."""
+        encoded = text.encode("utf-8", "backslashreplace")[: _SIZE - _TAIL.size - 4]
         memory = self._bytes.data
         memory[: len(encoded) + 1] = encoded + b"\0"
         self._count_up(memory)
