@@ -14,6 +14,7 @@ from lockstep.config.layers import (
     read_run,
     read_yaml,
     resolve,
+    run_to_yaml,
     to_yaml,
 )
 from lockstep.config.old_keys import with_new_names
@@ -29,6 +30,7 @@ __all__ = [
     "read_run",
     "read_yaml",
     "resolve",
+    "run_to_yaml",
     "to_yaml",
     "with_new_names",
 ]

@@ -217,6 +217,14 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(plain, sort_keys=False)
 
 
+def run_to_yaml(config: Config) -> str:
+    """Return the content of a run's config.yaml, with which `--config` begins a new run.
+
+    It leaves out whether and where this start of the run has resumed, since the new run would do so, too.
+    """
+    return to_yaml(dataclasses.replace(config, resume_train=False, load_epoch="latest"))
+
+
 @functools.cache
 def shipped() -> Config:
     """Return the configuration of the program's config.yaml, or the schema's if that file is missing."""

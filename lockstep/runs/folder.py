@@ -28,7 +28,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.config import Config, to_yaml
+from lockstep.config import Config, run_to_yaml
 from lockstep.config.hosts import OWN_KEYS
 from lockstep.config.layers import with_absolute_paths
 from lockstep.config.tasks import monitor_of
@@ -123,7 +123,7 @@ def keep_settings(folder: Path, config: Config, description: Description) -> Non
     """
     write_description(folder, description)
     keep_source(folder, config.model)
-    write_text(folder / "config.yaml", to_yaml(config))
+    write_text(folder / "config.yaml", run_to_yaml(config))
 
 
 def make_folder_named_by_time(parent: Path, model: str) -> Path:

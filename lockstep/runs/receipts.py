@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.config import Config, to_yaml
+from lockstep.config import Config, run_to_yaml
 from lockstep.config.hosts import OWN_KEYS
 from lockstep.config.layers import DATASET_PATHS
 from lockstep.data.dataset import Dataset
@@ -94,7 +94,7 @@ def _dump(content: dict[str, Any]) -> str:
 
 def digest_of_config(config: Config) -> str:
     """Return the SHA-256 of the run's config.yaml."""
-    return hashlib.sha256(to_yaml(config).encode()).hexdigest()
+    return hashlib.sha256(run_to_yaml(config).encode()).hexdigest()
 
 
 def digest_of_settings(config: Config) -> str:

@@ -262,6 +262,19 @@ def test_a_resumed_run_keeps_its_own_configuration(program: Program) -> None:
     assert "resuming with the configuration in" in resumed.output()
     assert "note: momentum is 0.6 now, was 0.5 before" in resumed.output()
     assert "learning_rate is" not in resumed.output()
+    new = program.run("--config", str(first.run_folder / "config.yaml"), "n_epochs=1", name="new")
+    assert "resuming" not in new.output() and new.last_line().startswith("done")
+
+
+@pytest.mark.slow
+def test_a_run_trains_in_a_folder_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    place = tmp_path / os.fsdecode(b"caf\xe9")
+    make_folder(place / "data")
+    words = ["data_folder=data", "n_classes=7", "devices=[cpu, cpu]", "batch_size=8", "run_name=run"]
+    for more in ("n_epochs=1", "n_epochs=2 resume_train=true"):
+        command = [sys.executable, ROOT / "train.py", *words, *more.split()]
+        done = subprocess.run(command, cwd=place, timeout=limit(60), capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
