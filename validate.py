@@ -53,6 +53,8 @@ from lockstep.text import handle_closed_pipe
 from lockstep.trainer.validation import FEW_CLASSES
 
 N_WORST = 10  # classes to list
+# Keys of what the network gets of an image. A run may be resumed with others than an older checkpoint has.
+_OF_INPUT = ("subtract_mean", "scale")
 
 
 def main(interrupts: Interrupts) -> int:
@@ -113,7 +115,9 @@ def open_checkpoint(folder: Path, epoch: int | str, overrides: list[str]) -> tup
         raise UserError(f"{folder}: is not a run's folder: it has no config.yaml")
     checkpoint, notes = checkpoint_files.find_checkpoint(folder, epoch)
     layer = configuration.read_command_line(overrides)
-    config, more_notes = configuration.resolve([configuration.read_run(folder / "config.yaml"), layer])
+    of_checkpoint = {key: value for key, value in checkpoint.state.config.items() if key in _OF_INPUT}
+    own = configuration.Layer(str(checkpoint.path.with_suffix(".json")), of_checkpoint)
+    config, more_notes = configuration.resolve([configuration.read_run(folder / "config.yaml"), own, layer])
     check_importable(folder, config.model)
     for note in [*notes, *more_notes]:
         show(f"note: {note}", "stderr")

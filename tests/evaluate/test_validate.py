@@ -251,6 +251,19 @@ def test_the_mean_is_the_runs_on_another_dataset(
     assert "note: " not in own
 
 
+@pytest.mark.slow
+def test_a_checkpoint_gets_images_as_it_was_trained_on_them(trained: Running, tmp_path: Path) -> None:
+    """The run was resumed with another scale since, which its config.yaml has."""
+    run = Path(shutil.copytree(trained.run_folder, tmp_path / "run"))
+    settings = run / "config.yaml"
+    settings.write_text(settings.read_text().replace("scale: null", "scale: 0.01"))
+    assert "scale: 0.01" in settings.read_text()
+    own = call("validate.py", trained.run_folder, "--epoch", 1, "devices=[cpu]")
+    assert first_line(call("validate.py", run, "--epoch", 1, "devices=[cpu]")) == first_line(own)
+    given = call("validate.py", run, "--epoch", 1, "devices=[cpu]", "scale=0.01")
+    assert first_line(given) != first_line(own)
+
+
 def opened_for(run: Path, folder: Path, **keys: object) -> tuple[np.ndarray, list[str]]:
     """Return the mean that is subtracted from a dataset, and the notes."""
     dataset, notes = open_data(make_config(data_folder=str(folder), **keys), run)
