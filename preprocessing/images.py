@@ -15,27 +15,21 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from lockstep.data.items import resized
+from lockstep.data.items import resized, turn_of
 from lockstep.data.manifest import Orientation, Resize
 from preprocessing.formats import NO_IMAGE, formats_of
 
 MAX_PIXELS = 100_000_000  # images that claim more are refused before they are decoded
-_ORIENTATION = 0x0112  # the EXIF tag
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 _MAX_ASPECT = 8  # crop: only the center of longer images is resized
 Shape = tuple[int, int]  # rows and columns
 
 
 class BadImage(ValueError):
     """An image can't be used; the message has the reason."""
+
+
+class UnreadImage(BadImage):
+    """The file of an image can't be read."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +129,7 @@ def open_by_pillow(content: bytes, name: str) -> Image.Image:
 def _decode_with_pillow(content: bytes, geometry: Geometry, name: str) -> tuple[np.ndarray, Shape]:
     with open_by_pillow(content, name) as opened:
         opened.load()
-        turn = _turn_of(opened) if geometry.orientation == "apply" else None
+        turn = turn_of(opened) if geometry.orientation == "apply" else None
         upright = opened if turn is None else opened.transpose(turn)
         return np.array(_to_rgb(upright)), (opened.height, opened.width)
 
@@ -158,18 +152,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 def _rotated(image: np.ndarray, content: bytes) -> np.ndarray:
     """Return a decoded JPEG rotated as its EXIF orientation says."""
     with Image.open(io.BytesIO(content), formats=("JPEG",)) as opened:
-        turn = _turn_of(opened)
+        turn = turn_of(opened)
     return image if turn is None else np.array(Image.fromarray(image).transpose(turn))
-
-
-def _turn_of(image: Image.Image) -> Image.Transpose | None:
-    """Return how to make an image upright by its metadata; None: not at all, or the metadata are damaged."""
-    try:
-        return _TURNS.get(image.getexif().get(_ORIENTATION, 1))
-    except MemoryError:
-        raise
-    except Exception:  # Pillow raises many types, also SyntaxError; the pixels are good all the same
-        return None
 
 
 def _check_size(height: int, width: int) -> None:

@@ -5,7 +5,7 @@ Datasets of torchvision and Hugging Face are used as they are. An image is a uin
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,8 +15,12 @@ from lockstep.data.split import Split
 from lockstep.errors import UserError, first_line
 from lockstep.objects import SOURCE, import_function, load_object
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 NAMES = {"train": "train_data", "val": "val_data"}  # of the arguments of lockstep.train
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # Pillow's, by channels
+_ORIENTATION = 0x0112  # the EXIF tag
 _CHANNELS = {"1": 1, "L": 1, "I": 1, "LA": 2, "RGBA": 4}  # of Pillow's modes; others become RGB
 
 
@@ -204,10 +208,12 @@ def pixels_of(image: Any, n_channels: int, where: str) -> np.ndarray:
 
 
 def _pixels_of_pillow(image: Any, n_channels: int, where: str) -> np.ndarray:
-    from PIL import Image, ImageOps  # loaders of files start faster
+    from PIL import Image  # loaders of files start faster
 
     try:
-        upright = ImageOps.exif_transpose(image)
+        image.load()
+        turn = turn_of(image)
+        upright = image if turn is None else image.transpose(turn)
         if upright.mode == "F":
             raise ValueError("it holds floating-point pixels, whose range is not known")
         if upright.mode.startswith("I"):  # 16 bits per pixel, which convert() would clip
@@ -222,6 +228,27 @@ def _pixels_of_pillow(image: Any, n_channels: int, where: str) -> np.ndarray:
     except Exception as error:  # Pillow reads some files when their pixels are used
         raise UserError(f"{where} has an image that can't be used: {first_line(error)}") from error
     return pixels[:, :, None] if n_channels == 1 else pixels
+
+
+def turn_of(image: Any) -> "Image.Transpose | None":
+    """Return how to make an image of Pillow upright by its EXIF data; None: no turn, or damaged data."""
+    from PIL.Image import Transpose  # loaders of files start faster
+
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    try:
+        return turns.get(image.getexif().get(_ORIENTATION, 1))
+    except MemoryError:
+        raise
+    except Exception:  # Pillow raises many types, also SyntaxError; the pixels are good all the same
+        return None
 
 
 def resized(pixels: np.ndarray, rows: int, columns: int) -> np.ndarray:
@@ -247,8 +274,9 @@ def class_names_of(data: Any) -> tuple[str, ...]:
     features = getattr(data, "features", None)
     if isinstance(features, Mapping):
         named = {key: getattr(feature, "names", None) for key, feature in features.items()}
-        lists = [names for key, names in named.items() if names and (key == "label" or len(named) <= 2)]
-        return tuple(map(str, lists[0])) if lists else ()
+        of_label = [named[key] for key in ("label", "labels") if key in named][:1]
+        lists = of_label or [names for names in named.values() if names]
+        return tuple(map(str, lists[0] or ())) if len(lists) == 1 else ()
     classes = getattr(data, "classes", None)
     if isinstance(classes, list | tuple) and classes:
         return tuple(map(str, classes))

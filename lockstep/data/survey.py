@@ -7,7 +7,7 @@ the code of a dataset is the user's. The launcher publishes it to them.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -109,6 +109,10 @@ def make_survey(
     items = [train.item(place) for place in examined]
     for place, (_, label) in zip(examined, items, strict=True):
         check_label(label, n_classes, f"{train.name}: item {place}")
+    if len(names) <= n_classes:
+        _check_same_classes(names, class_names_of(val.data))
+    if config.class_weights or config.sampler:
+        _check_known_labels(train, dict(zip(examined, (label for _, label in items), strict=True)))
     n_channels = config.n_channels or _common_channels([image for image, _ in items])
     images = [
         pixels_of(image, n_channels, f"{train.name}: item {place}")
@@ -129,6 +133,34 @@ def make_survey(
         fingerprint=_fingerprint(train, val, images if is_same else [], [label for _, label in items]),
         notes=() if is_same else (_RANDOM,),
     )
+
+
+def _check_same_classes(train: tuple[str, ...], val: tuple[str, ...]) -> None:
+    """Raise UserError if a class has another name in the validation data, as with fewer class folders."""
+    for number, (name, other) in enumerate(zip(train, val, strict=False)):
+        if name != other:
+            raise UserError(
+                f"{NAMES['val']}: class {number} is {other!r}, and {name!r} in {NAMES['train']}. "
+                "Give both the same classes in the same order."
+            )
+
+
+def _check_known_labels(train: _Half, labels: Mapping[int, Label]) -> None:
+    """Raise UserError if the dataset's list of labels, which decides on weights, is not that of its items.
+
+    Args:
+        train: The training dataset.
+        labels: The labels of some items by their numbers.
+    """
+    known = known_labels_of(train.data, train.n_items, train.multilabel)
+    if known is None:
+        return
+    for index, label in labels.items():
+        if not np.array_equal(known[index], label):
+            raise UserError(
+                f"{train.name}: item {index} has the label {label}, and the dataset's `targets` have "
+                f"{known[index]}. class_weights and sampler need `targets` that are the items' labels."
+            )
 
 
 def _common_channels(images: list[Any]) -> int:

@@ -1,5 +1,6 @@
 """Items of datasets that are Python objects: images, labels, classes, and what is refused."""
 
+import io
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,12 @@ def test_a_transparent_image_is_on_white_and_a_rotated_one_upright() -> None:
     image = Image.fromarray(COLORS)
     image.getexif()[0x0112] = 6  # turn it by 90 degrees
     assert (pixels_of(image, 3, "here") == np.rot90(COLORS, -1)).all()
+
+
+def test_damaged_metadata_leave_an_image_as_it_is() -> None:
+    content = io.BytesIO()
+    Image.fromarray(COLORS).save(content, "PNG", exif=b"neither II nor MM")
+    assert (pixels_of(Image.open(content), 3, "here") == COLORS).all()
 
 
 def test_16_bits_keep_their_upper_half() -> None:
@@ -113,6 +120,12 @@ def test_classes_and_labels_are_found_where_libraries_have_them() -> None:
     rows = SimpleNamespace(features={"image": other, "label": label, "size": other})
     folder = SimpleNamespace(classes=["cat", "dog"], targets=[0, 1, 1])
     assert class_names_of(rows) == class_names_of(folder) == ("cat", "dog")
+    rows.features = {"file": other, "image": other, "labels": label}  # as those of the dataset beans
+    assert class_names_of(rows) == ("cat", "dog")
+    rows.features = {"file": other, "img": other, "kind": label}
+    assert class_names_of(rows) == ("cat", "dog")
+    rows.features["label"] = other
+    assert class_names_of(rows) == ()
     assert class_names_of(SimpleNamespace(dataset=folder, indices=[0])) == ("cat", "dog")
     assert class_names_of([]) == ()
     labels = known_labels_of(folder, 3)
@@ -174,6 +187,29 @@ def test_a_fingerprint_changes_with_the_images_and_the_length() -> None:
     one = survey_of(Squares(90, 0)).fingerprint
     assert one == survey_of(Squares(90, 0)).fingerprint
     assert len({one, survey_of(Squares(90, 1)).fingerprint, survey_of(Squares(91, 0)).fingerprint}) == 3
+
+
+def test_classes_that_differ_between_training_and_validation_are_refused() -> None:
+    """As of two folders of class folders, of which one lacks a class."""
+    train, val = Squares(90, 0), Squares(9, 1)
+    train.classes, val.classes = ["ant", "bee", "cat", "dog"], ["ant", "cat", "dog"]
+    with objects.available({"data": (train, val)}), pytest.raises(UserError) as caught:
+        make_survey(make_config(data="caller:datasets", n_classes=None, item_size=36))
+    assert str(caught.value) == (
+        "val_data: class 1 is 'cat', and 'bee' in train_data. Give both the same classes in the same order."
+    )
+
+
+@pytest.mark.parametrize("keys", [{"sampler": "balanced"}, {"class_weights": "balanced"}])
+def test_weights_need_the_labels_of_the_items(keys: dict[str, str]) -> None:
+    """torchvision's target_transform changes the labels of items, not `targets`."""
+    data = Squares(90, 0)
+    data.targets = [data[index][1] for index in range(90)]
+    survey_of(data, **keys)
+    data.targets = [(label + 1) % 4 for label in data.targets]
+    survey_of(data)
+    with pytest.raises(UserError, match=r"train_data: item 0 has the label \d, and the dataset's `targets`"):
+        survey_of(data, **keys)
 
 
 class Other(Squares):
