@@ -28,7 +28,8 @@ _SPARE = 64 * 2**20  # bytes for labels, lists and the journal, on top of the im
 class Job:
     """A dataset folder to make.
 
-    `settings` are written to the manifest, and must be the same when an interrupted job resumes.
+    `settings` are written to the manifest, and must be the same when an interrupted job resumes. So must
+    `origin`, which is not written: other folders may have images of the same names.
     """
 
     folder: Path
@@ -39,6 +40,7 @@ class Job:
     settings: dict[str, Any]
     left_out: tuple[LeftOut, ...] = ()  # files of the source that are not images
     replaces: bool = False  # an earlier dataset, also an unfinished one of other images, is replaced
+    origin: str = ""  # folders of the images
 
 
 def unfinished(folder: Path) -> Path:
@@ -61,8 +63,7 @@ def build(job: Job, n_workers: int, max_errors: int, complete: Complete | None =
     Raises:
         UserError: A file can't be used or written. Finished batches stay for the next run.
     """
-    if job.folder.exists() and not job.replaces:
-        raise UserError(f"{job.folder}: exists already. Remove it, or name another target.")
+    _check_free(job)
     target = job.target
     settings = {**job.settings, "size": target.size, "batch": target.batch}
     settings |= {"layout": target.layout, "split": target.parts}
@@ -83,14 +84,22 @@ def build(job: Job, n_workers: int, max_errors: int, complete: Complete | None =
         outcome = write_rest(target, job.tasks, journal, (job.classes, job.class_names), settings)
         if complete:
             complete(target.folder, journal.records)
+        _check_free(job)  # again: it would be removed
         journal.remove()
         replace_folder(target.folder, job.folder)
     return outcome
 
 
+def _check_free(job: Job) -> None:
+    """Raise UserError if the dataset's place is taken."""
+    if job.folder.exists() and not job.replaces:
+        raise UserError(f"{job.folder}: exists already. Remove it, or name another target.")
+
+
 def _open_journal(job: Job, settings: dict[str, Any]) -> Journal:
     """Return the journal of an interrupted run, or a new one. Raise UserError if it is of another job."""
-    journal = Journal(job.target.folder, settings, job.tasks, job.target.size)
+    identity = {**settings, "images in": job.origin}
+    journal = Journal(job.target.folder, identity, job.tasks, job.target.size)
     try:
         journal.load()
     except UserError:

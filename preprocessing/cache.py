@@ -24,6 +24,7 @@ from preprocessing.tasks import Record, StoredImage, Task
 
 NAME = "source.json"
 _VERSION = 1
+_UNREAD = -1, 0  # size and time of a file that can't be read
 
 
 class Stamp(NamedTuple):
@@ -88,7 +89,7 @@ def read_record(folder: Path) -> SourceRecord | None:
 
 
 def stamps_of(listing: Listing, source: Path) -> dict[str, Stamp]:
-    """Return the stamp of every image by its relative path. A file that vanished has the size -1."""
+    """Return the stamp of every image by its relative path. A file that can't be read has the size -1."""
     known: dict[str, tuple[int, int]] = {}
     stamps = {}
     for split, images in (("train", listing.train), ("val", listing.val)):
@@ -105,8 +106,8 @@ def _size_and_time(path: str) -> tuple[int, int]:
     try:
         status = os.stat(path)
     except OSError:
-        return -1, 0
-    return status.st_size, status.st_mtime_ns
+        return _UNREAD
+    return (status.st_size, status.st_mtime_ns) if os.access(path, os.R_OK) else _UNREAD
 
 
 def fingerprint(stamps: dict[str, Stamp]) -> str:
@@ -143,12 +144,17 @@ def make_record(
     made = SourceRecord(geometry, seconds, [], [], [])
     for task in tasks:
         record = records[task.key]
-        bad = {item.row for item in record.bad}
+        bad = {item.row: item for item in record.bad}
         shapes = iter(record.shapes)
         for row, image in enumerate(task.source.sources):  # type: ignore[attr-defined]
             path = relative_path(image, source)
-            entries = made.bad if row in bad else getattr(made, task.split)
-            entries.append(Entry(path, stamps[path], (0, 0) if row in bad else next(shapes)))
+            if row not in bad:
+                getattr(made, task.split).append(Entry(path, stamps[path], next(shapes)))
+                continue
+            stamp = stamps[path]
+            if bad[row].is_unread:  # the next run tries it again
+                stamp = Stamp(stamp.split, stamp.class_name, *_UNREAD)
+            made.bad.append(Entry(path, stamp, (0, 0)))
     return made
 
 

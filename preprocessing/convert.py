@@ -76,7 +76,9 @@ def convert(options: argparse.Namespace) -> None:
         names = [kit.words.get(name, name) for name in classes]
     kept = {"resize": old.resize, "orientation": old.orientation} if old else {}
     target = Target(unfinished(options.new), size, options.batch, "b01c", 1)
-    done = build(Job(options.new, target, tasks, classes, names, kept), options.workers, 0)
+    origin = os.path.realpath(options.old)
+    job = Job(options.new, target, tasks, classes, names, kept, origin=origin)
+    done = build(job, options.workers, 0)
     print(f"{done.n_train:,} training and {done.n_val:,} validation images in {options.new}")
 
 

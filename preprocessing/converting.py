@@ -201,5 +201,5 @@ def bad_images(folder: Path) -> list[LeftOut]:
         text = (folder / BAD_LIST).read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return []
-    rows = [line.split("\t") for line in text.splitlines()[1:]]
+    rows = [line.rsplit("\t", 2) for line in text.splitlines()[1:]]  # a name may have tabs
     return [LeftOut(row[0], f"unusable: {row[1]}") for row in rows if len(row) == 3]

@@ -23,7 +23,8 @@ _SHARE = 0.03  # largest share of time for writing the journal
 class Journal:
     """The results of finished tasks and the sums of their images, in one file that is replaced atomically.
 
-    A task that finished after the last write is repeated, with the same result.
+    A task that finished after the last write is repeated, with the same result. A task with files that could
+    not be read is not written, so the next run tries them again.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], tasks: list[Task], size: int) -> None:
@@ -31,6 +32,9 @@ class Journal:
         self._settings = settings
         self._digest = _digest(tasks)
         self._next_writing = 0.0
+        self._is_whole = True
+        self._unwritten: set[str] = set()
+        self._unwritten_sums = PixelSums(size)
         self.records: dict[str, Record] = {}
         self.sums = PixelSums(size)
 
@@ -60,24 +64,39 @@ class Journal:
 
     def add(self, task: Task, record: Record, sums: PixelSums | None) -> None:
         """Record a finished task, and write the journal now and then. A repeated task counts once."""
-        if sums and task.key not in self.records:
-            self.sums.merge(sums)
+        self._is_whole = False  # Ctrl-C may come between the sums and the record
+        if task.key not in self.records:
+            if sums:
+                self.sums.merge(sums)
+            if any(bad.is_unread for bad in record.bad):
+                self._unwritten.add(task.key)
+                self._unwritten_sums.merge(sums or PixelSums(len(self.sums.total)))
         self.records[task.key] = record
+        self._is_whole = True
         if time.monotonic() >= self._next_writing:
             self.write()
 
     def write(self) -> None:
-        """Write the journal. If the disk is full, keep the former file and raise UserError."""
+        """Write the journal. If the disk is full, keep the former file and raise UserError.
+
+        An interrupted `add` is not written: its images would count twice when its task is repeated.
+        """
+        if not self._is_whole:
+            return
         begin = time.monotonic()
+        sums = self.sums.without(self._unwritten_sums)
+        records = {
+            key: asdict(record) for key, record in self.records.items() if key not in self._unwritten
+        }
         content = {
             "settings": self._settings,
             "tasks": self._digest,
-            "count": self.sums.count,
-            "records": {key: asdict(record) for key, record in self.records.items()},
+            "count": sums.count,
+            "records": records,
         }
         text = np.frombuffer(json.dumps(content).encode(), np.uint8)
         file = io.BytesIO()
-        np.savez(file, content=text, total=self.sums.total, squares=self.sums.squares)
+        np.savez(file, content=text, total=sums.total, squares=sums.squares)
         write_bytes(self._path, file.getvalue())
         now = time.monotonic()
         self._next_writing = now + (now - begin) / _SHARE

@@ -150,7 +150,10 @@ def make_dataset(listing: Listing, folder: Path, settings: Settings, n_workers: 
         **task_fact(listing),
     }
     tasks, names = make_tasks(listing, settings), listing.class_names
-    job = Job(folder, target, tasks, listing.classes, names, chosen, listing.left_out)
+    origin = " and ".join(
+        os.path.realpath(os.path.dirname(images[0].path)) for images in (listing.train, listing.val)
+    )
+    job = Job(folder, target, tasks, listing.classes, names, chosen, listing.left_out, origin=origin)
     done = build(job, n_workers, max_errors)
     print(
         f"{done.n_train:,} training and {done.n_val:,} validation images of "

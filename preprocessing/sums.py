@@ -33,6 +33,13 @@ class PixelSums:
         self.squares += other.squares
         self.count += other.count
 
+    def without(self, other: "PixelSums") -> "PixelSums":
+        """Return the sums without those of some of the images."""
+        rest = PixelSums(len(self.total))
+        rest.total, rest.squares = self.total - other.total, self.squares - other.squares
+        rest.count = self.count - other.count
+        return rest
+
     def mean(self) -> np.ndarray:
         """Return the mean image: float64 (row, column, 3)."""
         mean: np.ndarray = self.total / self.count

@@ -11,7 +11,7 @@ from lockstep.data import old_folders as theano_alexnet
 from lockstep.data.hkl import HklArray, Layout
 from lockstep.errors import UserError
 from lockstep.files import checksum
-from preprocessing.images import BadImage, Geometry, Shape, to_sized_image
+from preprocessing.images import BadImage, Geometry, Shape, UnreadImage, to_sized_image
 from preprocessing.listing import Label, SourceImage
 from preprocessing.sums import PixelSums
 
@@ -19,12 +19,16 @@ OnError = Literal["stop", "skip", "replace"]
 
 
 class Bad(NamedTuple):
-    """An unusable image: its row in the batch, its path, the reason, and its replacement."""
+    """An unusable image: its row in the batch, its path, the reason, and its replacement.
+
+    `is_unread` says that its file could not be read, which may pass.
+    """
 
     row: int
     place: str
     reason: str
     instead: str | None
+    is_unread: bool = False
 
 
 class Source(Protocol):
@@ -96,7 +100,8 @@ class ImageBatch:
                     raise UserError(
                         f"{source.place}: can't be used: {error} (--on-error skip or replace continues)"
                     ) from error
-                bad.append(Bad(row, source.place, str(error), None))
+                is_unread = isinstance(error, UnreadImage)
+                bad.append(Bad(row, source.place, str(error), None, is_unread))
                 if self.on_error == "skip":
                     continue
                 place[0], shape = self._replacement(row)
@@ -206,7 +211,7 @@ def read_source_image(source: SourceImage, geometry: Geometry) -> tuple[np.ndarr
     try:
         return to_sized_image(source.read(), geometry, source.name)
     except OSError as error:
-        raise BadImage(error.strerror or str(error)) from error
+        raise UnreadImage(error.strerror or str(error)) from error
 
 
 def make_files(task: Task, target: Target) -> tuple[Record, PixelSums | None]:

@@ -224,6 +224,35 @@ def test_an_interrupted_conversion_of_other_images_is_begun_anew(
     assert (reds > 150).sum() == 1
 
 
+def test_an_image_that_could_not_be_read_is_tried_again(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, read = source / "cat" / "003.png", SourceImage.read
+
+    def failing(image: SourceImage) -> bytes:
+        if image.path == str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(image)
+
+    monkeypatch.setattr(SourceImage, "read", failing)
+    folder = convert(source)
+    assert f"left out 1, unusable: Input/output error: {path}\n" in capfd.readouterr().out
+    monkeypatch.undo()
+    assert convert(source) == folder
+    assert "up to date: 1 new or changed images" in capfd.readouterr().out
+    assert not (folder / "misc" / "bad_pictures.txt").exists()
+    assert convert(source) == folder
+    assert "converted before" in capfd.readouterr().out
+
+
+def test_an_unusable_image_with_a_tab_in_its_name_is_named(
+    source: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (source / "dog" / "a\tb.png").touch()
+    convert(source)
+    assert f"left out 1, unusable: is empty: {source}/dog/a\tb.png\n" in capfd.readouterr().out
+
+
 def test_a_folder_that_changes_meanwhile_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build = converting.build
 
@@ -429,6 +458,21 @@ def test_a_conversion_that_is_killed_or_stopped_leaves_no_process(
     assert not (unfinished_set.parent / "36x36").exists()
     held.release()
     assert opened(convert(source)).n_classes == 3
+
+
+@pytest.mark.parametrize("output", ["a reader that leaves", "closed"])
+def test_a_conversion_needs_neither_output_nor_the_working_directory(
+    source: Path, tmp_path: Path, output: str
+) -> None:
+    """The working directory has a package of the user's that has the name of one of the program's."""
+    (tmp_path / "preprocessing").mkdir()
+    (tmp_path / "preprocessing" / "__init__.py").touch()
+    redirection = {"a reader that leaves": "2>&1 | true", "closed": ">&- 2>&-"}[output]
+    words = f"data_folder={source} weights_dir={tmp_path}/runs n_epochs=1 devices=[cpu] run_name=r"
+    command = f"set -o pipefail; {sys.executable} {ROOT}/train.py {words} {redirection}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, timeout=limit(60))
+    assert done.returncode == 0
+    assert (tmp_path / "runs" / "r" / "checkpoints" / "epoch_0001.json").exists()
 
 
 def test_a_full_disk_is_named_before_anything_is_written(

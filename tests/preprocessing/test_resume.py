@@ -1,5 +1,6 @@
 """Preprocessing that is killed or stopped, or meets bad images: it resumes to the unbroken result."""
 
+import errno
 import os
 import shutil
 import signal
@@ -23,6 +24,8 @@ from lockstep.data.randomness import Purpose, generator
 from lockstep.errors import UserError
 from preprocessing import build, make_hkl, tasks, workers
 from preprocessing.journal import Journal
+from preprocessing.listing import SourceImage
+from preprocessing.sums import PixelSums
 
 WORDS = ("--size", "64", "--batch", "4")
 
@@ -155,6 +158,55 @@ def test_wherever_it_stops_the_result_is_the_same(
     assert read_all(tmp_path / "set") == unbroken
 
 
+def test_an_interrupt_between_sums_and_record_counts_no_image_twice(
+    pictures: Path, unbroken: dict[str, bytes], tmp_path: Path, monkeypatch
+) -> None:
+    merge, n_merged = PixelSums.merge, 0
+
+    def interrupted(sums: PixelSums, other: PixelSums) -> None:
+        nonlocal n_merged
+        n_merged += 1
+        merge(sums, other)
+        if n_merged == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PixelSums, "merge", interrupted)
+        assert make(pictures, tmp_path / "set") == 130
+    assert make(pictures, tmp_path / "set") == 0
+    assert read_all(tmp_path / "set") == unbroken
+
+
+def test_a_folder_with_images_of_the_same_names_does_not_go_on(
+    pictures: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Path(shutil.copytree(pictures, tmp_path / "other"))
+    stop_after(pictures, tmp_path / "set", 3, monkeypatch)
+    assert make(other, tmp_path / "set") == 2
+    error = capsys.readouterr().err
+    assert f"was started with images in {pictures}/train/" in error and f", not {other}/train/" in error
+    (tmp_path / "link").symlink_to(pictures)
+    assert make(tmp_path / "link", tmp_path / "set") == 0
+
+
+def test_a_folder_that_appears_meanwhile_is_not_replaced(
+    pictures: Path, unbroken: dict[str, bytes], tmp_path: Path, monkeypatch
+) -> None:
+    def meanwhile(task, target):
+        (tmp_path / "set").mkdir(exist_ok=True)
+        (tmp_path / "set" / "mine").touch()
+        return tasks.make_files(task, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "make_files", meanwhile)
+        assert make(pictures, tmp_path / "set") == 2
+    (tmp_path / "set" / "mine").unlink()
+    (tmp_path / "set").rmdir()
+    monkeypatch.setattr(build, "make_files", lambda *words: pytest.fail("all was done"))
+    assert make(pictures, tmp_path / "set") == 0
+    assert read_all(tmp_path / "set") == unbroken
+
+
 def test_other_settings_or_pictures_do_not_go_on(
     pictures: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +279,34 @@ def test_too_many_bad_pictures_end_it(
     assert make(*words, 2) == 2
     assert make(*words, 3) == 0
     assert_labels_match(tmp_path / "set", 43, 19)
+
+
+def test_files_that_could_not_be_read_are_tried_again(
+    pictures: Path,
+    unbroken: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As on a network disk that was away for a while."""
+    read, n_read = SourceImage.read, 0
+
+    def failing(image: SourceImage) -> bytes:
+        nonlocal n_read
+        n_read += 1
+        if 15 <= n_read < 20:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return read(image)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SourceImage, "read", failing)
+        assert make(pictures, tmp_path / "set", "--on-error", "skip", "--max-errors", "4") == 2
+    assert "Stale file handle; that makes 5 bad images" in capsys.readouterr().err
+    assert make(pictures, tmp_path / "set", "--on-error", "skip", "--max-errors", "4") == 0
+    assert "going on: 3 of 17 batches are done" in capsys.readouterr().out
+    found = read_all(tmp_path / "set")
+    assert {name for name in found if found[name] != unbroken[name]} == {"manifest.json"}  # it has on_error
+    assert found.keys() == unbroken.keys()
 
 
 def test_a_full_disk_is_seen_before_anything_is_written(
