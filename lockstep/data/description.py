@@ -4,6 +4,7 @@ They are in a run's folder, so that `classify.py` works without the dataset.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,23 @@ def read_description(folder: Path) -> Description | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: can't be used: {error}. Remove it to read the dataset itself.") from error
     return Description(tuple(map(as_valid, names)), _read_mean(folder / MEAN_NAME), resize, orientation)
+
+
+def check_same_classes(names: Sequence[str], data: str, description: Description, run: Path) -> None:
+    """Raise UserError if a class has two names. A class without a name has its number instead.
+
+    Args:
+        names: Of the classes in the dataset called `data`.
+        data: The dataset's name, for messages.
+        description: Of the training data of `run`.
+        run: The run's folder.
+    """
+    for number, (now, then) in enumerate(zip(names, description.class_names, strict=False)):
+        if now != then and str(number) not in (now, then):
+            raise UserError(
+                f"{data}: class {number} is {now!r}, and {then!r} in the training data of {run}. Give the "
+                f"same classes in the same order, or, if both names mean the same, change {run / NAME}."
+            )
 
 
 def _read_mean(path: Path) -> np.ndarray:

@@ -7,8 +7,7 @@ import numpy as np
 
 from lockstep.config import Config
 from lockstep.data.dataset import Dataset, as_subtracted, open_dataset, takes_mean_of_data, with_mean
-from lockstep.data.description import MEAN_NAME, NAME, Description, read_description
-from lockstep.errors import UserError
+from lockstep.data.description import MEAN_NAME, check_same_classes, read_description
 
 
 def open_data(config: Config, run: Path) -> tuple[Dataset, list[str]]:
@@ -32,7 +31,7 @@ def open_data(config: Config, run: Path) -> tuple[Dataset, list[str]]:
     if description is None:
         return dataset, []
     name = config.data or config.data_folder
-    _check_classes(dataset, name, description, run)
+    check_same_classes(dataset.class_names, name, description, run)
     if not takes_mean_of_data(config):
         return dataset, []
     mean = as_subtracted(config, description.mean)
@@ -48,13 +47,3 @@ def open_data(config: Config, run: Path) -> tuple[Dataset, list[str]]:
 def _is_of_channels(mean: np.ndarray) -> bool:
     """Return whether a mean image has one number for each channel, and so fits images of any size."""
     return mean.size > 0 and bool((mean == mean[0, 0]).all())
-
-
-def _check_classes(dataset: Dataset, name: str, description: Description, run: Path) -> None:
-    """Raise UserError if a class has two names. A class without a name has its number instead."""
-    for number, (now, then) in enumerate(zip(dataset.class_names, description.class_names, strict=False)):
-        if now != then and str(number) not in (now, then):
-            raise UserError(
-                f"{name}: class {number} is {now!r}, and {then!r} in the training data of {run}. Validate on "
-                f"the same classes in the same order, or, if both names mean the same, change {run / NAME}."
-            )

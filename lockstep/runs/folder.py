@@ -23,6 +23,7 @@ import fcntl
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -32,7 +33,7 @@ from lockstep.config import Config, run_to_yaml
 from lockstep.config.hosts import OWN_KEYS
 from lockstep.config.layers import with_absolute_paths
 from lockstep.config.tasks import monitor_of
-from lockstep.data.description import Description, write_description
+from lockstep.data.description import Description, check_same_classes, read_description, write_description
 from lockstep.errors import UserError
 from lockstep.files import write_text
 from lockstep.optim import OPTIMIZERS
@@ -241,6 +242,17 @@ def folder_to_resume(config: Config) -> Path:
             raise UserError(f"{parent / name}: there is no such run to resume")
         return parent / name
     return newest(parent)
+
+
+def check_classes_of_run(config: Config, class_names: Sequence[str]) -> None:
+    """Raise UserError if the run to resume has learned classes of other names."""
+    try:
+        folder = folder_to_resume(config)
+        then = read_description(folder) if records(folder) else None
+    except UserError:  # `open_run` reports a missing run; a damaged description is written again
+        return
+    if then:
+        check_same_classes(class_names, config.data or config.data_folder, then, folder)
 
 
 def newest(parent: Path) -> Path:

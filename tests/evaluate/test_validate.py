@@ -326,7 +326,7 @@ def test_a_dataset_of_other_classes_is_refused(trained: Running, folder: Path, t
     assert description
     write_description(run, dataclasses.replace(description, class_names=tuple("abxcdef")))
     text = call("validate.py", run, f"data_folder={folder}", code=2)
-    assert f"{folder}: class 2 is 'c', and 'x' in the training data of {run}. Validate on" in text
+    assert f"{folder}: class 2 is 'c', and 'x' in the training data of {run}. Give the" in text
 
 
 def test_classes_without_a_name_are_shown_by_their_numbers(

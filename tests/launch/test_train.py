@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import ROOT, Program, Running, make_config, make_folder, wait_until
+from dataset_folders import write_manifest
 from limits import limit
 from safetensors.numpy import load_file
 from saved import assert_same, tensors
@@ -194,6 +195,16 @@ def test_a_second_run_does_not_write_into_the_first_ones_folder(program: Program
     running.process.send_signal(signal.SIGINT)
     assert running.wait(20) == 130
     assert Path(running.run_folder / "config.yaml").exists()
+
+
+def test_a_run_is_not_resumed_with_classes_of_other_names(folder: Path, tmp_path: Path) -> None:
+    """As when a class folder was renamed: the labels of the others changed."""
+    write_manifest(folder)
+    program, manifest = Program(folder, tmp_path), folder / "manifest.json"
+    run = program.run("n_epochs=1", devices="[cpu]").run_folder
+    manifest.write_text(manifest.read_text().replace('"c"', '"x"'))
+    refused = program.run("n_epochs=2", "resume_train=true", devices="[cpu]", code=2).last_line()
+    assert f"{folder}: class 2 is 'x', and 'c' in the training data of {run}. Give the same" in refused
 
 
 @pytest.mark.slow
