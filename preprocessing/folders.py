@@ -75,11 +75,19 @@ def _why_left_out(entry: "os.DirEntry[str]") -> str | None:
     try:
         hidden = why_hidden(entry.name)
         if hidden or entry.is_dir():
-            return hidden
+            return hidden or _written_by_lockstep(entry.path)
         _check_regular(entry)
     except OSError as error:  # a pipe, or a link to itself
         return f"can't be read: {error.strerror}"
     return why_no_image(entry.name, lambda: entry.path)
+
+
+def _written_by_lockstep(folder: str) -> str | None:
+    """Return what a folder is whose images are contact sheets or a report's charts, or None."""
+    if os.path.exists(f"{folder}/manifest.json") and os.path.isdir(f"{folder}/train_hkl"):
+        return "a dataset folder"
+    is_of_runs = os.path.basename(folder) == "runs" and any(Path(folder).glob("*/log.jsonl"))
+    return "a folder of runs" if is_of_runs else None
 
 
 def _check_regular(entry: "os.DirEntry[str]") -> None:
@@ -90,7 +98,7 @@ def _check_regular(entry: "os.DirEntry[str]") -> None:
 
 def _is_class(entry: "os.DirEntry[str]") -> bool:
     try:
-        return entry.is_dir() and not why_hidden(entry.name)
+        return entry.is_dir() and not (why_hidden(entry.name) or _written_by_lockstep(entry.path))
     except OSError:  # a link to itself; _why_left_out names it
         return False
 

@@ -80,7 +80,7 @@ def list_table(table: Path, left_out: list[LeftOut], task: Task) -> tuple[list[s
         several = tuple(sorted({label_of[name] for name in row.classes}))
         label = several if multilabel else label_of[row.label]
         images.append(SourceImage(os.path.normpath(row.path), label, str(table.parent / row.path)))
-    named = {image.name for image in images}
+    named = {_name_in_folder(table, image.name) for image in images}
     below: list[LeftOut] = []
     others = [name for name in find_images(table.parent, below) if name not in named]
     left_out += [LeftOut(f"{table.parent}/{name}", f"not in {table.name}") for name in others]
@@ -98,12 +98,17 @@ def _check(table: Path, rows: list[Row], multilabel: bool) -> None:
             raise UserError(f"{table}: {row.place} lacks a path or a label. {cure}")
         if not os.path.isfile(table.parent / row.path):  # Path.is_file() raises for a name that is too long
             raise UserError(f"{table}: {row.place} names {row.path}, which is no file in {table.parent}.")
-        name = os.path.normpath(row.path)
+        name = _name_in_folder(table, row.path)
         if name in seen:
             raise UserError(f"{table}: {row.place} names {row.path} again, after {seen[name].place}.")
         seen[name] = row
     if not rows:
         raise UserError(f"{table}: has no rows. Write a path and a label into each.")
+
+
+def _name_in_folder(table: Path, path: str) -> str:
+    """Return a path relative to the table's folder if it is absolute and inside."""
+    return os.path.normpath(path).removeprefix(f"{os.path.abspath(table.parent)}/")
 
 
 def _read(table: Path, multilabel: bool, left_out: list[LeftOut]) -> tuple[Columns, list[Row]]:

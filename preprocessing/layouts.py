@@ -118,11 +118,14 @@ def _list_classes(source: Path, train: Path, left_out: list[LeftOut]) -> tuple[l
     except UserError as error:
         raise refuse(source, _relative(source, str(error))) from error
     present = {image.label for image in images}
-    classes = [name for label, name in enumerate(names) if label in present]
     left_out += [
-        LeftOut(f"{train}/{name}", "a folder without images") for name in names if name not in classes
+        LeftOut(f"{train}/{name}", "a folder without images")
+        for label, name in enumerate(names)
+        if label not in present
     ]
-    new_label: dict[Label, Label] = {names.index(name): label for label, name in enumerate(classes)}
+    used = [label for label in range(len(names)) if label in present]
+    new_label: dict[Label, Label] = {label: place for place, label in enumerate(used)}
+    classes = [names[label] for label in used]
     return classes, [image._replace(label=new_label[image.label]) for image in images]
 
 

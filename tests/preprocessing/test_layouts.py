@@ -58,6 +58,27 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     assert list_source(tmp_path, 0.2).classes == ["dog", "train"]
 
 
+def test_what_lockstep_writes_into_a_folder_of_images_is_no_class(tmp_path: Path) -> None:
+    """After `lockstep train .` and `lockstep convert . mine` there, a report and an inspection."""
+    write_classes(tmp_path, {"cat": 30, "dog": 30, "emu": 30})
+    (tmp_path / "emu").rename(tmp_path / "runs")
+    assert list_source(tmp_path, 0.2).classes == ["cat", "dog", "runs"]
+    (tmp_path / "runs").rename(tmp_path / "emu")
+    for folder, marks in (("runs/try1", ("log.jsonl",)), ("sets/mine", ("manifest.json", "train_hkl/0.hkl"))):
+        for mark in marks:
+            (tmp_path / folder / mark).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / mark).touch()
+        (tmp_path / folder / "report").mkdir()
+        Image.new("RGB", (9, 9)).save(tmp_path / folder / "report" / "loss.png")
+    listing = list_source(tmp_path, 0.2)
+    assert listing.classes == ["cat", "dog", "emu"]
+    assert [(Path(each.place).name, each.reason) for each in listing.left_out] == [
+        ("mine", "a dataset folder"),
+        ("runs", "a folder of runs"),
+        ("sets", "a folder without images"),
+    ]
+
+
 def test_a_folder_without_images_is_no_class(tmp_path: Path) -> None:
     write_classes(tmp_path, {"cat": 30, "emu": 30})
     (tmp_path / "dog").mkdir()
@@ -100,6 +121,17 @@ def test_a_table_gives_paths_and_labels(tmp_path: Path) -> None:
     assert images == {f"all/{number} x.png": number % 2 for number in range(40)}
     assert listing.val
     assert [(Path(e.place).name, e.reason) for e in listing.left_out] == [("loose.png", "not in labels.csv")]
+
+
+def test_absolute_paths_in_a_table_name_the_same_files(tmp_path: Path) -> None:
+    write_classes(tmp_path / "images", {"cat": 30, "dog": 30})
+    paths = sorted(tmp_path.glob("images/*/*"))
+    table = tmp_path / "labels.csv"
+    table.write_text("path,label\n" + "".join(f"{path},{path.parent.name}\n" for path in paths))
+    assert list_source(tmp_path, 0.2).left_out == ()
+    table.write_text(f"{table.read_text()}images/dog/003.png,cat\n")
+    with pytest.raises(UserError, match=r"line 62 names images/dog/003\.png again, after line 35"):
+        list_source(tmp_path, 0.2)
 
 
 def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
