@@ -16,8 +16,10 @@ and the last line says which process failed, how, and what it was doing.
 """
 
 from lockstep.signals import Interrupts
+from lockstep.text import handle_closed_pipe
 
 if __name__ == "__main__":
+    handle_closed_pipe(ends_program=False)
     interrupts = Interrupts()
     interrupts.install("stopped as asked, before training began")  # now: the imports below take a second
 
@@ -49,7 +51,6 @@ from lockstep.launch.status import begin_trace
 from lockstep.launch.subprocesses import live_report, write_report
 from lockstep.runs import versions
 from lockstep.runs.folder import RunFolder
-from lockstep.text import handle_closed_pipe
 
 HERE = Path(__file__).resolve().parent
 
@@ -146,5 +147,4 @@ def start_processes(processes: Processes, attempt: Attempt, context: Context) ->
 
 
 if __name__ == "__main__":
-    handle_closed_pipe(ends_program=False)
     leave(main(interrupts, template))

@@ -13,8 +13,10 @@ and the last line says which process failed, how, and what it was doing.
 """
 
 from lockstep.signals import Interrupts
+from lockstep.text import handle_closed_pipe
 
 if __name__ == "__main__":
+    handle_closed_pipe()
     interrupts = Interrupts()
     interrupts.install("stopped as asked")  # now: the imports below take a second
 
@@ -49,7 +51,6 @@ from lockstep.runs.multilabel import LabelMetrics
 from lockstep.runs.network_source import check_importable
 from lockstep.runs.plan import RunPlan
 from lockstep.runs.state import Checkpoint
-from lockstep.text import handle_closed_pipe
 from lockstep.trainer.validation import FEW_CLASSES
 
 N_WORST = 10  # classes to list
@@ -263,5 +264,4 @@ def write_files(
 
 
 if __name__ == "__main__":
-    handle_closed_pipe()
     sys.exit(main(interrupts))

@@ -13,8 +13,10 @@ has no receipts, its data are missing, or an argument can't be used; 130 Ctrl-C,
 """
 
 from lockstep.signals import Interrupts
+from lockstep.text import handle_closed_pipe
 
 if __name__ == "__main__":
+    handle_closed_pipe()
     interrupts = Interrupts()
     interrupts.install("stopped as asked")  # now: the imports below take a second
 
@@ -45,7 +47,6 @@ from lockstep.programs import make_parser
 from lockstep.runs import receipts as chain
 from lockstep.runs.plan import RunPlan
 from lockstep.runs.receipts import Receipt
-from lockstep.text import handle_closed_pipe
 from lockstep.verify import files, intervals
 from lockstep.verify.intervals import Replay
 
@@ -307,5 +308,4 @@ def report(folder: Path, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    handle_closed_pipe()
     sys.exit(main(interrupts))

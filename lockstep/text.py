@@ -61,14 +61,30 @@ def handle_closed_pipe(ends_program: bool = True) -> None:
     Args:
         ends_program: False: the program continues without output, because its work matters more.
     """
-    stream = sys.stdout
-    if type(stream) is not io.TextIOWrapper:  # it is closed, or a test's or a notebook's
-        return
-    output = getattr(stream.buffer, "raw", stream.buffer)
-    if type(output) is io.FileIO:
-        stream.flush()
-        output = _Output(output.fileno(), "wb", closefd=False)
-        buffer = io.BufferedWriter(output)
-        sys.stdout = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)
-    if isinstance(output, _Output):
-        output.ends_program = ends_program
+    _open_closed_streams()
+    for name in ("stdout",) if ends_program else ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is not io.TextIOWrapper:  # a test's or a notebook's
+            continue
+        output = getattr(stream.buffer, "raw", stream.buffer)
+        if type(output) is io.FileIO:
+            stream.flush()
+            output = _Output(output.fileno(), "wb", closefd=False)
+            buffer = io.BufferedWriter(output)
+            setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True))
+        if isinstance(output, _Output):
+            output.ends_program = ends_program
+
+
+def _open_closed_streams() -> None:
+    """Open standard streams that were closed before the program started, as by `>&-`, on /dev/null.
+
+    The next file that is opened would get the descriptor, and with it what libraries print.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(descriptor, True)
+            stream = os.fdopen(descriptor, "r" if name == "stdin" else "w", errors="backslashreplace")
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)  # so that the descriptor stays open

@@ -20,7 +20,7 @@ from lockstep.config import Config, Layer, resolve
 from lockstep.config.tasks import Task
 from lockstep.errors import UserError
 from lockstep.programs import make_parser
-from lockstep.text import escape_when_printing
+from lockstep.text import escape_when_printing, handle_closed_pipe
 from preprocessing import summary
 from preprocessing.inputs import list_source
 from preprocessing.layouts import refuse
@@ -76,4 +76,5 @@ def list_checked(source: Path, val_split: float, task: Task) -> Listing:
 
 if __name__ == "__main__":
     escape_when_printing()
+    handle_closed_pipe(ends_program=False)
     sys.exit(main())

@@ -26,6 +26,8 @@ def command_of(module: str, *arguments: str) -> list[str]:
 def start_program(module: str, *arguments: str, **options: Any) -> "subprocess.Popen[bytes]":
     """Start a module of the program folder as a process that ends with this one, not at a signal.
 
+    Packages in the working directory, which may have one's name, come last (-P).
+
     Args:
         module: The module to run, from any working directory.
         arguments: Its command line.
@@ -36,7 +38,8 @@ def start_program(module: str, *arguments: str, **options: Any) -> "subprocess.P
     """
     path = [str(program_folder()), *filter(None, sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    command = command_of(module, *arguments)
+    python, *words = command_of(module, *arguments)
+    command = [python, "-P", *words]
     with signals_blocked():
         return subprocess.Popen(command, env=environment, preexec_fn=_begin, **options)  # noqa: PLW1509
 

@@ -154,6 +154,20 @@ def test_a_run_continues_when_the_reader_of_its_output_exits(tmp_path: Path) -> 
     assert (tmp_path / "done").exists()
 
 
+def test_streams_that_are_closed_lead_to_no_file(tmp_path: Path) -> None:
+    """Without them, the first file would have descriptor 0 and the third what the program prints."""
+    program = (
+        "from lockstep.text import handle_closed_pipe; handle_closed_pipe(); import os, sys;"
+        "files = [open(name, 'w') for name in 'abc']; print('out'); print('err', file=sys.stderr);"
+        "os.write(1, b'out'); os.write(2, b'err'); os.system('echo out; echo err >&2');"
+        "print(sys.stderr.isatty(), [file.fileno() for file in files], file=files[0])"
+    )
+    command = f'{sys.executable} -c "{program}" <&- >&- 2>&-'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, check=True)
+    assert [(tmp_path / name).read_text() for name in "abc"] == ["False [3, 4, 5]\n", "", ""]
+
+
 def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"lockstep {__version__}\n"
