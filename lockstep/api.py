@@ -134,8 +134,9 @@ class Run:
             raise UserError(
                 f"{image}: is a folder. Name one image; the command `lockstep predict` takes folders."
             )
-        command = ["predict", str(image), "--run", str(self.folder), "--epoch", str(epoch), "--json"]
+        command = ["predict", "--run", str(self.folder), "--epoch", str(epoch), "--json"]
         command += [] if threshold is None else ["--threshold", str(threshold)]
+        command += ["--", str(image)]
         with objects.pickled(self._passed) as passed:
             environment = _environment() | passed
             done = subprocess.run(_command(command), capture_output=True, text=True, env=environment)

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from lockstep.text import one_line
+
 _SIDE = 128  # of an image on the sheet
 _GAP = 8
 _LINE = 14
@@ -84,7 +86,8 @@ def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _drawable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()  # file names may contain lone surrogates
+    """Return a text as one line without lone surrogates, which names of files may have."""
+    return one_line(text.encode("utf-8", "replace").decode())
 
 
 def _shortened(text: str, draw: ImageDraw.ImageDraw, font: object, width: int) -> str:

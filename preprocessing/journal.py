@@ -85,9 +85,7 @@ class Journal:
             return
         begin = time.monotonic()
         sums = self.sums.without(self._unwritten_sums)
-        records = {
-            key: asdict(record) for key, record in self.records.items() if key not in self._unwritten
-        }
+        records = {key: asdict(record) for key, record in self.records.items() if key not in self._unwritten}
         content = {
             "settings": self._settings,
             "tasks": self._digest,

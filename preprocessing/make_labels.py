@@ -44,18 +44,30 @@ def main(arguments: list[str] | None = None) -> int:
 def find_labels(folder: Path, lists: Path, split: str) -> np.ndarray:
     """Return one int64 label per image, in the order of the files. Raise UserError if one is missing."""
     path = lists / f"{split}.txt"
-    labels: dict[str, int | None] = {}
-    for name, label in read_list(path):
-        short = Path(name).name  # theano_alexnet's order has full paths; file names are unique in ImageNet
-        labels[short] = label if labels.get(short, label) == label else None
-        labels[name] = label
+    labels = dict(read_list(path))
+    by_end: dict[str, int | None] = {}  # None: of images with several labels
+    for name, label in labels.items():
+        for end in {_in_folder(name), f"*/{Path(name).name}"}:
+            by_end[end] = label if by_end.get(end, label) == label else None
     image_labels = []
     for name in read_order(folder, lists, split):
-        known = labels.get(name, labels.get(Path(name).name))
+        # theano_alexnet's order has full paths. A name without a folder is unique in ImageNet.
+        found = (
+            labels.get(name),
+            by_end.get(_in_folder(name)),
+            labels.get(Path(name).name),
+            by_end.get(f"*/{name}"),
+        )
+        known = next((label for label in found if label is not None), None)
         if known is None:
             raise UserError(f"{path}: has no line for {name}, which is in {folder}")
         image_labels.append(known)
     return np.array(image_labels, np.int64)
+
+
+def _in_folder(name: str) -> str:
+    """Return a path without the folders above its own."""
+    return "/".join(Path(name).parts[-2:])
 
 
 def read_order(folder: Path, lists: Path, split: str) -> list[str]:

@@ -136,6 +136,7 @@ def export(trained: Trained, to: str, out: Path, lib_conv: theano_folder.LibConv
     try:
         if to == "theano_alexnet":
             layers, progress = theano_form(trained)
+            shutil.rmtree(temporary, ignore_errors=True)  # left by an export that was killed
             temporary.mkdir()
             theano_folder.write(temporary, trained.checkpoint.state.epoch, lib_conv, layers, progress)
             temporary.rename(out)

@@ -60,12 +60,15 @@ def test_a_run_has_the_bits_of_train_py(
     assert any(event["event"] == "progress" for event in events)
 
 
-def test_the_network_answers_and_the_run_resumes(shared_folder: Path, tmp_path: Path) -> None:
+def test_the_network_answers_and_the_run_resumes(
+    shared_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = lockstep.train(shared_folder, **keys(tmp_path, n_epochs=1))
     model = run.model()
     assert not model.training
-    Image.new("RGB", (50, 40), "red").save(tmp_path / "red.png")
-    answers = run.predict(tmp_path / "red.png")
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (50, 40), "red").save("-red.png")
+    answers = run.predict("-red.png")
     with pytest.raises(lockstep.UserError, match="is a folder"):
         run.predict(tmp_path)
     assert len(answers) == 5

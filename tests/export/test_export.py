@@ -250,6 +250,14 @@ def test_nothing_is_overwritten_and_nothing_half_written_is_left(tmp_path: Path,
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "file"])
 
 
+def test_an_export_that_was_killed_hinders_no_other_one(tmp_path: Path) -> None:
+    trained = load_trained(make_run(tmp_path / "run", make_config(model="tiny")), "latest")
+    (tmp_path / ".theirs.unfinished").mkdir()
+    (tmp_path / ".theirs.unfinished" / "W_0.npy").touch()
+    export(trained, "theano_alexnet", tmp_path / "theirs")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "theirs"]
+
+
 def logits_in_onnx(path: Path, images: torch.Tensor) -> np.ndarray:
     runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime to run what was exported")
     session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])

@@ -20,6 +20,7 @@ from lockstep.data import hkl
 from lockstep.data.dataset import open_dataset
 from lockstep.errors import UserError
 from preprocessing import caffe_lists, devkit, make_hkl, tars
+from preprocessing.make_labels import find_labels
 
 SIZES = ("--size", "16", "--batch", "8", "--workers", "1")
 
@@ -232,3 +233,28 @@ def test_make_train_val_txt_and_make_labels_alone(
         (from_folders / "labels" / name).unlink()
     assert make_labels.main([str(from_folders), "--lists", str(tmp_path)]) == 0
     assert read_all(from_folders / "labels") == kept
+
+
+@pytest.mark.parametrize(
+    ("listed", "order", "labels"),
+    [
+        ("cat/1.jpg 0\ndog/2.jpg 1\n", "dog/2.jpg 9\ncat/1.jpg 9\n", [1, 0]),
+        ("cat/1.jpg 0\ndog/2.jpg 1\n", "/old/train/dog/2.jpg 9\n/old/train/cat/1.jpg 9\n", [1, 0]),
+        ("1.jpg 0\n2.jpg 1\n", "/old/train/dog/2.jpg 9\n", [1]),
+        ("cat/1.jpg 0\ndog/2.jpg 1\n", "2.jpg 9\n", [1]),
+        ("cat/1.jpg 0\n", "cat/1.jpg 9\ndog/1.jpg 9\n", None),
+        ("cat/1.jpg 0\ndog/1.jpg 1\n", "1.jpg 9\n", None),
+    ],
+)
+def test_make_labels_takes_no_label_of_another_image(
+    listed: str, order: str, labels: list[int] | None, tmp_path: Path
+) -> None:
+    """Images of several classes may have the same name."""
+    (tmp_path / "misc").mkdir()
+    (tmp_path / "misc" / "train.txt").write_text(listed)
+    (tmp_path / "misc" / "train_order.txt").write_text(order)
+    if labels is None:
+        with pytest.raises(UserError, match=r"train\.txt: has no line for (dog/)?1\.jpg, which is in"):
+            find_labels(tmp_path, tmp_path / "misc", "train")
+    else:
+        assert find_labels(tmp_path, tmp_path / "misc", "train").tolist() == labels

@@ -83,6 +83,13 @@ def test_any_text_can_be_drawn() -> None:
     assert contact_sheet.draw_histogram({"training": many}, ("ü",) * 1000).width >= 1000
 
 
+def test_a_name_of_two_lines_is_drawn_on_one() -> None:
+    image = np.zeros((20, 20, 3), np.uint8)
+    sample = Sample(image, image.astype(np.float32), "train 0: cat\ndog", "")
+    assert contact_sheet.draw_sheet([sample], 1).size == (272 + 8, 180)
+    assert contact_sheet.draw_histogram({"training": np.arange(2)}, ("a\nb", "c")).height == 196
+
+
 def test_letters_beyond_ascii_are_drawn_as_such() -> None:
     image = np.zeros((20, 20, 3), np.uint8)
     sheets = {
