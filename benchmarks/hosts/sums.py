@@ -133,9 +133,9 @@ def time_overlap(rank: int, pipes: dict[int, Pipe], place: Place) -> dict[str, f
         early.reduce(early, buckets, "mean")
 
     def network() -> None:
-        late._network.early = None
+        late._network.overlapped = None
         late.reduce(late, buckets, "mean")
-        late._network.early = early._early
+        late._network.overlapped = early._overlapped
 
     return medians({"backward": backward, "network": network, "both": both}, 3)
 
