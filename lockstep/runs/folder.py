@@ -282,6 +282,8 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
     refused = {"model", "model_args", "input_size", "seed", "optimizer", "ema_decay", "freeze"}
     refused |= {"unfreeze_epoch", "task"}
     refused |= set(OPTIMIZERS[config.optimizer].kept_keys)
+    if "use_momentum" in refused and 0 in (now["momentum"], then["momentum"]):  # no state without momentum
+        refused.add("momentum")
     if 0 < state.position < state.n_samples:
         refused |= {"shuffle", "shuffle_block", "sampler"}
         if n_train != state.n_samples:

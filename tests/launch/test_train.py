@@ -175,6 +175,7 @@ def test_going_on_from_another_seed_or_model_is_refused(program: Program) -> Non
         (["seed=5"], "was made with seed: 0, the configuration says 5"),
         (["model_args={dropout: 0.1}"], "was made with model_args"),
         (["use_momentum=false"], "was made with use_momentum: True, the configuration says False"),
+        (["momentum=0"], "was made with momentum: 0.9, the configuration says 0.0"),
         (["n_epochs=1"], "all 1 epochs are done; raise n_epochs"),
     ):
         epochs = [] if words == ["n_epochs=1"] else ["n_epochs=2"]
