@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -14,6 +15,8 @@ import torch
 from lockstep.errors import UserError
 from lockstep.signals import die_with_parent
 
+# If this process is killed, multiprocessing's tracker removes its semaphores, and warns of them afterwards.
+_NO_WARNING = "ignore:resource_tracker"
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -34,6 +37,8 @@ def in_parallel(
         for item in items:
             yield item, function(item)
         return
+    if _NO_WARNING not in sys.warnoptions:  # which the process that it starts inherits
+        sys.warnoptions.append(_NO_WARNING)
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(n_workers, context, _begin, (os.getpid(),))
     under_way: dict[Future[Result], Item] = {}

@@ -88,6 +88,7 @@ def test_killed_or_stopped_it_goes_on_to_the_same_bytes(
     held.let_go()
     _, error = running.communicate(timeout=limit(60))
     assert running.returncode == (130 if number == signal.SIGINT else -number), error
+    assert "resource_tracker" not in error
     wait_until(lambda: processes_of_session(running.pid) == [], "workers to be gone", 10)
     assert not (tmp_path / "set").exists()
     unfinished = build.unfinished(tmp_path / "set")
