@@ -44,24 +44,26 @@ class _Delivered:
     """A module or an optimizer that the ranks have copies of.
 
     Attributes:
-        n_param_groups: Number of groups of parameters in the copies; 0 for a module.
+        parameters: The parameters of the copies by group; empty for a module. Kept for their ids.
+        ids: Their ids by group.
         state: The optimizer's state that the copies have, too.
     """
 
     thing: Any
-    n_param_groups: int
+    parameters: list[list[Any]]
+    ids: list[list[int]]
     state: Any
 
     @staticmethod
     def make(thing: Any) -> "_Delivered":
-        if is_optimizer(thing):
-            return _Delivered(thing, len(thing.param_groups), thing.state)
-        return _Delivered(thing, 0, None)
+        groups = thing.param_groups if is_optimizer(thing) else []
+        parameters = [list(group["params"]) for group in groups]
+        return _Delivered(thing, parameters, _ids(groups), thing.state if groups else None)
 
     @property
     def fits(self) -> bool:
         """True if the copies can take the settings."""
-        return not is_optimizer(self.thing) or len(self.thing.param_groups) == self.n_param_groups
+        return not is_optimizer(self.thing) or _ids(self.thing.param_groups) == self.ids
 
     def read(self) -> bool | _OptimizerSettings | None:
         if not is_optimizer(self.thing):
@@ -83,64 +85,80 @@ class Settings:
 
     def __init__(self) -> None:
         self._groups: dict[int, list[_Delivered]] = {}
-        self._delivered: bytes | None = None
+        self._sent: bytes | None = None  # the settings of the last `capture`, pickled
+        self._delivered: bytes | None = None  # those that all ranks have
+        self._received: dict[int, list[Any]] = {}  # on a worker
 
     def add(self, number: int, objects: list[Any]) -> None:
         """Add a group, which lists the same objects in the same order on all ranks."""
         self._groups[number] = [_Delivered.make(thing) for thing in objects]
 
     def capture(self, number: int) -> bytes | None:
-        """Return the settings that a call must send to the workers, or None if they are unchanged.
+        """Return the settings that a call must send to the workers, for `apply`.
 
         Args:
             number: Group of the function that is called; 0 if it has none.
 
+        Returns:
+            The settings; no bytes if the workers have received them, None if no object has any.
+
         Raises:
-            ValueError: The number of parameter groups of an optimizer in this group has changed.
+            ValueError: The parameters of an optimizer in this group, or their groups, have changed.
         """
         if not self._groups:
             return None
         _check_fit(self._groups.get(number, []))
         states = {number: [entry.read() for entry in group] for number, group in self._groups.items()}
         try:
-            packed = pickle.dumps(states)
+            self._sent = pickle.dumps(states)
         except Exception:  # a function in a group of parameters, for instance
-            packed = cloudpickle.dumps(states)
-        if packed == self._delivered:
-            return None
+            self._sent = cloudpickle.dumps(states)
+        if self._sent == self._delivered:
+            return b""
         self._delivered = None  # until `confirm`: a call that fails may have brought them to some ranks
+        packed: bytes = cloudpickle.dumps(
+            states
+        )  # with the classes of the program, which workers can't import
         return packed
 
     def confirm(self, packed: bytes | None) -> None:
         """Record that all ranks have received these settings."""
-        if packed is None:
+        if not packed:
             return
-        self._delivered = packed
+        self._delivered = self._sent
         for entry in (entry for group in self._groups.values() for entry in group):
             if is_optimizer(entry.thing) and entry.fits:
                 entry.state = entry.thing.state
 
     def apply(self, packed: bytes) -> None:
-        """Give this worker's objects the caller's settings."""
-        for number, states in pickle.loads(packed).items():
+        """Give this worker's objects the caller's settings, which a callable may have changed since.
+
+        Args:
+            packed: From `capture`; empty for the settings of the last call.
+        """
+        if packed:
+            self._received = pickle.loads(packed)
+        for number, states in self._received.items():
             for entry, state in zip(self._groups.get(number, []), states, strict=False):
-                if isinstance(state, bool):
+                if isinstance(state, _OptimizerSettings):
+                    _apply_to_optimizer(entry.thing, state, with_state=bool(packed))
+                elif state is not None and entry.thing.training is not state:
                     entry.thing.training = state
-                elif state is not None:
-                    _apply_to_optimizer(entry.thing, state)
 
 
 def _check_fit(group: list[_Delivered]) -> None:
     for entry in group:
         if not entry.fits:
+            before, now = len(entry.ids), len(entry.thing.param_groups)
+            what = "other parameters than" if before == now else f"{now} groups of parameters, {before}"
             raise ValueError(
-                f"{type(entry.thing).__name__} has {len(entry.thing.param_groups)} groups of parameters, "
-                f"{entry.n_param_groups} at distribute(). Create this function again, and call distribute()"
+                f"{type(entry.thing).__name__} has {what} at distribute(). Create this function again, and "
+                "call distribute()"
             )
 
 
-def _apply_to_optimizer(optimizer: Any, settings: _OptimizerSettings) -> None:
-    if settings.state is not None:
+def _apply_to_optimizer(optimizer: Any, settings: _OptimizerSettings, with_state: bool) -> None:
+    if with_state and settings.state is not None:
         optimizer.load_state_dict({**optimizer.state_dict(), "state": settings.state})
     _write(optimizer.param_groups, settings.groups)
 
@@ -150,8 +168,13 @@ def receive(context: Any, objects: Iterator[Any]) -> None:
     number, group = next(objects)
     context.settings.add(number, group)
     for shared in context.shareds.values():
-        shared.sync_objects()
+        for take_over in shared.sync_objects():
+            take_over()
         shared.add_owners(thing for thing in group if not is_optimizer(thing))
+
+
+def _ids(groups: list[dict[str, Any]]) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in groups]
 
 
 def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,8 @@
 """Settings that a program changes between calls apply on all ranks; inputs that callables write into."""
 
 import copy
+import enum
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ from synk_teams import team
 
 import lockstep.synk as synk
 from lockstep.exchange.reduction import reduce_arrays
-from lockstep.synk.extensions import torch_train
+from lockstep.synk.extensions import make_step, torch_train
 
 LOSS = torch.nn.functional.mse_loss
 
@@ -261,3 +263,100 @@ def test_float16_outputs_and_variables_have_a_mean() -> None:
         assert (found, found.dtype) == (60000, np.float16)
     synk.all_reduce(shared)
     assert (synk.reduce(shared, in_place=False) == 60000).all()
+
+
+def test_settings_that_a_callable_changes_are_the_callers_in_the_next_call() -> None:
+    net = synk.share(make_net(torch.nn.Dropout(0.5)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def evaluate(x):
+        net.eval()
+        optimizer.param_groups[0]["lr"] = 0.5
+        return net(x)
+
+    f = synk.function(evaluate, "gather")
+    g = synk.function(lambda: torch.tensor([net.training, optimizer.param_groups[0]["lr"]]), "gather")
+    synk.distribute()
+    for n_rows in (8, 1):  # of one row, this process has none
+        assert g().tolist() == [1, torch.tensor(0.1)] * 2
+        f(rows()[0][:n_rows])
+        net.train()
+        optimizer.param_groups[0]["lr"] = 0.1
+    assert g().tolist() == [1, torch.tensor(0.1)] * 2
+
+
+def test_a_callable_of_a_step_may_change_hyperparameters() -> None:
+    net = synk.share(make_net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def loss(found, y):
+        optimizer.param_groups[0]["lr"] *= 0.5
+        return LOSS(found, y)
+
+    step = torch_train.make_train_function(net, loss, optimizer)
+    synk.distribute()
+    for _ in range(3):
+        step(*rows())
+        first, second = synk.gather(synk.weights(net))
+        assert np.array_equal(first, second)
+
+
+class Kind(enum.Enum):
+    """A hyperparameter that no optimizer of torch has."""
+
+    FIRST = 1
+    SECOND = 2
+
+
+def test_hyperparameters_may_be_of_classes_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "Kind", Kind, raising=False)
+    monkeypatch.setattr(Kind, "__module__", "__main__")
+    net = synk.share(make_net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    group = optimizer.param_groups[0]
+    f = synk.function(lambda: torch.tensor([optimizer.param_groups[0]["kind"].value]), "gather")
+    for kind in (Kind.FIRST, Kind.SECOND):
+        group["kind"] = kind
+        if kind is Kind.FIRST:
+            synk.distribute()
+        assert f().tolist() == [kind.value] * 2
+
+
+def test_other_parameters_in_a_group_are_refused() -> None:
+    net = synk.share(make_net(torch.nn.Linear(3, 3)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = torch_train.make_train_function(net, LOSS, optimizer)
+    synk.distribute()
+    step(*rows())
+    optimizer.param_groups[0]["params"] = list(net[1].parameters())
+    with pytest.raises(ValueError, match="SGD has other parameters than at distribute"):
+        step(*rows())
+    optimizer.param_groups[0]["params"] = list(net.parameters())
+    step(*rows())
+
+
+def test_outputs_of_an_update_leave_those_of_its_step_alone() -> None:
+    net = synk.share(make_net())
+
+    def gradient(x):
+        net.zero_grad()
+        net(x).mean().backward()
+        return torch.ones(5000)
+
+    compute = synk.function(gradient, "sum", updates=[synk.grads(net)])
+    update = synk.function(lambda: torch.full((5000,), 7.0), "sum")
+    step = make_step(compute, synk.grads(net), update)
+    synk.distribute()
+    for _ in range(2):
+        assert (step(rows()[0], []) == 2).all()
+
+
+def test_a_list_of_numbers_is_one_input_of_a_step() -> None:
+    net = synk.share(make_net())
+    step = torch_train.make_train_function(
+        net, lambda found, y: LOSS(found[:, 0], y), torch.optim.SGD(net.parameters())
+    )
+    synk.distribute()
+    x, y = rows()
+    expected = LOSS(net(torch.from_numpy(x))[:, 0], torch.from_numpy(y[:, 0])).item()
+    assert abs(step(x, list(y[:, 0])) - expected) < 1e-12

@@ -1,6 +1,7 @@
 """Extensions for training: update rules, and steps of gradient, all_reduce and update as one command."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lockstep.synk.functions import CallArguments, Function
@@ -28,10 +29,12 @@ def make_step(compute: Function, gradient: Any, update: Function) -> TrainingSte
                 CallArguments([*listed(x), *listed(y)], batch=batch, num_slices=num_slices)
             )
             gradients = team.registry.find(gradient, "a training step")
+            # Without results, which would overwrite those of `first`.
+            last = update.prepare(CallArguments(output_subset=[]))
             steps = (
                 first,
                 make_all_reduce(gradients, "avg", by_rows=True),
-                update.prepare(CallArguments()),
+                replace(last, settings=None),  # `first` has brought them, and its callable may change them
             )
             if compiled:
                 parts, _, _ = team.ask("a training step", *steps)
@@ -45,5 +48,5 @@ def make_step(compute: Function, gradient: Any, update: Function) -> TrainingSte
 
 def listed(given: Any) -> list[Any]:
     """Return a list of inputs for one input or several. A list of numbers is one input."""
-    several = isinstance(given, list | tuple) and all(hasattr(entry, "ndim") for entry in given)
+    several = isinstance(given, list | tuple) and all(getattr(entry, "ndim", 0) for entry in given)
     return list(given) if several else [given]
