@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytensor
+from pytensor.compile.aliasing import alias_root
 from pytensor.compile.sharedvalue import SharedVariable
 from pytensor.graph.basic import Variable
 from pytensor.graph.traversal import ancestors, toposort
@@ -37,6 +38,7 @@ class Graph:
     update_modes: list[UpdateMode]
     givens: list[tuple[Any, Any]]
     sliceable: list[Any]
+    settings: dict[str, Any]  # of PyTensor, as in the process that created the function
     options: dict[str, Any] = field(default_factory=dict)
 
     def ends(self) -> list[Any]:
@@ -91,6 +93,8 @@ class GraphProgram(RankProgram):
         ]
         self._function = compile_graph(graph)
         self._function.trust_input = True  # dtype and shape have been checked
+        self._copied_outputs, variables = aliases_of(self._function)
+        self._copied = [shareds[variable] for variable in variables]
         self.sliceable = [shareds[variable] for variable in graph.sliceable]
         self.updated, self.default_modes = self._find_updated(shareds)
 
@@ -98,12 +102,16 @@ class GraphProgram(RankProgram):
         """Do nothing: the inputs of a graph have dtypes of their own."""
 
     def call(self, inputs: list[np.ndarray]) -> list[Any]:
-        return [np.asarray(value) for value in self._function(*inputs)]
+        outputs = self._function(*inputs)
+        for shared in self._copied:
+            shared.put(shared.get().copy())
+        copied = self._copied_outputs
+        return [np.array(value) if i in copied else np.asarray(value) for i, value in enumerate(outputs)]
 
     def call_locally(self, inputs: list[Any]) -> list[Any]:
         self._function.trust_input = False
         try:
-            return [np.asarray(value) for value in self._function(*inputs)]
+            return self.call(inputs)
         finally:
             self._function.trust_input = True
 
@@ -113,7 +121,7 @@ class GraphProgram(RankProgram):
         variables = [shared.parts[0] for shared in new]
         defaults = [variable.default_update for variable in variables]
         nodes = list(nodes_in_order([*graph.ends(), *(end for end in defaults if end is not None)]))
-        yield what, (number, len(variables), len(nodes), settings())
+        yield what, (number, len(variables), len(nodes), graph.settings)
         for shared, variable in zip(new, variables, strict=True):
             value = None if shared.is_array else shared.get()
             shape = shared.get().shape if shared.is_array else None
@@ -181,6 +189,26 @@ def updated_by(function: Any) -> list[Any]:
         for argument in function.maker.inputs
         if argument.implicit and argument.update is not None
     ]
+
+
+def aliases_of(function: Any) -> tuple[set[int], list[Any]]:
+    """Return what may be the old value of an updated variable: numbers of outputs, and updated variables.
+
+    PyTensor copies neither. Here the old value lies in its variable's slot, which collectives write.
+    """
+    graph = function.maker.fgraph
+    outputs, variables, inputs = set(), [], set(graph.inputs)
+    with deep_recursion():
+        roots = [alias_root(output) for output in graph.outputs]
+    for number, root in enumerate(roots):
+        updated = graph.update_mapping.get(number)  # number of an input
+        if root not in inputs or not isinstance(root.type, TensorType):
+            continue
+        if updated is None:
+            outputs.add(number)
+        elif root is not graph.inputs[updated]:
+            variables.append(function.maker.inputs[updated].variable)
+    return outputs, variables
 
 
 @contextmanager
@@ -263,7 +291,16 @@ def _canonical(state: Any) -> str:
     return str(np.asarray(state).tolist())
 
 
-_SETTINGS = ("floatX", "mode", "linker", "optimizer", "cast_policy", "on_unused_input", "allow_gc")
+_SETTINGS = (
+    "floatX",
+    "mode",
+    "linker",
+    "optimizer",
+    "cast_policy",
+    "on_unused_input",
+    "allow_gc",
+    "numba__fastmath",
+)
 
 
 def settings() -> dict[str, Any]:
@@ -312,6 +349,7 @@ def build(registry: SharedRegistry, request: FunctionRequest) -> GraphProgram:
         update_modes=update_modes,
         givens=replaced,
         sliceable=sliceable,
+        settings=settings(),
         options=request.options,
     )
     shareds = {variable: registry.add(GraphShared(variable)) for variable in shareds_of(graph)}

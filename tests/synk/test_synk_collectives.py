@@ -193,3 +193,25 @@ def test_unequal_shapes_do_not_fold(case: Any) -> None:
         ):
             fold_them("stored")
     assert synk.get_lengths("stored") == [1, 1, 2]
+
+
+def test_an_old_value_of_a_variable_is_no_part_of_its_memory(case: Any) -> None:
+    """PyTensor does not copy it, neither for an output nor for the new value of another variable."""
+    now, before = pytensor.shared(np.zeros(3), name="now"), pytensor.shared(np.zeros(3), name="before")
+    one, two = pytensor.shared(np.ones(3), name="one"), pytensor.shared(np.full(3, 2.0), name="two")
+    f = synk.function([], (now, None), updates=[(before, now[::-1]), (now, now + np.arange(3))])
+    g = synk.function([], updates=[(one, two), (two, one)])
+    synk.distribute()
+    f()
+    found = f()
+    g()
+    synk.all_reduce([now, one], "sum")
+    synk.broadcast(two, np.full(3, 7.0))
+    size = case["size"]
+    assert found.tolist() == [0, 1, 2]
+    assert synk.gather(before).tolist() == [[2, 1, 0]] * size
+    assert synk.gather(now).tolist() == [[0, 2 * size, 4 * size]] * size
+    assert synk.gather(one).tolist() == [[2 * size] * 3] * size
+    assert f.alone().tolist() == [0, 2 * size, 4 * size]
+    synk.broadcast(now, np.full(3, 9.0))
+    assert before.get_value().tolist() == [4 * size, 2 * size, 0]
