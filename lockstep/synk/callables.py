@@ -6,6 +6,7 @@ are pickled as numbers, so that each rank's copy refers to that rank's own tenso
 
 import hashlib
 import inspect
+import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -118,10 +119,8 @@ class CallableProgram(RankProgram):
         what = f"function {self.name!r}"
         yield what, receive
         described = [shared.describe() for shared in new if isinstance(shared, TensorShared)]
-        yield what, (number, described, _seed())
-        function = self.spec.function  # other callables have no closure
-        closure = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
-        for name, value in closure.items():
+        yield what, (number, described, _seeds())
+        for name, value in _closure(self.spec.function):
             yield f"{what}: {name!r}, which it uses", value
         yield what, self.spec
 
@@ -152,6 +151,17 @@ class CallableProgram(RankProgram):
         return array
 
 
+def _closure(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of a function's closure that have a value now; other callables have no closure."""
+    if inspect.isfunction(function):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # it gets its value later
+                continue
+            yield name, value
+
+
 def _to_numpy(tensor: torch.Tensor, what: str) -> np.ndarray:
     try:
         array: np.ndarray = tensor.detach().cpu().numpy()
@@ -164,9 +174,9 @@ def _to_numpy(tensor: torch.Tensor, what: str) -> np.ndarray:
 
 def receive(context: RankContext, objects: Iterator[Any]) -> None:
     """Build the program on a worker."""
-    number, described, seed = next(objects)
+    number, described, seeds = next(objects)
     if not any(program.kind == CallableProgram.kind for program in context.programs.values()):
-        _seed_streams(seed, context.rank)
+        _seed_streams(seeds, context.rank)
     for description in described:
         context.shareds[description.number] = description.make(context)
     spec = next(piece for piece in objects if isinstance(piece, Spec))
@@ -204,10 +214,11 @@ def _check_parameters(name: str, function: Callable[..., Any], whole: Any) -> tu
         raise TypeError(f"{name}: bcast_inputs is {type(whole).__name__}, and has to be a list of names")
     names = []
     for parameter in _signature(name, function).parameters.values():
+        if parameter.default is not parameter.empty:
+            continue
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"{name}: {parameter} can't be an input: inputs are positional parameters")
-        if parameter.default is parameter.empty:
-            names.append(parameter.name)
+        names.append(parameter.name)
     for argument in whole or []:
         if argument not in names:
             raise ValueError(
@@ -267,14 +278,17 @@ def _find(registry: SharedRegistry, name: str, what: str, argument: Any) -> int:
     return number
 
 
-def _seed() -> bytes:
-    """Return the seed of the other ranks' random streams, from the state of this process's stream."""
-    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()
+def _seeds() -> list[bytes]:
+    """Return seeds for the other ranks' streams of torch, NumPy and Python, from those of this process."""
+    others = [pickle.dumps(state) for state in (np.random.get_state(), random.getstate())]
+    states = [torch.get_rng_state().numpy().tobytes(), *others]
+    return [hashlib.sha256(state).digest() for state in states]
 
 
-def _seed_streams(seed: bytes, rank: int) -> None:
+def _seed_streams(seeds: Sequence[bytes], rank: int) -> None:
     """Seed torch's stream and the global ones of NumPy and Python for this rank."""
-    words = np.random.SeedSequence(int.from_bytes(seed, "big"), spawn_key=(rank,)).generate_state(3)
-    torch.manual_seed(int(words[0]))
-    np.random.seed(int(words[1]))  # the stream that functions of users may take
-    random.seed(int(words[2]))
+    sequences = [np.random.SeedSequence(int.from_bytes(seed, "big"), spawn_key=(rank,)) for seed in seeds]
+    words = [int(sequence.generate_state(3)[i]) for i, sequence in enumerate(sequences)]
+    torch.manual_seed(words[0])
+    np.random.seed(words[1])  # the stream that functions of users may take
+    random.seed(words[2])

@@ -15,7 +15,7 @@ from lockstep.synk import rows
 from lockstep.synk.blocks import ArrayLocation
 from lockstep.synk.context import CommandStep, RankContext
 from lockstep.synk.results import REDUCE_OPS, DeviceOutput, PartReducer, RankPart, fractions, unpack
-from lockstep.synk.shareds import Shared
+from lockstep.synk.shareds import Shared, sync_objects
 from lockstep.synk.team import Team
 
 
@@ -38,7 +38,7 @@ class Call(CommandStep):
         stored: The choice of batch_s for each rank: a slice, or the location of row numbers or of a mask;
             None for all rows.
         outputs: Numbers of the requested outputs.
-        settings: New settings for the workers, or None (settings.py).
+        settings: Settings for the workers, or None to leave theirs as they are (settings.py).
         torch_settings: The caller's settings of torch (torch_settings.py); None for a graph.
     """
 
@@ -63,8 +63,7 @@ class Call(CommandStep):
             try:
                 return _Part(self, context).compute()
             finally:  # a buffer may be a view of an input now, and the next call overwrites that
-                for shared in context.shareds.values():
-                    shared.sync_objects()
+                sync_objects(context.shareds.values())
 
 
 class _Part:
@@ -226,15 +225,15 @@ class ReduceDeviceOutput(CommandStep):
 
 
 @dataclass(frozen=True)
-class FetchDeviceOutput(CommandStep):
-    """Step: copy output `number` of the last call to host memory, on the ranks that hold it."""
+class FetchDeviceOutputs(CommandStep):
+    """Step: copy outputs of the last call to host memory: their numbers, each with the ranks that hold it."""
 
-    number: int
-    ranks: tuple[int, ...]
+    outputs: tuple[tuple[int, tuple[int, ...]], ...]
 
     def run(self, context: RankContext) -> RankPart:
         assert context.gpu is not None
-        return RankPart(0, [context.gpu.outputs.fetch(self.number) if context.rank in self.ranks else None])
+        fetch, rank = context.gpu.outputs.fetch, context.rank
+        return RankPart(0, [fetch(number) if rank in ranks else None for number, ranks in self.outputs])
 
 
 def collect_device_outputs(
@@ -243,13 +242,15 @@ def collect_device_outputs(
     """Reduce the outputs that the ranks hold on GPUs, or fetch them where they cannot be reduced there.
 
     Returns:
-        The parts with the fetched outputs, and the reduced outputs by position in the call.
+        The parts with the fetched outputs, and the reduced outputs by position in the call. An output that is
+        requested twice is at its first position.
     """
     reduced: dict[int, np.ndarray] = {}
+    fetches: dict[int, tuple[int, tuple[int, ...]]] = {}
     for position, number in enumerate(call.outputs):
         values = [part.outputs[position] for part in parts]
         holders = tuple(rank for rank, value in enumerate(values) if isinstance(value, DeviceOutput))
-        if not holders:
+        if not holders or number in call.outputs[:position]:
             continue
         mode = modes[number]
         assert mode is not None
@@ -258,7 +259,18 @@ def collect_device_outputs(
             step = ReduceDeviceOutput(number, mode, None if weights is None else tuple(weights))
             reduced[position] = team.ask("reducing an output", step)[0][team.rank]
         else:  # a rank without rows, or shapes that `combine` will reject
-            fetched = team.ask("fetching an output", FetchDeviceOutput(number, holders))[0]
-            for rank in holders:
-                parts[rank].outputs[position] = unpack(fetched[rank], team.context.blocks).outputs[0]
-    return parts, reduced
+            fetches[position] = number, holders
+    return _fetch(team, fetches, parts) if fetches else parts, reduced
+
+
+def _fetch(
+    team: Team, fetches: dict[int, tuple[int, tuple[int, ...]]], parts: list[RankPart]
+) -> list[RankPart]:
+    """Return the parts with the outputs at these positions in host memory."""
+    # The other outputs are copied, because the answers use their memory.
+    kept = [[np.array(v) if isinstance(v, np.ndarray) else v for v in part.outputs] for part in parts]
+    answers = team.ask("fetching outputs", FetchDeviceOutputs(tuple(fetches.values())))[0]
+    for outputs, answer in zip(kept, answers, strict=True):
+        for position, value in zip(fetches, unpack(answer, team.context.blocks).outputs, strict=True):
+            outputs[position] = outputs[position] if value is None else value
+    return [RankPart(part.rows, outputs) for part, outputs in zip(parts, kept, strict=True)]

@@ -25,13 +25,21 @@ from lockstep.synk.team import Team
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A pickler that replaces a shared variable by its number and that of its part, e.g. a parameter."""
+    """A pickler that replaces a shared variable by its number and that of its part, e.g. a parameter.
 
-    def __init__(self, file: io.BytesIO, buffers: list[Any], registry: SharedRegistry) -> None:
+    Args:
+        slots: Names of the shared variables by the addresses of their slots.
+    """
+
+    def __init__(
+        self, file: io.BytesIO, buffers: list[Any], registry: SharedRegistry, slots: dict[int, str]
+    ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
-        self._registry = registry
+        self._registry, self._slots = registry, slots
         self._kinds, self._with_settings = settings.kinds(), dict[int, Any]()
         self._with_hooks = (sys.modules["torch"].Tensor, *self._kinds) if self._kinds else ()
+        self._storage_kind = sys.modules["torch"].storage.TypedStorage if self._kinds else ()
+        self._storages: dict[Any, Any] = {}  # by memory and dtype
 
     def persistent_id(self, obj: Any) -> tuple[int, int] | None:
         if issubclass(type(obj), self._kinds):
@@ -46,6 +54,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         Raises:
             TypeError: Each rank would import other state.
         """
+        if isinstance(obj, self._storage_kind):
+            return self._reduce_storage(obj)
         reduced = super().reducer_override(obj)
         if isinstance(obj, FunctionType | type):
             name = imported.find_state(obj, self._is_state, by_value=reduced is not NotImplemented)
@@ -56,6 +66,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                     f"({name.rpartition('.')[0]}) before distribute()"
                 )
         return _reduce_optimizer(obj) if reduced is NotImplemented else reduced
+
+    def _reduce_storage(self, obj: Any) -> Any:
+        """Pickle the memory of tensors once, since views of one tensor remain views on the ranks.
+
+        Raises:
+            TypeError: It is that of a shared variable. A view of it would be a copy on the ranks.
+        """
+        name = self._slots.get(obj._data_ptr())
+        if name:
+            raise TypeError(
+                f"a tensor is a view of {name!r}, of which ranks would have a copy. Make the view in the "
+                "callable, or clone() it"
+            )
+        first = self._storages.setdefault((obj._cdata, obj.dtype), obj)
+        return NotImplemented if first is obj else (_same, (first,))
 
     def _is_state(self, obj: Any) -> bool:
         return issubclass(type(obj), self._kinds) or self._registry.label(obj) is not None
@@ -84,7 +109,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _can_pickle(self, owner: Any, value: Any) -> bool:
         """Return True if an attribute of an object can be pickled; the attribute may refer to the object."""
-        pickler = _Pickler(io.BytesIO(), [], self._registry)
+        pickler = _Pickler(io.BytesIO(), [], self._registry, self._slots)
         pickler.memo = {id(owner): (0, owner)}
         try:
             pickler.dump(value)
@@ -118,7 +143,7 @@ def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
     """
     file = io.BytesIO()
     buffers: list[Any] = []
-    pickler = _Pickler(file, buffers, team.registry)
+    pickler = _Pickler(file, buffers, team.registry, _find_slots(team))
     for what, piece in pieces:
         try:
             pickler.dump(piece)
@@ -138,7 +163,19 @@ def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
     for part, offset in zip(raw, offsets, strict=True):
         locations.append(ArrayLocation(block, "|u1", (len(part),), offset))
         team.context.blocks.array(locations[-1])[:] = part
-    return DeliverPrograms(locations[0], tuple(locations[1:]), number)
+    return DeliverPrograms(locations[0], tuple(locations[1:]), number, tuple(sys.path))
+
+
+def _find_slots(team: Team) -> dict[int, str]:
+    """Return the names of the shared variables by the addresses of their slots in this process."""
+    context = team.context
+    shareds = [shared for shared in context.shareds.values() if shared.slot is not None]
+    views = [shared.view(context.blocks, team.rank, (0,)) for shared in shareds]
+    return {view.ctypes.data: shared.name for view, shared in zip(views, shareds, strict=True)}
+
+
+def _same(obj: Any) -> Any:
+    return obj
 
 
 def unpack(context: RankContext, pickles: ArrayLocation, buffers: tuple[ArrayLocation, ...]) -> Iterator[Any]:
@@ -157,17 +194,20 @@ class DeliverPrograms(CommandStep):
 
     Attributes:
         settings: Number of the group of objects with settings (settings.py); 0 if there are none.
+        path: The caller's module path, which the program may have changed since fork().
     """
 
     pickles: ArrayLocation
     buffers: tuple[ArrayLocation, ...]
     settings: int
+    path: tuple[str, ...]
 
     def blocks(self) -> Iterable[int]:
         return (self.pickles.block,)
 
     def run(self, context: RankContext) -> None:
         if not context.is_caller:
+            sys.path[:] = self.path
             objects = unpack(context, self.pickles, self.buffers)
             for receive in objects:
                 receive(context, objects)

@@ -199,12 +199,13 @@ class Function:
         read = [unpack(part, self._team.context.blocks) for part in parts]
         modes, own_rank = self._program.output_modes, self._team.rank
         read, reduced = collect_device_outputs(self._team, call, modes, read)
+        positions = [(output, call.outputs.index(output)) for output in call.outputs]
         return self._shape_outputs(
             [
                 reduced[position]
                 if position in reduced
                 else combine(read, own_rank, position, modes[output], f"{self.name}: output {output}")
-                for position, output in enumerate(call.outputs)
+                for output, position in positions
             ]
         )
 
@@ -335,11 +336,12 @@ class Function:
 
 def _check_stored(entry: Any, what: str) -> slice | np.ndarray:
     if isinstance(entry, slice):
-        return entry
+        ends = [None if end is None else operator.index(end) for end in (entry.start, entry.stop, entry.step)]
+        return slice(*ends)
     entry = rows.as_listed(entry)
     if not isinstance(entry, list | tuple | np.ndarray) or np.ndim(entry) != 1:
         raise TypeError(f"{what} is {entry!r}: give a slice, or a list or array of row numbers")
     array = np.asarray(entry)
     if array.dtype.kind not in "iub" and len(array):
         raise TypeError(f"{what} has dtype {array.dtype}: row numbers are integers")
-    return array if array.dtype == bool else array.astype(np.int64)
+    return array if array.dtype.kind in "iub" else array.astype(np.int64)

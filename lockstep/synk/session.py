@@ -15,7 +15,7 @@ from lockstep.synk.functions import Function, RowNumbers
 from lockstep.synk.interrupts import defer_signals
 from lockstep.synk.programs import FunctionRequest, RankProgram
 from lockstep.synk.shareds import Shared, receive_attributes
-from lockstep.synk.slots import UseSlots, make_slots
+from lockstep.synk.slots import UseSlots, make_slots, release_unused
 from lockstep.synk.team import Team
 from lockstep.synk.workers import TeamOptions
 from lockstep.threads import MOST_THREADS
@@ -304,8 +304,10 @@ def _pieces(
 
 def _replicate(team: Team, shareds: list[Shared]) -> UseSlots:
     """Give variables slots, and write this process's values into the slots of all ranks."""
-    values = [shared.get() for shared in shareds]
-    without_slot = [shared for shared in shareds if shared.slot is None]
+    values, previous = [shared.get() for shared in shareds], [shared.slot for shared in shareds]
+    without_slot = [
+        shared for shared in shareds if shared.slot is None or shared.slot.n_bytes < shared.n_bytes
+    ]
     if without_slot:
         new_slots = make_slots(team, [shared.get().nbytes for shared in without_slot], "shared variables")
         for shared, slot in zip(without_slot, new_slots, strict=True):
@@ -314,6 +316,7 @@ def _replicate(team: Team, shareds: list[Shared]) -> UseSlots:
     for slot, value in zip(slots, values, strict=True):
         for rank in range(team.size):
             team.context.blocks.array(slot.location(rank, value.dtype, value.shape))[...] = value
+    release_unused(team, shareds, previous)
     shapes = tuple((value.shape,) * team.size for value in values)
     missing = tuple(shared.parts_without_value() for shared in shareds)
     return UseSlots(tuple(shared.number for shared in shareds), tuple(slots), shapes, missing)

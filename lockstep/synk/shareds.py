@@ -7,7 +7,7 @@ next collective copies the value back (`move_to_slot`).
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,9 +90,13 @@ class Shared(ABC):
         else:
             self.put(value)
 
-    def sync_objects(self) -> None:
-        """Take over the values of replaced objects; raise ValueError if the user's objects no longer fit."""
-        return
+    def sync_objects(self) -> Sequence[Callable[[], None]]:
+        """Return functions that take over copies of the values of replaced objects, for `sync_objects`.
+
+        Raises:
+            ValueError: The user's objects no longer fit.
+        """
+        return ()
 
     def add_owners(self, modules: Iterable[Any]) -> None:
         """Add the modules that have the variable's parts as buffers, which `forward` may replace."""
@@ -166,6 +170,15 @@ class Shared(ABC):
         return shape
 
 
+def sync_objects(shareds: Iterable[Shared]) -> None:
+    """Take over the values of replaced objects; raise ValueError if the user's objects no longer fit.
+
+    All values are copied before one is written, because two variables may have exchanged their memory.
+    """
+    for take_over in [each for shared in shareds for each in shared.sync_objects()]:
+        take_over()
+
+
 class SharedRegistry:
     """The caller's registry of shared variables, by number, object and name.
 
@@ -202,9 +215,8 @@ class SharedRegistry:
         return shared
 
     def sync_objects(self) -> None:
-        """Call `sync_objects` of all variables; it raises ValueError where an object no longer fits."""
-        for shared in self._shareds.values():
-            shared.sync_objects()
+        """Call `sync_objects` for all variables."""
+        sync_objects(self._shareds.values())
 
     def find(self, variables: Any, what: str) -> list[Shared]:
         """Return the variables for one variable or name, or a list or tuple of them."""

@@ -182,6 +182,11 @@ class AllReduceShared(CommandStep):
         by_variable = list(zip(*contributions, strict=True))
         for shared, states in zip(shareds, by_variable, strict=True):
             check_equal(shared, [state.shape for state in states], f"all_reduce {self.op}")
+            if self.by_rows and not any(shared in each.updated for each in team.context.programs.values()):
+                raise ValueError(
+                    f"all_reduce: no function has {shared.name!r} in its updates, so its number of rows is "
+                    "not known. Add it there, or leave out by_rows"
+                )
         sizes = [shared.n_bytes for shared in shareds]
         slots = find_slots(team, shareds, sizes)
         if any(slot is not shared.slot for slot, shared in zip(slots, shareds, strict=True)):

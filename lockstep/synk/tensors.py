@@ -2,8 +2,9 @@
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,8 +112,12 @@ class SharedTensor(TensorShared):
         self._dtype = tensor.dtype
         self.put(np.array(tensor.detach().numpy()))
 
-    def sync_objects(self) -> None:
+    def sync_objects(self) -> Sequence[Callable[[], None]]:
         check_dtype(self.name, self.parts[0], self._dtype)
+        if self.parts[0].data_ptr() == self._address:
+            return ()
+        with torch.inference_mode(False):  # the program has set `data`, maybe to a view of an input
+            return [partial(self._point_to, self.parts[0].detach().clone())]
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -126,7 +131,7 @@ class SharedTensor(TensorShared):
         return self.storage.read(self.parts[0].detach())
 
     def put(self, value: np.ndarray) -> None:
-        self.parts[0].data = self.storage.store(value)
+        self._point_to(self.storage.store(value))
 
     def save(self) -> Any:
         return super().save() if isinstance(self.storage, HostStorage) else self.parts[0].detach()
@@ -148,6 +153,7 @@ class SharedTensor(TensorShared):
 
     def _point_to(self, tensor: torch.Tensor) -> None:
         self.parts[0].data = tensor
+        self._address = tensor.data_ptr()
 
     def versions(self) -> Any:
         return version_of(self.parts[0])
@@ -174,6 +180,7 @@ class _FlatVector(TensorShared):
     """A vector whose parts are the tensors of a module's parameters."""
 
     params: list[torch.Tensor]
+    shapes: list[torch.Size]  # of the parameters at share()
     _flat: torch.Tensor
 
     @property
@@ -190,7 +197,7 @@ class _FlatVector(TensorShared):
 
     def put(self, value: np.ndarray) -> None:
         self._flat = self.storage.store(value)
-        for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
+        for param, part in zip(self.params, self._cut(), strict=True):
             self._point(param, part)
 
     def prepare_all_reduce(self) -> None:
@@ -204,6 +211,11 @@ class _FlatVector(TensorShared):
             raise ValueError(
                 f"{self.name} have {self.shape[0]} elements in all, the value has {shape[0]}. Give as many"
             )
+
+    def _cut(self) -> list[torch.Tensor]:
+        """Return the parts of the vector in the shapes of the parameters. No copies."""
+        parts = self._flat.split_with_sizes([shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     @abstractmethod
     def _point(self, param: torch.Tensor, part: torch.Tensor) -> None:
@@ -219,15 +231,20 @@ class SharedWeights(_FlatVector):
 
     def __init__(self, name: str, params: Sequence[torch.Tensor], storage: SharedStorage) -> None:
         super().__init__(name, [Vector(name), *params], storage)
-        self.params = list(params)
+        self.params, self.shapes = list(params), [param.shape for param in params]
         self.put(np.concatenate([param.detach().numpy().reshape(-1) for param in params]))
 
     def versions(self) -> Any:
         return [version_of(param) for param in self.params]
 
-    def sync_objects(self) -> None:
+    def sync_objects(self) -> Sequence[Callable[[], None]]:
         for param in self.params:
             check_dtype(self.name, param, self._flat.dtype)
+        return self._find_moved(strict=False)
+
+    def put(self, value: np.ndarray) -> None:
+        super().put(value)
+        self._addresses = [param.data_ptr() for param in self.params]
 
     def content(self) -> "list[TensorDescription]":
         return [TensorDescription.of(param) for param in self.params]
@@ -242,10 +259,27 @@ class SharedWeights(_FlatVector):
         param.data = part
 
     def _collect(self) -> None:
-        for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
-            if param.data_ptr() != part.data_ptr():  # module.to() and similar calls move parameters out
-                part.copy_(param.data)
-                param.data = part
+        for put_back in self._find_moved():
+            put_back()
+
+    def _find_moved(self, strict: bool = True) -> list[Callable[[], None]]:
+        """Return functions that put back what was moved out of the vector, e.g. by module.to().
+
+        Args:
+            strict: Raise ValueError if a parameter has another shape now; else leave it where it is.
+        """
+        fitting: list[Callable[[], None]] = []
+        parts = None
+        for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True)):
+            if param.data_ptr() == address and param.is_contiguous():
+                continue
+            now, before = tuple(param.shape), tuple(self.shapes[index])
+            if now == before:
+                parts = self._cut() if parts is None else parts
+                fitting.append(partial(_put_in, param, parts[index], param.detach().clone()))
+            elif strict:
+                raise ValueError(f"{self.name}: a tensor of shape {now} had shape {before} at share()")
+        return fitting
 
 
 _Place = tuple[weakref.ref[torch.nn.Module], str]  # a module that has a buffer, and the buffer's name there
@@ -273,45 +307,43 @@ class SharedBuffers(SharedWeights):
             places = [(owner, name) for owner, (name, buffer) in named if buffer is param]
             self._owners.append((index, places))
 
-    def sync_objects(self) -> None:
-        super().sync_objects()
-        self._put_back(strict=False)
+    def sync_objects(self) -> Sequence[Callable[[], None]]:
+        return [*super().sync_objects(), *self._find_replaced(strict=False)]
 
     def put(self, value: np.ndarray) -> None:
-        self._put_back(copies=False)  # the new value may lie in the memory of the old one already
+        for put_back in self._find_replaced(copies=False):  # the value may lie in their memory already
+            put_back()
         super().put(value)
 
     def _collect(self) -> None:
         super()._collect()
-        self._put_back()
+        for put_back in self._find_replaced():
+            put_back()
 
     def leave_gpu(self) -> None:
-        self._put_back(strict=False)
+        for put_back in self._find_replaced(strict=False):
+            put_back()
         self._owners = []  # what was replaced by another shape is the module's own from now on
         super().leave_gpu()
 
-    def _put_back(self, copies: bool = True, strict: bool = True) -> None:
-        """Put replaced buffers back into their modules.
+    def _find_replaced(self, copies: bool = True, strict: bool = True) -> list[Callable[[], None]]:
+        """Return functions that put replaced buffers back into their modules.
 
         Args:
             copies: Copy the values of the replacements.
             strict: Raise ValueError if a replacement has another shape or dtype, or if a buffer with several
                 names was replaced under one of them; else leave the replacements in place.
         """
-        fitting = []  # copied before any is written: a replacement may be another buffer of the vector
+        fitting: list[Callable[[], None]] = []
         for param, places in self._replaced():
             values = [module._buffers.get(name) for module, name in places]
             new = values[0]
             is_one = all(value is new for value in values)
             if is_one and new is not None and (new.shape, new.dtype) == (param.shape, param.dtype):
-                fitting.append((param, new.detach().clone() if copies else None, places))
+                fitting.append(partial(_register, param, new.detach().clone() if copies else None, places))
             elif strict:
                 raise ValueError(self._describe_replacement(param, new, [name for _, name in places], is_one))
-        for param, value, places in fitting:
-            if value is not None:
-                param.data.copy_(value)
-            for module, name in places:
-                module._buffers[name] = param
+        return fitting
 
     def _replaced(self) -> Iterator[tuple[torch.Tensor, list[tuple[torch.nn.Module, str]]]]:
         """Yield each buffer that a copy of the network has replaced, and its places in that copy."""
@@ -347,7 +379,7 @@ class SharedGradients(_FlatVector):
 
     def __init__(self, name: str, weights: SharedWeights, storage: SharedStorage) -> None:
         super().__init__(name, [Vector(name)], storage)
-        self.weights, self.params = weights, weights.params
+        self.weights, self.params, self.shapes = weights, weights.params, weights.shapes
         self._flat = self.storage.store(np.zeros(weights.shape, weights.dtype))
         self.storage.run(self._collect)
 
@@ -369,14 +401,14 @@ class SharedGradients(_FlatVector):
     def set_parts_without_value(self, indices: frozenset[int]) -> None:
         if indices == self.parts_without_value():
             return
-        for index, (param, part) in enumerate(zip(self.params, _cut(self._flat, self.params), strict=True)):
+        for index, (param, part) in enumerate(zip(self.params, self._cut(), strict=True)):
             param.grad = None if index in indices else part
 
     def assign(self, value: np.ndarray) -> None:
         """Set the value; a missing gradient appears where the value is not zero."""
         super().assign(value)
         if missing := self.parts_without_value():
-            parts = _cut(self._flat, self.params)
+            parts = self._cut()
             self.set_parts_without_value(frozenset(index for index in missing if not parts[index].any()))
 
     @torch.inference_mode(False)
@@ -394,7 +426,7 @@ class SharedGradients(_FlatVector):
             param.grad = part
 
     def _collect(self) -> None:
-        for param, part in zip(self.params, _cut(self._flat, self.params), strict=True):
+        for param, part in zip(self.params, self._cut(), strict=True):
             if param.grad is None:
                 part.zero_()
             elif param.grad.layout != torch.strided:
@@ -405,6 +437,21 @@ class SharedGradients(_FlatVector):
             elif param.grad.data_ptr() != part.data_ptr():  # zero_grad() dropped the old gradient
                 part.copy_(param.grad.detach())  # it has a graph after backward(create_graph=True)
                 param.grad = part
+
+
+def _put_in(param: torch.Tensor, part: torch.Tensor, value: torch.Tensor) -> None:
+    part.copy_(value)
+    param.data = part
+
+
+def _register(
+    param: torch.Tensor, value: torch.Tensor | None, places: list[tuple[torch.nn.Module, str]]
+) -> None:
+    """Register a buffer in its modules again, with a value if one is given."""
+    if value is not None:
+        param.data.copy_(value)
+    for module, name in places:
+        module._buffers[name] = param
 
 
 def check_dtype(name: str, tensor: torch.Tensor, shared: torch.dtype) -> None:
@@ -425,12 +472,6 @@ def _chosen(tensor: torch.Tensor, choice: rows.Choice) -> torch.Tensor:
     if isinstance(choice, slice):
         return tensor[choice]
     return tensor.index_select(0, torch.from_numpy(np.ascontiguousarray(choice)).to(tensor.device))
-
-
-def _cut(flat: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the parts of a vector in the shapes of the parameters. No copies."""
-    parts = flat.split_with_sizes([param.numel() for param in params])
-    return [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -188,3 +188,144 @@ def test_a_variable_that_no_function_has_brought_to_the_ranks_is_named(ranks: in
     synk.distribute()
     with pytest.raises(RuntimeError, match=r"not on the ranks yet: .* along with new functions"):
         synk.broadcast(alone)
+
+
+def flat(module: torch.nn.Module) -> np.ndarray:
+    return np.concatenate([param.detach().numpy().ravel() for param in module.parameters()])
+
+
+def test_parameters_that_exchange_their_memory_keep_their_values(ranks: int) -> None:
+    net, other = synk.share(make_net(torch.nn.Linear(3, 4))), synk.share(make_net(torch.nn.Linear(3, 4)))
+    first, second = net[0].bias, other[0].bias
+    with torch.no_grad():
+        second.add_(1)
+        for param in other.parameters():
+            param.mul_(2)
+
+    def exchange() -> None:
+        for mine, others in zip(net.parameters(), other.parameters(), strict=True):
+            mine.data, others.data = others.data, mine.data
+
+    f = synk.function(exchange, None, updates=[synk.weights(net), synk.weights(other)])
+    synk.distribute()
+    values = flat(net), flat(other)
+    for here in (True, False):
+        exchange() if here else f()
+        values = values[1], values[0]
+        for module, expected in zip((net, other), values, strict=True):
+            if here:
+                synk.broadcast(synk.weights(module))
+            assert [value.tobytes() for value in synk.gather(synk.weights(module))] == [
+                expected.tobytes()
+            ] * ranks
+            assert np.array_equal(flat(module), expected)
+    assert first is net[0].bias and second is other[0].bias
+
+
+def test_parameters_of_one_module_that_exchange_their_memory_keep_their_values(ranks: int) -> None:
+    net = make_net(torch.nn.Linear(4, 3, dtype=torch.float64))
+    synk.share(net)
+    synk.function(net, "gather")
+    synk.distribute()
+    one, two = net[0].weight, net[1].weight
+    values = two.detach().clone(), one.detach().clone()
+    one.data, two.data = two.data, one.data
+    synk.broadcast(synk.weights(net))
+    assert torch.equal(one, values[0]) and torch.equal(two, values[1])
+
+
+def test_a_parameter_in_another_order_or_shape(ranks: int) -> None:
+    net = synk.share(torch.nn.Linear(3, 3, bias=False))
+    f = synk.function(lambda: net.weight.detach().clone()[None], "gather")
+    synk.distribute()
+    expected = net.weight.detach().clone().t()
+    net.weight.data = net.weight.data.t()
+    synk.broadcast(synk.weights(net))
+    assert np.array_equal(f(), np.stack([expected] * ranks))
+    assert torch.equal(net.weight, expected)
+    net.weight.data = net.weight.data.reshape(9, 1).clone()
+    with pytest.raises(ValueError, match=r"a tensor of shape \(9, 1\) had shape \(3, 3\) at share\(\)"):
+        synk.broadcast(synk.weights(net))
+    net.weight.data = expected.clone()
+    synk.broadcast(synk.weights(net))
+
+
+def test_tensors_that_exchange_their_memory_keep_their_values(ranks: int) -> None:
+    old, new = synk.share(torch.zeros(3)), synk.share(torch.ones(3))
+
+    def shift() -> None:
+        old.data, new.data = new.data, old.data + 5
+
+    f = synk.function(shift, None, updates=[old, new])
+    synk.distribute()
+    f()
+    synk.all_reduce(new)
+    assert synk.gather(old).tolist() == [[1] * 3] * ranks
+    assert synk.gather(new).tolist() == [[5] * 3] * ranks
+
+
+def test_a_tensor_that_is_a_view_of_an_input_keeps_its_value(ranks: int) -> None:
+    kept = synk.share(torch.zeros(0, dtype=torch.float64))
+
+    def keep(x: torch.Tensor) -> None:
+        kept.data = x
+
+    f, g = synk.function(keep, None, updates=[kept]), synk.function(lambda: kept, "gather")
+    synk.distribute()
+    data = synk.data(np.arange(4.0))
+    f(data)
+    data[:] = 9
+    assert g().tolist() == [0, 1, 2, 3]
+    with torch.inference_mode():
+        f(data)
+    assert g().tolist() == [9] * 4
+
+
+def test_a_tensor_may_grow_before_it_is_distributed(ranks: int) -> None:
+    tensor = synk.share(torch.zeros(0, 3))
+    tensor.data = torch.ones(100, 3)
+    f = synk.function(lambda: tensor.sum() * 1, "max")
+    synk.distribute()
+    assert f() == 300
+    synk.all_reduce(tensor, "sum")
+    assert f() == 300 * ranks
+
+
+def test_by_rows_needs_a_function_that_updates_the_variable(ranks: int) -> None:
+    net = synk.share(make_net())
+
+    def backward(x: torch.Tensor) -> None:
+        net(x).mean().backward()
+
+    f = synk.function(backward, None)
+    synk.distribute()
+    f(np.ones((3, 4)))
+    synk.all_reduce(synk.grads(net))
+    with pytest.raises(ValueError, match=r"no function has 'gradients of Sequential' in its updates"):
+        synk.all_reduce(synk.grads(net), by_rows=True)
+
+
+def test_views_of_one_tensor_remain_views_on_all_ranks(ranks: int) -> None:
+    whole = torch.zeros(4)
+    views = list(whole.split(2))
+
+    def count() -> torch.Tensor:
+        whole.add_(1)
+        return torch.cat(views)
+
+    f = synk.function(count, "gather")
+    synk.distribute()
+    for times in (1, 2):
+        assert f().tolist() == [times] * 4 * ranks
+
+
+def test_a_view_of_a_shared_tensor_is_refused(ranks: int) -> None:
+    net = synk.share(make_net())
+    for view in (net[0].weight.data, net[0].weight.detach()[0]):
+        synk.function(lambda view=view: view.sum() * 1, "sum", name="f")
+        with pytest.raises(TypeError, match="a tensor is a view of 'weights of Sequential', of which"):
+            synk.distribute()
+    copy_of_it = net[0].weight.detach().clone()
+    f = synk.function(lambda: copy_of_it.sum() * 1, "max")
+    synk.distribute()
+    assert f() == copy_of_it.sum().item()

@@ -3,6 +3,7 @@
 With $LOCKSTEP_TEST_DEVICES ranks are on these: tests/synk/test_synk_gpu.py runs this file on simulated GPUs.
 """
 
+import functools
 import os
 import threading
 from collections.abc import Iterator
@@ -144,7 +145,8 @@ def test_large_outputs_fold_where_they_are(ranks: int) -> None:
     """On GPUs those of a megabyte and more stay there until they are folded."""
     size = 300_000
     f = synk.function(
-        lambda x: [x[:, :1] * torch.ones(size, device=x.device)] * 2 + [x.sum(0)], ["gather", "max", "sum"]
+        lambda x: [n * x[:, :1] * torch.ones(size, device=x.device) for n in (1, 2, 3)] + [x.sum(0)],
+        ["gather", "max", "min", "sum"],
     )
     g = synk.function(
         lambda x: [(x.mean(0) * torch.ones(size, device=x.device))] * 5, ["avg", "sum", "max", "min", "prod"]
@@ -170,10 +172,12 @@ def test_large_outputs_fold_where_they_are(ranks: int) -> None:
         if DEVICES and n_rows > 1:
             assert synk.session.current_team("").context.gpu.reducer._n_elements == size, "reduced on the GPU"
         if n_rows == 1 or n_rows == ranks:
-            rows, largest, total = f(x)
+            rows, largest, least, total = f(x)
             assert np.array_equal(rows, np.repeat(x, size, 1))
-            assert largest_error(largest, np.full((1, size), 2 if n_rows > 1 else 0.5)) < 1e-6
+            assert largest_error(largest, np.full((1, size), 4 if n_rows > 1 else 1)) < 1e-6
+            assert largest_error(least, np.full((1, size), 1.5)) < 1e-6
             assert largest_error(total, x.sum(0)) < 1e-6
+            assert [np.array_equal(found, largest) for found in f(x, output_subset=[1, 1])] == [True, True]
     with pytest.raises(ValueError, match=r"parts of different shapes.*max needs equal ones"):
         f(np.ones((2 * ranks + 1, 1), "float32"))
 
@@ -231,6 +235,10 @@ def test_stored_rows_of_a_shared_tensor(ranks: int) -> None:
     chosen = np.concatenate([part[[2, 0]] for part in parts])
     for batch_s in ([2, 0], torch.tensor([2, 0]), [torch.tensor([2, 0])] * ranks):
         assert largest_error(f(batch_s=batch_s), np.tanh(chosen).sum(0)) < 1e-10
+    ends_of_slice = slice(torch.tensor(0), torch.tensor(2))
+    assert np.array_equal(f(batch_s=ends_of_slice), f(batch_s=slice(0, 2)))
+    with pytest.raises(ValueError, match="row 18446744073709551615 goes past the end"):
+        f(batch_s=np.array([2**64 - 1], np.uint64))
     assert np.array_equal(synk.gather(stored, nd_up=0), values)
 
 
@@ -271,6 +279,21 @@ def test_a_sliced_call_that_changes_what_it_did_not_declare_is_an_error(ranks: i
     assert declared(x, num_slices=3) == 48
     first = next(net.parameters()).detach()
     assert largest_error(first.cpu(), before[0].cpu() + 1) < 1e-12, "once, not three times"
+
+
+def test_parameters_with_a_default_are_no_inputs(ranks: int) -> None:
+    def scale(x, by=1, *, plus=0, **others):
+        return by * x + plus
+
+    with pytest.raises(TypeError, match=r"\*\*others.*positional"):
+        synk.function(scale, "gather")
+
+    def shift(x, y, *, plus=0):
+        return x + y + plus
+
+    f = synk.function(functools.partial(shift, y=1, plus=2), "gather")
+    synk.distribute()
+    assert f(np.zeros(4)).tolist() == [3] * 4
 
 
 def test_what_a_callable_may_not_be(ranks: int) -> None:
