@@ -78,7 +78,7 @@ def _run(pipe: Pipe, start: Start) -> None:
 
 
 def _preload(names: list[str]) -> None:
-    with suppress(ImportError):  # the function that needs the module will report it
+    with suppress(Exception):  # the function that needs the module will report it
         for name in names:
             importlib.import_module(name)
 

@@ -131,8 +131,8 @@ def _spawn(rank: int, options: TeamOptions) -> Worker:
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     environment.update({name: str(options.threads) for name in _THREADS})
-    # -P: the working directory does not belong to the path
-    command = [sys.executable, "-P", "-m", "lockstep.synk.rank", str(theirs.fileno())]
+    flags = ["-P", *["-O"] * sys.flags.optimize]  # -P: the working directory does not belong to the path
+    command = [sys.executable, *flags, "-m", "lockstep.synk.rank", str(theirs.fileno())]
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # of this thread; the worker inherits it
     with theirs:
         process = subprocess.Popen(

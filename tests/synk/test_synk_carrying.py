@@ -1,6 +1,8 @@
 """Delivery of functions to the ranks: deep graphs, loops, random streams, later functions; whole programs."""
 
+import importlib
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -255,6 +257,36 @@ def test_compiled_by_numba() -> None:
     assert largest_error(g(num_slices=2), expected.sum(0)) < 1e-10
 
 
+def test_a_variable_of_a_closure_may_have_no_value_yet() -> None:
+    def needs_later(x: torch.Tensor) -> torch.Tensor:
+        return later(x) if len(x) > 9 else x
+
+    f = synk.function(needs_later, "gather")
+    synk.distribute()
+    assert f(np.ones(4)).tolist() == [1] * 4
+
+    def later(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_graph_is_compiled_with_the_settings_of_its_creation() -> None:
+    x, unused = pt.vector("x"), pt.vector("unused")
+    with pytensor.config.change_flags(on_unused_input="ignore"):
+        f = synk.function([x, unused], (x.sum(), "sum"))
+    synk.distribute()
+    assert f(np.ones(4), np.ones(4)) == 4
+
+
+def test_workers_import_what_the_program_finds_after_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "found_later.py").write_text("def double(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    f = synk.function(importlib.import_module("found_later").double, "gather")
+    synk.distribute()
+    assert f(np.ones(3)).tolist() == [2] * 3
+
+
 def test_each_rank_has_its_own_copy_of_an_array_in_a_closure() -> None:
     with team(4):
         seen = np.zeros(3)
@@ -280,3 +312,33 @@ def test_an_assert_that_pytest_rewrote_is_no_state_of_an_imported_module() -> No
         f = synk.function(checked, "sum")
         synk.distribute()
         assert f(np.ones(4)) == 4
+
+
+def test_each_stream_of_a_rank_is_a_function_of_the_callers_stream() -> None:
+    def draw() -> torch.Tensor:
+        return torch.tensor([[torch.rand(()), np.random.rand(), random.random()]])
+
+    drawn = []
+    for seed in (1, 2):
+        torch.manual_seed(0)
+        np.random.seed(seed)
+        random.seed(seed)
+        with team(2):
+            f = synk.function(draw, "gather")
+            synk.distribute()
+            drawn.append(f())
+    assert (drawn[0] == drawn[1]).tolist() == [[True, False, False]] * 2
+
+
+def test_workers_of_a_program_without_asserts_have_none() -> None:
+    program = """
+    import lockstep.synk as synk
+    from pathlib import Path
+
+    synk.fork(2)
+    (worker,) = synk.session.current_team("a test").workers
+    print("-O" in Path(f"/proc/{worker.process.pid}/cmdline").read_text().split("\\0"))
+    """
+    command = [sys.executable, "-O", "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit(60))
+    assert done.stdout == "True\n", done.stderr

@@ -51,3 +51,21 @@ def test_workers_import_while_the_caller_does(first: str, flags: str, library: s
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == found
+
+
+def test_a_worker_outlives_a_module_that_no_rank_can_import() -> None:
+    script = """
+import lockstep.synk as synk
+synk.fork(2)
+try:
+    import pytensor
+except ValueError as error:
+    print("ValueError")
+f = synk.function(lambda x: 2 * x, "gather")
+synk.distribute()
+print(f([1.0, 2.0]))
+"""
+    environment = {**os.environ, "PYTENSOR_FLAGS": "floatX=float1"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit(90), env=environment)
+    assert done.stdout == "ValueError\n[2. 4.]\n", done.stderr
