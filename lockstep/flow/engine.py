@@ -15,7 +15,7 @@ from lockstep.errors import UserError
 from lockstep.flow import graph, placement, private, trace
 from lockstep.flow.devices import Device
 from lockstep.flow.graph import GRAPH, Submission, Uses
-from lockstep.flow.lanes import POLL_SECONDS, WORKER, Failure, Lane, Operation
+from lockstep.flow.lanes import POLL_SECONDS, WORKER, Failure, Lane, Operation, OperationError
 
 _OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 _numbers = itertools.count()  # program order, of all engines together
@@ -75,9 +75,13 @@ class Engine:
             raise UserError(
                 f"run_ahead is the number of operations that may be pending: 1 or more, not {run_ahead}"
             )
-        for device in devices:
-            self.add(device)
-        _OPEN.add(self)
+        try:
+            for device in devices:
+                self.add(device)
+            _OPEN.add(self)
+        except BaseException:  # nobody could close this engine, so its devices are free
+            self.forget()
+            raise
 
     def add(self, device: Device) -> None:
         """Add a device. Raises UserError if another engine has it."""
@@ -89,8 +93,8 @@ class Engine:
             )
         if device.engine is None:
             device.check_process()
-            device.engine = self
             self.devices.append(device)
+            device.engine = self
 
     def lane(self, device: Device, kind: str) -> Lane:
         """Return the device's lane for a kind of work. Its workers start with its first use.
@@ -234,10 +238,9 @@ class Engine:
             )
         graph.check_may_wait()
         self._wait_until(self._idle)
-        failures, self._failures = self._failures, []
-        unseen = sorted((f for f in failures if not f.seen), key=lambda failure: failure.number)
         for lane in list(self._lanes.values()):
             lane.synchronize()
+        unseen = sorted((f for f in self._failures if not f.seen), key=lambda failure: failure.number)
         if unseen:
             error = unseen[0].error()
             for failure in unseen[1:]:
@@ -263,7 +266,7 @@ class Engine:
         _OPEN.discard(self)
 
     def forget(self) -> set[Operation]:
-        """Close in a forked child, where no worker exists. Returns the operations that were pending."""
+        """Close it where no worker exists, as in a forked child. Returns the operations that were pending."""
         self.closed = True
         for device in self.devices:
             device.engine = None
@@ -370,8 +373,17 @@ def wait_all() -> None:
     Raises:
         OperationError: An operation failed, and the failure was not reported yet.
     """
+    found: OperationError | None = None
     for engine in list(_OPEN):
-        engine.wait_all()
+        try:
+            engine.wait_all()
+        except OperationError as error:  # the other engines' operations must not be pending either
+            if found is None:
+                found = error
+            else:
+                found.add_note(f"also failed: {error}")
+    if found is not None:
+        raise found
 
 
 @atexit.register

@@ -41,11 +41,12 @@ class Failure:
     def __init__(self, operation: "Operation", cause: BaseException) -> None:
         self.number, self.cause, self.seen = operation.number, cause, False
         place = f", recorded at {operation.line}" if operation.line else ""
-        what = f"{type(cause).__name__}: {cause}"
+        what = f"{type(cause).__name__}: {_text_of(cause)}"
         self.text = f"{operation.name} on {operation.lane.device.name}{place}: {what}"
         self._lines = "".join(traceback.format_tb(cause.__traceback__)[1:])
         link: BaseException | None = cause
-        while link is not None:  # frames would keep the operation's values; the lines suffice
+        # Frames would keep the operation's values; the lines suffice. A chain may be a cycle.
+        while link is not None and link.__traceback__ is not None:
             link.__traceback__, link = None, link.__context__
 
     def error(self) -> OperationError:
@@ -56,6 +57,14 @@ class Failure:
         if self._lines:
             error.add_note(f"In the operation:\n{self._lines}")
         return error
+
+
+def _text_of(error: BaseException) -> str:
+    """Return an error's text, whose making may fail: a worker must not end with that second error."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(making its text fails: {type(second).__name__})"
 
 
 class Operation:

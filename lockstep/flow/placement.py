@@ -110,8 +110,9 @@ def _remember(device: Device, line: str) -> None:
         _nodes[thread, number] = device, line
 
 
-_ours: dict[Any, bool] = {}  # by code: whether it is torch's or this package's
-_lines: dict[Any, str] = {}
+# By file, since equal codes may be of two files: whether it is torch's or this package's
+_ours: dict[str, bool] = {}
+_lines: dict[tuple[str, int], str] = {}
 _FOLDERS = (private.torch_folder(), str(Path(__file__).parent))
 _THE_USERS = str(Path(__file__).with_name("demo.py"))
 
@@ -120,15 +121,14 @@ def user_line() -> str:
     """Return 'file.py:12' of the innermost line that is neither torch's nor this package's."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        ours = _ours.get(code)
+        name = frame.f_code.co_filename
+        ours = _ours.get(name)
         if ours is None:
-            name = code.co_filename
-            ours = _ours[code] = name.startswith(_FOLDERS) and name != _THE_USERS
+            ours = _ours[name] = name.startswith(_FOLDERS) and name != _THE_USERS
         if not ours:
-            place = code, frame.f_lineno
+            place = name, frame.f_lineno
             if place not in _lines:
-                _lines[place] = f"{code.co_filename}:{frame.f_lineno}"
+                _lines[place] = f"{name}:{frame.f_lineno}"
             return _lines[place]
         frame = frame.f_back
     return ""

@@ -10,10 +10,13 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from conftest import wait_until
 from limits import limit
 
 from lockstep import flow
@@ -55,6 +58,50 @@ def test_a_failure_reaches_exactly_those_who_need_it(engine: flow.Engine) -> Non
     engine.push(lambda: ran.append("read"), reads=[y]).wait()
     engine.wait_all()
     assert ran == ["behind", "again", "read"]
+
+
+class Mute(Exception):
+    """An error whose text cannot be made."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_any_error_fails_its_operation_only(engine: flow.Engine) -> None:
+    """A worker that ended with a second error would leave all of its lane's operations waiting."""
+    cycle = [KeyError("first"), KeyError("second")]
+    for error, other in zip(cycle, reversed(cycle), strict=True):
+        error.__context__ = other
+
+    def throw(error: Exception) -> None:
+        raise error
+
+    for error, text in ((Mute(), "Mute: .making its text fails: ValueError"), (cycle[0], "first")):
+        operation = engine.push(partial(throw, error))
+        wait_until(lambda operation=operation: operation.done, "the failed operation")
+        with pytest.raises(flow.OperationError, match=text):
+            operation.wait()
+    assert engine.push(lambda: 7).wait() == 7
+
+
+def test_lines_of_equal_functions_are_those_of_their_files(engine: flow.Engine) -> None:
+    for file in ("one.py", "two.py"):
+        scope: dict[str, Any] = {"fail": fail}
+        exec(compile("def push(engine):\n    return engine.push(fail)", file, "exec"), scope)
+        with pytest.raises(flow.OperationError, match=f"recorded at {file}:2: "):
+            scope["push"](engine).wait()
+
+
+def test_waiting_for_all_waits_for_all_engines_although_one_has_a_failure() -> None:
+    with flow.Engine(flow.cpus(1)) as one, flow.Engine(flow.cpus(1)) as other:
+        ran: list[Any] = []
+        for each in (one, other):
+            each.push(fail, name="stir")
+            each.push(lambda: (time.sleep(0.2), ran.append(7)))
+        with pytest.raises(flow.OperationError, match="stir") as caught:
+            flow.wait_all()
+        assert ran == [7, 7] and caught.value.__notes__[-1].startswith("also failed: stir")
+        flow.wait_all()
 
 
 def test_wait_all_raises_what_nobody_has_seen_once(engine: flow.Engine) -> None:
@@ -235,6 +282,14 @@ def test_bad_input_is_one_line() -> None:
 
 def workers() -> set[threading.Thread]:
     return {each for each in threading.enumerate() if each.name.startswith("flow cpu") and each.is_alive()}
+
+
+def test_an_engine_that_cannot_be_made_leaves_its_devices_free() -> None:
+    devices = flow.cpus(2)
+    with flow.Engine(devices[1:]), pytest.raises(UserError, match="belongs to another engine"):
+        flow.Engine(devices)
+    with flow.Engine(devices) as engine:
+        assert engine.push(lambda: 7).wait() == 7
 
 
 def test_closing_cancels_what_has_not_begun_and_joins() -> None:
