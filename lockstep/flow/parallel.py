@@ -138,7 +138,8 @@ class ParallelExecutor:
         fetch = _names(fetch)
         shares, fractions = self._shares(batches, all_processes=False)
         record = partial(steps.record_evaluation, self._replicas, function, fetch=fetch)
-        return self._returned(self._run((function, *fetch), shares, record, record), fractions, merge)
+        prepare = partial(steps.prepare_evaluation, self._replicas, function)
+        return self._returned(self._run((function, *fetch), shares, record, prepare), fractions, merge)
 
     def set_hyperparameters(self, **values: Any) -> None:
         """Set values of all optimizers from the next run on, as in set_hyperparameters(lr=0.01).
@@ -262,8 +263,7 @@ class ParallelExecutor:
         self, shares: list[Any], record: Recorder, prepare: Recorder, inputs: list[Array]
     ) -> CapturedProgram:
         self._n_captured += 1
-        with torch.random.fork_rng(devices=[]):  # for random operations other than nn.Dropout
-            torch.manual_seed(self._seed + self._n_captured)
+        with _seeded(self._seed + self._n_captured):  # for random operations other than nn.Dropout
             prepare(shares)
             return capture(partial(_record, record, shares), *inputs)
 
@@ -279,10 +279,23 @@ class ParallelExecutor:
                 name: values * copies if name.endswith(steps.GRAD) else values
                 for name, values in found.items()
             }
-        return {
-            name: values[0] if name.endswith(steps.GRAD) else _merge_results(name, values, fractions)
-            for name, values in found.items()
-        }
+        with private.without_modes():  # ordinary tensors, also inside of `with flow.device`
+            return {
+                name: values[0] if name.endswith(steps.GRAD) else _merge_results(name, values, fractions)
+                for name, values in found.items()
+            }
+
+
+class _seeded(private.Scope):  # noqa: N801
+    """A scope in which torch's generator, from which arrays draw their seeds, begins with this seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def calls(self) -> tuple[list[Any], list[Any]]:
+        generator = torch.default_generator
+        restore = partial(generator.set_state, generator.get_state())
+        return [partial(generator.manual_seed, self._seed)], [restore]
 
 
 def _record(record: Recorder, shares: list[Any], *inputs: Array) -> Any:

@@ -59,10 +59,10 @@ def make_replicas(model: nn.Module, devices: Sequence[Device], share_weights: bo
         share_weights: Devices with one memory share the parameters; each has its own buffers.
     """
     check_hooks(tensors_of(model), "change gradients in the optimizer instead")
-    model = copy.deepcopy(model)
-    dropouts = dropout.install(model)
     engine_of(devices[0])
-    with placement.CurrentDevice(devices[0]):
+    with placement.CurrentDevice(devices[0]):  # the copies of arrays lie there, too
+        model = copy.deepcopy(model)
+        dropouts = dropout.install(model)
         replicas = [ModelReplica(devices[0], arrays(model), dropouts)]
     for device in devices[1:]:
         memo: dict[int, Any] = {}

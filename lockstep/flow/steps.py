@@ -89,21 +89,19 @@ class StepRecorder:
                 made = torch.autograd.grad(loss, list(trained.values()), factor, allow_unused=True)
                 gradients = dict(zip(trained, made, strict=True))
                 found["loss"] = loss.detach()
-                return found, self._own({name: gradients[name] for name in dict.fromkeys(self._order)})
+                complete = [name for name in dict.fromkeys(self._order) if gradients[name] is not None]
+                return found, self._own({name: gradients[name] for name in complete})
         finally:
             for layer in replica.dropouts:
                 layer.keys = None
 
     def prepare(self, shares: Sequence[DeviceBatch]) -> None:
-        """Call the loss once, which may make tensors that the model keeps; restore buffers."""
+        """Call the loss once, which may make tensors that the model keeps."""
         for share in shares:
             replica = self._replicas[share.device]
             with on_device(replica.device):
-                restoring = _restoring(replica)
-                with restoring:  # after an error, too: replicas must not differ
-                    dropout.set_keys(replica.dropouts, share.keys)
-                    self._loss(replica.model, *share.batch)
-                restoring.check()
+                dropout.set_keys(replica.dropouts, share.keys)
+                _call_once(replica, self._loss, share.batch)
 
     def _own(self, gradients: dict[str, Any]) -> dict[str, Array]:
         """Return contiguous gradients, each in its own memory, since they are added up in place."""
@@ -235,6 +233,24 @@ def _update(
     for place, value in zip(places, values, strict=False):
         gradients[place] = value
     step(gradients)
+
+
+def _call_once(replica: ModelReplica, function: Losses, batch: Sequence[Array]) -> None:
+    """Call a function of model and batch, and restore what it changes: the capture calls it again."""
+    restoring = _restoring(replica)
+    with restoring:  # after an error, too: replicas must not differ
+        function(replica.model, *(array.clone() for array in batch))
+    restoring.check()
+
+
+def prepare_evaluation(
+    replicas: Sequence[ModelReplica], function: Losses, shares: Sequence[DeviceBatch]
+) -> None:
+    """Call the function once, which may make tensors that the model keeps."""
+    for share in shares:
+        replica = replicas[share.device]
+        with private.no_grad(), on_device(replica.device), evaluating(replica.model):
+            _call_once(replica, function, share.batch)
 
 
 def record_evaluation(

@@ -83,7 +83,7 @@ def install(model: nn.Module) -> list[SampleDropout]:
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if type(child) is nn.Dropout:
-                installed.append(SampleDropout(child.p, len(installed)))
+                installed.append(SampleDropout(child.p, len(installed)).train(child.training))
                 module._modules[name] = installed[-1]
     return installed
 

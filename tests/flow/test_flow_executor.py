@@ -348,6 +348,72 @@ def test_a_loss_may_have_gradients_inside() -> None:
     torch.testing.assert_close(found["0.weight@GRAD"], next(model.parameters()).grad)
 
 
+def test_gradients_inside_may_reach_a_parameter_that_the_loss_does_not() -> None:
+    def watched(model: nn.ModuleDict, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        (slope,) = torch.autograd.grad(model["aside"](x).sum(), model["aside"].weight)
+        return F.cross_entropy(model["used"](x), labels), {"slope": slope.norm()}
+
+    model = nn.ModuleDict({"used": nn.Linear(6, 3), "aside": nn.Linear(6, 1)}).double()
+    with executor(2, model, loss=watched) as made, pytest.warns(UserWarning, match="reaches aside.weight"):
+        assert made.run(batch(4), ["slope"])["slope"].shape == (2,)
+
+
+def test_a_loss_that_writes_its_batch_does_so_once() -> None:
+    """The executor calls it once before the capture, which must not change the batch."""
+
+    def scaled(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return loss(model, x.mul_(2).sub_(1), labels)
+
+    whole = batch(5)
+    with executor(2, loss=scaled) as made:
+        made.run(whole)
+        assert torch.equal(made.evaluate(scaled, whole, ["scores"])["scores"], scores_after(whole))
+        found = made.replica(0)
+    with executor(2) as made:
+        made.run({**whole, "x": whole["x"] * 2 - 1})
+        assert_same(made.replica(0), found)
+
+
+def scores_after(whole: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the scores of an executor that is trained on and evaluated with scaled samples."""
+    whole = {**whole, "x": whole["x"] * 2 - 1}
+    with executor(2) as made:
+        made.run(whole)
+        return made.evaluate(loss, whole, ["scores"])["scores"]
+
+
+def test_the_executors_seed_leaves_torchs_generators_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.manual_seed would also change those of GPUs."""
+    model, state = network(), torch.get_rng_state()
+    monkeypatch.setattr(torch, "manual_seed", None)
+    with executor(1, model) as made:
+        made.run(batch(4))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_dropout_layer_in_evaluation_mode_stays_in_it() -> None:
+    model = network(0.5)
+    model[2].eval()
+    found = []
+    for each in (model, network()):
+        with executor(2, each) as made:
+            made.run(batch(4))
+            found.append(made.replica(0))
+    assert_same(*found)
+
+
+def test_a_model_of_arrays_is_copied_to_the_executors_devices() -> None:
+    devices, whole = flow.cpus(3), batch(4)
+    with flow.Engine(devices), flow.device(devices[2]):
+        model = flow.arrays(Normalised().double())
+        made = ParallelExecutor(model, loss, momentum, devices[:2])
+        with flow.recording() as trace:
+            found = made.run(whole)
+            flow.wait_all()
+    assert type(found["loss"]) is torch.Tensor
+    assert {o.device for o in trace.operations if o.phase != "copy"} == {"cpu:0", "cpu:1"}
+
+
 def test_a_model_that_keeps_results_of_the_step_is_refused() -> None:
     class Keeping(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -419,7 +485,7 @@ def test_buffers_are_restored_whatever_a_second_interrupt_hits() -> None:
                 sys.settrace(None)
             torch.set_grad_enabled(True)  # torch.no_grad does not survive every interrupt
             wait_until(is_restored, "the restored buffers")
-        assert number > 2
+        assert number == 1  # no function of Python is called then
 
 
 def test_evaluation_shares_the_variables_and_changes_none() -> None:
@@ -440,6 +506,25 @@ def test_evaluation_shares_the_variables_and_changes_none() -> None:
         wanted, _ = loss(plain, *batch(5).values())
         torch.testing.assert_close(scored["loss"], wanted.detach())
         assert torch.equal(found["wrong"], errors(plain, *batch(5).values())["wrong"])
+
+
+class Counting(nn.Linear):
+    """Counts the samples that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3, dtype=torch.float64)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        return super().forward(x)
+
+
+def test_an_evaluation_that_changes_buffers_does_so_once() -> None:
+    with executor(1, Counting()) as made:
+        for n in (1, 2):
+            made.evaluate(loss, batch(5))
+            assert made.replica(0)["seen"] == 5 * n
 
 
 def single_precision() -> tuple[nn.Module, dict[str, torch.Tensor]]:
