@@ -17,11 +17,14 @@ from lockstep.flow import graph, placement, private
 from lockstep.flow.devices import Device
 from lockstep.flow.instructions import (
     Instruction,
+    SparseEntries,
     Storage,
     copy_on,
     draw_seed,
     fetching,
+    keeping_sizes,
     need_values,
+    on_copies,
     run,
     stored,
 )
@@ -32,6 +35,7 @@ from lockstep.flow.recipes import (
     Layout,
     Operands,
     OperationTraits,
+    Recipe,
     instead_of,
     known_recipe,
     make_recipe,
@@ -59,6 +63,11 @@ class Array(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if private.is_traced():
+            raise UserError(
+                f"{placement.user_line()}: a trace of torch's (make_fx, torch.func.linearize) would take an "
+                "array for a constant: give it array.tensor()"
+            )
         return record(function, args, kwargs or {})
 
     @property
@@ -331,6 +340,9 @@ def _view(
 
 
 def _part(source: Array, part: torch.Tensor) -> Array:
+    if torch.is_inference_mode_enabled() and not source.is_inference():
+        with private.no_inference():  # views of a tensor with a version have it, too
+            return Array(source.memory, part.size(), part.stride(), part.storage_offset(), part.dtype)
     return Array(source.memory, part.size(), part.stride(), part.storage_offset(), part.dtype)
 
 
@@ -356,7 +368,7 @@ def _plan(step: Instruction, kind: OperationTraits, operands: Operands, written:
         return _run_now(step, operands, inputs, written)
     step.recipe = recipe
     if recipe.default is not None:
-        _keep_default(step, kind, recipe.default)
+        _keep_default(step, kind, recipe)
     if kind.name in BY_GRADIENT_MODE and not torch.is_grad_enabled():
         step.function = partial(_without_gradients, step.function)
     if kind.overwriting and step.views[0] is None:
@@ -377,11 +389,11 @@ def _without_gradients(function: Any, *args: Any, **kwargs: Any) -> Any:
     return [torch.empty(0, dtype=torch.uint8) if each is None else each for each in returned]
 
 
-def _keep_default(step: Instruction, kind: OperationTraits, default: torch.dtype) -> None:
+def _keep_default(step: Instruction, kind: OperationTraits, recipe: Recipe) -> None:
     """Let the operation use the present default dtype, whatever it is when the operation runs."""
-    step.cast_to = default
-    if kind.takes_dtype:
-        step.keywords["dtype"] = default
+    step.cast_to = recipe.default
+    if kind.takes_dtype and recipe.layouts[0] is not None:
+        step.keywords["dtype"] = recipe.layouts[0][2]
 
 
 def _returned(kind: OperationTraits, operands: Operands, structure: Any, leaves: list[Any]) -> Any:
@@ -405,13 +417,17 @@ def _plan_sparse(
     if kind.name == "detach":
         return inputs[0]
     if kind.sparse:
+        step.function = partial(on_copies, step.function)
         size: Any = next(
             p for p in reversed(step.template) if type(p) is list and all(type(n) is int for n in p)
         )
     elif kind.name in ("_coalesce", "clone", "_to_copy"):
         size = inputs[0].size()
     else:
-        return _run_now(step, operands, inputs, written)
+        found = _run_now(step, operands, inputs, written)
+        if kind.view and isinstance(found, Array):
+            found.memory = SparseEntries(inputs[0].memory, found.memory.cell)
+        return found
     dtype = step.keywords.get("dtype") or inputs[-1].dtype  # `_to_copy` may change it
     made = _new(step, None, inputs, size, dtype)
     submit(step, inputs, [], [made])
@@ -441,6 +457,8 @@ def _run_now(step: Instruction, operands: Operands, inputs: list[Array], written
         program.refuse(f"{step.name} depends on values", "control flow, .item() and shapes must not")
     need_values(step.name)
     step.gives_result = True
+    if written:
+        step.function = partial(keeping_sizes, step.function)
     returned = run(step, [a.memory for a in inputs], [a.memory for a in written]).take()
     return private.tree_map(partial(_with_value, step), returned)
 

@@ -46,7 +46,10 @@ def array(data: Any, dtype: torch.dtype | None = None) -> Array:
     data = with_tensors(data)
     with private.without_modes():
         tensor = torch.as_tensor(data, dtype=dtype)
-    return from_tensor(tensor, placement.current_device())
+    made: Any = from_tensor(tensor, placement.current_device())
+    if placement.program_of(()) is not None:
+        made = made.clone()  # the function makes it anew in each run, and may write it
+    return made  # type: ignore[no-any-return]
 
 
 def with_tensors(data: Any) -> Any:
@@ -135,6 +138,7 @@ def _array_of(name: str, tensor: torch.Tensor, device: Device) -> Array:
         return known
     made = from_tensor(tensor, device, name)
     private.as_parameter(made.requires_grad_(tensor.requires_grad))
+    vars(made).update({**vars(tensor), **vars(made)})  # a mark such as `bias.no_decay = True` stays
     gone: Any = functools.partial(_replaced.pop, id(tensor))
     _watch_optimizers()
     parameter, array = weakref.ref(tensor, gone), weakref.ref(made)

@@ -54,6 +54,11 @@ class Cell:
             self.value = torch.empty_strided(size, stride, dtype=dtype, device=device.torch_device)
 
 
+def _of_whole(name: str) -> Any:
+    get = operator.attrgetter(f"_whole.{name}")
+    return property(get, lambda self, new: setattr(self._whole, name, new))
+
+
 class Storage(Variable):
     """The memory of an array and its views, on one device.
 
@@ -70,6 +75,21 @@ class Storage(Variable):
         self.device, self.program, self.version = device, program, 0
         self.cell = Cell(layout)
         self.copies: dict[Any, tuple[int, Storage]] = {}
+
+
+class SparseEntries(Storage):
+    """The memory of a sparse array's values or indices, with the hazards and the version of the whole."""
+
+    __slots__ = ("_whole",)
+
+    def __init__(self, whole: Storage, cell: Cell) -> None:
+        self._whole, self._look_at = whole, whole._look_at
+        self.name, self.device, self.program = whole.name, whole.device, whole.program
+        self.cell, self.copies = cell, {}
+
+    writer = _of_whole("writer")
+    readers = _of_whole("readers")
+    version = _of_whole("version")
 
 
 class Instruction:
@@ -155,17 +175,47 @@ class Instruction:
         if recipe is not None:
             leaves = [leaf for leaf, layout in zip(leaves, recipe.layouts, strict=True) if layout is not None]
             if recipe.copies is None:
-                recipe.copies = _share_memory([*inputs, *leaves], leaves)
+                made = [
+                    leaf for leaf in leaves if leaf is not None
+                ]  # attention makes no weights if none are needed
+                recipe.copies = _share_memory([*inputs, *made], made)
         for cell, value in zip(outputs, leaves, strict=True):
             cell.value = _as_promised(value, cell.layout, recipe is not None and bool(recipe.copies))
 
 
-def _as_promised(value: torch.Tensor, layout: Layout | None, copy: bool) -> torch.Tensor:
+def on_copies(make: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return a sparse tensor with its own indices and values: writes to the given ones must not reach it."""
+    return make(*args, **kwargs).clone()
+
+
+def keeping_sizes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run an operation whose results' sizes depend on values.
+
+    Raises:
+        UserError: It has given one of its tensors another size, which no array can have.
+    """
+    tensors = [t for t in private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    places = [
+        (t.size(), t.stride(), t.storage_offset()) if t.layout is torch.strided else None for t in tensors
+    ]
+    returned = function(*args, **kwargs)
+    for tensor, place in zip(tensors, places, strict=True):
+        if place is not None and tensor.size() != place[0]:
+            came = tuple(tensor.size())
+            tensor.as_strided_(*place)
+            raise UserError(
+                f"it would change an array from {tuple(place[0])} to {came} in place, which arrays can't: "
+                "give it one of that shape"
+            )
+    return returned
+
+
+def _as_promised(value: Any, layout: Layout | None, copy: bool) -> torch.Tensor:
     """Return the value with the dtype and strides that its array has, on which views were built.
 
     Only the kernel knows the size of a recurrent layer's workspace; torch predicts (0,) for it.
     """
-    if layout is None:
+    if layout is None or value is None:
         return value
     size, stride, dtype = layout
     if not copy and value.stride() == stride and value.size() == size and value.dtype is dtype:
@@ -192,9 +242,8 @@ def draw_seed(generator: torch.Generator | None) -> int:
     So torch.manual_seed counts, and activation checkpointing draws the same numbers again.
     """
     device = "cpu" if generator is None else generator.device
-    draw = partial(torch.randint, 2**62, (), generator=generator, device=device)
-    steps: list[Any] = [_SEEDING.acquire, draw, _SEEDING.release]
-    return int(private.plainly(list, map(operator.call, steps))[1])
+    with _SEEDING:  # not inside of `plainly`: a signal's handler runs while a thread waits for a lock
+        return int(private.plainly(torch.randint, 2**62, (), generator=generator, device=device))
 
 
 def run(

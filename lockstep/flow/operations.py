@@ -68,7 +68,7 @@ def call(
 
     Args:
         arguments: May be dictionaries, lists and tuples with arrays. The function must keep none of the
-            tensors.
+            tensors. Ordinary tensors are copied at once.
         writes: The arrays that it changes; it only reads the others.
         device: Default: the current device.
 
@@ -87,8 +87,12 @@ def call(
             )
 
     numbers = iter(range(len(inputs)))
+    ordinary = _copies_of_tensors(leaves)
     # It keeps no arrays.
-    parts = [ArgumentSlot(next(numbers)) if isinstance(leaf, Array) else leaf for leaf in leaves]
+    parts = [
+        ArgumentSlot(next(numbers)) if isinstance(leaf, Array) else ordinary.get(id(leaf), leaf)
+        for leaf in leaves
+    ]
 
     def on_values(*values: torch.Tensor) -> Any:
         return function(*private.tree_unflatten(fill(parts, values), structure))
@@ -98,6 +102,16 @@ def call(
     torch.autograd.graph.increment_version(list(writes))  # as torch's own in-place operations do
     operation: Operation = submit(step, inputs, list(writes), [])
     return operation
+
+
+def _copies_of_tensors(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """Return copies of the ordinary tensors by id: an optimizer's step counts change before the call runs."""
+    with private.without_modes():
+        return {
+            id(leaf): leaf.detach().clone()
+            for leaf in leaves
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Array)
+        }
 
 
 def _check_writes(values: Sequence[Any], among: Sequence[Array]) -> None:

@@ -44,6 +44,9 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
+_paused: dict[int, None] = {}  # threads for whose calls the collection of cycles is switched off
+
+
 def plainly(function: Any, *arguments: Any, **keywords: Any) -> Any:
     """Call one of torch's C functions with all modes and subclasses switched off.
 
@@ -53,14 +56,18 @@ def plainly(function: Any, *arguments: Any, **keywords: Any) -> Any:
     """
     functions, dispatch = torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_PYTHON_KEYS)
     collecting = sys.version_info < (3, 12) and gc.isenabled()
+    thread = threading.get_ident()
     call = functools.partial(function, *arguments, **keywords)
     end: list[Any] = [functools.partial(guard.__exit__, None, None, None) for guard in (dispatch, functions)]
-    end.append(gc.enable if collecting else bool)
+    end += [gc.enable, functools.partial(_paused.pop, thread, None)] if collecting else [bool, bool]
+    begin: list[Any] = (
+        [functools.partial(_paused.setdefault, thread), gc.disable] if collecting else [bool, bool]
+    )
     try:
-        begin: list[Any] = [gc.disable if collecting else bool, functions.__enter__, dispatch.__enter__]
-        _, _, _, returned, *_ = map(operator.call, [*begin, call, *end])
+        begin += [functions.__enter__, dispatch.__enter__]
+        _, _, _, _, returned, *_ = map(operator.call, [*begin, call, *end])
     except BaseException:
-        _, _, _ = map(operator.call, end)
+        _, _, _, _ = map(operator.call, end)
         raise
     return returned
 
@@ -208,6 +215,11 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     getattr(torch._C.TensorBase, "data").__set__(tensor, value)  # noqa: B009
 
 
+def is_traced() -> bool:
+    """Return whether torch traces this thread's operations, as make_fx does."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def in_backward() -> bool:
     """Return whether this thread works for autograd's engine."""
     return torch._C._current_graph_task_id() != -1
@@ -292,6 +304,9 @@ def _reset_after_fork() -> None:
     _Predictor.runs = False
     _quiet.predicting = False
     _fake_mode.cache_clear()  # the thread may have been inside a kernel, which the mode remembers
+    if _paused:  # by threads that do not exist here
+        _paused.clear()
+        gc.enable()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)

@@ -310,7 +310,8 @@ class CapturedProgram:
             operations[number].wait()
         leaves, structure = self._outputs
         found = [
-            operations[leaf.operation].take() if isinstance(leaf, FetchedOutput) else leaf for leaf in leaves
+            operations[leaf.operation].take() if isinstance(leaf, FetchedOutput) else _constant(leaf)
+            for leaf in leaves
         ]
         return private.tree_unflatten(found, structure)
 
@@ -433,6 +434,11 @@ class FetchedOutput:
     """A stand-in for an output that an operation copies into host memory."""
 
     operation: int
+
+
+def _constant(leaf: Any) -> Any:
+    """Return an output that is the same in each run; the caller may change its copy of a tensor."""
+    return private.plainly(leaf.clone) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _strided(given: torch.Tensor, layout: Layout) -> torch.Tensor:

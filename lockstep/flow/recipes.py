@@ -307,7 +307,8 @@ def _default_dtype(
         dtype.is_floating_point or dtype.is_complex for dtype in given
     ):
         return None
-    if not any(layout is not None and layout[2] is default for layout in recipe.layouts):
+    decided = default, default.to_complex()
+    if not any(layout is not None and layout[2] in decided for layout in recipe.layouts):
         return None
     cast = [(size, stride, default, device) for size, stride, _, device in layouts]
     try:

@@ -4,16 +4,17 @@ The summary compares the time taken with what a schedule could reach: longest pa
 1969, section 2).
 """
 
-import contextlib
 import heapq
 import html
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.flow import private
 from lockstep.trace.chrome import ChromeTrace, Row
 
 _COLOURS = {
@@ -151,15 +152,14 @@ class Trace:
 active: list[Trace] = []
 
 
-@contextlib.contextmanager
-def recording() -> Iterator[Trace]:
-    """Record what is pushed inside. Operations pending at the end are recorded when they have run."""
-    trace = Trace()
-    active.append(trace)
-    try:
-        yield trace
-    finally:
-        active.remove(trace)
+class recording(private.Scope):  # noqa: N801
+    """A scope that records what is pushed inside, also what is pending at its end and runs later."""
+
+    def __init__(self) -> None:
+        self.value = Trace()
+
+    def calls(self) -> tuple[list[Any], list[Any]]:
+        return [partial(active.append, self.value)], [partial(active.remove, self.value)]
 
 
 def critical_path(tasks: Mapping[int, Task]) -> tuple[float, list[int]]:

@@ -216,6 +216,20 @@ def test_the_default_dtype_counts_when_an_operation_is_recorded(
     assert flow.randn((2,)).dtype is flow.randb((2,), 0.5).dtype is torch.float32
 
 
+def test_the_default_dtype_of_complex_results_counts_when_they_are_recorded(
+    devices: list[Cpu], default_dtype: None
+) -> None:
+    go = threading.Event()
+    devices[0].engine.push(lambda: go.wait(limit(20)))  # type: ignore[attr-defined]
+    with flow.device(devices[0]):
+        torch.set_default_dtype(torch.float64)
+        made = [flow.array(torch.arange(2)) * 1j, torch.full((2,), 1j) * 0 + 1j]
+    torch.set_default_dtype(torch.float32)
+    go.set()
+    for array, wanted in zip(made, ([0, 1j], [1j, 1j]), strict=True):
+        assert array.tensor().dtype is array.dtype is torch.complex128 and array.tolist() == wanted
+
+
 def test_a_program_keeps_the_default_dtype_of_its_capture(devices: list[Cpu], default_dtype: None) -> None:
     torch.set_default_dtype(torch.float64)
     program = flow.capture(lambda n: (n / 3, torch.zeros(2)), torch.arange(5))
@@ -771,6 +785,26 @@ def test_calls_run_beside_and_hold_back_only_what_writes(devices: list[Cpu]) -> 
     assert x.tolist() == [6, 6, 6]
     with pytest.raises(UserError, match="not an array among the arguments"):
         flow.call(lambda a: None, x, writes=[y])
+
+
+def test_a_call_gets_ordinary_tensors_as_they_were(devices: list[Cpu]) -> None:
+    """torch's optimizers count steps in ordinary tensors, which the next step changes."""
+    layer, go = flow.arrays(nn.Linear(3, 2)), threading.Event()
+    optimizer = torch.optim.Adam(layer.parameters())
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+    def steps(state: dict[str, Any], *same: torch.Tensor) -> list[float]:
+        go.wait(limit(20))
+        assert same[0] is same[1]
+        return [float(own["step"]) for own in state["state"].values()]
+
+    tied = torch.ones(3)
+    saved = flow.call(steps, optimizer.state_dict(), tied, tied)
+    optimizer.step()
+    go.set()
+    assert saved.result() == [1, 1]
 
 
 def test_backward_refuses_what_a_call_has_overwritten(devices: list[Cpu]) -> None:

@@ -24,7 +24,7 @@ from torch._subclasses import fake_tensor
 
 from lockstep import flow
 from lockstep.errors import UserError
-from lockstep.flow import gpu, graph, placement, private
+from lockstep.flow import gpu, graph, instructions, placement, private, trace
 from lockstep.flow.engine import in_dry_run
 
 
@@ -277,16 +277,24 @@ def test_a_device_scope_ends_whichever_call_of_torch_in_it_is_interrupted() -> N
 def test_captures_and_dry_runs_end_whichever_call_is_interrupted() -> None:
     def work() -> None:
         flow.capture(lambda x: x + 1, torch.ones(2))
-        with flow.dry_run(), placement.phase("merge"):
+        with flow.dry_run(), placement.phase("merge"), flow.recording():
             pass
 
     def check() -> None:
+        assert not trace.active
         assert placement.CONTEXT.program is placement.CONTEXT.phase is None and not in_dry_run()
 
     with flow.Engine(flow.cpus(1)):
         work()
         kept = interrupted_at_each_call(work, check)
         assert len(kept) > 50 and (flow.ones((2,)) + 1).tolist() == [2, 2]
+
+
+def test_an_interrupted_wait_for_all_loses_no_failure() -> None:
+    with flow.Engine(flow.cpus(1)) as engine:
+        engine.push(lambda: 1 / 0)
+        with pytest.raises(flow.OperationError, match="division by zero"):
+            interrupted_at_each_call(engine.wait_all, bool)
 
 
 def test_an_interrupt_makes_all_tensors_of_a_module_arrays_or_none() -> None:
@@ -363,6 +371,32 @@ def test_a_handler_can_use_flow() -> None:
         assert len(seen) >= 200
         assert seen == sorted(seen) and all(value % 8 == 0 for value in seen)
         assert w.tolist() == [n] * 4
+
+
+def test_a_handler_can_use_flow_while_a_seed_waits_for_its_turn() -> None:
+    """A worker has the turn while it computes with torch's own generator, which may take long."""
+    is_held, go, found = threading.Event(), threading.Event(), []
+
+    def hold() -> None:
+        with instructions._SEEDING:
+            is_held.set()
+            go.wait(limit(20))
+
+    def handle(*_: Any) -> None:
+        try:
+            found.append((flow.array([1.0]) + 1).tolist())
+        finally:
+            go.set()
+
+    with flow.Engine(flow.cpus(1)):
+        (flow.array([1.0]) + 1).wait()
+        threading.Thread(target=hold).start()
+        is_held.wait(limit(20))
+        before = signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        flow.randn((3,)).wait()
+        signal.signal(signal.SIGALRM, before)
+    assert found == [[2.0]]
 
 
 def test_a_finalizer_can_push() -> None:
@@ -473,6 +507,22 @@ def test_a_forked_child_begins_afresh() -> None:
         in_child(child)
         go.set()
         assert (there + 1).sum().item() == 8
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="cycles are collected between two lines only")
+def test_a_fork_while_another_thread_computes_a_view() -> None:
+    """Meanwhile no cycles are collected, in no thread; the child's are."""
+    wait = threading.Lock()
+    wait.acquire()
+    thread = threading.Thread(target=private.plainly, args=(wait.acquire,))
+    thread.start()
+    wait_until(lambda: not gc.isenabled(), "the pause")
+    child = os.fork()
+    if not child:
+        os._exit(gc.isenabled() is False)
+    wait.release()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0 and gc.isenabled()
 
 
 def test_a_fork_while_another_thread_predicts_shapes() -> None:

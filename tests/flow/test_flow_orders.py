@@ -312,6 +312,21 @@ def test_eager_training_after_a_failed_capture(devices: list[Cpu]) -> None:
     assert step(x) > step(x) > step(x)
 
 
+def test_an_output_that_is_a_constant_is_the_callers_own(devices: list[Cpu]) -> None:
+    program = flow.capture(lambda x: (x, torch.tensor([1.0, 2.0])), torch.ones(2))
+    program(torch.ones(2))[1].zero_()
+    assert program(torch.ones(2))[1].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("make", [flow.array, lambda data: copy.deepcopy(torch.tensor(data))])
+def test_an_array_of_data_is_made_anew_in_each_run(
+    devices: list[Cpu], make: Callable[..., flow.Array]
+) -> None:
+    program = flow.capture(lambda x: make([0.0, 1.0]).add_(x), torch.ones(2))
+    for _ in range(3):
+        assert program(torch.ones(2)).tolist() == [1, 2]
+
+
 def test_calls_in_a_program(devices: list[Cpu]) -> None:
     seen: list[list[float]] = []
     w = flow.ones((2,))

@@ -1,11 +1,13 @@
 """Less common functions of torch give its results on arrays, or are refused in one clear line."""
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from limits import limit
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -112,3 +114,69 @@ def test_a_module_with_a_tensor_without_values_stays_as_it_is(device: Cpu) -> No
     with pytest.raises(UserError, match="has no values"):
         flow.arrays(module)
     assert not any(isinstance(parameter, flow.Array) for parameter in module.parameters())
+
+
+def test_marks_of_parameters_stay(device: Cpu) -> None:
+    layer = nn.Linear(2, 2)
+    layer.bias.no_decay = True  # type: ignore[attr-defined]
+    assert flow.arrays(layer).bias.no_decay  # type: ignore[attr-defined]
+
+
+def test_a_sparse_array_does_not_see_later_writes_to_what_it_was_made_of(device: Cpu) -> None:
+    """SparseAdam changes the values behind an addition, which a checkpoint may hold back."""
+    values, total, go = flow.array([1.0, 2.0]), flow.zeros((5,)), threading.Event()
+    flow.call(lambda _: go.wait(limit(20)), total)
+    total.add_(torch.sparse_coo_tensor(flow.array([[0, 3]]), values, (5,)))
+    values.mul_(100).wait()
+    go.set()
+    assert total.tolist() == [1, 0, 0, 2, 0]
+
+
+def test_writes_to_the_values_of_a_sparse_array_are_in_program_order(device: Cpu) -> None:
+    """As sparse gradients are clipped: p.grad._values().mul_(factor)."""
+    sparse, factor, total = flow.array(torch.eye(2).to_sparse()), flow.ones(()), flow.zeros((2, 2))
+    go = threading.Event()
+    flow.call(lambda value: (go.wait(limit(20)), value.fill_(5)), factor, writes=[factor])
+    sparse._values().mul_(factor)
+    total.add_(sparse)
+    (flow.ones(()) + 1).wait()  # the addition would have run before this one
+    go.set()
+    assert total.tolist() == [[5, 0], [0, 5]]
+
+
+def test_an_output_whose_size_depends_on_values_has_it_or_fails(device: Cpu) -> None:
+    x, fits, empty = flow.array([1.0, 0.0, 2.0]), flow.zeros((2,)), flow.zeros((0,))
+    assert torch.masked_select(x, x > 0, out=fits) is fits and fits.tolist() == [1, 2]
+    with pytest.raises(flow.OperationError, match=r"would change an array from \(0,\) to \(2,\) in place"):
+        torch.masked_select(x, x > 0, out=empty)
+    assert empty.fill_(7).tolist() == []
+
+
+def test_views_of_arrays_in_inference_mode(device: Cpu) -> None:
+    """As in torch, a view of an ordinary tensor is one, and can be written afterwards."""
+    x, layer = flow.zeros((2, 3)), flow.arrays(nn.Linear(3, 2))
+    with torch.inference_mode():
+        x[0] = 5
+        views = [x.detach(), x[1], x.t(), *x.chunk(2, 1), layer.state_dict()["weight"]]
+        assert x.clone().t().is_inference() and copy.deepcopy(layer).weight.shape == (2, 3)
+    assert not any(view.is_inference() for view in views)
+    views[1].add_(1)
+    assert x.tolist() == [[5, 5, 5], [1, 1, 1]]
+    x.requires_grad_()[0].sum().backward()
+    assert x.grad.tolist() == [[1, 1, 1], [0, 0, 0]]  # type: ignore[union-attr]
+
+
+def test_a_trace_that_would_take_an_array_for_a_constant_is_refused(device: Cpu) -> None:
+    x = torch.ones(3)
+    assert torch.func.linearize(torch.sin, x)[1](x).allclose(x.cos())
+    with pytest.raises(UserError, match=r"would take an array for a constant: give it array.tensor\(\)"):
+        torch.func.linearize(torch.sin, flow.array(x))
+
+
+def test_attention_that_needs_no_weights(device: Cpu) -> None:
+    """Without gradients torch computes it in one operation, which then makes no second result."""
+    layer, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 3, 8)
+    lazy = flow.arrays(copy.deepcopy(layer))
+    with torch.no_grad():
+        made, arrays = layer(x, x, x, need_weights=False)[0], [flow.array(x)] * 3
+        torch.testing.assert_close(lazy(*arrays, need_weights=False)[0].tensor(), made)
