@@ -210,7 +210,7 @@ def keeping_sizes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return returned
 
 
-def _as_promised(value: Any, layout: Layout | None, copy: bool) -> torch.Tensor:
+def _as_promised(value: Any, layout: Layout | None, copy: bool) -> Any:
     """Return the value with the dtype and strides that its array has, on which views were built.
 
     Only the kernel knows the size of a recurrent layer's workspace; torch predicts (0,) for it.
