@@ -238,8 +238,9 @@ class SharedWeights(_FlatVector):
         return [version_of(param) for param in self.params]
 
     def sync_objects(self) -> Sequence[Callable[[], None]]:
-        for param in self.params:
-            check_dtype(self.name, param, self._flat.dtype)
+        if {param.dtype for param in self.params} != {self._flat.dtype}:
+            for param in self.params:
+                check_dtype(self.name, param, self._flat.dtype)
         return self._find_moved(strict=False)
 
     def put(self, value: np.ndarray) -> None:
@@ -268,14 +269,16 @@ class SharedWeights(_FlatVector):
         Args:
             strict: Raise ValueError if a parameter has another shape now; else leave it where it is.
         """
+        addresses = list(map(torch.Tensor.data_ptr, self.params))
+        if addresses == self._addresses and all(map(torch.Tensor.is_contiguous, self.params)):
+            return []  # the usual case, at every call
         fitting: list[Callable[[], None]] = []
-        parts = None
+        parts = self._cut()
         for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True)):
             if param.data_ptr() == address and param.is_contiguous():
                 continue
             now, before = tuple(param.shape), tuple(self.shapes[index])
             if now == before:
-                parts = self._cut() if parts is None else parts
                 fitting.append(partial(_put_in, param, parts[index], param.detach().clone()))
             elif strict:
                 raise ValueError(f"{self.name}: a tensor of shape {now} had shape {before} at share()")
