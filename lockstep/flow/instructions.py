@@ -55,6 +55,7 @@ class Cell:
 
 
 def _of_whole(name: str) -> Any:
+    """Return a property that is an attribute of the whole array's memory."""
     get = operator.attrgetter(f"_whole.{name}")
     return property(get, lambda self, new: setattr(self._whole, name, new))
 
@@ -175,9 +176,8 @@ class Instruction:
         if recipe is not None:
             leaves = [leaf for leaf, layout in zip(leaves, recipe.layouts, strict=True) if layout is not None]
             if recipe.copies is None:
-                made = [
-                    leaf for leaf in leaves if leaf is not None
-                ]  # attention makes no weights if none are needed
+                # Attention makes no weights if none are needed.
+                made = [leaf for leaf in leaves if leaf is not None]
                 recipe.copies = _share_memory([*inputs, *made], made)
         for cell, value in zip(outputs, leaves, strict=True):
             cell.value = _as_promised(value, cell.layout, recipe is not None and bool(recipe.copies))

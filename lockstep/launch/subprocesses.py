@@ -18,11 +18,6 @@ _PROGRAM = "lockstep.report"
 REPORT_SECONDS = 600.0  # the report limits itself to much less
 
 
-def command_of(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module with this Python."""
-    return [sys.executable, "-m", module, *arguments]
-
-
 def start_program(module: str, *arguments: str, **options: Any) -> "subprocess.Popen[bytes]":
     """Start a module of the program folder as a process that ends with this one, not at a signal.
 
@@ -38,8 +33,7 @@ def start_program(module: str, *arguments: str, **options: Any) -> "subprocess.P
     """
     path = [str(program_folder()), *filter(None, sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    python, *words = command_of(module, *arguments)
-    command = [python, "-P", *words]
+    command = [sys.executable, "-P", "-m", module, *arguments]
     with signals_blocked():
         return subprocess.Popen(command, env=environment, preexec_fn=_begin, **options)  # noqa: PLW1509
 
@@ -76,7 +70,7 @@ def write_report(folder: Path, interrupts: Interrupts) -> None:
         folder: The run's folder.
         interrupts: The launcher's.
     """
-    again = f"to try again: {' '.join(command_of(_PROGRAM, str(folder)))}"
+    again = f"to try again: {sys.executable} -m {_PROGRAM} {folder}"
     interrupts.leave(f"stopped as asked: the run is complete, its report was not written; {again}")
     process = start_program(_PROGRAM, str(folder))
     try:

@@ -116,9 +116,8 @@ class Settings:
         if self._sent == self._delivered:
             return b""
         self._delivered = None  # until `confirm`: a call that fails may have brought them to some ranks
-        packed: bytes = cloudpickle.dumps(
-            states
-        )  # with the classes of the program, which workers can't import
+        # With the classes of the program, which workers can't import.
+        packed: bytes = cloudpickle.dumps(states)
         return packed
 
     def confirm(self, packed: bytes | None) -> None:
