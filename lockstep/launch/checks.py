@@ -32,7 +32,7 @@ from lockstep.launch.processes import Processes
 from lockstep.launch.status import StatusBoard
 from lockstep.launch.subprocesses import start_program
 from lockstep.objects import SOURCE, check_available
-from lockstep.runs.folder import RunFolder, check_classes_of_run
+from lockstep.runs.folder import RunFolder
 from lockstep.signals import Interrupts
 
 _OTHER_DESCRIPTORS = 128  # of the launcher, beside its pipes: files, sockets, threads
@@ -82,13 +82,11 @@ def open_all(
     config = _with_channels(config, dataset)
     names = dataset.description.class_names
     check_classes(config, dataset.train, names)
-    if config.resume_train:
-        check_classes_of_run(config, names)
     if config.check_sums:
         check_content(dataset)
     for note in host.agree(config, dataset):
         show(f"note: {note}", "stdout")
-    return config, dataset, host.open_run(config, len(dataset.train), dataset.digest)
+    return config, dataset, host.open_run(config, len(dataset.train), dataset.digest, names)
 
 
 def _with_channels(config: Config, dataset: Dataset) -> Config:

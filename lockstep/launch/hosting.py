@@ -88,9 +88,11 @@ class SingleHost:
         """Raise UserError on all hosts if programs, settings or data differ between hosts. Return notes."""
         return []
 
-    def open_run(self, config: Config, n_train: int, dataset: str = "") -> RunFolder:
+    def open_run(
+        self, config: Config, n_train: int, dataset: str = "", class_names: Sequence[str] = ()
+    ) -> RunFolder:
         """Open the run's folder as runfolder.open_run does, or return host 0's run if it writes for all."""
-        return runfolder.open_run(config, n_train, dataset)
+        return runfolder.open_run(config, n_train, dataset, class_names)
 
     def begin_attempt(self, processes: Processes, number: int) -> None:
         """Begin attempt `number` with processes that are about to be started."""
@@ -184,8 +186,10 @@ class MultiHost(SingleHost):
     def agree(self, config: Config, dataset: Dataset) -> list[str]:
         return agreement.agree(self.rendezvous, agreement.facts_of(config, dataset), self._timeout)
 
-    def open_run(self, config: Config, n_train: int, dataset: str = "") -> RunFolder:
-        run = super().open_run(config, n_train, dataset) if self.writes else None
+    def open_run(
+        self, config: Config, n_train: int, dataset: str = "", class_names: Sequence[str] = ()
+    ) -> RunFolder:
+        run = super().open_run(config, n_train, dataset, class_names) if self.writes else None
         try:
             return self._agreed_run(run, Path(config.weights_dir))
         except BaseException:

@@ -67,15 +67,17 @@ class RunFolder:
     lock: IO[str]
 
 
-def open_run(config: Config, n_train: int, dataset: str = "") -> RunFolder:
+def open_run(config: Config, n_train: int, dataset: str = "", class_names: Sequence[str] = ()) -> RunFolder:
     """Create a new run's folder, or find the one to resume, and lock it for this process.
 
     Args:
         n_train: Number of training images in the dataset.
         dataset: The digest of the dataset's manifest; '' without one.
+        class_names: Of the dataset's classes; () checks none.
 
     Raises:
-        UserError: The folder belongs to another run, or there is no run or checkpoint to resume.
+        UserError: The folder belongs to another run, there is no run or checkpoint to resume, or its
+            classes have other names.
     """
     parent = Path(config.weights_dir)
     if not config.resume_train:
@@ -92,6 +94,8 @@ def open_run(config: Config, n_train: int, dataset: str = "") -> RunFolder:
     lock = _lock(folder)
     start, notes = find_checkpoint(folder, config.load_epoch)
     notes += _check_same_run(config, n_train, start) + _check_same_dataset(config, dataset, start)
+    if description := read_description(folder):
+        check_same_classes(class_names, config.data or config.data_folder, description, folder)
     if changed := changed_source(folder, config.model):
         notes.append(f"{changed}; the run continues with the changed file")
     branch = folder_after(folder, start.state.name)
@@ -242,17 +246,6 @@ def folder_to_resume(config: Config) -> Path:
             raise UserError(f"{parent / name}: there is no such run to resume")
         return parent / name
     return newest(parent)
-
-
-def check_classes_of_run(config: Config, class_names: Sequence[str]) -> None:
-    """Raise UserError if the run to resume has learned classes of other names."""
-    try:
-        folder = folder_to_resume(config)
-        then = read_description(folder) if records(folder) else None
-    except UserError:  # `open_run` reports a missing run; a damaged description is written again
-        return
-    if then:
-        check_same_classes(class_names, config.data or config.data_folder, then, folder)
 
 
 def newest(parent: Path) -> Path:
