@@ -57,7 +57,7 @@ class Interrupts:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in (*_STOP_REQUESTS, STOP_SIGNAL):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._handle)
+                signal.signal(number, self._note_stop)
         self.leave(last_line)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # lockstep.train blocks it until now
 
@@ -84,7 +84,7 @@ class Interrupts:
     def _note_status(self, number: int, frame: object) -> None:
         self.is_asked_for_status = True
 
-    def _handle(self, number: int, frame: object) -> None:
+    def _note_stop(self, number: int, frame: object) -> None:
         if not self.code:
             self.since = time.monotonic()  # before `code`: another signal may interrupt this
             self.code = 128 + (number if number == signal.SIGINT else signal.SIGTERM)

@@ -21,7 +21,7 @@ from lockstep.backends.cuda import CudaBackend
 from lockstep.config import Config, Layer, resolve
 from lockstep.config.augmentation import device_changes
 from lockstep.data.preparing import Preparer
-from lockstep.kernels.augment import AugmentKernel
+from lockstep.kernels.augment import CropMirrorSubtractKernel
 from lockstep.kernels.sgd import SgdKernel
 from lockstep.loading.slots import BlockLayout, RingShape
 from lockstep.network import convolution, dropout
@@ -193,7 +193,9 @@ def _augment(
     changes = device_changes(config)
     raw = RingShape(1, batch_size, (whole, whole), "uint8", (crop, crop), changes=changes)
     out = RingShape(1, batch_size, (side, side), "bfloat16", (crop, crop), blocks=blocks)
-    kernel = AugmentKernel(memory, backend.stream, np.zeros((whole, whole, 3), np.float32), raw, out)
+    kernel = CropMirrorSubtractKernel(
+        memory, backend.stream, np.zeros((whole, whole, 3), np.float32), raw, out
+    )
     given, made = (memory.allocate(shape.n_bytes, "images") for shape in (raw, out))
     memory.upload(given, _with_draws(raw, config))
 

@@ -43,12 +43,12 @@ class Augmenter:
             shifts = np.empty((len(images), 0), np.float32)
         arrays = images, out, np.tile(shifts, self._size[1])
         if self._size[0] < TORCH_FROM:
-            self._apply(arrays, crops, self._means, _crop_and_subtract)
+            self._apply(arrays, crops, self._means, _mirror_and_subtract)
         else:
             import torch
 
             means = tuple(map(torch.from_numpy, self._means))
-            self._apply(map(torch.from_numpy, arrays), crops, means, _crop_and_subtract_by_torch)
+            self._apply(map(torch.from_numpy, arrays), crops, means, _mirror_and_subtract_by_torch)
 
     def _apply(self, arrays: Any, crops: np.ndarray, means: tuple[Any, ...], fill: Any) -> None:
         """Apply `fill` to each image. arrays: images, out, and the shifts of one row of each image."""
@@ -64,12 +64,12 @@ class Augmenter:
                 flat += line
 
 
-def _crop_and_subtract(result: np.ndarray, crop: np.ndarray, mirrored: int, mean: np.ndarray) -> None:
+def _mirror_and_subtract(result: np.ndarray, crop: np.ndarray, mirrored: int, mean: np.ndarray) -> None:
     np.copyto(result, crop[:, ::-1] if mirrored else crop)
     np.subtract(result, mean, out=result)
 
 
-def _crop_and_subtract_by_torch(result: Any, crop: Any, mirrored: int, mean: Any) -> None:
+def _mirror_and_subtract_by_torch(result: Any, crop: Any, mirrored: int, mean: Any) -> None:
     result.copy_(mirrored_by_torch(crop) if mirrored else crop).sub_(mean)
 
 

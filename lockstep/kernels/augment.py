@@ -102,7 +102,7 @@ class ChangeKernels:
             block.close()
 
 
-class AugmentKernel:
+class CropMirrorSubtractKernel:
     """The kernels that turn a raw slot into a slot as the network takes it, both in this device's memory.
 
     Args:

@@ -191,7 +191,7 @@ class Processes:
             exit_status = (
                 self._handle_failures(on_message)
                 or _remote_failure(find_remote_failure)
-                or self._handle_interrupts(on_message)
+                or self._forward_signals(on_message)
             )
             if exit_status and (exit_status.lost or exit_status.awaited or exit_status.is_overdue):
                 self._kill()
@@ -246,7 +246,7 @@ class Processes:
 
     # -- interrupts ------------------------------------------------------------------------------------------
 
-    def _handle_interrupts(self, on_message: Callable[[Any], None]) -> ExitStatus | None:
+    def _forward_signals(self, on_message: Callable[[Any], None]) -> ExitStatus | None:
         """Return the status of a run that a signal ends now. The first signal asks the trainers to stop."""
         if self._is_stopped():
             return ExitStatus.stopped_by(self._interrupts)
@@ -285,10 +285,10 @@ class Processes:
             if not killed:
                 return self._explain_failure(on_message)
             for child in killed:  # meanwhile others may be killed, hence the loop around
-                self._restart(child, on_message)
+                self._restart_loader(child, on_message)
         return None
 
-    def _restart(self, child: Child, on_message: Callable[[Any], None]) -> None:
+    def _restart_loader(self, child: Child, on_message: Callable[[Any], None]) -> None:
         """Start a killed loader again, with the next of its spare pipes (`loader_restarts`).
 
         Its trainer finds the new loader at the other end of that pipe (loading/feed.py), and repeats its

@@ -21,7 +21,7 @@ import torch
 from lockstep.comm.messages import Order
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import UserError
-from lockstep.kernels.augment import AugmentKernel
+from lockstep.kernels.augment import CropMirrorSubtractKernel
 from lockstep.loading import Batch, Filler, Ring, batch_of
 from lockstep.loading.reader import Reader
 from lockstep.loading.slots import RingShape
@@ -96,7 +96,7 @@ class RawRing(CudaRing):
         super().__init__(memory, stream, shape)
         self._ready = memory.allocate(ready.n_bytes, "the minibatch in use")
         self._slot = ready.tensors(self._ready.tensor(torch.uint8, (ready.n_bytes,)))[0]
-        self._kernel = AugmentKernel(memory, stream, mean, shape, ready)
+        self._kernel = CropMirrorSubtractKernel(memory, stream, mean, shape, ready)
 
     def batch(self, number: int, order: Order) -> Batch:
         raw = self.block.pointer + number * self.shape.slot_bytes
@@ -195,7 +195,7 @@ class AugmentingFiller(CudaFiller):
     def __init__(self, memory: CudaMemory, stream: Any, reader: Reader, shape: RingShape, *ring: Any) -> None:
         super().__init__(memory, stream, reader, shape, *ring)
         self._staging = memory.allocate(self._raw.slot_bytes, "raw images")
-        self._kernel = AugmentKernel(memory, stream, reader.mean, self._raw, shape)
+        self._kernel = CropMirrorSubtractKernel(memory, stream, reader.mean, self._raw, shape)
 
     def _transfer(self, number: int, address: int, n_samples: int) -> None:
         self._copy(number, self._staging.pointer, n_samples)

@@ -29,7 +29,7 @@ def augment_everywhere(
     rank: int, pipes: dict[int, Pipe], dtype: torch.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compare every crop of random images, mirrored or not, by the kernel and by the host."""
-    from lockstep.kernels.augment import AugmentKernel
+    from lockstep.kernels.augment import CropMirrorSubtractKernel
 
     height, width, size = 11, 13, 7
     places = torch.cartesian_prod(torch.arange(5), torch.arange(7), torch.arange(2)).numpy()
@@ -46,7 +46,7 @@ def augment_everywhere(
 
     memory = CudaMemory("cuda:0")
     stream = memory.driver.Stream(1)
-    kernel = AugmentKernel(memory, stream, mean, raw, ready)
+    kernel = CropMirrorSubtractKernel(memory, stream, mean, raw, ready)
     given = memory.allocate(raw.n_bytes, "a test")
     out = memory.allocate(ready.n_bytes + 4096, "a test")
     memory.driver.memset_d8(out.pointer, 0xFF, ready.n_bytes + 4096)

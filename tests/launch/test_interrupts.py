@@ -119,7 +119,7 @@ class Interrupted(Interrupts):
         super().__setattr__(name, value)
         if getattr(self, "comes", None):
             number, self.__dict__["comes"] = self.comes, None
-            self._handle(number, None)
+            self._note_stop(number, None)
             self.__dict__["comes"] = number
 
 
@@ -128,10 +128,10 @@ class Interrupted(Interrupts):
 def test_a_signal_that_comes_within_anothers_handler_is_no_second_wish(number: int, others: int) -> None:
     interrupts = Interrupted()
     interrupts.__dict__["comes"] = others
-    interrupts._handle(number, None)
+    interrupts._note_stop(number, None)
     assert interrupts.code == 128 + signal.SIGTERM and not interrupts.at_once
     interrupts.__dict__.update(comes=None, since=interrupts.since - 2)  # two seconds later
-    interrupts._handle(signal.SIGTERM, None)
+    interrupts._note_stop(signal.SIGTERM, None)
     assert interrupts.at_once
 
 
