@@ -21,7 +21,8 @@ from lockstep.synk.context import RankContext
 from lockstep.synk.programs import FunctionRequest, Input, RankProgram, UpdateMode
 from lockstep.synk.results import REDUCE_OPS, PartReducer, check_reducible, normalise_mode
 from lockstep.synk.shareds import Shared, SharedRegistry
-from lockstep.synk.tensors import TensorShared, version_of
+from lockstep.synk.storage import version_of
+from lockstep.synk.tensors import SharedTensor, TensorShared
 from lockstep.synk.torch_settings import TorchSettings
 
 
@@ -164,7 +165,7 @@ def _closure(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
 
 def _to_numpy(tensor: torch.Tensor, what: str) -> np.ndarray:
     try:
-        array: np.ndarray = tensor.detach().cpu().numpy()
+        array: np.ndarray = tensor.numpy(force=True)
     except TypeError as error:
         if tensor.layout is not torch.strided:
             raise TypeError(f"{what}: {error}") from None
@@ -196,6 +197,8 @@ def build(registry: SharedRegistry, context: RankContext, request: FunctionReque
     for number in sliceable:
         if number in updates:
             raise ValueError(f"{name}: sliceable {context.shareds[number].name!r} is updated by the function")
+        if not isinstance(context.shareds[number], SharedTensor) or not context.shareds[number].shape:
+            raise TypeError(f"{name}: sliceable {context.shareds[number].name!r} has no rows")
     spec = Spec(
         name=name,
         function=request.inputs,

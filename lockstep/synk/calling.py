@@ -191,7 +191,9 @@ class _Part:
                 shared.set_parts_without_value(absent)
         for shared, mode in program.updated.items():
             reduced, counted = updates[shared].result(), missing[shared][-1 if mode is None else 0 :]
-            shared.assign(reduced[-1] if mode is None else reduced)
+            new = reduced[-1] if mode is None else reduced
+            shared.check_shape(new.shape)
+            shared.assign(new)
             shared.set_parts_without_value(frozenset.intersection(*counted))
         return [reducer.result() for reducer in outputs]
 

@@ -28,11 +28,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """A pickler that replaces a shared variable by its number and that of its part, e.g. a parameter.
 
     Args:
-        slots: Names of the shared variables by the addresses of their slots.
+        slots: Addresses of the shared variables' slots, with their names.
     """
 
     def __init__(
-        self, file: io.BytesIO, buffers: list[Any], registry: SharedRegistry, slots: dict[int, str]
+        self, file: io.BytesIO, buffers: list[Any], registry: SharedRegistry, slots: dict[range, str]
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
         self._registry, self._slots = registry, slots
@@ -56,6 +56,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """
         if isinstance(obj, self._storage_kind):
             return self._reduce_storage(obj)
+        if isinstance(obj, np.ndarray):
+            self._check_memory("an array", obj.ctypes.data, "copy()")
         reduced = super().reducer_override(obj)
         if isinstance(obj, FunctionType | type):
             name = imported.find_state(obj, self._is_state, by_value=reduced is not NotImplemented)
@@ -68,19 +70,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return _reduce_optimizer(obj) if reduced is NotImplemented else reduced
 
     def _reduce_storage(self, obj: Any) -> Any:
-        """Pickle the memory of tensors once, since views of one tensor remain views on the ranks.
-
-        Raises:
-            TypeError: It is that of a shared variable. A view of it would be a copy on the ranks.
-        """
-        name = self._slots.get(obj._data_ptr())
-        if name:
-            raise TypeError(
-                f"a tensor is a view of {name!r}, of which ranks would have a copy. Make the view in the "
-                "callable, or clone() it"
-            )
+        """Pickle the memory of tensors once, since views of one tensor remain views on the ranks."""
+        self._check_memory("a tensor", obj._data_ptr(), "clone()")
         first = self._storages.setdefault((obj._cdata, obj.dtype), obj)
         return NotImplemented if first is obj else (_same, (first,))
+
+    def _check_memory(self, what: str, address: int, copy: str) -> None:
+        """Raise TypeError for the memory of a shared variable. A view of it would be a copy on the ranks."""
+        name = next((name for slot, name in self._slots.items() if address in slot), None)
+        if name:
+            raise TypeError(
+                f"{what} is a view of {name!r}, of which ranks would have a copy. Make the view in the "
+                f"callable, or {copy} it"
+            )
 
     def _is_state(self, obj: Any) -> bool:
         return issubclass(type(obj), self._kinds) or self._registry.label(obj) is not None
@@ -166,12 +168,14 @@ def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
     return DeliverPrograms(locations[0], tuple(locations[1:]), number, tuple(sys.path))
 
 
-def _find_slots(team: Team) -> dict[int, str]:
+def _find_slots(team: Team) -> dict[range, str]:
     """Return the names of the shared variables by the addresses of their slots in this process."""
-    context = team.context
-    shareds = [shared for shared in context.shareds.values() if shared.slot is not None]
-    views = [shared.view(context.blocks, team.rank, (0,)) for shared in shareds]
-    return {view.ctypes.data: shared.name for view, shared in zip(views, shareds, strict=True)}
+    found = {}
+    for shared in team.context.shareds.values():
+        if shared.slot is not None:
+            first = shared.view(team.context.blocks, team.rank, (0,)).ctypes.data
+            found[range(first, first + shared.slot.n_bytes)] = shared.name
+    return found
 
 
 def _same(obj: Any) -> Any:

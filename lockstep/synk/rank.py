@@ -158,7 +158,7 @@ class _Loop:
         except BaseException as error:  # SystemExit in a user's function too
             if isinstance(error, PeerLost) and error.peer == self._pipe.peer:
                 raise  # the caller has exited
-            return CommandError(_pickled(error), traceback.format_exc())
+            return CommandError(_pickled(error), _traceback_of(error))
 
     def _perform(self, command: RunCommand) -> list[Any]:
         own = perform(self._context, command.steps)
@@ -208,6 +208,13 @@ def _text_of(error: BaseException) -> str:
         return str(error)
     except BaseException as second:  # whatever a user's __str__ raises
         return f"its text can't be had, __str__ raised {type(second).__name__}"
+
+
+def _traceback_of(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except BaseException:  # whatever an attribute of a user's exception raises
+        return "".join(traceback.format_tb(error.__traceback__))
 
 
 if __name__ == "__main__":

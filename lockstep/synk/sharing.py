@@ -1,9 +1,11 @@
 """Sharing of a program's modules and tensors: what synk.share, synk.weights and synk.grads do."""
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep.synk.slots import make_slots
@@ -101,8 +103,9 @@ def _check_unshared(team: Team, name: str, tensors: Sequence[torch.Tensor]) -> N
 
 def _check_separate(name: str, tensors: Sequence[torch.Tensor]) -> None:
     """Raise ValueError if two tensors lie in one memory (`a.data = b.data`), which sharing would separate."""
-    addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
-    if len(set(addresses)) < len(addresses):
+    tensors = sorted((tensor for tensor in tensors if tensor.numel()), key=torch.Tensor.data_ptr)
+    arrays = [tensor.detach().numpy() for tensor in tensors]
+    if any(np.shares_memory(*pair) for pair in itertools.pairwise(arrays)):
         raise ValueError(
             f"share(): tensors of {name} lie in the same memory. Make them one object: "
             "module.a.weight = module.b.weight"
@@ -117,6 +120,8 @@ def _check(name: str, tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
             raise TypeError(f"share(): {name} is {kind}: give dense tensors on the CPU; they are moved")
         if tensor.is_conj() or tensor.is_neg():
             raise TypeError(f"share(): {name} is a conjugate view: give tensor.resolve_conj().resolve_neg()")
+        if tensor.is_inference():  # with other memory, torch could neither slice nor train it
+            raise TypeError(f"share(): {name} was made in inference_mode: make it, or clone() it, outside")
         try:
             torch.empty(0, dtype=tensor.dtype).numpy()
         except TypeError:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -111,3 +111,15 @@ class DeviceStorage(SharedStorage):
 def make_storage(context: RankContext) -> SharedStorage:
     """Return storage for one variable of this rank."""
     return HostStorage() if context.gpu is None else DeviceStorage(context.gpu)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return a number that changes when torch writes to a tensor; None in inference mode, which has none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def memory_state(tensor: torch.Tensor) -> Any:
+    """Return a value that changes when torch writes to a tensor, and when its `data` is set."""
+    if tensor.layout != torch.strided:  # a sparse gradient
+        return version_of(tensor)
+    return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride()

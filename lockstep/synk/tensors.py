@@ -15,7 +15,7 @@ from lockstep.synk import rows
 from lockstep.synk.blocks import BlockTable
 from lockstep.synk.context import RankContext
 from lockstep.synk.shareds import Shared
-from lockstep.synk.storage import DeviceStorage, HostStorage, SharedStorage, make_storage
+from lockstep.synk.storage import DeviceStorage, HostStorage, SharedStorage, make_storage, memory_state
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class TensorShared(Shared):
 
     @abstractmethod
     def versions(self) -> Any:
-        """Return a value that changes when torch writes to the variable."""
+        """Return a value that changes when torch writes to the variable, or it gets other memory."""
 
     def describe(self) -> SharedDescription:
         """Return the description from which a worker makes the variable."""
@@ -156,7 +156,7 @@ class SharedTensor(TensorShared):
         self._address = tensor.data_ptr()
 
     def versions(self) -> Any:
-        return version_of(self.parts[0])
+        return memory_state(self.parts[0])
 
     def content(self) -> "TensorDescription":
         return TensorDescription.of(self.parts[0])
@@ -235,7 +235,7 @@ class SharedWeights(_FlatVector):
         self.put(np.concatenate([param.detach().numpy().reshape(-1) for param in params]))
 
     def versions(self) -> Any:
-        return [version_of(param) for param in self.params]
+        return list(map(memory_state, self.params))
 
     def sync_objects(self) -> Sequence[Callable[[], None]]:
         if {param.dtype for param in self.params} != {self._flat.dtype}:
@@ -387,7 +387,7 @@ class SharedGradients(_FlatVector):
         self.storage.run(self._collect)
 
     def versions(self) -> Any:
-        return [None if p.grad is None else (id(p.grad), version_of(p.grad)) for p in self.params]
+        return [None if p.grad is None else (id(p.grad), memory_state(p.grad)) for p in self.params]
 
     def content(self) -> int:
         return self.weights.number
@@ -464,11 +464,6 @@ def check_dtype(name: str, tensor: torch.Tensor, shared: torch.dtype) -> None:
             f"{name}: a tensor of shape {tuple(tensor.shape)} is {tensor.dtype} now, and was {shared} at "
             "share(). Cast modules and tensors before share()"
         )
-
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """Return a number that changes when torch writes to a tensor; None in inference mode, which has none."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _chosen(tensor: torch.Tensor, choice: rows.Choice) -> torch.Tensor:

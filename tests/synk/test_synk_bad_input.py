@@ -36,6 +36,7 @@ def case() -> Iterator[Any]:
             "table": synk.function([], (table.sum(1), "max"), bcast_inputs=[table], name="table"),
             "pair": pair,
             "pairs": synk.function([], (pair.sum(), "sum"), name="pairs"),
+            "grown": synk.function([x], None, updates=[(pair, pair + x[0], "gather")], name="grown"),
         }
         synk.distribute()
         yield built
@@ -126,6 +127,7 @@ CALLING = [
         r"input table has shape \(2, 3\), .*; \(3, 3\) given",
     ),
     (lambda c: synk.broadcast(c["pair"], np.ones(3)), ValueError, r"'pair' has shape \(2,\), not \(3,\)"),
+    (lambda c: c["grown"](X, num_slices=2), ValueError, r"'pair' has shape \(2,\), not \(4,\)"),
     (lambda c: c["f"](X[:0], Y[:0]), ValueError, "input x has no rows"),
     (lambda c: c["f"](X, Y[:5]), ValueError, "^f: input x has 6 rows, input y has 5 rows: without a batch"),
     (lambda c: c["equal"](Y, Y[:5]), ValueError, "^equal: input z has 6 rows, input z has 5 rows: without"),

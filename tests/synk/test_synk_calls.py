@@ -119,6 +119,12 @@ def unnoted(x):
     return x.sum()
 
 
+def unprintable(x):
+    if rank_here() == x[0]:
+        raise SyntaxError("its text", ("file", 1, "no number, so Python can't show it", "a line"))
+    return x.sum()
+
+
 def stopped(x):
     if rank_here() == x[0]:
         raise StopIteration("no more rows")
@@ -391,12 +397,14 @@ def test_a_stop_iteration_is_an_error_like_others(two_ranks: None) -> None:
 
 
 def test_errors_that_python_can_not_read_or_annotate_are_errors_like_others(two_ranks: None) -> None:
-    g, h, f = distributed(unreadable, unnoted, total)
+    g, h, k, f = distributed(unreadable, unnoted, unprintable, total)
     with pytest.raises(RuntimeError, match="an error that this process can't read"):
         g(np.ones(6))
     for rank in (0, 1):
         with pytest.raises(Unnoted, match="its text"):
             h(np.full(4, rank))
+        with pytest.raises(SyntaxError, match="its text"):
+            k(np.full(4, rank))
     assert f(np.ones(4)) == 4
 
 

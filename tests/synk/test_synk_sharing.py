@@ -147,15 +147,23 @@ def test_gradients_that_have_a_graph_are_reduced(ranks: int) -> None:
 def test_sparse_gradients_and_parameters_in_one_memory_are_refused(ranks: int) -> None:
     net = synk.share(torch.nn.Embedding(4, 2, sparse=True))
     f = synk.function(lambda x: net(x).sum().backward(), None, updates=[synk.grads(net)])
+    total = synk.function(lambda x: x.sum(), "sum")
     synk.distribute()
+    f(np.ones(ranks, "i8"))
+    assert total(np.ones(4 * ranks), num_slices=2) == 4 * ranks
     with pytest.raises(TypeError, match=r"shape \(4, 2\) is sparse, and .* sparse=False"):
-        f(np.ones(ranks, "i8"))
         synk.all_reduce(synk.grads(net))
     net.weight.grad = None
     tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     tied[1].weight.data = tied[0].weight.data
     with pytest.raises(ValueError, match="tensors of Sequential lie in the same memory"):
         synk.share(tied)
+    tied[1].weight.data = torch.ones(2, 2)
+    tied.register_buffer("row", tied[0].weight.data[1])
+    with pytest.raises(ValueError, match="tensors of Sequential lie in the same memory"):
+        synk.share(tied)
+    tied.row = torch.zeros(2, 4)[:, 2:]
+    tied.register_buffer("left", tied.row._base[:, :2])
     tied[1].weight = tied[0].weight
     synk.share(tied)
 
@@ -324,6 +332,11 @@ def test_a_view_of_a_shared_tensor_is_refused(ranks: int) -> None:
     for view in (net[0].weight.data, net[0].weight.detach()[0]):
         synk.function(lambda view=view: view.sum() * 1, "sum", name="f")
         with pytest.raises(TypeError, match="a tensor is a view of 'weights of Sequential', of which"):
+            synk.distribute()
+    if net[0].weight.is_cpu:
+        array = net[0].weight.detach().numpy()[1:]
+        synk.function(lambda: float(array.sum()), "sum", name="f")
+        with pytest.raises(TypeError, match="an array is a view of 'weights of Sequential', of which"):
             synk.distribute()
     copy_of_it = net[0].weight.detach().clone()
     f = synk.function(lambda: copy_of_it.sum() * 1, "max")

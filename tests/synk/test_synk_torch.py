@@ -281,6 +281,52 @@ def test_a_sliced_call_that_changes_what_it_did_not_declare_is_an_error(ranks: i
     assert largest_error(first.cpu(), before[0].cpu() + 1) < 1e-12, "once, not three times"
 
 
+def test_a_sliced_call_that_replaces_what_it_did_not_declare_is_an_error(ranks: int) -> None:
+    tensor, net = synk.share(torch.ones(2, 2)), synk.share(make_net())
+
+    def replace(x):
+        tensor.data = tensor.data + 1
+        return x.sum()
+
+    def turn(x):
+        tensor.data = tensor.data.t()
+        return x.sum()
+
+    def double(x):
+        net[0].weight.data = net[0].weight.data * 2
+        return x.sum()
+
+    callables = {"tensor ": replace, "tensor": turn, "weights of Sequential": double}
+    made = [synk.function(each, "sum") for each in callables.values()]
+    synk.distribute()
+    for name, f in zip(callables, made, strict=True):
+        with pytest.raises(RuntimeError, match=f"changes {name}.*not among its updates"):
+            f(np.ones(12), num_slices=2)
+
+
+def test_slices_gathered_into_a_module_s_vector_are_refused(ranks: int) -> None:
+    net = synk.share(make_net())
+    size = sum(param.numel() for param in net.parameters())
+
+    def shift(x):
+        with torch.no_grad():
+            next(net.parameters()).add_(1)
+        return x.sum()
+
+    f = synk.function(shift, "sum", updates=[(synk.weights(net), "gather")])
+    synk.distribute()
+    with pytest.raises(ValueError, match=f"weights of Sequential have {size} elements in all, the value has"):
+        f(np.ones(12), num_slices=2)
+    synk.broadcast(synk.weights(net), np.ones(size))
+    assert synk.gather(synk.weights(net)).tolist() == [[1] * size] * ranks
+
+
+def test_an_output_may_be_a_conjugate_view(ranks: int) -> None:
+    f = synk.function(lambda x: x.conj(), "gather")
+    synk.distribute()
+    assert f(np.full(4, 1j)).tolist() == [-1j] * 4
+
+
 def test_parameters_with_a_default_are_no_inputs(ranks: int) -> None:
     def scale(x, by=1, *, plus=0, **others):
         return by * x + plus
@@ -304,12 +350,19 @@ def test_what_a_callable_may_not_be(ranks: int) -> None:
             synk.function([], None, name="graph")
     with pytest.raises(TypeError, match="bfloat16, a dtype that NumPy lacks"):
         synk.share(torch.zeros(2, dtype=torch.bfloat16))
+    with torch.inference_mode():
+        tensor = torch.zeros(2)
+    with pytest.raises(TypeError, match="a tensor was made in inference_mode"):
+        synk.share(tensor)
     with pytest.raises(TypeError, match=r"\*rest.*positional"):
         synk.function(lambda *rest: 0, None)
     with pytest.raises(ValueError, match="bcast_inputs has 'z', inputs are x"):
         synk.function(lambda x: 0, None, bcast_inputs=["z"])
     with pytest.raises(TypeError, match="not shared"):
         synk.function(lambda x: 0, None, updates=[torch.zeros(1)])
+    for rowless in (synk.weights(net), synk.share(torch.tensor(1.0))):
+        with pytest.raises(TypeError, match=r"sliceable .* has no rows"):
+            synk.function(lambda x: 0, None, sliceable_shareds=[rowless])
     with pytest.raises(TypeError, match=r"use synk.weights\(module\)"):
         synk.function(lambda x: 0, None, updates=[next(net.parameters())])
     with pytest.raises(TypeError, match="givens: a callable has no such option"):
