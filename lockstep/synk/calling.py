@@ -174,12 +174,12 @@ class _Part:
                 for shared, (value, absent) in before.items():
                     shared.put(value.copy())
                     shared.set_parts_without_value(absent)
-                versions = program.versions()
                 with self._stored_rows(first, last):
+                    versions = program.versions()
                     inputs = self._excerpt(first, last)
                     results = program.call_part(inputs)
+                    program.check_unchanged(versions)
                 self._check_unwritten(inputs)
-                program.check_unchanged(versions)
                 for reducer, i in zip(outputs, self._call.outputs, strict=True):
                     reducer.add(results[i], last - first)
                 for shared, reducer in updates.items():

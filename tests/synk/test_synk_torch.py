@@ -242,6 +242,13 @@ def test_stored_rows_of_a_shared_tensor(ranks: int) -> None:
     assert np.array_equal(synk.gather(stored, nd_up=0), values)
 
 
+def test_stored_rows_without_columns(ranks: int) -> None:
+    stored = synk.share(torch.zeros(4, 0))
+    f = synk.function(lambda: len(stored), "sum", sliceable_shareds=[stored])
+    synk.distribute()
+    assert f(batch_s=[3, 1], num_slices=2) == 2 * ranks
+
+
 def test_each_rank_has_its_own_random_numbers(ranks: int) -> None:
     def draw():
         return torch.rand(1), torch.from_numpy(np.random.rand(1))
