@@ -93,6 +93,15 @@ class Interrupts:
         self._leave_if_requested()
 
 
+def ignore_signals() -> None:
+    """Ignore, as a launcher exits, what `Interrupts` handles.
+
+    Python restores the default actions of handled signals in its exit, and they would kill the process.
+    """
+    for number in (*_FROM_OUTSIDE, STOP_SIGNAL):
+        signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def signals_blocked() -> Iterator[None]:
     """Start processes inside the block with the signals from outside blocked, until they handle them.

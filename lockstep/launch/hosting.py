@@ -32,7 +32,7 @@ from lockstep.runs import checkpoint_files
 from lockstep.runs import folder as runfolder
 from lockstep.runs.folder import RunFolder
 from lockstep.runs.plan import HostConnection
-from lockstep.signals import Interrupts
+from lockstep.signals import Interrupts, ignore_signals
 
 FAILURE_SECONDS = 8.0  # after a failure caused by another host, for that host to report the cause
 _END_SECONDS = 20.0  # beside `timeout`, for a host to end its processes and to compare a digest
@@ -455,6 +455,7 @@ def _check_rejoining(config: Config) -> None:
 
 def leave(code: int) -> None:
     """Exit with a code at once, even if threads still wait for a host that does not answer."""
+    ignore_signals()
     if "torch" not in sys.modules:  # no other host has been joined
         sys.exit(code)
     for stream in filter(None, (sys.stdout, sys.stderr)):

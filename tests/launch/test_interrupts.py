@@ -183,6 +183,32 @@ def test_a_signal_that_comes_while_a_process_is_started_is_not_lost(threads: str
     assert done.stdout == "143\n", done.stderr
 
 
+EXITING = """
+import os, signal, sys
+from lockstep.launch.hosting import leave
+from lockstep.signals import Interrupts
+
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=int(sys.argv[1])):
+        kill(pid, number)
+
+
+interrupts, late = Interrupts(), Late()
+interrupts.install("stopped as asked")
+interrupts.note()
+leave(3)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_that_comes_while_python_exits_changes_no_exit_status(number: int) -> None:
+    """A callback of lockstep.train may ask to stop after the last validation, when the run is complete."""
+    command = [sys.executable, "-c", EXITING, str(int(number))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(30))
+    assert done.returncode == 3, done.stderr
+
+
 @pytest.mark.parametrize("redirection", [">&- 2>&-", ">/dev/full 2>&1"])
 def test_it_leaves_where_its_last_words_cant_be_said(redirection: str) -> None:
     """A handler's exception would be taken for one of what it interrupts."""
