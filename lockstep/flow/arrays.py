@@ -331,6 +331,8 @@ def _view(
     function: Any, kind: OperationTraits, args: Sequence[Any], kwargs: dict[str, Any], source: Array
 ) -> Any:
     """Return views of an array. torch's own function computes which part of the memory they are."""
+    if kind.composite:  # one like `reshape` makes a view only if it can
+        return function._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
     made = private.plainly(function._op, *args, **kwargs)
     if kind.changes_shape:
         return source

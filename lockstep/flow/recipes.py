@@ -33,7 +33,7 @@ _NORMALIZATIONS = {
     "aten::native_group_norm_backward",
 }
 # Operations that return a view although the schema does not say so.
-_UNDECLARED_VIEWS = {"aten::_unsafe_view"}
+_UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::broadcast_tensors", "aten::meshgrid"}
 # Operations whose kernel depends on whether gradients are enabled. Both kernels differ in rounding.
 BY_GRADIENT_MODE = {"mkldnn_rnn_layer"}
 # Operations that do not read the old value: after them a value that failed is valid again.
@@ -76,6 +76,7 @@ class OperationTraits:
         writes: Positions or names of the arguments that it writes.
         same: For each result, the argument that it is, or None.
         aside: It neither takes nor makes tensors.
+        composite: It consists of other operations. torch passes it on as a whole in inference mode only.
         check: It returns nothing and writes nothing.
         refused: Why arrays cannot have it, and what to do instead; empty if they can.
         seed_with: The overload that takes a generator, or None.
@@ -94,6 +95,7 @@ class OperationTraits:
     refused: str
     sparse: bool
     aside: bool
+    composite: bool
     check: bool
     loose: frozenset[int | str]
     takes_dtype: bool
@@ -110,6 +112,7 @@ def traits_of(function: Any) -> OperationTraits:
     shared = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     changes_shape = torch.Tag.inplace_view in function.tags and schema.name != "aten::detach_"
     random = torch.Tag.nondeterministic_seeded in function.tags
+    key = "CompositeImplicitAutograd"
     return OperationTraits(
         name=schema.name.removeprefix("aten::"),
         view=(shared and not writes) or schema.name in _UNDECLARED_VIEWS,
@@ -122,6 +125,7 @@ def traits_of(function: Any) -> OperationTraits:
         refused=_REFUSED.get(schema.name, ""),
         check=not schema.returns and not writes,
         aside="Tensor" not in str(schema),
+        composite=torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key),
         sparse="sparse_coo_tensor" in schema.name,
         loose=_loose(schema, places),
         takes_dtype="dtype" in places,

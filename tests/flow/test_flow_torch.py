@@ -166,6 +166,31 @@ def test_views_of_arrays_in_inference_mode(device: Cpu) -> None:
     assert x.grad.tolist() == [[1, 1, 1], [0, 0, 0]]  # type: ignore[union-attr]
 
 
+def test_operations_that_consist_of_others_in_inference_mode(device: Cpu) -> None:
+    """There torch passes them on as a whole. Some return a view only if they can, and else a copy."""
+    functions: list[Callable[[Any], Any]] = [
+        lambda x: x.t().contiguous(),
+        lambda x: x.t().reshape(6),
+        lambda x: x.t().flatten(),
+        lambda x: x.double(),
+        lambda x: torch.meshgrid(x[0], x[1], indexing="ij")[0],
+    ]
+    x = torch.arange(6.0).view(2, 3)
+    expected, layer = [function(x) for function in functions], nn.MultiheadAttention(4, 1)
+    array = flow.array(x)
+    with torch.inference_mode():
+        outside = [function(array) for function in functions]
+        attended, _ = layer(*[torch.ones(2, 1, 4)] * 3)
+        with flow.device(device):
+            inside = [function(array) for function in functions]
+            counts = nn.functional.one_hot(array.long())  # it makes zeros, and writes them
+            made, _ = flow.arrays(layer)(*[torch.ones(2, 1, 4)] * 3)
+    for found in (outside, inside):
+        assert all(torch.equal(one.tensor(), two) for one, two in zip(found, expected, strict=True))
+    torch.testing.assert_close(made.tensor(), attended)
+    assert torch.equal(counts.tensor(), nn.functional.one_hot(x.long()))
+
+
 def test_a_trace_that_would_take_an_array_for_a_constant_is_refused(device: Cpu) -> None:
     x = torch.ones(3)
     assert torch.func.linearize(torch.sin, x)[1](x).allclose(x.cos())
