@@ -13,9 +13,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from lockstep.errors import UserError
+from lockstep.flow import private
 
 # Only workers and threads of this package hold it. It guards the graphs of all engines, since operations of
 # different engines can wait for each other.
@@ -24,13 +26,18 @@ _FEW = 16  # readers that are kept without looking whether they have finished
 
 
 class Uses:
-    """The writer of a variable's present value, and that value's readers."""
+    """The writer of a variable's present value, and that value's readers.
 
-    __slots__ = ("_look_at", "readers", "writer")
+    Attributes:
+        version: Number of the newest operation that was submitted to write it; -1 if none was.
+    """
+
+    __slots__ = ("_look_at", "readers", "version", "writer")
 
     def __init__(self) -> None:
         self.writer: Any = None
         self.readers: list[Any] = []
+        self.version = -1
         self._look_at = _FEW
 
     def add_reader(self, operation: Any) -> None:
@@ -102,8 +109,17 @@ _submitted: deque[Sequence[Submission]] = deque()
 
 
 def submit(batch: Sequence[Submission]) -> None:
-    """Submit operations to be linked one after another, with no other thread's in between."""
-    _submitted.append(batch)
+    """Submit operations to be linked one after another, with no other thread's in between.
+
+    The versions change in the same step. In between, a signal handler or another thread would copy the old
+    value to another device as the new version.
+    """
+    versions = [
+        partial(setattr, uses, "version", submission.operation.number)
+        for submission in batch
+        for uses in submission.writes
+    ]
+    private.call_all([*versions, partial(_submitted.append, batch)])
     _wake(batch)
 
 

@@ -64,16 +64,15 @@ class Storage(Variable):
     """The memory of an array and its views, on one device.
 
     Attributes:
-        version: The number of writes so far.
         program: The program that is being captured, if the memory stands for one of its values.
         copies: Copies in other devices' memories, with the version that they copy.
     """
 
-    __slots__ = ("cell", "copies", "device", "program", "version")
+    __slots__ = ("cell", "copies", "device", "program")
 
     def __init__(self, device: Device, layout: Layout | None, name: str = "", program: Any = None) -> None:
         Variable.__init__(self, name)
-        self.device, self.program, self.version = device, program, 0
+        self.device, self.program = device, program
         self.cell = Cell(layout)
         self.copies: dict[Any, tuple[int, Storage]] = {}
 
@@ -256,8 +255,6 @@ def run(
         writes: Those of them that it changes.
         made: Memories without a value, which it fills.
     """
-    for storage in writes:
-        storage.version += 1
     engine = engine_of(step.device)
     function = partial(step.execute, [s.cell for s in reads], [s.cell for s in made])
     operation = engine.operation(function, engine.lane(step.device, step.lane), step.name)

@@ -418,9 +418,6 @@ class CapturedProgram:
 
     def _submit_all(self, batch: list[Any], engines: list[Any]) -> None:
         """Submit the whole run at once, so that an interrupt cannot split it."""
-        for submission in batch:
-            for storage in submission.writes:
-                storage.version += 1
         torch.autograd.graph.increment_version(self._changed)  # backward must not use an overwritten value
         for engine in engines if batch else ():
             engine.wait_for_room(batch[0].operation.number)

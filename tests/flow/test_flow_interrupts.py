@@ -373,6 +373,37 @@ def test_a_handler_can_use_flow() -> None:
         assert w.tolist() == [n] * 4
 
 
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_handler_leaves_no_old_copy_on_another_device(is_captured: bool) -> None:
+    """Here it reads an array there between any two lines of flow that write the array."""
+    devices = flow.cpus(2)
+    devices[1].memory = "far"
+    folder = os.path.dirname(graph.__file__)
+    with flow.Engine(devices):
+        x = flow.zeros((2,))
+
+        def write(y: torch.Tensor) -> None:
+            x.add_(y)
+
+        def read() -> list[float]:
+            with flow.device(devices[1]):
+                return (x + 0).tolist()  # type: ignore[no-any-return]
+
+        def handle(frame: Any, event: str, argument: object) -> Any:
+            if not frame.f_code.co_filename.startswith(folder):
+                return None
+            read()
+            return handle
+
+        change = flow.capture(write, torch.ones(2)) if is_captured else write
+        sys.settrace(handle)
+        try:
+            change(torch.ones(2))
+        finally:
+            sys.settrace(None)
+        assert read() == x.tolist() == [1, 1]
+
+
 def test_a_handler_can_use_flow_while_a_seed_waits_for_its_turn() -> None:
     """A worker has the turn while it computes with torch's own generator, which may take long."""
     is_held, go, found = threading.Event(), threading.Event(), []
