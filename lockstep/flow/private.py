@@ -44,7 +44,21 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-_paused: dict[int, None] = {}  # threads for whose calls the collection of cycles is switched off
+_paused: set[object] = set()  # calls during which the collection of cycles is switched off, one key for each
+
+
+def _pausing() -> tuple[list[Any], list[Any]]:
+    """Return the C functions that switch the collection of cycles off, and those that end this pause.
+
+    The last pause that ends, of all threads, switches the collection on again.
+    """
+    if not (gc.isenabled() or _paused):
+        return [bool, bool], [bool, bool]
+    key = object()
+    no_arguments = itertools.filterfalse(None, [_paused])  # the set itself, if it is empty then
+    resume: Any = functools.partial(deque, itertools.starmap(gc.enable, no_arguments), 0)
+    end = [functools.partial(_paused.discard, key), resume]
+    return [functools.partial(_paused.add, key), gc.disable], end
 
 
 def plainly(function: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -55,14 +69,9 @@ def plainly(function: Any, *arguments: Any, **keywords: Any) -> Any:
     one step of the interpreter. (From Python 3.12 on, finalizers of cycles run between steps only.)
     """
     functions, dispatch = torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_PYTHON_KEYS)
-    collecting = sys.version_info < (3, 12) and gc.isenabled()
-    thread = threading.get_ident()
+    begin, end = _pausing() if sys.version_info < (3, 12) else ([bool, bool], [bool, bool])
     call = functools.partial(function, *arguments, **keywords)
-    end: list[Any] = [functools.partial(guard.__exit__, None, None, None) for guard in (dispatch, functions)]
-    end += [gc.enable, functools.partial(_paused.pop, thread, None)] if collecting else [bool, bool]
-    begin: list[Any] = (
-        [functools.partial(_paused.setdefault, thread), gc.disable] if collecting else [bool, bool]
-    )
+    end = [*(functools.partial(guard.__exit__, None, None, None) for guard in (dispatch, functions)), *end]
     try:
         begin += [functions.__enter__, dispatch.__enter__]
         _, _, _, _, returned, *_ = map(operator.call, [*begin, call, *end])
@@ -288,12 +297,16 @@ def _serve() -> None:
 
 
 def _predict(function: Callable[[], Any]) -> Any:
+    """Return function() in the mode that predicts. Its kernels switch subclasses off, as `plainly` does."""
     with _fake_lock:
         outer, _quiet.predicting = _quiet.predicting, True
+        pause, resume = _pausing()
+        call_all(pause)
         try:
             with _fake_mode(), torch.no_grad():
                 return function()
         finally:
+            call_all(resume)
             _quiet.predicting = outer
 
 

@@ -461,6 +461,47 @@ def test_a_finalizer_can_push() -> None:
         assert len(ran) == 4000
 
 
+def test_a_finalizer_does_not_run_while_shapes_are_predicted() -> None:
+    """There torch's kernels switch off what makes operations on arrays flow's."""
+    with flow.Engine(flow.cpus(1)):
+        x = flow.zeros((2,))
+
+        class Finalized:
+            def __init__(self) -> None:
+                self.me = self
+
+            def __del__(self) -> None:
+                x.add_(1)
+
+        def predict() -> list[Any]:
+            Finalized()
+            with torch._C._DisableTorchDispatch():
+                return [[] for _ in range(10 * gc.get_threshold()[0])]
+
+        def ran() -> bool:
+            gc.collect()  # returns at once while another thread collects
+            return x.tolist() == [1, 1]  # type: ignore[no-any-return]
+
+        private.predict(predict)
+        wait_until(ran, "the finalizer")
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="cycles are collected between two lines only")
+def test_the_last_pause_of_all_threads_ends_the_pause() -> None:
+    locks = threading.Lock(), threading.Lock()
+    threads = [threading.Thread(target=private.plainly, args=(lock.acquire,)) for lock in locks]
+    for lock, thread in zip(locks, threads, strict=True):
+        lock.acquire()
+        n_paused = len(private._paused)
+        thread.start()
+        wait_until(lambda n=n_paused: len(private._paused) > n, "the pause")  # type: ignore[misc]
+    for lock, thread, is_last in zip(locks, threads, (False, True), strict=True):
+        assert not gc.isenabled()
+        lock.release()
+        thread.join()
+        assert gc.isenabled() is is_last
+
+
 def test_a_finalizer_that_waits_in_a_worker_is_refused() -> None:
     with flow.Engine(flow.cpus(1)) as engine:
         assert engine.push(int).wait() == 0
