@@ -259,6 +259,8 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if views and arrays[0].memory.cell.layout is not None:
         return _view(function, kind, args, kwargs, arrays[0])
     device, line, phase = placement.place(arrays, written[0] if written else None)
+    if views:  # of a sparse array: writes into it must reach the array, and not a copy on this device
+        device = arrays[0].place
     step = Instruction(kind.name, function, device)
     step.line, step.phase, step.kind = line, phase, kind
     if kind.random:

@@ -132,6 +132,19 @@ def test_a_sparse_array_does_not_see_later_writes_to_what_it_was_made_of(device:
     assert total.tolist() == [1, 0, 0, 2, 0]
 
 
+def test_views_of_a_sparse_array_share_its_memory_from_any_device() -> None:
+    devices = flow.cpus(2)
+    devices[1].memory = "far"
+    with flow.Engine(devices):
+        sparse = flow.array(torch.eye(2).to_sparse())
+        with flow.device(devices[1]):
+            sparse.detach().mul_(2)
+            sparse._values().mul_(3)
+            assert sparse.detach().place is devices[0]
+            total = flow.zeros((2, 2)).add_(sparse)
+    assert total.tolist() == sparse.to_dense().tolist() == [[6, 0], [0, 6]]
+
+
 def test_writes_to_the_values_of_a_sparse_array_are_in_program_order(device: Cpu) -> None:
     """As sparse gradients are clipped: p.grad._values().mul_(factor)."""
     sparse, factor, total = flow.array(torch.eye(2).to_sparse()), flow.ones(()), flow.zeros((2, 2))
