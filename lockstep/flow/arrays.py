@@ -175,10 +175,11 @@ class Array(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return how to pickle the ordinary tensor, or nn.Parameter, that it stands for."""
+        """Return how to pickle the ordinary tensor, or nn.Parameter, that it stands for, with its marks."""
         value = self.tensor().requires_grad_(self.requires_grad)
         if isinstance(self, nn.Parameter):
             value = nn.Parameter(value, self.requires_grad)
+        vars(value).update({k: v for k, v in vars(self).items() if k not in ("memory", "_is_param")})
         return value.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def view_of_memory(self) -> Any:

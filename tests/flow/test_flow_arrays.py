@@ -560,14 +560,16 @@ def test_a_saved_module_has_parameters_again(devices: list[Cpu]) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
     model[1].weight = nn.Parameter(model[1].weight.detach(), requires_grad=False)
     model[1].bias = model[0].bias
-    file = io.BytesIO()
-    torch.save([flow.arrays(copy.deepcopy(model)), flow.ones((2,)).requires_grad_()], file)
+    lazy, file = flow.arrays(copy.deepcopy(model)), io.BytesIO()
+    lazy[0].bias.no_decay = True  # type: ignore[union-attr]
+    torch.save([lazy, flow.ones((2,)).requires_grad_()], file)
     file.seek(0)
     loaded, tensor = torch.load(file, weights_only=False)
     assert [name for name, _ in loaded.named_parameters()] == ["0.weight", "0.bias", "1.weight"]
     for own, wanted in zip(loaded.parameters(), model.parameters(), strict=True):
         assert type(own) is nn.Parameter and own.requires_grad == wanted.requires_grad
         assert torch.equal(own, wanted)
+    assert [vars(own) for own in loaded.parameters()] == [{}, {"no_decay": True}, {}]  # as in torch
     assert type(tensor) is torch.Tensor and tensor.requires_grad
 
 
