@@ -337,12 +337,13 @@ def copy_on(device: Device, source: Storage, program: Any) -> Storage:
         program: The program that is being captured, or None.
     """
     copies, version = (source.copies, source.version) if program is None else program.copies_of(source)
-    known = copies.get(device.memory)
+    key = device.memory, in_dry_run()  # a dry run's copy gets no value
+    known = copies.get(key)
     if known is None or known[0] != version:
         target = Storage(device, source.cell.layout, source.name, program)
         step = Instruction("copy", partial(_move, source.device, device), device, "communication")
         (run if program is None else program.add)(step.on_inputs([None], "copy"), [source], [], [target])
-        known = copies[device.memory] = version, target
+        known = copies[key] = version, target
     copy: Storage = known[1]
     return copy
 

@@ -99,6 +99,18 @@ def test_a_dry_run_schedules_and_does_not_execute() -> None:
         assert program(torch.ones(2)).tolist() == [2, 2]
 
 
+def test_copies_of_a_dry_run_are_not_used_afterwards() -> None:
+    devices = flow.cpus(2)
+    devices[1].memory = "far"
+    with flow.Engine(devices):
+        x = flow.ones((3,))
+        with flow.device(devices[1]):
+            with flow.recording() as trace, flow.dry_run():
+                x + 1, x * 2
+            assert [o.name for o in trace.operations] == ["copy", "add", "mul"]
+            assert (x + 1).tolist() == [2, 2, 2]
+
+
 graphs = st.lists(
     st.tuples(st.sampled_from("ab"), st.integers(0, 9), st.lists(st.integers(0, 30), max_size=3)), max_size=15
 )
