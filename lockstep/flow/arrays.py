@@ -27,6 +27,7 @@ from lockstep.flow.instructions import (
     on_copies,
     run,
     stored,
+    without_gradients,
 )
 from lockstep.flow.lanes import Operation
 from lockstep.flow.recipes import (
@@ -251,7 +252,8 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if kind.name == "set_" and len(args) == 2 and type(args[1]) is type(written[0]) is Array:
         written[0].data = args[1]
         return written[0]
-    if kind.name == "set_" and _is_empty(written) and isinstance(args[1], torch.UntypedStorage):
+    is_empty = kind.name == "set_" and type(written[0]) is Array and not written[0].numel()
+    if is_empty and len(args) > 1 and isinstance(args[1], torch.UntypedStorage):
         return _given_memory(written[0], args[1:])
     if written or kind.refused:
         _check_writing(kind, written)
@@ -297,10 +299,6 @@ def _on_meta(function: Any, operands: Operands) -> Any:
         layouts = [(t.size(), t.stride(), t.dtype) for t in operands.tensors]
         operands.tensors = [torch.empty_strided(*lay[:2], dtype=lay[2], device="meta") for lay in layouts]
         return operands.run(function)
-
-
-def _is_empty(written: list[Any]) -> bool:
-    return type(written[0]) is Array and not written[0].numel()
 
 
 def _given_memory(made: Array, memory: Sequence[Any]) -> Array:
@@ -375,8 +373,8 @@ def _plan(step: Instruction, kind: OperationTraits, operands: Operands, written:
     if recipe.default is not None:
         _keep_default(step, kind, recipe)
     if kind.name in BY_GRADIENT_MODE and not torch.is_grad_enabled():
-        step.function = partial(_without_gradients, step.function)
-    if kind.overwriting and step.views[0] is None:
+        step.function = partial(without_gradients, step.function)
+    if kind.overwriting and (step.views[0] is None or _is_reshaped(inputs[0])):
         step.overwrites = 0
     program = placement.program_of(inputs)
     made = [None if layout is None else _made(step, layout, program) for layout in recipe.layouts]
@@ -387,11 +385,10 @@ def _plan(step: Instruction, kind: OperationTraits, operands: Operands, written:
     return _returned(kind, operands, recipe.structure, leaves)
 
 
-def _without_gradients(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operation in a worker as under torch.no_grad. An LSTM's workspace is empty then, not None."""
-    with torch.no_grad():
-        returned = function(*args, **kwargs)
-    return [torch.empty(0, dtype=torch.uint8) if each is None else each for each in returned]
+def _is_reshaped(array: Array) -> bool:
+    """Return whether an array has all elements of its memory, in another shape."""
+    size, _, dtype = array.memory.cell.layout  # type: ignore[misc]
+    return array.is_contiguous() and array.numel() == size.numel() and array.dtype is dtype
 
 
 def _keep_default(step: Instruction, kind: OperationTraits, recipe: Recipe) -> None:

@@ -187,6 +187,13 @@ def on_copies(make: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> t
     return make(*args, **kwargs).clone()
 
 
+def without_gradients(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation in a worker as under torch.no_grad. An LSTM's workspace is empty then, not None."""
+    with torch.no_grad():
+        returned = function(*args, **kwargs)
+    return [torch.empty(0, dtype=torch.uint8) if each is None else each for each in returned]
+
+
 def keeping_sizes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run an operation whose results' sizes depend on values.
 

@@ -137,6 +137,12 @@ def test_arrays_name_the_users_line() -> None:
         assert broken.sum().item() == 0
         broken.add_(2)
         assert broken[0].tolist() == [2, 2, 2]
+        reshaped = x[torch.tensor([[0, 9]])].view(2, 3)
+        reshaped[0].zero_()  # a part of it
+        with pytest.raises(flow.OperationError, match="index on cpu:1"):
+            reshaped.wait()
+        reshaped.zero_()
+        assert reshaped.tolist() == [[0, 0, 0]] * 2
 
 
 def test_a_pushed_function_names_the_users_line(engine: flow.Engine) -> None:
