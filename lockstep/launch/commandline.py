@@ -133,15 +133,30 @@ def complete_config(arguments: Arguments) -> tuple[Config, list[str]]:
         chosen, reason = devices.choose()
         notes.append(f"devices: {', '.join(chosen)}; {reason}")
     n_readers = config.read_threads or (1 if config.data else devices.count_readers(chosen))
-    n_threads = config.cpu_threads
-    if n_threads is None and config.logical_ranks:  # bits depend on it: it stays when the devices change
-        n_threads = max(1, devices.count_cores() // len(chosen))
-    config = dataclasses.replace(config, devices=chosen, read_threads=n_readers, cpu_threads=n_threads)
+    config = dataclasses.replace(config, devices=chosen, read_threads=n_readers)
+    if config.cpu_threads is None and config.logical_ranks:
+        config = dataclasses.replace(config, cpu_threads=_threads_for_equal_bits(config, notes))
     config, more_notes = settle(Config(**with_absolute_paths(dataclasses.asdict(config))))
     notes += more_notes
     devices.check_keys(config)
     devices.check_sharing(config)
     return config, [*notes, *devices.notices(chosen), *devices.notices_of_keys(config)]
+
+
+def _threads_for_equal_bits(config: Config, notes: list[str]) -> int:
+    """Return the default of `cpu_threads` with `logical_ranks`, and add a note if it leaves cores unused.
+
+    Bits depend on it, so it must not depend on the number of devices.
+    """
+    n_cores, n_trainers = devices.count_cores(), len(config.devices)
+    n_threads = max(1, n_cores // (config.logical_ranks or 1))
+    if not devices.on_gpus(config.devices) and n_threads * n_trainers < n_cores:
+        notes.append(
+            f"cpu_threads: {n_threads}, so that up to {config.logical_ranks} trainers compute the same bits; "
+            f"{n_trainers} use {n_threads * n_trainers} of {n_cores} cores. A larger cpu_threads is faster, "
+            "and must then be the same in all runs that are to be equal"
+        )
+    return n_threads
 
 
 def _with_settings_of_run(

@@ -337,15 +337,21 @@ def test_replicas_that_can_not_go_on_are_mentioned(tmp_path: Path, capsys: pytes
     assert "note: the checkpoint has 2 replicas of rule: elastic: all begin with" in capsys.readouterr().out
 
 
-def test_trainers_keep_their_threads_when_their_number_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Threads change bits, so a run with logical_ranks keeps the number that it began with."""
-    words = [f"{key}={value}" for key, value in FOUR.items()]
-    monkeypatch.setattr(sys, "argv", ["train.py", "devices=[cpu]", *words])
-    config, _ = commandline.complete_config(commandline.parse_arguments("", ROOT / "config.yaml"))
-    assert config.cpu_threads == devices.count_cores()
-    assert resized(config, Request("a", (), 1), True).cpu_threads == config.cpu_threads
-    monkeypatch.setattr(sys, "argv", ["train.py", "devices=[cpu]"])
-    config, _ = commandline.complete_config(commandline.parse_arguments("", ROOT / "config.yaml"))
-    assert config.cpu_threads is None
+def test_the_threads_of_logical_ranks_depend_on_the_cores_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads change bits, which any number of trainers must not, nor a resize."""
+    monkeypatch.setattr(devices, "count_cores", lambda: 12)
+
+    def complete(n_trainers: int, **keys: object) -> tuple[Config, list[str]]:
+        words = [f"devices=[{', '.join(['cpu'] * n_trainers)}]", *(f"{k}={v}" for k, v in keys.items())]
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        config, notes = commandline.complete_config(commandline.parse_arguments("", ROOT / "config.yaml"))
+        return config, [note for note in notes if note.startswith("cpu_threads")]
+
+    for n_trainers, n_used in ((1, 3), (3, 9), (4, 12)):
+        config, notes = complete(n_trainers, **FOUR)
+        assert config.cpu_threads == 3
+        assert [f"use {n_used} of 12 cores" in note for note in notes] == [True] * (n_used < 12)
+    assert resized(complete(1, **FOUR)[0], Request("a", (), 1), True).cpu_threads == 3
+    assert complete(1, global_batch_size=60, logical_ranks=30)[0].cpu_threads == 1
+    assert complete(1, **FOUR, cpu_threads=12)[1] == []
+    assert complete(1)[0].cpu_threads is None
