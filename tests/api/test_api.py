@@ -60,6 +60,7 @@ def test_a_run_has_the_bits_of_train_py(
     assert any(event["event"] == "progress" for event in events)
 
 
+@pytest.mark.slow
 def test_the_network_answers_and_the_run_resumes(
     shared_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

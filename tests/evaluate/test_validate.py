@@ -393,6 +393,7 @@ def set_orientation(data: Path, value: str | None, place: Path) -> Path:
 
 
 @pytest.mark.parametrize("value", ["apply", "ignore", None])
+@pytest.mark.slow
 def test_pictures_are_turned_as_those_of_the_dataset_were(
     trained: Running, shared_folder: Path, tmp_path: Path, value: str | None
 ) -> None:

@@ -37,6 +37,7 @@ PLACES = [
 ]
 MIXED = pytest.param("simulated: a device each beside CPUs", id="simulated-beside-cpus")
 FOUR_GPUS = pytest.param("gpu: a device each", id="gpus", marks=pytest.mark.multigpu(4))
+FEW_AND_MANY = [1, 2, pytest.param(3, marks=pytest.mark.slow), 4]
 TWO_GPUS = pytest.param("gpu: a device each", id="gpus", marks=pytest.mark.multigpu(2))
 
 
@@ -236,7 +237,7 @@ def test_without_its_events_the_exchange_would_be_wrong(simulation: Simulation) 
     assert goes_wrong(lambda: run_ranks(average, 2, place, ["p2p"], 16 * 301, False)[0] != expected)
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("n_ranks", FEW_AND_MANY)
 @pytest.mark.parametrize("place", [*PLACES, MIXED, FOUR_GPUS], indirect=True)
 def test_every_collective_on_any_span_leaves_numpys_bits(place: Place, n_ranks: int) -> None:
     expected = expected_collectives(n_ranks)
@@ -317,7 +318,7 @@ def expected_updates(n_ranks: int, op: str) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("n_ranks", FEW_AND_MANY)
 @pytest.mark.parametrize("place", [*PLACES[:3], MIXED], indirect=True)
 def test_updates_by_shard_leave_numpys_bits(place: Place, n_ranks: int) -> None:
     op = "mean" if n_ranks % 2 else "pairwise"

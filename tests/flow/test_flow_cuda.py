@@ -203,6 +203,7 @@ def test_only_memory_of_gpus_is_held_for_their_streams(monkeypatch: pytest.Monke
     assert len(recorded) == 3
 
 
+@pytest.mark.slow
 def test_streams_outlive_their_lanes_and_are_reused(simulation: Simulation) -> None:
     """torch uses them once more, when memory that was used there is freed: maybe after the lane's end."""
     first, second = run_program(SIMULATED + STREAMS, simulation.environment()).splitlines()

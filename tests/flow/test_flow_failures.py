@@ -376,6 +376,7 @@ def test_without_threads_for_workers_operations_run_or_fail(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("what", ["Cpu.enter", "threading.Thread.start"])
+@pytest.mark.slow
 def test_a_program_whose_workers_cannot_begin_ends(what: str) -> None:
     done = run_python(
         "import threading\nfrom lockstep import flow\nfrom lockstep.flow.devices import Cpu\n"

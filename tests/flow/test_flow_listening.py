@@ -42,6 +42,7 @@ engine.close()
 
 
 @pytest.mark.parametrize("wait", ["operation.wait()", "engine.wait(variable)", "engine.wait_all()"])
+@pytest.mark.slow
 def test_a_wait_hears_a_signal_that_does_not_interrupt_it(wait: str) -> None:
     command = [sys.executable, "-c", SCRIPT.format(wait=wait)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit(40), cwd=ROOT)

@@ -163,6 +163,7 @@ def stand_still(control: object, board: StatusBoard, n_lines: int, stops: bool) 
 
 
 @pytest.mark.parametrize(("stopped", "blamed"), [(None, "trainer 0"), ("loader 0", "loader 0")])
+@pytest.mark.slow
 def test_a_loader_that_waits_for_its_trainer_is_not_blamed(stopped: str | None, blamed: str) -> None:
     """Both stand still for longer than `timeout`: the loader has nothing to do before its trainer asks."""
     with processes.Processes(1, Interrupts()) as children:

@@ -75,6 +75,7 @@ def test_a_run_that_has_shrunk_grows_back(program: Program) -> None:
     running.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_carried_out_is_refused_and_the_run_trains_on(program: Program) -> None:
     running = program.start(*WORDS, "n_epochs=100000", devices="[cpu, cpu]")
     running.wait_for_text("epoch 1 step 2/")

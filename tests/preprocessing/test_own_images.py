@@ -461,6 +461,7 @@ def test_a_conversion_that_is_killed_or_stopped_leaves_no_process(
 
 
 @pytest.mark.parametrize("output", ["a reader that leaves", "closed"])
+@pytest.mark.slow
 def test_a_conversion_needs_neither_output_nor_the_working_directory(
     source: Path, tmp_path: Path, output: str
 ) -> None:
@@ -501,6 +502,7 @@ def test_several_hosts_need_a_dataset_folder(source: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a\nb.png", "a\u2028b.png", "a\x85b.png"])
+@pytest.mark.slow
 def test_a_line_break_in_a_name_moves_no_line_of_a_list(name: str, source: Path, tmp_path: Path) -> None:
     write_image(source / "cat" / name, COLOURS["cat"], (20, 24), np.random.default_rng(0))
     (source / "cat" / f"{name}.txt").write_text("")
@@ -512,6 +514,7 @@ def test_a_line_break_in_a_name_moves_no_line_of_a_list(name: str, source: Path,
     assert len(read_names(misc / "left_out.txt")) == len(read_names(misc / "bad_pictures.txt")) == 2
 
 
+@pytest.mark.slow
 def test_a_log_of_a_conversion_has_no_bar(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

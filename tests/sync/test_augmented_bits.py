@@ -98,6 +98,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.slow
 def test_every_key_changes_the_bits(data: Path, tmp_path: Path, of_one: Tensors) -> None:
     """The comparisons above would not notice a key that is never applied."""
     for key, value in CHANGED.items():

@@ -38,6 +38,7 @@ def record_of(place: Path) -> dict[str, object]:
     return content
 
 
+@pytest.mark.slow
 def test_any_number_of_trainers_and_a_resumed_run_have_the_same_bits(data: Path, tmp_path: Path) -> None:
     """Weights, momenta, and the record of validations with its metrics by class."""
     results = {n: train(n, data, tmp_path / str(n), **KEYS) for n in (1, 2, 4)}

@@ -282,6 +282,7 @@ def test_a_child_forked_within_a_callable_gets_no_further(two_ranks: None) -> No
     assert f(np.ones(6)) == 6
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_ranks_of_its_own() -> None:
     code = """
 import os, numpy as np, torch
@@ -408,6 +409,7 @@ def test_errors_that_python_can_not_read_or_annotate_are_errors_like_others(two_
     assert f(np.ones(4)) == 4
 
 
+@pytest.mark.slow
 def test_a_child_that_a_worker_forks_within_a_callable_does_not_answer(two_ranks: None) -> None:
     g, f = distributed(forking, total)
     assert g(np.ones(4)) == 4

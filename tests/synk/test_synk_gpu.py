@@ -180,6 +180,7 @@ def test_torch_leaves_a_team_s_stream_when_the_team_is_closed(simulation: Simula
 MOVED = "[[1.0, 1.0]] [[1.0]] True\n{'cpu'}\n"
 
 
+@pytest.mark.slow
 def test_gradients_of_one_rank_are_moved_when_the_team_is_closed(simulation: Simulation) -> None:
     """If this rank failed to move them, the other would wait for it at a barrier."""
     environment = environment_of(simulation, all=1, proof_bytes=1 << 16)
@@ -194,11 +195,13 @@ def test_gradients_of_one_rank_are_moved_from_a_gpu_when_the_team_is_closed() ->
     assert run_program(GRADIENTS_OF_ONE_RANK, dict(os.environ)) == MOVED
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_while_the_team_is_closed_stops_the_others(simulation: Simulation) -> None:
     environment = environment_of(simulation, all=1, proof_bytes=1 << 16)
     assert run_program(ERROR_OF_ONE_RANK, environment) == "list index out of range True\n"
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_leave_its_gpu_is_killed(simulation: Simulation) -> None:
     environment = environment_of(simulation, all=1)
     told = run_program(SILENT_RANK, environment)
