@@ -153,7 +153,7 @@ def _threads_for_equal_bits(config: Config, notes: list[str]) -> int:
     if not devices.on_gpus(config.devices) and n_threads * n_trainers < n_cores:
         notes.append(
             f"cpu_threads: {n_threads}, so that up to {config.logical_ranks} trainers compute the same bits; "
-            f"{n_trainers} use {n_threads * n_trainers} of {n_cores} cores. A larger cpu_threads is faster, "
+            f"now {n_threads * n_trainers} of {n_cores} cores are used. A larger cpu_threads is faster, "
             "and must then be the same in all runs that are to be equal"
         )
     return n_threads

@@ -351,7 +351,7 @@ def test_the_threads_of_logical_ranks_depend_on_the_cores_only(monkeypatch: pyte
     for n_trainers, n_used in ((1, 3), (3, 9), (4, 12)):
         config, notes = complete(n_trainers, **FOUR)
         assert config.cpu_threads == 3
-        assert [f"use {n_used} of 12 cores" in note for note in notes] == [True] * (n_used < 12)
+        assert [f"now {n_used} of 12 cores are used" in note for note in notes] == [True] * (n_used < 12)
     assert resized(complete(1, **FOUR)[0], Request("a", (), 1), True).cpu_threads == 3
     assert complete(1, global_batch_size=60, logical_ranks=30)[0].cpu_threads == 1
     assert complete(1, **FOUR, cpu_threads=12)[1] == []
