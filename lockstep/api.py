@@ -33,9 +33,9 @@ from lockstep.launch import child_main
 from lockstep.launch.commandline import default_config
 from lockstep.launch.console import SEND_BAR, BarState, ProgressBar, read_bar_line
 from lockstep.objects import Kind
-from lockstep.runs.checkpoint_files import check_epoch, find_checkpoint
+from lockstep.runs.checkpoint_files import check_epoch, find_checkpoint, read_state, records
 from lockstep.runs.folder import folder_after, make_folder_named_by_time, newest
-from lockstep.runs.metrics import best_epoch
+from lockstep.runs.metrics import best_epoch, has_ended
 from lockstep.signals import die_with_parent
 
 if TYPE_CHECKING:
@@ -56,13 +56,14 @@ class Run:
 
     Attributes:
         folder: The run's folder, as an absolute path.
-        complete: True if all epochs were trained.
+        complete: True if all epochs were trained, or `patience` ended the run.
     """
 
     def __init__(
-        self, folder: str | Path, complete: bool = True, passed: Mapping[Kind, Any] | None = None
+        self, folder: str | Path, complete: bool | None = None, passed: Mapping[Kind, Any] | None = None
     ) -> None:
-        self.folder, self.complete = Path(folder).absolute(), complete
+        self.folder = Path(folder).absolute()
+        self.complete = _is_complete(self.folder) if complete is None else complete
         self._passed = dict(passed or {})  # the network and datasets that are no names
 
     def __repr__(self) -> str:
@@ -70,11 +71,18 @@ class Run:
 
     @property
     def history(self) -> list[Event]:
-        """One record for each validated epoch: epoch, loss, errors, n_images, seconds, metrics by class."""
-        epochs = {
-            event["epoch"]: event for event in _events(self.folder, 0)[0] if event["event"] == "validated"
-        }
-        return [epochs[epoch] for epoch in sorted(epochs)]
+        """One record for each validated epoch: epoch, loss, errors, n_images, seconds, metrics by class.
+
+        A run that resumed from an older checkpoint has taken back the epochs after it.
+        """
+        found: list[Event] = []
+        for event in _events(self.folder, 0)[0]:
+            if event["event"] in ("progress", "validated"):
+                while found and found[-1]["epoch"] >= event["epoch"]:
+                    found.pop()
+            if event["event"] == "validated":
+                found.append(event)
+        return found
 
     @property
     def best(self) -> Event:
@@ -356,6 +364,17 @@ class _Launch:
             if os.listdir(self._folder) == ["checkpoints"]:  # else another run may be writing there
                 (self._folder / "checkpoints").rmdir()
                 self._folder.rmdir()
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return whether no epoch is left, by a run's newest checkpoint; False without one that can be read."""
+    try:
+        state = read_state(records(folder)[-1])
+        config, _ = resolve([read_run(folder / "config.yaml")])
+    except (IndexError, OSError, UserError):
+        return False
+    is_last = state.is_complete and state.epoch >= config.n_epochs
+    return is_last or has_ended(state.val_record, monitor_of(config), config.patience)
 
 
 @contextmanager

@@ -74,9 +74,23 @@ def test_the_network_answers_and_the_run_resumes(
         run.predict(tmp_path)
     assert len(answers) == 5
     assert answers == sorted(answers, key=lambda answer: -answer[1])
+    assert lockstep.Run(run.folder).complete and not lockstep.Run(tmp_path).complete
     resumed = lockstep.resume(run.folder, n_epochs=2, quiet=True)
     assert resumed.complete
     assert [record["epoch"] for record in resumed.history] == [1, 2]
+
+
+def test_epochs_that_a_resumed_run_takes_again_leave_the_history(tmp_path: Path) -> None:
+    def history_after(*events: tuple[str, int, float]) -> list[tuple[int, float]]:
+        lines = [json.dumps({"event": kind, "epoch": epoch, "loss": loss}) for kind, epoch, loss in events]
+        (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n")
+        return [(record["epoch"], record["loss"]) for record in lockstep.Run(tmp_path).history]
+
+    former = [("validated", 1, 0.5), ("validated", 2, 0.6), ("validated", 3, 0.7)]
+    assert history_after(*former) == [(1, 0.5), (2, 0.6), (3, 0.7)]
+    resumed = [*former, ("progress", 2, 0.4)]
+    assert history_after(*resumed) == [(1, 0.5)]
+    assert history_after(*resumed, ("validated", 2, 0.4)) == [(1, 0.5), (2, 0.4)]
 
 
 def test_a_folder_of_images_is_converted_and_trained_on(tmp_path: Path) -> None:
@@ -95,6 +109,7 @@ def test_a_folder_of_images_is_converted_and_trained_on(tmp_path: Path) -> None:
 def test_a_callback_stops_a_run(shared_folder: Path, tmp_path: Path) -> None:
     run = lockstep.train(shared_folder, callback=lambda event: "stop", **keys(tmp_path, n_epochs=500))
     assert not run.complete
+    assert not lockstep.Run(run.folder).complete
     assert list((run.folder / "checkpoints").glob("*.safetensors"))
     assert len(run.history) < 500
 
