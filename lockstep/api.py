@@ -476,12 +476,12 @@ def _as_yaml(key: str, value: Any) -> str:
 
 
 def _command(arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", "lockstep.cli", *arguments]
+    return [sys.executable, "-P", "-m", "lockstep.cli", *arguments]
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment in which a run imports what the caller can import."""
-    path = [os.path.abspath(place) for place in sys.path if place]
+    """Return the environment in which a run imports what the caller can import, from the same places."""
+    path = [os.path.abspath(place) for place in sys.path]  # '' is the working directory
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
 
 

@@ -24,7 +24,7 @@ from lockstep.data.dataset import Dataset, check_content, open_dataset
 from lockstep.data.survey import Survey, make_survey, publish
 from lockstep.errors import PeerLost, PeerProblem, UserError, nearest
 from lockstep.extras import require
-from lockstep.files import refusing_unusable_paths
+from lockstep.files import program_folder, refusing_unusable_paths
 from lockstep.launch.commandline import Arguments, complete_config
 from lockstep.launch.console import show
 from lockstep.launch.hosting import SingleHost
@@ -157,9 +157,15 @@ def _check_package(key: str, value: str) -> None:
     modules = package.split(".")
     if not all(module.isidentifier() for module in modules) or not name:
         raise UserError(f"{key}: {value!r} is not of the form package.module:Name")
-    if importlib.util.find_spec(modules[0]) is None:
+    spec = importlib.util.find_spec(modules[0])
+    if spec is None:
         text = f"{key}: {value} needs the Python package {modules[0]}, which is not installed"
         raise UserError(f"{text}. Install it, or start in the folder that has it.")
+    own = program_folder() / modules[0]
+    place = program_folder().joinpath(*modules)
+    if spec.origin == str(own / "__init__.py") and not (place.is_dir() or place.with_suffix(".py").exists()):
+        text = f"Lockstep has a package {modules[0]} of its own, without {'.'.join(modules[1:])}"
+        raise UserError(f"{key}: {value}: {text}. It hides a package of yours: rename that one.")
 
 
 def with_converted_images(config: Config, interrupts: Interrupts) -> Config:

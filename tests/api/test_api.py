@@ -93,6 +93,14 @@ def test_epochs_that_a_resumed_run_takes_again_leave_the_history(tmp_path: Path)
     assert history_after(*resumed, ("validated", 2, 0.4)) == [(1, 0.5), (2, 0.4)]
 
 
+def test_a_module_in_the_working_directory_hides_none_of_pythons(
+    shared_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise RuntimeError('the module of the working directory')")
+    monkeypatch.chdir(tmp_path)  # the caller imports from another folder
+    assert lockstep.train(shared_folder, **keys(tmp_path, n_epochs=1)).complete
+
+
 def test_a_folder_of_images_is_converted_and_trained_on(tmp_path: Path) -> None:
     images = write_classes(tmp_path / "mine", {"cat": 20, "dog": 20})
     run = lockstep.train(images, **{**keys(tmp_path, n_epochs=1, val_split=0.3), "n_classes": None})
@@ -132,6 +140,7 @@ def test_an_error_of_the_callback_ends_all_processes(shared_folder: Path, tmp_pa
         ({"learnig_rate": 1}, "unknown key 'learnig_rate' .did you mean 'learning_rate'"),
         ({"data_folder": "/nowhere"}, "/nowhere: there is no such dataset folder"),
         ({"model": 7}, "model: must be a name, or a class or function"),
+        ({"model": "models.mine:Net"}, "Lockstep has a package models of its own, without mine.*rename"),
         ({"model": lambda n_classes: None}, "must make a torch.nn.Module, not NoneType"),
         ({"train_data": []}, "train_data and val_data: one is missing"),
         ({"train_data": [], "val_data": [], "data_folder": "here"}, "given beside another dataset"),
