@@ -235,7 +235,7 @@ class _Launch:
     def __init__(
         self, keys: dict[str, Any], passed: dict[Kind, Any], callback: Callback | None, quiet: bool
     ) -> None:
-        self._folder = Path(keys["weights_dir"], str(keys.get("run_name")))
+        self._folder = Path(keys["weights_dir"], str(keys.get("run_name"))).absolute()  # a callback may chdir
         if isinstance(keys.get("load_epoch"), int):
             self._folder = folder_after(self._folder, f"epoch_{keys['load_epoch']:04d}")
         self._arguments = [f"{key}={_as_yaml(key, value)}" for key, value in keys.items()]

@@ -93,6 +93,15 @@ def test_epochs_that_a_resumed_run_takes_again_leave_the_history(tmp_path: Path)
     assert history_after(*resumed, ("validated", 2, 0.4)) == [(1, 0.5), (2, 0.4)]
 
 
+def test_a_callback_may_change_the_working_directory(
+    shared_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = {**keys(tmp_path, n_epochs=2, run_name="moved"), "weights_dir": "runs"}
+    run = lockstep.train(shared_folder, callback=lambda event: os.chdir("/"), **more)
+    assert run.folder == tmp_path / "runs" / "moved" and len(run.history) == 2
+
+
 def test_a_module_in_the_working_directory_hides_none_of_pythons(
     shared_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
