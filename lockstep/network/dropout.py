@@ -24,6 +24,7 @@ class SampleDropout(nn.Module):
         keys: int32 (batch,), one for each sample.
         kernel: Computes and applies the mask in one launch on a GPU, if the back end has installed it.
         n_calls: Calls in this step; a network may use one layer in several places.
+        replays: Whether `recompute` calls it again, and has set n_calls.
     """
 
     def __init__(self, p: float, layer: int) -> None:
@@ -33,6 +34,7 @@ class SampleDropout(nn.Module):
         self.keys: torch.Tensor | None = None
         self.kernel: DropoutKernel | None = None
         self.n_calls = 0
+        self.replays = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0:
@@ -45,14 +47,25 @@ class SampleDropout(nn.Module):
                 f"the model's dropout layer {self.layer} gets {len(x)} rows for a batch of {len(self.keys)}. "
                 "The first dimension must be the batch's, or each sample's parts one after another."
             )
-        place = self.layer, self.n_calls
-        self.n_calls += 1
+        place = self.layer, self._next_call()
         if self.kernel is not None and self.kernel.takes(x, self.keys):
             y: torch.Tensor = _DropoutInKernel.apply(x, self, place)  # type: ignore[no-untyped-call]
             return y
         n_features = x.numel() // len(self.keys)
         keep = keep_mask(self.keys, place, n_features, self.p).view(x.shape)
         return x * keep.to(x.dtype).div_(1 - self.p)
+
+    def _next_call(self) -> int:
+        """Return the number of this call. torch.utils.checkpoint repeats a call while backward runs."""
+        if self.n_calls and not self.replays and torch._C._current_graph_task_id() != -1:
+            if self.n_calls > 1:
+                raise UserError(
+                    f"the model's dropout layer {self.layer} is called {self.n_calls} times in a step, and "
+                    "torch.utils.checkpoint repeats one of these calls: use a layer for each call"
+                )
+            return 0
+        self.n_calls += 1
+        return self.n_calls - 1
 
 
 class _DropoutInKernel(torch.autograd.Function):

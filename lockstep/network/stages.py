@@ -121,13 +121,13 @@ def _as_before(block: nn.Module, calls: dict[SampleDropout, int], buffers: _Buff
     """Run a forward pass again: with the same dropout masks and buffers, which then get their new values."""
     now, new_buffers = {module: module.n_calls for module in calls}, _copies(block)
     for module, count in calls.items():
-        module.n_calls = count
+        module.n_calls, module.replays = count, True
     _restore(buffers)
     try:
         yield
     finally:
         for module, count in now.items():
-            module.n_calls = count
+            module.n_calls, module.replays = count, False
         _restore(new_buffers)
 
 

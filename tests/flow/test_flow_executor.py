@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import wait_until
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep import flow
 from lockstep.errors import UserError
@@ -869,3 +870,47 @@ def test_a_run_without_gradients_names_the_scope() -> None:
         with torch.no_grad(), pytest.raises(UserError, match=r"run\(\) trains, and torch\.no_grad"):
             executor.run({"x": torch.ones(2, 2)})
         executor.run({"x": torch.ones(2, 2)})
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, repeats: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.block = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+        self.repeats = repeats
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = checkpoint(self.block, x, use_reentrant=False) if self.repeats else self.block(x)
+        return made
+
+
+def test_a_checkpointed_block_has_the_same_dropout_masks_in_backward() -> None:
+    found = [trained(2, [4, 4], model=Checkpointed(repeats).double()) for repeats in (False, True)]
+    assert_same(*found)
+
+
+class _BufferIsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        ctx.buffer = buffer
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, ctx.buffer, None
+
+
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.register_buffer("buffer", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _BufferIsGradient.apply(x[:, :3], self.weight, self.buffer)  # type: ignore
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_buffer_that_a_custom_backward_returns_is_not_added_to(strategy: str) -> None:
+    found = trained(2, [4, 4], model=WithBuffer(), strategy=strategy)
+    assert torch.equal(found["buffer"], torch.ones(3, dtype=torch.float64))
