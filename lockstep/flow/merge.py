@@ -54,8 +54,10 @@ class Compression:
         *gradients, carried = values
         flat = torch.cat([gradient.reshape(-1).to(carried.dtype) for gradient in gradients])
         carried.view(-1)[: len(flat)] += flat
-        scales = carried.abs().amax(1) / _LARGEST[self.bits]
+        largest = _LARGEST[self.bits]
+        scales = carried.abs().amax(1) / largest
         integers = (carried / torch.where(scales == 0, 1, scales)[:, None]).round_()
+        integers.clamp_(-largest, largest)  # a scale that was rounded down, as in bfloat16, makes larger ones
         carried -= integers * scales[:, None]
         numbers = integers.to(torch.int8).view(-1)
         if self.bits == "int8":
@@ -96,14 +98,18 @@ class GradientMerger:
         self._carried: dict[str, Array] = {}
         self._loaded: dict[str, torch.Tensor] = {}
 
-    def merge(self, bucket: Bucket, parts: DeviceParts) -> DeviceParts:
-        """Merge the gradients of the devices with samples, and return those of the devices with updates."""
+    def merge(self, bucket: Bucket, names: Sequence[str], parts: DeviceParts) -> DeviceParts:
+        """Merge the gradients of the devices with samples, and return those of the devices with updates.
+
+        Args:
+            names: The parameters of the bucket that have a gradient in this step.
+        """
         if next(iter(parts.values()))[0].layout is not torch.strided:
             return self._merge_sparse(bucket, parts)
         owner = self._devices[bucket.owner]
         in_place: DeviceParts = {}
         if self._bits is not None and not self.is_single:
-            sums = self._compressed(bucket, parts)
+            sums = self._compressed(bucket, names, parts)
         elif self._processes is None:
             sums, found = reduce(list(parts.values()), owner, self._in_all)
             in_place = {d: part for d, part in zip(parts, found, strict=True) if part[0] is parts[d][0]}
@@ -138,17 +144,16 @@ class GradientMerger:
             merged = self._processes.reduce_sparse(merged, owner)
         return {d: [bring(merged, self._devices[d])] for d in {*bucket.updates, bucket.owner}}
 
-    def _compressed(self, bucket: Bucket, parts: DeviceParts) -> list[Array]:
+    def _compressed(self, bucket: Bucket, names: Sequence[str], parts: DeviceParts) -> list[Array]:
         """Return new arrays on the owner: sums of the compressed gradients of each device."""
         assert self._bits is not None
         owner, gradients = self._devices[bucket.owner], next(iter(parts.values()))
         compression = Compression(self._bits, tuple(array.numel() for array in gradients))
+        # A step whose gradients reach a part of the bucket has rounding errors of its own.
+        key = names[0] if len(names) == len(bucket.names) else "+".join(names)
         received: list[Array] = []
         for number, part in parts.items():
-            device, carried = (
-                self._devices[number],
-                self._carried_by(number, bucket.names[0], compression, part),
-            )
+            device, carried = self._devices[number], self._carried_by(number, key, compression, part)
             made = [
                 new(device, [compression.n_bytes], torch.uint8, part),
                 new(device, [compression.n_blocks], part[0].dtype, part),

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.errors import UserError, nearest
 from lockstep.flow import collectives, private
-from lockstep.flow.arrays import Array
+from lockstep.flow.arrays import Array, array_leaves
 from lockstep.flow.creation import device as on_device
 from lockstep.flow.merge import GradientMerger
 from lockstep.flow.operations import operation
@@ -90,7 +90,7 @@ class StepRecorder:
                 gradients = dict(zip(trained, made, strict=True))
                 found["loss"] = loss.detach()
                 complete = [name for name in dict.fromkeys(self._order) if gradients[name] is not None]
-                return found, self._own({name: gradients[name] for name in complete})
+                return found, self._own({name: gradients[name] for name in complete}, found)
         finally:
             for layer in replica.dropouts:
                 layer.keys = None
@@ -103,9 +103,9 @@ class StepRecorder:
                 dropout.set_keys(replica.dropouts, share.keys)
                 _call_once(replica, self._loss, share.batch)
 
-    def _own(self, gradients: dict[str, Any]) -> dict[str, Array]:
+    def _own(self, gradients: dict[str, Any], results: dict[str, Any]) -> dict[str, Array]:
         """Return contiguous gradients, each in its own memory, since they are added up in place."""
-        seen: set[int] = set()
+        seen = {id(array.memory) for array in array_leaves(list(results.values()))}
         made: dict[str, Array] = {}
         for name, gradient in gradients.items():
             made[name] = gradient
@@ -113,7 +113,8 @@ class StepRecorder:
                 whole = (
                     gradient.is_contiguous() and gradient.numel() == gradient.memory.cell.layout[0].numel()
                 )
-                if not whole or id(gradient.memory) in seen:
+                kept = gradient.memory.program is None  # such as a buffer that a custom backward returns
+                if kept or not whole or id(gradient.memory) in seen:
                     made[name] = gradient.clone(memory_format=torch.contiguous_format)
                 seen.add(id(gradient.memory))
         return made
@@ -140,7 +141,7 @@ class StepRecorder:
         if not names:
             return
         owner = self._replicas[bucket.owner].device
-        merged = self._merger.merge(bucket, parts)
+        merged = self._merger.merge(bucket, names, parts)
         with on_device(owner):
             for name, array in zip(names, merged[bucket.owner], strict=True):
                 if name + GRAD in fetch:

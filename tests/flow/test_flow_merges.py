@@ -279,3 +279,40 @@ def test_two_processes_are_one_network(tmp_path: Path, settings: str) -> None:
             first[name], value, rtol=1e-10 if exact else 0.1, atol=1e-10 if exact else 0.01
         )
     assert message == [7.0, 8.0] and other_message == [21.0, 21.0, 21.0]
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_largest_gradient_keeps_its_sign_in_low_precision(bits: Bits, dtype: torch.dtype) -> None:
+    """The scale of 177 is rounded down in bfloat16, and that of small numbers in float16."""
+    for largest in (177.0, 189 * 2.0**-24, 10 * 2.0**-24):
+        gradient = torch.full((BLOCK,), largest, dtype=dtype)
+        compression, carried = Compression(bits, (BLOCK,)), torch.zeros(1, BLOCK, dtype=dtype)
+        found = compression.add_up(*compression.compress(gradient, carried))[0]
+        assert (found >= 0).all()
+        torch.testing.assert_close(found.float() + carried[0].float(), gradient.float(), rtol=0.01, atol=0)
+
+
+class SomeParameters(nn.Module):
+    """A network that uses its first parameter only if the batch has two columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (self.second * x[:, :1]).square().mean()
+        return y + (self.first * x[:, 1:]).square().mean() if x.shape[1] == 2 else y
+
+
+@pytest.mark.filterwarnings("ignore:no gradient reaches")
+def test_a_step_may_reach_a_part_of_a_compressed_bucket() -> None:
+    with flow.Engine(flow.cpus(2, threads=1)) as engine:
+        made = flow.ParallelExecutor(
+            SomeParameters(), lambda m, x: m(x), lambda p: torch.optim.SGD(p, 0.1), engine.devices,
+            compress="int8",
+        )  # fmt: skip
+        for columns in (2, 1, 2):
+            made.run({"x": torch.randn(4, columns)})
+        for name, value in made.replica(0).items():
+            assert torch.equal(value, made.replica(1)[name])
