@@ -139,7 +139,8 @@ class ProcessCollectives:
     def gather(self, value: Any) -> list[Any]:
         """Return the value of each process, in the order of ranks."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        with private.without_modes():  # which would make its buffers arrays inside of `with flow.device`
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def all_reduce(self, arrays: Sequence[Array], device: Device) -> None:

@@ -316,3 +316,14 @@ def test_a_step_may_reach_a_part_of_a_compressed_bucket() -> None:
             made.run({"x": torch.randn(4, columns)})
         for name, value in made.replica(0).items():
             assert torch.equal(value, made.replica(1)[name])
+
+
+@pytest.mark.usefixtures("alone")
+def test_processes_train_inside_of_a_device() -> None:
+    with flow.Engine(flow.cpus(1)) as engine:
+        made = flow.ParallelExecutor(
+            nn.Linear(3, 2), lambda m, x: m(x).square().mean(), lambda p: torch.optim.SGD(p, 0.1),
+            engine.devices, group=dist.group.WORLD,
+        )  # fmt: skip
+        with flow.device(engine.devices[0]):
+            assert made.run({"x": torch.ones(4, 3)})["loss"].item() >= 0
