@@ -4,6 +4,7 @@ It follows Paddle's design document of the same name; docs/flow.md says what it 
 """
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -202,16 +203,18 @@ class ParallelExecutor:
             if own[name].shape != given[name].shape:
                 shapes = f"{tuple(own[name].shape)} in the model, {tuple(given[name].shape)} in the state"
                 raise UserError(f"load_state_dict: {name} is {shapes}")
+        # They may be changed before a first run uses them.
+        optimizer, carried = copy.deepcopy((state["optimizer"], state["carried"]))
         self._loading = True
         for replica in self._replicas:
             with private.no_grad(), on_device(replica.device):
                 for name, array in replica.state().items():
                     array.detach().copy_(given[name])
-        self._merger.load_state(state["carried"])
+        self._merger.load_state(carried)
         if self._processes is not None:
             self._processes.forget_failure()
         self._wait()
-        self._buckets.load_state(state["optimizer"])
+        self._buckets.load_state(optimizer)
         self._n_runs, self._failure, self._loading = state["runs"], "", False
 
     def _check_loaded(self) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import wait_until
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import flow
@@ -287,6 +288,22 @@ class Tied(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores: torch.Tensor = self.second(torch.tanh(self.first(x))) * self.scale + self.shift
         return scores
+
+
+def test_a_loaded_state_may_change_before_the_first_run() -> None:
+    found = []
+    for is_changed in (False, True):
+        with executor(1) as made:
+            made.run(batch(2, 0))
+            state = made.state_dict()
+        with executor(1) as made:
+            made.load_state_dict(state)
+            if is_changed:
+                for value in filter(torch.is_tensor, tree_leaves(state)):
+                    value.zero_()
+            made.run(batch(2, 1))
+            found.append(made.replica(0))
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
