@@ -321,7 +321,7 @@ class Processes:
         self._gather_reports(on_message)
         if not self._failing():
             return None
-        culprit, waiter = self._follow(min(self._children, key=self._innocence))
+        culprit, waiter = self._follow(self._suspect(on_message))
         if waiter and waiter.failure and culprit.failure is None:
             text = f"{culprit.describe_silence()}; {waiter.name} {waiter.failure.text}"
             return ExitStatus(1, text, lost=culprit.name)
@@ -354,6 +354,14 @@ class Processes:
                 break
             self.listen(on_message, 0.1)
         self.listen(on_message, 0)  # the last messages of children that have exited since
+
+    def _suspect(self, on_message: Callable[[Any], None]) -> Child:
+        """Return the least innocent child. One that has exited since its pipe was read may have sent why."""
+        while True:
+            suspect = min(self._children, key=self._innocence)
+            self.listen(on_message, 0)
+            if min(self._children, key=self._innocence) is suspect:
+                return suspect
 
     def _follow(self, child: Child) -> tuple[Child, Child | None]:
         """Follow the chain from a child that lost a peer to that peer, and on to the last one, the cause.

@@ -15,6 +15,7 @@ import termios
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,6 +161,19 @@ def stand_still(control: object, board: StatusBoard, n_lines: int, stops: bool) 
     if stops:
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(600)
+
+
+def test_a_report_that_comes_after_the_last_reading_clears_its_sender(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A loader whose trainer was killed reports that and exits; the pipe was read before."""
+    with processes.Processes(1, Interrupts()) as children:
+        loader, trainer = SimpleNamespace(rank=0), SimpleNamespace(rank=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(children, "_children", [loader, trainer])
+            patch.setattr(children, "_innocence", lambda child: child.rank)
+            patch.setattr(children, "listen", lambda *_: setattr(loader, "rank", 2))
+            assert children._suspect(print) is trainer  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.parametrize(("stopped", "blamed"), [(None, "trainer 0"), ("loader 0", "loader 0")])
