@@ -27,6 +27,14 @@ def is_optimizer(obj: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class _TensorValue:
+    """A hyperparameter that is a tensor. Its numbers are pickled faster than a tensor."""
+
+    numbers: Any
+    dtype: Any
+
+
+@dataclass(frozen=True)
 class _OptimizerSettings:
     """An optimizer's settings.
 
@@ -179,7 +187,7 @@ def _ids(groups: list[dict[str, Any]]) -> list[list[int]]:
 def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in group.items():
         if name != "params":
-            yield name, value.tolist() if hasattr(value, "data_ptr") else value
+            yield name, _TensorValue(value.tolist(), value.dtype) if hasattr(value, "data_ptr") else value
 
 
 def _to_cpu(value: Any) -> Any:
@@ -192,7 +200,9 @@ def _to_cpu(value: Any) -> Any:
 def _write(groups: list[dict[str, Any]], states: list[dict[str, Any]]) -> None:
     for group, state in zip(groups, states, strict=True):
         for name, value in state.items():
-            if hasattr(group.get(name), "data_ptr"):  # a tensor, which a captured step may hold
-                group[name].copy_(group[name].new_tensor(value))
+            if not isinstance(value, _TensorValue):
+                group[name] = value  # a number even where this rank has a tensor, which rounds differently
+            elif getattr(group.get(name), "dtype", None) == value.dtype:  # a captured step may hold it
+                group[name].copy_(group[name].new_tensor(value.numbers))
             else:
-                group[name] = value
+                group[name] = sys.modules["torch"].tensor(value.numbers, dtype=value.dtype)

@@ -105,6 +105,22 @@ def test_a_scheduler_in_the_caller_holds_on_all_ranks(rate: Any) -> None:
     assert np.abs(first - flat).max() < 1e-12
 
 
+@pytest.mark.parametrize("is_tensor", [True, False])
+def test_a_rate_that_becomes_a_tensor_or_a_number_rounds_alike_on_all_ranks(is_tensor: bool) -> None:
+    net = synk.share(torch.nn.Linear(4, 3))
+    rates = [torch.tensor(0.1), 0.037] if is_tensor else [0.1, torch.tensor(0.037)]
+    optimizer = torch.optim.Adam(net.parameters(), lr=rates[0], foreach=False)
+    step = torch_train.make_train_function(net, LOSS, optimizer)
+    synk.distribute()
+    x, y = (array.astype("float32") for array in rows())
+    step(x, y)
+    optimizer.param_groups[0]["lr"] = rates[1]
+    for _ in range(30):
+        step(x, y)
+    first, second = synk.gather(synk.weights(net))
+    assert np.array_equal(first, second)
+
+
 def adam(net: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(net.parameters(), lr=0.1)
 
