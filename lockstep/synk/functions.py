@@ -121,6 +121,9 @@ class Function:
         with self._team.exclusive_call(f"function {self.name!r}", on_second_interrupt=lambda: None):
             values = self._order(inputs, inputs_by_name)
             plain = [value.data if isinstance(value, Data) else value for value in values]
+            n_rows = self._program.count_rows(plain)
+            for shared in self._program.updated:
+                shared.rows = n_rows
             outputs = self._program.call_locally(plain)
             return self._shape_outputs([outputs[i] for i in self._subset(output_subset)])
 

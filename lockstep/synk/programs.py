@@ -116,6 +116,13 @@ class RankProgram(ABC):
     def call_locally(self, inputs: list[Any]) -> list[Any]:
         """Compute on plain values in this process only, after checking them."""
 
+    def count_rows(self, inputs: Sequence[Any]) -> int:
+        """Return the number of rows of a call on these inputs in one process; 1 if nothing is divided."""
+        pairs = zip(inputs, self.inputs, strict=True)
+        divided = [value for value, spec in pairs if not spec.whole and np.ndim(value)]
+        divided += [shared.get() for shared in self.sliceable]
+        return len(divided[0]) if divided else 1
+
     @abstractmethod
     def pieces(self, number: int, new: list[Shared]) -> Iterator[tuple[str, Any]]:
         """Yield the objects from which a worker builds the program (delivery.pack), new variables first."""

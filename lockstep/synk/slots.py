@@ -19,9 +19,17 @@ Shape = tuple[int, ...]
 def make_slots(team: Team, sizes: Sequence[int], what: str) -> list[BlockSlot]:
     """Return slots of these sizes in bytes, in one new block per rank."""
     offsets, n_bytes = arrange(sizes)
-    blocks = tuple(team.allocate(n_bytes, what) for _ in range(team.size))
+    blocks: list[int] = []
+    try:
+        for _ in range(team.size):
+            blocks.append(team.allocate(n_bytes, what))
+    except (MemoryError, OSError):
+        team.release(*blocks)
+        raise
     exclusive = len(sizes) == 1
-    return [BlockSlot(blocks, offset, size, exclusive) for offset, size in zip(offsets, sizes, strict=True)]
+    return [
+        BlockSlot(tuple(blocks), offset, size, exclusive) for offset, size in zip(offsets, sizes, strict=True)
+    ]
 
 
 def find_slots(team: Team, shareds: Sequence[Shared], sizes: Sequence[int]) -> tuple[BlockSlot, ...]:

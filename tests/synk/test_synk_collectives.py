@@ -1,5 +1,6 @@
 """Collectives on shared variables, compared with NumPy on the values of all ranks."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,9 @@ from synk_teams import largest_error, team
 
 import lockstep.synk as synk
 from lockstep.exchange.reduction import reduce_arrays
+from lockstep.synk import session
 from lockstep.synk.results import REDUCE_OPS, fractions
+from lockstep.synk.rows import divide
 
 FOLDS = {"avg": np.mean, "sum": np.sum, "max": np.max, "min": np.min, "prod": np.prod}
 
@@ -154,6 +157,32 @@ def test_by_rows_the_mean_of_means_is_that_of_all_rows(case: Any) -> None:
         case["f"](x)
         synk.all_reduce("b", by_rows=True)
         assert largest_error(synk.get_value(0, "b"), x.mean(0)) < 1e-5
+
+
+@pytest.mark.parametrize("n_rows", [1, 7])
+def test_by_rows_counts_those_of_a_call_in_this_process_alone(case: Any, n_rows: int) -> None:
+    x = np.random.default_rng(n_rows).normal(size=(n_rows, 5))
+    alone, caller = x[:1] + np.ones((4, 1)), case["size"] - 1
+    case["f"](x)
+    case["f"].alone(alone)
+    synk.all_reduce("b", by_rows=True)
+    others = x[: divide(n_rows, caller, case["size"])[0]]
+    assert largest_error(synk.get_value(0, "b"), np.concatenate([others, alone]).mean(0)) < 1e-5
+
+
+def test_blocks_of_a_failed_collective_are_released(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = session.current_team("")
+    allocate, numbers, before = current.allocate, itertools.count(), len(current.context.blocks)
+
+    def only_one(n_bytes: int, what: str) -> int:
+        if next(numbers) == case["size"] - 1:
+            raise MemoryError("no room")
+        return allocate(n_bytes, what)
+
+    monkeypatch.setattr(current, "allocate", only_one)
+    with pytest.raises(MemoryError, match="no room"):
+        synk.broadcast("a", np.zeros((500, 500)))
+    assert len(current.context.blocks) == before
 
 
 @pytest.mark.parametrize(
