@@ -20,9 +20,9 @@ from lockstep.synk.tensors import (
     Vector,
 )
 
-_modules: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, SharedWeights, SharedGradients]] = (
-    weakref.WeakKeyDictionary()
-)
+# With references to teams that do not keep them in use: the functions of a team hold its modules.
+_Shared = tuple[weakref.ref[Team], SharedWeights, SharedGradients]
+_modules: weakref.WeakKeyDictionary[torch.nn.Module, _Shared] = weakref.WeakKeyDictionary()
 
 
 def share(team: Team, thing: Any) -> Any:
@@ -35,7 +35,7 @@ def share(team: Team, thing: Any) -> Any:
 def _share(team: Team, thing: Any) -> None:
     if isinstance(thing, torch.nn.Module):
         if _find(team, thing) is None:
-            _modules[thing] = team, *_share_module(team, thing)
+            _modules[thing] = weakref.ref(team), *_share_module(team, thing)
     elif isinstance(thing, torch.Tensor):
         if team.registry.label(thing) is None:
             _check("a tensor", [thing])
@@ -55,8 +55,10 @@ def vectors(team: Team, module: torch.nn.Module, what: str) -> tuple[Vector, Vec
 
 def _find(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, SharedGradients] | None:
     """Return the variables of a module that is shared in this team, else None."""
-    owner, weights, gradients = _modules.get(module, (None, None, None))
-    if owner is not team or weights is None or gradients is None:
+    if module not in _modules:
+        return None
+    owner, weights, gradients = _modules[module]
+    if owner() is not team:
         return None
     parameters = list(module.parameters())
     if [id(parameter) for parameter in parameters] != [id(parameter) for parameter in weights.params]:

@@ -1,10 +1,12 @@
 """The team: threads, profiles, errors between barriers, and many ranks."""
 
+import gc
 import os
 import pstats
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytensor
 import pytensor.tensor as pt
 import pytest
+import torch
 from conftest import ROOT
 from limits import limit
 from synk_acts import Act
@@ -49,6 +52,19 @@ def test_teams_one_after_the_other_cost_no_descriptors_and_values_stay() -> None
         assert data[:].tolist() == data.data.tolist() == [0, 1, 2, 3]
         numbers.append(len(os.listdir("/proc/self/fd")))
     assert numbers[-1] <= numbers[0] + 1
+
+
+def test_a_module_is_collected_after_its_team() -> None:
+    with team(2):
+        net = synk.share(torch.nn.Linear(4, 2).double())
+        f = synk.function(net, "gather")
+        synk.distribute()
+        f(np.ones((3, 4)))
+        left = weakref.ref(net)
+        del net, f
+    with team(2):  # in place of the closed team
+        gc.collect()
+        assert left() is None
 
 
 def test_profiles_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
