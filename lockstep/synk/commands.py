@@ -20,7 +20,10 @@ next command. Workers wait without a timeout, because the end of the caller ends
 The caller waits with a timeout.
 """
 
+import io
+import pickle
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lockstep.synk.context import CommandStep
@@ -130,6 +133,30 @@ class CommandError:
 
     error: bytes
     traceback: str
+
+
+class _ErrorUnpickler(pickle.Unpickler):
+    """An unpickler that leaves the program's classes in this process as they are.
+
+    cloudpickle pickles such a class with its attributes, and sets them on the class of this process, too.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return partial(_set_missing, found) if name == "_class_setstate" else found
+
+
+def _set_missing(set_state: Any, cls: type, state: tuple[dict[str, Any], Any]) -> Any:
+    """Set the attributes that a class lacks; all of a new class, which does not have its module yet."""
+    attributes, slots = state
+    if cls.__module__ == attributes.get("__module__"):
+        attributes = {name: value for name, value in attributes.items() if name not in vars(cls)}
+    return set_state(cls, (attributes, slots))
+
+
+def unpickle_error(pickled: bytes) -> Any:
+    """Return the exception of a CommandError."""
+    return _ErrorUnpickler(io.BytesIO(pickled)).load()
 
 
 Message = BarrierReached | NeedRoom | CommandResult | CommandError

@@ -6,10 +6,13 @@ variables are pickled as numbers and arrays out of band, and all bytes lie in on
 torch's own pickling leaves incomplete, are pickled in full, and hooks are refused.
 """
 
+import functools
 import io
+import os
 import pickle
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -20,7 +23,6 @@ import numpy as np
 from lockstep.synk import imported, settings
 from lockstep.synk.blocks import ArrayLocation, arrange
 from lockstep.synk.context import CommandStep, RankContext
-from lockstep.synk.shareds import SharedRegistry
 from lockstep.synk.team import Team
 
 
@@ -31,11 +33,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         slots: Addresses of the shared variables' slots, with their names.
     """
 
-    def __init__(
-        self, file: io.BytesIO, buffers: list[Any], registry: SharedRegistry, slots: dict[range, str]
-    ) -> None:
+    def __init__(self, file: io.BytesIO, buffers: list[Any], team: Team, slots: dict[range, str]) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
-        self._registry, self._slots = registry, slots
+        self._team, self._registry, self._slots = team, team.registry, slots
         self._kinds, self._with_settings = settings.kinds(), dict[int, Any]()
         self._with_hooks = (sys.modules["torch"].Tensor, *self._kinds) if self._kinds else ()
         self._storage_kind = sys.modules["torch"].storage.TypedStorage if self._kinds else ()
@@ -56,10 +56,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """
         if isinstance(obj, self._storage_kind):
             return self._reduce_storage(obj)
+        if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
+            return _cached, (obj.__wrapped__, obj.cache_parameters())  # workers can't import __main__
         if isinstance(obj, np.ndarray):
             self._check_memory("an array", obj.ctypes.data, "copy()")
         reduced = super().reducer_override(obj)
         if isinstance(obj, FunctionType | type):
+            if reduced is NotImplemented:
+                self._check_import(obj.__module__)
             name = imported.find_state(obj, self._is_state, by_value=reduced is not NotImplemented)
             if name:
                 raise TypeError(
@@ -68,6 +72,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                     f"({name.rpartition('.')[0]}) before distribute()"
                 )
         return _reduce_optimizer(obj) if reduced is NotImplemented else reduced
+
+    def _check_import(self, module: str) -> None:
+        """Raise TypeError if a module was reloaded after ranks imported it."""
+        spec = getattr(sys.modules.get(module), "__spec__", None)
+        if self._team.imported.setdefault(module, spec) is not spec:
+            raise TypeError(
+                f"{module} was reloaded, and ranks have imported its former version. Call close() and "
+                f"fork(), or cloudpickle.register_pickle_by_value({module}) before distribute()"
+            )
 
     def _reduce_storage(self, obj: Any) -> Any:
         """Pickle the memory of tensors once, since views of one tensor remain views on the ranks."""
@@ -111,7 +124,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _can_pickle(self, owner: Any, value: Any) -> bool:
         """Return True if an attribute of an object can be pickled; the attribute may refer to the object."""
-        pickler = _Pickler(io.BytesIO(), [], self._registry, self._slots)
+        pickler = _Pickler(io.BytesIO(), [], self._team, self._slots)
         pickler.memo = {id(owner): (0, owner)}
         try:
             pickler.dump(value)
@@ -145,7 +158,7 @@ def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
     """
     file = io.BytesIO()
     buffers: list[Any] = []
-    pickler = _Pickler(file, buffers, team.registry, _find_slots(team))
+    pickler = _Pickler(file, buffers, team, _find_slots(team))
     for what, piece in pieces:
         try:
             pickler.dump(piece)
@@ -165,7 +178,15 @@ def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
     for part, offset in zip(raw, offsets, strict=True):
         locations.append(ArrayLocation(block, "|u1", (len(part),), offset))
         team.context.blocks.array(locations[-1])[:] = part
-    return DeliverPrograms(locations[0], tuple(locations[1:]), number, tuple(sys.path))
+    return DeliverPrograms(locations[0], tuple(locations[1:]), number, _module_path())
+
+
+def _module_path() -> tuple[str, ...]:
+    """Return the module path. A worker's '' is the working directory of fork(), so add the current one."""
+    path = list(sys.path)
+    with suppress(OSError, ValueError):  # the directory was removed, or the path has no ''
+        path.insert(path.index("") + 1, os.getcwd())
+    return tuple(path)
 
 
 def _find_slots(team: Team) -> dict[range, str]:
@@ -180,6 +201,10 @@ def _find_slots(team: Team) -> dict[range, str]:
 
 def _same(obj: Any) -> Any:
     return obj
+
+
+def _cached(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
 
 
 def unpack(context: RankContext, pickles: ArrayLocation, buffers: tuple[ArrayLocation, ...]) -> Iterator[Any]:

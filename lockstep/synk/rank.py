@@ -39,6 +39,7 @@ from lockstep.synk.commands import (
     RunCommand,
     Start,
     WorkerReady,
+    unpickle_error,
 )
 from lockstep.synk.context import RankContext, advance, perform
 from lockstep.synk.results import RankPart, pack
@@ -197,7 +198,7 @@ class _Loop:
 def _pickled(error: BaseException) -> bytes:
     try:
         pickled: bytes = cloudpickle.dumps(error)
-        pickle.loads(pickled)
+        unpickle_error(pickled)
     except BaseException:  # some exceptions cannot be rebuilt from their arguments
         pickled = pickle.dumps(RuntimeError(f"{type(error).__name__}: {_text_of(error)}"))
     return pickled

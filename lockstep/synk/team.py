@@ -29,6 +29,7 @@ from lockstep.synk.commands import (
     Open,
     Preload,
     RunCommand,
+    unpickle_error,
 )
 from lockstep.synk.context import (
     CommandState,
@@ -84,6 +85,7 @@ class Team:
         self._unfinished: str | None = None  # the user of the pipes; remains set if it was cut short
         self._released: deque[int] = deque()
         self._names: dict[int, str] = {}  # of blocks
+        self.imported: dict[str, Any] = {}  # specs of the modules that ranks import, as they imported them
         keep_small_freed_memory()
         self.threads = ThreadLimits(options.threads)
         self.workers: list[Worker] = []
@@ -284,8 +286,8 @@ class Team:
     def _ask(self, command: RunCommand, own_first: bool) -> list[list[Any]]:
         own = perform(self.context, command.steps)
         state = self._advance(own, None) if own_first else None
-        if state is not None and state.error is not None:
-            raise _CommandFailed(state.error)
+        if state is not None:
+            self._check_problems(state, {})
         numbers = {number for step in command.steps for number in step.blocks()}
         for worker in self.workers:
             with self._watching(worker):
@@ -355,7 +357,7 @@ class Team:
         if state.error is None and not problems:
             return
         for worker in self.workers:
-            if isinstance(messages[worker.rank], BarrierReached):
+            if isinstance(messages.get(worker.rank), BarrierReached):
                 with self._watching(worker):
                     worker.pipe.send(Abort())
         error = state.error
@@ -440,7 +442,7 @@ def _add_note(error: BaseException, note: str) -> None:
 def _unpickle(problem: CommandError) -> BaseException:
     """Return the error of another rank, or a RuntimeError if it cannot be unpickled in this process."""
     try:
-        error = pickle.loads(problem.error)
+        error = unpickle_error(problem.error)
         assert isinstance(error, BaseException)
     except BaseException:  # whatever a user's __reduce__ raises
         return RuntimeError("an error that this process can't read: its text follows")

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -395,6 +395,35 @@ def test_a_stop_iteration_is_an_error_like_others(two_ranks: None) -> None:
             g(np.full(4, rank))
         assert f"on rank {rank} of 2" in "".join(raised.value.__notes__)
     assert f(np.ones(4)) == 4
+
+
+def test_an_error_of_another_rank_changes_no_class_of_the_program(two_ranks: None) -> None:
+    state = {"factor": 1}
+
+    class Bad(Exception):
+        made: ClassVar[list[int]] = []
+
+        def __init__(self, text: str) -> None:
+            super().__init__(text)
+            Bad.made.append(1)
+
+        def factor(self) -> int:
+            return state["factor"]
+
+    def work(x: torch.Tensor, fail: torch.Tensor) -> torch.Tensor:
+        state["factor"] += 1
+        if fail and rank_here() == 1:
+            raise Bad("no good")
+        return x * Bad("fine").factor()
+
+    f = synk.function(work, "gather", bcast_inputs=["fail"])
+    synk.distribute()
+    made = Bad.made
+    assert f(np.ones(4), 0.0).tolist() == [2.0] * 4
+    with pytest.raises(Bad, match="no good"):
+        f(np.ones(4), 1.0)
+    assert Bad.made is made
+    assert f(np.ones(4), 0.0).tolist() == [4.0] * 4
 
 
 def test_errors_that_python_can_not_read_or_annotate_are_errors_like_others(two_ranks: None) -> None:

@@ -301,6 +301,45 @@ def test_each_rank_has_its_own_copy_of_an_array_in_a_closure() -> None:
         assert f(np.ones(8)).tolist() == [4.0] * 12
 
 
+def test_a_module_that_was_reloaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "edited.py").write_text("def double(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with team(2):
+        module = importlib.import_module("edited")
+        for _ in range(2):
+            f = synk.function(module.double, "gather")
+            synk.distribute()
+            assert f(np.ones(3)).tolist() == [2] * 3
+        module = importlib.reload(module)
+        synk.function(module.double, "gather")
+        with pytest.raises(TypeError, match="edited was reloaded"):
+            synk.distribute()
+
+
+def test_a_program_may_change_its_directory_and_cache_results(tmp_path: Path) -> None:
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside/own_module.py").write_text("def double(x):\n    return 2 * x\n")
+    program = """
+    import functools, os
+    import numpy as np
+    import lockstep.synk as synk
+
+    @functools.lru_cache(maxsize=3)
+    def factorial(n):
+        return n * factorial(n - 1) if n else 1
+
+    synk.fork(2)
+    os.chdir("inside")
+    import own_module
+    f = synk.function(lambda x: own_module.double(x) * factorial(3), "gather")
+    synk.distribute()
+    print(f(np.ones(4)).tolist())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=limit(60))
+    assert done.stdout == "[12.0, 12.0, 12.0, 12.0]\n", done.stderr
+
+
 def test_an_assert_that_pytest_rewrote_is_no_state_of_an_imported_module() -> None:
     """_pytest refers to the test modules, and this one imports own_networks, which has a network."""
 
