@@ -1,6 +1,7 @@
 """Arrays in shared memory, as inputs of functions and as values of collectives."""
 
 import itertools
+import math
 import operator
 import weakref
 from collections.abc import Sequence
@@ -187,7 +188,7 @@ class Data:
             raise ValueError(f"{self.name}: there is no data of shape {shape}: give it one row or more")
         if self._team.closed:  # its memory was released; in a forked child it can still be used
             raise RuntimeError(f"data {self.name!r} belongs to a closed team: call fork(), and make it again")
-        n_items = int(np.prod(shape, dtype=np.int64))
+        n_items = math.prod(shape)
         with defer_signals():
             if self._number is None or n_items > self._capacity:
                 self._move(shape, int(n_items * oversize), keep_rows)

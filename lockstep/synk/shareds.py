@@ -238,8 +238,10 @@ class SharedRegistry:
         else:
             label = self.label(variable)
             if label is not None and label[1]:
+                name = shareds[label[0]].name
                 raise TypeError(
-                    f"{what}: a parameter of a module is not a separate variable: use weights(module)"
+                    f"{what}: a tensor of a module is not a separate variable: use weights(module), or the "
+                    f"name of the variable to which it belongs, {name!r}"
                 )
             numbers = [] if label is None else [label[0]]
         if not numbers:

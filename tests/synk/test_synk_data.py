@@ -103,6 +103,7 @@ def test_where_the_dtype_comes_from() -> None:
         (lambda: synk.data(np.ones(3), ndim=2), ValueError, "2 dimensions"),
         (lambda: synk.data(dtype="f4", ndim=3, shape=(1, 2)), ValueError, "3 dimensions"),
         (lambda: synk.data(dtype="u1", shape=(1 << 50,), name="huge"), MemoryError, "data 'huge'"),
+        (lambda: synk.data(dtype="u1", shape=(1 << 32,) * 2, name="huge"), MemoryError, "data 'huge'"),
     ],
 )
 def test_what_is_refused(make: Any, error: type[Exception], words: str) -> None:

@@ -299,6 +299,14 @@ def test_a_tensor_may_grow_before_it_is_distributed(ranks: int) -> None:
     assert f() == 300 * ranks
 
 
+def test_the_variable_of_a_buffer_is_named(ranks: int) -> None:
+    net = synk.share(torch.nn.BatchNorm1d(4).double())
+    synk.function(net, "gather")
+    synk.distribute()
+    with pytest.raises(TypeError, match="to which it belongs, 'float64 buffers of BatchNorm1d'"):
+        synk.broadcast(net.running_mean)
+
+
 def test_by_rows_needs_a_function_that_updates_the_variable(ranks: int) -> None:
     net = synk.share(make_net())
 
