@@ -385,7 +385,7 @@ def test_after_a_launcher_is_lost_what_is_in_memory_is_saved(
     assert stays.wait(30) == 1
     assert stays.last_line().startswith(f"lockstep: host {victim}: its launcher has exited"), stays.output()
     (line,) = lines_of(stays, "saved ")
-    assert "epoch_0004_at_" in line
+    assert Path(line.removeprefix("saved ")).name >= "epoch_0004"  # the launcher may die some steps later
     running[victim].process.wait()
     assert_same_end(start(program, *words, folders=folders), expected)
 
