@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -175,6 +176,7 @@ def _has_types(receipt: Receipt) -> bool:
         all(type(number) is int for number in numbers)
         and all(isinstance(text, str) for text in texts)
         and all(isinstance(table, dict) for table in tables)
+        and re.fullmatch("[1-9][0-9]{0,4}", str(receipt.machine.get("threads"))) is not None
     )
 
 

@@ -320,7 +320,7 @@ def test_a_preempted_run_is_verified_across_its_checkpoint_from_memory(
 
 def example() -> receipts.Receipt:
     texts = dict.fromkeys(("state", "checkpoint", "record", "config", "settings", "manifest", "labels"), "x")
-    return receipts.Receipt(0, "step", 1, 1, 8, versions={}, machine={}, **texts)
+    return receipts.Receipt(0, "step", 1, 1, 8, versions={}, machine={"threads": "1"}, **texts)
 
 
 def test_a_line_that_was_not_finished_is_removed(tmp_path: Path) -> None:
@@ -351,6 +351,13 @@ def test_the_hash_is_of_all_other_fields() -> None:
     assert sealed.hash == hashlib.sha256(text.encode()).hexdigest()
 
 
+@pytest.mark.parametrize("machine", [{}, {"threads": "some"}, {"threads": "0"}, {"threads": [1]}])
+def test_a_receipt_with_a_true_hash_and_no_number_of_threads_is_damaged(machine: dict[str, Any]) -> None:
+    """A replay takes the number from there."""
+    assert receipts.parse(example().sealed().line())
+    assert receipts.parse(dataclasses.replace(example(), machine=machine).sealed().line()) is None
+
+
 @pytest.mark.slow
 def test_a_replay_that_ends_early_is_no_proof(program: Program) -> None:
     running = program.run(*KEYS, "n_epochs=2", "lr_step=[5]")  # a schedule that does not span the run
@@ -361,8 +368,7 @@ def test_a_replay_that_ends_early_is_no_proof(program: Program) -> None:
 def test_patience_ends_no_replay() -> None:
     """A run may be resumed with a patience that would have ended it earlier."""
     config = make_config(logical_ranks=2, global_batch_size=8, patience=1)
-    receipt = dataclasses.replace(example(), machine={"threads": "1"})
-    assert verify.on_devices(config, [], receipt).patience is None
+    assert verify.on_devices(config, [], example()).patience is None
 
 
 @pytest.mark.slow
