@@ -352,7 +352,10 @@ class Saver:
 
 def _check_disk(folder: Path, n_bytes: int) -> None:
     """Raise UserError if the disk has no room for one more checkpoint: hours later would be too late."""
-    free = shutil.disk_usage(folder).free
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:  # the folder may have been removed meanwhile
+        raise UserError(f"{folder}: can't be used: {error.strerror} (weights_dir in the config)") from error
     if n_bytes > free:
         raise UserError(
             f"{folder}: a checkpoint takes {n_bytes / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free on its "

@@ -315,6 +315,11 @@ def test_the_rules_tensors_count_for_the_room_on_the_disk(
         make_saver(tmp_path / "gradients", rule_bytes=10_000)
 
 
+def test_a_folder_that_is_removed_while_a_run_starts_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="gone: can't be used: No such file or directory"):
+        saving._check_disk(tmp_path / "gone", 1)
+
+
 def test_a_run_looks_for_room_on_the_disk_before_its_first_step(program: Program) -> None:
     (program.place / "runs").mkdir()
     on_a_small_disk = f'mount -t tmpfs -o size=256k small {program.place}/runs && exec "$@"'
