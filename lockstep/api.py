@@ -45,6 +45,7 @@ Event = dict[str, Any]
 Callback = Callable[[Event], object]
 _LOOK_SECONDS = 0.05  # between looks at the log
 _STOPPED = (130, 143)  # exit statuses of a run that was asked to stop
+_RECORDS = ("progress", "validated")  # events that a callback gets
 
 
 class RunFailed(RuntimeError):
@@ -77,7 +78,7 @@ class Run:
         """
         found: list[Event] = []
         for event in _events(self.folder, 0)[0]:
-            if event["event"] in ("progress", "validated"):
+            if event["event"] in _RECORDS:
                 while found and found[-1]["epoch"] >= event["epoch"]:
                     found.pop()
             if event["event"] == "validated":
@@ -341,8 +342,7 @@ class _Launch:
     def _pass_events_on(self, process: "subprocess.Popen[str]") -> None:
         events, self._position = _events(self._folder, self._position)
         for event in events:
-            is_record = event["event"] in ("progress", "validated")
-            if is_record and self._callback and self._callback(event) == "stop":
+            if event["event"] in _RECORDS and self._callback and self._callback(event) == "stop":
                 self._ask_to_stop(process)
 
     def _ask_to_stop(self, process: "subprocess.Popen[str]") -> None:
@@ -403,8 +403,15 @@ def _events(folder: Path, position: int) -> tuple[list[Event], int]:
     except OSError:
         return [], position
     whole = content[: content.rfind(b"\n") + 1]
-    events = [event for line in whole.splitlines() if (event := parse_json(line)) is not None]
+    events = [event for line in whole.splitlines() if _is_event(event := parse_json(line))]
     return events, position + len(whole)
+
+
+def _is_event(value: Any) -> bool:
+    """Return whether a value is an event of a log, which may be damaged. A record has an epoch."""
+    if not isinstance(value, dict) or not isinstance(value.get("event"), str):
+        return False
+    return value["event"] not in _RECORDS or isinstance(value.get("epoch"), int)
 
 
 def _pass_on(keys: dict[str, Any], model: Any, train_data: Any, val_data: Any) -> dict[Kind, Any]:

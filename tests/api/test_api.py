@@ -80,6 +80,12 @@ def test_the_network_answers_and_the_run_resumes(
     assert [record["epoch"] for record in resumed.history] == [1, 2]
 
 
+def test_damaged_lines_of_a_log_leave_the_history_as_it_is(tmp_path: Path) -> None:
+    lines = ['{"event": "validated", "epoch": 1}', "{}", "[1]", "7", '{"event": 3}', '{"event": "progress"}']
+    (tmp_path / "log.jsonl").write_text("\n".join([*lines, ""]))
+    assert [record["epoch"] for record in lockstep.Run(tmp_path).history] == [1]
+
+
 def test_epochs_that_a_resumed_run_takes_again_leave_the_history(tmp_path: Path) -> None:
     def history_after(*events: tuple[str, int, float]) -> list[tuple[int, float]]:
         lines = [json.dumps({"event": kind, "epoch": epoch, "loss": loss}) for kind, epoch, loss in events]
