@@ -277,7 +277,7 @@ def describe(trained: Trained) -> tuple[dict[str, Any], list[str]]:
     }
     mean: Sequence[float] | None = input_spec.mean
     dataset, notes = _description_of(trained)
-    if dataset and dataset.class_names != tuple(map(str, range(dataset.n_classes))):
+    if dataset:
         facts["classes"] = list(dataset.class_names)
     if mean is None and dataset:
         mean = dataset.mean.mean((0, 1), np.float64).round(4).tolist()

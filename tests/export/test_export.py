@@ -83,6 +83,7 @@ def test_safetensors_say_how_to_use_them(tmp_path: Path, run: Path, shared_folde
         "input_size": 32,
         "input_order": "RGB",
         "input_scale": [1.0, 1.0, 1.0],
+        "classes": list("0123456"),
     }
 
 
