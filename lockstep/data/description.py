@@ -67,6 +67,8 @@ def read_description(folder: Path) -> Description | None:
 def check_same_classes(names: Sequence[str], data: str, description: Description, run: Path) -> None:
     """Raise UserError if a class has two names. A class without a name has its number instead.
 
+    Two different numbers are names, such as those of class folders 0, 1, 2 and 1, 2, 3.
+
     Args:
         names: Of the classes in the dataset called `data`.
         data: The dataset's name, for messages.
@@ -74,7 +76,8 @@ def check_same_classes(names: Sequence[str], data: str, description: Description
         run: The run's folder.
     """
     for number, (now, then) in enumerate(zip(names, description.class_names, strict=False)):
-        if now != then and str(number) not in (now, then):
+        is_unnamed = str(number) in (now, then) and not (now.isdecimal() and then.isdecimal())
+        if now != then and not is_unnamed:
             raise UserError(
                 f"{data}: class {number} is {now!r}, and {then!r} in the training data of {run}. Give the "
                 f"same classes in the same order, or, if both names mean the same, change {run / NAME}."
