@@ -13,12 +13,18 @@ class Scalars:
     Args:
         folder: The run's folder.
         steps_per_epoch: Optimizer steps per epoch; gives the step at which an epoch is validated.
+
+    Raises:
+        UserError: The event files can't be made.
     """
 
     def __init__(self, folder: Path, steps_per_epoch: int) -> None:
         from tensorboard.summary import Writer
 
-        self._writer = Writer(str(folder / "tensorboard"))
+        try:
+            self._writer = Writer(str(folder / "tensorboard"))
+        except (OSError, UnicodeError) as error:  # TensorBoard takes only paths of valid Unicode
+            raise UserError(f"tensorboard: event files can't be made in {folder}: {error}") from error
         self._steps_per_epoch = steps_per_epoch
 
     def take(self, message: object) -> None:

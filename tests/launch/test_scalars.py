@@ -76,3 +76,13 @@ def test_without_the_package_no_run_begins(program: Program) -> None:
         pytest.skip("the package tensorboard is there")
     refused = program.run("tensorboard=true", code=2)
     assert "tensorboard: true needs tensorboard" in refused.last_line() and not refused.run_folder.exists()
+
+
+@pytest.mark.parametrize("name", ["file", "\udcff"])
+def test_a_place_where_no_event_files_can_be_made_is_named(tmp_path: Path, name: str) -> None:
+    """A file has the folder's name, or TensorBoard can't use the path."""
+    pytest.importorskip("tensorboard", reason="needs the package tensorboard")
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "tensorboard").touch()
+    with pytest.raises(UserError, match="tensorboard: event files can't be made in"):
+        scalars.Scalars(tmp_path / name, 1)
