@@ -67,7 +67,7 @@ def learning_rate(runs: list[RunLog], width: int) -> Figure:
 
 def _look_of_rate(run: RunLog) -> str:
     """Return the look of a rate that changes a little with every step, or between epochs."""
-    curves = {str(name) for name, policy in SCHEDULES.items() if policy.falls_to_least}
+    curves = [name for name, policy in SCHEDULES.items() if policy.falls_to_least]
     is_curve = run.config.get("lr_policy") in curves and run.config.get("lr_update") in ("auto", "step")
     return "thick" if is_curve else "steps"
 

@@ -244,13 +244,13 @@ def test_a_branch_knows_its_first_epochs_from_its_checkpoint(run: Path) -> None:
 
 
 def test_a_run_of_an_older_version_shows_what_it_has(run: Path) -> None:
-    """Keys that it did not write are missing; one that is unknown now does not hurt the charts."""
+    """Keys that it did not write are missing; an unknown one, or another value, does not hurt the charts."""
     events = []
     for event in lines_of(run):
         dropped = {"versions", "machine", "seconds", "error", "error_top5", "seconds_per_20", "n_images"}
         events.append({key: value for key, value in event.items() if key not in dropped})
     write_lines(run, events)
-    (run / "config.yaml").write_text("model: smallnet\nsome_old_key: 3\n")
+    (run / "config.yaml").write_text("model: smallnet\nsome_old_key: 3\nlr_policy: [1]\n")
     page = report(run)
     assert "some_old_key" in page.words and "Where the time goes" in page.words
     assert not (run / "report" / "time.png").exists() and (run / "report" / "loss.png").exists()
