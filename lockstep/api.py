@@ -117,11 +117,14 @@ class Run:
         Raises:
             UserError: There is no whole checkpoint, or the network cannot be built.
         """
+        import torch  # a program that only trains needs no torch of its own
+
         from lockstep.export.__main__ import load_trained
 
         if str(program_folder()) not in sys.path:  # its networks come after everything of the caller's
             sys.path.append(str(program_folder()))
-        with objects.available(self._passed):
+        # The caller may have another default device, such as meta, where weights are lost.
+        with objects.available(self._passed), torch.device("cpu"):
             return load_trained(self.folder, epoch).model
 
     def predict(

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import saved
+import torch
 from campaigns.watching import processes_of_session
 from conftest import ROOT, Program, wait_until
 from limits import limit
@@ -58,6 +59,8 @@ def test_a_run_has_the_bits_of_train_py(
     assert run.best == min(run.history, key=lambda record: record["error_top1"])
     assert [event for event in events if event["event"] == "validated"] == run.history
     assert any(event["event"] == "progress" for event in events)
+    with torch.device("meta"):  # another default device of the caller's
+        assert all(weights.is_cpu for weights in run.model().parameters())
 
 
 @pytest.mark.slow
