@@ -106,7 +106,10 @@ def _read(path: Path | None) -> bytes | None:
 
 def _find_file(modules: list[str]) -> Path | None:
     """Return the file of a module without importing it, which would run the user's code. None for []."""
-    spec = importlib.util.find_spec(modules[0]) if modules else None
+    try:
+        spec = importlib.util.find_spec(modules[0]) if modules else None
+    except ValueError:  # a module that a program made has no spec
+        spec = None
     if spec is None:
         return None
     if len(modules) == 1:

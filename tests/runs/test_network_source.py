@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -61,6 +62,15 @@ def test_an_edited_network_is_noticed_whatever_the_runs_folder_has(
     assert source.describe_change() == f"{path}: the file of the network has changed since the run started"
     for model in ("edited_net:Net", "torchvision:y"):
         assert NetworkSource(model).describe_change() == ""
+
+
+def test_a_module_that_a_program_made_has_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no spec, for which find_spec raises ValueError."""
+    monkeypatch.setitem(sys.modules, "made", ModuleType("made"))
+    check_importable(tmp_path, "made:Net")
+    (tmp_path / "network").mkdir()
+    with pytest.raises(UserError, match="model made:Net: can't be imported here"):
+        check_importable(tmp_path, "made:Net")
 
 
 @pytest.mark.slow
