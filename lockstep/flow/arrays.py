@@ -116,8 +116,7 @@ class Array(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """Return a copy as a NumPy array, once the value is computed; `force` is ignored."""
-        array: np.ndarray = self.tensor().numpy()
-        return array
+        return self.tensor().numpy()
 
     def data_ptr(self) -> int:
         """Return the address of its value in its device's memory, once the value is computed.
@@ -172,8 +171,7 @@ class Array(torch.Tensor):
             elif self.is_leaf and self.grad is not None:  # torch copies no gradients of parameters
                 copy.grad = deepcopy(self.grad, memo)
             memo[id(self)] = copy
-        copied: Array = memo[id(self)]
-        return copied
+        return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to pickle the ordinary tensor, or nn.Parameter, that it stands for, with its marks."""
@@ -217,10 +215,9 @@ def bring(tensor: torch.Tensor, device: Device) -> Array:
     """
     if type(tensor) is not Array:
         return from_tensor(tensor, device)
-    source = tensor.memory
-    if source.device.memory == device.memory:
+    if tensor.memory.device.memory == device.memory:
         return tensor
-    return _alias(tensor, copy_on(device, source, placement.program_of([tensor])))
+    return _alias(tensor, copy_on(device, tensor.memory, placement.program_of([tensor])))
 
 
 def _alias(array: Array, memory: Storage) -> Array:
@@ -241,9 +238,13 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         Exception: torch's own, for shapes that do not fit.
     """
     graph.check_not_ending()
-    function = instead_of(function)
+    called, function = function, instead_of(function)
     kind = traits_of(function)
     operands = Operands(kind, args, kwargs)
+    is_copy = called is not function and torch.is_inference_mode_enabled()
+    if is_copy and not all(tensor.is_inference() for tensor in operands.tensors):
+        with private.no_inference():  # to torch it is a view of a tensor with a version
+            return record(function, args, kwargs)
     arrays = [tensor for tensor in operands.tensors if type(tensor) is Array]
     written = [tensor for place in kind.writes for tensor in operands.at(place)]
     views = kind.view or kind.changes_shape

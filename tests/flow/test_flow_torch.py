@@ -179,6 +179,17 @@ def test_views_of_arrays_in_inference_mode(device: Cpu) -> None:
     assert x.grad.tolist() == [[1, 1, 1], [0, 0, 0]]  # type: ignore[union-attr]
 
 
+def test_conjugates_in_inference_mode(device: Cpu) -> None:
+    """To torch the copy is a view, so it has a version if its original has one."""
+    z, ordinary = flow.array([1 + 2j, 3 - 1j]), torch.tensor([1 + 2j, 3 - 1j])
+    with torch.inference_mode(), flow.device(device):
+        made = [z.conj(), z.view(2, 1).mH[0], ordinary.conj()]
+        assert torch.vdot(z, z).item() == 15 and z.clone().conj().is_inference()
+        assert torch._neg_view(z).tolist() == [-1 - 2j, -3 + 1j]
+    assert all(each.tolist() == [1 - 2j, 3 + 1j] and not each.is_inference() for each in made)
+    made[0].add_(1)  # it can be written outside, too
+
+
 def test_operations_that_consist_of_others_in_inference_mode(device: Cpu) -> None:
     """There torch passes them on as a whole. Some return a view only if they can, and else a copy."""
     functions: list[Callable[[Any], Any]] = [
