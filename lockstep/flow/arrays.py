@@ -43,6 +43,8 @@ from lockstep.flow.recipes import (
     traits_of,
 )
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
 
 class Array(torch.Tensor):
     """A torch.Tensor whose value is computed later. Shape and dtype are known at once; reading it waits."""
@@ -248,7 +250,7 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     arrays = [tensor for tensor in operands.tensors if type(tensor) is Array]
     written = [tensor for place in kind.writes for tensor in operands.at(place)]
     views = kind.view or kind.changes_shape
-    if not arrays and (written or views or kind.refused or kind.aside or _is_meta(operands)):
+    if not arrays and (written or views or kind.refused or kind.aside or operands.is_meta()):
         return _ordinary(kind, written, partial(function, *args, **kwargs))
     if kind.name == "set_" and len(args) == 2 and type(args[1]) is type(written[0]) is Array:
         written[0].data = args[1]
@@ -258,8 +260,8 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _given_memory(written[0], args[1:])
     if written or kind.refused:
         _check_writing(kind, written)
-    if _for_meta(operands):
-        return _on_meta(function, operands)
+    if operands.are_for_meta():
+        return operands.run_on_meta(function)
     if views and arrays[0].memory.cell.layout is not None:
         return _view(function, kind, args, kwargs, arrays[0])
     device, line, phase = placement.place(arrays, written[0] if written else None)
@@ -283,27 +285,13 @@ def _ordinary(kind: OperationTraits, written: list[Any], run_now: Callable[[], A
     return run_now()
 
 
-def _is_meta(operands: Operands) -> bool:
-    """Return whether an operation is about shapes only, which torch computes on its meta device."""
-    return _for_meta(operands) or any(t.is_meta for t in operands.tensors)
-
-
-def _for_meta(operands: Operands) -> bool:
-    """Return whether the results lie on torch's meta device."""
-    device = operands.keywords.get("device")
-    return device is not None and device.type == "meta"
-
-
-def _on_meta(function: Any, operands: Operands) -> Any:
-    """Return ordinary tensors without values, as torch does for the meta device."""
-    with private.without_modes():
-        layouts = [(t.size(), t.stride(), t.dtype) for t in operands.tensors]
-        operands.tensors = [torch.empty_strided(*lay[:2], dtype=lay[2], device="meta") for lay in layouts]
-        return operands.run(function)
-
-
 def _given_memory(made: Array, memory: Sequence[Any]) -> Array:
     """Return an array with the memory that torch gives an empty one, when it unpickles a tensor."""
+    if placement.is_called_by(torch.serialization._legacy_load):  # which reads the values afterwards
+        raise UserError(
+            "torch.load: inside of `with flow.device` it can't read a file of the format before torch 1.6: "
+            "load it outside, and save it again"
+        )
     empty = private.plainly(torch.empty, 0, dtype=made.dtype)
     made.data = from_tensor(private.plainly(empty.set_, *memory), made.place)
     return made
@@ -334,7 +322,7 @@ def _view(
 ) -> Any:
     """Return views of an array. torch's own function computes which part of the memory they are."""
     if kind.composite:  # one like `reshape` makes a view only if it can
-        return function._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        return function._op_dk(_COMPOSITE, *args, **kwargs)
     made = private.plainly(function._op, *args, **kwargs)
     if kind.changes_shape:
         return source
@@ -371,6 +359,8 @@ def _plan(step: Instruction, kind: OperationTraits, operands: Operands, written:
             raise
         return _run_now(step, operands, inputs, written)
     step.recipe = recipe
+    if recipe.default is not None and kind.composite:  # its parts may compute with integers
+        return operands.run(partial(step.function._op_dk, _COMPOSITE))  # type: ignore[attr-defined]
     if recipe.default is not None:
         _keep_default(step, kind, recipe)
     if kind.name in BY_GRADIENT_MODE and not torch.is_grad_enabled():

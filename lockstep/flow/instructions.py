@@ -219,14 +219,15 @@ def keeping_sizes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 def _as_promised(value: Any, layout: Layout | None, copy: bool) -> Any:
     """Return the value with the dtype and strides that its array has, on which views were built.
 
-    Only the kernel knows the size of a recurrent layer's workspace; torch predicts (0,) for it.
+    Only the kernel knows the size of a recurrent layer's workspace, for which torch predicts (0,), and
+    whether a sum of embeddings needs its notes for backward.
     """
     if layout is None or value is None:
         return value
     size, stride, dtype = layout
     if not copy and value.stride() == stride and value.size() == size and value.dtype is dtype:
         return value
-    if size == (0,) and value.dtype is dtype:
+    if (0,) in (size, value.size()) and value.dtype is dtype:
         return value
     came = f"{tuple(value.size())} {value.dtype}"
     assert value.size() == size and value.dtype is dtype, f"{came} came out, not {tuple(size)} {dtype}"

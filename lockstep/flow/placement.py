@@ -134,6 +134,14 @@ def user_line() -> str:
     return ""
 
 
+def is_called_by(function: Any) -> bool:
+    """Return whether a function of Python is among those that this thread is in."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 class capturing(private.Scope):  # noqa: N801
     """A scope in which everything that this thread records belongs to a program, which its end closes.
 

@@ -375,3 +375,19 @@ class Operands:
     def run(self, function: Any) -> Any:
         """Call a function with these arguments."""
         return function(*fill(self.template, self.tensors), **fill_names(self.keywords, self.tensors))
+
+    def are_for_meta(self) -> bool:
+        """Return whether the results lie on torch's meta device."""
+        device = self.keywords.get("device")
+        return device is not None and device.type == "meta"
+
+    def is_meta(self) -> bool:
+        """Return whether the operation is about shapes only, which torch computes on its meta device."""
+        return self.are_for_meta() or any(tensor.is_meta for tensor in self.tensors)
+
+    def run_on_meta(self, function: Any) -> Any:
+        """Call a function with tensors without values, as torch does for the meta device."""
+        with private.without_modes():
+            layouts = [(t.size(), t.stride(), t.dtype) for t in self.tensors]
+            self.tensors = [torch.empty_strided(*lay[:2], dtype=lay[2], device="meta") for lay in layouts]
+            return self.run(function)

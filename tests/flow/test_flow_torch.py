@@ -1,6 +1,8 @@
 """Less common functions of torch give its results on arrays, or are refused in one clear line."""
 
 import copy
+import io
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -229,3 +231,36 @@ def test_attention_that_needs_no_weights(device: Cpu) -> None:
     with torch.no_grad():
         made, arrays = layer(x, x, x, need_weights=False)[0], [flow.array(x)] * 3
         torch.testing.assert_close(lazy(*arrays, need_weights=False)[0].tensor(), made)
+
+
+def test_a_file_of_torchs_old_format_is_refused_inside_of_a_device(device: Cpu) -> None:
+    """There torch makes all tensors first, and reads their values into the memory afterwards."""
+    file = io.BytesIO()
+    torch.save([torch.ones(3)], file, _use_new_zipfile_serialization=False)
+    file.seek(0)
+    with flow.device(device), pytest.raises(UserError, match=r"format before torch 1\.6: load it outside"):
+        torch.load(file)
+    file.seek(0)
+    assert torch.load(file)[0].tolist() == [1, 1, 1]
+    with flow.device(device):  # this reads a memory before it makes the tensor
+        assert pickle.loads(pickle.dumps(torch.ones(3))).tolist() == [1, 1, 1]
+
+
+def test_integers_in_inference_mode_overflow_as_torchs_do(device: Cpu) -> None:
+    heights, places = torch.tensor([200, 100], dtype=torch.uint8), torch.tensor([3, 1], dtype=torch.uint8)
+    with torch.inference_mode():
+        area = torch.trapezoid(flow.array(heights), flow.array(places))
+        assert area.item() == torch.trapezoid(heights, places).item() > 0  # the width is not -2
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_sums_of_bfloat16_embeddings(device: Cpu, mode: str) -> None:
+    """Their kernel makes no notes for backward, which torch does not predict."""
+    weight, rows, first = torch.randn(5, 3).bfloat16(), torch.tensor([1, 2, 4, 1]), torch.tensor([0, 3])
+    results = []
+    for own in (weight.clone(), flow.array(weight)):
+        own.requires_grad_()
+        made = nn.functional.embedding_bag(rows, own, first, mode=mode)
+        made.sum().backward()
+        results.append((made.tolist(), own.grad.tolist()))  # type: ignore[union-attr]
+    assert results[0] == results[1]
