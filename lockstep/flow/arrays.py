@@ -242,6 +242,9 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     graph.check_not_ending()
     called, function = function, instead_of(function)
     kind = traits_of(function)
+    if args and type(args[0]) in (int, float, complex) and (kind.view or called is not function):
+        number = torch.from_numpy(np.asarray(args[0]))  # torch takes numbers for arithmetic only
+        return record(called, (number, *args[1:]), kwargs)
     operands = Operands(kind, args, kwargs)
     is_copy = called is not function and torch.is_inference_mode_enabled()
     if is_copy and not all(tensor.is_inference() for tensor in operands.tensors):

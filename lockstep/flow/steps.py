@@ -81,8 +81,9 @@ class StepRecorder:
         try:
             with on_device(replica.device):
                 dropout.set_keys(replica.dropouts, share.keys)
-                found = named(self._loss(replica.model, *share.batch))
-                loss = found["loss"]
+                returned = self._loss(replica.model, *share.batch)
+                found = named(returned)
+                loss = found.get("loss", returned)
                 _check_loss(loss)
                 trained = {name: p for name, p in replica.parameters.items() if p.requires_grad}
                 factor = share.factor.to(loss.dtype)

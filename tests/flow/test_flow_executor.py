@@ -763,6 +763,7 @@ BAD_SETTINGS = [
     ({"optimizer": lambda parameters: None}, "makes a torch.optim.Optimizer, not NoneType"),
     ({"loss": lambda model, x, labels: model(x)}, r"the loss must be a scalar.*not of shape \(2, 3\)"),
     ({"loss": lambda model, x, labels: 3.0}, "the loss must be a scalar.*not float"),
+    ({"loss": lambda model, x, labels: {"scores": model(x)}}, "the loss must be a scalar.*not dict"),
     ({"loss": lambda model, x, labels: x.mean()}, "the loss depends on no parameter"),
     ({"loss": lambda model: model}, "takes the model and a batch"),
 ]

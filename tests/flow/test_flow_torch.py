@@ -1,5 +1,6 @@
 """Less common functions of torch give its results on arrays, or are refused in one clear line."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -264,3 +265,19 @@ def test_sums_of_bfloat16_embeddings(device: Cpu, mode: str) -> None:
         made.sum().backward()
         results.append((made.tolist(), own.grad.tolist()))  # type: ignore[union-attr]
     assert results[0] == results[1]
+
+
+def test_complex_numbers_have_gradients(device: Cpu) -> None:
+    """Inside of a device, backward gives the conjugate of a number, and not of a tensor."""
+    functions: list[Callable[[Any], Any]] = [
+        lambda x: (x * (1.1 + 2j)).abs().sum(),
+        lambda x: (2j / x).abs().sum(),
+    ]
+    for function in functions:
+        gradients = []
+        for scope in (contextlib.nullcontext(), flow.device(device)):
+            with scope:
+                x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+                function(x).backward()
+                gradients.append(x.grad.tolist())  # type: ignore[union-attr]
+        assert gradients[0] == gradients[1]
