@@ -180,7 +180,7 @@ class Array(torch.Tensor):
         value = self.tensor().requires_grad_(self.requires_grad)
         if isinstance(self, nn.Parameter):
             value = nn.Parameter(value, self.requires_grad)
-        vars(value).update({k: v for k, v in vars(self).items() if k not in ("memory", "_is_param")})
+        vars(value).update(marks(self))
         return value.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def view_of_memory(self) -> Any:
@@ -203,6 +203,11 @@ def from_tensor(tensor: torch.Tensor, device: Device, name: str = "") -> Array:
     storage = stored(tensor, device, name)
     layout = storage.cell.layout
     return Array(storage, tensor.size(), None if layout is None else layout[1], 0, tensor.dtype)
+
+
+def marks(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that a user has given to a tensor."""
+    return {name: value for name, value in vars(tensor).items() if name not in ("memory", "_is_param")}
 
 
 def array_leaves(tree: Any) -> list[Array]:

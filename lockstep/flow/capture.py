@@ -136,6 +136,8 @@ class Capture:
         """Return an array that stands for an input."""
         if not isinstance(example, torch.Tensor):
             raise UserError(f"flow.capture: example {number} is a tensor, not {type(example).__name__}")
+        if example.layout is not torch.strided:
+            raise UserError(f"flow.capture: example {number} is sparse: give it as dense tensors (to_dense)")
         layout = (example.size(), strides_of_copy(example), example.dtype)  # each run reads a copy
         place = example.place if isinstance(example, Array) else placement.current_device()
         storage = Storage(place, layout, f"input {number}", self)

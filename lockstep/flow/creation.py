@@ -46,10 +46,21 @@ def array(data: Any, dtype: torch.dtype | None = None) -> Array:
     data = with_tensors(data)
     with private.without_modes():
         tensor = torch.as_tensor(data, dtype=dtype)
-    made: Any = from_tensor(tensor, placement.current_device())
+    made: Any = _copied(tensor, placement.current_device())
     if placement.program_of(()) is not None:
         made = made.clone()  # the function makes it anew in each run, and may write it
     return made  # type: ignore[no-any-return]
+
+
+def _copied(tensor: torch.Tensor, device: Device, name: str = "") -> Array:
+    """Return a copy of a tensor on a device. Raises UserError if no array can have its kind."""
+    kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else tensor.layout
+    if kind not in (torch.strided, torch.sparse_coo):
+        raise UserError(
+            f"{placement.user_line()}: an array is dense or sparse COO, not {kind}: give it another form "
+            "(to_dense, dequantize), or leave it an ordinary tensor"
+        )
+    return from_tensor(tensor, device, name)
 
 
 def with_tensors(data: Any) -> Any:
@@ -132,11 +143,11 @@ def _replacement_of(name: str, parameter: nn.Parameter) -> Array | None:
 def _array_of(name: str, tensor: torch.Tensor, device: Device) -> Array:
     """Return the array that takes the place of a module's tensor."""
     if not isinstance(tensor, nn.Parameter):
-        return from_tensor(tensor, device, name)
+        return _copied(tensor, device, name)
     known = _replacement_of(name, tensor)
     if known is not None:
         return known
-    made = from_tensor(tensor, device, name)
+    made = _copied(tensor, device, name)
     private.as_parameter(made.requires_grad_(tensor.requires_grad))
     vars(made).update({**vars(tensor), **vars(made)})  # a mark such as `bias.no_decay = True` stays
     gone: Any = functools.partial(_replaced.pop, id(tensor))

@@ -52,6 +52,10 @@ class Device(ABC):
     engine: Any = None
     asynchronous = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Device":
+        """Return the device itself: the copy of a module that has it uses the same one."""
+        return self
+
     def lane_for(self, kind: str) -> str:
         """Return the lane for a kind of work: compute, communication, fetch or call."""
         return kind

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -72,6 +73,8 @@ class ParallelExecutor:
         self.devices = list(devices)
         self.program: CapturedProgram | None = None  # the newest that ran
         _check(self.devices, strategy, gradient_scale, compress, bucket_mb)
+        if not (isinstance(seed, int | np.integer) and 0 <= seed < 2**62):
+            raise UserError(f"seed is a whole number, at least 0 and less than 2**62, not {seed!r}")
         self._scale, self._seed, self._names = gradient_scale, seed, _batch_names(loss, "loss")
         self._processes = None if group is None else ProcessCollectives(group, self.devices[0])
         if self._processes is not None:
@@ -80,7 +83,7 @@ class ParallelExecutor:
         _check_compressed(model, compress)
         self._replicas = make_replicas(model, self.devices, owner_updates)
         n_bytes = int(bucket_mb * 2**20)
-        self._buckets = Buckets(self._replicas, optimizer, n_bytes, owner_updates)
+        self._buckets = Buckets(self._replicas, optimizer, n_bytes, owner_updates, model)
         self._merger = GradientMerger(self._replicas, not owner_updates, compress, self._processes)
         self._step = steps.StepRecorder(self._replicas, self._buckets, loss, self._merger)
         self._programs: dict[Any, CapturedProgram] = {}
@@ -406,6 +409,8 @@ def _batch(feed: Mapping[str, Any], names: list[str] | None) -> Batch:
         raise UserError(f"the feed lacks {', '.join(missing) or 'tensors'}: it takes {', '.join(names)}")
     batch = [_tensor(name, feed[name]) for name in names]
     for name, tensor in zip(names, batch, strict=True):
+        if tensor.layout is not torch.strided:
+            raise UserError(f"the feed's '{name}' is sparse: give a dense tensor (to_dense)")
         if not tensor.dim():
             raise UserError(f"the feed's '{name}' is one number: its first dimension must be the samples'")
         if len(tensor) != len(batch[0]):
@@ -430,11 +435,19 @@ def _merge_results(name: str, values: Sequence[Any], fractions: Sequence[float])
 
     Args:
         fractions: The fraction of all samples of each device.
+
+    Raises:
+        UserError: A result is no tensor or number, or the shapes differ.
     """
-    tensors = [torch.as_tensor(value) for value in values]
-    if name == "loss":
-        total = tensors[0] * fractions[0]
-        for tensor, fraction in zip(tensors[1:], fractions[1:], strict=True):
-            total = total + tensor * fraction
-        return total
-    return torch.stack(tensors) if not tensors[0].dim() else torch.cat(tensors)
+    try:
+        tensors = [torch.as_tensor(value) for value in values]
+        if name != "loss":
+            return torch.stack(tensors) if not tensors[0].dim() else torch.cat(tensors)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"the devices' results '{name}' can't be merged: {error}. merge=False returns a list of them"
+        ) from error
+    total = tensors[0] * fractions[0]
+    for tensor, fraction in zip(tensors[1:], fractions[1:], strict=True):
+        total = total + tensor * fraction
+    return total

@@ -161,13 +161,13 @@ def _removal(length: Callable[[], int], pop: Callable[[], Any]) -> Callable[[], 
 
 
 class without_modes(Scope):  # noqa: N801
-    """A scope in which no dispatch mode of this thread sees operations on ordinary tensors."""
+    """A scope in which no mode of this thread sees operations on ordinary tensors."""
 
     def calls(self) -> tuple[list[Any], list[Any]]:
-        modes = active_modes()
-        return [_pop_dispatch] * len(modes), [
-            functools.partial(torch._C._push_on_torch_dispatch_stack, mode) for mode in modes
-        ]
+        modes, no_functions = active_modes(), torch._C.DisableTorchFunction()
+        end = [functools.partial(torch._C._push_on_torch_dispatch_stack, mode) for mode in modes]
+        leave = functools.partial(no_functions.__exit__, None, None, None)
+        return [no_functions.__enter__, *[_pop_dispatch] * len(modes)], [*end, leave]
 
 
 class no_grad(Scope):  # noqa: N801

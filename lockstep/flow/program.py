@@ -342,6 +342,8 @@ class CapturedProgram:
         for number, (given, (_, layout, _)) in enumerate(zip(inputs, self._inputs, strict=True)):
             if not isinstance(given, torch.Tensor):
                 raise UserError(f"input {number} of the program is a tensor, not {type(given).__name__}")
+            if given.layout is not torch.strided:
+                raise UserError(f"input {number} of the program is dense, not of layout {given.layout}")
             if given.size() != layout[0] or given.dtype is not layout[2]:
                 raise UserError(
                     f"input {number} of the program was captured as {tuple(layout[0])} {layout[2]} and is "

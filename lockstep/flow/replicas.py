@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import UserError, nearest
 from lockstep.flow import placement, private
-from lockstep.flow.arrays import Array
+from lockstep.flow.arrays import Array, marks
 from lockstep.flow.creation import arrays, check_hooks, tensors_of
 from lockstep.flow.creation import device as on_device
 from lockstep.flow.devices import Device
@@ -61,9 +61,10 @@ def make_replicas(model: nn.Module, devices: Sequence[Device], share_weights: bo
     check_hooks(tensors_of(model), "change gradients in the optimizer instead")
     engine_of(devices[0])
     with placement.CurrentDevice(devices[0]):  # the copies of arrays lie there, too
-        model = copy.deepcopy(model)
-        dropouts = dropout.install(model)
-        replicas = [ModelReplica(devices[0], arrays(model), dropouts)]
+        copied = copy.deepcopy(model)
+        _copy_marks(model.parameters(), copied)
+        dropouts = dropout.install(copied)
+        replicas = [ModelReplica(devices[0], arrays(copied), dropouts)]
     for device in devices[1:]:
         memo: dict[int, Any] = {}
         for other in replicas:
@@ -73,11 +74,18 @@ def make_replicas(model: nn.Module, devices: Sequence[Device], share_weights: bo
                 break
         with on_device(device):
             copied = copy.deepcopy(replicas[0].model, memo)
+        _copy_marks(replicas[0].model.parameters(), copied)
         found = [each for each in copied.modules() if isinstance(each, dropout.SampleDropout)]
         replicas.append(ModelReplica(device, copied, found))
         for name, array in replicas[-1].variables().items():
             array.memory.name = array.memory.name or name
     return replicas
+
+
+def _copy_marks(originals: Iterable[nn.Parameter], copied: nn.Module) -> None:
+    """Give the copies of parameters their originals' marks, such as `no_decay`, for the optimizer to see."""
+    for original, own in zip(originals, copied.parameters(), strict=True):
+        vars(own).update(marks(original))
 
 
 def _shared(parameter: Array) -> Array:
@@ -97,6 +105,7 @@ class BucketOptimizer:
                 array = replica.parameters[name].wait()
                 value = array.memory.cell.view(array.view_of_memory())
                 self._own.append(nn.Parameter(value))
+                vars(self._own[-1]).update(marks(array))
             self.optimizer = make(list(self._own))
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise UserError(
@@ -163,6 +172,16 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise UserError for an optimizer of the user's model, which no step changes."""
+    theirs = {id(parameter) for parameter in model.parameters()}
+    if any(id(own) in theirs for group in optimizer.param_groups for own in group["params"]):
+        raise UserError(
+            "optimizer(parameters) has the parameters of the model itself, and the devices train copies: "
+            "let it use the parameters that it is given"
+        )
+
+
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
 
@@ -184,8 +203,9 @@ class Buckets:
     """
 
     def __init__(
-        self, replicas: Sequence[ModelReplica], make: MakeOptimizer, n_bytes: int, owner_updates: bool
-    ) -> None:
+        self, replicas: Sequence[ModelReplica], make: MakeOptimizer, n_bytes: int, owner_updates: bool,
+        model: nn.Module,
+    ) -> None:  # fmt: skip
         self.all: list[Bucket] = []
         self._replicas, self._make, self._n_bytes = replicas, make, n_bytes
         self._owner_updates = owner_updates
@@ -195,8 +215,9 @@ class Buckets:
         trained = [name for name, p in replicas[0].parameters.items() if p.requires_grad]
         self._initial: dict[str, Any] = {}  # hyperparameters of parameters that have no bucket yet
         if trained:  # an unusable optimizer is refused before the first run
-            found = BucketOptimizer(trained, replicas[0], make).state()
-            self._initial = {name: {**own, "state": {}} for name, own in found.items()}
+            found = BucketOptimizer(trained, replicas[0], make)
+            _check_parameters(found.optimizer, model)
+            self._initial = {name: {**own, "state": {}} for name, own in found.state().items()}
 
     def extend(self, gradients: dict[str, Array]) -> None:
         """Put parameters without a bucket into new ones of one dtype each, in the order of `gradients`."""

@@ -83,7 +83,7 @@ class StepRecorder:
                 dropout.set_keys(replica.dropouts, share.keys)
                 returned = self._loss(replica.model, *share.batch)
                 found = named(returned)
-                loss = found.get("loss", returned)
+                loss: Any = found.get("loss", returned)
                 _check_loss(loss)
                 trained = {name: p for name, p in replica.parameters.items() if p.requires_grad}
                 factor = share.factor.to(loss.dtype)

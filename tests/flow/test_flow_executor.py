@@ -760,6 +760,7 @@ BAD_SETTINGS = [
     ({"gradient_scale": "average"}, "gradient_scale is mean or sum, not 'average'"),
     ({"gradient_scale": [1.0]}, "gradient_scale has 1 factors for 2 devices"),
     ({"bucket_mb": 0}, "bucket_mb is more than 0"),
+    ({"seed": -1}, "seed is a whole number, at least 0"),
     ({"optimizer": lambda parameters: None}, "makes a torch.optim.Optimizer, not NoneType"),
     ({"loss": lambda model, x, labels: model(x)}, r"the loss must be a scalar.*not of shape \(2, 3\)"),
     ({"loss": lambda model, x, labels: 3.0}, "the loss must be a scalar.*not float"),
@@ -775,11 +776,64 @@ def test_settings_that_cannot_be_used(settings: dict[str, Any], message: str) ->
         made.run(batch(4))
 
 
+def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
+    model = network()
+    with pytest.raises(UserError, match="the devices train copies"), flow.Engine(flow.cpus(2)) as engine:
+        ParallelExecutor(model, loss, lambda _: momentum(list(model.parameters())), engine.devices)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_sees_the_marks_of_parameters(strategy: str) -> None:
+    """They are the only way to tell parameters of one shape apart."""
+    model = network()
+    for name, parameter in model.named_parameters():
+        parameter.decay = 0.5 if name == "3.weight" else 0.0  # type: ignore[attr-defined]
+
+    def optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
+        groups = [{"params": [own], "weight_decay": own.decay} for own in parameters]
+        return torch.optim.SGD(groups, 0.1)
+
+    own = optimizer(list(model.parameters()))
+    with executor(2, model, optimizer=optimizer, strategy=strategy) as made:
+        made.run(batch(4))
+        found = made.replica(0), made.replica(1)
+    loss(model, *batch(4).values())[0].backward()
+    own.step()
+    assert_same(*found)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[0][name], value, rtol=1e-10, atol=1e-10)
+
+
+def test_an_optimizers_tensors_stay_ordinary_ones() -> None:
+    """torch copies them deeply when it loads a state, inside of a device and of the capture."""
+    with executor(2, optimizer=lambda own: torch.optim.Adam(own, torch.tensor(0.1))) as made:
+        made.run(batch(4))
+        made.set_hyperparameters(lr=torch.tensor(0.05))
+        made.run(batch(4))
+        assert_same(made.replica(0), made.replica(1))
+        rate = made.state_dict()["optimizer"]["0.weight"]["hyperparameters"]["lr"]
+        assert type(rate) is torch.Tensor and rate == 0.05
+
+
+@pytest.mark.parametrize("result", ["text", torch.ones(1).expand])
+def test_results_that_cannot_be_merged(result: Any) -> None:
+    def function(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return {"result": result(len(x), len(x)) if callable(result) else result}
+
+    with executor(2) as made:
+        with pytest.raises(
+            UserError, match=r"results 'result' can't be merged: .*merge=False returns a list"
+        ):
+            made.evaluate(function, batch(3), ["result"])
+        assert len(made.evaluate(function, batch(3), ["result"], merge=False)["result"]) == 2
+
+
 BAD_RUNS = [
     ({"x": torch.ones(2, 6), "label": torch.ones(2)}, "loss", r"has 'label' \(did you mean 'labels'\?\)"),
     ({"x": torch.ones(2, 6)}, "loss", "the feed lacks labels"),
     ({"x": torch.ones(2, 6), "labels": torch.ones(3)}, "loss", "2 samples of x and 3 of labels"),
     ({"x": torch.ones(0, 6), "labels": torch.ones(0)}, "loss", "the feed has no samples"),
+    ({"x": torch.eye(6).to_sparse(), "labels": torch.ones(6)}, "loss", "'x' is sparse"),
     ({"x": torch.ones(()), "labels": torch.ones(2)}, "loss", "'x' is one number"),
     (3, "loss", "the feed is a dictionary"),
     ({"x": "six", "labels": torch.ones(2)}, "loss", "'x' can't be made a tensor"),

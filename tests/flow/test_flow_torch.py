@@ -281,3 +281,34 @@ def test_complex_numbers_have_gradients(device: Cpu) -> None:
                 function(x).backward()
                 gradients.append(x.grad.tolist())  # type: ignore[union-attr]
         assert gradients[0] == gradients[1]
+
+
+@pytest.mark.parametrize("kind", ["sparse_csr", "quantized", "mkldnn"])
+def test_an_array_of_another_kind_of_tensor_is_refused(device: Cpu, kind: str) -> None:
+    tensor = {
+        "sparse_csr": torch.eye(2).to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8),
+        "mkldnn": torch.eye(2).to_mkldnn(),
+    }[kind]
+    with pytest.raises(UserError, match=f"an array is dense or sparse COO, not .*{kind}"):
+        flow.array(tensor)
+
+
+def test_a_program_takes_dense_inputs(device: Cpu) -> None:
+    with pytest.raises(UserError, match="example 0 is sparse"):
+        flow.capture(lambda x: x * 2, torch.eye(2).to_sparse())
+    program = flow.capture(lambda x: x * 2, torch.eye(2))
+    with pytest.raises(UserError, match="input 0 of the program is dense, not of layout"):
+        program(torch.eye(2).to_sparse())
+
+
+def test_a_deep_copy_of_a_pipeline_uses_the_same_devices(device: Cpu) -> None:
+    class Stage(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with flow.device(self.device):
+                return super().forward(x)
+
+    stage = flow.arrays(Stage(2, 2))
+    stage.device = device
+    copied = torch.optim.swa_utils.AveragedModel(stage)
+    assert copied.module.device is device and copied(torch.ones(1, 2)).place is device  # type: ignore[attr-defined]
