@@ -186,10 +186,14 @@ def _link(submission: Submission) -> None:
     operation.release()
 
 
-def check_may_wait() -> None:
-    """Raise UserError in a finalizer that interrupts a worker while it changes the graph, or Python's end."""
+def check_may_wait(in_finalizer: bool = False) -> None:
+    """Raise UserError in a finalizer that interrupts a worker, or at Python's end.
+
+    Args:
+        in_finalizer: Whether this is known to be one; otherwise it is if the worker changes the graph.
+    """
     check_not_ending()
-    if GRAPH._is_owned():  # type: ignore[attr-defined]
+    if in_finalizer or GRAPH._is_owned():  # type: ignore[attr-defined]
         raise UserError(
             "a finalizer (__del__, weakref callback) in a worker of the engine waits for the engine: it can "
             "push operations, but not wait for them"

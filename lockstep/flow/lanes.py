@@ -2,6 +2,7 @@
 
 import _thread
 import contextlib
+import gc
 import heapq
 import queue
 import threading
@@ -23,12 +24,26 @@ POLL_SECONDS = 0.2
 
 
 class _WorkerContext(threading.local):
-    """The lane that a thread works for, or None outside of workers."""
+    """The state of a thread that may be a worker.
+
+    Attributes:
+        lane: The lane that it works for, or None outside of workers.
+        n_finalizing: More than 0 while finalizers may run: in a garbage collection, or while it drops what
+            an operation has kept.
+    """
 
     lane: "Lane | None" = None
+    n_finalizing = 0
 
 
 WORKER = _WorkerContext()
+
+
+def _note_collection(phase: str, _info: object) -> None:
+    WORKER.n_finalizing += 1 if phase == "start" else -1
+
+
+gc.callbacks.append(_note_collection)
 
 
 class OperationError(RuntimeError):
@@ -124,7 +139,7 @@ class Operation:
                 f"an operation on {self.lane.device.name} waits for {self.name} on the same device, which "
                 "may be behind it: wait outside, or hand the value over as one of the operation's inputs"
             )
-        graph.check_may_wait()
+        graph.check_may_wait(WORKER.lane is not None and WORKER.n_finalizing > 0)
         mine = threading.Lock()
         mine.acquire()
         self._waiters.append(mine)  # before it reads `done`; `finish` sets `done` before it reads the waiters
@@ -217,7 +232,9 @@ class Operation:
                 self.lane.last_events[threading.get_ident()] = self.event
         except BaseException as error:
             self.failure = Failure(self, error)
+        WORKER.n_finalizing += 1
         function = None  # a frame that an error refers to would keep it
+        WORKER.n_finalizing -= 1
         if record is not None:
             record.stop = perf_counter()
 

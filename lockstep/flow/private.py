@@ -242,9 +242,13 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 class _Quiet(threading.local):
-    """A thread's state: while it predicts shapes, torch does not log errors."""
+    """A thread's state: while it predicts shapes, torch does not log errors.
 
-    predicting = False
+    Attributes:
+        serves: Whether it is the thread that predicts for all.
+    """
+
+    predicting = serves = False
 
 
 _quiet = _Quiet()
@@ -268,7 +272,7 @@ def predict(function: Callable[[], Any]) -> Any:
     It runs in its own thread: an exception from a signal handler would leave the mode switched on in this
     one, and the handler itself would make tensors without values.
     """
-    if _quiet.predicting:  # a finalizer in that thread
+    if _quiet.serves:  # a finalizer in that thread
         return _predict(function)
     results: list[Any] = []
     done = threading.Lock()
@@ -285,7 +289,7 @@ def predict(function: Callable[[], Any]) -> Any:
 
 
 def _serve() -> None:
-    _Predictor.runs = True
+    _Predictor.runs = _quiet.serves = True
     while True:
         function, results, done = _Predictor.requests.get()
         try:
@@ -315,7 +319,7 @@ def _reset_after_fork() -> None:
     _fake_lock._at_fork_reinit()  # type: ignore[attr-defined]
     _Predictor.requests = queue.SimpleQueue()  # the lock of the old one may be held
     _Predictor.runs = False
-    _quiet.predicting = False
+    _quiet.predicting = _quiet.serves = False
     _fake_mode.cache_clear()  # the thread may have been inside a kernel, which the mode remembers
     if _paused:  # by threads that do not exist here
         _paused.clear()

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -507,6 +508,49 @@ def test_a_finalizer_that_waits_in_a_worker_is_refused() -> None:
         assert engine.push(int).wait() == 0
         with graph.GRAPH, pytest.raises(UserError, match="finalizer"):
             engine.wait_all()
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_a_finalizer_in_a_worker_cannot_wait_for_another_device(collected: bool) -> None:
+    """What it waits for may need an operation behind the one that it interrupts."""
+    with flow.Engine(flow.cpus(2)) as engine:
+        x, errors = flow.zeros((2,)), list[str]()
+
+        class Finalized:
+            def __del__(self) -> None:
+                x.add_(1)
+                try:
+                    with flow.device(engine.devices[1]):
+                        (x * 2)[0].item()
+                except UserError as error:
+                    errors.append(str(error))
+
+        def function(kept: list[Any]) -> None:
+            if collected:
+                kept[0].me = kept[0]
+                kept.clear()
+                gc.collect()
+
+        engine.push(partial(function, [Finalized()]))
+        flow.wait_all()
+        wait_until(lambda: bool(errors), "the finalizer")
+        assert x.tolist() == [1, 1] and "finalizer" in errors[0]
+
+
+def test_a_finalizer_in_the_thread_that_predicts_shapes() -> None:
+    with flow.Engine(flow.cpus(1)):
+        x, ran = flow.zeros((2,)), list[Any]()
+
+        class Finalized:
+            def __del__(self) -> None:
+                ran.append(x.view(1, 2, 1) + torch.ones(3, 1, 5))  # no operation had these shapes
+
+        flow.zeros((3, 7))  # it has started
+        done = threading.Lock()
+        done.acquire()
+        private._Predictor.requests.put((partial(bool, Finalized()), [], done))
+        wait_until(lambda: bool(ran), "the finalizer")
+        assert ran[0].shape == (3, 2, 5)
 
 
 AT_THE_END = """
