@@ -8,8 +8,11 @@ import queue
 import threading
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 from lockstep.errors import UserError
@@ -28,22 +31,26 @@ class _WorkerContext(threading.local):
 
     Attributes:
         lane: The lane that it works for, or None outside of workers.
-        n_finalizing: More than 0 while finalizers may run: in a garbage collection, or while it drops what
-            an operation has kept.
+        drops: Whether it drops what an operation has kept, whose finalizers run then.
+        start: What gc has told it at the start of its newest garbage collection.
     """
 
     lane: "Lane | None" = None
-    n_finalizing = 0
+    drops = False
+    start: Any = None
 
 
 WORKER = _WorkerContext()
+# gc calls these at the start and the stop of each collection. They are C functions, since gc would swallow
+# what a signal handler raises in a function of Python.
+_phases, _newest = OrderedDict[str, None](start=None, stop=None), SimpleNamespace(start=None)
+gc.callbacks += [_phases.move_to_end, partial(setattr, _newest), partial(setattr, WORKER)]  # type: ignore[list-item]
 
 
-def _note_collection(phase: str, _info: object) -> None:
-    WORKER.n_finalizing += 1 if phase == "start" else -1
-
-
-gc.callbacks.append(_note_collection)
+def _in_finalizer() -> bool:
+    """Return whether this thread is a worker that collects garbage, or drops what an operation has kept."""
+    collects = next(reversed(_phases)) == "start" and WORKER.start is _newest.start
+    return WORKER.lane is not None and (WORKER.drops or collects)
 
 
 class OperationError(RuntimeError):
@@ -139,7 +146,7 @@ class Operation:
                 f"an operation on {self.lane.device.name} waits for {self.name} on the same device, which "
                 "may be behind it: wait outside, or hand the value over as one of the operation's inputs"
             )
-        graph.check_may_wait(WORKER.lane is not None and WORKER.n_finalizing > 0)
+        graph.check_may_wait(_in_finalizer())
         mine = threading.Lock()
         mine.acquire()
         self._waiters.append(mine)  # before it reads `done`; `finish` sets `done` before it reads the waiters
@@ -232,9 +239,9 @@ class Operation:
                 self.lane.last_events[threading.get_ident()] = self.event
         except BaseException as error:
             self.failure = Failure(self, error)
-        WORKER.n_finalizing += 1
+        WORKER.drops = True
         function = None  # a frame that an error refers to would keep it
-        WORKER.n_finalizing -= 1
+        WORKER.drops = False
         if record is not None:
             record.stop = perf_counter()
 
