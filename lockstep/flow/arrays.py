@@ -260,6 +260,8 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     views = kind.view or kind.changes_shape
     if not arrays and (written or views or kind.refused or kind.aside or operands.is_meta()):
         return _ordinary(kind, written, partial(function, *args, **kwargs))
+    if kind.name == "detach_":  # autograd has done it, and in a worker a part of the memory is a view
+        return written[0]
     if kind.name == "set_" and len(args) == 2 and type(args[1]) is type(written[0]) is Array:
         written[0].data = args[1]
         return written[0]

@@ -312,3 +312,15 @@ def test_a_deep_copy_of_a_pipeline_uses_the_same_devices(device: Cpu) -> None:
     stage.device = device
     copied = torch.optim.swa_utils.AveragedModel(stage)
     assert copied.module.device is device and copied(torch.ones(1, 2)).place is device  # type: ignore[attr-defined]
+
+
+def test_a_part_of_an_array_is_detached_in_place_in_inference_mode(device: Cpu) -> None:
+    """Only there torch does that."""
+    for x in (torch.zeros(2, 3), flow.zeros((2, 3))):
+        part = x[0]
+        with pytest.raises(RuntimeError, match="Can't detach views in-place"):
+            part.detach_()
+        with torch.inference_mode():
+            assert part.detach_() is part
+        part.add_(1)
+        assert x.tolist() == [[1, 1, 1], [0, 0, 0]]
