@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import limits
 import numpy as np
 import pytest
 from campaigns.watching import processes_of_session
+from forked_programs import ForkedProgram, ForkServer
 from limits import limit
 from simulated import Simulation
 
@@ -70,7 +71,7 @@ def make_config(**values: object) -> Config:
 class Running:
     """A running train.py. It has its own session, which identifies all of its processes."""
 
-    process: "subprocess.Popen[str]"
+    process: "subprocess.Popen[str] | ForkedProgram"
     run_folder: Path
     output_file: Path
     log: str = "log.jsonl"
@@ -124,6 +125,22 @@ def named_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith(("cuda.shm.", "sem.mp-"))}
 
 
+def _start(
+    words: Sequence[str], output_file: Path, environment: Mapping[str, str], through: Sequence[str]
+) -> "subprocess.Popen[str]":
+    """Start train.py in a new interpreter."""
+    with open(output_file, "w") as output:
+        return subprocess.Popen(
+            [*through, sys.executable, str(ROOT / "train.py"), *words],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            cwd=ROOT,
+            env=environment,
+        )
+
+
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
     """Wait until the condition holds. The time limit applies to an idle machine."""
     seconds = limit(seconds)
@@ -139,10 +156,14 @@ def goes_wrong(once: Callable[[], bool]) -> bool:
 
 
 class Program:
-    """Starts train.py on a dataset folder; its run folders are temporary."""
+    """Starts train.py on a dataset folder; its run folders are temporary.
 
-    def __init__(self, data: Path, place: Path) -> None:
-        self.data, self.place = data, place
+    Args:
+        server: Forks the launchers that a fork can stand for.
+    """
+
+    def __init__(self, data: Path, place: Path, server: ForkServer | None = None) -> None:
+        self.data, self.place, self._server = data, place, server
         self.started: list[Running] = []
 
     def start(
@@ -171,17 +192,12 @@ class Program:
         }
         given = {word.partition("=")[0] for word in words}
         defaults = [f"{key}={value}" for key, value in keys.items() if key not in given]
-        command = [*through, sys.executable, str(ROOT / "train.py"), *words, *defaults]
-        with open(output_file, "w") as output:
-            process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-                cwd=ROOT,
-                env=environment,
-            )
+        words = (*words, *defaults)
+        environment = dict(os.environ) if environment is None else environment
+        if self._server and self._server.serves(environment) and not through:
+            process = self._server.start("train.py", words, output_file, environment)
+        else:
+            process = _start(words, output_file, environment, through)
         running = Running(process, self.place / "runs" / name, output_file)
         self.started.append(running)
         return running
@@ -192,9 +208,18 @@ class Program:
         return running
 
 
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    server = ForkServer(os.environ)
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def program(shared_folder: Path, tmp_path: Path):
-    program = Program(shared_folder, tmp_path)
+def program(request: pytest.FixtureRequest, shared_folder: Path, tmp_path: Path) -> Iterator[Program]:
+    """Return train.py in forks, or in new interpreters in a test that is marked `new_interpreter`."""
+    is_new = request.node.get_closest_marker("new_interpreter")
+    program = Program(shared_folder, tmp_path, None if is_new else request.getfixturevalue("fork_server"))
     yield program
     for running in program.started:
         for pid in running.leftovers():

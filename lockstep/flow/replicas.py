@@ -203,9 +203,13 @@ class Buckets:
     """
 
     def __init__(
-        self, replicas: Sequence[ModelReplica], make: MakeOptimizer, n_bytes: int, owner_updates: bool,
+        self,
+        replicas: Sequence[ModelReplica],
+        make: MakeOptimizer,
+        n_bytes: int,
+        owner_updates: bool,
         model: nn.Module,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.all: list[Bucket] = []
         self._replicas, self._make, self._n_bytes = replicas, make, n_bytes
         self._owner_updates = owner_updates

@@ -1,18 +1,18 @@
-"""Programs whose file operations fail on purpose, by faults.c and forked.py."""
+"""Programs whose file operations fail on purpose, by faults.c."""
 
 import errno
-import json
 import os
-import select
 import shutil
 import subprocess
-import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from campaigns.watching import processes_of_session
+from forked_programs import ForkServer
 from limits import limit
 
 HERE = Path(__file__).resolve().parent
@@ -74,22 +74,12 @@ def build(folder: Path) -> Path:
 
 
 class Runner:
-    """The process of forked.py, which forks a child per fault."""
+    """Runs programs whose file operations fail, in forks of a process with the file layer."""
 
     def __init__(self, place: Path) -> None:
-        self._place = place
-        environment = {**os.environ, "LD_PRELOAD": str(build(place)), "PYTHONPATH": str(ROOT)}
-        self._process = subprocess.Popen(
-            [sys.executable, HERE / "forked.py"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment,
-            start_new_session=True,
-        )
-        self._number = 0
-        assert self._hear() == "ready"
+        self._place, self._number = place, 0
+        self._environment = {**os.environ, "LD_PRELOAD": str(build(place)), "PYTHONPATH": str(ROOT)}
+        self._server = ForkServer(self._environment)
 
     def run(self, program: str, words: Iterable[str], folder: Path, fault: Fault | None = None) -> Ended:
         """Run a program on `folder`; the fault affects files below it."""
@@ -98,25 +88,18 @@ class Runner:
         output, log, count, fired = (self._place / f"{name}{self._number}.txt" for name in names)
         notes = {"FAULTS_FOLDER": folder.resolve(), "FAULTS_LOG": log}
         notes |= {"FAULTS_COUNT": count, "FAULTS_FIRED": fired}
-        environment = {name: str(value) for name, value in notes.items()}
+        environment = self._environment | {name: str(value) for name, value in notes.items()}
         environment |= fault.environment() if fault else NO_FAULT
-        order = {"program": program, "words": list(words), "output": str(output), "environment": environment}
-        assert self._process.stdin is not None
-        print(json.dumps(order), file=self._process.stdin, flush=True)
-        code = int(self._hear())
+        running = self._server.start(program, list(words), output, environment)
+        code = running.wait(limit(SECONDS))
+        while processes_of_session(running.pid):  # they hold locks, and the kernel ends them with a launcher
+            time.sleep(0.005)
         lines = log.read_text().splitlines() if log.exists() else []
         operations = [(kind, name) for kind, _, name in (line.partition(" ") for line in lines)]
         return Ended(code, output.read_text(), fired.exists(), operations)
 
-    def _hear(self) -> str:
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], limit(SECONDS))
-        assert ready, f"{' '.join(map(str, self._process.args))} did not answer"  # type: ignore[arg-type]
-        return self._process.stdout.readline().strip()
-
     def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self._server.close()
 
 
 def named_again(name: str) -> str:

@@ -216,7 +216,7 @@ class Preprocessing:
 
     def start(self, target: Path, fault: Fault | None = None) -> Ended:
         words = [str(self.images), str(target), "--size", "8", "--batch", "2", "--workers", "1"]
-        return self.runner.run("make_hkl.py", words, target.parent, fault)
+        return self.runner.run("preprocessing/make_hkl.py", words, target.parent, fault)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from limits import limit
 
 from lockstep.signals import STOP_SIGNAL, Interrupts
 
+pytestmark = pytest.mark.new_interpreter
+
 SECONDS = 10  # for an answer that takes milliseconds; without one, each of these waits would be for ever
 
 

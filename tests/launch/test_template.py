@@ -22,6 +22,8 @@ from lockstep.launch.status import StatusBoard
 from lockstep.launch.template import Stopped, Template
 from lockstep.signals import Interrupts
 
+pytestmark = pytest.mark.new_interpreter
+
 LONG = ("n_epochs=100000", "snapshot_freq=100000")
 
 

@@ -62,7 +62,7 @@ def test_a_network_that_is_slow_in_one_trainer_is_named_everywhere(
     for record in records[1:]:  # the first has the first step, which takes long
         fast, slow = record["ranks"]
         assert slow["n_last"] >= 5 and fast["seconds"]["barrier"] > slow["waited"] > 5 * 0.03
-        assert slow["excess"]["compute"] > 6 * 0.03 > slow["excess"]["load-wait"]
+        assert slow["excess"]["compute"] > 3 * 0.03 > slow["excess"]["load-wait"]
     named = [event["straggler"] for event in events(running, "progress")]
     assert named[0] is None and named[-1]["rank"] == 1 and named[-1]["cause"] == "compute"
     times = read_run(running.run_folder).newest_times
