@@ -92,13 +92,20 @@ class HostBlock(Block):
 
 
 class HostMemory(Memory):
-    """The allocator of memory files."""
+    """The allocator of memory files.
+
+    Args:
+        advice: Last sentence of the error of too little memory.
+    """
+
+    def __init__(self, advice: str = f"Lower {BATCH_KEYS}, or use fewer devices.") -> None:
+        self._advice = advice
 
     def allocate(self, n_bytes: int, what: str) -> HostBlock:
         assert n_bytes > 0
         # A control group would not refuse but kill a process, maybe another one.
         if n_bytes > allowed_bytes():
-            raise UserError(_no_room(n_bytes, what))
+            raise UserError(_no_room(n_bytes, what, self._advice))
         descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC)
         try:
             # Allocate now, so that a lack of memory is an error here and not a SIGBUS within a step.
@@ -110,7 +117,7 @@ class HostMemory(Memory):
                 raise UserError(_over_limit(n_bytes, what)) from error
             if error.errno not in (errno.ENOMEM, errno.ENOSPC):
                 raise
-            raise UserError(_no_room(n_bytes, what)) from error
+            raise UserError(_no_room(n_bytes, what, self._advice)) from error
 
     def pinned(self, n_bytes: int) -> np.ndarray:
         block = self.allocate(n_bytes, "copies")
@@ -132,12 +139,12 @@ def _over_limit(n_bytes: int, what: str) -> str:
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return (
         f"no file of {n_bytes:,} bytes may be made for shared host memory ({what}): the limit is {most:,} "
-        f"bytes. Raise it (ulimit -f), or lower {BATCH_KEYS}."
+        "bytes. Raise it (ulimit -f), or use less memory."
     )
 
 
-def _no_room(n_bytes: int, what: str) -> str:
+def _no_room(n_bytes: int, what: str, advice: str) -> str:
     return (
         f"no room for {n_bytes / 2**20:,.0f} MiB of shared host memory ({what}): "
-        f"{allowed_bytes() / 2**20:,.0f} MiB are allowed. Lower {BATCH_KEYS}, or use fewer devices."
+        f"{allowed_bytes() / 2**20:,.0f} MiB are allowed. {advice}"
     )

@@ -58,7 +58,7 @@ class CallableProgram(RankProgram):
     def check_dtype(self, what: str, dtype: np.dtype[Any]) -> None:
         try:
             torch.from_numpy(np.empty(0, dtype))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # ValueError: another byte order
             raise TypeError(f"{what} is {dtype}, which torch has not: convert it before the call") from error
 
     def excerpt(self, arrays: Sequence[np.ndarray], choices: Sequence[rows.Choice | None]) -> list[Any]:
@@ -140,7 +140,11 @@ class CallableProgram(RankProgram):
     def _as_array(self, number: int, value: Any) -> np.ndarray:
         """Return a checked copy of an output, since a callable may return an array that lies in a block."""
         mode, what = self.output_modes[number], f"{self.name}: output {number}"
-        array = np.array(_to_numpy(value, what) if torch.is_tensor(value) else value)
+        try:
+            array = np.array(_to_numpy(value, what) if torch.is_tensor(value) else value)
+        except (RuntimeError, ValueError) as error:  # e.g. a tuple of tensors that require gradients
+            hint = " Several outputs need a list of modes" if isinstance(value, list | tuple) else ""
+            raise TypeError(f"{what} is {type(value).__name__}: {error}{hint}") from error
         if mode is not None and array.dtype.kind not in "biufc":
             raise TypeError(
                 f"{what} is {type(value).__name__}, which has no {mode}: return tensors or numbers"

@@ -220,7 +220,7 @@ class Data:
 def condition(value: Any, dtype: np.dtype[Any], what: str, force_cast: bool = False) -> np.ndarray:
     """Return the value as an array of this dtype; see Data.condition_data."""
     rule: Any = "unsafe" if force_cast else "safe" if hasattr(value, "dtype") else "same_kind"
-    array = np.asarray(value)
+    array = as_array(value, what)
     if array.size and not np.can_cast(array.dtype, dtype, rule):
         raise TypeError(
             f"{what} is {dtype}, and casting {array.dtype} to it may lose something: cast it, or pass "
@@ -229,6 +229,14 @@ def condition(value: Any, dtype: np.dtype[Any], what: str, force_cast: bool = Fa
     if not force_cast and array.size and array.dtype.kind in "iu" and dtype.kind in "iu":
         _check_range(array, dtype, what)
     return array.astype(dtype, copy=False)
+
+
+def as_array(value: Any, what: str) -> np.ndarray:
+    """Return the value as an array; raise TypeError if it is a tensor that NumPy can't read."""
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{what}: {error}") from error
 
 
 def _check_range(array: np.ndarray, dtype: np.dtype[Any], what: str) -> None:
@@ -262,7 +270,7 @@ def make_data(
         value, var = None, value  # a symbolic variable as the first argument
     label = name or getattr(var, "name", None) or ""
     what = f"data {label!r}" if label else "data()"
-    model = var if var is not None or value is None else np.asarray(value)
+    model = var if var is not None or value is None else as_array(value, what)
     dtype = dtype if dtype is not None else getattr(model, "dtype", None)
     if ndim is None:
         ndim = len(shape) if shape is not None else getattr(model, "ndim", None)

@@ -40,6 +40,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._with_hooks = (sys.modules["torch"].Tensor, *self._kinds) if self._kinds else ()
         self._storage_kind = sys.modules["torch"].storage.TypedStorage if self._kinds else ()
         self._storages: dict[Any, Any] = {}  # by memory and dtype
+        self._cells: dict[int, Any] = {}  # of the copies, by the id of the function's cell
 
     def persistent_id(self, obj: Any) -> tuple[int, int] | None:
         if issubclass(type(obj), self._kinds):
@@ -72,6 +73,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                     f"({name.rpartition('.')[0]}) before distribute()"
                 )
         return _reduce_optimizer(obj) if reduced is NotImplemented else reduced
+
+    def _function_getnewargs(self, function: FunctionType) -> tuple[Any, ...]:
+        """Return cloudpickle's arguments of a copy, with one cell for a variable of several functions."""
+        *others, cells = super()._function_getnewargs(function)
+        if cells is not None:
+            pairs = zip(function.__closure__ or (), cells, strict=True)
+            cells = tuple(self._cells.setdefault(id(cell), copy) for cell, copy in pairs)
+        return *others, cells
 
     def _check_import(self, module: str) -> None:
         """Raise TypeError if a module was reloaded after ranks imported it."""

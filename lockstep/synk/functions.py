@@ -10,7 +10,7 @@ import numpy as np
 from lockstep.synk import rows
 from lockstep.synk.blocks import ArrayLocation, arrange
 from lockstep.synk.calling import Call, CallInput, collect_device_outputs
-from lockstep.synk.data import Data, condition, make_data
+from lockstep.synk.data import Data, as_array, condition, make_data
 from lockstep.synk.programs import RankProgram
 from lockstep.synk.results import RankPart, check_reducible, combine, unpack
 from lockstep.synk.team import Team
@@ -248,7 +248,7 @@ class Function:
         if isinstance(value, Data):
             self._check_data(what, spec.dtype, value)
             return value
-        dtype = np.dtype(spec.dtype) if spec.dtype is not None else np.asarray(value).dtype
+        dtype = np.dtype(spec.dtype) if spec.dtype is not None else as_array(value, what).dtype
         data = self._input_data.get(number)
         if data is None or data.dtype != dtype or data.ndim != ndim:
             self._program.check_dtype(what, dtype)

@@ -220,5 +220,6 @@ def _traceback_of(error: BaseException) -> str:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
-    sys.stdout.flush()
+    with suppress(Exception):  # a program that was started without standard streams has none
+        sys.stdout.flush()
     os._exit(0)  # finalizing an interpreter with torch takes seconds, and no work is left

@@ -135,7 +135,7 @@ def distributed_team(what: str) -> Team:
 def _choose_size(n_parallel: int | None, devices: Sequence[str] | None) -> int:
     from_environment = os.environ.get("LOCKSTEP_SYNK_PARALLEL")
     if n_parallel is None and from_environment:
-        if not from_environment.isdigit():
+        if not from_environment.isdecimal():
             raise ValueError(f"LOCKSTEP_SYNK_PARALLEL={from_environment!r} is not a number of ranks")
         n_parallel = int(from_environment)
     if n_parallel is None:

@@ -125,7 +125,7 @@ def _check(name: str, tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
         if tensor.is_inference():  # with other memory, torch could neither slice nor train it
             raise TypeError(f"share(): {name} was made in inference_mode: make it, or clone() it, outside")
         try:
-            torch.empty(0, dtype=tensor.dtype).numpy()
+            torch.empty(0, dtype=tensor.dtype, device="cpu").numpy()
         except TypeError:
             raise TypeError(f"share(): {name} is {tensor.dtype}, a dtype that NumPy lacks") from None
     return list(dict.fromkeys(tensor.dtype for tensor in tensors))

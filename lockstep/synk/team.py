@@ -177,9 +177,9 @@ class Team:
         self.check(what)
         self._flush()
         try:
-            block = HostMemory().allocate(max(1, n_bytes), what)
+            block = HostMemory("Use less data or fewer ranks.").allocate(max(1, n_bytes), what)
         except UserError as error:
-            raise MemoryError(f"{what}: {error}") from error
+            raise MemoryError(str(error)) from error
         except OSError as error:
             raise OSError(error.errno, f"{what}: {error.strerror} (for descriptors: ulimit -n)") from error
         number = next(self.numbers)

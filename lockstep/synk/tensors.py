@@ -3,7 +3,7 @@
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -111,6 +111,8 @@ class SharedTensor(TensorShared):
         super().__init__(name, [tensor], storage)
         self._dtype = tensor.dtype
         self.put(np.array(tensor.detach().numpy()))
+        if (grad := _gradient_of(tensor)) is not None:
+            tensor.grad = grad.to(tensor.device)
 
     def sync_objects(self) -> Sequence[Callable[[], None]]:
         check_dtype(self.name, self.parts[0], self._dtype)
@@ -159,7 +161,8 @@ class SharedTensor(TensorShared):
         return memory_state(self.parts[0])
 
     def content(self) -> "TensorDescription":
-        return TensorDescription.of(self.parts[0])
+        grad = _gradient_of(self.parts[0])
+        return replace(TensorDescription.of(self.parts[0]), grad=None if grad is None else grad.cpu())
 
     @classmethod
     def from_content(cls, context: RankContext, name: str, content: "TensorDescription") -> "SharedTensor":
@@ -442,6 +445,11 @@ class SharedGradients(_FlatVector):
                 param.grad = part
 
 
+def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor's gradient without its graph; torch warns if it is asked for one of no leaf."""
+    return tensor.grad.detach() if tensor.is_leaf and tensor.grad is not None else None
+
+
 def _put_in(param: torch.Tensor, part: torch.Tensor, value: torch.Tensor) -> None:
     part.copy_(value)
     param.data = part
@@ -474,12 +482,17 @@ def _chosen(tensor: torch.Tensor, choice: rows.Choice) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TensorDescription:
-    """The description of a tensor from which a worker makes its copy."""
+    """The description of a tensor from which a worker makes its copy.
+
+    Attributes:
+        grad: Its gradient, unless it belongs to a module, whose gradients are a variable (SharedGradients).
+    """
 
     is_parameter: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    grad: torch.Tensor | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorDescription":
@@ -491,5 +504,7 @@ class TensorDescription:
         """Return a tensor of zeros."""
         tensor = torch.zeros(self.shape, dtype=self.dtype)
         if self.is_parameter:
-            return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
-        return tensor.requires_grad_(self.requires_grad)
+            tensor = torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
+        tensor.requires_grad_(self.requires_grad)
+        tensor.grad = self.grad
+        return tensor

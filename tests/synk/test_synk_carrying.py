@@ -301,6 +301,27 @@ def test_each_rank_has_its_own_copy_of_an_array_in_a_closure() -> None:
         assert f(np.ones(8)).tolist() == [4.0] * 12
 
 
+def test_functions_share_a_variable_that_one_of_them_binds(ranks: int) -> None:
+    n_calls = 0
+
+    def count(x: torch.Tensor) -> None:
+        nonlocal n_calls
+        n_calls += 1
+
+    def read(x: torch.Tensor) -> torch.Tensor:
+        return x + n_calls
+
+    def factorial(x: torch.Tensor) -> torch.Tensor:
+        return x * factorial(x - 1) if x[0] > 1 else x
+
+    functions = [synk.function(count), *(synk.function(each, "gather") for each in (read, factorial))]
+    synk.distribute()
+    functions[0](np.ones(ranks))
+    functions[0](np.ones(ranks))
+    assert functions[1](np.zeros(ranks)).tolist() == [2.0] * ranks
+    assert functions[2](np.full(ranks, 4.0)).tolist() == [24.0] * ranks
+
+
 def test_a_module_that_was_reloaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "edited.py").write_text("def double(x):\n    return 2 * x\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -338,6 +359,28 @@ def test_a_program_may_change_its_directory_and_cache_results(tmp_path: Path) ->
     command = [sys.executable, "-c", textwrap.dedent(program)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=limit(60))
     assert done.stdout == "[12.0, 12.0, 12.0, 12.0]\n", done.stderr
+
+
+def test_a_program_may_have_no_standard_output(tmp_path: Path) -> None:
+    result = tmp_path / "result"
+    program = f"""
+    import numpy as np
+    import lockstep.synk as synk
+
+    def double(x):
+        print("a line that no stream takes", flush=True)
+        return 2 * x
+
+    synk.fork(2)
+    f = synk.function(double, "gather")
+    synk.distribute()
+    with open({str(result)!r}, "w") as file:
+        file.write(str(f(np.ones(4)).tolist()))
+    """
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=limit(60), check=True)
+    assert result.read_text() == "[2.0, 2.0, 2.0, 2.0]"
+    assert not done.stderr
 
 
 def test_an_assert_that_pytest_rewrote_is_no_state_of_an_imported_module() -> None:

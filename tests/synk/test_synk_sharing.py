@@ -111,6 +111,23 @@ def test_attributes_of_parameters_go_to_the_ranks(ranks: int) -> None:
     assert f(np.ones(ranks)).tolist() == [[True, False, True, False]] * ranks
 
 
+def test_the_gradient_of_a_shared_tensor_goes_to_the_ranks(ranks: int) -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    (tensor * torch.tensor([3.0, 4.0])).sum().backward()
+    synk.share(tensor)
+    f = synk.function(lambda x: tensor.grad.expand(len(x), 2), "gather")
+    synk.distribute()
+    assert f(np.ones(ranks)).tolist() == [[3.0, 4.0]] * ranks
+
+
+def test_tensors_can_be_shared_whatever_the_default_device_is(ranks: int) -> None:
+    with torch.device("meta"):
+        tensor = synk.share(torch.ones(2, device="cpu"))
+    f = synk.function(lambda x: tensor.expand(len(x), 2), "gather")
+    synk.distribute()
+    assert f(np.ones(ranks)).tolist() == [[1.0, 1.0]] * ranks
+
+
 def test_a_module_may_have_param_groups(ranks: int) -> None:
     class Grouped(torch.nn.Linear):
         def param_groups(self) -> list[dict[str, Any]]:

@@ -391,10 +391,19 @@ def test_what_a_callable_may_not_be(ranks: int) -> None:
     nothing = synk.function(lambda x: None, "sum", name="nothing")
     wrong = synk.function(lambda x: (x.sum(), x.sum()), ["sum"], name="wrong")
     whole = synk.function(lambda x: x.long().sum(), "avg", name="whole")
+    pair = synk.function(lambda x: (net(x).sum(), x.sum()), "avg", name="pair")
     synk.distribute()
     with pytest.raises(TypeError, match="wrong returned 2 outputs, 1 have modes"):
         wrong(np.ones(6))
     assert module(np.ones((5, 4))).shape == (5, 2), "a module is a callable, too"
+    with pytest.raises(TypeError, match=r"pair: output 0 is tuple: .* need a list of modes"):
+        pair(np.ones((6, 4)))
+    with pytest.raises(TypeError, match="nothing: input x is >f8, which torch has not"):
+        nothing(np.ones(6, ">f8"))
+    with pytest.raises(TypeError, match=r"nothing: input x: .*BFloat16"):
+        nothing(torch.ones(6, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match=r"data 'odd': .*requires grad"):
+        synk.data(torch.ones(6, requires_grad=True), name="odd")
     with pytest.raises(TypeError, match="nothing: output 0 is NoneType, which has no sum"):
         nothing(np.ones(6))
     for _ in range(2):
