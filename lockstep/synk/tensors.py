@@ -111,8 +111,6 @@ class SharedTensor(TensorShared):
         super().__init__(name, [tensor], storage)
         self._dtype = tensor.dtype
         self.put(np.array(tensor.detach().numpy()))
-        if (grad := _gradient_of(tensor)) is not None:
-            tensor.grad = grad.to(tensor.device)
 
     def sync_objects(self) -> Sequence[Callable[[], None]]:
         check_dtype(self.name, self.parts[0], self._dtype)
@@ -161,8 +159,9 @@ class SharedTensor(TensorShared):
         return memory_state(self.parts[0])
 
     def content(self) -> "TensorDescription":
-        grad = _gradient_of(self.parts[0])
-        return replace(TensorDescription.of(self.parts[0]), grad=None if grad is None else grad.cpu())
+        tensor = self.parts[0]
+        grad = tensor.grad.detach().cpu() if tensor.is_leaf and tensor.grad is not None else None
+        return replace(TensorDescription.of(tensor), grad=grad)
 
     @classmethod
     def from_content(cls, context: RankContext, name: str, content: "TensorDescription") -> "SharedTensor":
@@ -445,11 +444,6 @@ class SharedGradients(_FlatVector):
                 param.grad = part
 
 
-def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor's gradient without its graph; torch warns if it is asked for one of no leaf."""
-    return tensor.grad.detach() if tensor.is_leaf and tensor.grad is not None else None
-
-
 def _put_in(param: torch.Tensor, part: torch.Tensor, value: torch.Tensor) -> None:
     part.copy_(value)
     param.data = part
@@ -482,17 +476,13 @@ def _chosen(tensor: torch.Tensor, choice: rows.Choice) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TensorDescription:
-    """The description of a tensor from which a worker makes its copy.
-
-    Attributes:
-        grad: Its gradient, unless it belongs to a module, whose gradients are a variable (SharedGradients).
-    """
+    """The description of a tensor from which a worker makes its copy."""
 
     is_parameter: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    grad: torch.Tensor | None = None
+    grad: torch.Tensor | None = None  # those of a module are a variable, SharedGradients
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorDescription":
