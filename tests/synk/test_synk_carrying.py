@@ -301,7 +301,7 @@ def test_each_rank_has_its_own_copy_of_an_array_in_a_closure() -> None:
         assert f(np.ones(8)).tolist() == [4.0] * 12
 
 
-def test_functions_share_a_variable_that_one_of_them_binds(ranks: int) -> None:
+def test_functions_share_a_variable_that_one_of_them_binds() -> None:
     n_calls = 0
 
     def count(x: torch.Tensor) -> None:
@@ -314,12 +314,13 @@ def test_functions_share_a_variable_that_one_of_them_binds(ranks: int) -> None:
     def factorial(x: torch.Tensor) -> torch.Tensor:
         return x * factorial(x - 1) if x[0] > 1 else x
 
-    functions = [synk.function(count), *(synk.function(each, "gather") for each in (read, factorial))]
-    synk.distribute()
-    functions[0](np.ones(ranks))
-    functions[0](np.ones(ranks))
-    assert functions[1](np.zeros(ranks)).tolist() == [2.0] * ranks
-    assert functions[2](np.full(ranks, 4.0)).tolist() == [24.0] * ranks
+    with team(3):
+        functions = [synk.function(count), *(synk.function(f, "gather") for f in (read, factorial))]
+        synk.distribute()
+        functions[0](np.ones(3))
+        functions[0](np.ones(3))
+        assert functions[1](np.zeros(3)).tolist() == [2.0] * 3
+        assert functions[2](np.full(3, 4.0)).tolist() == [24.0] * 3
 
 
 def test_a_module_that_was_reloaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
