@@ -143,9 +143,7 @@ class Run:
         """
         check_epoch(epoch)
         if Path(image).is_dir():
-            raise UserError(
-                f"{image}: is a folder. Name one image; the command `lockstep predict` takes folders."
-            )
+            raise UserError(f"{image}: is a folder. Name one image; `lockstep predict` takes folders.")
         command = ["predict", "--run", str(self.folder), "--epoch", str(epoch), "--json"]
         command += [] if threshold is None else ["--threshold", str(threshold)]
         command += ["--", str(image)]
@@ -195,8 +193,8 @@ def train(
     keys.setdefault("weights_dir", read_yaml(default_config(program_folder())).values.get("weights_dir"))
     keys["weights_dir"] = str(keys["weights_dir"] or "runs")
     if not keys.get("run_name") and not keys.get("resume_train"):
-        parent = Path(keys["weights_dir"])
-        keys["run_name"] = make_folder_named_by_time(parent, keys.get("model", "run")).name
+        named = make_folder_named_by_time(Path(keys["weights_dir"]), keys.get("model", "run"))
+        keys["run_name"] = named.name
     elif not keys.get("run_name") and keys["resume_train"] is True:
         keys["run_name"] = newest(Path(keys["weights_dir"])).name
     return _Launch(keys, passed, callback, quiet).run()
@@ -412,9 +410,8 @@ def _events(folder: Path, position: int) -> tuple[list[Event], int]:
 
 def _is_event(value: Any) -> bool:
     """Return whether a value is an event of a log, which may be damaged. A record has an epoch."""
-    if not isinstance(value, dict) or not isinstance(value.get("event"), str):
-        return False
-    return value["event"] not in _RECORDS or isinstance(value.get("epoch"), int)
+    name = value.get("event") if isinstance(value, dict) else None
+    return isinstance(name, str) and (name not in _RECORDS or isinstance(value.get("epoch"), int))
 
 
 def _pass_on(keys: dict[str, Any], model: Any, train_data: Any, val_data: Any) -> dict[Kind, Any]:

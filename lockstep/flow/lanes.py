@@ -306,7 +306,7 @@ class Lane:
         self.error: Exception | None = None  # why a worker could not begin: all operations fail with it
         self._places = [None] * n_workers  # one per worker that has not begun
         self._workers: list[threading.Thread] = []
-        self._substitutes: list[None] = []  # one per thread that works in place of a worker
+        self._working: list[None] = []  # one per worker that has not ended
 
     def start(self) -> None:
         """Start the workers. After an interrupt it is called again; surplus workers end at once."""
@@ -324,11 +324,7 @@ class Lane:
             self._workers.append(worker)
             worker.start()
         except BaseException:  # the system has no second thread: this one is the worker
-            self._substitutes.append(None)
-            try:
-                self._work()
-            finally:
-                self._substitutes.pop()
+            self._work()
 
     def put(self, operation: Operation) -> None:
         """Add a ready operation. The caller holds GRAPH."""
@@ -355,17 +351,30 @@ class Lane:
             time.sleep(1e-3)
         for _ in range(self.n_workers):
             self._wakes.put(None)
-        for worker in self._workers:
-            while worker.is_alive():
-                worker.join(POLL_SECONDS)
-        while self._substitutes:
+        while self._working:  # a `join` that is interrupted would count its thread as ended (Python 3.11)
             time.sleep(1e-3)
+        for worker in self._workers:
+            if worker.is_alive():
+                worker.join()
 
     def _work(self) -> None:
+        self._working.append(None)
+        try:
+            if self._take_place():
+                self._run_operations()
+        finally:
+            self._working.pop()
+
+    def _take_place(self) -> bool:
+        """Return whether this worker is needed, and not one of too many."""
         try:
             self._places.pop()
         except IndexError:
-            return
+            return False
+        return True
+
+    def _run_operations(self) -> None:
+        """Run operations until the lane is closed."""
         WORKER.lane = self
         with contextlib.ExitStack() as stack:
             self._enter_device(stack)

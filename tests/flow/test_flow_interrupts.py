@@ -152,9 +152,13 @@ def test_an_interrupted_close_frees_the_devices_and_can_be_repeated() -> None:
         engine.close()
     with flow.Engine(devices) as other:
         assert other.push(lambda: 7).wait() == 7
+    closing = threading.Thread(target=engine.close, daemon=True)
+    closing.start()
+    closing.join(0.5)
+    assert closing.is_alive()  # the operation still runs
     ends.set()
-    wait_for(engine.close)
-    assert not engine.pending
+    closing.join(limit(20))
+    assert not closing.is_alive() and not engine.pending
 
 
 def test_interrupted_arithmetic_keeps_its_values() -> None:

@@ -95,7 +95,7 @@ def by_pillow(image: np.ndarray, box: np.ndarray, size: tuple[int, int]) -> np.n
 
 @given(scalings())
 @settings(max_examples=60)
-def test_scaled_crops_are_those_of_the_loader_and_within_one_gray_level_of_pillow(
+def test_scaled_crops_are_those_of_the_loader_and_within_two_gray_levels_of_pillow(
     library: ctypes.CDLL, case: Any
 ) -> None:
     images, boxes, mirrors, size = case
@@ -104,7 +104,7 @@ def test_scaled_crops_are_those_of_the_loader_and_within_one_gray_level_of_pillo
     resize(images, boxes, mirrors, ours)
     assert distance(found, ours) <= 1
     for image, box, mirror, result in zip(images, boxes, mirrors, found, strict=True):
-        assert distance(result[:, ::-1] if mirror else result, by_pillow(image, box, size)) <= 1
+        assert distance(result[:, ::-1] if mirror else result, by_pillow(image, box, size)) <= 2
 
 
 def test_scaled_crops_have_the_loaders_bits(library: ctypes.CDLL) -> None:
