@@ -110,15 +110,10 @@ def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class ForkedProgram:
-    """A program that the server has forked, with subprocess.Popen's interface."""
+    """A program that the server has forked, with the part of subprocess.Popen's interface that tests use."""
 
     def __init__(self, pid: int, server: ForkServer) -> None:
         self.pid, self._server = pid, server
-
-    @property
-    def returncode(self) -> int | None:
-        """The exit status, once `poll` or `wait` has returned it."""
-        return self._server.code_of(self.pid)
 
     def poll(self) -> int | None:
         """Return the exit status, or None while the program runs."""
@@ -141,10 +136,6 @@ class ForkedProgram:
     def kill(self) -> None:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        self.send_signal(signal.SIGTERM)
 
 
 class _ForkedTemplate:

@@ -351,7 +351,6 @@ def test_parameters_with_a_default_are_no_inputs(ranks: int) -> None:
 
 def test_what_a_callable_may_not_be(ranks: int) -> None:
     net = synk.share(make_net())
-    lock = threading.Lock()
     if DEVICES:
         with pytest.raises(UserError, match="graph: PyTensor has no code for GPUs"):
             synk.function([], None, name="graph")
@@ -387,6 +386,11 @@ def test_what_a_callable_may_not_be(ranks: int) -> None:
             synk.share(part)
     with pytest.raises(TypeError, match=r"tanh.* has no readable signature"):
         synk.function(torch.tanh, "gather")
+
+
+def test_what_a_callable_may_not_take_or_return(ranks: int) -> None:
+    net = synk.share(make_net())
+    lock = threading.Lock()
     module = synk.function(net, "gather")
     nothing = synk.function(lambda x: None, "sum", name="nothing")
     wrong = synk.function(lambda x: (x.sum(), x.sum()), ["sum"], name="wrong")
