@@ -49,6 +49,13 @@ class _Deferral:
                 self.handlers[number] = handler
                 signal.signal(number, _note)
 
+    def end(self) -> None:
+        """Restore the handlers. Signals are noted until then: a handler that raises would prevent it."""
+        try:
+            self.restore()
+        finally:
+            self.depth = 0
+
     def restore(self) -> None:
         try:
             for number, handler in self.handlers.items():
@@ -67,8 +74,7 @@ class _Deferral:
             self.arrived = [pair for pair in self.arrived if pair[0] != number]
             if self.on_second_interrupt is not None:
                 self.on_second_interrupt()
-            self.depth = 0  # here, since the exception may skip the `finally` in `defer_signals`
-            self.restore()
+            self.end()  # here, since the exception may skip the `finally` in `defer_signals`
             raise KeyboardInterrupt
 
     def deliver(self) -> None:
@@ -127,9 +133,8 @@ def _defer(on_second_interrupt: Callable[[], None] | None, in_finalizer: bool) -
         _deferral.replace()
         yield
     finally:
-        _deferral.depth = 0
         try:
-            _deferral.restore()
+            _deferral.end()
         finally:
             if in_finalizer:
                 _deferral.send_again()

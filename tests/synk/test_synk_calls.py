@@ -198,6 +198,21 @@ def test_all_handlers_are_restored_where_one_raises_meanwhile(
     assert {number: get(number) for number in before} == before
 
 
+def test_all_handlers_are_restored_where_one_would_raise_before(
+    alarm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore = interrupts._deferral.restore
+
+    def restore_late() -> None:
+        signal.raise_signal(signal.SIGALRM)
+        restore()
+
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(TooLate), interrupts.defer_signals():
+        monkeypatch.setattr(interrupts._deferral, "restore", restore_late)
+    assert signal.getsignal(signal.SIGALRM) is before and not interrupts._deferral.depth
+
+
 @pytest.mark.parametrize("function", [interrupted, interrupted_there])
 def test_a_keyboard_interrupt_of_the_users_function_is_an_error_like_others(
     two_ranks: None, function: Any
