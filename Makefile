@@ -48,6 +48,9 @@ train: .venv/.installed $(DIGITS)
 # Two more took longer on two cores (387 s against 347 s), except with the slow tests, which wait for longer.
 WORKERS := $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
 test-all: WORKERS := $(shell echo $$(($(WORKERS) + 1)))
+# Bytecode of the tests is kept, whatever the user's environment says: without it, each of the processes compiles
+# all tests each time, and each program of a test the project.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 test: .venv/.installed-test
 	$(PYTEST) -m 'not slow' $(ARGS)

@@ -23,10 +23,11 @@ import limits
 import numpy as np
 import pytest
 from campaigns.watching import processes_of_session
-from forked_programs import ForkedProgram, ForkServer
+from forked_programs import ForkedProgram, forked, server
 from limits import limit
 from simulated import Simulation
 
+from lockstep import api
 from lockstep.config import Config, Layer, resolve
 from lockstep.data import hkl
 
@@ -159,11 +160,11 @@ class Program:
     """Starts train.py on a dataset folder; its run folders are temporary.
 
     Args:
-        server: Forks the launchers that a fork can stand for.
+        forks: Whether launchers are forks where these can stand for them.
     """
 
-    def __init__(self, data: Path, place: Path, server: ForkServer | None = None) -> None:
-        self.data, self.place, self._server = data, place, server
+    def __init__(self, data: Path, place: Path, forks: bool = True) -> None:
+        self.data, self.place, self._forks = data, place, forks
         self.started: list[Running] = []
 
     def start(
@@ -194,10 +195,10 @@ class Program:
         defaults = [f"{key}={value}" for key, value in keys.items() if key not in given]
         words = (*words, *defaults)
         environment = dict(os.environ) if environment is None else environment
-        if self._server and self._server.serves(environment) and not through:
-            process = self._server.start("train.py", words, output_file, environment)
-        else:
-            process = _start(words, output_file, environment, through)
+        process: subprocess.Popen[str] | ForkedProgram | None = None
+        if self._forks and not through:
+            process = server().start([str(ROOT / "train.py"), *words], output_file, environment)
+        process = process or _start(words, output_file, environment, through)
         running = Running(process, self.place / "runs" / name, output_file)
         self.started.append(running)
         return running
@@ -208,23 +209,24 @@ class Program:
         return running
 
 
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    server = ForkServer(os.environ)
-    yield server
-    server.close()
-
-
 @pytest.fixture
 def program(request: pytest.FixtureRequest, shared_folder: Path, tmp_path: Path) -> Iterator[Program]:
     """Return train.py in forks, or in new interpreters in a test that is marked `new_interpreter`."""
     is_new = request.node.get_closest_marker("new_interpreter")
-    program = Program(shared_folder, tmp_path, None if is_new else request.getfixturevalue("fork_server"))
+    program = Program(shared_folder, tmp_path, forks=not is_new)
     yield program
     for running in program.started:
         for pid in running.leftovers():
             os.kill(pid, 9)
         running.wait(10)
+
+
+@pytest.fixture
+def forked_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have lockstep.train and lockstep.resume start forks, but in tests that are marked `new_interpreter`."""
+    if not request.node.get_closest_marker("new_interpreter"):
+        usual = api._command
+        monkeypatch.setattr(api, "_command", lambda words: forked(usual(words)))
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ import lockstep
 from lockstep.api import _as_yaml
 from preprocessing.layouts import in_validation
 
+pytestmark = pytest.mark.usefixtures("forked_runs")
 KEYS = {"n_classes": 7, "batch_size": 8, "shuffle_block": 4, "print_freq": 2, "cpu_threads": 1}
 
 
@@ -111,6 +112,7 @@ def test_a_callback_may_change_the_working_directory(
     assert run.folder == tmp_path / "runs" / "moved" and len(run.history) == 2
 
 
+@pytest.mark.new_interpreter
 def test_a_module_in_the_working_directory_hides_none_of_pythons(
     shared_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import saved
 from conftest import ROOT, Program
+from forked_programs import forked
 from limits import limit
 from multilabel_folders import Patches
 from own_datasets import N_CLASSES, Shrinking, Squares, make_squares
@@ -23,6 +24,7 @@ from lockstep.data.items import check_label, item_of
 from lockstep.data.survey import Survey
 from lockstep.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("forked_runs")
 MEAN = [60.0, 70.0, 80.0, 90.0]
 CHECKPOINT = "checkpoints/epoch_0002.safetensors"
 
@@ -127,7 +129,7 @@ def test_a_dataset_by_name_trains_validates_and_predicts(
     run = train(tmp_path, devices=["cpu", "cpu"], shuffle_block=4)
     saved.assert_same(bits(run), bits(lockstep.Run(running.run_folder)))
     done = subprocess.run(
-        [sys.executable, "validate.py", str(running.run_folder)],
+        forked([sys.executable, "validate.py", str(running.run_folder)]),
         cwd=ROOT,
         capture_output=True,
         text=True,

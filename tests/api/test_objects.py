@@ -20,6 +20,7 @@ from torch import nn
 
 import lockstep
 
+pytestmark = pytest.mark.usefixtures("forked_runs")
 KEYS: dict[str, Any] = {
     "n_classes": 7,
     "batch_size": 8,

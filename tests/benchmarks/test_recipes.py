@@ -16,7 +16,6 @@ from limits import limit
 from PIL import Image
 
 from benchmarks.recipes import plain
-from benchmarks.recipes.__main__ import write
 from benchmarks.recipes.imbalanced import RARE, thin_out
 from lockstep.data import hkl
 from lockstep.data.dataset import open_dataset
@@ -91,6 +90,8 @@ def test_pillows_crops_are_those_of_the_padded_image() -> None:
 
 
 def test_a_part_that_is_measured_alone_leaves_the_other_on_the_page(tmp_path: Path) -> None:
+    from benchmarks.recipes.__main__ import write  # with matplotlib
+
     write(tmp_path, {"recipe": ("### The recipe\n", {"recipes": {}})})
     before = json.loads((tmp_path / "recipes.json").read_text())
     page = write(tmp_path, {"imbalance": ("### The imbalanced set\n", {"imbalanced": {"none": [0.5]}})})

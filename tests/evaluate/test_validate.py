@@ -17,6 +17,7 @@ import torch
 import yaml
 from conftest import ROOT, Program, Running, make_config, make_folder
 from dataset_folders import write_manifest
+from forked_programs import forked
 from limits import limit
 from PIL import Image
 
@@ -49,7 +50,7 @@ def trained(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
 
 
 def call(script: str, *words: object, code: int = 0) -> str:
-    command = [sys.executable, str(ROOT / script), *map(str, words)]
+    command = forked([sys.executable, str(ROOT / script), *map(str, words)])
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -496,8 +497,9 @@ def test_pictures_get_their_five_best_classes(trained: Running, tmp_path: Path) 
 
 def test_json_records_are_all_that_standard_output_has(trained: Running, tmp_path: Path) -> None:
     Image.new("RGB", (36, 36)).save(tmp_path / "a.png")
-    command = [sys.executable, str(ROOT / "classify.py"), str(tmp_path), "--run", str(trained.run_folder)]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=limit(60))
+    words = [str(tmp_path), "--run", str(trained.run_folder), "--json"]
+    command = forked([sys.executable, str(ROOT / "classify.py"), *words])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit(60))
     assert [json.loads(line)["image"] for line in done.stdout.splitlines()] == [str(tmp_path / "a.png")]
     assert "epoch_0002.safetensors, epoch 2" in done.stderr
 

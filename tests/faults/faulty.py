@@ -90,7 +90,8 @@ class Runner:
         notes |= {"FAULTS_COUNT": count, "FAULTS_FIRED": fired}
         environment = self._environment | {name: str(value) for name, value in notes.items()}
         environment |= fault.environment() if fault else NO_FAULT
-        running = self._server.start(program, list(words), output, environment)
+        running = self._server.start([str(ROOT / program), *words], output, environment)
+        assert running, "the file layer is loaded by the process that forks"
         code = running.wait(limit(SECONDS))
         while processes_of_session(running.pid):  # they hold locks, and the kernel ends them with a launcher
             time.sleep(0.005)

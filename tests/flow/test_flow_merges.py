@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import limit
-from sklearn.datasets import load_digits
 from torch import nn
 
 from lockstep import flow
@@ -64,6 +63,8 @@ def loss(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Any:
 
 def digits_error(**arguments: Any) -> tuple[float, list[dict[str, torch.Tensor]]]:
     """Return the validation error of scikit-learn's digits after ten epochs on two devices."""
+    from sklearn.datasets import load_digits  # it takes a second
+
     images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
     images = (images / 16).float()
     torch.manual_seed(0)

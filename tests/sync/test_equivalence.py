@@ -44,8 +44,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("model", "double", "bound"),
-    [("smallnet", True, 1e-10), ("smoothnet", False, 1e-5)],
-    ids=["float64", "float32"],
+    [
+        pytest.param("smallnet", True, 1e-10, id="float64"),
+        pytest.param("smoothnet", False, 1e-5, id="float32", marks=pytest.mark.slow),
+    ],
 )
 def test_n_trainers_are_one_with_n_times_the_batch(
     data: Path, tmp_path: Path, model: str, double: bool, bound: float

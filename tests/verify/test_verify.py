@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from conftest import ROOT, Program, Running, make_config, make_folder
 from dataset_folders import write_true_manifest
+from forked_programs import forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from limits import limit
@@ -60,7 +61,7 @@ def copied(trained: Running, whole_folder: Path, tmp_path: Path) -> tuple[Path, 
 
 
 def call(*words: object, code: int = 0) -> str:
-    command = [sys.executable, str(ROOT / "verify.py"), *map(str, words)]
+    command = forked([sys.executable, str(ROOT / "verify.py"), *map(str, words)])
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=limit(100))
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
