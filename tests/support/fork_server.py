@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import os
 import runpy
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -35,31 +35,25 @@ def serve(listener: socket.socket, user: socket.socket) -> None:
     A program whose connection is closed is killed, and so are all when the user has exited.
     """
     programs: dict[int, socket.socket] = {}
-    with selectors.DefaultSelector() as selector:
-        awake = _exits()
-        for file in (listener, user, awake):
-            selector.register(file, selectors.EVENT_READ)
-        while True:
-            ready = [key.fileobj for key, _ in selector.select()]
-            if user in ready:
-                for pid in programs:
-                    os.kill(pid, signal.SIGKILL)
-                return
-            if awake in ready:
-                os.read(awake, 1 << 12)
-                for pid, status in _exited():
-                    connection = programs.pop(pid)
-                    selector.unregister(connection)
+    awake = _exits()
+    while True:
+        ready, _, _ = select.select([listener, user, awake, *programs.values()], [], [])
+        if awake in ready:
+            os.read(awake, 1 << 12)
+            for pid, status in _exited():
+                with programs.pop(pid) as connection:
                     _answer(connection, code=os.waitstatus_to_exitcode(status))
-                    connection.close()
-            for pid in [pid for pid, connection in programs.items() if connection in ready]:
+        for pid, connection in programs.items():
+            if connection in ready or user in ready:
                 os.kill(pid, signal.SIGKILL)
-            if listener in ready:
-                connection = listener.accept()[0]
-                pid = _fork(connection, [listener, user, *programs.values()], awake)
-                if pid:
-                    programs[pid] = connection
-                    selector.register(connection, selectors.EVENT_READ)
+        if user in ready:
+            return
+        if listener in ready:
+            connection = listener.accept()[0]
+            if pid := _fork(connection, [listener, user, *programs.values()], awake):
+                programs[pid] = connection
+            else:
+                connection.close()
 
 
 def _exits() -> int:
@@ -92,14 +86,8 @@ def _answer(connection: socket.socket, **message: int) -> None:
 def _fork(connection: socket.socket, others: list[socket.socket], awake: int) -> int:
     """Fork the program that a connection asks for. Return its process id, or 0 if it needs an interpreter."""
     content, streams, _, _ = socket.recv_fds(connection, _LONGEST, 3)
-    request = json.loads(content or "null")
-    if request is None or not _can_fork(request["environment"]):
-        for number in streams:
-            os.close(number)
-        _answer(connection, pid=0)
-        connection.close()
-        return 0
-    pid = os.fork()
+    request = json.loads(content or "null")  # nothing, if who asked has exited
+    pid = os.fork() if request and _can_fork(request["environment"]) else None
     if pid == 0:
         waking = signal.set_wakeup_fd(-1)
         for file in (connection, *others):
@@ -109,8 +97,8 @@ def _fork(connection: socket.socket, others: list[socket.socket], awake: int) ->
         _become(request, streams)
     for number in streams:
         os.close(number)
-    _answer(connection, pid=pid)
-    return pid
+    _answer(connection, pid=pid or 0)
+    return pid or 0
 
 
 def _can_fork(environment: dict[str, str]) -> bool:
