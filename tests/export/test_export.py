@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, Program, make_config
+from forked_programs import forked
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import Model, start
@@ -311,7 +312,7 @@ def test_the_command(program: Program, tmp_path: Path) -> None:
 
     def command(*words: object) -> "subprocess.CompletedProcess[str]":
         line = [sys.executable, "-m", "lockstep.export", str(running.run_folder), *map(str, words)]
-        return subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
+        return subprocess.run(forked(line), capture_output=True, text=True, cwd=ROOT)
 
     out = tmp_path / "theirs"
     done = command("--to", "theano_alexnet", "--epoch", 1, "--out", out)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ROOT, Program
+from forked_programs import forked
 from limits import limit
 from multilabel_folders import NAMES, make_multilabel_set, write_multilabel
 from training_runs import assert_same, newest, relative_difference, train
@@ -80,7 +81,7 @@ def test_a_resumed_run_has_the_same_bits(data: Path, tmp_path: Path) -> None:
 
 
 def lockstep(*words: str, place: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "lockstep.cli", *words]
+    command = forked([sys.executable, "-m", "lockstep.cli", *words])
     return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=limit(120))
 
 
@@ -172,7 +173,7 @@ def test_a_threshold_is_refused_for_one_class_per_image(program: Program) -> Non
 def test_a_key_of_its_task_alone_can_be_changed_when_it_resumes(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "run")
     keys = [f"weights_dir={tmp_path}", "run_name=run", "resume_train=true", "n_epochs=3", "threshold=0.3"]
-    command = [sys.executable, str(ROOT / "train.py"), *keys]
+    command = forked([sys.executable, str(ROOT / "train.py"), *keys])
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=limit(60))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "threshold is 0.3 now, was 0.5 before" in done.stdout

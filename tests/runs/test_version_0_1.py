@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
+from forked_programs import forked
 from limits import limit
 from safetensors.numpy import load_file
 
@@ -25,7 +26,7 @@ OLD = Path("tests/golden/version_0_1")  # relative, as that run's config.yaml ha
 
 def run(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=limit(100)
+        forked([sys.executable, *arguments]), cwd=ROOT, capture_output=True, text=True, timeout=limit(100)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
