@@ -30,12 +30,12 @@ def ask(
         arguments: Those of an interpreter: [-P] [-m MODULE | FILE] WORDS.
         environment: The program's.
         streams: Descriptors of its standard input, output and error output.
-        more: `folder`, its working directory; `session`, whether it has a session of its own; `blocked`, the
+        more: `folder`, its working directory; `session`, whether it has its own session; `blocked`, the
             signals that are blocked.
 
     Returns:
         The connection, from which the exit status is received, and which ends the program as it is closed;
-        and the process id, or 0 if the program needs an interpreter of its own.
+        and the process id, or 0 if the program needs its own interpreter.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(f"\0{address}")

@@ -53,7 +53,7 @@ class ForkServer:
     def start(
         self, arguments: Sequence[str], output: Path, environment: Mapping[str, str]
     ) -> "ForkedProgram | None":
-        """Start a program in a session of its own, from the project's root.
+        """Start a program in its own session, from the project's root.
 
         Args:
             arguments: Those of an interpreter: the program's file and its words.
@@ -61,7 +61,7 @@ class ForkServer:
             environment: The program's.
 
         Returns:
-            None if the program needs an interpreter of its own, because of its environment.
+            None if the program needs its own interpreter, because of its environment.
         """
         with open(output, "w") as file, open(os.devnull) as empty:
             streams = (empty.fileno(), file.fileno(), file.fileno())
