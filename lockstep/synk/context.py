@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lockstep.comm.group import Group
 from lockstep.errors import UserError
 from lockstep.synk.blocks import BlockTable
+from lockstep.synk.interrupts import interruptible
 from lockstep.synk.programs import RankProgram
 from lockstep.synk.settings import Settings
 from lockstep.synk.shareds import Shared
@@ -104,7 +105,7 @@ class CommandState:
 def advance(own: Any, decision: Any) -> CommandState:
     """Resume the generator of `perform` with a barrier's decision, or start it with None."""
     try:
-        decide, contribution = own.send(decision)
+        decide, contribution = interruptible(lambda: own.send(decision))
     except StopIteration as stop:
         return CommandState(values=stop.value)
     except _StepStopped as stopped:

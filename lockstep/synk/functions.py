@@ -11,6 +11,7 @@ from lockstep.synk import rows
 from lockstep.synk.blocks import ArrayLocation, arrange
 from lockstep.synk.calling import Call, CallInput, collect_device_outputs
 from lockstep.synk.data import Data, as_array, condition, make_data
+from lockstep.synk.interrupts import interruptible
 from lockstep.synk.programs import RankProgram
 from lockstep.synk.results import RankPart, check_reducible, combine, unpack
 from lockstep.synk.team import Team
@@ -124,7 +125,7 @@ class Function:
             n_rows = self._program.count_rows(plain)
             for shared in self._program.updated:
                 shared.rows = n_rows
-            outputs = self._program.call_locally(plain)
+            outputs = interruptible(lambda: self._program.call_locally(plain))
             return self._shape_outputs([outputs[i] for i in self._subset(output_subset)])
 
     as_theano = alone

@@ -7,7 +7,9 @@ from _signal import getsignal  # type: ignore[import-not-found]  # signal.getsig
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class RankLost(RuntimeError):
@@ -33,12 +35,14 @@ class _Deferral:
 
     A handler may raise between any two lines, which would leave half a message in a pipe, or a variable
     without its value. Therefore `note` replaces all handlers that are Python functions during a call, and the
-    handlers run at its end.
+    handlers run at its end. A second Ctrl-C raises earlier, but only where `interruptible` computes.
     """
 
     def __init__(self) -> None:
         self.depth = 0  # of calls within calls
         self.on_second_interrupt: Callable[[], None] | None = None
+        self.insisted = False  # a second Ctrl-C arrived, and has not raised yet
+        self.may_raise = False  # in `interruptible`
         self.handlers: dict[int, Any] = {}  # the program's own; never cleared, in case `restore` is cut short
         self.arrived: list[tuple[int, FrameType | None]] = []
 
@@ -70,21 +74,30 @@ class _Deferral:
             self.handlers[number](number, frame)
         elif number not in [earlier for earlier, _ in self.arrived]:
             self.arrived.append((number, frame))
-        elif number == signal.SIGINT:
-            self.arrived = [pair for pair in self.arrived if pair[0] != number]
-            if self.on_second_interrupt is not None:
-                self.on_second_interrupt()
-            self.end()  # here, since the exception may skip the `finally` in `defer_signals`
-            raise KeyboardInterrupt
+        elif number == signal.SIGINT and self.on_second_interrupt is not None:
+            self.insisted = True
+            self.on_second_interrupt()
+            if self.may_raise:
+                self.may_raise = False  # a third Ctrl-C would cut short what follows the computation
+                raise KeyboardInterrupt
 
     def deliver(self) -> None:
         """Call the handlers of all signals that arrived, even if one of them raises."""
         while self.arrived:
             number, frame = self.arrived.pop(0)
             try:
+                if number == signal.SIGINT and self.insisted:
+                    self.insisted = False
+                    raise KeyboardInterrupt  # also where the program's own handler would not
                 self.handlers[number](number, frame)
             finally:
                 self.deliver()
+
+    def forget_interrupt(self) -> None:
+        """Forget the Ctrl-C that has raised already."""
+        if self.insisted:
+            self.arrived.remove(next(pair for pair in self.arrived if pair[0] == signal.SIGINT))
+            self.insisted = False
 
     def send_again(self) -> None:
         """Send the signals again after a finalizer, in which Python ignores exceptions of handlers."""
@@ -94,7 +107,7 @@ class _Deferral:
 
     def forget(self) -> None:
         """Reset a forked child: the call belongs to the parent."""
-        self.depth, self.arrived = 0, []
+        self.depth, self.arrived, self.insisted, self.may_raise = 0, [], False, False
         self.restore()
 
 
@@ -114,16 +127,33 @@ def defer_signals(
 ) -> AbstractContextManager[None]:
     """Defer the handlers of signals to the end of the `with` block.
 
-    A second Ctrl-C is not deferred. Threads other than the main one need nothing, since Python calls handlers
-    in the main thread only.
+    Threads other than the main one need nothing, since Python calls handlers in the main thread only.
 
     Args:
-        on_second_interrupt: Called at a second Ctrl-C, before KeyboardInterrupt is raised.
+        on_second_interrupt: Called at a second Ctrl-C, to end what the block waits for. KeyboardInterrupt is
+            raised in `interruptible`, else at the end.
         in_finalizer: Send the signals again afterwards instead of calling the handlers.
     """
     if threading.current_thread() is not threading.main_thread() or _deferral.depth:
         return nullcontext()
     return _defer(on_second_interrupt, in_finalizer)
+
+
+def interruptible(compute: Callable[[], T]) -> T:
+    """Call a function that a second Ctrl-C interrupts at once."""
+    if threading.current_thread() is not threading.main_thread():
+        return compute()
+    try:
+        _deferral.may_raise = True
+        return compute()
+    finally:
+        _deferral.may_raise = False
+
+
+def raise_second_interrupt() -> None:
+    """Raise KeyboardInterrupt in the main thread if a second Ctrl-C arrived."""
+    if _deferral.insisted and threading.current_thread() is threading.main_thread():
+        raise KeyboardInterrupt
 
 
 @contextmanager
@@ -132,6 +162,9 @@ def _defer(on_second_interrupt: Callable[[], None] | None, in_finalizer: bool) -
         _deferral.depth, _deferral.on_second_interrupt = 1, on_second_interrupt
         _deferral.replace()
         yield
+    except KeyboardInterrupt:
+        _deferral.forget_interrupt()
+        raise
     finally:
         try:
             _deferral.end()

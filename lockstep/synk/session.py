@@ -87,9 +87,11 @@ def fork(
     n_threads = max(1, _count_cores() // size) if threads is None else operator.index(threads)
     if not 1 <= n_threads <= MOST_THREADS:
         raise ValueError(f"fork(): threads={threads} is not from 1 to {MOST_THREADS}")
-    with defer_signals(), _Process.starting:
+    options = TeamOptions(size, master_rank, n_threads, profile_workers, timeout, gpus)
+    team = Team(options)
+    with defer_signals(team.kill), _Process.starting:
         _check_no_team()  # another thread may have started one
-        team = Team(TeamOptions(size, master_rank, n_threads, profile_workers, timeout, gpus))
+        team.start(options)
         _Process.session = _Session(team, RowNumbers(team))
     return size
 

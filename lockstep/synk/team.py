@@ -40,7 +40,7 @@ from lockstep.synk.context import (
     advance,
     perform,
 )
-from lockstep.synk.interrupts import RankLost, defer_signals
+from lockstep.synk.interrupts import RankLost, defer_signals, raise_second_interrupt
 from lockstep.synk.shareds import SharedRegistry
 from lockstep.synk.workers import (
     LEAVE_GPU_SECONDS,
@@ -86,9 +86,12 @@ class Team:
         self._released: deque[int] = deque()
         self._names: dict[int, str] = {}  # of blocks
         self.imported: dict[str, Any] = {}  # specs of the modules that ranks import, as they imported them
+        self.workers: list[Worker] = []
+
+    def start(self, options: TeamOptions) -> None:
+        """Start the workers, and wait until they are ready."""
         keep_small_freed_memory()
         self.threads = ThreadLimits(options.threads)
-        self.workers: list[Worker] = []
         try:
             self._start(options)
         except BaseException:
@@ -154,18 +157,28 @@ class Team:
             RuntimeError: This thread is already in a call; for instance, a callable called a function.
         """
         self.check(what)  # before the lock, which a forked child may have inherited as taken
-        with defer_signals(on_second_interrupt or self._kill_after_interrupt), self.lock:
-            if self._calling is not None:
-                raise RuntimeError(
-                    f"{what} within {self._calling}: the ranks perform one call at a time. Call it before or "
-                    "after, not in a callable"
-                )
-            self._calling = what
+        with defer_signals(on_second_interrupt or self._kill_after_interrupt):
+            while not self.lock.acquire(timeout=0.1):  # another thread's call may compute for long
+                raise_second_interrupt()
             try:
-                self.check(what)
-                yield
+                with self._noting_call(what):
+                    self.check(what)
+                    yield
             finally:
-                self._calling = None
+                self.lock.release()
+
+    @contextmanager
+    def _noting_call(self, what: str) -> Iterator[None]:
+        if self._calling is not None:
+            raise RuntimeError(
+                f"{what} within {self._calling}: the ranks perform one call at a time. Call it before or "
+                "after, not in a callable"
+            )
+        self._calling = what
+        try:
+            yield
+        finally:
+            self._calling = None
 
     def allocate(self, n_bytes: int, what: str) -> int:
         """Allocate a zeroed block of shared memory, of a byte or more, and return its number.
@@ -223,7 +236,7 @@ class Team:
         """End the workers. A second call does nothing."""
         if self.closed or not self.is_mine:
             return
-        with defer_signals(self._kill):
+        with defer_signals(self.kill):
             is_free = self.lock.acquire(timeout=LEAVE_SECONDS)
             if not is_free:  # another thread's call holds the lock; the call ends when the workers do
                 self._kill_after_interrupt("was killed by close() in another thread")
@@ -419,11 +432,13 @@ class Team:
                 is_silent = isinstance(error, DeadlinePassed)
                 how = f"does not answer (this process {error})" if is_silent else str(error)
             number = -code if code is not None and code < 0 else None
-            self._lost = RankLost(worker.rank, worker.process.pid, how, number, worker.doing)
-            self._kill()
+            if self._lost is None:  # else this process has killed it
+                self._lost = RankLost(worker.rank, worker.process.pid, how, number, worker.doing)
+            self.kill()
             raise RankLost(*self._lost.args) from error
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """Kill the workers, which ends all waits for them."""
         for worker in self.workers:
             worker.process.kill()
 
@@ -431,7 +446,7 @@ class Team:
         if self.workers and self._lost is None:
             worker = self.workers[0]
             self._lost = RankLost(worker.rank, worker.process.pid, how, signal.SIGKILL, worker.doing)
-        self._kill()
+        self.kill()
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -74,9 +74,12 @@ class Worker:
     def describe_end(self, seconds: float) -> str:
         """Wait some seconds for the process to end, and describe how it ended."""
         try:
-            return describe_exit(self.process.wait(seconds))
+            code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             return "has closed its pipe"
+        if code == 0 and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # the kernel reports no code
+            return "has exited (why is unknown, since this process ignores SIGCHLD)"
+        return describe_exit(code)
 
 
 # By process id, since a forked child does not inherit threads. The kernel ends a worker when the thread that
@@ -127,18 +130,39 @@ def connect_ranks(workers: Sequence[Worker], caller: int, deadline: float) -> di
 
 
 def _spawn(rank: int, options: TeamOptions) -> Worker:
+    _open_standard_streams()
     ours, theirs = socket.socketpair()
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    directory = "/" if _lacks_directory() else None
+    path = [str(Path(entry).absolute()) for entry in sys.path if directory is None or os.path.isabs(entry)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     environment.update({name: str(options.threads) for name in _THREADS})
     flags = ["-P", *["-O"] * sys.flags.optimize]  # -P: the working directory does not belong to the path
     command = [sys.executable, *flags, "-m", "lockstep.synk.rank", str(theirs.fileno())]
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # of this thread; the worker inherits it
     with theirs:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, cwd=directory
         )
     return Worker(rank, process, Pipe(Connection(ours.detach()), f"rank {rank}", options.timeout))
+
+
+def _open_standard_streams() -> None:
+    """Open /dev/null in place of closed standard streams, for good.
+
+    Else a pipe or a block would have the descriptor of a stream, and output of a callable would go there.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+
+
+def _lacks_directory() -> bool:
+    """Return whether this process's working directory was removed. torch can't be imported in such a one."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def end_worker(worker: Worker, seconds: float) -> None:

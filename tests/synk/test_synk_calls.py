@@ -213,6 +213,68 @@ def test_all_handlers_are_restored_where_one_would_raise_before(
     assert signal.getsignal(signal.SIGALRM) is before and not interrupts._deferral.depth
 
 
+@pytest.mark.parametrize("own_handler", [signal.default_int_handler, lambda number, frame: None])
+def test_ctrl_c_never_cuts_short_what_only_waits(own_handler: Any) -> None:
+    before, kills, done = signal.signal(signal.SIGINT, own_handler), [], []
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupts.defer_signals(lambda: kills.append(1)):
+            for _ in range(3):
+                signal.raise_signal(signal.SIGINT)
+            done.append("waited")
+        assert signal.getsignal(signal.SIGINT) is own_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done == ["waited"] and len(kills) == 2
+
+
+def test_a_second_ctrl_c_interrupts_a_computation_once() -> None:
+    done: list[str] = []
+
+    def compute() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append("first")
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+            done.append("third")
+            raise
+
+    with pytest.raises(KeyboardInterrupt) as raised, interrupts.defer_signals(lambda: None):
+        interrupts.interruptible(compute)
+    assert done == ["first", "third"] and raised.value.__context__ is None
+    with interrupts.defer_signals(lambda: None):
+        assert interrupts.interruptible(lambda: 3) == 3
+
+
+def test_a_second_ctrl_c_ends_the_wait_for_another_thread_s_call(two_ranks: None) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def wait(x):
+        begun.set()
+        end.wait(limit(30))
+        return x.sum()
+
+    alone, f = synk.function(wait, "sum"), synk.function(total, "sum")
+    current = session.current_team("")
+    thread = threading.Thread(target=alone.alone, args=(np.ones(3),))
+    thread.start()
+    begun.wait(limit(30))
+    timers = [threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)) for seconds in (0.2, 0.4)]
+    try:
+        for timer in timers:
+            timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            f.alone(np.ones(3))
+        assert thread.is_alive()
+    finally:
+        end.set()
+        thread.join()
+    assert current.lock.acquire(blocking=False)
+    current.lock.release()
+    assert f.alone(np.ones(3)) == 3
+
+
 @pytest.mark.parametrize("function", [interrupted, interrupted_there])
 def test_a_keyboard_interrupt_of_the_users_function_is_an_error_like_others(
     two_ranks: None, function: Any

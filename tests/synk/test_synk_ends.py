@@ -272,6 +272,17 @@ def test_two_ctrl_c_kill_the_workers_at_once(start: Callable[..., Program]) -> N
     wait_until(lambda: not program.left(), "its workers to be gone", 5)
 
 
+def test_two_ctrl_c_interrupt_this_process_s_own_part(start: Callable[..., Program]) -> None:
+    program = start(SLEEPER.format(rank=-1, what="sleep"))
+    wait_until(lambda: len(program.asleep()) == 3 or program.process.poll() is not None, "three to sleep")
+    for _ in range(3):
+        os.killpg(program.process.pid, signal.SIGINT)
+        time.sleep(0.2)
+    assert program.process.wait(limit(10)) == 1
+    assert program.text().startswith("interrupted\n")
+    assert "rank 1" in program.text() and "second Ctrl-C" in program.text()
+
+
 SERIAL = """
     import numpy as np, pytensor.tensor as pt
     import lockstep.synk as synk
@@ -332,3 +343,53 @@ def sockets_in_network(pid: int) -> list[str]:
         if target.startswith("socket:") and target[8:-1] in inodes:
             found.append(target)
     return found
+
+
+UNUSUAL = """
+    import os, signal, sys
+    import numpy as np, torch
+    import lockstep.synk as synk
+
+    log = open("log.txt", "w")
+    {before}
+    synk.fork(3)
+
+    def double(x):
+        for stream in (1, 2):
+            os.write(stream, b"output of a callable")
+        if x[0] == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 2 * x
+
+    f = synk.function(double, "gather")
+    synk.distribute()
+    rows = synk.data(np.ones(3000))
+    log.write(str(f(rows).sum() + f(rows).sum()))
+    try:
+        f(np.array([1.0, 2, 5]))
+    except synk.RankLost as lost:
+        log.write(f" {{lost.how}} {{lost.signal}}")
+"""
+
+
+@pytest.mark.parametrize("streams", ["1", "2", "0, 1, 2"])
+def test_output_with_closed_streams_goes_into_no_pipe_or_block(
+    start: Callable[..., Program], streams: str
+) -> None:
+    program = start(UNUSUAL.format(before=f"for s in ({streams},): os.close(s)"))
+    assert program.process.wait(limit(60)) == 0
+    assert (program.place / "log.txt").read_text().startswith("12000.0 was killed by SIGKILL")
+
+
+def test_ranks_start_where_the_working_directory_was_removed(start: Callable[..., Program]) -> None:
+    before = "os.mkdir('gone'); os.chdir('gone'); os.rmdir(os.getcwd()); sys.path.append('relative')"
+    program = start(UNUSUAL.format(before=before))
+    assert program.process.wait(limit(60)) == 0, program.text()
+    assert (program.place / "log.txt").read_text().startswith("12000.0 was killed by SIGKILL")
+
+
+def test_a_lost_rank_has_no_exit_code_if_the_program_ignores_sigchld(start: Callable[..., Program]) -> None:
+    program = start(UNUSUAL.format(before="signal.signal(signal.SIGCHLD, signal.SIG_IGN)"))
+    assert program.process.wait(limit(60)) == 0, program.text()
+    text = "12000.0 has exited (why is unknown, since this process ignores SIGCHLD) None"
+    assert (program.place / "log.txt").read_text() == text
