@@ -159,7 +159,8 @@ def raise_second_interrupt() -> None:
 @contextmanager
 def _defer(on_second_interrupt: Callable[[], None] | None, in_finalizer: bool) -> Iterator[None]:
     try:
-        _deferral.depth, _deferral.on_second_interrupt = 1, on_second_interrupt
+        _deferral.depth, _deferral.insisted = 1, False
+        _deferral.on_second_interrupt = on_second_interrupt
         _deferral.replace()
         yield
     except KeyboardInterrupt:
