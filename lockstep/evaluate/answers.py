@@ -1,14 +1,12 @@
 """The answers of a network for images: the most probable classes, as text, JSON or CSV."""
 
-import csv
-import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import UserError
-from lockstep.evaluate.files import check_place
+from lockstep.evaluate.files import as_csv, check_place
 from lockstep.files import write_bytes
 from lockstep.text import one_line
 
@@ -65,13 +63,9 @@ def _record(image: str, answers: list[Answer]) -> dict[str, object]:
 def _as_csv(answers: Mapping[str, list[Answer]]) -> str:
     """Return a row for each image: its path, then class and probability of each answer."""
     n_answers = max(map(len, answers.values()), default=0)
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
     numbers = range(1, n_answers + 1)
-    writer.writerow(
-        ["image", *(f"{what}_{number}" for number in numbers for what in ("class", "probability"))]
-    )
+    rows = [["image", *(f"{what}_{number}" for number in numbers for what in ("class", "probability"))]]
     for image, each in answers.items():
         values = [value for name, share in each for value in (name, f"{share:.6f}")]
-        writer.writerow([image, *values, *[""] * (2 * (n_answers - len(each)))])
-    return file.getvalue()
+        rows.append([image, *values, *[""] * (2 * (n_answers - len(each)))])
+    return as_csv(rows)

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,14 @@ def write_csv(path: Path, metrics: ClassMetrics | LabelMetrics, names: Sequence[
         UserError: The file can't be written.
     """
     columns = metrics.columns()
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["class", *columns])
-    writer.writerows(zip(names, *columns.values(), strict=True))
-    _write(path, text.getvalue())
+    _write(path, as_csv([["class", *columns], *zip(names, *columns.values(), strict=True)]))
+
+
+def as_csv(rows: Iterable[Iterable[object]]) -> str:
+    """Return rows as CSV. Each ends with a line feed, and values with a line feed or a return are quoted."""
+    lines = []
+    for row in rows:
+        line = io.StringIO()
+        csv.writer(line).writerow(row)  # quotes the characters of its own line end, which are both
+        lines.append(line.getvalue().removesuffix("\r\n") + "\n")
+    return "".join(lines)

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import io
 import json
 import os
 import re
@@ -29,7 +30,7 @@ from lockstep.data import hkl
 from lockstep.data.dataset import open_dataset
 from lockstep.data.description import Description, check_same_classes, read_description, write_description
 from lockstep.errors import UserError
-from lockstep.evaluate.answers import check_target
+from lockstep.evaluate.answers import Answer, check_target, write_answers
 from lockstep.evaluate.data import open_data
 from lockstep.evaluate.evaluation import Evaluation, orders_of
 from lockstep.evaluate.files import check_place, write_csv
@@ -75,6 +76,15 @@ def test_it_repeats_what_training_said_on_any_devices(trained: Running) -> None:
         assert top5 == pytest.approx(100 * received[epoch - 1]["error_top5"], abs=0.006)
         assert loss == pytest.approx(received[epoch - 1]["loss"], abs=2e-4)
     assert "classes with the largest error" in text
+
+
+def test_a_name_with_ends_of_lines_stays_in_its_row(tmp_path: Path) -> None:
+    names = ["a\rb.png", "a\nb.png", "a\r\nb.png", 'a,"b.png']
+    write_answers(tmp_path / "out.csv", {name: [Answer("cat", 0.75)] for name in names})
+    content = (tmp_path / "out.csv").read_bytes().decode()
+    assert content.startswith("image,class_1,probability_1\n") and content.endswith("\n")
+    rows = list(csv.reader(io.StringIO(content, newline="")))
+    assert rows[1:] == [[name, "cat", "0.750000"] for name in names]
 
 
 def test_results_go_through_links_and_into_pipes_and_not_to_folders(tmp_path: Path) -> None:
