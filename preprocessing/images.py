@@ -15,7 +15,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from lockstep.data.items import resized, turn_of
+from lockstep.data.items import check_range, resized, turn_of
 from lockstep.data.manifest import Orientation, Resize
 from preprocessing.formats import NO_IMAGE, formats_of
 
@@ -129,6 +129,7 @@ def open_by_pillow(content: bytes, name: str) -> Image.Image:
 def _decode_with_pillow(content: bytes, geometry: Geometry, name: str) -> tuple[np.ndarray, Shape]:
     with open_by_pillow(content, name) as opened:
         opened.load()
+        check_range(opened)
         turn = turn_of(opened) if geometry.orientation == "apply" else None
         upright = opened if turn is None else opened.transpose(turn)
         return np.array(_to_rgb(upright)), (opened.height, opened.width)
@@ -136,8 +137,6 @@ def _decode_with_pillow(content: bytes, geometry: Geometry, name: str) -> tuple[
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     """Convert any mode of Pillow to RGB. Transparent parts become white."""
-    if image.mode == "F":
-        raise BadImage("holds floating-point pixels, whose range is not known: save it with 8 or 16 bits")
     if image.mode.startswith("I;16") or image.mode == "I":  # 16 bits per pixel, which convert() would clip
         levels = np.asarray(image).astype(np.int64)
         is_clear = levels == image.info.get("transparency", -1)  # the one transparent level of a PNG

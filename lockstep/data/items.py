@@ -212,10 +212,9 @@ def _pixels_of_pillow(image: Any, n_channels: int, where: str) -> np.ndarray:
 
     try:
         image.load()
+        check_range(image)
         turn = turn_of(image)
         upright = image if turn is None else image.transpose(turn)
-        if upright.mode == "F":
-            raise ValueError("it holds floating-point pixels, whose range is not known")
         if upright.mode.startswith("I"):  # 16 bits per pixel, which convert() would clip
             levels = np.asarray(upright).astype(np.int64) >> 8
             upright = Image.fromarray(np.clip(levels, 0, 255).astype(np.uint8))
@@ -228,6 +227,13 @@ def _pixels_of_pillow(image: Any, n_channels: int, where: str) -> np.ndarray:
     except Exception as error:  # Pillow reads some files when their pixels are used
         raise UserError(f"{where} has an image that can't be used: {first_line(error)}") from error
     return pixels[:, :, None] if n_channels == 1 else pixels
+
+
+def check_range(image: Any) -> None:
+    """Raise ValueError if it is not known which value of an image of Pillow is white."""
+    if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
+        kind = "floating-point" if image.mode == "F" else "signed or 32-bit"
+        raise ValueError(f"holds {kind} pixels, whose range is not known: save it with 8 or 16 bits")
 
 
 def turn_of(image: Any) -> "Image.Transpose | None":

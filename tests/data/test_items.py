@@ -79,7 +79,7 @@ def test_arrays_and_tensors_are_taken_as_they_are() -> None:
         (COLORS[:, :, :2], "others have 3 channels"),
         (COLORS[:0], "others have 3 channels"),
         (COLORS.repeat(2, axis=2), r"here has an image of shape \(5, 4, 6\). Give it 1 to 4 channels"),
-        (Image.fromarray(np.zeros((3, 3), np.float32)), "can't be used: it holds floating-point pixels"),
+        (Image.fromarray(np.zeros((3, 3), np.float32)), "can't be used: holds floating-point pixels"),
     ],
 )
 def test_what_is_no_image_is_refused(image: Any, message: str) -> None:

@@ -155,6 +155,13 @@ def test_floating_point_pixels_are_refused_with_a_reason() -> None:
         to_image(encode(Image.new("F", (9, 9), 0.5), "TIFF"), Geometry(8))
 
 
+def test_32_bit_pixels_of_tiff_are_refused_and_16_bit_ones_are_read() -> None:
+    levels = np.full((9, 9), 40_000, np.uint16)
+    assert (to_image(encode(Image.fromarray(levels), "TIFF"), Geometry(8)) == 40_000 >> 8).all()
+    with pytest.raises(BadImage, match="32-bit pixels, whose range is not known"):
+        to_image(encode(Image.fromarray(levels.astype(np.int32)), "TIFF"), Geometry(8))
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_a_setting(orientation: int, kind: str) -> None:
