@@ -269,6 +269,12 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
             f"{start.path}: the run has ended: {config.patience} epochs brought no better {monitor}; "
             "raise patience to train longer"
         )
+    validated = [entry.get("epoch", number) for number, entry in enumerate(state.val_record, start=1)]
+    if config.lr_policy == "auto" and validated != list(range(1, state.epoch + state.is_complete)):
+        raise UserError(
+            f"{start.path}: lr_policy: auto compares the errors of consecutive epochs, and not all epochs "
+            "were validated. Resume with another lr_policy."
+        )
     now: dict[str, Any] = json.loads(json.dumps(asdict(config)))
     then = {**json.loads(json.dumps(asdict(Config()))), **state.config}  # an older checkpoint has fewer keys
     now, then = with_absolute_paths(now), with_absolute_paths(then)

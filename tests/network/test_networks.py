@@ -189,6 +189,19 @@ def test_another_end_of_a_cosine_is_told(tmp_path: Path) -> None:
         runfolder._check_same_run(replace(now, optimizer="lars"), 10, Checkpoint(tmp_path, state))
 
 
+@pytest.mark.parametrize("record", [[], [{"epoch": 2, "error_top1": 1.0}], [{"error_top1": 1.0}] * 2])
+def test_the_policy_auto_needs_the_error_of_each_epoch(tmp_path: Path, record: list[dict]) -> None:
+    config = make_config(val_freq=2)
+    state = State(2, 0, 10, 0.1, record, 1, json.loads(json.dumps(asdict(config))), {})
+    start = Checkpoint(tmp_path / "epoch_0002.safetensors", state)
+    now = replace(config, lr_policy="auto", val_freq=1)
+    if len(record) == 2:
+        assert runfolder._check_same_run(now, 10, start) is not None
+        return
+    with pytest.raises(UserError, match="lr_policy: auto compares the errors of consecutive epochs"):
+        runfolder._check_same_run(now, 10, start)
+
+
 def test_the_launcher_imports_nothing_for_it() -> None:
     code = (
         "import sys, train; from lockstep.config import Config; models = train.HERE / 'models'; "
