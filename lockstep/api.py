@@ -28,7 +28,7 @@ from lockstep import objects
 from lockstep.config import read_run, read_yaml, resolve
 from lockstep.config.tasks import MONITORED, monitor_of
 from lockstep.errors import UserError
-from lockstep.files import parse_json, program_folder
+from lockstep.files import parse_event, program_folder
 from lockstep.launch import child_main
 from lockstep.launch.commandline import default_config
 from lockstep.launch.console import SEND_BAR, BarState, ProgressBar, read_bar_line
@@ -78,9 +78,10 @@ class Run:
         """
         found: list[Event] = []
         for event in _events(self.folder, 0)[0]:
-            if event["event"] in _RECORDS:
-                while found and found[-1]["epoch"] >= event["epoch"]:
-                    found.pop()
+            if event["event"] not in _RECORDS or not isinstance(event.get("epoch"), int):
+                continue
+            while found and found[-1]["epoch"] >= event["epoch"]:
+                found.pop()
             if event["event"] == "validated":
                 found.append(event)
         return found
@@ -142,6 +143,8 @@ class Run:
             UserError: The file or the run's checkpoint cannot be used.
         """
         check_epoch(epoch)
+        if not isinstance(image, str | os.PathLike):
+            raise UserError(f"image: must be the path of an image file, not {image!r:.100}")
         if Path(image).is_dir():
             raise UserError(f"{image}: is a folder. Name one image; `lockstep predict` takes folders.")
         command = ["predict", "--run", str(self.folder), "--epoch", str(epoch), "--json"]
@@ -238,7 +241,7 @@ class _Launch:
         self, keys: dict[str, Any], passed: dict[Kind, Any], callback: Callback | None, quiet: bool
     ) -> None:
         self._folder = Path(keys["weights_dir"], str(keys.get("run_name"))).absolute()  # a callback may chdir
-        if isinstance(keys.get("load_epoch"), int):
+        if isinstance(keys.get("load_epoch"), int | np.integer):
             self._folder = folder_after(self._folder, f"epoch_{keys['load_epoch']:04d}")
         self._arguments = [f"{key}={_as_yaml(key, value)}" for key, value in keys.items()]
         self._passed, self._callback = passed, callback
@@ -404,14 +407,7 @@ def _events(folder: Path, position: int) -> tuple[list[Event], int]:
     except OSError:
         return [], position
     whole = content[: content.rfind(b"\n") + 1]
-    events = [event for line in whole.splitlines() if _is_event(event := parse_json(line))]
-    return events, position + len(whole)
-
-
-def _is_event(value: Any) -> bool:
-    """Return whether a value is an event of a log, which may be damaged. A record has an epoch."""
-    name = value.get("event") if isinstance(value, dict) else None
-    return isinstance(name, str) and (name not in _RECORDS or isinstance(value.get("epoch"), int))
+    return [event for line in whole.splitlines() if (event := parse_event(line))], position + len(whole)
 
 
 def _pass_on(keys: dict[str, Any], model: Any, train_data: Any, val_data: Any) -> dict[Kind, Any]:

@@ -125,6 +125,12 @@ def parse_json(text: str | bytes) -> Any:
         return None
 
 
+def parse_event(line: str | bytes) -> dict[str, Any] | None:
+    """Return the event of a line of a run's log; None if the line is damaged."""
+    event = parse_json(line)
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
 def cause_of(error: Exception) -> str:
     """Return the cause of a file error in one line: the system's message if there is an errno."""
     number = getattr(error, "errno", None)

@@ -14,7 +14,7 @@ from lockstep import config as configuration
 from lockstep.comm.messages import EpochTimes, RankTimes
 from lockstep.config.tasks import Monitor, monitor_in
 from lockstep.errors import UserError
-from lockstep.files import parse_json, refusing_unusable_paths
+from lockstep.files import parse_event, refusing_unusable_paths
 from lockstep.runs import checkpoint_files
 from lockstep.runs.metrics import HIGHER_IS_BETTER, AnswerCounts, best_epoch
 from lockstep.runs.state import Checkpoint
@@ -143,16 +143,12 @@ def read_run(folder: Path) -> RunLog:
 def _read_events(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Return the events of all complete lines. An incomplete last line is ignored."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise UserError(f"{path}: can't be read: {error.strerror}") from error
-    events, n_broken = [], 0
-    for line in lines:
-        event = parse_json(line)
-        if isinstance(event, dict) and isinstance(event.get("event"), str):
-            events.append(event)
-        else:
-            n_broken += event is not None or line.endswith("\n")
+    found = [(line, parse_event(line)) for line in lines]
+    events = [event for _, event in found if event]
+    n_broken = sum(event is None and line.endswith(b"\n") for line, event in found)
     if not events:
         notes.append(f"{path}: holds no line of a run")
     elif n_broken:

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,6 +83,9 @@ def test_the_network_answers_and_the_run_resumes(
     resumed = lockstep.resume(run.folder, n_epochs=2, quiet=True)
     assert resumed.complete
     assert [record["epoch"] for record in resumed.history] == [1, 2]
+    branch = lockstep.resume(run.folder, n_epochs=3, load_epoch=np.int64(1), quiet=True)
+    assert branch.folder.name == f"{run.folder.name}-from-epoch_0001"
+    assert [record["epoch"] for record in branch.history] == [2, 3]
 
 
 def test_damaged_lines_of_a_log_leave_the_history_as_it_is(tmp_path: Path) -> None:
@@ -175,6 +179,12 @@ def test_what_cannot_be_used_is_named(
     with pytest.raises(lockstep.UserError, match=message):
         lockstep.train(**keys(tmp_path, n_epochs=1), **folder | given)
     assert not list((tmp_path / "runs").glob("*/config.yaml")) or "NoneType" in message
+
+
+@pytest.mark.parametrize("image", [b"a.png", Image.new("RGB", (4, 4)), np.zeros((4, 4, 3), np.uint8), None])
+def test_only_paths_of_images_are_predicted(image: Any, tmp_path: Path) -> None:
+    with pytest.raises(lockstep.UserError, match=r"^image: must be the path of an image file, not "):
+        lockstep.Run(tmp_path).predict(image)
 
 
 def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
