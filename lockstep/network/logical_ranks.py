@@ -92,6 +92,7 @@ class LogicalRankSums:
         self._begin = self._floats.clone()
         counts = (value for name, value in self._arena.local.items() if name.startswith("buffers/"))
         self._counts = [(count, count.clone()) for count in counts]
+        self._ends: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._first = self._next = first
         self._n_waiting = 0
 
@@ -107,8 +108,7 @@ class LogicalRankSums:
 
     def _restore_buffers(self) -> None:
         self._floats.copy_(self._begin)
-        for count, begin in self._counts:
-            count.copy_(begin)
+        _copy_all(self._counts)
 
     def digest(self) -> str:
         """Complete the gradient of the present logical rank, and return its SHA-256."""
@@ -117,19 +117,32 @@ class LogicalRankSums:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Keep all sums while the block computes one more logical rank; restore them after it."""
+        """Keep all sums and counts while the block computes one more logical rank; restore them after it."""
         sums = self._gradients.flat.clone()
+        counts = [(count, count.clone()) for count, _ in self._counts]
         self._gradients.clear()
         self._restore_buffers()
         try:
             yield
         finally:
             self._gradients.flat.copy_(sums)
+            _copy_all(counts)
 
-    def end_rank(self) -> None:
-        """Take the sums that are complete now, so that the block of gradients begins with the last one."""
+    def end_rank(self, has_images: bool) -> None:
+        """Take the sums that are complete now, so that the block of gradients begins with the last one.
+
+        The network's integer buffers stay as a logical rank with images has left them.
+        """
+        if has_images:
+            self._ends = [(count, count.clone()) for count, _ in self._counts]
+        _copy_all(self._ends)
         self._gradients.complete()
         for _ in range(n_sums(self._next, self._first, self._n_logical)):
             self._n_waiting -= 1
             self._gradients.flat.add_(self._places[self._n_waiting])
         self._next += 1
+
+
+def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for target, source in pairs:
+        target.copy_(source)

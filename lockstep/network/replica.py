@@ -319,7 +319,7 @@ class Replica(Program, CheckedGradients):
             self._learn_batch(share, mean_n_samples, number, recorder)
             if number == checked:
                 digest = self._rank_sums.digest()
-            self._rank_sums.end_rank()
+            self._rank_sums.end_rank(has_images=len(share.labels) > 0)
         if self.recheck and checked is not None:
             self.recheck.compare(order, bounds, checked, digest)
 

@@ -41,6 +41,18 @@ class WithoutWeights(TwoHeads):
     aux_weights = ()
 
 
+class Counting(TwoHeads):
+    """The same network with an integer buffer, which counts the calls in training."""
+
+    def __init__(self, n_classes: int) -> None:
+        super().__init__(n_classes, norm=True)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, images: torch.Tensor) -> Any:
+        self.calls += self.training
+        return super().forward(images)
+
+
 def make_replica(folder: Path, **values: object) -> Replica:
     config = make_config(**{"model": "small_replicas:TwoHeads", "data_folder": str(folder), **values})
     replica = Replica(config, open_dataset(config), HostMemory())

@@ -51,6 +51,13 @@ def test_any_shares_give_the_bits_of_one_trainer(
         assert val_record(place) == val_record(tmp_path / "one")
 
 
+def test_integer_buffers_count_steps_in_which_logical_ranks_have_no_image(data: Path, tmp_path: Path) -> None:
+    keys = {**KEYS, "n_epochs": 1, "model": "small_replicas:Counting", "logical_ranks": 8}
+    one, three = (train(n, data, tmp_path / str(n), **keys) for n in (1, 3))
+    assert_same(three, one)
+    assert one["buffers/calls"] == one["buffers/norm.num_batches_tracked"] == 5
+
+
 def test_another_tree_has_other_bits(data: Path, tmp_path: Path) -> None:
     """The tests above can fail."""
     eight, six = (train(2, data, tmp_path / str(n), logical_ranks=n, **KEYS) for n in (8, 6))
