@@ -96,9 +96,15 @@ class LogicalRankSums:
         self._first = self._next = first
         self._n_waiting = 0
 
-    def begin_rank(self) -> None:
-        """Put the sum so far aside, and restore the buffers of the beginning of the step."""
+    def begin_rank(self, has_images: bool) -> None:
+        """Put the sum so far aside, and restore the buffers of the beginning of the step.
+
+        After a logical rank without images, integer buffers are as the one before it has left them.
+        """
+        self._ends = []
         if self._next > self._first:
+            if not has_images:
+                self._ends = [(count, count.clone()) for count, _ in self._counts]
             if self._n_waiting == len(self._places):
                 self._places.append(torch.empty_like(self._gradients.flat))
             self._places[self._n_waiting].copy_(self._gradients.flat)
@@ -128,13 +134,8 @@ class LogicalRankSums:
             self._gradients.flat.copy_(sums)
             _copy_all(counts)
 
-    def end_rank(self, has_images: bool) -> None:
-        """Take the sums that are complete now, so that the block of gradients begins with the last one.
-
-        The network's integer buffers stay as a logical rank with images has left them.
-        """
-        if has_images:
-            self._ends = [(count, count.clone()) for count, _ in self._counts]
+    def end_rank(self) -> None:
+        """Take the sums that are complete now, so that the block of gradients begins with the last one."""
         _copy_all(self._ends)
         self._gradients.complete()
         for _ in range(n_sums(self._next, self._first, self._n_logical)):

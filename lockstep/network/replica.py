@@ -315,11 +315,11 @@ class Replica(Program, CheckedGradients):
         mean_n_samples = (order.stop - order.start) / n_logical  # the same for any number of trainers
         self._rank_sums.begin_step(bounds[rank])
         for number, share in shares_to_train(batch, (bounds[rank], bounds[rank + 1]), n_logical):
-            self._rank_sums.begin_rank()
+            self._rank_sums.begin_rank(has_images=len(share.labels) > 0)
             self._learn_batch(share, mean_n_samples, number, recorder)
             if number == checked:
                 digest = self._rank_sums.digest()
-            self._rank_sums.end_rank(has_images=len(share.labels) > 0)
+            self._rank_sums.end_rank()
         if self.recheck and checked is not None:
             self.recheck.compare(order, bounds, checked, digest)
 
