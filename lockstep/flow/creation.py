@@ -1,5 +1,6 @@
 """New arrays: copies of data, modules, factories, and the scope in which torch's factories make arrays."""
 
+import copy
 import functools
 import os
 import weakref
@@ -39,13 +40,19 @@ def array(data: Any, dtype: torch.dtype | None = None) -> Array:
     """Return a copy of numbers, a NumPy array or a tensor, on the current device.
 
     Arrays inside lists are waited for.
+
+    Raises:
+        UserError: The data cannot be made a tensor, or no array can have its kind.
     """
     if isinstance(data, Array):
-        copy: Any = data.detach().clone()
-        return copy if dtype is None else copy.to(dtype)  # type: ignore[no-any-return]
+        copied: Any = data.detach().clone()
+        return copied if dtype is None else copied.to(dtype)  # type: ignore[no-any-return]
     data = with_tensors(data)
-    with private.without_modes():
-        tensor = torch.as_tensor(data, dtype=dtype)
+    try:
+        with private.without_modes():
+            tensor = torch.as_tensor(data, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"flow.array can't make a tensor of {type(data).__name__}: {error}") from error
     made: Any = _copied(tensor, placement.current_device())
     if placement.program_of(()) is not None:
         made = made.clone()  # the function makes it anew in each run, and may write it
@@ -80,6 +87,8 @@ def arrays(module: _Module) -> _Module:
         UserError: A tensor has hooks or no values, or a parameter that became an array in another module
             was changed since then. The module is as it was.
     """
+    if not isinstance(module, nn.Module):
+        raise UserError(f"flow.arrays takes a module, not {type(module).__name__}: flow.array takes tensors")
     tensors = [(name, t) for name, t in tensors_of(module) if not isinstance(t, Array)]
     check_hooks(tensors, "register them after flow.arrays, on the array")
     for name, parameter in module.named_parameters():
@@ -240,6 +249,7 @@ def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
     """Return the array that is the deep copy of a tensor, with its gradient."""
     if id(tensor) not in memo:
         copied = memo[id(tensor)] = array(tensor).requires_grad_(tensor.requires_grad)
+        vars(copied).update(copy.deepcopy(private.marks(tensor), memo))
         if tensor.is_leaf and tensor.grad is not None:
             copied.grad = _deep_copy(tensor.grad, memo)
     return memo[id(tensor)]

@@ -165,10 +165,11 @@ def cpus(n: int, threads: int | None = None, workers: int = 1) -> list[Cpu]:
     Raises:
         UserError: An argument is less than 1, or more than a machine has threads for.
     """
-    for value, what in ((n, "n, the number of devices,"), (threads, "threads"), (workers, "workers")):
-        if value is not None and (not isinstance(value, int) or value < 1):
+    numbers = [(n, "n, the number of devices,"), (workers, "workers")]
+    for value, what in numbers if threads is None else [*numbers, (threads, "threads")]:
+        if not isinstance(value, int) or value < 1:
             raise UserError(f"flow.cpus: {what} is 1 or more, not {value}")
-        if value is not None and value > MOST_THREADS:
+        if value > MOST_THREADS:
             raise UserError(f"flow.cpus: {what} is at most {MOST_THREADS}, not {value}")
     share_one_heap()
     cores = sorted(os.sched_getaffinity(0))

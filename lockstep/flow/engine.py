@@ -59,6 +59,10 @@ class Engine:
     """
 
     def __init__(self, devices: Iterable[Device], run_ahead: int = 10_000) -> None:
+        if not isinstance(run_ahead, int) or run_ahead < 1:
+            raise UserError(
+                f"run_ahead is the number of operations that may be pending: 1 or more, not {run_ahead}"
+            )
         self.devices: list[Device] = []
         self.run_ahead = run_ahead
         self._resume_at = run_ahead * 3 // 4  # waking up for each operation would be slow
@@ -68,13 +72,8 @@ class Engine:
         self._waiters: list[threading.Lock] = []
         self._failures: list[Failure] = []
         self._scope: Any = None  # of the current device, while this is a context manager
-        devices = list(devices)
-        if not devices:
-            raise UserError("an engine needs devices: flow.Engine(flow.cpus(2))")
-        if run_ahead < 1:
-            raise UserError(
-                f"run_ahead is the number of operations that may be pending: 1 or more, not {run_ahead}"
-            )
+        if not isinstance(devices, Iterable) or not (devices := list(devices)):
+            raise UserError("an engine needs devices, as a list: flow.Engine(flow.cpus(2))")
         try:
             for device in devices:
                 self.add(device)
@@ -147,11 +146,9 @@ class Engine:
             lane: The kind of work.
 
         Raises:
-            UserError: The engine is closed, or does not have the device.
+            UserError: An argument cannot be used, or the engine is closed or does not have the device.
         """
-        for used in (*reads, *writes):
-            if not isinstance(used, Uses):
-                raise UserError(f"push: {used!r} is not a variable: engine.variable(name) makes them")
+        _check_pushed(function, reads, writes, after)
         if device is not None and not isinstance(device, Device):
             raise UserError(f"push: {device!r} is not a device: flow.cpus(n) and flow.cuda(i) make them")
         place = self.lane(self.devices[0] if device is None else device, lane)
@@ -310,6 +307,22 @@ class Engine:
                 mine.acquire(timeout=POLL_SECONDS)
         finally:
             self._waiters.remove(mine)
+
+
+def _check_pushed(function: Any, reads: Any, writes: Any, after: Any) -> None:
+    """Raise UserError for arguments of `push` that would fail in a worker, and end it."""
+    if not callable(function):
+        raise UserError(f"push: {function!r} is not a function")
+    for name, given, kind, what in (
+        ("reads", reads, Uses, "a variable: engine.variable(name) makes them"),
+        ("writes", writes, Uses, "a variable: engine.variable(name) makes them"),
+        ("after", after, Operation, "an operation: push returns them"),
+    ):
+        if not isinstance(given, Collection):
+            raise UserError(f"push: {name} is a list, not {given!r}")
+        for each in given:
+            if not isinstance(each, kind):
+                raise UserError(f"push: {each!r} is not {what}")
 
 
 def _release(waiter: threading.Lock) -> None:

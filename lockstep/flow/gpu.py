@@ -285,8 +285,8 @@ def cuda(number: int) -> Cuda:
     Raises:
         UserError: The GPU does not exist or cannot be used; the message says why.
     """
-    if number < 0:
-        raise UserError(f"flow.cuda: GPUs are counted from 0, so there is no {number}")
+    if not isinstance(number, int) or number < 0:
+        raise UserError(f"flow.cuda: GPUs are counted from 0, so there is no {number!r}")
     _check_process(f"cuda:{number}")
     machine.check((f"cuda:{number}",), "flow.cpus(n) makes devices of the processor")
     if machine.on_gpus([torch_device(f"cuda:{number}")]):

@@ -69,7 +69,8 @@ class Failure:
         link: BaseException | None = cause
         # Frames would keep the operation's values; the lines suffice. A chain may be a cycle.
         while link is not None and link.__traceback__ is not None:
-            link.__traceback__, link = None, link.__context__
+            BaseException.with_traceback(link, None)  # also of a frozen dataclass, which refuses assignments
+            link = link.__context__
 
     def error(self) -> OperationError:
         """Return a new error each time, since raising one adds to its traceback."""
@@ -85,7 +86,7 @@ def _text_of(error: BaseException) -> str:
     """Return an error's text, whose making may fail: a worker must not end with that second error."""
     try:
         return str(error)
-    except Exception as second:
+    except BaseException as second:
         return f"(making its text fails: {type(second).__name__})"
 
 
@@ -179,8 +180,12 @@ class Operation:
             self.failure = failure
 
     def fail(self, cause: BaseException) -> None:
-        """Record the reason why it cannot run."""
-        self.failure = Failure(self, cause)
+        """Record the reason why it cannot run, or why it failed."""
+        try:
+            self.failure = Failure(self, cause)
+        except BaseException as second:  # no worker may end with it
+            what = f"its error cannot be described: {type(second).__name__}: {_text_of(second)}"
+            self.failure = Failure(self, RuntimeError(what))
 
     def record_in(self, trace: Trace, before: Sequence["Operation"]) -> None:
         """Add it to a trace, as pushed behind other operations."""
@@ -238,7 +243,7 @@ class Operation:
             if self.event is not None:
                 self.lane.last_events[threading.get_ident()] = self.event
         except BaseException as error:
-            self.failure = Failure(self, error)
+            self.fail(error)
         WORKER.drops = True
         function = None  # a frame that an error refers to would keep it
         WORKER.drops = False

@@ -73,9 +73,11 @@ def call(
         device: Default: the current device.
 
     Raises:
-        UserError: `writes` has something that is not among the arguments.
+        UserError: `writes` has something that is not among the arguments, or `device` is not a device.
     """
-    place = device or placement.current_device()
+    place = placement.current_device() if device is None else device
+    if not isinstance(place, Device):
+        raise UserError(f"flow.call: {place!r} is not a device: flow.cpus(n) and flow.cuda(i) make them")
     leaves, structure = private.tree_flatten(arguments)
     among = array_leaves(leaves)
     _check_writes(writes, among)

@@ -71,7 +71,7 @@ class ParallelExecutor:
         seed: int = 0,
         group: Any = None,
     ) -> None:
-        self.devices = list(devices)
+        self.devices = _devices(devices)
         self.program: CapturedProgram | None = None  # the newest that ran
         _check(self.devices, strategy, gradient_scale, compress, bucket_mb)
         if not (isinstance(seed, int | np.integer) and 0 <= seed < 2**62):
@@ -324,6 +324,12 @@ def _precision(devices: Sequence[Device]) -> tuple[Any, ...]:
 
 def _names(fetch: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([fetch] if isinstance(fetch, str) else fetch))
+
+
+def _devices(given: Any) -> list[Device]:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise UserError(f"devices is a list, as flow.cpus(2) makes it, not {given!r}")
+    return list(given)
 
 
 def _check(devices: list[Device], strategy: str, scale: Any, compress: str | None, bucket_mb: float) -> None:

@@ -1,6 +1,7 @@
 """Failures reach the operations that need the missing value, and no others; nothing leaks."""
 
 import contextlib
+import dataclasses
 import gc
 import os
 import signal
@@ -67,6 +68,26 @@ class Mute(Exception):
         raise ValueError("no text")
 
 
+class Leaving(Exception):
+    """An error whose text ends the thread that makes it."""
+
+    def __str__(self) -> str:
+        raise SystemExit
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """An error whose attributes cannot be assigned."""
+
+    code: int
+
+
+class Lost(Exception):
+    """An error that has no traceback."""
+
+    __traceback__ = "lost"  # type: ignore[assignment]
+
+
 def test_any_error_fails_its_operation_only(engine: flow.Engine) -> None:
     """A worker that ended with a second error would leave all of its lane's operations waiting."""
     cycle = [KeyError("first"), KeyError("second")]
@@ -76,7 +97,13 @@ def test_any_error_fails_its_operation_only(engine: flow.Engine) -> None:
     def throw(error: Exception) -> None:
         raise error
 
-    for error, text in ((Mute(), "Mute: .making its text fails: ValueError"), (cycle[0], "first")):
+    for error, text in (
+        (Mute(), "Mute: .making its text fails: ValueError"),
+        (Leaving(), "Leaving: .making its text fails: SystemExit"),
+        (Frozen(3), "Frozen: "),
+        (Lost(), "its error cannot be described: AttributeError"),
+        (cycle[0], "first"),
+    ):
         operation = engine.push(partial(throw, error))
         wait_until(lambda operation=operation: operation.done, "the failed operation")
         with pytest.raises(flow.OperationError, match=text):
@@ -257,6 +284,8 @@ def test_bad_input_is_one_line() -> None:
     for wrong, words in (
         (lambda: flow.Engine([]), "an engine needs devices"),
         (lambda: flow.Engine(flow.cpus(1), run_ahead=0), "1 or more, not 0"),
+        (lambda: flow.Engine(flow.cpus(1), run_ahead="many"), "1 or more, not many"),
+        (lambda: flow.Engine(flow.cpus(1)[0]), "needs devices, as a list"),
         (lambda: flow.Engine(["cpu"]), "'cpu' is not a device"),
         (lambda: flow.Engine(engine.devices), "belongs to another engine"),
         (lambda: flow.cpus(0), "n, the number of devices, is 1 or more, not 0"),
@@ -265,7 +294,15 @@ def test_bad_input_is_one_line() -> None:
         (lambda: flow.set_device("cpu"), "is not a device"),
         (lambda: flow.cpus(2.5), "1 or more, not 2.5"),
         (lambda: flow.cuda(3), r"cuda:3.*flow.cpus\(n\) makes devices"),
+        (lambda: flow.cpus(None), "1 or more, not None"),
         (lambda: flow.cuda(-1), "counted from 0"),
+        (lambda: flow.cuda("0"), "counted from 0, so there is no '0'"),
+        (lambda: flow.array(None), "can't make a tensor of NoneType"),
+        (lambda: flow.arrays(torch.ones(1)), "takes a module, not Tensor"),
+        (lambda: flow.call(print, device="cpu"), "'cpu' is not a device"),
+        (lambda: engine.push(None), "push: None is not a function"),
+        (lambda: engine.push(int, writes=engine.variable()), "writes is a list"),
+        (lambda: engine.push(int, after=[1]), "1 is not an operation"),
         (lambda: engine.push(int, reads=["x"]), "'x' is not a variable"),
         (lambda: flow.send(flow.ones((1,)), 0), "flow.send needs other processes"),
         (
