@@ -163,16 +163,18 @@ class Array(torch.Tensor):
     def __copy__(self) -> "Array":
         """Return another array on the same memory."""
         copy = self.detach().requires_grad_(self.requires_grad)
+        vars(copy).update(private.marks(self))
         return private.as_parameter(copy) if isinstance(self, nn.Parameter) else copy  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Array":
         if id(self) not in memo:
             copy = self.detach().clone().requires_grad_(self.requires_grad)
             if isinstance(self, nn.Parameter):
-                private.as_parameter(copy)
-            elif self.is_leaf and self.grad is not None:  # torch copies no gradients of parameters
-                copy.grad = deepcopy(self.grad, memo)
-            memo[id(self)] = copy
+                memo[id(self)] = private.as_parameter(copy)
+            else:  # torch copies neither gradients nor marks of parameters
+                memo[id(self)] = copy
+                vars(copy).update(deepcopy(private.marks(self), memo))
+                copy.grad = deepcopy(self.grad, memo) if self.is_leaf else None
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -180,7 +182,7 @@ class Array(torch.Tensor):
         value = self.tensor().requires_grad_(self.requires_grad)
         if isinstance(self, nn.Parameter):
             value = nn.Parameter(value, self.requires_grad)
-        vars(value).update(marks(self))
+        vars(value).update(private.marks(self))
         return value.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def view_of_memory(self) -> Any:
@@ -203,11 +205,6 @@ def from_tensor(tensor: torch.Tensor, device: Device, name: str = "") -> Array:
     storage = stored(tensor, device, name)
     layout = storage.cell.layout
     return Array(storage, tensor.size(), None if layout is None else layout[1], 0, tensor.dtype)
-
-
-def marks(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes that a user has given to a tensor."""
-    return {name: value for name, value in vars(tensor).items() if name not in ("memory", "_is_param")}
 
 
 def array_leaves(tree: Any) -> list[Array]:

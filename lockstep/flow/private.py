@@ -219,6 +219,11 @@ def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def marks(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that a user has given to a tensor."""
+    return {name: value for name, value in vars(tensor).items() if name not in ("memory", "_is_param")}
+
+
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Do `tensor.data = value` on a subclass that overrides `data`."""
     getattr(torch._C.TensorBase, "data").__set__(tensor, value)  # noqa: B009

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import UserError, nearest
 from lockstep.flow import placement, private
-from lockstep.flow.arrays import Array, marks
+from lockstep.flow.arrays import Array
 from lockstep.flow.creation import arrays, check_hooks, tensors_of
 from lockstep.flow.creation import device as on_device
 from lockstep.flow.devices import Device
@@ -85,7 +85,7 @@ def make_replicas(model: nn.Module, devices: Sequence[Device], share_weights: bo
 def _copy_marks(originals: Iterable[nn.Parameter], copied: nn.Module) -> None:
     """Give the copies of parameters their originals' marks, such as `no_decay`, for the optimizer to see."""
     for original, own in zip(originals, copied.parameters(), strict=True):
-        vars(own).update(marks(original))
+        vars(own).update(private.marks(original))
 
 
 def _shared(parameter: Array) -> Array:
@@ -105,7 +105,7 @@ class BucketOptimizer:
                 array = replica.parameters[name].wait()
                 value = array.memory.cell.view(array.view_of_memory())
                 self._own.append(nn.Parameter(value))
-                vars(self._own[-1]).update(marks(array))
+                vars(self._own[-1]).update(private.marks(array))
             self.optimizer = make(list(self._own))
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise UserError(

@@ -60,6 +60,18 @@ def test_a_shallow_copy_is_an_array_on_the_same_memory(device: Cpu) -> None:
         assert set(original.tolist()) == {7}
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_copies_have_the_attributes_that_torchs_have(device: Cpu, inside: bool) -> None:
+    own = torch.ones(3, requires_grad=True)
+    own.scale = [0.5]  # type: ignore[attr-defined]
+    for original in (own, flow.array(own).requires_grad_()):
+        vars(original).setdefault("scale", own.scale)  # type: ignore[attr-defined]
+        with flow.device(device) if inside else contextlib.nullcontext():
+            shallow, deep = copy.copy(original), copy.deepcopy(original)
+        assert shallow.scale is own.scale and deep.scale == own.scale  # type: ignore[attr-defined]
+        assert deep.scale is not own.scale  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("parametrize", [parametrizations.orthogonal, parametrizations.spectral_norm])
 def test_parametrizations(device: Cpu, parametrize: Callable[[nn.Module], nn.Module]) -> None:
     """torch gives the original parameter the memory of its parametrization's inverse."""
