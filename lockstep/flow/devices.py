@@ -15,6 +15,7 @@ import torch
 
 from lockstep.errors import UserError
 from lockstep.exchange.reduction import reduce_arrays
+from lockstep.flow import private
 from lockstep.memory.malloc import share_one_heap
 from lockstep.threads import MOST_THREADS
 
@@ -200,7 +201,12 @@ def _set_threads(number: int) -> None:
 
 def _in_new_thread(function: Callable[[], Any]) -> Any:
     results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join()
+    pause, resume = private.pausing()  # a finalizer in the new thread might wait for the worker that is here
+    private.call_all(pause)
+    try:
+        thread = threading.Thread(target=lambda: results.append(function()))
+        thread.start()
+        thread.join()
+    finally:
+        private.call_all(resume)
     return results[0]

@@ -187,13 +187,13 @@ def _link(submission: Submission) -> None:
 
 
 def check_may_wait(in_finalizer: bool = False) -> None:
-    """Raise UserError in a finalizer that interrupts a worker, or at Python's end.
+    """Raise UserError in a finalizer that interrupts a worker or the predictor, or at Python's end.
 
     Args:
         in_finalizer: Whether this is known to be one; otherwise it is if the worker changes the graph.
     """
     check_not_ending()
-    if in_finalizer or GRAPH._is_owned():  # type: ignore[attr-defined]
+    if in_finalizer or private.serves() or GRAPH._is_owned():  # type: ignore[attr-defined]
         raise UserError(
             "a finalizer (__del__, weakref callback) in a worker of the engine waits for the engine: it can "
             "push operations, but not wait for them"

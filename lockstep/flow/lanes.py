@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 from lockstep.errors import UserError
-from lockstep.flow import graph
+from lockstep.flow import graph, private
 from lockstep.flow.devices import Device, Event
 from lockstep.flow.graph import GRAPH
 from lockstep.flow.trace import Trace, TracedOperation
@@ -323,13 +323,21 @@ class Lane:
         self._started = True
 
     def _start_worker(self) -> None:
-        """Start a worker, in a thread where no signal handler can break Thread.start."""
+        """Start a worker, in a thread where no signal handler can break Thread.start.
+
+        No garbage is collected until the new thread counts as a worker: a finalizer in it might wait for an
+        operation that this worker is to run.
+        """
+        pause, resume = private.pausing()
+        private.call_all(pause)
         try:
-            worker = threading.Thread(target=self._work, name=f"flow {self.name}", daemon=True)
+            worker = threading.Thread(
+                target=self._work, args=(resume,), name=f"flow {self.name}", daemon=True
+            )
             self._workers.append(worker)
             worker.start()
         except BaseException:  # the system has no second thread: this one is the worker
-            self._work()
+            self._work(resume)
 
     def put(self, operation: Operation) -> None:
         """Add a ready operation. The caller holds GRAPH."""
@@ -362,8 +370,10 @@ class Lane:
             if worker.is_alive():
                 worker.join()
 
-    def _work(self) -> None:
+    def _work(self, resume: Sequence[Callable[[], Any]]) -> None:
         self._working.append(None)
+        WORKER.lane = self
+        private.call_all(resume)
         try:
             if self._take_place():
                 self._run_operations()
@@ -380,7 +390,6 @@ class Lane:
 
     def _run_operations(self) -> None:
         """Run operations until the lane is closed."""
-        WORKER.lane = self
         with contextlib.ExitStack() as stack:
             self._enter_device(stack)
             operation: Operation | None = None

@@ -47,7 +47,7 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _paused: set[object] = set()  # calls during which the collection of cycles is switched off, one key for each
 
 
-def _pausing() -> tuple[list[Any], list[Any]]:
+def pausing() -> tuple[list[Any], list[Any]]:
     """Return the C functions that switch the collection of cycles off, and those that end this pause.
 
     The last pause that ends, of all threads, switches the collection on again.
@@ -69,7 +69,7 @@ def plainly(function: Any, *arguments: Any, **keywords: Any) -> Any:
     one step of the interpreter. (From Python 3.12 on, finalizers of cycles run between steps only.)
     """
     functions, dispatch = torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_PYTHON_KEYS)
-    begin, end = _pausing() if sys.version_info < (3, 12) else ([bool, bool], [bool, bool])
+    begin, end = pausing() if sys.version_info < (3, 12) else ([bool, bool], [bool, bool])
     call = functools.partial(function, *arguments, **keywords)
     end = [*(functools.partial(guard.__exit__, None, None, None) for guard in (dispatch, functions)), *end]
     try:
@@ -293,6 +293,11 @@ def predict(function: Callable[[], Any]) -> Any:
     return value
 
 
+def serves() -> bool:
+    """Return whether this thread predicts for all others, so that it must not wait for them."""
+    return _quiet.serves
+
+
 def _serve() -> None:
     _Predictor.runs = _quiet.serves = True
     while True:
@@ -309,7 +314,7 @@ def _predict(function: Callable[[], Any]) -> Any:
     """Return function() in the mode that predicts. Its kernels switch subclasses off, as `plainly` does."""
     with _fake_lock:
         outer, _quiet.predicting = _quiet.predicting, True
-        pause, resume = _pausing()
+        pause, resume = pausing()
         call_all(pause)
         try:
             with _fake_mode(), torch.no_grad():

@@ -557,6 +557,50 @@ def test_a_finalizer_in_the_thread_that_predicts_shapes() -> None:
         assert ran[0].shape == (3, 2, 5)
 
 
+def test_a_finalizer_in_the_thread_that_predicts_shapes_cannot_wait_for_a_worker() -> None:
+    """The worker may wait for this thread: one of its own finalizers computes with a new shape."""
+    with flow.Engine(flow.cpus(1), run_ahead=1) as engine:
+        x, errors = flow.zeros((2,)), list[str]()
+
+        class Finalized:
+            def __del__(self) -> None:
+                engine.push(int)
+                x.add_(1)  # pushing does not wait for room
+                try:
+                    x[0].item()
+                except UserError as error:
+                    errors.append(str(error))
+
+        x.add_(1)  # its shape is known
+        flow.wait_all()
+        begun, may_end = threading.Event(), threading.Event()
+        engine.push(lambda: (begun.set(), may_end.wait(limit(20))))
+        begun.wait()
+        done = threading.Lock()
+        done.acquire()
+        private._Predictor.requests.put((partial(bool, Finalized()), [], done))
+        wait_until(lambda: bool(errors), "the finalizer")
+        may_end.set()
+        assert x.tolist() == [2, 2] and "finalizer" in errors[0]
+
+
+def test_no_garbage_is_collected_in_a_thread_that_is_to_become_a_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A finalizer there might wait for the worker, and for the threads that the worker waits for."""
+    run, collects = threading.Thread.run, list[bool]()
+
+    def noting(thread: threading.Thread) -> None:
+        collects.append(gc.isenabled())
+        run(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", noting)
+    with flow.Engine(flow.cpus(1)) as engine:
+        assert engine.push(int).wait() == 0
+    assert collects == [False] * 3  # the worker, and two that set its number of threads
+    wait_until(gc.isenabled, "the end of the pause")
+
+
 AT_THE_END = """
 import torch
 from lockstep import flow
