@@ -293,7 +293,11 @@ class Engine:
             if kind is None:
                 self.wait_all()
         finally:
-            self.close()
+            try:
+                self.close()
+            finally:
+                if not self.closed:  # a signal handler raised before the first line of `close`
+                    self.close()
 
     def _idle(self) -> bool:
         queued = graph.submitted()  # read first, since an operation moves from the queue to `pending`

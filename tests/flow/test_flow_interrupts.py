@@ -279,6 +279,20 @@ def test_a_device_scope_ends_whichever_call_of_torch_in_it_is_interrupted() -> N
         assert not torch._C._len_torch_function_stack()
 
 
+def test_an_engine_closes_whichever_call_of_its_exit_is_interrupted() -> None:
+    devices = flow.cpus(1)
+    for number in itertools.count(1):  # call 0 is that of `__exit__` itself
+        engine, n_calls = flow.Engine(devices).__enter__(), [0]
+        engine.push(int)
+        with contextlib.suppress(Interrupted):
+            interrupted_at_call(partial(engine.__exit__, None, None, None), number, n_calls)
+        assert engine.closed and devices[0].engine is None
+        engine.close()  # what the interrupt left
+        if n_calls[0] <= number:
+            break
+    assert number > 10
+
+
 def test_captures_and_dry_runs_end_whichever_call_is_interrupted() -> None:
     def work() -> None:
         flow.capture(lambda x: x + 1, torch.ones(2))
