@@ -275,7 +275,7 @@ def test_two_ctrl_c_kill_the_workers_at_once(start: Callable[..., Program]) -> N
 def test_two_ctrl_c_interrupt_this_process_s_own_part(start: Callable[..., Program]) -> None:
     program = start(SLEEPER.format(rank=-1, what="sleep"))
     wait_until(lambda: len(program.asleep()) == 3 or program.process.poll() is not None, "three to sleep")
-    for _ in range(3):
+    for _ in range(2):
         os.killpg(program.process.pid, signal.SIGINT)
         time.sleep(0.2)
     assert program.process.wait(limit(10)) == 1
