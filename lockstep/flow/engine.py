@@ -190,8 +190,8 @@ class Engine:
 
     def wait_for_room(self, number: int) -> None:
         """Block until few enough operations before this number are pending. Raises UserError if closed."""
-        may_wait = WORKER.lane is None and not private.serves()
-        if may_wait and self._count_pending(number) >= self.run_ahead:
+        is_full = WORKER.lane is None and self._count_pending(number) >= self.run_ahead
+        if is_full and not private.serves():
             graph.check_may_wait()
             self._wait_until(lambda: self._count_pending(number) <= self._resume_at)
         if self.closed:

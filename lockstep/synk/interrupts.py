@@ -96,7 +96,7 @@ class _Deferral:
     def forget_interrupt(self) -> None:
         """Forget the Ctrl-C that has raised already."""
         if self.insisted:
-            self.arrived.remove(next(pair for pair in self.arrived if pair[0] == signal.SIGINT))
+            self.arrived = [pair for pair in self.arrived if pair[0] != signal.SIGINT]
             self.insisted = False
 
     def send_again(self) -> None:
