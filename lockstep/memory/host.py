@@ -11,6 +11,7 @@ import os
 import resource
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +30,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _MAP_FAILED = ctypes.c_void_p(-1).value
+# By address. Not weakref.finalize: as Python ends, it goes over all its finalizers, and fails if a thread
+# maps or unmaps a buffer meanwhile.
+_buffers: "dict[int, weakref.ref[ctypes.Array[ctypes.c_uint8]]]" = {}
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,13 @@ def _mapped(descriptor: int, n_bytes: int) -> "ctypes.Array[ctypes.c_uint8]":
     if address in (None, _MAP_FAILED):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     buffer = (ctypes.c_uint8 * n_bytes).from_address(address)
-    # Do not unmap at exit, when threads may still use the memory.
-    weakref.finalize(buffer, _libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(n_bytes)).atexit = False
+    _buffers[address] = weakref.ref(buffer, partial(_unmap, address, n_bytes))
     return buffer
+
+
+def _unmap(address: int, n_bytes: int, _: object) -> None:
+    del _buffers[address]
+    _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(n_bytes))
 
 
 class HostBlock(Block):

@@ -172,6 +172,32 @@ def test_blocks_do_not_leak() -> None:
     assert count() == before
 
 
+# A thread maps memory while Python, which is ending, goes over many finalizers.
+ENDING = """
+import sys, threading, weakref
+from lockstep.memory.host import HostMemory
+
+def allocate():
+    blocks = []
+    while True:
+        blocks.append(HostMemory().pinned(4096))
+
+class Thing:
+    pass
+
+things = [Thing() for _ in range(200_000)]
+for thing in things:
+    weakref.finalize(thing, print).atexit = False
+sys.setswitchinterval(1e-6)
+threading.Thread(target=allocate, daemon=True).start()
+"""
+
+
+def test_threads_may_map_memory_while_python_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_a_wait_ends_at_its_deadline_and_names_whom_it_waited_for() -> None:
     ours, theirs = multiprocessing.Pipe()
     pipe = Pipe(ours, "loader 7", 1)
