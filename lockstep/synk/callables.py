@@ -140,11 +140,7 @@ class CallableProgram(RankProgram):
     def _as_array(self, number: int, value: Any) -> np.ndarray:
         """Return a checked copy of an output, since a callable may return an array that lies in a block."""
         mode, what = self.output_modes[number], f"{self.name}: output {number}"
-        try:
-            array = np.array(_to_numpy(value, what) if torch.is_tensor(value) else value)
-        except (RuntimeError, ValueError) as error:  # e.g. a tuple of tensors that require gradients
-            hint = " Several outputs need a list of modes" if isinstance(value, list | tuple) else ""
-            raise TypeError(f"{what} is {type(value).__name__}: {error}{hint}") from error
+        array = _to_numpy(value, what)
         if mode is not None and array.dtype.kind not in "biufc":
             raise TypeError(
                 f"{what} is {type(value).__name__}, which has no {mode}: return tensors or numbers"
@@ -167,14 +163,20 @@ def _closure(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _to_numpy(tensor: torch.Tensor, what: str) -> np.ndarray:
+def _to_numpy(value: Any, what: str) -> np.ndarray:
+    """Return a copy of a tensor, or of what NumPy can make an array of."""
     try:
-        array: np.ndarray = tensor.numpy(force=True)
-    except TypeError as error:
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"{what}: {error}") from None
-        raise TypeError(f"{what} is {tensor.dtype}, a dtype that NumPy lacks. Return y.float()") from None
-    return array
+        return np.array(value.numpy(force=True) if torch.is_tensor(value) else value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"{what} is {_why_not_array(value, error)}") from error
+
+
+def _why_not_array(value: Any, error: Exception) -> str:
+    if torch.is_tensor(value) and isinstance(error, TypeError) and value.layout is torch.strided:
+        return f"{value.dtype}, a dtype that NumPy lacks. Return y.float()"
+    # E.g. a tuple of tensors on a GPU, or of tensors that require gradients
+    hint = " Several outputs need a list of modes" if isinstance(value, list | tuple) else ""
+    return f"{type(value).__name__}: {error}{hint}"
 
 
 def receive(context: RankContext, objects: Iterator[Any]) -> None:

@@ -396,12 +396,15 @@ def test_what_a_callable_may_not_take_or_return(ranks: int) -> None:
     wrong = synk.function(lambda x: (x.sum(), x.sum()), ["sum"], name="wrong")
     whole = synk.function(lambda x: x.long().sum(), "avg", name="whole")
     pair = synk.function(lambda x: (net(x).sum(), x.sum()), "avg", name="pair")
+    away = synk.function(lambda x: (x.to("meta"), x.to("meta")), "avg", name="away")
     synk.distribute()
     with pytest.raises(TypeError, match="wrong returned 2 outputs, 1 have modes"):
         wrong(np.ones(6))
     assert module(np.ones((5, 4))).shape == (5, 2), "a module is a callable, too"
     with pytest.raises(TypeError, match=r"pair: output 0 is tuple: .* need a list of modes"):
         pair(np.ones((6, 4)))
+    with pytest.raises(TypeError, match=r"away: output 0 is tuple: can't convert .* need a list of modes"):
+        away(np.ones(6))
     with pytest.raises(TypeError, match="nothing: input x is >f8, which torch has not"):
         nothing(np.ones(6, ">f8"))
     with pytest.raises(TypeError, match=r"nothing: input x: .*BFloat16"):
