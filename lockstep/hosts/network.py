@@ -235,6 +235,9 @@ def _nccl(store: "Store", world: World, timeout: float) -> ProcessGroup:
     # By default a thread of torch's ends the process with SIGABRT when a sum fails or takes too long. The
     # launcher would name this trainer instead of the lost host. `wait` raises the same error in our thread.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    # Another one asks the store each second whether to write a dump, and prints stacks when host 0 has ended.
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout)
     return ProcessGroupNCCL(store, world.host, world.n_hosts, options)
