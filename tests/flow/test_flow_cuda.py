@@ -159,6 +159,7 @@ assert set(launched) == {2}, "the kernel has merged"
 """
 
 
+@pytest.mark.slow
 def test_simulated_gpus_have_the_bits_of_cpus(simulation: Simulation) -> None:
     """The kernel runs in the communication lane's stream; without events the bits differ.
 

@@ -430,7 +430,7 @@ def assert_colours_of_three(folder: Path) -> None:
     assert opened(folder).class_names == ("bee", "cat", "dog")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_conversion_that_is_killed_or_stopped_leaves_no_process(
     source: Path, tmp_path: Path, number: int
 ) -> None:

@@ -372,7 +372,10 @@ UNUSUAL = """
 """
 
 
-@pytest.mark.parametrize("streams", ["1", "2", "0, 1, 2"])
+SLOW = [pytest.param(streams, marks=pytest.mark.slow) for streams in ("1", "2")]
+
+
+@pytest.mark.parametrize("streams", [*SLOW, "0, 1, 2"])
 def test_output_with_closed_streams_goes_into_no_pipe_or_block(
     start: Callable[..., Program], streams: str
 ) -> None:

@@ -171,6 +171,7 @@ def run_program(program: str, environment: dict[str, str]) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_torch_leaves_a_team_s_stream_when_the_team_is_closed(simulation: Simulation) -> None:
     """That stream is destroyed with the team: the caller's process could compute nothing in it."""
     environment = environment_of(simulation, all=1)

@@ -53,6 +53,7 @@ def test_workers_import_while_the_caller_does(first: str, flags: str, library: s
     assert done.stdout.strip() == found
 
 
+@pytest.mark.slow
 def test_a_worker_outlives_a_module_that_no_rank_can_import() -> None:
     script = """
 import lockstep.synk as synk

@@ -180,5 +180,7 @@ def test_an_output_of_autocasts_dtype_says_what_to_return(ranks: int) -> None:
 def test_a_sparse_output_is_refused_in_the_words_of_torch(ranks: int) -> None:
     f = synk.function(lambda x: torch.eye(len(x)).to_sparse(), "gather", name="f")
     synk.distribute()
-    with pytest.raises(TypeError, match=r"^f: output 0 is Tensor: can't convert Sparse .* Use Tensor\.to_dense\(\)"):
+    with pytest.raises(
+        TypeError, match=r"^f: output 0 is Tensor: can't convert Sparse .* Use Tensor\.to_dense\(\)"
+    ):
         f(np.ones((ranks, 4), "f4"))
