@@ -114,16 +114,24 @@ def _summary(laps: list[_Lap]) -> dict[str, float]:
 
 
 def device_turns(
-    functions: dict[str, Callable[[], object]], driver: Any, stream: Any, n_calls: int, n_rounds: int
+    functions: dict[str, Callable[[], object]],
+    driver: Any,
+    stream: Any,
+    n_calls: int,
+    n_rounds: int,
+    occupy: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """Seconds a call on the device: n_calls of each, one after the other in `stream`, between two events.
 
     Medians over rounds in which all take turns, after one that does not count. driver: pycuda.driver.
+    occupy: Gives the device work before the clock starts, while which the host launches the calls. Without it
+    short calls take as long as their launches.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(n_rounds + 1):
         for name, function in functions.items():
             begin, end = driver.Event(), driver.Event()
+            occupy()
             begin.record(stream)
             for _ in range(n_calls):
                 function()
