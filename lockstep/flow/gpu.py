@@ -114,15 +114,17 @@ class Cuda(Device):
         self._context.stream = _take_stream(self._memory)
         self._context.kernel = None  # made with its first use
         self._context.events = _Events(self._memory, self._context.stream)
+        self._context.torch_stream = None  # the tests' simulated devices are the CPU to torch
         stack.callback(self._leave)
         if machine.on_gpus([self.torch_device]):
             external: Any = torch.cuda.ExternalStream(self._context.stream.handle, self.torch_device)  # type: ignore[no-untyped-call]
+            self._context.torch_stream = external
             stack.enter_context(torch.cuda.stream(external))
 
     def _leave(self) -> None:
         self._context.events.close()
         _idle_streams[self.name].append(self._context.stream)
-        del self._context.events, self._context.kernel, self._context.stream
+        del self._context.events, self._context.kernel, self._context.stream, self._context.torch_stream
 
     def mark(self) -> "CudaEvent":
         """Return an event behind the operation just launched, in the worker's stream."""
@@ -140,10 +142,11 @@ class Cuda(Device):
 
     def hold(self, values: Sequence[torch.Tensor]) -> None:
         """Tell torch's allocator that the worker's stream uses the memory of these values."""
-        if machine.on_gpus([self.torch_device]):
-            for part in (part for value in values for part in dense_parts(value)):
+        stream = self._context.torch_stream
+        for value in values if stream is not None else ():
+            for part in dense_parts(value):
                 if part.is_cuda:  # memory of the host needs none
-                    part.record_stream(torch.cuda.current_stream(self.torch_device))
+                    part.record_stream(stream)
 
     def reaches(self, other: Device, dtype: torch.dtype) -> bool:
         """Return whether kernels of this GPU can use the other's memory; the kernel takes float32 only."""

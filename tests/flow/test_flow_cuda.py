@@ -1,5 +1,6 @@
 """ParallelExecutor on GPUs: on the simulated driver, with random pauses, it has the bits of CPU devices."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,23 +186,22 @@ def test_gpus_whose_writes_get_lost_copy_through_the_host(simulation: Simulation
     assert run_program(program, simulation.environment()) == "same bits\n"
 
 
-def test_only_memory_of_gpus_is_held_for_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_memory_of_gpus_is_held_for_their_streams() -> None:
     """torch records the use of CUDA's memory only: an array of a CPU device is brought as it is.
 
     A sparse value has two memories.
     """
     recorded: list[str] = []
-    monkeypatch.setattr(gpu.machine, "on_gpus", lambda devices: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the lane's")
     device = object.__new__(gpu.Cuda)
-    device.torch_device = torch.device("cuda:0")
+    device._context = threading.local()
+    device._context.torch_stream = "the lane's"
     there = SimpleNamespace(is_cuda=True, layout=torch.strided, record_stream=recorded.append)
     sparse = SimpleNamespace(layout=torch.sparse_coo, _indices=lambda: there, _values=lambda: there)
     values: list[Any] = [torch.ones(3), there, torch.ones(2, 2).to_sparse()]
     device.hold(values)
     assert recorded == ["the lane's"]
     device.hold([sparse])  # type: ignore[list-item]
-    assert len(recorded) == 3
+    assert recorded == ["the lane's"] * 3
 
 
 @pytest.mark.slow
