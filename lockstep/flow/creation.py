@@ -187,7 +187,11 @@ def _watch_optimizers() -> None:
 def _factory(make: Callable[[], torch.Tensor]) -> Array:
     with recording_everything():
         made = make()
-    assert isinstance(made, Array)
+    if not isinstance(made, Array):
+        raise UserError(
+            f"{placement.user_line()}: torch's default device is {made.device}, whose tensors have no "
+            "values: make arrays outside of that scope"
+        )
     return made
 
 

@@ -43,8 +43,13 @@ _NESTED = (
 )
 _QUANTIZED = "an array can't be quantized; use array.tensor() outside of `with flow.device`"
 _OTHER_MEMORY = "an array can't be given other memory; make a new array"
+_DISTRIBUTED = (
+    "torch.distributed does not wait for the values of arrays: use flow.send and flow.receive, or "
+    "ParallelExecutor(group=); or call it outside of `with flow.device`, with array.tensor()"
+)
 # Operations that arrays cannot have, and what to do instead.
 _REFUSED = {
+    "aten::_pin_memory": _OTHER_MEMORY,
     "aten::set_": _OTHER_MEMORY,
     "aten::resize_": _OTHER_MEMORY,
     "aten::resize_as_": _OTHER_MEMORY,
@@ -108,6 +113,9 @@ def traits_of(function: Any) -> OperationTraits:
     places: list[int | str] = [a.name if a.kwarg_only else n for n, a in enumerate(schema.arguments)]
     aliases = {place: a.alias_info for place, a in zip(places, schema.arguments, strict=True)}
     writes = [place for place, alias in aliases.items() if alias is not None and alias.is_write]
+    is_distributed = schema.name.startswith(("c10d::", "_c10d_functional"))
+    if is_distributed:  # the schema does not say what it writes, and a program would communicate once only
+        writes = places
     # A view of a list's parts, or of one tensor: what is returned shares memory with what was given
     shared = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     changes_shape = torch.Tag.inplace_view in function.tags and schema.name != "aten::detach_"
@@ -122,7 +130,7 @@ def traits_of(function: Any) -> OperationTraits:
         random=random,
         seed_with=_with_generator(function) if random else None,
         overwriting=schema.name in _OVERWRITING,
-        refused=_REFUSED.get(schema.name, ""),
+        refused=_DISTRIBUTED if is_distributed else _REFUSED.get(schema.name, ""),
         check=not schema.returns and not writes,
         aside="Tensor" not in str(schema),
         composite=torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from limits import limit
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -324,6 +325,31 @@ def test_a_deep_copy_of_a_pipeline_uses_the_same_devices(device: Cpu) -> None:
     stage.device = device
     copied = torch.optim.swa_utils.AveragedModel(stage)
     assert copied.module.device is device and copied(torch.ones(1, 2)).place is device  # type: ignore[attr-defined]
+
+
+def test_collectives_of_torch_are_for_ordinary_tensors(device: Cpu) -> None:
+    """They neither wait for the value of an array, nor does an array wait for them."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, out, ordinary = flow.ones((2,)), torch.zeros(2), torch.ones(2)
+        for wrong in (lambda: dist.all_reduce(x), lambda: dist.all_gather([out], x)):
+            with pytest.raises(
+                UserError, match=r"c10d::.*does not wait for the values of arrays: use flow.send"
+            ):
+                wrong()
+        with flow.device(device):
+            dist.all_gather([out], ordinary)
+            assert type(out) is torch.Tensor
+            with pytest.raises(flow.CaptureError, match="writes an ordinary tensor"):
+                flow.capture(lambda: dist.all_reduce(ordinary))
+        assert out.tolist() == [1, 1]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_default_device_without_values_is_named(device: Cpu) -> None:
+    with torch.device("meta"), pytest.raises(UserError, match="torch's default device is meta"):
+        flow.zeros((2,))
 
 
 def test_a_part_of_an_array_is_detached_in_place_in_inference_mode(device: Cpu) -> None:
