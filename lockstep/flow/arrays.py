@@ -88,6 +88,7 @@ class Array(torch.Tensor):
         """Replace its memory by another array's, as `module.to(dtype)` does."""
         if not isinstance(value, Array):
             raise UserError("the data of an array is an array: flow.array makes one of a tensor")
+        placement.note_place(self)
         private.set_data(self, value)
         self.memory = value.memory
 
@@ -330,6 +331,8 @@ def _view(
     """Return views of an array. torch's own function computes which part of the memory they are."""
     if kind.composite:  # one like `reshape` makes a view only if it can
         return function._op_dk(_COMPOSITE, *args, **kwargs)
+    if kind.changes_shape:
+        placement.note_place(source)
     made = private.plainly(function._op, *args, **kwargs)
     if kind.changes_shape:
         return source

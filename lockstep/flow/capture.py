@@ -37,6 +37,8 @@ def capture(function: Callable[..., Any], *examples: torch.Tensor) -> CapturedPr
         CaptureError: The function depends on values, writes an ordinary tensor, or makes an array that
             something else keeps. The message has the user's line.
     """
+    if not callable(function):
+        raise UserError(f"flow.capture: {function!r} is not a function")
     made = Capture()
     try:
         inputs = [made.input(number, example) for number, example in enumerate(examples)]
@@ -51,6 +53,7 @@ def capture(function: Callable[..., Any], *examples: torch.Tensor) -> CapturedPr
     except BaseException:
         made.take_changed()  # they would be kept as long as an array that the program has made
         made.forget_gradients()  # the next backward would add to gradients that have no value
+        made.restore_places()
         raise
     return CapturedProgram(
         (made.operations, made.variables, made.edges),
@@ -92,6 +95,8 @@ class Capture:
         self._copies: dict[int, dict[Any, Any]] = {}
         self._leaves: dict[int, weakref.ref[Array]] = {}  # by id; a dead one may be replaced
         self._changed: dict[int, Array] = {}  # by id: arrays from before the capture that it writes
+        # By id: arrays from before the capture that it gives other memory or another shape, as they were
+        self._places: dict[int, tuple[weakref.ref[Array], Array]] = {}
 
     def refuse(self, what: str, remedy: str = "a program has values only when it runs") -> NoReturn:
         """Raise CaptureError with the user's line."""
@@ -126,6 +131,23 @@ class Capture:
         """
         changed, self._changed = self._changed, {}
         return [array.detach() for array in changed.values()]  # type: ignore[misc]
+
+    def note_place(self, array: Array) -> None:
+        """Note where an array from before the capture lies, because the step changes that."""
+        known = self._places.get(id(array))
+        if array.memory.program is None and (known is None or known[0]() is not array):
+            self._places[id(array)] = weakref.ref(array), array.data
+
+    def restore_places(self) -> list[weakref.ref[Array]]:
+        """Give arrays that the step has moved their memories and shapes again, and return these arrays."""
+        moved = []
+        for reference, old in self._places.values():
+            array = reference()
+            if array is not None and _place_of(array) != _place_of(old):
+                array.data = old
+                moved.append(reference)
+        self._places.clear()
+        return moved
 
     def copies_of(self, storage: Storage) -> tuple[dict[Any, Any], int]:
         """Return a memory's copies on other devices, and its version in the program."""
@@ -242,6 +264,7 @@ class Capture:
         Raises:
             CaptureError: Something keeps an array that the program makes: it would not see the next run's.
         """
+        self._refuse_moving()
         self._copies.clear()
         self._forget_used_gradients()
         inputs = {n for n, _, _ in self.inputs}
@@ -254,6 +277,18 @@ class Capture:
         for n, storage in made:
             if storage() is not None:
                 self._refuse_keeping(n, storage())
+
+    def _refuse_moving(self) -> None:
+        moved = self.restore_places()
+        if moved:
+            gc.collect()
+        for array in (reference() for reference in moved):
+            if array is not None:
+                raise CaptureError(
+                    f"the step gives an array of shape {tuple(array.shape)} that exists before it other "
+                    "memory or another shape (x.data = y, x.t_()), which a run would not do: change its value "
+                    "in place (copy_)"
+                )
 
     def _refuse_keeping(self, memory: int, storage: Any) -> NoReturn:
         name = self.variables[self.memories[memory].newest].name
@@ -269,6 +304,10 @@ class Capture:
             f"{self.operations[self._maker(memory)].line}: {name} is kept by something outside of the step, "
             f"which would not see the next run's: {remedy}"
         )
+
+
+def _place_of(array: Array) -> Any:
+    return array.memory, array.size(), array.stride(), array.storage_offset(), array.dtype
 
 
 class _Unread:

@@ -145,6 +145,9 @@ def is_called_by(function: Any) -> bool:
 class capturing(private.Scope):  # noqa: N801
     """A scope in which everything that this thread records belongs to a program, which its end closes.
 
+    No garbage is collected inside: what a finalizer writes would belong to the program, and happen in each
+    run instead of now.
+
     torch's cache of weights that autocast has converted is emptied before and after it: a program that
     read an earlier conversion would never see an update, and a later operation none of the program's.
     """
@@ -155,12 +158,14 @@ class capturing(private.Scope):  # noqa: N801
     def calls(self) -> tuple[list[Any], list[Any]]:
         if CONTEXT.program is not None:
             raise UserError("a program can't be captured while another one is")
+        pause, resume = private.pausing()
         end = [
             partial(setattr, CONTEXT, "program", None),
             partial(setattr, self.value, "is_open", False),
             torch.clear_autocast_cache,
+            *resume,
         ]
-        return [torch.clear_autocast_cache, partial(setattr, CONTEXT, "program", self.value)], end
+        return [*pause, torch.clear_autocast_cache, partial(setattr, CONTEXT, "program", self.value)], end
 
 
 def program_of(inputs: Sequence[Any]) -> Any:
@@ -171,6 +176,12 @@ def program_of(inputs: Sequence[Any]) -> Any:
         if array.memory.program is not None:
             return array.memory.program
     return None
+
+
+def note_place(array: Any) -> None:
+    """Tell the program that this thread captures, if any, that an array gets other memory or a new shape."""
+    if CONTEXT.program is not None:
+        CONTEXT.program.note_place(array)
 
 
 class phase(private.Scope):  # noqa: N801

@@ -315,6 +315,10 @@ class CapturedProgram:
         ]
         return private.tree_unflatten(found, structure)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: a copy would change a state of its own, which no array shows."""
+        raise UserError("a program can't be copied or pickled: capture the step of the copied module anew")
+
     def to_dot(self) -> str:
         """Return the program for Graphviz.
 
@@ -351,7 +355,7 @@ class CapturedProgram:
                 )
 
     def _check_order(self, order: Sequence[int]) -> None:
-        if sorted(order) != list(range(len(self.operations))):
+        if not isinstance(order, Sequence) or sorted(order) != list(range(len(self.operations))):
             raise UserError(f"order: give each of the numbers 0 to {len(self.operations) - 1} once")
         place = {number: at for at, number in enumerate(order)}
         for before, after in sorted(self.edges):

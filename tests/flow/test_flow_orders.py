@@ -1,8 +1,10 @@
 """Programs have the same bits as torch, in any valid order; what cannot be captured is refused."""
 
 import copy
+import pickle
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -310,6 +312,79 @@ def test_eager_training_after_a_failed_capture(devices: list[Cpu]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9)
     optimizer.zero_grad()
     assert step(x) > step(x) > step(x)
+
+
+def swap(x: Any, y: Any) -> None:
+    x.data, y.data = y.data, x.data
+
+
+@pytest.mark.parametrize("move", [swap, lambda x, y: x.t_(), lambda x, y: x.set_(y + 1)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_that_moves_an_array_is_refused(
+    devices: list[Cpu], move: Callable[..., Any], fails: bool
+) -> None:
+    """The capture alone would move it. Afterwards the array is as it was."""
+    with flow.device(devices[0]):
+        x, y = flow.array(torch.arange(4.0).view(2, 2)), flow.zeros((2, 2))
+
+        def step() -> Any:
+            move(x, y)
+            x.add_(1)
+            return x.sum().item() if fails else x * 1
+
+        with pytest.raises(
+            flow.CaptureError, match="depends on values" if fails else "gives an array of shape"
+        ):
+            flow.capture(step)
+    assert x.tolist() == [[0, 1], [2, 3]] and y.tolist() == [[0, 0], [0, 0]]
+
+
+def test_a_step_may_move_an_array_and_back(devices: list[Cpu]) -> None:
+    with flow.device(devices[0]):
+        x = flow.array(torch.arange(3.0).view(1, 3))
+
+        def step() -> torch.Tensor:
+            x.squeeze_(0).add_(1)
+            view = x.detach()
+            view.unsqueeze_(1)
+            return x.unsqueeze_(0) * 1
+
+        program = flow.capture(step)
+    for n in (1, 2):
+        assert program().tolist() == [[n, n + 1, n + 2]]
+    assert x.tolist() == [[2, 3, 4]]
+
+
+def test_a_collected_object_is_not_finalized_in_a_capture(devices: list[Cpu]) -> None:
+    import gc
+
+    count = flow.zeros((1,))
+
+    class Counting:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            count.add_(1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        Counting()
+        return x + len([[] for _ in range(10_000)])  # many new objects: garbage is collected
+
+    program = flow.capture(step, torch.zeros(1))
+    gc.collect()
+    assert gc.isenabled() and count.item() == 1
+    assert program(torch.zeros(1)).item() == 10_000 and count.item() == 1
+
+
+def test_a_program_is_not_copied(devices: list[Cpu]) -> None:
+    """A copy of its state would change, which no array shows."""
+    state = flow.array([1.0])
+    program = flow.capture(lambda: state.add_(1) * 1)
+    for make in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UserError, match="a program can't be copied or pickled"):
+            make(program)
+    assert program().item() == state.item() == 2
 
 
 def test_an_output_that_is_a_constant_is_the_callers_own(devices: list[Cpu]) -> None:
