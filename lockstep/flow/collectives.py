@@ -249,6 +249,8 @@ def send(array: Array, peer: int, group: Any = None) -> Any:
     Args:
         peer: A global rank of torch.distributed.
     """
+    if not isinstance(array, Array):
+        raise UserError(f"flow.send: {type(array).__name__} is not an array: flow.array makes one")
     turn = _turn_of("send", peer, group, array.place)
     message = partial(_send, peer, group)
     return operation("send", message, array.place, [array, turn], written=[turn], lane="send", phase="copy")

@@ -224,6 +224,8 @@ class Engine:
 
     def wait(self, variable: Uses) -> None:
         """Block until the variable is written. Raises OperationError if writing it failed."""
+        if not isinstance(variable, Uses):
+            raise UserError(f"wait: {variable!r} is not a variable: engine.variable(name) makes them")
         writer = graph.writer_of(variable)
         if writer is not None:
             writer.wait()

@@ -75,6 +75,8 @@ def call(
     Raises:
         UserError: `writes` has something that is not among the arguments, or `device` is not a device.
     """
+    if not callable(function):
+        raise UserError(f"flow.call: {function!r} is not a function")
     place = placement.current_device() if device is None else device
     if not isinstance(place, Device):
         raise UserError(f"flow.call: {place!r} is not a device: flow.cpus(n) and flow.cuda(i) make them")
@@ -118,6 +120,8 @@ def _copies_of_tensors(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
 
 def _check_writes(values: Sequence[Any], among: Sequence[Array]) -> None:
     """Raise UserError if one of the values is not among the arrays."""
+    if not isinstance(values, Sequence | Array):
+        raise UserError(f"flow.call: writes is a list of arrays, not {values!r}")
     for value in values:
         if not any(value is each for each in among):
             raise UserError(f"flow.call: writes has {value!r}, which is not an array among the arguments")

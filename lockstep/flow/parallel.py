@@ -6,7 +6,7 @@ It follows Paddle's design document of the same name; docs/flow.md says what it 
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -71,6 +71,10 @@ class ParallelExecutor:
         seed: int = 0,
         group: Any = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise UserError(f"model is an nn.Module, not {model!r}")
+        if not callable(optimizer):
+            raise UserError(f"optimizer is a function that makes one from parameters, not {optimizer!r}")
         self.devices = _devices(devices)
         self.program: CapturedProgram | None = None  # the newest that ran
         _check(self.devices, strategy, gradient_scale, compress, bucket_mb)
@@ -199,6 +203,11 @@ class ParallelExecutor:
             raise UserError(
                 f"load_state_dict: the state has no {missing[0]}: give what state_dict() returned"
             )
+        kinds = {"model": Mapping, "optimizer": Mapping, "carried": Mapping, "runs": int}
+        wrong = [key for key, kind in kinds.items() if not isinstance(state[key], kind)]
+        if wrong:
+            kind = type(state[wrong[0]]).__name__
+            raise UserError(f"load_state_dict: {wrong[0]} is {kind}: give what state_dict() returned")
         own, given = self._replicas[0].state(), dict(state["model"])
         for name in {**own, **given}:
             if name not in own or name not in given:
@@ -220,6 +229,13 @@ class ParallelExecutor:
         self._wait()
         self._buckets.load_state(optimizer)
         self._n_runs, self._failure, self._loading = state["runs"], "", False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: the optimizers of a copy would update the weights of the original."""
+        raise UserError(
+            "a ParallelExecutor can't be copied or pickled: make another one, which takes "
+            "load_state_dict(executor.state_dict())"
+        )
 
     def _check_loaded(self) -> None:
         if self._loading:
@@ -323,7 +339,10 @@ def _precision(devices: Sequence[Device]) -> tuple[Any, ...]:
 
 
 def _names(fetch: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys([fetch] if isinstance(fetch, str) else fetch))
+    names = [fetch] if isinstance(fetch, str) else fetch
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"fetch is a name or a list of names, not {fetch!r}")
+    return list(dict.fromkeys(names))
 
 
 def _devices(given: Any) -> list[Device]:
@@ -342,7 +361,7 @@ def _check(devices: list[Device], strategy: str, scale: Any, compress: str | Non
         _check_choice("compress", compress, get_args(Bits))
     if isinstance(scale, str):
         _check_choice("gradient_scale", scale, ("mean", "sum"))
-    elif not all(isinstance(factor, int | float) for factor in scale):
+    elif not isinstance(scale, Collection) or not all(isinstance(factor, int | float) for factor in scale):
         raise UserError(
             f"gradient_scale is mean, sum, or a list of numbers, one for each device, not {scale}"
         )
@@ -350,8 +369,8 @@ def _check(devices: list[Device], strategy: str, scale: Any, compress: str | Non
         raise UserError(
             f"gradient_scale has {len(scale)} factors for {len(devices)} devices: give one for each"
         )
-    if not bucket_mb > 0:
-        raise UserError(f"bucket_mb is more than 0, not {bucket_mb}")
+    if not isinstance(bucket_mb, int | float | np.number) or not bucket_mb > 0:
+        raise UserError(f"bucket_mb is a number, more than 0, not {bucket_mb!r}")
 
 
 def _check_compressed(model: nn.Module, compress: str | None) -> None:
@@ -367,6 +386,8 @@ def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:
 
 def _batch_names(function: Callable[..., Any], what: str) -> list[str] | None:
     """Return the names of a function's arguments after the model, or None if it takes any."""
+    if not callable(function):
+        raise UserError(f"{what} is a function of the model and a batch, not {function!r}")
     parameters = list(inspect.signature(function).parameters.values())
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
@@ -410,7 +431,7 @@ def _batch(feed: Mapping[str, Any], names: list[str] | None) -> Batch:
     names = list(feed) if names is None else names
     for name in feed:
         if name not in names:
-            raise UserError(f"the feed has '{name}'{nearest(name, names)}: it takes {', '.join(names)}")
+            raise UserError(f"the feed has '{name}'{nearest(str(name), names)}: it takes {', '.join(names)}")
     missing = [name for name in names if name not in feed]
     if missing or not names:
         raise UserError(f"the feed lacks {', '.join(missing) or 'tensors'}: it takes {', '.join(names)}")

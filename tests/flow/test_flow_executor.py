@@ -1,6 +1,7 @@
 """ParallelExecutor: N devices are one network, with the same bits on all, by any strategy, every time."""
 
 import copy
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -750,6 +751,11 @@ def test_a_failed_operation_raises_and_stops_until_a_state_is_loaded() -> None:
 
 BAD_SETTINGS = [
     ({"gradient_scale": ["a", "b"]}, "a list of numbers"),
+    ({"gradient_scale": 3}, "a list of numbers, one for each device, not 3"),
+    ({"bucket_mb": "4"}, "bucket_mb is a number, more than 0, not '4'"),
+    ({"model": "net"}, "model is an nn.Module, not 'net'"),
+    ({"loss": None}, "loss is a function of the model and a batch, not None"),
+    ({"optimizer": None}, "optimizer is a function that makes one from parameters, not None"),
     ({"group": "world"}, "group needs other processes"),
     ({"strategy": "al_reduce"}, r"strategy is all_reduce or reduce, not 'al_reduce' \(did you mean"),
     ({"compress": "int2"}, "compress is int8 or int4, not 'int2'"),
@@ -759,7 +765,7 @@ BAD_SETTINGS = [
     ),
     ({"gradient_scale": "average"}, "gradient_scale is mean or sum, not 'average'"),
     ({"gradient_scale": [1.0]}, "gradient_scale has 1 factors for 2 devices"),
-    ({"bucket_mb": 0}, "bucket_mb is more than 0"),
+    ({"bucket_mb": 0}, "bucket_mb is a number, more than 0"),
     ({"seed": -1}, "seed is a whole number, at least 0"),
     ({"optimizer": lambda parameters: None}, "makes a torch.optim.Optimizer, not NoneType"),
     ({"loss": lambda model, x, labels: model(x)}, r"the loss must be a scalar.*not of shape \(2, 3\)"),
@@ -839,13 +845,16 @@ BAD_RUNS = [
     ({"x": "six", "labels": torch.ones(2)}, "loss", "'x' can't be made a tensor"),
     ([batch(2)], "loss", "a list for 1 devices: there are 2"),
     ([{}, {}], "loss", "the feed has no samples"),
+    ({3: torch.ones(2)}, "loss", "the feed has '3': it takes x, labels"),
+    (batch(4), 3, "fetch is a name or a list of names, not 3"),
+    (batch(4), ["loss", 3], "fetch is a name or a list of names"),
     (batch(4), "score", r"there is no 'score' \(did you mean 'scores'\?\)"),
     (batch(4), "3.weigth@GRAD", r"did you mean '3.weight@GRAD'\?"),
 ]
 
 
 @pytest.mark.parametrize(("feed", "fetch", "message"), BAD_RUNS)
-def test_runs_that_are_refused_change_nothing(feed: Any, fetch: str, message: str) -> None:
+def test_runs_that_are_refused_change_nothing(feed: Any, fetch: Any, message: str) -> None:
     with executor(2) as made:
         with pytest.raises(UserError, match=message):
             made.run(feed, fetch)
@@ -889,6 +898,9 @@ def test_states_that_do_not_fit() -> None:
             made.load_state_dict({"model": {}})
         with pytest.raises(UserError, match="NoneType is no state: give what state_dict"):
             made.load_state_dict(None)  # type: ignore[arg-type]
+        for key in ("model", "optimizer", "carried", "runs"):
+            with pytest.raises(UserError, match=f"load_state_dict: {key} is str: give what state_dict"):
+                made.load_state_dict({**state, key: "a"})
         with pytest.raises(
             UserError, match=r"has no lrr \(did you mean 'lr'"
         ):  # before there are buckets, too
@@ -902,6 +914,16 @@ def test_states_that_do_not_fit() -> None:
             made.replica(made.devices[0])  # type: ignore[arg-type]
         with pytest.raises(UserError, match="replica 1: there are 0 to 0"):
             made.replica(1)
+
+
+def test_an_executor_is_not_copied() -> None:
+    """The optimizers of a copy would update the weights of the original."""
+    with executor(2) as made:
+        for make in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(UserError, match="a ParallelExecutor can't be copied or pickled"):
+                make(made)
+        made.run(batch(4))
+        assert_same(made.replica(0), trained(2, [4]))
 
 
 def channels_last_network() -> nn.Module:
