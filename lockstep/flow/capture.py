@@ -286,8 +286,8 @@ class Capture:
             if array is not None:
                 raise CaptureError(
                     f"the step gives an array of shape {tuple(array.shape)} that exists before it other "
-                    "memory or another shape (x.data = y, x.t_()), which a run would not do: change its value "
-                    "in place (copy_)"
+                    "memory or another shape (x.data = y, x.t_()), which a run would not do: change its "
+                    "value in place (copy_)"
                 )
 
     def _refuse_keeping(self, memory: int, storage: Any) -> NoReturn:
