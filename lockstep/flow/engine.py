@@ -17,7 +17,7 @@ from lockstep.flow.devices import Device
 from lockstep.flow.graph import GRAPH, Submission, Uses
 from lockstep.flow.lanes import POLL_SECONDS, WORKER, Failure, Lane, Operation, OperationError
 
-_OPEN: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+_OPEN: "weakref.WeakValueDictionary[int, Engine]" = weakref.WeakValueDictionary()  # by id
 _numbers = itertools.count()  # program order, of all engines together
 
 
@@ -77,7 +77,7 @@ class Engine:
         try:
             for device in devices:
                 self.add(device)
-            _OPEN.add(self)
+            _OPEN[id(self)] = self
         except BaseException:  # nobody could close this engine, so its devices are free
             self.forget()
             raise
@@ -263,7 +263,7 @@ class Engine:
             for device in self.devices:
                 device.engine = None if device.engine is self else device.engine
         self._lanes = {}
-        _OPEN.discard(self)
+        _OPEN.pop(id(self), None)
 
     def forget(self) -> set[Operation]:
         """Close it where no worker exists, as in a forked child. Returns the operations that were pending."""
@@ -271,7 +271,7 @@ class Engine:
         for device in self.devices:
             device.engine = None
         pending, self.pending, self._lanes, self._failures = self.pending, set(), {}, []
-        _OPEN.discard(self)
+        _OPEN.pop(id(self), None)
         return {operation for operation in pending if not operation.done}
 
     def finished(self, operation: Operation) -> None:
@@ -358,6 +358,11 @@ def engine_of(device: Device) -> Engine:
     return engine
 
 
+def _open_engines() -> list[Engine]:
+    """Return all open engines. Another thread may open or close one at any time."""
+    return [engine for reference in _OPEN.valuerefs() if (engine := reference()) is not None]
+
+
 def set_device(device: Device) -> None:
     """Make the device this thread's current one. Raises UserError for what is no device."""
     engine_of(device)
@@ -394,7 +399,7 @@ def wait_all() -> None:
         OperationError: An operation failed, and the failure was not reported yet.
     """
     found: OperationError | None = None
-    for engine in list(_OPEN):
+    for engine in _open_engines():
         try:
             engine.wait_all()
         except OperationError as error:  # the other engines' operations must not be pending either
@@ -408,7 +413,7 @@ def wait_all() -> None:
 
 @atexit.register
 def _close_all() -> None:
-    for engine in list(_OPEN):
+    for engine in _open_engines():
         engine.close()
 
 
@@ -423,7 +428,7 @@ def _reset_after_fork() -> None:
         for variable in submission.writes:
             variable.writer = submission.operation
     pending = {submission.operation for submission in left}
-    for engine in list(_OPEN):
+    for engine in _open_engines():
         pending |= engine.forget()
     for operation in pending:
         operation.failure = Failure(operation, Cancelled("it was pending when the process was forked"))

@@ -49,7 +49,7 @@ gc.callbacks += [_phases.move_to_end, partial(setattr, _newest), partial(setattr
 
 def _in_finalizer() -> bool:
     """Return whether this thread is a worker that collects garbage, or drops what an operation has kept."""
-    collects = next(reversed(_phases)) == "start" and WORKER.start is _newest.start
+    collects = list(_phases)[-1] == "start" and WORKER.start is _newest.start  # `list` is one step
     return WORKER.lane is not None and (WORKER.drops or collects)
 
 

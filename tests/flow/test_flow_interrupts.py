@@ -598,6 +598,34 @@ def test_a_finalizer_in_the_thread_that_predicts_shapes_cannot_wait_for_a_worker
         assert x.tolist() == [2, 2] and "finalizer" in errors[0]
 
 
+def test_a_collection_beside_a_wait() -> None:
+    """The wait looks at the newest collection, and another thread may collect at any time."""
+    with flow.Engine(flow.cpus(1)) as engine:
+        slow = engine.push(lambda: time.sleep(0.3))
+        sys.setprofile(lambda frame, event, _: gc.collect(0) if event == "c_call" else None)
+        try:
+            slow.wait()
+        finally:
+            sys.setprofile(None)
+
+
+def test_engines_may_open_beside_a_wait_for_all() -> None:
+    opened: list[flow.Engine] = []
+
+    def profile(_frame: Any, event: str, _argument: Any) -> None:
+        if event == "call" and len(opened) < 50:
+            opened.append(flow.Engine(flow.cpus(1)))
+
+    with flow.Engine(flow.cpus(1)), flow.Engine(flow.cpus(1)):
+        sys.setprofile(profile)
+        try:
+            flow.wait_all()
+        finally:
+            sys.setprofile(None)
+    for each in opened:
+        each.close()
+
+
 def test_no_garbage_is_collected_in_a_thread_that_is_to_become_a_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
