@@ -216,8 +216,9 @@ class ParallelExecutor:
             if own[name].shape != given[name].shape:
                 shapes = f"{tuple(own[name].shape)} in the model, {tuple(given[name].shape)} in the state"
                 raise UserError(f"load_state_dict: {name} is {shapes}")
-        # They may be changed before a first run uses them.
-        optimizer, carried = copy.deepcopy((state["optimizer"], state["carried"]))
+        with private.without_modes():  # copies, which may be changed before a first run uses them
+            parts = private.tree_map(_ordinary, (state["optimizer"], state["carried"]))
+            optimizer, carried = copy.deepcopy(parts)
         self._loading = True
         for replica in self._replicas:
             with private.no_grad(), on_device(replica.device):
@@ -336,6 +337,11 @@ def _precision(devices: Sequence[Device]) -> tuple[Any, ...]:
     kinds = sorted({device.torch_device.type for device in devices})
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
     return torch.get_default_dtype(), torch.is_autocast_cache_enabled(), *autocast
+
+
+def _ordinary(value: Any) -> Any:
+    """Return an array as an ordinary tensor, which an optimizer can use in a worker."""
+    return value.tensor() if isinstance(value, Array) else value
 
 
 def _names(fetch: Sequence[str]) -> list[str]:

@@ -287,13 +287,15 @@ class Buckets:
         made = {}
         for name, own in {**self._initial, **self._loaded}.items():
             made[name] = {**own, "hyperparameters": {**own["hyperparameters"], **self._hyperparameters}}
-        for bucket in self.all:
-            made.update(bucket.updates[min(bucket.updates)].state())
+        with private.without_modes():
+            for bucket in self.all:
+                made.update(bucket.updates[min(bucket.updates)].state())
         return made
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned, for buckets that exist and those to come."""
         self._loaded, self._hyperparameters = dict(state), {}
-        for bucket in self.all:
-            for updates in bucket.updates.values():
-                updates.load_state(state)
+        with private.without_modes():  # an optimizer's state is ordinary tensors
+            for bucket in self.all:
+                for updates in bucket.updates.values():
+                    updates.load_state(state)

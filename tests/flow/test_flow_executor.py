@@ -916,6 +916,25 @@ def test_states_that_do_not_fit() -> None:
             made.replica(1)
 
 
+@pytest.mark.parametrize("n_before", [0, 1])
+def test_a_state_is_saved_and_loaded_inside_of_a_device(n_before: int) -> None:
+    """There torch copies and loads tensors as arrays, which an optimizer in a worker cannot use."""
+    with executor(2) as first:
+        first.run(batch(4))
+        with flow.device(first.devices[0]):
+            state = first.state_dict()
+            assert not any(isinstance(leaf, flow.Array) for leaf in tree_leaves(state))
+            arrays = copy.deepcopy(state)
+    with executor(2) as made:
+        for _ in range(n_before):
+            made.run(batch(4))
+        for given in (state, arrays):
+            with flow.device(made.devices[0]):
+                made.load_state_dict(given)
+            made.run(batch(3, 1))
+            assert_same(made.replica(0), trained(2, [4, 3]))
+
+
 def test_an_executor_is_not_copied() -> None:
     """The optimizers of a copy would update the weights of the original."""
     with executor(2) as made:
