@@ -146,8 +146,8 @@ class Pipe:
             packed = array.array("i", descriptors)
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)] if descriptors else []
             try:
-                # socket.send_fds takes no flags, and would wait
-                n_sent = self._socket.sendmsg([part], rights, socket.MSG_DONTWAIT)
+                # socket.send_fds takes no flags, and would wait. A program may have set SIGPIPE to SIG_DFL.
+                n_sent = self._socket.sendmsg([part], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return False
             except (BrokenPipeError, ConnectionResetError) as error:

@@ -52,6 +52,7 @@ from lockstep.synk.workers import (
     connect_ranks,
     end_worker,
     needed_for_graphs,
+    send_start,
     start_worker,
     wait_until_ready,
 )
@@ -102,6 +103,9 @@ class Team:
         for rank in range(self.size):
             if rank != self.rank:
                 self.workers.append(start_worker(rank, options))
+        for worker in self.workers:
+            with self._watching(worker):
+                send_start(worker, options)
         for worker in self.workers:
             with self._watching(worker):
                 wait_until_ready(worker)

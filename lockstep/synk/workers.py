@@ -77,8 +77,10 @@ class Worker:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             return "has closed its pipe"
-        if code == 0 and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # the kernel reports no code
-            return "has exited (why is unknown, since this process ignores SIGCHLD)"
+        if code == 0:  # also if Popen finds no process to wait for
+            return (
+                "has exited (code 0, or unknown: this process waits for all its children or ignores SIGCHLD)"
+            )
         return describe_exit(code)
 
 
@@ -88,11 +90,15 @@ _starters: dict[int, DaemonExecutor] = {}
 
 
 def start_worker(rank: int, options: TeamOptions) -> Worker:
-    """Start the process of `rank`; `wait_until_ready` waits until it is ready."""
-    worker = _starter().submit(lambda: _spawn(rank, options)).result()
+    """Start the process of `rank`, which waits for `send_start`."""
+    return _starter().submit(lambda: _spawn(rank, options)).result()
+
+
+def send_start(worker: Worker, options: TeamOptions) -> None:
+    """Send a worker its first message; `wait_until_ready` waits until it is ready."""
     worker.pipe.send(
         Start(
-            rank=rank,
+            rank=worker.rank,
             size=options.size,
             caller=options.caller,
             pid=os.getpid(),
@@ -102,7 +108,6 @@ def start_worker(rank: int, options: TeamOptions) -> Worker:
             profile=options.profile,
         )
     )
-    return worker
 
 
 def _starter() -> DaemonExecutor:

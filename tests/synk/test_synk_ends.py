@@ -22,7 +22,7 @@ from synk_teams import MODE, team
 
 import lockstep.synk as synk
 from lockstep.comm.pipes import Pipe
-from lockstep.synk import session
+from lockstep.synk import session, workers
 from lockstep.synk.commands import Start
 
 
@@ -394,5 +394,48 @@ def test_ranks_start_where_the_working_directory_was_removed(start: Callable[...
 def test_a_lost_rank_has_no_exit_code_if_the_program_ignores_sigchld(start: Callable[..., Program]) -> None:
     program = start(UNUSUAL.format(before="signal.signal(signal.SIGCHLD, signal.SIG_IGN)"))
     assert program.process.wait(limit(60)) == 0, program.text()
-    text = "12000.0 has exited (why is unknown, since this process ignores SIGCHLD) None"
-    assert (program.place / "log.txt").read_text() == text
+    text = (
+        "12000.0 has exited (code 0, or unknown: this process waits for all its children or ignores SIGCHLD)"
+    )
+    assert (program.place / "log.txt").read_text() == f"{text} None"
+
+
+def test_a_lost_rank_has_no_exit_code_if_the_program_waited_for_it() -> None:
+    with team(2):
+        synk.function(len, "sum")
+        pid = session.current_team("").workers[0].process.pid
+        os.kill(pid, signal.SIGKILL)
+        assert os.waitpid(-1, 0) == (pid, signal.SIGKILL)
+        with pytest.raises(synk.RankLost, match=r"has exited \(code 0, or unknown: .* at: idle") as lost:
+            synk.distribute()
+        assert lost.value.signal is None
+
+
+def test_a_lost_rank_is_an_error_where_sigpipe_ends_programs(start: Callable[..., Program]) -> None:
+    program = start("""
+        import os, signal, sys
+        import lockstep.synk as synk
+
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        synk.fork(2)
+        synk.function(len, "sum")
+        worker = synk.session.current_team("").workers[0].process
+        worker.kill()
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        try:
+            synk.distribute()
+        except synk.RankLost as lost:
+            sys.exit(lost.signal)
+    """)
+    assert program.process.wait(limit(60)) == signal.SIGKILL, program.text()
+
+
+def test_a_rank_that_dies_as_it_starts_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def send_late(worker: Any, options: Any) -> None:
+        worker.process.wait()
+        workers.send_start(worker, options)
+
+    monkeypatch.setattr("lockstep.synk.team.send_start", send_late)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(synk.RankLost, match="left with exit code 1 at: starting"):
+        synk.fork(2)
