@@ -439,8 +439,8 @@ class SharedGradients(_FlatVector):
                     f"{self.name}: a gradient of shape {tuple(param.shape)} is sparse, and a vector of "
                     "gradients is dense. Make the module with sparse=False"
                 )
-            elif param.grad.data_ptr() != part.data_ptr():  # zero_grad() dropped the old gradient
-                part.copy_(param.grad.detach())  # it has a graph after backward(create_graph=True)
+            elif param.grad.data_ptr() != part.data_ptr() or not param.grad.is_contiguous():
+                part.copy_(param.grad.detach().contiguous())  # it may be a transposed part, or have a graph
                 param.grad = part
 
 

@@ -161,6 +161,20 @@ def test_gradients_that_have_a_graph_are_reduced(ranks: int) -> None:
         param.grad = None
 
 
+def test_a_gradient_that_is_a_transposed_view_is_in_the_vector_as_it_is(ranks: int) -> None:
+    net = synk.share(torch.nn.Linear(2, 2, bias=False))
+
+    def transpose() -> None:
+        net.weight.grad = net.weight.grad.T
+
+    f = synk.function(transpose, None, updates=[synk.grads(net)])
+    synk.distribute()
+    synk.broadcast(synk.grads(net), np.arange(4, dtype="f4"))
+    f()
+    assert synk.gather(synk.grads(net)).tolist() == [[0, 2, 1, 3]] * ranks
+    assert net.weight.grad.tolist() == [[0, 2], [1, 3]]
+
+
 def test_sparse_gradients_and_parameters_in_one_memory_are_refused(ranks: int) -> None:
     net = synk.share(torch.nn.Embedding(4, 2, sparse=True))
     f = synk.function(lambda x: net(x).sum().backward(), None, updates=[synk.grads(net)])
