@@ -29,11 +29,20 @@ def _set_deterministic(setting: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(setting[0], warn_only=setting[1])
 
 
+def _anomaly_detection() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _set_anomaly_detection(setting: tuple[bool, bool]) -> None:
+    torch.set_anomaly_enabled(*setting)
+
+
 # Functions that get and set what all threads of a process have in common
 _PROCESS_WIDE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (_deterministic, _set_deterministic),
     (_matmul_precision, _set_matmul_precision),
+    (_anomaly_detection, _set_anomaly_detection),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),

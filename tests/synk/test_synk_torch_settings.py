@@ -104,6 +104,7 @@ def settings_of_process() -> list[bool]:
         torch.are_deterministic_algorithms_enabled(),
         torch._C._get_mkldnn_enabled(),
         torch.get_float32_matmul_precision() == "medium",
+        torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled(),
     ]
 
 
@@ -114,12 +115,15 @@ def test_all_ranks_have_the_settings_of_the_callers_process(ranks: int) -> None:
     torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("medium")
     try:
-        with torch.backends.mkldnn.flags(enabled=False):
-            assert f().tolist() == [[True, False, True]] * ranks
+        with (
+            torch.backends.mkldnn.flags(enabled=False),
+            torch.autograd.set_detect_anomaly(True, check_nan=False),
+        ):
+            assert f().tolist() == [[True, False, True, True]] * ranks
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_float32_matmul_precision("highest")
-    assert f().tolist() == [before] * ranks == [[False, True, False]] * ranks
+    assert f().tolist() == [before] * ranks == [[False, True, False, False]] * ranks
 
 
 def test_a_collective_in_inference_mode_leaves_weights_that_train(ranks: int) -> None:
