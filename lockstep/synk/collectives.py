@@ -152,8 +152,10 @@ def all_reduce(shared_vars: Any, op: str = "avg", by_rows: bool = False, nccl: b
     """
     team, shareds = _begin("all_reduce", shared_vars)
     previous = [shared.slot for shared in shareds]
-    team.ask("all_reduce", make_all_reduce(shareds, op, by_rows))
-    release_unused(team, shareds, previous)
+    try:
+        team.ask("all_reduce", make_all_reduce(shareds, op, by_rows))
+    finally:
+        release_unused(team, shareds, previous)
 
 
 @_exclusive
@@ -306,8 +308,10 @@ def _write(
     numbers = tuple(shared.number for shared in shareds)
     shapes = tuple(tuple(part.shape for part in by_rank) for by_rank in parts)
     missing = missing or (frozenset(),) * len(shareds)
-    team.ask(what, UseSlots(numbers, slots, shapes, missing, only))
-    release_unused(team, shareds, previous)
+    try:
+        team.ask(what, UseSlots(numbers, slots, shapes, missing, only))
+    finally:
+        release_unused(team, shareds, previous)
 
 
 def _independent(writes: list[tuple[np.ndarray, np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:

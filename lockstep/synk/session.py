@@ -244,8 +244,8 @@ def distribute() -> None:
         kinds = {team.context.programs[new_function.number].kind for new_function in new_functions}
         known = team.registry.delivered
         new = [s for s in team.context.shareds.values() if s.number not in known and s.kind in kinds]
-        delivered = _pack(session, new_functions, new)
         replicated = _replicate(team, [shared for shared in new if shared.is_array])
+        delivered = _pack(session, new_functions, new)
         try:
             team.ask("distribute()", delivered, replicated)
         except Exception:

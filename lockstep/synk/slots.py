@@ -34,12 +34,17 @@ def make_slots(team: Team, sizes: Sequence[int], what: str) -> list[BlockSlot]:
 
 def find_slots(team: Team, shareds: Sequence[Shared], sizes: Sequence[int]) -> tuple[BlockSlot, ...]:
     """Return slots of at least these sizes: the variables' own if they are large enough, else new ones."""
-    return tuple(
-        shared.slot
-        if shared.slot is not None and shared.slot.n_bytes >= size
-        else make_slots(team, [size], f"shared variable {shared.name!r}")[0]
-        for shared, size in zip(shareds, sizes, strict=True)
-    )
+    found: list[BlockSlot] = []
+    try:
+        for shared, size in zip(shareds, sizes, strict=True):
+            if shared.slot is not None and shared.slot.n_bytes >= size:
+                found.append(shared.slot)
+            else:
+                found += make_slots(team, [size], f"shared variable {shared.name!r}")
+    except (MemoryError, OSError):
+        release_unused(team, shareds[: len(found)], found)
+        raise
+    return tuple(found)
 
 
 def release_unused(team: Team, shareds: Sequence[Shared], previous: Sequence[BlockSlot | None]) -> None:
@@ -94,14 +99,14 @@ class UseSlots(CommandStep):
         return (number for slot in self.slots for number in slot.blocks)
 
     def run(self, context: RankContext) -> None:
-        for number, slot, shapes, missing in zip(
-            self.numbers, self.slots, self.shapes, self.missing, strict=True
-        ):
-            shared = context.shareds[number]
+        shareds = [context.shareds[number] for number in self.numbers]
+        for shared, slot in zip(shareds, self.slots, strict=True):  # all of them before a value is refused
             shared.slot = slot
-            if self.only is None or context.rank == self.only:
-                shared.put(shared.view(context.blocks, context.rank, shapes[context.rank]))
-                shared.set_parts_without_value(missing)
+        if self.only not in (None, context.rank):
+            return
+        for shared, shapes, missing in zip(shareds, self.shapes, self.missing, strict=True):
+            shared.put(shared.view(context.blocks, context.rank, shapes[context.rank]))
+            shared.set_parts_without_value(missing)
 
 
 @dataclass(frozen=True)

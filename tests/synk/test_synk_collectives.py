@@ -170,19 +170,41 @@ def test_by_rows_counts_those_of_a_call_in_this_process_alone(case: Any, n_rows:
     assert largest_error(synk.get_value(0, "b"), np.concatenate([others, alone]).mean(0)) < 1e-5
 
 
-def test_blocks_of_a_failed_collective_are_released(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variable", [0, 1])
+def test_blocks_of_a_failed_collective_are_released(
+    case: Any, monkeypatch: pytest.MonkeyPatch, variable: int
+) -> None:
     current = session.current_team("")
-    allocate, numbers, before = current.allocate, itertools.count(), len(current.context.blocks)
+    allocate, numbers, before = current.allocate, itertools.count(1), len(current.context.blocks)
 
-    def only_one(n_bytes: int, what: str) -> int:
-        if next(numbers) == case["size"] - 1:
+    def some(n_bytes: int, what: str) -> int:
+        if next(numbers) == case["size"] * (variable + 1):
             raise MemoryError("no room")
         return allocate(n_bytes, what)
 
-    monkeypatch.setattr(current, "allocate", only_one)
+    monkeypatch.setattr(current, "allocate", some)
     with pytest.raises(MemoryError, match="no room"):
-        synk.broadcast("a", np.zeros((500, 500)))
+        synk.broadcast(["a", "b"], [np.zeros((500, 500)), np.zeros(100_000, "f4")])
     assert len(current.context.blocks) == before
+
+
+def test_blocks_of_a_failed_distribute_are_released(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = session.current_team("")
+    new = pytensor.shared(np.zeros(3), name="new")
+    f = synk.function([], (new.sum(), "max"))
+    allocate, before = current.allocate, len(current.context.blocks)
+
+    def no_variables(n_bytes: int, what: str) -> int:
+        if what == "shared variables":
+            raise MemoryError("no room")
+        return allocate(n_bytes, what)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no room"):
+        patch.setattr(current, "allocate", no_variables)
+        synk.distribute()
+    assert len(current.context.blocks) == before
+    synk.distribute()
+    assert f() == 0
 
 
 @pytest.mark.parametrize(

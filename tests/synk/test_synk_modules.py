@@ -11,6 +11,7 @@ from limits import limit
 from synk_teams import DEVICES, team
 
 import lockstep.synk as synk
+from lockstep.synk import session
 from lockstep.synk.extensions import torch_train
 
 
@@ -299,6 +300,27 @@ def test_all_reduce_of_a_buffer_that_one_rank_replaced_by_another_shape(rank: in
         f(np.array([2.0, 2.0]))
         synk.all_reduce([weights, name])
         assert synk.gather(name).tolist() == [[1.0, 1.0]] * 2
+
+
+def test_values_after_a_broadcast_that_one_rank_has_refused() -> None:
+    with team(2, devices=DEVICES or None):
+        net, tensor = synk.share(RunningSum()), synk.share(torch.arange(3.0))
+        name = "float32 buffers of RunningSum"
+
+        def replace(x: torch.Tensor) -> torch.Tensor:
+            net.total = torch.ones(int(x[0]), device=net.total.device)
+            return tensor.sum() * 0
+
+        f, team_blocks = synk.function(replace, "sum"), session.current_team("").context.blocks
+        synk.distribute()
+        f(np.array([2.0, 3.0]))
+        n_blocks = len(team_blocks)
+        for length in (500, 5000):
+            with pytest.raises(ValueError, match="was replaced by one of"):
+                synk.broadcast([name, tensor], [np.ones(2, "f4"), np.ones(length, "f4")])
+            assert [len(value) for value in synk.gather(tensor)] == [length, 3]
+            assert synk.get_value(1, tensor).tolist() == [0, 1, 2]
+            assert len(team_blocks) == n_blocks
 
 
 def test_hooks_that_only_this_process_would_run_are_refused(ranks: int) -> None:
