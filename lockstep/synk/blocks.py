@@ -51,8 +51,14 @@ class BlockTable:
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def failed(self) -> tuple[int, ...]:
+        """The numbers of the blocks that could not be opened."""
+        return tuple(self._failed)
+
     def add(self, number: int, block: HostBlock) -> None:
         """Store an open block under its number."""
+        self._failed.pop(number, None)
         self._open[number] = block
 
     def add_failure(self, number: int, error: Exception) -> None:

@@ -129,10 +129,15 @@ class CommandResult:
 
 @dataclass(frozen=True)
 class CommandError:
-    """A worker's error: the exception as pickled by cloudpickle, and the text of its traceback."""
+    """A worker's error: the exception as pickled by cloudpickle, and the text of its traceback.
+
+    Attributes:
+        failed_blocks: Blocks that the worker could not open, which commands that need them send again.
+    """
 
     error: bytes
     traceback: str
+    failed_blocks: tuple[int, ...] = ()
 
 
 class _ErrorUnpickler(pickle.Unpickler):

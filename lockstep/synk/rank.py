@@ -159,7 +159,7 @@ class _Loop:
         except BaseException as error:  # SystemExit in a user's function too
             if isinstance(error, PeerLost) and error.peer == self._pipe.peer:
                 raise  # the caller has exited
-            return CommandError(_pickled(error), _traceback_of(error))
+            return CommandError(_pickled(error), _traceback_of(error), self._context.blocks.failed)
 
     def _perform(self, command: RunCommand) -> list[Any]:
         own = perform(self._context, command.steps)
@@ -190,8 +190,11 @@ class _Loop:
                 raise _Aborted
             assert isinstance(message, Open), f"{message!r} where room is due"
             self._open(message)
-            self._room = message.number
-        block = self._context.blocks[self._room]
+            is_open = message.number not in self._context.blocks.failed
+            self._room = message.number if is_open else -1  # the next call asks for another
+            block = self._context.blocks[message.number]
+        else:
+            block = self._context.blocks[self._room]
         return self._room, block.array("u1", (block.n_bytes,))
 
 

@@ -374,6 +374,8 @@ class Team:
         if state.error is None and not problems:
             return
         for worker in self.workers:
+            if worker.rank in problems:
+                worker.open_blocks.difference_update(problems[worker.rank].failed_blocks)
             if isinstance(messages.get(worker.rank), BarrierReached):
                 with self._watching(worker):
                     worker.pipe.send(Abort())

@@ -1,6 +1,7 @@
 """Data: arrays that all ranks, and other processes of the user, can read."""
 
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -185,6 +186,25 @@ def test_10000_data_and_calls_in_a_loop_cost_no_memory_or_descriptors() -> None:
     for (then, memory), (now, more) in zip(before, after, strict=True):
         assert now <= then + 2
         assert more <= memory + 2000, "8 MB in pages"
+
+
+@pytest.mark.parametrize("has_input", [False, True])
+def test_blocks_that_a_worker_could_not_open_are_sent_again(has_input: bool) -> None:
+    x = pt.vector("x")
+    f = synk.function([x], (2 * x, "gather"))
+    synk.distribute()
+    data = synk.data(np.ones(2_000_000 if has_input else 1_000_000))
+    if has_input:  # then only the block for its results is missing
+        f(data, batch=4)
+    worker = session.current_team("").workers[0].process.pid
+    used = {int(number) for number in os.listdir(f"/proc/{worker}/fd")}
+    free = next(number for number in itertools.count() if number not in used)
+    before = resource.prlimit(worker, resource.RLIMIT_NOFILE)
+    resource.prlimit(worker, resource.RLIMIT_NOFILE, (free, before[1]))
+    with pytest.raises(OSError, match="too many open files"):
+        f(data)
+    resource.prlimit(worker, resource.RLIMIT_NOFILE, before)
+    assert f(data).sum() == 2 * len(data)
 
 
 @pytest.mark.slow
