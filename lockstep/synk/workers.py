@@ -138,17 +138,18 @@ def _spawn(rank: int, options: TeamOptions) -> Worker:
     _open_standard_streams()
     ours, theirs = socket.socketpair()
     directory = "/" if _lacks_directory() else None
-    path = [str(Path(entry).absolute()) for entry in sys.path if directory is None or os.path.isabs(entry)]
+    entries = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores others
+    path = [str(Path(entry).absolute()) for entry in entries if directory is None or os.path.isabs(entry)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     environment.update({name: str(options.threads) for name in _THREADS})
     flags = ["-P", *["-O"] * sys.flags.optimize]  # -P: the working directory does not belong to the path
     command = [sys.executable, *flags, "-m", "lockstep.synk.rank", str(theirs.fileno())]
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # of this thread; the worker inherits it
-    with theirs:
+    with ours, theirs:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, cwd=directory
         )
-    return Worker(rank, process, Pipe(Connection(ours.detach()), f"rank {rank}", options.timeout))
+        return Worker(rank, process, Pipe(Connection(ours.detach()), f"rank {rank}", options.timeout))
 
 
 def _open_standard_streams() -> None:

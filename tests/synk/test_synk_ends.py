@@ -439,3 +439,12 @@ def test_a_rank_that_dies_as_it_starts_is_lost(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(synk.RankLost, match="left with exit code 1 at: starting"):
         synk.fork(2)
+
+
+def test_a_worker_that_can_not_start_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    monkeypatch.setattr(sys, "path", [*sys.path, None])  # which Python ignores
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError, match="/no/python"):
+        synk.fork(2)
+    assert len(os.listdir("/proc/self/fd")) == before
