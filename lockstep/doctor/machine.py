@@ -83,8 +83,9 @@ def describe_machine(runs: Path) -> Iterator[Finding]:
 
 
 def existing(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
-    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+    """Return the folder, or its nearest parent that exists and may be looked at."""
+    # Path.is_dir() raises OSError for a path that may not be looked at, or whose name is too long.
+    return next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.isdir(place))
 
 
 def _locked_memory() -> str:

@@ -5,7 +5,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,15 +44,20 @@ def open_sample(folder: Path | None, scratch: Path) -> Iterator[Sample]:
     """Open the batch files of a folder, or a temporary file in `scratch` if they are missing or too small.
 
     Raises:
-        UserError: The folder does not exist.
+        UserError: The folder does not exist, or the temporary file can't be written.
     """
     paths, n_bytes = _find_batches(folder) if folder else ((), 0)
     if n_bytes >= LEAST_BYTES:
         yield Sample(f"{len(paths)} files of {folder}", paths, min(n_bytes, SAMPLE_BYTES))
         return
-    with tempfile.TemporaryDirectory(dir=scratch, prefix=".lockstep-doctor-") as place:
-        path = Path(place) / "sample"
-        _write(path)
+    with ExitStack() as stack:
+        try:
+            place = stack.enter_context(tempfile.TemporaryDirectory(dir=scratch, prefix=".lockstep-doctor-"))
+            path = Path(place) / "sample"
+            _write(path)
+        except OSError as error:
+            text = f"a file of {SAMPLE_BYTES / 1e6:.0f} MB can't be written there: {error.strerror}"
+            raise UserError(f"{scratch}: {text}. Name a dataset folder to read from.") from error
         reason = f", because {folder} holds only {n_bytes / 1e6:.1f} MB of batches" if folder else ""
         yield Sample(f"a temporary file in {scratch}{reason}", (path,), SAMPLE_BYTES)
 

@@ -1,5 +1,6 @@
 """python -m lockstep.doctor: what it finds out about this machine, and GPUs on the simulated driver."""
 
+import errno
 import os
 import re
 import signal
@@ -155,6 +156,24 @@ def test_too_small_a_dataset_is_replaced_by_a_temporary_file(tmp_path: Path) -> 
         assert path.stat().st_size == sample.n_bytes == storage.SAMPLE_BYTES
         assert sample.text.endswith(f"{scratch}, because {data} holds only 0.5 MB of batches")
     assert list(scratch.iterdir()) == []
+
+
+def test_a_disk_without_room_for_the_temporary_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # of a write: it names no file
+
+    monkeypatch.setattr(storage, "_write", fail)
+    text = f"{tmp_path}: a file of 268 MB can't be written there: No space left on device"
+    with pytest.raises(UserError, match=re.escape(text)), storage.open_sample(None, tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_runs_that_can_not_exist_has_a_parent_that_does(tmp_path: Path) -> None:
+    assert machine.existing(tmp_path / ("x" * 300) / "runs") == tmp_path
 
 
 def test_files_in_memory_have_no_disk(tmp_path: Path) -> None:
