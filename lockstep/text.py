@@ -8,6 +8,7 @@ import io
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,31 +33,41 @@ def escape_when_printing() -> None:
 
 
 class _Output(io.FileIO):
-    """A standard output whose reader may exit before this program does.
+    """A standard output whose reader may exit before this program does, or whose disk may be full.
 
     Attributes:
-        ends_program: Whether the program then ends, too. Otherwise later output is discarded.
+        ends_program: Whether the program then ends. Otherwise later output is discarded.
     """
 
     ends_program = True
 
     def write(self, data: "ReadableBuffer") -> int:
-        """Write bytes, or end the program (or discard them) if nobody can read them."""
+        """Write bytes, or end the program (or discard them) if that fails."""
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
             discarding = os.open(os.devnull, os.O_WRONLY)
             os.dup2(discarding, self.fileno())  # so that flushing at exit does not fail again
             os.close(discarding)
             if self.ends_program:  # no OSError, which a caller could take for that of a file
-                raise SystemExit(128 + signal.SIGPIPE) from None
+                raise SystemExit(_exit_status(error)) from None
             return memoryview(data).nbytes
+
+
+def _exit_status(error: OSError) -> int:
+    """Return the exit status of a program whose output failed, and print why unless its reader has exited."""
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE
+    with suppress(OSError):  # the same disk may hold the errors, too
+        print(f"lockstep: standard output can't be written: {error.strerror}", file=sys.stderr)
+    return 2
 
 
 def handle_closed_pipe(ends_program: bool = True) -> None:
     """Have a program end quietly when the reader of its output has exited, as in `lockstep --help | head -1`.
 
-    The exit status is then 141, that of a program that SIGPIPE ends.
+    The exit status is then 141, that of a program that SIGPIPE ends. After another error, as of a full disk,
+    it is 2, and a line on stderr names the error.
 
     Args:
         ends_program: False: the program continues without output, because its work matters more.

@@ -140,6 +140,21 @@ def test_a_reader_of_the_output_that_exits_ends_a_command_quietly(
     assert (done.returncode, done.stderr) == (code, b"")
 
 
+@pytest.mark.parametrize("command", ["-m lockstep.cli --help", "verify.py --help", "-m lockstep.doctor"])
+def test_a_full_disk_below_the_output_ends_a_command_in_one_line(command: str, tmp_path: Path) -> None:
+    words = [str(ROOT / word) if word.endswith(".py") else word for word in command.split()]
+    with open("/dev/full", "wb") as output:
+        done = subprocess.run(
+            [sys.executable, *words],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+    line = b"lockstep: standard output can't be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
 def test_a_run_continues_when_the_reader_of_its_output_exits(tmp_path: Path) -> None:
     program = "from lockstep.text import handle_closed_pipe; handle_closed_pipe(ends_program=False);" + (
         "print('lost'); print('lost, too'); open('done', 'w').close()"
