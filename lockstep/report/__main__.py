@@ -32,7 +32,7 @@ _LIVE_SECONDS = 5.0
 _START_SECONDS = 30.0  # for which a run that is resumed may still have its former end in its log
 
 
-@reports_errors("lockstep.report")
+@reports_errors("lockstep.report", interrupted="stopped as asked")
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit status. `arguments` replaces those of the command line."""
     options = _read_command_line(arguments)
@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     if len(folders) > MOST_RUNS:
         raise UserError(f"{len(folders)} runs: one chart can show at most {MOST_RUNS}. Name fewer.")
     if options.live:
+        _check_is_run(folders[0])
         write_until_end(folders[0], options.out or folders[0])
     runs = [read_run(folder) for folder in folders]
     path = write_report(runs, options.out or place_of(runs), 0 if options.no_examples else options.images)
@@ -81,6 +82,12 @@ def write_until_end(folder: Path, out: Path) -> None:
             write_report([run], out, 0, _LIVE_SECONDS)
         # At most a tenth of a core's time: the run needs it more.
         time.sleep(max(_LIVE_SECONDS, 9 * (time.monotonic() - begin)))
+
+
+def _check_is_run(folder: Path) -> None:
+    """Raise UserError for a folder that is not a run's: a live report would wait for its log for ever."""
+    if not any(os.path.exists(folder / name) for name in ("log.jsonl", "checkpoints")):
+        raise UserError(f"{folder}: is not a run's folder: it has no log.jsonl")
 
 
 def _is_comparison(folder: Path) -> bool:

@@ -548,3 +548,10 @@ def test_a_live_report_reloads_itself_and_the_last_one_does_not(program: Program
     done = program.run("n_epochs=1", "report=live", devices="[cpu]", name="short")
     done.assert_nothing_left()
     assert "refresh" not in (done.run_folder / "report.html").read_text()
+
+
+def test_a_live_report_of_a_folder_that_is_no_run_s_does_not_wait(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path), "--live"]) == 2
+    assert f"{tmp_path}: is not a run's folder: it has no log.jsonl" in capsys.readouterr().err
