@@ -33,7 +33,8 @@ def trace_of(run: Path) -> ChromeTrace:
     Raises:
         UserError: The run has no trace, or one of its files can't be read.
     """
-    paths = sorted((run / "trace").glob("*.txt"))
+    found = sorted((run / "trace").glob("*.txt"))
+    paths = [path for path in found if path.stem.rpartition(".")[2].isdecimal()]  # others are not a run's
     if not paths:
         raise UserError(f"{run}: has no trace: train with trace=true")
     recorded = dict(sorted(((path, _read(path)) for path in paths), key=lambda item: item[1][:1]))

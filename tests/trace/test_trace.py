@@ -49,6 +49,14 @@ def test_without_the_key_nothing_is_written_and_the_remedy_is_named(
     assert "has no trace: train with trace=true" in capsys.readouterr().err
 
 
+def test_other_files_in_the_folder_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "loader 0.17.txt").write_text("1000 a: b\n3000 c\n")
+    (tmp_path / "trace" / "notes.txt").write_text("")
+    (tmp_path / "trace" / "loader 0.17 (copy).txt").write_text("mine\n")
+    assert [event["pid"] for event in trace_of(tmp_path).events if event["ph"] == "X"] == [17]
+
+
 def test_a_line_that_a_kill_has_cut_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace" / "loader 0.17.txt").write_text("1000 a: b\n3000 c (d: e)\n5000 f\n60")
