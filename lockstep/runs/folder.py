@@ -299,7 +299,9 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
         if now[key] != was and key in refused:
             raise UserError(f"{start.path}: was made with {key}: {was}, the configuration says {now[key]}")
         if now[key] != was:
-            notes.append(f"{key} is {now[key]} now, was {was} before")
+            is_of_start = key.startswith("pretrained") or key == "new_head"
+            effect = ", without effect: the run has its weights from its checkpoint" if is_of_start else ""
+            notes.append(f"{key} is {now[key]} now, was {was} before{effect}")
     return notes
 
 

@@ -521,3 +521,17 @@ def test_a_run_records_its_dataset_and_notices_another(program: Program, folder:
     manifest.write_text(manifest.read_text().replace("0" * 64, "1" * 64))
     resumed = program.run("n_epochs=2", "resume_train=true", devices="[cpu]")
     assert f"note: {folder}: holds another dataset than the one of the checkpoint" in resumed.output()
+
+
+def test_keys_of_weights_to_begin_with_are_said_to_have_no_effect_on_a_resumed_run(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    keys = {"weights_dir": str(tmp_path), "run_name": "run", "n_epochs": 3}
+    state = State.now(1, 90, 90, 0.1, [{"epoch": 1, "error_top1": 0.5}], 1, make_config(**keys), "")
+    checkpoint.save(tmp_path / "run", {"weights/a": torch.zeros(3)}, state)
+    run = open_run(make_config(**keys, resume_train=True, pretrained="other", print_freq=7), 90)
+    run.lock.close()
+    first, second = run.notes
+    assert first.endswith(
+        "other now, was None before, without effect: the run has its weights from its checkpoint"
+    )
+    assert first.startswith("pretrained is ") and second == "print_freq is 7 now, was 20 before"
