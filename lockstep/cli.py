@@ -5,6 +5,7 @@ import os
 import runpy
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,7 +167,7 @@ def _with_data_folder(words: list[str]) -> list[str]:
 
 @refusing_unusable_paths()
 def _init(words: list[str]) -> int:
-    """Copy what a project of the user's begins with. Raises UserError before anything is overwritten."""
+    """Copy what a project of the user's begins with, all files or none. Raises UserError if one exists."""
     if len(words) != 1 or words[0].startswith("-"):
         print("usage: lockstep init FOLDER")
         return 0 if {"-h", "--help"} & set(words) else 2
@@ -181,6 +182,9 @@ def _init(words: list[str]) -> int:
         for old, new in copies.items():
             shutil.copyfile(old, new)
     except OSError as error:
+        for path in copies.values():  # an unfinished config.yaml would be used, and stop the next try
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
         raise UserError(f"{target}: can't be written: {error.strerror}. Choose another folder.") from error
     print(
         f"{target}: edit config.yaml, then: lockstep train FOLDER. model=my_network:Model trains the example."

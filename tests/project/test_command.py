@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,23 @@ def test_a_removed_working_directory_is_named(tmp_path: Path, arguments: list[st
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "gone", env=environment)
     said = "lockstep: the working directory does not exist any more. Change to another one.\n"
     assert (done.returncode, done.stderr) == (2, said)
+
+
+def test_init_that_fails_leaves_no_unfinished_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copyfile = shutil.copyfile
+
+    def fill_the_disk(source: Path, target: Path) -> None:
+        copyfile(source, target)
+        if target.name != "config.yaml":
+            os.truncate(target, 0)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copyfile", fill_the_disk)
+    with pytest.raises(UserError, match="project: can't be written: No space left on device"):
+        cli._init([str(tmp_path / "project")])
+    assert list((tmp_path / "project").iterdir()) == []
+    monkeypatch.undo()
+    assert cli._init([str(tmp_path / "project")]) == 0
 
 
 @pytest.mark.parametrize("words", ["init LONG", "resize LONG +1", "trace LONG"])
