@@ -166,9 +166,10 @@ def _with_settings_of_run(
     folder = runfolder.folder_to_resume(config)
     saved = folder / "config.yaml"
     if not saved.exists():  # killed before the file was written, or the file was removed
+        other = "" if records(folder) else ", or start it anew under this run_name"
         raise UserError(
             f"{folder}: has no config.yaml, so its settings are not known: "
-            "--config FILE resumes it with others, or start it anew under this run_name"
+            f"--config FILE resumes it with others{other}"
         )
     place = Layer(COMMAND_LINE, _place_of(folder))
     config, notes = configuration.resolve([configuration.read_run(saved, config.n_hosts), *overrides, place])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from lockstep.errors import UserError
 from lockstep.launch import commandline
 from lockstep.runs.folder import folder_to_resume
 
@@ -62,3 +63,18 @@ def test_a_run_that_began_at_a_checkpoint_of_a_run_with_a_long_name_is_resumed(
     make_run(Path("runs", name), "n_epochs: 5", age=10)
     for words in (["resume_train=true"], ["resume_train=true", f"run_name={name}"]):
         assert resumed(monkeypatch, *words) == (Path("runs", name), 5)
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_run_without_its_settings_is_begun_anew_only_without_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_checkpoint: bool
+) -> None:
+    """A new run is refused in a folder with a checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    make_run(Path("runs/a"), "", age=10)
+    Path("runs/a/config.yaml").unlink()
+    if not has_checkpoint:
+        Path("runs/a/checkpoints/epoch_0001.json").unlink()
+    with pytest.raises(UserError, match="a: has no config.yaml, .*: --config FILE resumes it") as error:
+        resumed(monkeypatch, "resume_train=true", "run_name=a")
+    assert ("or start it anew" in str(error.value)) is not has_checkpoint
