@@ -64,7 +64,7 @@ def write_until_end(folder: Path, out: Path) -> None:
     """Write the report of a run again and again until the run has ended. The page reloads itself.
 
     The examples are omitted. A run without a line of its log yet, or with a file that is being replaced, is
-    tried again.
+    tried again. So is a folder that can't be written, which is said once.
 
     Args:
         folder: The run's folder.
@@ -72,14 +72,21 @@ def write_until_end(folder: Path, out: Path) -> None:
     """
     from lockstep.report.writing import write_report
 
-    start = time.monotonic()
+    start, said = time.monotonic(), ""
     while True:
         begin = time.monotonic()
+        run = None
         with suppress(UserError):
             run = read_run(folder)
-            if run.exit_status is not None and begin - start > _START_SECONDS:
-                return
-            write_report([run], out, 0, _LIVE_SECONDS)
+        if run and run.exit_status is not None and begin - start > _START_SECONDS:
+            return
+        try:
+            if run:
+                write_report([run], out, 0, _LIVE_SECONDS)
+        except UserError as error:
+            if str(error) != said:
+                print(f"note: {error}; trying again", file=sys.stderr)
+            said = str(error)
         # At most a tenth of a core's time: the run needs it more.
         time.sleep(max(_LIVE_SECONDS, 9 * (time.monotonic() - begin)))
 

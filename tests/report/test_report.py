@@ -555,3 +555,20 @@ def test_a_live_report_of_a_folder_that_is_no_run_s_does_not_wait(
 ) -> None:
     assert main([str(tmp_path), "--live"]) == 2
     assert f"{tmp_path}: is not a run's folder: it has no log.jsonl" in capsys.readouterr().err
+
+
+def test_a_live_report_that_can_not_be_written_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log.jsonl").write_text('{"event": "started", "time": 1.0}\n')
+    n_rounds = 0
+
+    def count(seconds: float) -> None:
+        nonlocal n_rounds
+        n_rounds += 1
+        if n_rounds == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("lockstep.report.__main__.time.sleep", count)
+    assert main([str(tmp_path), "--live", "--out", str(tmp_path / "log.jsonl" / "out")]) == 130
+    assert capsys.readouterr().err.count("out: the report can't be written: [Errno 20] Not a directory") == 1
