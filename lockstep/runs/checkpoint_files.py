@@ -4,7 +4,9 @@ A run that resumes looks here for its checkpoint. Nothing here needs torch.
 """
 
 import argparse
+import errno
 import json
+import os
 import re
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
@@ -76,6 +78,9 @@ def find_checkpoint(folder: Path, load_epoch: int | str) -> tuple[Checkpoint, li
             return verify_checksum(path), notes
         except UserError as error:
             notes.append(f"passing over a checkpoint: {error}")
+    place = folder / "checkpoints"
+    if os.path.isdir(place) and not os.access(place, os.R_OK | os.X_OK):  # glob() finds nothing there
+        raise UserError(f"{place}: can't be read: {os.strerror(errno.EACCES)}")
     raise UserError("; ".join([f"{folder}: has no whole checkpoint", *notes]))
 
 

@@ -244,6 +244,16 @@ def test_half_written_and_damaged_checkpoints_are_passed_over_or_refused(program
         find_checkpoint(running.run_folder, "latest")
 
 
+def test_a_folder_of_checkpoints_that_may_not_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Path.glob() finds nothing there, as if the run had saved nothing."""
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests' user may be root
+    with pytest.raises(UserError, match="checkpoints: can't be read: Permission denied"):
+        find_checkpoint(tmp_path, "latest")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -75,6 +75,6 @@ def test_a_run_without_its_settings_is_begun_anew_only_without_a_checkpoint(
     Path("runs/a/config.yaml").unlink()
     if not has_checkpoint:
         Path("runs/a/checkpoints/epoch_0001.json").unlink()
-    with pytest.raises(UserError, match="a: has no config.yaml, .*: --config FILE resumes it") as error:
+    with pytest.raises(UserError, match=r"a: has no config\.yaml, .*: --config FILE resumes it") as error:
         resumed(monkeypatch, "resume_train=true", "run_name=a")
     assert ("or start it anew" in str(error.value)) is not has_checkpoint
