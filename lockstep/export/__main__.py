@@ -58,13 +58,19 @@ ENDINGS = {
 
 @dataclass(frozen=True)
 class Trained:
-    """The network of a run's checkpoint on the CPU. tensors: all tensors of the checkpoint by their names."""
+    """The network of a run's checkpoint on the CPU.
+
+    Attributes:
+        tensors: All tensors of the checkpoint by their names.
+        notes: Lines for the user about checkpoints that were passed over.
+    """
 
     checkpoint: Checkpoint
     config: Config
     model: nn.Module
     n_classes: int
     tensors: dict[str, torch.Tensor]
+    notes: tuple[str, ...] = ()
 
 
 @reports_errors("lockstep")
@@ -85,6 +91,8 @@ def main() -> int:
     trained = load_trained(arguments.run, arguments.epoch)
     name = f"{arguments.run.resolve().name}-{trained.checkpoint.state.name}{ENDINGS[arguments.to]}"
     out = arguments.out or Path(name)
+    for note in trained.notes:
+        print(f"note: {note}", file=sys.stderr)
     for line in export(trained, arguments.to, out, arguments.lib_conv or "cudnn"):
         print(line)
     what = f"model {trained.config.model}, {trained.n_classes} classes"
@@ -99,7 +107,7 @@ def load_trained(run: Path, epoch: int | str) -> Trained:
     Raises:
         UserError: A file is missing or damaged; the message names it.
     """
-    chosen, _ = find_checkpoint(run, epoch)
+    chosen, notes = find_checkpoint(run, epoch)
     config, _ = resolve([Layer(str(chosen.path.with_suffix(".json")), chosen.state.config)])
     check_importable(run, config.model)
     tensors = checkpoint.load(chosen.path)
@@ -111,7 +119,7 @@ def load_trained(run: Path, epoch: int | str) -> Trained:
     match.check(str(chosen.path), config.model, class_tensors(config) if any(match.problems.values()) else ())
     for name, tensor in ours.items():
         tensor.copy_(weights[name])
-    return Trained(chosen, config, model.eval(), n_classes, tensors)
+    return Trained(chosen, config, model.eval(), n_classes, tensors, tuple(notes))
 
 
 @refusing_unusable_paths()

@@ -19,7 +19,7 @@ from torch import nn
 
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.export.__main__ import export, load_trained
+from lockstep.export.__main__ import export, load_trained, main
 from lockstep.memory.host import HostMemory
 from lockstep.network.arena import Arena
 from lockstep.network.build import build_model
@@ -86,6 +86,18 @@ def test_safetensors_say_how_to_use_them(tmp_path: Path, run: Path, shared_folde
         "input_scale": [1.0, 1.0, 1.0],
         "classes": list("0123456"),
     }
+
+
+def test_a_damaged_checkpoint_that_is_passed_over_is_named(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints" / "epoch_0003.json").write_text('{"epoch": 3')
+    out = tmp_path / "net.safetensors"
+    monkeypatch.setattr(sys, "argv", ["export", str(run), "--to", "safetensors", "--out", str(out)])
+    assert main() == 0
+    said = capsys.readouterr()
+    assert said.err.startswith(f"note: passing over a checkpoint: {run}/checkpoints/epoch_0003.json")
+    assert "checkpoints/epoch_0002.safetensors" in said.out
 
 
 def test_class_names_are_those_of_the_datasets_manifest(tmp_path: Path, folder: Path) -> None:
