@@ -117,6 +117,20 @@ def read_array(path: Path) -> np.ndarray:
     return array
 
 
+@contextmanager
+def name_in_utf8(path: Path) -> Iterator[str]:
+    """Yield a name of an existing file for the safetensors package, which takes no other encoding.
+
+    Raises:
+        OSError: The file can't be opened.
+    """
+    if as_valid(str(path)) == str(path):
+        yield str(path)
+        return
+    with open(path, "rb") as file:
+        yield f"/proc/self/fd/{file.fileno()}"
+
+
 def parse_json(text: str | bytes) -> Any:
     """Return a value of JSON; None if the text is none, as a line that a kill has torn."""
     try:

@@ -7,6 +7,7 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import UserError
+from lockstep.files import name_in_utf8
 
 _MOST = 256
 _COLUMNS = 16
@@ -24,7 +25,7 @@ def read_filters(tensors: Path) -> tuple[str, np.ndarray] | None:
         UserError: The file can't be read, or its weights are not finite.
     """
     try:
-        with safe_open(tensors, "numpy") as file:
+        with name_in_utf8(tensors) as path, safe_open(path, "numpy") as file:
             for name in sorted(key for key in file.keys() if key.startswith("weights/")):  # noqa: SIM118
                 shape = file.get_slice(name).get_shape()
                 if len(shape) == 4 and shape[1] == 3 and shape[2] > 1 and 0 not in shape:

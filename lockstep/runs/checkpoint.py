@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from lockstep.errors import UserError
-from lockstep.files import cause_of, publish
+from lockstep.files import cause_of, name_in_utf8, publish
 from lockstep.runs.checkpoint_files import record
 from lockstep.runs.state import State
 
@@ -115,7 +114,8 @@ def load(path: Path) -> dict[str, torch.Tensor]:
     try:
         with open(path, "rb"):  # safetensors reports any failure to open a file as 'no such file'
             pass
-        return load_file(os.fspath(path))
+        with name_in_utf8(path) as name:
+            return load_file(name)
     except OSError as error:
         raise UserError(f"{path}: can't be read: {error.strerror or error}") from error
     except (RuntimeError, SafetensorError) as error:  # torch opens the file again and raises RuntimeError

@@ -31,6 +31,7 @@ from lockstep.launch.children import ExitStatus
 from lockstep.memory.host import HostMemory
 from lockstep.network.arena import Arena
 from lockstep.network.recorder import HostStopwatch
+from lockstep.report.filters import read_filters
 from lockstep.runs import checkpoint
 from lockstep.runs.checkpoint_files import find_checkpoint, records
 from lockstep.runs.folder import RunFolder, open_run
@@ -535,3 +536,15 @@ def test_keys_of_weights_to_begin_with_are_said_to_have_no_effect_on_a_resumed_r
         "other now, was None before, without effect: the run has its weights from its checkpoint"
     )
     assert first.startswith("pretrained is ") and second == "print_freq is 7 now, was 20 before"
+
+
+def test_a_checkpoint_in_a_folder_whose_name_is_not_utf_8_is_read(tmp_path: Path) -> None:
+    """The safetensors package takes no such path, and a run in one could not be resumed."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    (folder / "checkpoints").mkdir(parents=True)
+    filters = torch.rand(4, 3, 2, 2)
+    state = State.now(1, 90, 90, 0.1, [{"epoch": 1, "error_top1": 0.5}], 1, make_config(), "")
+    path = checkpoint.save(folder, {"weights/a": filters}, state)
+    assert torch.equal(checkpoint.load(path)["weights/a"], filters)
+    found = read_filters(path)
+    assert found and found[1].shape == (4, 2, 2, 3)
