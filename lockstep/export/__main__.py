@@ -34,7 +34,7 @@ from lockstep.data.description import Description, read_description
 from lockstep.errors import UserError
 from lockstep.extras import require
 from lockstep.files import publish, refusing_unusable_paths
-from lockstep.network.build import build_model, input_spec_of
+from lockstep.network.build import arguments_of, build_model, input_spec_of
 from lockstep.optim.schedules import learning_rate
 from lockstep.pretrained import theano_folder
 from lockstep.pretrained.heads import class_tensors, count_classes
@@ -276,7 +276,7 @@ def describe(trained: Trained) -> tuple[dict[str, Any], list[str]]:
     rows, columns = input_spec.size
     facts: dict[str, Any] = {
         "model": config.model,
-        "model_args": config.model_args,
+        "model_args": arguments_of(type(trained.model), config),
         "n_classes": trained.n_classes,
         "epoch": trained.checkpoint.state.epoch,
         "input_size": rows if rows == columns else [rows, columns],

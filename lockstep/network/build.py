@@ -147,12 +147,16 @@ def crop_size(model: nn.Module, config: Config, image_shape: tuple[int, ...]) ->
     return rows, columns
 
 
-def _called(make: Any, n_classes: int, config: Config) -> Any:
-    """Return a network for the images' channels, if `make` has a parameter `n_channels`."""
+def arguments_of(make: Any, config: Config) -> dict[str, Any]:
+    """Return `model_args`, with the images' channels if `make` has a parameter `n_channels`."""
     args = dict(config.model_args)
     if config.n_channels not in (None, 3) and "n_channels" in inspect.signature(make).parameters:
         args.setdefault("n_channels", config.n_channels)
-    return make(n_classes, **args)
+    return args
+
+
+def _called(make: Any, n_classes: int, config: Config) -> Any:
+    return make(n_classes, **arguments_of(make, config))
 
 
 def _from_models(name: str, n_classes: int, config: Config) -> Any:

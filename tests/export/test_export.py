@@ -27,6 +27,7 @@ from lockstep.optim import states_of
 from lockstep.pretrained.names import layers_of
 from lockstep.runs import checkpoint
 from lockstep.runs.state import State
+from models import smallnet
 
 RECORD = [{"epoch": n, "loss": 2.0 / n, "error_top1": 0.5 / n, "error_top5": 0.1} for n in (1, 2)]
 
@@ -86,6 +87,15 @@ def test_safetensors_say_how_to_use_them(tmp_path: Path, run: Path, shared_folde
         "input_scale": [1.0, 1.0, 1.0],
         "classes": list("0123456"),
     }
+
+
+def test_arguments_of_a_network_for_grey_images_have_their_channels(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", make_config(model="smallnet", n_channels=1))
+    export(load_trained(run, 2), "safetensors", tmp_path / "net.safetensors")
+    with safe_open(tmp_path / "net.safetensors", "pt") as file:
+        facts = {name: json.loads(value) for name, value in file.metadata().items()}
+    plain = smallnet.Model(facts["n_classes"], **facts["model_args"])
+    plain.load_state_dict(load_file(tmp_path / "net.safetensors"))
 
 
 def test_a_damaged_checkpoint_that_is_passed_over_is_named(
