@@ -156,6 +156,9 @@ def _make_folder(path: Path) -> None:
             return
         (path / "checkpoints").mkdir(parents=True, exist_ok=False)
     except FileExistsError:
+        if not path.exists():  # as after a disk was not mounted
+            text = "it, or a folder above it, is a link to a folder that does not exist"
+            raise UserError(f"{path}: can't be made: {text} (weights_dir in the config)") from None
         raise UserError(
             f"{path}: already exists; run_name={path.name} resume_train=True resumes it, "
             "another run_name leaves it alone"

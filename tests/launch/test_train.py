@@ -405,6 +405,14 @@ def test_runs_without_a_name_that_start_in_the_same_second_have_folders_of_their
         open_run(Config(weights_dir=str(tmp_path / "file")), 90)
 
 
+@pytest.mark.parametrize("link", ["runs", "runs/mine"])
+def test_a_link_that_leads_nowhere_is_not_said_to_be_another_run(tmp_path: Path, link: str) -> None:
+    (tmp_path / link).parent.mkdir(exist_ok=True)
+    (tmp_path / link).symlink_to(tmp_path / "not mounted")
+    with pytest.raises(UserError, match="mine: can't be made: it, or a folder above it, is a link to"):
+        open_run(Config(weights_dir=str(tmp_path / "runs"), run_name="mine"), 90)
+
+
 @pytest.mark.slow
 def test_a_batch_larger_than_the_training_set_is_remarked_on(program: Program) -> None:
     running = program.run("n_epochs=1", "batch_size=64")
