@@ -33,11 +33,14 @@ def configure(config: Config) -> None:
     the switches of determinism have an effect.
     """
     products = "tf32" if config.precision == "tf32" else "ieee"
-    # Set the older switch as well: torch.compile reads it, and torch raises an error where the two differ.
+    # Set the older switches as well: torch.compile, torch.export and torch.backends.cudnn.flags() read them,
+    # and torch raises an error where they differ from the newer ones, also from that of recurrent layers.
     torch.set_float32_matmul_precision("high" if products == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = products == "tf32"
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"  # type: ignore[attr-defined]  # set with it
     torch.backends.cuda.matmul.fp32_precision = products
     torch.backends.cudnn.conv.fp32_precision = products  # type: ignore[attr-defined]
+    torch.backends.cudnn.rnn.fp32_precision = products  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = not config.deterministic
     if config.deterministic:
         # Otherwise cuBLAS may change its order of sums.

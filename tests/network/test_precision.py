@@ -26,6 +26,9 @@ def test_the_older_switch_agrees_so_that_torch_compile_can_read_it(switches: Non
     assert torch.backends.cuda.matmul.allow_tf32 == (name == "tf32")
     assert torch.backends.cuda.matmul.fp32_precision == ("tf32" if name == "tf32" else "ieee")
     assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"  # type: ignore[attr-defined]
+    assert torch.backends.cudnn.allow_tf32 == (name == "tf32")
+    with torch.backends.cudnn.flags(enabled=False):  # as networks do for a double backward pass
+        pass
 
 
 @pytest.mark.parametrize(
