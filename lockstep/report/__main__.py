@@ -49,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     if len(folders) > MOST_RUNS:
         raise UserError(f"{len(folders)} runs: one chart can show at most {MOST_RUNS}. Name fewer.")
     if options.live:
-        _check_is_run(folders[0])
+        if not _is_run(folders[0]):  # a live report would wait for its log for ever
+            raise UserError(f"{folders[0]}: is not a run's folder: it has no log.jsonl")
         write_until_end(folders[0], options.out or folders[0])
     runs = [read_run(folder) for folder in folders]
     path = write_report(runs, options.out or place_of(runs), 0 if options.no_examples else options.images)
@@ -91,16 +92,13 @@ def write_until_end(folder: Path, out: Path) -> None:
         time.sleep(max(_LIVE_SECONDS, 9 * (time.monotonic() - begin)))
 
 
-def _check_is_run(folder: Path) -> None:
-    """Raise UserError for a folder that is not a run's: a live report would wait for its log for ever."""
-    if not any(os.path.exists(folder / name) for name in ("log.jsonl", "checkpoints")):
-        raise UserError(f"{folder}: is not a run's folder: it has no log.jsonl")
+def _is_run(folder: Path) -> bool:
+    return any(os.path.exists(folder / name) for name in ("log.jsonl", "checkpoints"))
 
 
 def _is_comparison(folder: Path) -> bool:
     """Return whether a folder is that of an earlier comparison, which the pattern runs/* matches, too."""
-    has = {name: os.path.exists(folder / name) for name in ("report.html", "log.jsonl", "checkpoints")}
-    return has["report.html"] and not (has["log.jsonl"] or has["checkpoints"])
+    return os.path.exists(folder / "report.html") and not _is_run(folder)
 
 
 def _read_command_line(arguments: list[str] | None) -> argparse.Namespace:
