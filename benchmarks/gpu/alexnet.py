@@ -16,7 +16,7 @@ from benchmarks.gpu.lone import LoneTrainer, PlainTraining, compute_in
 from benchmarks.gpu.machine import query
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.turns import Turn, device_turns, take_turns_kept, try_out
+from benchmarks.gpu.turns import Turn, device_turns, matrix_product, take_turns_kept, try_out
 
 PLAIN, TORCHVISION = "plain PyTorch, same network", "plain PyTorch, torchvision's AlexNet"
 _TORCHVISION_SIZE = 224  # what that network is made for
@@ -139,13 +139,10 @@ def _ceilings(first: LoneTrainer, setting: Setting) -> dict[str, float]:
     source = memory.allocate(setting.copy_bytes, "a copy's source")
     target = memory.allocate(setting.copy_bytes, "a copy's target")
     source.tensor(torch.uint8, (setting.copy_bytes,)).random_(0, 256)
-    size, device = (setting.matrix, setting.matrix), first.device
-    left, right = (torch.randn(size, device=device).to(torch.bfloat16) for _ in range(2))
-    product = torch.empty_like(left)
+    multiply = matrix_product(setting, first.device)
     first.synchronize()
     copy = partial(driver.memcpy_dtod_async, target.pointer, source.pointer, setting.copy_bytes, stream)
-    multiply = partial(torch.matmul, left, right, out=product)
-    compute_in(stream, device)
+    compute_in(stream, first.device)
     seconds = device_turns({"copy": copy, "multiply": multiply}, driver, stream, 10, setting.n_rounds)
     for block in (source, target):
         block.close()

@@ -129,7 +129,7 @@ def measure_paper(setting: Setting) -> dict[str, float]:
     for n_all, shuffle, reduces in itertools.product((n_rows, 2 * n_rows), (True, False), (True, False)):
         how = f"{'' if shuffle else 'not '}shuffled, {'with' if reduces else 'without'} all_reduce"
         functions[f"{n_all} images, two ranks, {how}"] = partial(training.step, n_all, shuffle, reduces)
-    return take_turns(functions, setting, min(_PAPER_CALLS, setting.exchange_calls))
+    return take_turns(functions, setting, _PAPER_CALLS)
 
 
 def make_mlp() -> torch.nn.Module:

@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.turns import device_turns
+from benchmarks.gpu.turns import device_turns, matrix_product
 from lockstep.backends.cuda import CudaBackend
 from lockstep.config import Config, Layer, resolve
 from lockstep.config.augmentation import device_changes
@@ -53,7 +53,12 @@ def run(setting: Setting, work: Path, record: Record) -> None:
     backend.start_computing(Config())
     torch.backends.cudnn.benchmark = True
     found: dict[str, dict[str, float]] = {}
-    occupy = _products(setting, backend)
+    multiply = matrix_product(setting, "cpu" if setting.rehearsal else backend.memory.device)
+
+    def occupy() -> None:
+        for _ in range(_PRODUCTS):
+            multiply()
+
     for name, make in _layers(setting, backend).items():
         with record.attempt(name):
             step = make()
@@ -63,19 +68,6 @@ def run(setting: Setting, work: Path, record: Record) -> None:
             seconds = device_turns({name: step}, driver, stream, _CALLS, setting.n_rounds, occupy)[name]
             found[name] = {"ms": seconds * 1e3}
             record.keep("layers", found)
-
-
-def _products(setting: Setting, backend: CudaBackend) -> Callable[[], object]:
-    """Return what occupies the device."""
-    place = "cpu" if setting.rehearsal else backend.memory.device
-    matrix = torch.randn(setting.matrix, setting.matrix, device=place).to(torch.bfloat16)
-    product = torch.empty_like(matrix)
-
-    def occupy() -> None:
-        for _ in range(_PRODUCTS):
-            torch.mm(matrix, matrix, out=product)
-
-    return occupy
 
 
 def _layers(setting: Setting, backend: CudaBackend) -> dict[str, Callable[[], Callable[[], object]]]:

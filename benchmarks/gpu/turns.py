@@ -8,7 +8,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import torch
 
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.setting import Setting
@@ -124,8 +127,8 @@ def device_turns(
     """Seconds a call on the device: n_calls of each, one after the other in `stream`, between two events.
 
     Medians over rounds in which all take turns, after one that does not count. driver: pycuda.driver.
-    occupy: Gives the device work before the clock starts, while which the host launches the calls. Without it
-    short calls take as long as their launches.
+    occupy: Gives the device work before the clock starts, during which the host launches the calls. Without
+    it short calls take as long as their launches.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(n_rounds + 1):
@@ -140,6 +143,13 @@ def device_turns(
             if number:
                 seconds[name].append(end.time_since(begin) / 1e3 / n_calls)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def matrix_product(setting: Setting, place: Any) -> Callable[[], object]:
+    """Return a function that multiplies two random bfloat16 matrices of the setting's size on a device."""
+    size = (setting.matrix, setting.matrix)
+    left, right = (torch.randn(size, device=place).to(torch.bfloat16) for _ in range(2))
+    return partial(torch.matmul, left, right, out=torch.empty_like(left))
 
 
 def stage_milliseconds(
