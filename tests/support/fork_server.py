@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+_SIMULATOR = ROOT / "tests" / "cuda_sim" / "site"
 _MODULES = ("train", "train_funcs", "proc_load", "preprocessing.make_hkl", "validate", "verify", "classify")
 _LONGEST = 1 << 20  # of a request, in bytes
 # Variables that take effect as an interpreter starts, or as libraries are loaded.
@@ -107,10 +108,19 @@ def _can_fork(environment: dict[str, str]) -> bool:
     Modules of other folders may hide what this process has imported, or run as an interpreter starts.
     """
     for place in map(Path, _python_path(environment)):
+        if place in _simulation(environment):
+            continue
         is_known = place.is_relative_to(ROOT) or str(place) in _USUAL_PATH
         if not is_known or (place / "sitecustomize.py").exists():
             return False
     return _at_start(environment) == _at_start(os.environ)
+
+
+def _simulation(environment: Mapping[str, str]) -> list[Path]:
+    """Return the folders from which trainers have PyCUDA on the simulated driver. Launchers use neither."""
+    if "CUDA_SIM_PARTS" not in environment or "CUDA_SIM_ALL" in environment:
+        return []
+    return [_SIMULATOR, Path(json.loads(environment["CUDA_SIM_PARTS"])[0])]
 
 
 def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
@@ -221,6 +231,9 @@ def _fork_first_template() -> None:
             if pid == 0:
                 ours.close()
                 _reset_signals()
+                if _simulation(os.environ):
+                    sys.orig_argv = [template.__name__]  # by which sitecustomize.py recognises a template
+                    runpy.run_path(str(_SIMULATOR / "sitecustomize.py"))
                 template.run_template(os.dup(theirs.fileno()), launcher, self._modules)
                 os._exit(0)
         theirs.close()
