@@ -253,8 +253,9 @@ class Engine:
         if WORKER.lane is not None and WORKER.lane.device.engine is self:
             raise UserError("an operation can't close the engine that runs it")
         graph.check_may_wait()
-        self.closed = True
+        self.closed = True  # whichever of the next calls is interrupted
         try:
+            self.stop()
             for lane in list(self._lanes.values()):
                 lane.close()
         finally:  # after an interrupt the devices are free, and another call waits for the rest
@@ -264,6 +265,12 @@ class Engine:
                 device.engine = None if device.engine is self else device.engine
         self._lanes = {}
         _OPEN.pop(id(self), None)
+
+    def stop(self) -> None:
+        """Accept no more, and let no lane begin another operation. It does not wait."""
+        self.closed = True
+        for lane in list(self._lanes.values()):
+            lane.stop()
 
     def forget(self) -> set[Operation]:
         """Close it where no worker exists, as in a forked child. Returns the operations that were pending."""
@@ -413,7 +420,10 @@ def wait_all() -> None:
 
 @atexit.register
 def _close_all() -> None:
-    for engine in _open_engines():
+    engines = _open_engines()
+    for engine in engines:  # while the first is being closed, the others must not begin operations
+        engine.stop()
+    for engine in engines:
         engine.close()
 
 

@@ -357,9 +357,13 @@ class Lane:
         for event in list(self.last_events.values()):
             event.synchronize()
 
+    def stop(self) -> None:
+        """Let no worker begin another operation."""
+        self._closing = True
+
     def close(self) -> None:
         """End the workers, after their present operation."""
-        self._closing = True
+        self.stop()
         while self._started and self._places:  # workers that are being started
             time.sleep(1e-3)
         for _ in range(self.n_workers):

@@ -435,6 +435,22 @@ def test_a_program_whose_workers_cannot_begin_ends(what: str) -> None:
     assert done.stdout.endswith("can't begin: RuntimeError: can not\n")
 
 
+def test_closing_cancels_what_waits_on_one_device_while_another_is_busy() -> None:
+    engine, ran, go = flow.Engine(flow.cpus(2)), [], threading.Event()
+
+    def until_closing() -> None:
+        wait_until(lambda: engine.closed, "the engine's end")
+        time.sleep(0.02)
+
+    busy = engine.push(partial(go.wait, limit(20)))
+    wait_until(lambda: busy.started, "the first operation")
+    engine.push(until_closing, device=engine.devices[1])
+    engine.push(lambda: ran.append(1), device=engine.devices[1])
+    threading.Timer(0.2, go.set).start()
+    engine.close()
+    assert not ran
+
+
 def test_an_error_inside_closes_at_once() -> None:
     ran: list[int] = []
     with pytest.raises(ZeroDivisionError), flow.Engine(flow.cpus(1)) as engine:
