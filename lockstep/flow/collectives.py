@@ -235,6 +235,9 @@ _turns: dict[tuple[Any, ...], Array] = {}  # messages to a peer, and from it, ke
 
 def _turn_of(kind: str, peer: int, group: Any, device: Device) -> Array:
     check_distributed(f"flow.{kind}")
+    others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+    if peer not in others:  # gloo crashes with an unknown rank
+        raise UserError(f"flow.{kind}: peer is the rank of another process, one of {others}, not {peer!r}")
     key = kind, peer, id(group)
     if key not in _turns:
         _turns[key] = _turn(device)

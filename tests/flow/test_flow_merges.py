@@ -19,6 +19,7 @@ from limits import limit
 from torch import nn
 
 from lockstep import flow
+from lockstep.errors import UserError
 from lockstep.flow.merge import BLOCK, Bits, Compression
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,6 +153,15 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("peer", [0, 5, -1, None])  # this process is rank 0
+def test_a_message_to_no_other_process_is_refused(peer: Any) -> None:
+    with pytest.raises(UserError, match=r"flow.send: peer is the rank of another process, one of \[\]"):
+        flow.send(flow.zeros(3), peer)
+    with pytest.raises(UserError, match=r"flow.receive: peer is the rank of another process"):
+        flow.receive(peer, torch.zeros(3))
+
+
 def test_exchanges_run_again_after_a_state_is_loaded(alone: None) -> None:
     devices, x, good = flow.cpus(2), torch.ones(4, 3), torch.tensor([0, 1, 1, 0])
     with flow.Engine(devices):
@@ -172,6 +182,8 @@ def test_exchanges_run_again_after_a_state_is_loaded(alone: None) -> None:
 def test_messages_are_sent_again_after_a_failure_was_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[float] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 12345])
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "send", lambda value, peer, group: sent.append(value.item()))
     with flow.Engine(flow.cpus(1)):
         bad = flow.array(1.0)
