@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
-from lockstep.flow import placement, private
+from lockstep.flow import graph, placement, private
 from lockstep.flow.arrays import Array, array_leaves, from_tensor, record
 from lockstep.flow.devices import Device
 from lockstep.flow.engine import engine_of
@@ -44,6 +44,7 @@ def array(data: Any, dtype: torch.dtype | None = None) -> Array:
     Raises:
         UserError: The data cannot be made a tensor, or no array can have its kind.
     """
+    graph.check_not_ending()
     if isinstance(data, Array):
         copied: Any = data.detach().clone()
         return copied if dtype is None else copied.to(dtype)  # type: ignore[no-any-return]
@@ -185,6 +186,7 @@ def _watch_optimizers() -> None:
 
 
 def _factory(make: Callable[[], torch.Tensor]) -> Array:
+    graph.check_not_ending()
     with recording_everything():
         made = make()
     if not isinstance(made, Array):

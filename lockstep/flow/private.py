@@ -24,6 +24,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from lockstep.backends.devices import on_gpus
 from lockstep.errors import UserError
 
+if torch.distributed.is_available():  # An array's first operation imports it. An interrupt or a fork in the
+    import torch.distributed.tensor  # middle of that would break all later operations.
+
 __all__ = ["DispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 no_torch_function = torch._C._disabled_torch_function_impl
