@@ -278,7 +278,7 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     step = Instruction(kind.name, function, device)
     step.line, step.phase, step.kind = line, phase, kind
     if kind.random:
-        step.seed = draw_seed(operands.keywords.get("generator"))
+        step.seed = draw_seed(operands.generator)
         if "generator" in operands.keywords:
             operands.keywords["generator"] = None  # it gets a seeded one when it runs
     return _plan(step, kind, operands, written)

@@ -261,6 +261,7 @@ def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
     return memo[id(tensor)]
 
 
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _NO_MEMORY = "data is not allocated", "Cannot access data pointer of Tensor"  # torch's messages
 
 
@@ -268,7 +269,8 @@ class _CopyingMode(_ScopeMode, TorchFunctionMode):
     """A mode that makes deep copies arrays; torch would put an ordinary tensor's memory under an array.
 
     It also replaces the arrays in lists that torch.tensor is given, whose memory torch would read, by their
-    values, and explains the error of a function of torch that reads the memory of an array.
+    values, refuses to put an array's memory under an ordinary tensor, and explains the error of a function
+    of torch that reads the memory of an array.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -276,6 +278,11 @@ class _CopyingMode(_ScopeMode, TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         if function is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
             return _deep_copy(*args)
+        if function == _SET_DATA and isinstance(args[1], Array) and not isinstance(args[0], Array):
+            raise UserError(
+                f"{placement.user_line()}: an ordinary tensor can't have the data of an array: call "
+                "flow.arrays(module) before module.to(dtype), or convert it outside of `with flow.device`"
+            )
         if function is torch.tensor and args:
             args = (with_tensors(args[0]), *args[1:])
         try:

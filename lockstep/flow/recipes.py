@@ -345,13 +345,17 @@ class Operands:
 
     Attributes:
         key: Calls of one operation with equal keys have results of equal shapes.
+        generator: The one among its arguments, which gives a seed. By position it is not in the template.
     """
 
     def __init__(self, kind: OperationTraits, args: Sequence[Any], keywords: dict[str, Any]) -> None:
         self.tensors: list[Any] = []
         self.key: list[Any] = []
+        self.generator: torch.Generator | None = None
         self._loose = kind.loose
         self.template = [self._take(part, place) for place, part in enumerate(args)]
+        if kind.random and self.generator is not None:  # the last argument, as in poisson's schema
+            self.template.pop()
         self.keywords = {name: self._take(part, name) for name, part in keywords.items()}
         self.key += keywords
 
@@ -367,7 +371,8 @@ class Operands:
             self.key.append(len(part))
             return [self._take(each, place) for each in part]
         if kind is torch.Generator:
-            return part  # it gives a seed, and has no part in shapes
+            self.generator = part  # it gives a seed, and has no part in shapes
+            return part
         self.key.append(kind if kind in _PLAIN_NUMBERS and place in self._loose else (kind, part))
         return part
 

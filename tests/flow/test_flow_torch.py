@@ -362,3 +362,23 @@ def test_a_part_of_an_array_is_detached_in_place_in_inference_mode(device: Cpu) 
             assert part.detach_() is part
         part.add_(1)
         assert x.tolist() == [[1, 1, 1], [0, 0, 0]]
+
+
+def test_generators_are_taken_wherever_torchs_schema_has_them(device: Cpu) -> None:
+    """`poisson` and `binomial` have them among the arguments by position."""
+    own = torch.Generator().manual_seed(3)
+    with flow.device(device):
+        x = torch.full((20,), 5.0)
+        for draw in (torch.poisson, lambda x, generator: torch.binomial(x, x / 10, generator)):
+            first, second = draw(x, generator=own).tolist(), draw(x, generator=own).tolist()
+            own.manual_seed(3)
+            assert first == draw(x, generator=own).tolist() != second
+            own.manual_seed(3)
+
+
+def test_an_ordinary_tensor_cannot_get_the_data_of_an_array(device: Cpu) -> None:
+    """torch would give it memory that does not exist, and crash at its next use."""
+    layer = nn.Linear(2, 2)
+    with flow.device(device), pytest.raises(UserError, match=r"call flow.arrays\(module\) before"):
+        layer.double()
+    assert layer(torch.ones(2)).dtype is torch.float32
