@@ -200,7 +200,7 @@ class Data:
         number = self._team.allocate(max(1, capacity) * self._dtype.itemsize, f"data {self.name!r}")
         self._release_block()
         self._number, self._capacity = number, capacity
-        self._release = weakref.finalize(self, self._team.release, number)
+        self._release = weakref.finalize(self, _release, weakref.ref(self._team), number)
         self._release.atexit = False
         self._array = self._view(shape)
         if keep_rows and shape[1:] == before.shape[1:] and shape:
@@ -215,6 +215,13 @@ class Data:
         if self._release is not None:
             self._release()
         self._number, self._release, self._capacity = None, None, 0
+
+
+def _release(reference: weakref.ref[Team], number: int) -> None:
+    """Release a block. A finalizer that held the team would keep the program's functions in memory."""
+    team = reference()
+    if team is not None:
+        team.release(number)
 
 
 def condition(value: Any, dtype: np.dtype[Any], what: str, force_cast: bool = False) -> np.ndarray:

@@ -58,7 +58,7 @@ class _Deferral:
         try:
             self.restore()
         finally:
-            self.depth = 0
+            self.depth, self.on_second_interrupt = 0, None  # which would keep a closed team in memory
 
     def restore(self) -> None:
         try:

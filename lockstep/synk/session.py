@@ -104,8 +104,12 @@ def _check_no_team() -> None:
 
 def close() -> None:
     """End the other ranks and restore this process's number of threads. Does nothing without a team."""
-    if _Process.session is not None:
-        _Process.session.team.close()
+    session = _Process.session
+    if session is not None:
+        session.team.close()
+        with _Process.starting:  # another thread may have started the next team
+            if session.team.closed and _Process.session is session:
+                _Process.session = None  # what its functions hold can be collected
 
 
 def current_team(what: str) -> Team:

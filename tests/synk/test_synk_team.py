@@ -62,9 +62,18 @@ def test_a_module_is_collected_after_its_team() -> None:
         f(np.ones((3, 4)))
         left = weakref.ref(net)
         del net, f
-    with team(2):  # in place of the closed team
-        gc.collect()
-        assert left() is None
+    gc.collect()
+    assert left() is None
+
+
+def test_what_a_program_holds_is_collected_after_its_team() -> None:
+    with team(1):
+        names: dict[str, Any] = {"synk": synk, "left": torch.nn.Linear(4, 2)}
+        exec("f = synk.function(lambda x: x.sum(), 'sum'); synk.distribute(); f([1.0])", names)
+        left = weakref.ref(names["left"])
+        del names
+    gc.collect()
+    assert left() is None
 
 
 def test_profiles_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
