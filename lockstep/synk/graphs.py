@@ -428,9 +428,19 @@ def _check_updates(name: str, updates: Any) -> tuple[list[tuple[Any, Any]], list
         mode = normalise_mode(argument[2], what) if len(argument) == 3 else "avg"
         if len(argument) == 3 and mode is not None:
             check_reducible(mode, argument[0].dtype, f"{what} of {argument[0].name!r}")
-        pairs.append((argument[0], argument[1]))
+        pairs.append((argument[0], _as_variable(what, *argument[:2])))
         modes.append(UpdateMode(mode, by_user=len(argument) == 3))
     return pairs, modes
+
+
+def _as_variable(what: str, variable: Any, value: Any) -> Any:
+    """Return the value that replaces a variable: a variable, or a constant for a number or an array."""
+    if isinstance(value, Variable) or not isinstance(variable, Variable):
+        return value
+    try:
+        return variable.type.filter_variable(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{what}: {value!r} can't replace {variable}: {error}") from error
 
 
 def _entries(name: str, what: str, argument: Any) -> list[Any]:
@@ -444,7 +454,7 @@ def _pairs(name: str, what: str, argument: Any) -> list[tuple[Any, Any]]:
     pairs = _entries(name, what, argument)
     if any(not isinstance(pair, tuple | list) or len(pair) != 2 for pair in pairs):
         raise TypeError(f"{name}: {what} are pairs: (variable, its replacement)")
-    return [(first, second) for first, second in pairs]
+    return [(first, _as_variable(f"{name}: {what}", first, second)) for first, second in pairs]
 
 
 def _check_sliceable(

@@ -72,6 +72,12 @@ MAKING = [
     (lambda c: synk.function([], updates=[(c["s"],)]), TypeError, "update 0: give"),
     (lambda c: synk.function([], updates=[(c["s"], c["s"], "sum", 1)]), TypeError, "update 0: give"),
     (lambda c: synk.function([], updates=[(c["x"], c["x"])]), TypeError, "not a shared variable"),
+    (
+        lambda c: synk.function([], updates=[(c["count"], 1.5)], name="f"),
+        TypeError,
+        "f: update 0: 1.5 can't replace count: ",
+    ),
+    (lambda c: synk.function([], givens={c["x"]: "a"}), TypeError, "givens: 'a' can't replace x: "),
     (lambda c: synk.function([], updates=[(c["s"], c["s"], "mean")]), ValueError, "unknown mode 'mean'"),
     (
         lambda c: synk.function([], updates=[(c["count"], c["count"] + 1, "avg")]),

@@ -61,6 +61,15 @@ def test_givens_and_constants_and_names_go_over() -> None:
     assert f.name == "given" and f.output_modes == ["sum"]
 
 
+def test_numbers_and_arrays_replace_variables() -> None:
+    x, y = pt.vector("x"), pt.vector("y")
+    count = pytensor.shared(np.asarray(3), name="count")
+    f = synk.function([x], (x.sum() + y[0], "max"), givens={y: np.full(2, 7.0)}, updates=[(count, 0)])
+    synk.distribute()
+    assert f(np.ones(6)) == 2 + 7
+    assert synk.gather(count).tolist() == [0, 0, 0]
+
+
 def test_later_functions_share_variables_with_older_ones() -> None:
     s = pytensor.shared(np.zeros(2), name="shared")
     count = synk.function([], updates=[(s, s + 1)])
