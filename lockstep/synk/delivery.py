@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -59,6 +59,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduce_storage(obj)
         if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
             return _cached, (obj.__wrapped__, obj.cache_parameters())  # workers can't import __main__
+        if isinstance(obj, ModuleType):  # cloudpickle knows the type itself, not torch.backends' own classes
+            return self.dispatch_table[ModuleType](obj)
         if isinstance(obj, np.ndarray):
             self._check_memory("an array", obj.ctypes.data, "copy()")
         reduced = super().reducer_override(obj)

@@ -70,6 +70,16 @@ def test_numbers_and_arrays_replace_variables() -> None:
     assert synk.gather(count).tolist() == [0, 0, 0]
 
 
+def test_a_callable_may_name_modules_of_a_class_of_their_own() -> None:
+    def deterministic(x: torch.Tensor) -> torch.Tensor:
+        with torch.backends.cudnn.flags(deterministic=True):
+            return x + torch.backends.cudnn.deterministic
+
+    f = synk.function(deterministic, "gather")
+    synk.distribute()
+    assert f(np.zeros(3)).tolist() == [1, 1, 1]
+
+
 def test_later_functions_share_variables_with_older_ones() -> None:
     s = pytensor.shared(np.zeros(2), name="shared")
     count = synk.function([], updates=[(s, s + 1)])
