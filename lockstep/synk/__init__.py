@@ -78,7 +78,8 @@ def data(
     Args:
         value: Initial value.
         var: Symbolic variable that supplies dtype, ndim and name.
-        dtype, ndim, shape: Override what `value` and `var` supply.
+        dtype, ndim: Override what `value` and `var` supply.
+        shape: Shape without a value. A value has its own shape, in memory of this size or larger.
         minibatch: The array holds only the rows of a batch, not of the whole data set.
         force_cast: Cast even if the cast loses information.
         oversize: Allocate this multiple of the size, from 1 to 2.

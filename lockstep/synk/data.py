@@ -4,7 +4,7 @@ import itertools
 import math
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing import context, reduction
 from typing import Any
 
@@ -136,7 +136,7 @@ class Data:
             raise ValueError(f"{self.name}: a scalar has no length")
         self._resize((self._whole(length), *self.shape[1:]), oversize, keep_rows=True)
 
-    def set_shape(self, shape: Sequence[int], oversize: float = 1) -> None:
+    def set_shape(self, shape: int | Sequence[int], oversize: float = 1) -> None:
         """Change the shape. Rows are kept if the other dimensions are unchanged.
 
         Args:
@@ -146,9 +146,10 @@ class Data:
             ValueError: The number of dimensions differs, there are no rows, or oversize is out of range.
             MemoryError: The host has too little memory.
         """
-        if len(shape) != self._ndim:
-            raise ValueError(f"{self.name} has {self._ndim} dimensions, which {tuple(shape)} would change")
-        self._resize(tuple(self._whole(length) for length in shape), oversize, keep_rows=True)
+        lengths = _lengths(shape)
+        if len(lengths) != self._ndim:
+            raise ValueError(f"{self.name} has {self._ndim} dimensions, which {lengths} would change")
+        self._resize(tuple(self._whole(length) for length in lengths), oversize, keep_rows=True)
 
     def condition_data(self, value: Any, force_cast: bool = False) -> np.ndarray:
         """Return the array that `set_value` would copy.
@@ -217,6 +218,10 @@ class Data:
         self._number, self._release, self._capacity = None, None, 0
 
 
+def _lengths(shape: int | Sequence[int]) -> tuple[int, ...]:
+    return tuple(shape) if isinstance(shape, Iterable) else (shape,)
+
+
 def _release(reference: weakref.ref[Team], number: int) -> None:
     """Release a block. A finalizer that held the team would keep the program's functions in memory."""
     team = reference()
@@ -266,7 +271,7 @@ def make_data(
     var: Any = None,
     dtype: Any = None,
     ndim: int | None = None,
-    shape: Sequence[int] | None = None,
+    shape: int | Sequence[int] | None = None,
     minibatch: bool = False,
     force_cast: bool = False,
     oversize: float = 1,
@@ -280,13 +285,13 @@ def make_data(
     model = var if var is not None or value is None else as_array(value, what)
     dtype = dtype if dtype is not None else getattr(model, "dtype", None)
     if ndim is None:
-        ndim = len(shape) if shape is not None else getattr(model, "ndim", None)
+        ndim = len(_lengths(shape)) if shape is not None else getattr(model, "ndim", None)
     if dtype is None or ndim is None:
         raise TypeError(f"{what}: give a value, or a variable, or dtype and ndim (or shape)")
     if np.dtype(dtype).kind not in "biufcO":  # Python objects have an error message of their own
         raise TypeError(f"{what}: {np.dtype(dtype)} is no type of numbers, which functions take")
-    if shape is not None and len(shape) != ndim:
-        raise ValueError(f"{what}: shape {tuple(shape)} has not {ndim} dimensions")
+    if shape is not None and len(_lengths(shape)) != ndim:
+        raise ValueError(f"{what}: shape {shape} has not {ndim} dimensions")
     created = Data(team, dtype, ndim, minibatch, label)
     if shape is not None:
         created.set_shape(shape, oversize)

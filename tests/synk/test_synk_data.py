@@ -66,6 +66,9 @@ def test_where_the_dtype_comes_from() -> None:
     assert synk.data(np.ones(3, "float32"), dtype="float64").dtype == "float64", "an explicit dtype is obeyed"
     assert synk.data(np.ones(3), dtype="float32", force_cast=True).dtype == "float32"
     assert synk.data(dtype="int8", shape=(3, 4)).shape == (3, 4)
+    assert synk.data(dtype="int8", shape=3).shape == (3,), "as in NumPy"
+    roomy = synk.data(np.ones((2, 3)), shape=(4, 3))
+    assert (roomy.shape, roomy.alloc_size) == ((2, 3), 12)
     assert synk.data(dtype=bool, ndim=1).ndim == 1
     assert synk.data(np.asfortranarray(np.arange(6).reshape(2, 3)))[:].flags.c_contiguous
 
@@ -99,6 +102,7 @@ def test_where_the_dtype_comes_from() -> None:
             TypeError,
             "x: the length 2.5",
         ),
+        (lambda: synk.data(np.ones(3), name="x").set_shape(2.5), TypeError, "x: the length 2.5"),
         (lambda: synk.data(np.ones(3)).set_shape((3, 1)), ValueError, "1 dimensions"),
         (lambda: synk.data(np.ones(3)).set_value(np.ones((3, 1))), ValueError, "1 dimensions"),
         (lambda: synk.data(np.ones(3), ndim=2), ValueError, "2 dimensions"),
