@@ -75,7 +75,14 @@ def _run(pipe: Pipe, start: Start) -> None:
             _Loop(pipe, RankContext(start.rank, start.size, start.caller), board).serve()
     finally:
         if profile:
-            profile.dump_stats(f"synk_worker_{start.rank}.prof")
+            _write_profile(profile, f"synk_worker_{start.rank}.prof")
+
+
+def _write_profile(profile: cProfile.Profile, path: str) -> None:
+    try:
+        profile.dump_stats(path)
+    except OSError as error:
+        print(f"lockstep.synk: the profile was not written: {error}", file=sys.stderr)
 
 
 def _preload(names: list[str]) -> None:

@@ -89,6 +89,16 @@ def test_profiles_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not (tmp_path / "synk_worker_1.prof").exists()
 
 
+def test_a_profile_that_can_not_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir("/proc")
+    with team(2, profile_workers=True):
+        pass
+    error = "[Errno 2] No such file or directory: 'synk_worker_1.prof'"
+    assert capfd.readouterr().err == f"lockstep.synk: the profile was not written: {error}\n"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_before_a_meeting_of_a_step_leaves_nobody_waiting(rank: int) -> None:
     """In Synkhronos a rank that failed between two barriers left all others in the second."""
