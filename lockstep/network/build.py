@@ -243,7 +243,9 @@ def _try_out(model: nn.Module, config: Config, n_classes: int) -> None:
     model.eval()
     try:
         with torch.no_grad():
-            logits = model(torch.zeros(2, n_channels, rows, columns))
+            logits = model(images := torch.zeros(2, n_channels, rows, columns))
+            if getattr(model, "aux_weights", ()):
+                _try_out_training(model, images)
     except Exception as error:  # the user's code
         remedy = "Set another input_size" + (", or null." if config.input_size else ".")
         if n_channels != 3:
@@ -256,6 +258,13 @@ def _try_out(model: nn.Module, config: Config, n_classes: int) -> None:
         actual = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise UserError(f"model {config.model}: must make logits (2, {n_classes}) of 2 images, not {actual}")
     model.train(training)
+
+
+def _try_out_training(model: nn.Module, images: torch.Tensor) -> None:
+    """Run the auxiliary heads, which compute in training only. Keep buffers and random numbers."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.random.fork_rng(devices=()):
+        torch.func.functional_call(model.train(), buffers, (images,))
 
 
 class _SkippedDraws(TorchFunctionMode):

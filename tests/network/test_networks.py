@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from lockstep.data.dataset import open_dataset, with_mean
+from lockstep.data.randomness import Purpose, seed_of
 from lockstep.errors import UserError
 from lockstep.launch.checks import check_model
 from lockstep.memory.host import HostMemory
@@ -52,6 +53,18 @@ class Pair(Sizeless):
     input_size = 32
     def forward(self, x):
         return super().forward(x), x
+
+class Headed(nn.Module):
+    input_size, aux_weights = 32, (0.3,)
+    def __init__(self, n_classes):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.fc = nn.Linear(3, n_classes)
+        self.aux = nn.Sequential(nn.Dropout(), nn.Flatten(), nn.Linear(3 * 32 * 32, n_classes))
+    def forward(self, x):
+        x = self.norm(x + 1)
+        logits = self.fc(x.mean((2, 3)))
+        return (logits, self.aux(x)) if self.training else logits
 
 class BadMean(Sizeless):
     input_size = 32
@@ -100,6 +113,7 @@ def test_ones_own_network_is_found_by_module_and_name(package: Path) -> None:
         ("Nett", {}, r"mypackage.mymodule has no Nett \(did you mean 'Net'\?\)"),
         ("Net", {"model_args": {"depth": 3}}, r"can't be made .* unexpected keyword argument 'depth'"),
         ("Net", {"input_size": 4}, r"can't take 4 x 4 images: .*\. Set another input_size, or null"),
+        ("Headed", {"input_size": 24}, r"can't take 24 x 24 images: .*\. Set another input_size, or null"),
         ("Sizeless", {}, r"has no whole number `input_size`"),
         ("Features", {}, r"must make logits \(2, 7\) of 2 images, not \(2, 8\)"),
         ("Pair", {}, r"must make logits \(2, 7\) of 2 images, not tuple"),
@@ -112,6 +126,16 @@ def test_what_is_no_network_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         build(f"mypackage.mymodule:{name}", **values)
+
+
+def test_trying_auxiliary_heads_changes_no_statistics_and_no_random_numbers(package: Path) -> None:
+    """Forward runs them in training only, where batch normalization and dropout have side effects."""
+    built, _ = build("mypackage.mymodule:Headed")
+    draws = torch.rand(3)
+    torch.manual_seed(seed_of(Purpose.INITIALISATION, 0))
+    fresh = type(built)(7)
+    assert torch.equal(draws, torch.rand(3)) and built.training
+    assert all(torch.equal(built.state_dict()[name], value) for name, value in fresh.state_dict().items())
 
 
 def test_a_module_that_does_not_import_is_named(package: Path) -> None:
