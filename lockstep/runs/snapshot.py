@@ -132,7 +132,7 @@ class Snapshots:
         if retained and not self.is_new:
             self.block, self.newest = retained.block, retained.checkpoint.slot
         else:
-            self.block, self.newest = _allocate(n_slots * self._slot_bytes), n_slots - 1
+            self.block, self.newest = _allocate(n_slots * self._slot_bytes, n_slots), n_slots - 1
         arena.memory.lock(self.block)
         self._flats = [self._flat(slot) for slot in range(n_slots)]
         self._places: dict[str, Place] = {}
@@ -189,10 +189,12 @@ class Snapshots:
         return self.block.tensor(flat.dtype, tuple(flat.shape), slot * self._slot_bytes)
 
 
-def _allocate(n_bytes: int) -> HostBlock:
+def _allocate(n_bytes: int, n_slots: int) -> HostBlock:
     try:
         block = HostMemory().allocate(n_bytes, "copies of the weights, for checkpoints")
     except UserError as error:
+        if n_slots == 1:
+            raise
         raise UserError(
             f"{error} Or set memory_checkpoint_seconds: null, which needs a single copy."
         ) from error

@@ -45,6 +45,20 @@ def in_another_process(snapshots: Snapshots, checkpoint: MemoryCheckpoint) -> Re
     return Retained(block, checkpoint)
 
 
+@pytest.mark.parametrize("n_slots", [1, 2])
+def test_a_single_copy_that_has_no_room_is_not_advised_to_be_single(
+    n_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise UserError("no room:")
+
+    arena = make_arena()
+    monkeypatch.setattr("lockstep.runs.snapshot.HostMemory.allocate", refuse)
+    with pytest.raises(UserError, match="no room:") as caught:
+        Snapshots(arena, 4 * 108, n_slots)
+    assert ("memory_checkpoint_seconds: null" in str(caught.value)) == (n_slots == 2)
+
+
 def test_a_checkpoint_has_every_tensor_and_the_state_as_they_were() -> None:
     arena = make_arena()
     snapshots = Snapshots(arena, 4 * 108, 2)
