@@ -1,5 +1,6 @@
 """The receipts that a trainer keeps of its run: what they say of it, and when they are due."""
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,13 @@ from lockstep.runs.receipts import (
     digest_of_settings,
     digests_of_data,
     read,
+)
+
+# They choose other instructions or another precision inside oneDNN and MKL, which torch can't tell.
+_VARIABLES = (
+    *(f"{prefix}_{name}" for prefix in ("ONEDNN", "DNNL") for name in ("MAX_CPU_ISA", "DEFAULT_FPMATH_MODE")),
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
 )
 
 
@@ -173,4 +181,5 @@ def machine_of(config: Config) -> dict[str, str]:
         "devices": ", ".join(sorted(set(devices.describe(config.devices).values()))),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
+        **{name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
     }

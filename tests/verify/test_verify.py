@@ -31,8 +31,9 @@ from lockstep.runs import checkpoint_files, receipts
 from lockstep.runs.folder import open_run
 from lockstep.runs.receipts import ReceiptFile
 from lockstep.signals import Interrupts
-from lockstep.trainer.receipts import add_written_out
+from lockstep.trainer.receipts import add_written_out, machine_of
 from lockstep.verify.files import _missing_of
+from lockstep.verify.intervals import reasons
 
 KEYS = ("logical_ranks=4", "global_batch_size=8", "check_every=3", "snapshot_freq=1", "cpu_threads=1")
 
@@ -337,6 +338,15 @@ def test_a_line_that_was_not_finished_is_removed(tmp_path: Path) -> None:
     path.write_bytes(whole.replace(b'"number":1', b'"number":"a"'))
     with pytest.raises(UserError, match="its last receipt is damaged"):
         ReceiptFile(tmp_path)
+
+
+def test_a_variable_that_limits_instructions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN then computes other bits on the same processor."""
+    config = make_config()
+    receipt = dataclasses.replace(example(), machine=machine_of(config))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    differences = reasons(receipt, receipt.versions, machine_of(config))
+    assert differences == ["machine's ONEDNN_MAX_CPU_ISA: none then, SSE41 now"]
 
 
 def test_a_run_without_logical_ranks_keeps_none(tmp_path: Path) -> None:
