@@ -95,10 +95,15 @@ def write_array(path: Path, array: np.ndarray) -> None:
     write_bytes(path, file.getvalue())
 
 
+def check_regular(path: Path) -> None:
+    """Raise UserError for what may be read without end: a device may be endless, a pipe have no writer."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: is not a regular file")
+
+
 def read_array(path: Path) -> np.ndarray:
     """Read a .npy file. Raise UserError if it is damaged or needs unpickling."""
-    if path.exists() and not path.is_file():  # a device may be endless, a pipe may have no writer
-        raise UserError(f"{path}: is not a regular file")
+    check_regular(path)
     try:
         content = path.read_bytes()  # NumPy would mistake a disk error for the end of the file
     except FileNotFoundError as error:

@@ -24,7 +24,7 @@ import numpy as np
 
 from lockstep.data import c01b
 from lockstep.errors import UserError
-from lockstep.files import cause_of, write_bytes
+from lockstep.files import cause_of, check_regular, write_bytes
 
 # (batch, row, column, channel); (channel, row, column, batch): theano_alexnet's
 Layout = Literal["b01c", "c01b"]
@@ -64,6 +64,7 @@ def inspect(path: str | Path) -> HklArray:
         UserError: The file is missing, truncated, not HDF5, or does not hold exactly one array.
     """
     try:
+        check_regular(Path(path))
         with h5py.File(path, "r") as file:
             return _find_array(str(path), file)
     except FileNotFoundError as error:
