@@ -19,7 +19,7 @@ import numpy as np
 from lockstep.config.tasks import MONITORED, Task
 from lockstep.data.hkl import HklArray, Layout
 from lockstep.errors import UserError
-from lockstep.files import check_regular, checksum
+from lockstep.files import checksum
 from lockstep.typed import convert
 
 MANIFEST_VERSION = 2
@@ -90,7 +90,6 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = folder / NAME
     if not path.exists():
         return None
-    check_regular(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def keys(folder: Path, **more: Any) -> dict[str, Any]:
 def train(folder: Path, data: tuple[Any, Any] | None = None, **more: Any) -> lockstep.Run:
     train_data, val_data = data or make_squares()
     return lockstep.train(train_data=train_data, val_data=val_data, **keys(folder, **more))
+
+
+class Slow(Squares):
+    """Squares that take time, so that an epoch is not over before its run is stopped."""
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        time.sleep(0.02)
+        return super().__getitem__(index)
 
 
 def bits(run: lockstep.Run) -> dict[str, np.ndarray]:
@@ -106,10 +115,11 @@ def test_threads_and_loaders_do_not_change_the_bits(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_was_stopped_within_an_epoch_resumes_to_the_same_bits(tmp_path: Path) -> None:
     expected = bits(train(tmp_path))
-    stopped = train(tmp_path, callback=lambda event: "stop", print_freq=1)
+    slow = Slow(90, 0), Squares(33, 1)
+    stopped = train(tmp_path, slow, callback=lambda event: "stop", print_freq=1)
     assert not stopped.complete
     (record,) = (stopped.folder / "checkpoints").glob("epoch_0001*.json")
-    assert json.loads(record.read_text())["position"] > 0
+    assert 0 < json.loads(record.read_text())["position"] < 90
     with pytest.raises(lockstep.UserError, match=r"data: datasets was passed by a Python program"):
         lockstep.resume(stopped.folder, quiet=True)
     with pytest.raises(lockstep.UserError, match="datasets: holds another dataset than the one of the"):

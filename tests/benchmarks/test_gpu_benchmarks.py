@@ -202,7 +202,7 @@ sys.exit(section.main("flow", ".", "real", *sys.argv[1:]))
 
 @pytest.mark.slow
 def test_a_section_that_hangs_says_where(tmp_path: Path) -> None:
-    section = Section("hangs", (sys.executable, "-c", HANG_LATE), limit(15), 0.0)
+    section = Section("hangs", (sys.executable, "-c", HANG_LATE), limit(8), 0.0)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     outcome = harness.run(section, section.limit, tmp_path, tmp_path / "log", environment)
     assert outcome.status == "failed" and any("in main" in line for line in outcome.last_lines)

@@ -320,7 +320,7 @@ def test_what_to_set_upload_to_is_what_was_faster() -> None:
 @pytest.mark.timeout(600)  # PyCUDA is built the first time
 @pytest.mark.slow
 def test_two_gpus(doctor: Doctor, simulation: Simulation) -> None:
-    doctor.environment = simulation.environment()
+    doctor.environment = simulation.set(proof_bytes=1 << 20).environment()
     doctor.run()
     assert doctor.wrong() == set() and "Nothing is wrong." in doctor.sections
     expected = "simulated device 1, 0000:02:00.0, GPU-1, 1.0 GiB, MIG off, driver 580"
@@ -354,7 +354,7 @@ def test_two_gpus(doctor: Doctor, simulation: Simulation) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_writes_that_are_lost_show_in_the_matrix(doctor: Doctor, simulation: Simulation) -> None:
-    doctor.environment = simulation.set(lost="1-0").environment()
+    doctor.environment = simulation.set(lost="1-0", proof_bytes=1 << 20).environment()
     doctor.run(code=1)
     peers = doctor.sections[PEERS]
     assert float(peers["0: cuda:0"].split()[1]) > 0
@@ -367,7 +367,7 @@ def test_writes_that_are_lost_show_in_the_matrix(doctor: Doctor, simulation: Sim
 @pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_one_gpu_is_proven_with_two_processes(doctor: Doctor, simulation: Simulation) -> None:
-    doctor.environment = simulation.set(devices=1, lockable=1000).environment()
+    doctor.environment = simulation.set(devices=1, lockable=1000, proof_bytes=1 << 20).environment()
     doctor.run()
     peers = doctor.sections[PEERS]
     assert peers["note"].startswith("two processes on the one GPU")

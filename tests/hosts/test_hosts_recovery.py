@@ -267,7 +267,7 @@ def test_a_step_that_takes_too_long_is_left_out_of_what_hosts_save(
 ) -> None:
     """SIGTERM to one launcher, with `preempt_seconds`: all hosts save their memory checkpoints."""
     words = ("model=small_networks:StopsAtSixthStep", "devices=[cpu]", "n_epochs=3", "snapshot_freq=3")
-    seconds = min(limit(6), 60)  # less than `timeout`, after which the trainer counts as hanging
+    seconds = min(limit(4), 60)  # less than `timeout`, after which the trainer counts as hanging
     preempted = (*words, EVERY_STEP, f"preempt_seconds={seconds:g}", "resume_train=auto")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/support"))
     unbroken = start(program, *words, folders=("whole0", "whole1"))

@@ -28,7 +28,7 @@ def environment(stands_still: bool) -> dict[str, str]:
 @pytest.mark.parametrize("devices", ["[cpu, cpu]", "[cpu]"], ids=["two", "one"])
 def test_a_step_that_takes_too_long_is_left_out_of_what_is_saved(program: Program, devices: str) -> None:
     """The memory checkpoint is written to the disk instead, from which the run resumes to the same bits."""
-    seconds = min(limit(6), 60)  # less than `timeout`, after which the trainer counts as hanging
+    seconds = min(limit(4), 60)  # less than `timeout`, after which the trainer counts as hanging
     words = (*SLOW, "n_epochs=3", f"preempt_seconds={seconds:g}", "snapshot_freq=3")
     running = program.start(*words, devices=devices, environment=environment(True))
     running.wait_for_text("epoch 1 step 4/")

@@ -303,8 +303,8 @@ def test_a_run_that_hangs_and_is_asked_to_stop_keeps_its_memory_checkpoint(
     The kernel may kill that process for lack of memory, as it did others before.
     """
     # Without validations no epoch is the best one so far, so nothing is on the disk before.
-    rare = ("snapshot_freq=40", "val_freq=40", "memory_checkpoint_seconds=1e-6")
-    words = ("n_epochs=40", "cpu_threads=1", *rare)
+    rare = ("snapshot_freq=12", "val_freq=12", "memory_checkpoint_seconds=1e-6")
+    words = ("n_epochs=12", "cpu_threads=1", *rare)
     running = program.start(*words, f"timeout={round(limit(4))}", name="broken")
     running.wait_for_text("epoch 2 step 4/")
     os.kill(running.pids()["trainer 1"], signal.SIGSTOP)
@@ -321,7 +321,7 @@ def test_a_run_that_hangs_and_is_asked_to_stop_keeps_its_memory_checkpoint(
     assert running.wait(60) == 1, running.output()
     assert "trainer 1 (pid " in running.output()
     assert "stopped as asked; saved " in running.last_line()
-    assert find_checkpoint(running.run_folder, "latest")[0].state.epoch < 40
+    assert find_checkpoint(running.run_folder, "latest")[0].state.epoch < 12
     running.assert_nothing_left()
     resumed = program.run(*words, "resume_train=auto", name="broken")
-    assert_same(tensors(resumed, 40), tensors(program.run(*words, name="unbroken"), 40))
+    assert_same(tensors(resumed, 12), tensors(program.run(*words, name="unbroken"), 12))

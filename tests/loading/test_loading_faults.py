@@ -223,7 +223,7 @@ def events(running: Running, name: str) -> list[dict[str, Any]]:
 def test_a_killed_loader_is_started_again_to_the_same_bits(
     program: Program, when: str, trainers: str, restarts: tuple[str, ...], n_left: int
 ) -> None:
-    words = ("n_epochs=30", "snapshot_freq=30", "cpu_threads=1")
+    words = ("n_epochs=12", "snapshot_freq=12", "cpu_threads=1")
     running = program.start(*words, *restarts, devices=trainers)
     running.wait_for_text(when)
     pid = running.pids()["loader 0"]
@@ -234,7 +234,7 @@ def test_a_killed_loader_is_started_again_to_the_same_bits(
         received in running.output() and f"it is started again (restarts left: {n_left})" in running.output()
     )
     assert not events(running, "recovered")
-    assert_same(tensors(running, 30), tensors(program.run(*words, name="unbroken", devices=trainers), 30))
+    assert_same(tensors(running, 12), tensors(program.run(*words, name="unbroken", devices=trainers), 12))
     running.assert_nothing_left()
 
 

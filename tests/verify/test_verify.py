@@ -307,7 +307,7 @@ def test_a_preempted_run_is_verified_across_its_checkpoint_from_memory(
     """The launcher writes the checkpoint and its receipt, since the trainers stand still."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
     words = (*KEYS, "model=small_networks:StopsAtSixthStep", "n_epochs=2", "memory_checkpoint_seconds=1e-6")
-    seconds = f"preempt_seconds={min(limit(6), 60):g}"  # less than `timeout`
+    seconds = f"preempt_seconds={min(limit(4), 60):g}"  # less than `timeout`
     running = program.start(*words, seconds, environment={**os.environ, "STAND_STILL": "1"})
     running.wait_for_text("epoch 1 step 2/")  # each trainer has two logical ranks, so two passes a step
     time.sleep(2)  # it stands still in the sixth pass now
