@@ -45,7 +45,8 @@ def small_net(n_classes: int, width: int = 2) -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize("way", ["-c", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["-c", *WAYS])
 def test_a_class_of_the_main_program_trains(way: str, shared_folder: Path, tmp_path: Path) -> None:
     text = program_for(shared_folder, tmp_path)
     (tmp_path / "mine.py").write_text(text)

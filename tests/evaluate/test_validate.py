@@ -244,6 +244,7 @@ def test_the_worst_classes_and_what_they_are_taken_for() -> None:
     assert worst == [(2, 3, 1, 2), (0, 3, 1, 1)]
 
 
+@pytest.mark.slow
 def test_the_mean_is_the_runs_on_another_dataset(
     trained: Running, shared_folder: Path, tmp_path: Path
 ) -> None:

@@ -381,6 +381,7 @@ def test_a_program_may_change_its_directory_and_cache_results(tmp_path: Path) ->
     assert done.stdout == "[12.0, 12.0, 12.0, 12.0]\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_program_may_have_no_standard_output(tmp_path: Path) -> None:
     result = tmp_path / "result"
     program = f"""
