@@ -97,7 +97,7 @@ def write_array(path: Path, array: np.ndarray) -> None:
 
 def check_regular(path: Path) -> None:
     """Raise UserError for what may be read without end: a device may be endless, a pipe have no writer."""
-    if path.exists() and not path.is_file():
+    if not path.is_file() and path.exists():
         raise UserError(f"{path}: is not a regular file")
 
 

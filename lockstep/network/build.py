@@ -243,7 +243,8 @@ def _try_out(model: nn.Module, config: Config, n_classes: int) -> None:
     model.eval()
     try:
         with torch.no_grad():
-            logits = model(images := torch.zeros(2, n_channels, rows, columns))
+            images = torch.zeros(2, n_channels, rows, columns)
+            logits = model(images)
             if getattr(model, "aux_weights", ()):
                 _try_out_training(model, images)
     except Exception as error:  # the user's code

@@ -282,15 +282,16 @@ def make_data(
         value, var = None, value  # a symbolic variable as the first argument
     label = name or getattr(var, "name", None) or ""
     what = f"data {label!r}" if label else "data()"
+    shape = None if shape is None else _lengths(shape)
     model = var if var is not None or value is None else as_array(value, what)
     dtype = dtype if dtype is not None else getattr(model, "dtype", None)
     if ndim is None:
-        ndim = len(_lengths(shape)) if shape is not None else getattr(model, "ndim", None)
+        ndim = len(shape) if shape is not None else getattr(model, "ndim", None)
     if dtype is None or ndim is None:
         raise TypeError(f"{what}: give a value, or a variable, or dtype and ndim (or shape)")
     if np.dtype(dtype).kind not in "biufcO":  # Python objects have an error message of their own
         raise TypeError(f"{what}: {np.dtype(dtype)} is no type of numbers, which functions take")
-    if shape is not None and len(_lengths(shape)) != ndim:
+    if shape is not None and len(shape) != ndim:
         raise ValueError(f"{what}: shape {shape} has not {ndim} dimensions")
     created = Data(team, dtype, ndim, minibatch, label)
     if shape is not None:

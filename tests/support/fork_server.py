@@ -107,9 +107,7 @@ def _can_fork(environment: dict[str, str]) -> bool:
 
     Modules of other folders may hide what this process has imported, or run as an interpreter starts.
     """
-    for place in map(Path, _python_path(environment)):
-        if place in _simulation(environment):
-            continue
+    for place in {*map(Path, _python_path(environment))} - {*_simulation(environment)}:
         is_known = place.is_relative_to(ROOT) or str(place) in _USUAL_PATH
         if not is_known or (place / "sitecustomize.py").exists():
             return False
