@@ -15,10 +15,14 @@ _MODES = ("default", "reduce-overhead")
 
 
 def run(setting: Setting, work: Path, record: Record) -> None:
-    keys = {"precision": "bf16", "para_load": False, "cuda_graph": not setting.rehearsal}
-    trainer = LoneTrainer(setting, dataset_folder(setting, work), **keys)
-    turns = {"Lockstep bf16": trainer.turn(trainer.resident)}
-    try_out(turns["Lockstep bf16"], trainer.synchronize)
+    # The plain form comes first: its batch is made of images, which plain PyTorch takes, too.
+    trainers = {
+        f"Lockstep bf16, conv_layout: {form}": _trainer(setting, work, form) for form in ("plain", "auto")
+    }
+    turns = {name: trainer.turn(trainer.resident) for name, trainer in trainers.items()}
+    trainer = next(iter(trainers.values()))
+    for turn in turns.values():
+        try_out(turn, trainer.synchronize)
     batch = trainer.resident.batch()
     trainer.synchronize()
     compute_in(None, batch.images.device)
@@ -34,4 +38,10 @@ def run(setting: Setting, work: Path, record: Record) -> None:
             turns[f"plain PyTorch, torch.compile, {mode}"] = peer.turn()
     take_turns_kept(turns, trainer.synchronize, setting, record)
     with record.attempt("closing"):
-        trainer.close()
+        for trainer in trainers.values():
+            trainer.close()
+
+
+def _trainer(setting: Setting, work: Path, form: str) -> LoneTrainer:
+    keys = {"precision": "bf16", "para_load": False, "cuda_graph": not setting.rehearsal}
+    return LoneTrainer(setting, dataset_folder(setting, work), conv_layout=form, **keys)

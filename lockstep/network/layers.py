@@ -123,6 +123,8 @@ def _power(base: torch.Tensor, beta: float) -> torch.Tensor:
     if beta != 0.75:
         return base.pow(-beta)
     root = base.rsqrt()
+    if torch.compiler.is_compiling():  # autograd differentiates it there, and needs the square root itself
+        return root.sqrt() * root
     return root.sqrt().mul_(root)
 
 

@@ -85,7 +85,7 @@ def test_a_rehearsal_runs_all_sections(rehearsal: Path) -> None:
     rows = {"conv2, dense", "LRN 96 x 27 x 27: our kernel", "augment, forward: blocks for conv1"}
     rows |= {"augment, forward: resized crops", "augment, forward: resized crops, erased and mixed"}
     assert rows <= figures["layers"]["layers"].keys()
-    assert len(figures["compiled"]["steps"]) == 3
+    assert len(figures["compiled"]["steps"]) == 4
     assert figures["loading"]["reader"].keys() == {f"{n} threads, images/s" for n in (1, 2, 4)}
     assert figures["loading"]["faster"] in figures["loading"]["cases"]
     assert figures["loading"]["cases"].keys() == loading._CASES.keys()

@@ -10,6 +10,7 @@ from conftest import Program, make_config
 from safetensors.torch import load_file
 
 from lockstep.errors import UserError
+from lockstep.network.layers import LocalResponseNorm, ReluMaxPool
 from lockstep.network.step_graph import Compiled
 
 WORDS = ("rand_mirror=true", "n_epochs=1", "lr_step=[]", "cpu_threads=1", "precision=fp32")
@@ -59,6 +60,18 @@ def test_what_fails_to_compile_is_computed_all_the_same(monkeypatch: pytest.Monk
     broken = Compiled(torch.nn.Linear(7, 7), 4)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         broken(torch.ones(4, 3), said.append)
+
+
+def test_layers_of_alexnet_have_the_same_gradient_compiled() -> None:
+    """Their closed forms of gradients are for uncompiled layers; autograd differentiates compiled ones."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(LocalResponseNorm(), ReluMaxPool(3, 2))
+    images = torch.randn(2, 8, 9, 9, requires_grad=True)
+    plain, compiled = (
+        torch.autograd.grad(way(images).square().sum(), images)[0]
+        for way in (model, torch.compile(model, backend="aot_eager"))
+    )
+    torch.testing.assert_close(compiled, plain)
 
 
 def test_it_can_not_go_with_parts() -> None:
