@@ -66,8 +66,8 @@ class LocalResponseNorm(nn.Module):
     def add_neighbours(self, x: torch.Tensor) -> torch.Tensor:
         """Return each channel's sum over its neighbours, in x's dtype, also within autocast."""
         device = x.device.type
-        is_available = torch.amp.is_autocast_available(device)  # not for meta tensors
-        if not (is_available and torch.is_autocast_enabled(device)):  # plain, so that exporters can trace it
+        # Meta tensors have no autocast. Plain, so that exporters and torch.compile can trace it.
+        if x.is_meta or not torch.is_autocast_enabled(device):
             return F.conv2d(x, self.band(x))
         with torch.autocast(device, enabled=False):
             return F.conv2d(x, self.band(x))
