@@ -33,10 +33,10 @@ _LIMITS = {
     "tests2": 190.0,
     "table1": 110.0,
     "exchange": 80.0,
-    "precisions": 90.0,
-    "resnet50": 100.0,
+    "precisions": 80.0,
+    "resnet50": 85.0,
     "functions": 60.0,
-    "flow": 80.0,
+    "flow": 105.0,
     "hosts": 90.0,
 }
 _LEAST = 20.0
