@@ -44,7 +44,6 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "resized crops, jittered": {"crop": "random_resized", "color_jitter": 0.4},
     "resized crops, erased and mixed": {"crop": "random_resized", "random_erasing": 0.25, "mixup": 0.2},
 }
-_CALLS = 10
 _PRODUCTS = 6  # of 8192 x 8192 matrices: about 8 ms, in which the host launches the calls of a layer
 
 
@@ -65,7 +64,9 @@ def run(setting: Setting, work: Path, record: Record) -> None:
             for _ in range(3):
                 step()
             driver, stream = backend.memory.driver, backend.stream
-            seconds = device_turns({name: step}, driver, stream, _CALLS, setting.n_rounds, occupy)[name]
+            seconds = device_turns(
+                {name: step}, driver, stream, setting.layer_calls, setting.n_rounds, occupy
+            )[name]
             found[name] = {"ms": seconds * 1e3}
             record.keep("layers", found)
 

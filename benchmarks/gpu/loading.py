@@ -29,7 +29,6 @@ _CASES: dict[str, dict[str, Any]] = {
     "upload: loader, read_threads: 4": {"upload": "loader", "read_threads": 4},
     "upload: trainer, read_threads: 4": {"upload": "trainer", "read_threads": 4},
 }
-_PHASE_STEPS = 60
 _PEER = "DataLoader, 12 workers, pin_memory"
 _PEER_WORKERS = 12
 _PEER_PREFETCHED = 2  # minibatches of each worker
@@ -65,7 +64,7 @@ def run(setting: Setting, work: Path, record: Record) -> None:
     cases = {name: _rates(name, timed, setting) for name in trainers}
     for name, trainer in trainers.items():
         with record.attempt(f"phases of {name}"):
-            cases[name] |= _phases(trainer)
+            cases[name] |= _phases(trainer, setting.phase_steps)
             record.keep("cases", cases)
     rates = {name: cases[name]["loaded_images_per_second"] for name in cases}
     if len(rates) > 1:
@@ -84,8 +83,8 @@ def _rates(name: str, timed: dict[str, dict[str, float]], setting: Setting) -> d
     return {**found, "share_of_resident": found["resident"]["ms"] / found["loaded"]["ms"]}
 
 
-def _phases(trainer: LoneTrainer) -> dict[str, Any]:
-    phases = trainer.phases(trainer.loaded, _PHASE_STEPS)
+def _phases(trainer: LoneTrainer, n_steps: int) -> dict[str, Any]:
+    phases = trainer.phases(trainer.loaded, n_steps)
     return {"phases_ms": phases, "load_wait_share": phases["load-wait"] / sum(phases.values())}
 
 

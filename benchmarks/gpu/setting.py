@@ -24,6 +24,8 @@ class Setting:
     # before each turn's clock: caches, clocks, and a loader's ring, which was full in advance
     warm_steps: int
     n_rounds: int
+    phase_steps: int  # whose phases are timed where batches come from a loader
+    layer_calls: int  # in one turn
     copy_bytes: int  # of one copy whose rate is measured, in each direction
     matrix: int  # rows and columns of the product whose rate is measured
     exchange_elements: int
@@ -51,6 +53,8 @@ REAL = Setting(
     least_steps=5,
     warm_steps=8,
     n_rounds=7,
+    phase_steps=60,
+    layer_calls=10,
     copy_bytes=1 << 30,
     matrix=8192,
     exchange_elements=N_ELEMENTS,
@@ -74,6 +78,8 @@ REHEARSAL = Setting(
     least_steps=2,
     warm_steps=1,
     n_rounds=1,
+    phase_steps=2,
+    layer_calls=2,
     copy_bytes=1 << 20,
     matrix=64,
     exchange_elements=16 * 1000,
