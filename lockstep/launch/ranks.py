@@ -39,11 +39,7 @@ def run_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any) -> li
         EOFError: A process ended or hung without a result.
         AssertionError: A function raised an error; with its traceback.
     """
-    # A fork server that has imported torch and never uses a device. It starts now, with the signals as they
-    # are.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["lockstep.network.replica"])
-    forkserver.ensure_running()
-    outcomes = _run("forkserver", function, n_ranks, arguments, RESULT_SECONDS)
+    outcomes = _run(function, n_ranks, arguments, RESULT_SECONDS)
     for rank, outcome in enumerate(outcomes):
         if outcome.problem and not outcome.traceback:
             raise EOFError(f"rank {rank} {outcome.problem}")
@@ -53,19 +49,21 @@ def run_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any) -> li
 
 
 def try_ranks(function: Callable[..., Any], n_ranks: int, *arguments: Any, seconds: float) -> list[Outcome]:
-    """Call a function like `run_ranks`, in newly spawned processes, and return errors as outcomes.
+    """Call a function like `run_ranks`, and return errors as outcomes.
 
     Args:
         seconds: Time after which processes are killed.
     """
-    return _run("spawn", function, n_ranks, arguments, seconds)
+    return _run(function, n_ranks, arguments, seconds)
 
 
-def _run(
-    method: str, function: Callable[..., Any], n_ranks: int, arguments: Any, seconds: float
-) -> list[Outcome]:
+def _run(function: Callable[..., Any], n_ranks: int, arguments: Any, seconds: float) -> list[Outcome]:
+    # A fork server that has imported torch and never uses a device: an import takes a second or two, a fork
+    # milliseconds. It starts now, with the signals as they are.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["lockstep.launch.preload"])
+    forkserver.ensure_running()
     peers = connect_all(n_ranks)
-    with Processes(DEADLINE, method=method, has_main=True) as processes:  # `function` may be in the main file
+    with Processes(DEADLINE, method="forkserver", has_main=True) as processes:  # `function` may be in main
         for rank in range(n_ranks):
             call = (rank, peers[rank], dict(os.environ), function, arguments)
             processes.start(_name(rank), "lockstep.launch.ranks:run_rank", call)

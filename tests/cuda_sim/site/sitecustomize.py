@@ -1,4 +1,4 @@
-"""Start the simulated driver (../simulated.py) in trainers and loaders that a launcher spawns.
+"""Start the simulated driver (../simulated.py) in trainers and loaders that a launcher starts.
 
 With CUDA_SIM_ALL it starts in every program, because rank 0 of lockstep.synk is the user's process.
 
@@ -10,8 +10,10 @@ import os
 import sys
 from pathlib import Path
 
-template = any("lockstep.launch.template" in word for word in sys.orig_argv)  # its children are forks
-chosen = template or "--multiprocessing-fork" in sys.orig_argv or "CUDA_SIM_ALL" in os.environ
+# The children of these are forks.
+servers = "lockstep.launch.template", "multiprocessing.forkserver"
+is_server = any(server in word for server in servers for word in sys.orig_argv)
+chosen = is_server or "--multiprocessing-fork" in sys.orig_argv or "CUDA_SIM_ALL" in os.environ
 if chosen and "CUDA_SIM_PARTS" in os.environ:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     import simulated
