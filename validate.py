@@ -23,6 +23,7 @@ if __name__ == "__main__":
 import argparse
 import dataclasses
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from tqdm import tqdm
@@ -41,7 +42,8 @@ from lockstep.evaluate.files import check_place, write_csv, write_json
 from lockstep.files import refusing_unusable_paths
 from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import show
-from lockstep.launch.processes import Processes
+from lockstep.launch.processes import run_trainers
+from lockstep.launch.template import Template
 from lockstep.loading.reader import N_VIEWS
 from lockstep.programs import make_parser
 from lockstep.runs import checkpoint_files
@@ -148,8 +150,8 @@ def evaluate(
     """Measure the validation images with one process per device."""
     plan = RunPlan(config, checkpoint.path.parent.parent, checkpoint.path)
     with (
+        closing(Template(["lockstep.evaluate.evaluation"])) as template,
         tqdm(total=n_images, unit=" images", disable=None, leave=False) as bar,
-        Processes(config.timeout, interrupts) as processes,
     ):
 
         def on_message(message: object) -> None:
@@ -159,15 +161,9 @@ def evaluate(
             elif isinstance(message, WarningMessage):
                 show(f"note: {message.text}", "stderr")
 
-        for world in World.on_one_host(len(config.devices)):
-            arguments = (plan, world, n_views)
-            processes.start(
-                f"trainer {world.rank}",
-                "lockstep.evaluate.evaluation:run_validator",
-                arguments,
-                reporting=world.rank == 0,
-            )
-        return processes.watch(on_message)
+        entry = "lockstep.evaluate.evaluation:run_validator"
+        arguments = [(plan, world, n_views) for world in World.on_one_host(len(config.devices))]
+        return run_trainers(template, config.timeout, interrupts, entry, arguments, on_message)
 
 
 def report(

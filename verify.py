@@ -26,6 +26,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,9 @@ from lockstep.config.rules import settle
 from lockstep.errors import UserError
 from lockstep.files import refusing_unusable_paths
 from lockstep.launch.console import show
-from lockstep.launch.processes import Processes, connect_all
+from lockstep.launch.processes import connect_all, run_trainers
 from lockstep.launch.status import StatusBoard
+from lockstep.launch.template import Template
 from lockstep.programs import make_parser
 from lockstep.runs import receipts as chain
 from lockstep.runs.plan import RunPlan
@@ -171,9 +173,12 @@ def replay_all(
         replays.append(intervals.from_scratch(arguments.run, receipts, settings, arguments.step))
     config = on_devices(config, arguments.overrides, receipts[-1])
     n_steps = sum(replay.last - replay.first for replay in replays)
-    with tqdm(total=n_steps, unit=" steps", disable=True if arguments.json else None, leave=False) as bar:
+    with (
+        closing(Template(["train_funcs"])) as template,
+        tqdm(total=n_steps, unit=" steps", disable=True if arguments.json else None, leave=False) as bar,
+    ):
         for each in replays:
-            problem, reasons = replay(each, config, arguments.run, interrupts, bar)
+            problem, reasons = replay(each, config, arguments.run, template, interrupts, bar)
             result = {"from": each.first, "to": each.last, "receipts": len(each.states)}
             found["replays"].append({**result, "equal": not problem})
             found["problems"] += [problem] if problem else []
@@ -208,7 +213,12 @@ def on_devices(config: Config, overrides: list[str], receipt: Receipt) -> Config
 
 
 def replay(
-    each: Replay, config: Config, folder: Path, interrupts: Interrupts, bar: "tqdm[Any]"
+    each: Replay,
+    config: Config,
+    folder: Path,
+    template: Template,
+    interrupts: Interrupts,
+    bar: "tqdm[Any]",
 ) -> tuple[str, list[str]]:
     """Compute the states of a replay again.
 
@@ -231,10 +241,10 @@ def replay(
             bar.update(message.step - max([each.first, *(step for step in states if step < message.step)]))
 
     plan = RunPlan(config, folder, each.start, writes=False)
-    with Processes(config.timeout, interrupts) as processes:
-        for rank, arguments in enumerate(trainers_of(plan, tuple(each.states))):
-            processes.start(f"trainer {rank}", "verify:run_replayer", arguments, reporting=rank == 0)
-        exit_status = processes.watch(on_message)
+    trainers = trainers_of(plan, tuple(each.states))
+    exit_status = run_trainers(
+        template, config.timeout, interrupts, "verify:run_replayer", trainers, on_message
+    )
     if exit_status.code and not interrupts.code:
         raise UserError(f"the replay from step {each.first} failed: {exit_status.message}")
     if not interrupts.code and (missing := each.states.keys() - states.keys()):

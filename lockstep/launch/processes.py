@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -24,7 +24,7 @@ from lockstep.errors import Garbled, PeerProblem, UserError
 from lockstep.launch.child_main import ChildStart, child_main
 from lockstep.launch.children import Child, ExitStatus, close_connections
 from lockstep.launch.status import StatusBoard
-from lockstep.launch.template import Template
+from lockstep.launch.template import Stopped, Template
 from lockstep.memory.host import HostMemory
 from lockstep.memory.leftovers import remove_leftovers
 from lockstep.runs.snapshot import SnapshotMemory
@@ -407,6 +407,38 @@ class Processes:
             child.process.kill()
         for child in self._children:
             child.process.join(LEAVE_SECONDS)
+
+
+def run_trainers(
+    template: Template,
+    timeout: float,
+    interrupts: Interrupts,
+    entry: str,
+    arguments: Iterable[tuple[Any, ...]],
+    on_message: Callable[[Any], None],
+) -> ExitStatus:
+    """Run a process for each rank until all have exited, and return how they ended.
+
+    Args:
+        template: Forks them.
+        timeout: Seconds for which a process waits for another.
+        interrupts: The program's signal handling.
+        entry: The function, as 'module:function'.
+        arguments: Of each rank.
+        on_message: Called with each message of a process.
+
+    Raises:
+        UserError: The operating system refuses another process.
+    """
+    with Processes(timeout, interrupts, template=template) as processes:
+        try:
+            for rank, own in enumerate(arguments):
+                processes.start(f"trainer {rank}", entry, own, reporting=rank == 0)
+            return processes.watch(on_message)
+        except PeerProblem as error:  # no template starts any more
+            return ExitStatus(error.code, str(error))
+        except Stopped:
+            return ExitStatus.stopped_by(interrupts)
 
 
 def connect_all(n_processes: int) -> list[dict[int, Connection]]:
