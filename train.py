@@ -147,4 +147,4 @@ def start_processes(processes: Processes, attempt: Attempt, context: Context) ->
 
 
 if __name__ == "__main__":
-    leave(main(interrupts, template))
+    leave(main(interrupts, template), template)

@@ -28,6 +28,7 @@ from lockstep.hosts.store import HostFailed, HostLost, Store, as_record, one_lin
 from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import show
 from lockstep.launch.processes import Processes
+from lockstep.launch.template import Template
 from lockstep.runs import checkpoint_files
 from lockstep.runs import folder as runfolder
 from lockstep.runs.folder import RunFolder
@@ -453,9 +454,13 @@ def _check_rejoining(config: Config) -> None:
         )
 
 
-def leave(code: int) -> None:
-    """Exit with a code at once, even if threads still wait for a host that does not answer."""
+def leave(code: int, template: Template) -> None:
+    """Exit with a code at once, even if threads still wait for a host that does not answer.
+
+    The template is waited for: not every process 1, as in some containers, does that for orphans.
+    """
     ignore_signals()
+    template.close()
     if "torch" not in sys.modules:  # no other host has been joined
         sys.exit(code)
     for stream in filter(None, (sys.stdout, sys.stderr)):

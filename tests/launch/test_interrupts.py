@@ -188,6 +188,7 @@ def test_a_signal_that_comes_while_a_process_is_started_is_not_lost(threads: str
 EXITING = """
 import os, signal, sys
 from lockstep.launch.hosting import leave
+from lockstep.launch.template import Template
 from lockstep.signals import Interrupts
 
 
@@ -199,7 +200,7 @@ class Late:
 interrupts, late = Interrupts(), Late()
 interrupts.install("stopped as asked")
 interrupts.note()
-leave(3)
+leave(3, Template([]))
 """
 
 

@@ -5,13 +5,15 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Program, Running, wait_until
+from conftest import ROOT, Program, Running, wait_until
 from limits import limit
 
 from lockstep.comm.pipes import Pipe
@@ -76,6 +78,27 @@ def test_the_template_dies_with_its_launcher(program: Program, victim: str) -> N
         os.kill(running.process.pid, signal.SIGKILL)
     assert running.wait() == -signal.SIGKILL
     running.assert_nothing_left()
+
+
+REAPING = """
+import os, subprocess, sys
+from lockstep.launch.template import adopt_orphans
+adopt_orphans()
+code = subprocess.call([sys.executable, "train.py", "batch_size=0"])
+try:
+    left = os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    left = None
+print(code, left)
+"""
+
+
+def test_a_launcher_leaves_no_template_to_process_1() -> None:
+    """As in a container whose process 1 does not wait for orphans."""
+    done = subprocess.run(
+        [sys.executable, "-c", REAPING], cwd=ROOT, capture_output=True, text=True, timeout=limit(60)
+    )
+    assert done.stdout == "2 None\n", done.stdout + done.stderr
 
 
 @pytest.mark.slow
