@@ -64,7 +64,7 @@ def main(interrupts: Interrupts, template: Template | None = None) -> int:
         failures = Failures()
 
         def run_with(host: SingleHost) -> int:
-            config, dataset, run = open_all(arguments, HERE / "models", host, interrupts)
+            config, dataset, run = open_all(arguments, HERE / "models", host, interrupts, template)
             with live_report(config, run.folder):
                 code = train(config, dataset, run, Context(host, interrupts, template, failures))
             if code == 0 and config.report and host.host == 0:

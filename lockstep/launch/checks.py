@@ -31,6 +31,7 @@ from lockstep.launch.hosting import SingleHost
 from lockstep.launch.processes import Processes
 from lockstep.launch.status import StatusBoard
 from lockstep.launch.subprocesses import start_program
+from lockstep.launch.template import Template
 from lockstep.objects import SOURCE, check_available
 from lockstep.runs.folder import RunFolder
 from lockstep.signals import Interrupts
@@ -43,7 +44,7 @@ _SURVEY = "the survey of the datasets"
 
 @refusing_unusable_paths()
 def open_all(
-    arguments: Arguments, models: Path, host: SingleHost, interrupts: Interrupts
+    arguments: Arguments, models: Path, host: SingleHost, interrupts: Interrupts, template: Template | None
 ) -> tuple[Config, Dataset, RunFolder]:
     """Check everything that was given and open the run.
 
@@ -52,6 +53,7 @@ def open_all(
         models: The folder of network files.
         host: This host's part among several hosts.
         interrupts: The launcher's; images in data_folder are converted, which may take long.
+        template: Forks the process that looks at the items of datasets; without it that is spawned.
 
     Returns:
         The complete configuration, the dataset, and the run with its folder.
@@ -75,7 +77,7 @@ def open_all(
     else:
         check_data(config.data)
         show("reading some items of the datasets", "stdout")
-        config, survey_notes = with_survey(config)
+        config, survey_notes = with_survey(config, template)
         for note in survey_notes:
             show(f"note: {note}", "stdout")
     dataset = open_dataset(config)
@@ -224,7 +226,7 @@ def _hold(folder: Path) -> None:
             fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
-def with_survey(config: Config) -> tuple[Config, list[str]]:
+def with_survey(config: Config, template: Template | None) -> tuple[Config, list[str]]:
     """Survey the datasets of `data` and publish the result to the run's processes.
 
     Returns:
@@ -236,7 +238,7 @@ def with_survey(config: Config) -> tuple[Config, list[str]]:
         PeerProblem: The process of the survey failed.
     """
     surveys: list[Survey] = []
-    with Processes(config.timeout) as processes:
+    with Processes(config.timeout, template=template) as processes:
         processes.start(_SURVEY, "lockstep.launch.checks:run_survey", (config,))
         exit_status = processes.watch(surveys.append)
     if exit_status.code == UserError.code:
