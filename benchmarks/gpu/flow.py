@@ -24,9 +24,8 @@ from lockstep.flow.gpu import Cuda
 PLAIN = "plain PyTorch, same network"
 AT_THE_END = 4096  # MiB of one bucket that has all gradients, so that merging begins when backward has ended
 Batch = tuple[torch.Tensor, torch.Tensor]
-_FEW = (
-    3  # rounds, and steps before a turn's clock: a step of two devices on one card takes a fifth of a second
-)
+# Rounds, and steps before a turn's clock: a step of two devices on one card takes a fifth of a second.
+_FEW = 3
 
 
 def run(setting: Setting, work: Path, record: Record) -> None:

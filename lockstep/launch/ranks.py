@@ -63,7 +63,8 @@ def _run(function: Callable[..., Any], n_ranks: int, arguments: Any, seconds: fl
     multiprocessing.get_context("forkserver").set_forkserver_preload(["lockstep.launch.preload"])
     forkserver.ensure_running()
     peers = connect_all(n_ranks)
-    with Processes(DEADLINE, method="forkserver", has_main=True) as processes:  # `function` may be in main
+    # The function may be in the main file.
+    with Processes(DEADLINE, method="forkserver", has_main=True) as processes:
         for rank in range(n_ranks):
             call = (rank, peers[rank], dict(os.environ), function, arguments)
             processes.start(_name(rank), "lockstep.launch.ranks:run_rank", call)
