@@ -15,6 +15,7 @@ whose driver denies access to each other.
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -23,10 +24,11 @@ from lockstep.backends import devices
 from lockstep.config import COMMAND_LINE, Config, Layer
 from lockstep.doctor import cards, links, loading, machine, partial_sums, uploads, waiting
 from lockstep.doctor.report import Report
-from lockstep.programs import make_parser
+from lockstep.programs import make_parser, reports_errors
 from lockstep.text import handle_closed_pipe
 
 
+@reports_errors("lockstep.doctor", interrupted="stopped as asked")
 def main() -> int:
     """Run the program and return its exit code."""
     arguments = _read_command_line()
@@ -93,4 +95,5 @@ def _choose(report: Report, config: Config) -> tuple[str, ...]:
 
 if __name__ == "__main__":
     handle_closed_pipe()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # temporary files are removed
     sys.exit(main())

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, wait_until
 from limits import limit
 from simulated import Simulation
 
@@ -62,6 +62,21 @@ class Doctor:
 @pytest.fixture
 def doctor(tmp_path: Path) -> Doctor:
     return Doctor(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_it_is_stopped_in_good_order(tmp_path: Path, number: int, code: int) -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "lockstep.doctor"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        wait_until(lambda: list(tmp_path.glob(".lockstep-doctor-*/*")), "its temporary file")
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=limit(60))
+    assert process.returncode == code, errors
+    assert "Traceback" not in errors and list(tmp_path.iterdir()) == []
 
 
 def rates(section: dict[str, str]) -> dict[str, list[float]]:
