@@ -5,6 +5,7 @@ the caller's file and its results have the same bits. This module starts it, pas
 what it leaves in its folder.
 """
 
+import heapq
 import importlib.util
 import json
 import multiprocessing
@@ -34,7 +35,7 @@ from lockstep.launch.commandline import default_config
 from lockstep.launch.console import SEND_BAR, BarState, ProgressBar, read_bar_line
 from lockstep.objects import Kind
 from lockstep.runs.checkpoint_files import check_epoch, find_checkpoint, read_state, records
-from lockstep.runs.folder import folder_after, make_folder_named_by_time, newest
+from lockstep.runs.folder import folder_after, log_name, make_folder_named_by_time, newest
 from lockstep.runs.metrics import best_epoch, has_ended
 from lockstep.signals import die_with_parent
 
@@ -77,7 +78,9 @@ class Run:
         A run that resumed from an older checkpoint has taken back the epochs after it.
         """
         found: list[Event] = []
-        for event in _events(self.folder, 0)[0]:
+        # A host may have had several numbers. Times are compared as text, as damaged ones may be anything.
+        logs = [_events(log, 0)[0] for log in (self.folder / log_name(0), *self.folder.glob("host*.jsonl"))]
+        for event in heapq.merge(*logs, key=lambda event: str(event.get("time"))):
             if event["event"] not in _RECORDS or not isinstance(event.get("epoch"), int):
                 continue
             while found and found[-1]["epoch"] >= event["epoch"]:
@@ -250,8 +253,8 @@ class _Launch:
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
         self._has_bar = not quiet and (self._in_notebook or is_terminal)
         self._last_line, self._n_interrupts, self._asked = "", 0, False
-        log = self._folder / "log.jsonl"
-        self._position = log.stat().st_size if log.exists() else 0
+        self._log = self._folder / log_name(keys.get("host_rank") or 0)
+        self._position = self._log.stat().st_size if self._log.exists() else 0
 
     def run(self) -> Run:
         """Wait for the end. KeyboardInterrupt is passed on: the run finishes its step and saves."""
@@ -344,7 +347,7 @@ class _Launch:
         sys.stdout.flush()
 
     def _pass_events_on(self, process: "subprocess.Popen[str]") -> None:
-        events, self._position = _events(self._folder, self._position)
+        events, self._position = _events(self._log, self._position)
         for event in events:
             if event["event"] in _RECORDS and self._callback and self._callback(event) == "stop":
                 self._ask_to_stop(process)
@@ -398,10 +401,10 @@ def _replaced(number: signal.Signals, usual: Any, handler: Any) -> Iterator[None
         signal.signal(number, usual)
 
 
-def _events(folder: Path, position: int) -> tuple[list[Event], int]:
-    """Return the whole events of a run's log from a byte position on, and the position behind them."""
+def _events(log: Path, position: int) -> tuple[list[Event], int]:
+    """Return the whole events of a log from a byte position on, and the position behind them."""
     try:
-        with open(folder / "log.jsonl", "rb") as file:
+        with open(log, "rb") as file:
             file.seek(position)
             content = file.read()
     except OSError:

@@ -31,7 +31,7 @@ from lockstep.launch.processes import Processes
 from lockstep.launch.template import Template
 from lockstep.runs import checkpoint_files
 from lockstep.runs import folder as runfolder
-from lockstep.runs.folder import RunFolder
+from lockstep.runs.folder import RunFolder, log_name
 from lockstep.runs.plan import HostConnection
 from lockstep.signals import Interrupts, ignore_signals
 
@@ -79,7 +79,7 @@ class SingleHost:
     """
 
     host_connection: HostConnection | None = None
-    host, writes, log = 0, True, "log.jsonl"
+    host, writes, log = 0, True, log_name(0)
 
     def bring_checkpoint(self, config: Config) -> list[str]:
         """Fetch the newest checkpoint from the host that has it, when resuming. Return notes."""
@@ -168,7 +168,7 @@ class MultiHost(SingleHost):
         self._reported = False
         self._number = 0  # of the present attempt
         self.heartbeat = Heartbeat(rendezvous, self._doing, config.timeout)
-        self.log = f"host{self.host}.jsonl" if self.host else SingleHost.log
+        self.log = log_name(self.host)
         self.writes = True
 
     def bring_checkpoint(self, config: Config) -> list[str]:

@@ -106,6 +106,11 @@ def open_run(config: Config, n_train: int, dataset: str = "", class_names: Seque
     return RunFolder(folder, start, notes, lock)
 
 
+def log_name(host: int) -> str:
+    """Return the name of the log that a host writes into the run's folder."""
+    return f"host{host}.jsonl" if host else "log.jsonl"
+
+
 def folder_after(folder: Path, name: str) -> Path:
     """Return the folder to which a run writes that is resumed from one of its checkpoints.
 

@@ -23,7 +23,7 @@ from own_folders import write_classes
 from PIL import Image
 
 import lockstep
-from lockstep.api import _as_yaml
+from lockstep.api import _as_yaml, _Launch
 from preprocessing.layouts import in_validation
 
 pytestmark = pytest.mark.usefixtures("forked_runs")
@@ -105,6 +105,20 @@ def test_epochs_that_a_resumed_run_takes_again_leave_the_history(tmp_path: Path)
     resumed = [*former, ("progress", 2, 0.4)]
     assert history_after(*resumed) == [(1, 0.5)]
     assert history_after(*resumed, ("validated", 2, 0.4)) == [(1, 0.5), (2, 0.4)]
+
+
+def test_a_host_that_is_not_the_first_has_the_history_and_the_events_of_its_own_log(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
+    launched = {"weights_dir": str(tmp_path), "run_name": "run", "host_rank": 1}
+    launch = _Launch(launched, {}, events.append, quiet=True)
+    (tmp_path / "run").mkdir()
+    for name, times in (("log", (3.5, 4.5)), ("host1", (1.5, 2.5))):  # host 1 is host 0 in the end
+        lines = [json.dumps({"event": "validated", "time": time, "epoch": int(time)}) for time in times]
+        (tmp_path / "run" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    with subprocess.Popen(["true"], text=True) as process:
+        launch._pass_events_on(process)
+    assert [event["epoch"] for event in events] == [1, 2]
+    assert [record["epoch"] for record in lockstep.Run(tmp_path / "run").history] == [1, 2, 3, 4]
 
 
 def test_a_callback_may_change_the_working_directory(
