@@ -171,7 +171,7 @@ def check_data(
         for name in differing(folder, sums, on_done):
             yield f"{folder / name}: does not have the manifest's checksum"
     elif digests_of_data(open_dataset(config))[1] != receipt.labels:
-        yield f"{folder}: has other labels or another mean than receipt {receipt.number}"
+        yield f"{config.data or folder}: has other labels or another mean than receipt {receipt.number}"
 
 
 def _digest(path: Path) -> str:

@@ -32,7 +32,7 @@ from lockstep.runs.folder import open_run
 from lockstep.runs.receipts import ReceiptFile
 from lockstep.signals import Interrupts
 from lockstep.trainer.receipts import add_written_out, machine_of
-from lockstep.verify.files import _missing_of
+from lockstep.verify.files import _missing_of, check_data
 from lockstep.verify.intervals import reasons
 
 KEYS = ("logical_ranks=4", "global_batch_size=8", "check_every=3", "snapshot_freq=1", "cpu_threads=1")
@@ -407,6 +407,13 @@ def test_a_run_on_datasets_is_verified(program: Program, monkeypatch: pytest.Mon
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
     running = program.run("data=own_datasets:make_squares", "n_classes=4", "n_epochs=1", *KEYS)
     assert ": verified; " in call(running.run_folder)
+
+
+def test_changed_datasets_are_named_by_their_function() -> None:
+    config = make_config(data="own_datasets:make_squares", n_classes=4)
+    receipt = dataclasses.replace(example(), manifest="")
+    (problem,) = check_data(config, receipt, lambda total: None, lambda name: None)
+    assert problem.startswith("own_datasets:make_squares: has other labels")
 
 
 def test_receipts_of_a_run_without_a_checkpoint_go_when_another_begins(tmp_path: Path) -> None:
