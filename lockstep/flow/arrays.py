@@ -22,6 +22,7 @@ from lockstep.flow.instructions import (
     copy_on,
     draw_seed,
     fetching,
+    in_storage,
     keeping_sizes,
     need_values,
     on_copies,
@@ -50,6 +51,7 @@ class Array(torch.Tensor):
     """A torch.Tensor whose value is computed later. Shape and dtype are known at once; reading it waits."""
 
     memory: Storage
+    copied: torch.UntypedStorage | None  # which the array stands for while C++ copies it
     __torch_function__: Any = private.no_torch_function
 
     @staticmethod
@@ -111,8 +113,9 @@ class Array(torch.Tensor):
         Raises:
             OperationError: Computing it failed.
         """
-        if self.memory.program is not None:
-            self.memory.program.refuse("reading a value")
+        program = placement.program_of([self])
+        if program is not None:  # also for an array from before the capture: its value would be a constant
+            program.refuse("reading a value")
         need_values("reading an array")
         value: torch.Tensor = run(fetching(self.memory, self.view_of_memory()), [self.memory]).take()
         return value
@@ -265,9 +268,14 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return written[0]
     is_empty = kind.name == "set_" and type(written[0]) is Array and not written[0].numel()
     if is_empty and len(args) > 1 and isinstance(args[1], torch.UntypedStorage):
-        return _given_memory(written[0], args[1:])
+        written[0].data = from_tensor(in_storage(written[0].dtype, args[1:]), written[0].place)
+        written[0].copied = args[1] if len(args) == 2 else None
+        return written[0]
     if written or kind.refused:
         _check_writing(kind, written)
+    if kind.name == "copy_" and getattr(args[0], "copied", None) and getattr(args[1], "copied", None):
+        # C++ copies storages as tensors, as for share_memory_ of an ordinary tensor
+        _ordinary(kind, written, partial(private.plainly, args[0].copied.copy_, args[1].copied))
     if operands.are_for_meta():
         return operands.run_on_meta(function)
     if views and arrays[0].memory.cell.layout is not None:
@@ -291,18 +299,6 @@ def _ordinary(kind: OperationTraits, written: list[Any], run_now: Callable[[], A
         what = f"{kind.name} writes an ordinary tensor of shape {tuple(written[0].shape)}"
         program.refuse(what, "make it an array before the capture")
     return run_now()
-
-
-def _given_memory(made: Array, memory: Sequence[Any]) -> Array:
-    """Return an array with the memory that torch gives an empty one, when it unpickles a tensor."""
-    if placement.is_called_by(torch.serialization._legacy_load):  # which reads the values afterwards
-        raise UserError(
-            "torch.load: inside of `with flow.device` it can't read a file of the format before torch 1.6: "
-            "load it outside, and save it again"
-        )
-    empty = private.plainly(torch.empty, 0, dtype=made.dtype)
-    made.data = from_tensor(private.plainly(empty.set_, *memory), made.place)
-    return made
 
 
 def _check_writing(kind: OperationTraits, written: list[Any]) -> None:

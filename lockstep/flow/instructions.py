@@ -243,6 +243,17 @@ def _share_memory(tensors: Sequence[Any], outputs: Sequence[torch.Tensor]) -> bo
     )
 
 
+def in_storage(dtype: torch.dtype, memory: Sequence[Any]) -> torch.Tensor:
+    """Return an ordinary tensor in a storage: the memory that torch gives an empty one to unpickle it."""
+    if placement.is_called_by(torch.serialization._legacy_load):  # which reads the values afterwards
+        raise UserError(
+            "torch.load: inside of `with flow.device` it can't read a file of the format before torch 1.6: "
+            "load it outside, and save it again"
+        )
+    empty = private.plainly(torch.empty, 0, dtype=dtype)
+    return private.plainly(empty.set_, *memory)  # type: ignore[no-any-return]
+
+
 def draw_seed(generator: torch.Generator | None) -> int:
     """Draw a seed from the generator, or from torch's own.
 

@@ -224,7 +224,9 @@ def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
 
 def marks(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that a user has given to a tensor."""
-    return {name: value for name, value in vars(tensor).items() if name not in ("memory", "_is_param")}
+    return {
+        name: value for name, value in vars(tensor).items() if name not in ("memory", "copied", "_is_param")
+    }
 
 
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:

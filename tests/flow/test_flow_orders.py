@@ -225,7 +225,7 @@ def test_inputs_with_gaps(devices: list[Cpu], example: torch.Tensor, as_array: b
 
 def test_what_cannot_be_captured_is_refused_at_the_users_line(devices: list[Cpu]) -> None:
     x = torch.ones(3)
-    counter, kept = torch.zeros(1), []
+    counter, kept, state = torch.zeros(1), [], flow.ones(3)
     program = flow.capture(lambda x: x + 1, x)
 
     def branches(x: torch.Tensor) -> torch.Tensor:
@@ -238,6 +238,8 @@ def test_what_cannot_be_captured_is_refused_at_the_users_line(devices: list[Cpu]
         (lambda x: (counter.add_(1), x * counter)[1], "writes an ordinary tensor"),
         (lambda x: counter.add_(x.detach()[0]), "writes an ordinary tensor"),
         (lambda x: x.numpy(), "reading a value"),
+        (lambda x: x * len(state.tolist()), "reading a value"),
+        (lambda x: x * torch.tensor([state[0]]), "reading a value"),
         (lambda x: flow.call(lambda v: 1, x).result(), "waiting for <lambda>"),
         (lambda x: kept.append(x * 2), "kept by something outside"),
         (lambda x: program(x) * 1, "calling a program"),

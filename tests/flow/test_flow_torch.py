@@ -247,6 +247,17 @@ def test_attention_that_needs_no_weights(device: Cpu) -> None:
         torch.testing.assert_close(lazy(*arrays, need_weights=False)[0].tensor(), made)
 
 
+def test_storages_of_ordinary_tensors_are_copied_inside_of_a_device(device: Cpu) -> None:
+    """Torch copies them in C++ as tensors, for instance to send a tensor to a spawned process."""
+    x = torch.arange(3.0)
+    with flow.device(device):
+        clone = x.untyped_storage().clone()
+        assert x.share_memory_().is_shared()
+        with pytest.raises(flow.CaptureError, match="copy_ writes an ordinary tensor"):
+            flow.capture(lambda y: (clone.copy_(x.untyped_storage()), y)[1], x)
+    assert x.tolist() == [0, 1, 2] and clone.tolist() == x.untyped_storage().tolist()
+
+
 def test_a_file_of_torchs_old_format_is_refused_inside_of_a_device(device: Cpu) -> None:
     """There torch makes all tensors first, and reads their values into the memory afterwards."""
     file = io.BytesIO()
