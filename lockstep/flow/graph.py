@@ -12,7 +12,7 @@ an operation does not exist; after it, the operation runs whatever happens to th
 import sys
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -108,8 +108,10 @@ class _Progress:
 _submitted: deque[Sequence[Submission]] = deque()
 
 
-def submit(batch: Sequence[Submission]) -> None:
+def submit(batch: Sequence[Submission], counted: Callable[[], None] | None = None) -> None:
     """Submit operations to be linked one after another, with no other thread's in between.
+
+    `counted`, a C function, is called in the same step.
 
     The versions change in the same step. In between, a signal handler or another thread would copy the old
     value to another device as the new version.
@@ -119,7 +121,8 @@ def submit(batch: Sequence[Submission]) -> None:
         for submission in batch
         for uses in submission.writes
     ]
-    private.call_all([*versions, partial(_submitted.append, batch)])
+    count = [] if counted is None else [counted]
+    private.call_all([*versions, *count, partial(_submitted.append, batch)])
     _wake(batch)
 
 

@@ -94,6 +94,7 @@ class GradientMerger:
     ) -> None:
         self._devices = [replica.device for replica in replicas]
         self._in_all, self._bits, self._processes = in_all, bits, processes
+        self.has_processes = processes is not None
         self.is_single = len(replicas) == 1 and processes is None
         self._carried: dict[str, Array] = {}
         self._loaded: dict[str, torch.Tensor] = {}

@@ -92,7 +92,7 @@ class ParallelExecutor:
         self._merger = GradientMerger(self._replicas, not owner_updates, compress, self._processes)
         self._step = steps.StepRecorder(self._replicas, self._buckets, loss, self._merger)
         self._programs: dict[Any, CapturedProgram] = {}
-        self._n_captured = self._n_runs = 0
+        self._n_runs = 0
         self._failure = ""
         self._loading = False  # whether load_state_dict has begun and not finished
 
@@ -119,12 +119,12 @@ class ParallelExecutor:
         shares, fractions = self._shares(batches)
         record = partial(self._step.record, fetch=fetch)
         try:
-            found = self._run(("run", *fetch), shares, record, self._step.prepare)
+            counted = partial(setattr, self, "_n_runs", self._n_runs + 1)
+            found = self._run(("run", *fetch), shares, record, self._step.prepare, counted)
             self._wait()
         except OperationError as error:
             self._failure = str(error)
             raise
-        self._n_runs += 1
         return self._returned(found, fractions, merge)
 
     def evaluate(
@@ -165,6 +165,7 @@ class ParallelExecutor:
         if number not in range(len(self.devices)):
             n = len(self.devices)
             raise UserError(f"replica {number}: there are 0 to {n - 1}, the numbers of the devices")
+        self._wait_restored()
         return {name: array.tensor() for name, array in self._replicas[number].variables().items()}
 
     def memory(self) -> dict[str, int]:
@@ -219,6 +220,7 @@ class ParallelExecutor:
         with private.without_modes():  # copies, which may be changed before a first run uses them
             parts = private.tree_map(_ordinary, (state["optimizer"], state["carried"]))
             optimizer, carried = copy.deepcopy(parts)
+        self._wait_restored()
         self._loading = True
         for replica in self._replicas:
             with private.no_grad(), on_device(replica.device):
@@ -241,6 +243,12 @@ class ParallelExecutor:
     def _check_loaded(self) -> None:
         if self._loading:
             raise UserError("load_state_dict was interrupted or has failed: call it again")
+        self._wait_restored()
+
+    def _wait_restored(self) -> None:
+        """Wait until an interrupted capture has undone what its first call of the loss changed."""
+        for replica in self._replicas:
+            private.call_all([replica.restored.acquire, replica.restored.release])
 
     def _shares(
         self, batches: list[list[torch.Tensor]], all_processes: bool = True
@@ -268,8 +276,13 @@ class ParallelExecutor:
             return n / total
         return 1.0 if self._scale == "sum" else float(self._scale[number])
 
-    def _run(self, what: Any, shares: list[Any], record: Recorder, prepare: Recorder) -> dict[str, list[Any]]:
-        """Run the program for these shapes and this precision, which is captured the first time."""
+    def _run(
+        self, what: Any, shares: list[Any], record: Recorder, prepare: Recorder, counted: Any = None
+    ) -> dict[str, list[Any]]:
+        """Run the program for these shapes and this precision, which is captured the first time.
+
+        `counted`, a C function, counts a step of training when it is submitted: it may be interrupted later.
+        """
         inputs = [array for s in shares for array in (*s.batch, s.factor, s.fraction, s.keys)]
         devices, shapes = [(s.device, len(s.batch)) for s in shares], [(a.shape, a.dtype) for a in inputs]
         key = (what, _precision(self.devices), *devices, *shapes)
@@ -280,14 +293,14 @@ class ParallelExecutor:
                 self._programs.pop(next(iter(self._programs)))
             self._programs[key] = program
         self.program = program
-        found: dict[str, list[Any]] = program(*inputs)
+        run = None if counted is None else self._n_runs
+        found: dict[str, list[Any]] = program.run(inputs, run=run, counted=counted)
         return found
 
     def _capture(
         self, shares: list[Any], record: Recorder, prepare: Recorder, inputs: list[Array]
     ) -> CapturedProgram:
-        self._n_captured += 1
-        with _seeded(self._seed + self._n_captured):  # for random operations other than nn.Dropout
+        with _seeded(self._seed):  # random operations other than nn.Dropout add the number of the run
             prepare(shares)
             return capture(partial(_record, record, shares), *inputs)
 

@@ -1,7 +1,7 @@
 """Programs: operations that are recorded once, kept as a graph, and run again on new inputs."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -299,13 +299,27 @@ class CapturedProgram:
             UserError: An input has another shape or dtype, or the order breaks an edge.
             OperationError: An output could not be computed.
         """
+        return self.run(inputs, order)
+
+    def run(
+        self,
+        inputs: Sequence[torch.Tensor],
+        order: Sequence[int] | None = None,
+        run: int | None = None,
+        counted: Callable[[], None] | None = None,
+    ) -> Any:
+        """Do what a call does, as the run with this number, on which random numbers depend.
+
+        Args:
+            counted: A C function to call in the same step that submits the run.
+        """
         self._check_inputs(inputs)
         outer = placement.program_of([given for given in inputs if isinstance(given, Array)])
         if outer is not None:
             outer.refuse("calling a program", "call the function that it was captured from")
         if order is not None:
             self._check_order(order)
-        operations = self._submit(inputs, order)
+        operations = self._submit(inputs, order, run, counted)
         for number in self._checks:
             operations[number].wait()
         leaves, structure = self._outputs
@@ -392,9 +406,15 @@ class CapturedProgram:
             and number not in self._written
         )
 
-    def _submit(self, inputs: Sequence[Any], order: Sequence[int] | None) -> dict[int, Operation]:
+    def _submit(
+        self,
+        inputs: Sequence[Any],
+        order: Sequence[int] | None,
+        run: int | None,
+        counted: Callable[[], None] | None,
+    ) -> dict[int, Operation]:
         """Submit a run, and return the operation of each step."""
-        run, self.n_runs = self.n_runs, self.n_runs + 1
+        number_of_run, self.n_runs = self.n_runs if run is None else run, self.n_runs + 1
         cells, outside = self._values(inputs)
         runs = self._chains if order is None and not trace.active else self._single
         lanes = {place: engine_of(place[0]).lane(*place) for place in self._places}
@@ -406,7 +426,7 @@ class CapturedProgram:
             chain = runs[number]
             lane = lanes[chain.place]
             engine: Any = lane.device.engine
-            operation = chain.operation(engine, lane, cells, run)
+            operation = chain.operation(engine, lane, cells, number_of_run)
             reads: list[Any] = [outside[n] for n in chain.external_reads]
             written: list[Any] = [outside[n] for n in chain.external_writes]
             needs = [operations[n] for n in chain.needs]
@@ -419,15 +439,15 @@ class CapturedProgram:
             else:
                 for n in chain.drops:
                     cells[n] = None
-        self._submit_all(batch, list(engines.values()))
+        self._submit_all(batch, list(engines.values()), counted)
         return operations
 
-    def _submit_all(self, batch: list[Any], engines: list[Any]) -> None:
+    def _submit_all(self, batch: list[Any], engines: list[Any], counted: Callable[[], None] | None) -> None:
         """Submit the whole run at once, so that an interrupt cannot split it."""
         torch.autograd.graph.increment_version(self._changed)  # backward must not use an overwritten value
         for engine in engines if batch else ():
             engine.wait_for_room(batch[0].operation.number)
-        graph.submit(batch)
+        graph.submit(batch, counted)
         for engine in engines:
             engine.check_open("the program")
 

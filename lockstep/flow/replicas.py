@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,17 +25,23 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass
 class ModelReplica:
-    """The network on one device. `parameters` and `buffers` have each tensor once, by name."""
+    """The network on one device. `parameters` and `buffers` have each tensor once, by name.
+
+    Attributes:
+        restored: Locked while the changes of a call are being undone.
+    """
 
     device: Device
     model: nn.Module
     dropouts: list[dropout.SampleDropout]
     parameters: dict[str, Any] = field(init=False)
     buffers: dict[str, Any] = field(init=False)
+    restored: threading.Lock = field(init=False)
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())
         self.buffers = dict(self.model.named_buffers())
+        self.restored = threading.Lock()
 
     def variables(self) -> dict[str, Any]:
         """Return parameters and buffers by name."""

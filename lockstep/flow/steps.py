@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from lockstep.errors import UserError, nearest
 from lockstep.flow import collectives, private
@@ -49,6 +50,7 @@ class StepRecorder:
         self, replicas: Sequence[ModelReplica], buckets: Buckets, loss: Losses, merger: GradientMerger
     ) -> None:
         self._replicas, self._buckets, self._loss, self._merger = replicas, buckets, loss, merger
+        _check_renormalized(replicas, merger)
         self._order: list[str] = []
         self._warned: set[str] = set()
         for replica in replicas:
@@ -64,6 +66,7 @@ class StepRecorder:
         """Record a step. Return the fetched values of each device with samples; gradients are merged."""
         results: dict[str, list[Any]] = {}
         gradients: Gradients = {}
+        versions = self._versions(shares[0].device)
         for share in shares:
             found, gradients[share.device] = self._forward_and_backward(share)
             for name, value in found.items():
@@ -72,7 +75,7 @@ class StepRecorder:
         _check_fetch(fetch, [*results, *(name + GRAD for name in gradients[shares[0].device])])
         self._buckets.extend(gradients[shares[0].device])
         merged = {name: array for b in self._buckets.all for name, array in self._merge(b, gradients, fetch)}
-        self._merge_buffers(shares)
+        self._merge_buffers(shares, self._written(shares[0].device, versions))
         return {name: [merged[name]] if name in merged else results[name] for name in fetch}
 
     def _forward_and_backward(self, share: DeviceBatch) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -174,45 +177,73 @@ class StepRecorder:
             targets = [replica.parameters[name] for name in bucket.names]
             collectives.broadcast([source.parameters[name] for name in bucket.names], targets, replica.device)
 
-    def _merge_buffers(self, shares: Sequence[DeviceBatch]) -> None:
-        """Replace float buffers by means over samples, others by those of the first device with samples."""
+    def _versions(self, device: int) -> dict[str, int]:
+        """Return autograd's versions of a device's parameters without gradients, by name."""
+        parameters = self._replicas[device].parameters
+        return {name: p._version for name, p in parameters.items() if not p.requires_grad}
+
+    def _written(self, device: int, versions: dict[str, int]) -> list[str]:
+        """Return the names of the parameters without gradients that the loss has written since then."""
+        if self._merger.is_single:
+            return []
+        names = [name for name, version in self._versions(device).items() if version != versions[name]]
+        for name in names:
+            if len({id(replica.parameters[name].memory) for replica in self._replicas}) < len(self._replicas):
+                raise UserError(
+                    f"the loss writes {name}, which the devices share with strategy='reduce', so each would "
+                    "write it once: make it a buffer (register_buffer), or use strategy='all_reduce'"
+                )
+        return names
+
+    def _merge_buffers(self, shares: Sequence[DeviceBatch], written: Sequence[str]) -> None:
+        """Replace float buffers by means over samples, others by those of the first device with samples.
+
+        Args:
+            written: Parameters without gradients that the loss has written; they count as buffers.
+        """
         if self._merger.is_single:
             return
-        floats = [name for name, b in self._replicas[0].buffers.items() if b.is_floating_point()]
-        others = [name for name in self._replicas[0].buffers if name not in floats]
-        first = self._replicas[shares[0].device]
+        variables = [replica.variables() for replica in self._replicas]
+        names = [*self._replicas[0].buffers, *written]
+        floats = [name for name in names if variables[0][name].is_floating_point()]
+        others = [name for name in names if name not in floats]
+        first = shares[0].device
         if floats:
-            parts = [[self._replicas[s.device].buffers[name] for name in floats] for s in shares]
-            means = self._merger.mean(parts, [s.fraction for s in shares], first.device)
-            for replica in self._replicas:
-                collectives.broadcast(means, [replica.buffers[name] for name in floats], replica.device)
-        for replica in self._replicas if others else ():
-            if replica is not first:
-                own = [replica.buffers[name] for name in others]
-                collectives.broadcast([first.buffers[name] for name in others], own, replica.device)
+            parts = [[variables[s.device][name].detach() for name in floats] for s in shares]
+            means = self._merger.mean(parts, [s.fraction for s in shares], self._replicas[first].device)
+            for replica, own in zip(self._replicas, variables, strict=True):
+                collectives.broadcast(means, [own[name] for name in floats], replica.device)
+        for number, own in enumerate(variables) if others else ():
+            if number != first:
+                targets, sources = ([each[name] for name in others] for each in (own, variables[first]))
+                collectives.broadcast(sources, targets, self._replicas[number].device)
 
 
 class _restoring(private.Scope):  # noqa: N801
-    """A scope whose end gives all buffers of a replica their present values.
+    """A scope whose end gives all parameters and buffers of a replica their present values.
 
-    A separate thread submits these copies, because a second Ctrl-C in this thread could skip some.
+    A separate thread submits these copies, because a second Ctrl-C in this thread could skip some. It holds
+    the replica's lock `restored` until then, in case an interrupt ends the wait for it.
     """
 
     def __init__(self, replica: ModelReplica) -> None:
         self._replica = replica
-        self._before = {name: buffer.clone() for name, buffer in replica.buffers.items()}
+        self._before = {name: array.detach().clone() for name, array in replica.variables().items()}
         self._errors: list[BaseException] = []
         self._done = threading.Lock()
         self._done.acquire()
 
     def calls(self) -> tuple[list[Any], list[Any]]:
-        return [], [partial(_thread.start_new_thread, self._restore, ()), self._done.acquire]
+        pending = partial(setattr, self._replica, "restored", self._done)
+        wait = [self._done.acquire, self._done.release]
+        return [], [partial(_thread.start_new_thread, self._restore, ()), pending, *wait]
 
     def _restore(self) -> None:
         try:
             with on_device(self._replica.device), torch.no_grad():
+                present = self._replica.variables()
                 for name, value in self._before.items():
-                    self._replica.buffers[name].copy_(value)
+                    present[name].copy_(value)
         except BaseException as error:
             self._errors.append(error)
         self._done.release()
@@ -265,6 +296,9 @@ def record_evaluation(
         with private.no_grad(), on_device(replica.device), evaluating(replica.model):
             for name, value in named(function(replica.model, *share.batch)).items():
                 results.setdefault(name, []).append(value)
+    for value in results.get("loss", ()):
+        if isinstance(value, torch.Tensor) and value.dim():
+            _refuse_loss(value)
     _check_fetch(fetch, list(results))
     return {name: results[name] for name in fetch}
 
@@ -306,11 +340,30 @@ def _check_same(gradients: Gradients) -> None:
             )
 
 
+def _check_renormalized(replicas: Sequence[ModelReplica], merger: GradientMerger) -> None:
+    """Raise UserError for embeddings with max_norm, whose forward writes the rows of its own samples."""
+    for name, module in replicas[0].model.named_modules() if not merger.is_single else ():
+        if getattr(module, "max_norm", None) is None or not isinstance(
+            module, nn.Embedding | nn.EmbeddingBag
+        ):
+            continue
+        weights = (replica.model.get_submodule(name).weight for replica in replicas)
+        if merger.has_processes or len({id(weight.memory) for weight in weights}) > 1:  # type: ignore[union-attr]
+            raise UserError(
+                f"{name} has max_norm, so its forward writes the rows of its own samples, and the devices' "
+                "copies would differ: use one device, or strategy='reduce' on CPU devices of one process"
+            )
+
+
+def _refuse_loss(loss: Any) -> NoReturn:
+    what = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise UserError(f"the loss must be a scalar, the mean over its samples, not {what}: loss.mean()?")
+
+
 def _check_loss(loss: Any) -> None:
     """Raise UserError unless the loss is a scalar that depends on parameters."""
     if not isinstance(loss, Array) or loss.dim():
-        what = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise UserError(f"the loss must be a scalar, the mean over its samples, not {what}: loss.mean()?")
+        _refuse_loss(loss)
     if not torch.is_grad_enabled():
         raise UserError("run() trains, and torch.no_grad or inference_mode is on: call it outside of that")
     if not loss.requires_grad:

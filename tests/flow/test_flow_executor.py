@@ -1,9 +1,12 @@
 """ParallelExecutor: N devices are one network, with the same bits on all, by any strategy, every time."""
 
 import copy
+import os
 import pickle
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep import flow
 from lockstep.errors import UserError
-from lockstep.flow import ParallelExecutor, replicas
+from lockstep.flow import ParallelExecutor, replicas, steps
 
 STRATEGIES = "all_reduce", "reduce"
 Results = dict[str, torch.Tensor]
@@ -447,6 +450,106 @@ def test_a_model_that_keeps_results_of_the_step_is_refused() -> None:
         made.run(batch(4))
 
 
+class Centred(nn.Module):
+    """It subtracts a moving mean of its scores, which is a parameter without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.centre = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.linear(x)
+        with torch.no_grad():
+            self.centre.lerp_(scores.mean(0), 0.5)
+        return scores - self.centre
+
+
+def test_a_parameter_that_the_loss_writes_counts_as_a_buffer() -> None:
+    """The call of the loss before the capture must not change it."""
+    torch.manual_seed(0)
+    model, feed = Centred().double(), batch(5)
+    with torch.no_grad():
+        centre = model.linear(feed["x"]).mean(0) / 2
+    for n in (1, 3):
+        with executor(n, model) as made:
+            made.run(feed)
+            replicas = [made.replica(d) for d in range(n)]
+        torch.testing.assert_close(replicas[0]["centre"], centre)
+        for other in replicas[1:]:
+            assert_same(other, replicas[0])
+    with (
+        executor(2, model, strategy="reduce") as made,
+        pytest.raises(UserError, match="the loss writes centre, which the devices share"),
+    ):
+        made.run(feed)
+
+
+def test_embeddings_that_renormalise_their_rows_are_for_one_copy_of_the_weights() -> None:
+    model = nn.Sequential(nn.Embedding(9, 3, max_norm=1.0), nn.Flatten(), nn.Linear(6, 3)).double()
+    with executor(2, model, strategy="reduce") as made:
+        made.run({"x": torch.arange(8).view(4, 2), "labels": torch.tensor([0, 1, 2, 0])})
+    with pytest.raises(UserError, match="0 has max_norm, so its forward writes"), executor(2, model):
+        pass
+
+
+def test_a_resumed_executor_continues_random_numbers() -> None:
+    def noisy(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x) + torch.randn(x.shape[0], 3), labels)
+
+    def losses(made: ParallelExecutor, steps: range) -> list[float]:
+        return [made.run(batch(4 + n % 2))["loss"].item() for n in steps]
+
+    with executor(2, loss=noisy) as made:
+        before, state = losses(made, range(2)), made.state_dict()
+        wanted = losses(made, range(2, 5))
+    with executor(2, loss=noisy) as made:
+        made.load_state_dict(state)
+        assert losses(made, range(2, 5)) == wanted
+    assert len({*before, *wanted}) == 5
+
+
+def test_a_run_that_is_interrupted_after_its_submission_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the next run would repeat its masks of dropout."""
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with executor(2) as made:
+        with monkeypatch.context() as patch:
+            patch.setattr(ParallelExecutor, "_wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                made.run(batch(4))
+        assert made.state_dict()["runs"] == 1
+        made.run(batch(4))
+        assert made.state_dict()["runs"] == 2
+
+
+def test_an_interrupt_while_the_call_before_a_capture_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupt(Exception):
+        pass
+
+    restore = steps._restoring._restore
+
+    def slow(scope: Any) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.1)
+        restore(scope)
+
+    def handle(*_: object) -> None:
+        raise Interrupt
+
+    monkeypatch.setattr(steps._restoring, "_restore", slow)
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with executor(2, Centred().double()) as made:
+            with pytest.raises(Interrupt):
+                made.run(batch(4))
+            assert made.replica(0)["centre"].tolist() == [0, 0, 0]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_buffers_are_means_over_samples_on_all_devices() -> None:
     torch.manual_seed(0)
     model, whole = Normalised().double(), batch(5)
@@ -518,6 +621,8 @@ def test_evaluation_shares_the_variables_and_changes_none() -> None:
         before = made.replica(0)
         found = made.evaluate(errors, batch(5), ["wrong"])
         scored = made.evaluate(loss, batch(5))
+        with pytest.raises(UserError, match=r"a scalar, .* not of shape \(2,\)"):
+            made.evaluate(lambda model, x, labels: loss(model, x, labels)[0].expand(len(x)), batch(4))
         assert_same(made.replica(0), before)
         plain = Normalised().double()
         plain.load_state_dict(before)
@@ -590,7 +695,7 @@ def test_a_program_belongs_to_its_precision() -> None:
                 assert dtypes() == [torch.float32, torch.float64]
             finally:
                 torch.set_default_dtype(torch.float32)
-        assert made._n_captured == 6
+        assert len(made._programs) == 6
 
 
 def test_the_state_of_parameter_groups_lies_under_the_parameters_names() -> None:
