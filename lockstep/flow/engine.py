@@ -425,6 +425,7 @@ def _close_all() -> None:
         engine.stop()
     for engine in engines:
         engine.close()
+    graph.begin_exit()
 
 
 def _reset_after_fork() -> None:

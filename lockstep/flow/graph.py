@@ -9,6 +9,7 @@ which is indivisible; a lane's worker, which no handler interrupts, links it to 
 an operation does not exist; after it, the operation runs whatever happens to the thread that made it.
 """
 
+import contextlib
 import sys
 import threading
 from collections import deque
@@ -100,9 +101,15 @@ class Submission(NamedTuple):
 
 
 class _Progress:
-    """The highest number of an operation that is in the graph."""
+    """The state of all submissions.
+
+    Attributes:
+        linked: The highest number of an operation that is in the graph.
+        at_exit: Whether Python's exit has closed all engines; it does not close those that are made later.
+    """
 
     linked = -1
+    at_exit = False
 
 
 _submitted: deque[Sequence[Submission]] = deque()
@@ -124,6 +131,15 @@ def submit(batch: Sequence[Submission], counted: Callable[[], None] | None = Non
     count = [] if counted is None else [counted]
     private.call_all([*versions, *count, partial(_submitted.append, batch)])
     _wake(batch)
+    if _Progress.at_exit:  # an earlier atexit handler: Python must not end while a worker is inside of torch
+        with contextlib.suppress(UserError):  # a worker does not wait
+            for submission in batch:
+                submission.operation.wait_done()
+
+
+def begin_exit() -> None:
+    """Let each submission wait until it is done, from now on."""
+    _Progress.at_exit = True
 
 
 def _wake(batch: Sequence[Submission]) -> None:

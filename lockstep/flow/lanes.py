@@ -125,15 +125,19 @@ class Operation:
             OperationError: The operation, or one that it needs, failed.
             UserError: The caller is an operation of the same device, which would wait for itself.
         """
-        if not self.done:
-            self._wait()
-        if self.event is not None:
-            self.event.synchronize()
+        self.wait_done()
         if self.failure is not None:
             raise self.failure.error()
         return self.result_value
 
     result = wait
+
+    def wait_done(self) -> None:
+        """Block until the function has run or failed."""
+        if not self.done:
+            self._wait()
+        if self.event is not None:
+            self.event.synchronize()
 
     def take(self) -> Any:
         """Wait for the result, return it and release it: later operations may keep this one in memory."""
