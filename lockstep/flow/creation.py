@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ContextDecorator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +35,14 @@ def _count_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_count_fork)
+
+
+def _refuse_to_send(array: Array) -> NoReturn:
+    """Refuse what torch would send as a part of a temporary tensor, which is gone when the other reads it."""
+    raise UserError(f"{array!r} can't be sent to another process: send array.tensor()")
+
+
+ForkingPickler.register(Array, _refuse_to_send)
 
 
 def array(data: Any, dtype: torch.dtype | None = None) -> Array:

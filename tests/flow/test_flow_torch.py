@@ -6,6 +6,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -256,6 +257,15 @@ def test_storages_of_ordinary_tensors_are_copied_inside_of_a_device(device: Cpu)
         with pytest.raises(flow.CaptureError, match="copy_ writes an ordinary tensor"):
             flow.capture(lambda y: (clone.copy_(x.untyped_storage()), y)[1], x)
     assert x.tolist() == [0, 1, 2] and clone.tolist() == x.untyped_storage().tolist()
+
+
+def test_an_array_is_not_sent_to_another_process(device: Cpu) -> None:
+    """Torch would send a file descriptor of a temporary tensor."""
+    with flow.device(device):
+        model = flow.arrays(nn.Linear(2, 1))
+    for sent in (model.bias, model):
+        with pytest.raises(UserError, match=r"can't be sent to another process: send array.tensor\(\)"):
+            ForkingPickler.dumps(sent)
 
 
 def test_a_file_of_torchs_old_format_is_refused_inside_of_a_device(device: Cpu) -> None:
