@@ -147,8 +147,8 @@ def _choose_size(n_parallel: int | None, devices: Sequence[str] | None) -> int:
     if n_parallel is None:
         n_parallel = len(devices) if devices else _count_cores()
     size = operator.index(n_parallel)
-    if size < 1:
-        raise ValueError(f"fork(): the number of ranks is {size}. Give one or more")
+    if not 1 <= size <= MOST_THREADS:
+        raise ValueError(f"fork(): the number of ranks is {size}. Give 1 to {MOST_THREADS}")
     if devices and len(devices) != size:
         raise ValueError(f"fork(): {len(devices)} devices for {size} ranks")
     return size

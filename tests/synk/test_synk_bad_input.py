@@ -253,6 +253,7 @@ def test_what_needs_a_team_says_so() -> None:
     ("options", "words"),
     [
         ({"n_parallel": 0}, "number of ranks is 0"),
+        ({"n_parallel": 10**12}, "number of ranks is 1000000000000"),
         ({"n_parallel": 2, "master_rank": 2}, "master_rank=2"),
         ({"n_parallel": 2, "timeout": 0}, "timeout=0"),
         ({"n_parallel": 2, "timeout": float("inf")}, "timeout=inf is not a number of seconds"),
