@@ -137,7 +137,7 @@ def check_data(config: Config, receipt: Receipt, is_quiet: bool, has_problems: b
         has_problems: Whether something is wrong already, maybe the path of the dataset.
 
     Raises:
-        UserError: There is no dataset, and no other problem.
+        UserError: There is no dataset, or its function can't be used, and no other problem.
     """
     with tqdm(unit=" files", disable=True if is_quiet else None, leave=False) as bar:
 
@@ -147,7 +147,7 @@ def check_data(config: Config, receipt: Receipt, is_quiet: bool, has_problems: b
         try:
             return list(files.check_data(config, receipt, on_total, lambda name: bar.update()))
         except UserError as error:
-            if not (has_problems or Path(config.data_folder).is_dir()):
+            if not has_problems and (config.data or not Path(config.data_folder).is_dir()):
                 raise
             return [f"data: {error}"]
 

@@ -23,7 +23,10 @@ Kind = Literal["model", "data"]  # the keys whose values may name an object
 SOURCE = "caller"  # of `model: caller:Net`
 
 _VARIABLE = "LOCKSTEP_OBJECTS"  # environment variable: JSON, the path of each pickle by its kind
-_ARGUMENTS = {"model": "model=...", "data": "train_data=..., val_data=..."}
+_REMEDIES = {
+    "model": "lockstep.resume(folder, model=...)",
+    "data": "lockstep.resume(folder, train_data=..., val_data=...), or name it: data=package.module:function",
+}
 _NOTHING: Mapping[Kind, Any] = MappingProxyType({})
 _of_this_context: ContextVar[Mapping[Kind, Any]] = ContextVar("objects", default=_NOTHING)
 
@@ -80,8 +83,7 @@ def check_available(kind: Kind, name: str) -> None:
     if kind in _of_this_context.get() or kind in _paths():
         return
     raise UserError(
-        f"{kind}: {name} was passed by a Python program and is not stored. "
-        f"Pass it again: lockstep.resume(folder, {_ARGUMENTS[kind]})."
+        f"{kind}: {name} was passed by a Python program and is not stored. Pass it again: {_REMEDIES[kind]}."
     )
 
 

@@ -409,6 +409,14 @@ def test_a_run_on_datasets_is_verified(program: Program, monkeypatch: pytest.Mon
     assert ": verified; " in call(running.run_folder)
 
 
+def test_datasets_that_were_objects_are_no_problem_of_the_run() -> None:
+    config = make_config(data="caller:datasets", n_classes=4)
+    receipt = dataclasses.replace(example(), manifest="")
+    with pytest.raises(UserError, match="or name it: data="):
+        verify.check_data(config, receipt, is_quiet=True, has_problems=False)
+    assert len(verify.check_data(config, receipt, is_quiet=True, has_problems=True)) == 1
+
+
 def test_changed_datasets_are_named_by_their_function() -> None:
     config = make_config(data="own_datasets:make_squares", n_classes=4)
     receipt = dataclasses.replace(example(), manifest="")
