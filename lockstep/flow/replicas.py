@@ -36,12 +36,11 @@ class ModelReplica:
     dropouts: list[dropout.SampleDropout]
     parameters: dict[str, Any] = field(init=False)
     buffers: dict[str, Any] = field(init=False)
-    restored: threading.Lock = field(init=False)
+    restored: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())
         self.buffers = dict(self.model.named_buffers())
-        self.restored = threading.Lock()
 
     def variables(self) -> dict[str, Any]:
         """Return parameters and buffers by name."""

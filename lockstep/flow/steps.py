@@ -75,7 +75,8 @@ class StepRecorder:
         _check_fetch(fetch, [*results, *(name + GRAD for name in gradients[shares[0].device])])
         self._buckets.extend(gradients[shares[0].device])
         merged = {name: array for b in self._buckets.all for name, array in self._merge(b, gradients, fetch)}
-        self._merge_buffers(shares, self._written(shares[0].device, versions))
+        if not self._merger.is_single:
+            self._merge_buffers(shares, self._written(shares[0].device, versions))
         return {name: [merged[name]] if name in merged else results[name] for name in fetch}
 
     def _forward_and_backward(self, share: DeviceBatch) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -184,8 +185,6 @@ class StepRecorder:
 
     def _written(self, device: int, versions: dict[str, int]) -> list[str]:
         """Return the names of the parameters without gradients that the loss has written since then."""
-        if self._merger.is_single:
-            return []
         names = [name for name, version in self._versions(device).items() if version != versions[name]]
         for name in names:
             if len({id(replica.parameters[name].memory) for replica in self._replicas}) < len(self._replicas):
@@ -201,8 +200,6 @@ class StepRecorder:
         Args:
             written: Parameters without gradients that the loss has written; they count as buffers.
         """
-        if self._merger.is_single:
-            return
         variables = [replica.variables() for replica in self._replicas]
         names = [*self._replicas[0].buffers, *written]
         floats = [name for name in names if variables[0][name].is_floating_point()]
@@ -343,9 +340,7 @@ def _check_same(gradients: Gradients) -> None:
 def _check_renormalized(replicas: Sequence[ModelReplica], merger: GradientMerger) -> None:
     """Raise UserError for embeddings with max_norm, whose forward writes the rows of its own samples."""
     for name, module in replicas[0].model.named_modules() if not merger.is_single else ():
-        if getattr(module, "max_norm", None) is None or not isinstance(
-            module, nn.Embedding | nn.EmbeddingBag
-        ):
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or module.max_norm is None:
             continue
         weights = (replica.model.get_submodule(name).weight for replica in replicas)
         if merger.has_processes or len({id(weight.memory) for weight in weights}) > 1:  # type: ignore[union-attr]
