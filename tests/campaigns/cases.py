@@ -40,6 +40,7 @@ POINTS = {
 PROGRAMS = ("train.py",) * 6 + (HOSTS, HOSTS, "synk", "synk", "flow")  # in this proportion
 SIGNALS = ("SIGKILL", "SIGSEGV", "SIGSTOP", "SIGTERM", "SIGINT", "SIGHUP")
 ASKED = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 143}  # exit statuses of a run that was asked to stop
+LAUNCHER_DIED = "the launcher (pid"  # trainer 0 says so
 PYTHONS_CTRL_C = (-signal.SIGINT, 130, 1)  # possible exit statuses of a plain program after Ctrl-C
 
 
@@ -146,7 +147,7 @@ class Case:
         if self.is_for_all and host != self.host:
             return (1,), f"host {self.host}: its launcher"
         if self.is_for_all:
-            return (-number,), "the launcher (pid" if self.victim == "launcher" else ""
+            return (-number,), LAUNCHER_DIED if self.victim == "launcher" else ""
         if self.program == HOSTS or (self.program == "train.py" and self.n_processes > 1):
             return (0,), ""  # it recovers
         return (1,), "has stood still" if self.signal == "SIGSTOP" else f"was killed by {self.signal}"

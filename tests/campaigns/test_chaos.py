@@ -1,11 +1,13 @@
 """The parts of campaigns.chaos that can be tested without signals; tests/launch/test_ending.py has those."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from campaigns import chaos
 from campaigns.cases import HOSTS, PROGRAMS, RULES, SIGNALS, Case, cases
+from campaigns.watching import Watched
 
 
 def test_cases_are_the_same_for_a_seed_and_cover_what_there_is() -> None:
@@ -90,3 +92,16 @@ def test_a_closed_terminal_concerns_the_launcher_only(
 ) -> None:
     case = Case(program, "SIGHUP", victim, 1.0, "none", 2)
     assert case.expected(0) == (statuses, text)
+
+
+@pytest.mark.parametrize("leaving", ["trainer 0", "trainer 1"])
+def test_only_without_trainer_0_a_launchers_death_may_go_without_a_word(tmp_path: Path, leaving: str) -> None:
+    (trace := tmp_path / "run/trace").mkdir(parents=True)
+    for name in ("trainer 0", "trainer 1"):
+        (trace / f"{name}.1.txt").write_text("1 exchanging\n" + "2 leaving\n" * (name == leaving))
+    killed = Watched(tmp_path, [], ["sh", "-c", "kill -KILL $$"])
+    started = {"event": "started", "time": killed.since + 1.0, "trainer 0": 1}
+    (tmp_path / "run/log.jsonl").write_text(json.dumps(started) + "\n")
+    problems = list(chaos.problems_of(killed, Case(HOSTS, "SIGKILL", "launcher", 1.0, "none", 2), 0, 1.0))
+    silence = "its last line does not say 'the launcher (pid': "
+    assert problems == ([] if leaving == "trainer 0" else [silence])

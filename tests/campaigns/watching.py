@@ -85,10 +85,10 @@ class Watched:
                 found.append((start_time, pid))  # process ids wrap around, so they tell no age
         return [pid for _, pid in sorted(found)]
 
-    def is_at(self, point: str) -> bool:
-        """Return whether a process has reported an activity that contains a text."""
+    def is_at(self, point: str, process: str = "") -> bool:
+        """Return whether a process (of this name, or any) has reported an activity that contains a text."""
         folder = self.run_folder / "trace"
-        return any(point in path.read_text(errors="replace") for path in folder.glob("*.txt"))
+        return any(point in path.read_text(errors="replace") for path in folder.glob(f"{process}*.txt"))
 
     def wait_for(self, condition: Callable[[], object], seconds: float) -> bool:
         """Return whether a condition became true in time and before the end of the run."""
