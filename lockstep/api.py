@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from lockstep import objects
 from lockstep.config import read_run, read_yaml, resolve
+from lockstep.config.hosts import torchrun_keys
 from lockstep.config.tasks import MONITORED, monitor_of
 from lockstep.errors import UserError
 from lockstep.files import parse_event, program_folder
@@ -253,7 +254,7 @@ class _Launch:
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
         self._has_bar = not quiet and (self._in_notebook or is_terminal)
         self._last_line, self._n_interrupts, self._asked = "", 0, False
-        self._log = self._folder / log_name(keys.get("host_rank") or 0)
+        self._log = self._folder / log_name((keys | torchrun_keys(os.environ, keys)).get("host_rank") or 0)
         self._position = self._log.stat().st_size if self._log.exists() else 0
 
     def run(self) -> Run:

@@ -26,6 +26,7 @@ from lockstep.errors import UserError
 from lockstep.extras import require
 from lockstep.programs import make_parser, reports_errors
 from lockstep.report.runlog import read_run
+from lockstep.runs.folder import log_of
 from lockstep.text import handle_closed_pipe
 
 _LIVE_SECONDS = 5.0
@@ -93,7 +94,9 @@ def write_until_end(folder: Path, out: Path) -> None:
 
 
 def _is_run(folder: Path) -> bool:
-    return any(os.path.exists(folder / name) for name in ("log.jsonl", "checkpoints"))
+    if not os.path.isdir(folder):  # False for a name that is too long, too
+        return False
+    return log_of(folder).exists() or (folder / "checkpoints").exists()
 
 
 def _is_comparison(folder: Path) -> bool:

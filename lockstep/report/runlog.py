@@ -16,6 +16,7 @@ from lockstep.config.tasks import Monitor, monitor_in
 from lockstep.errors import UserError
 from lockstep.files import parse_event, refusing_unusable_paths
 from lockstep.runs import checkpoint_files
+from lockstep.runs.folder import log_of
 from lockstep.runs.metrics import HIGHER_IS_BETTER, AnswerCounts, best_epoch
 from lockstep.runs.state import Checkpoint
 from lockstep.runs.stragglers import PHASES, added, waiting_phases
@@ -119,7 +120,7 @@ def read_run(folder: Path) -> RunLog:
     Raises:
         UserError: The folder is not a run's, or nothing in it can be shown.
     """
-    path = folder / "log.jsonl"
+    path = log_of(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such run folder")
     run = RunLog(folder, folder.resolve().name)
@@ -184,7 +185,7 @@ class _Reading:
                 self._run.exit_status = event
         if self._n_unusable:
             what = f"{self._n_unusable} lines of progress or validation lack the epoch, the step or the error"
-            self._run.notes.append(f"{self._run.folder / 'log.jsonl'}: {what} and were left out")
+            self._run.notes.append(f"{log_of(self._run.folder)}: {what} and were left out")
 
     def _clock(self, event: dict[str, Any]) -> None:
         now = _number(event, "time")
@@ -250,9 +251,7 @@ class _Reading:
     def _rank_times(self, event: dict[str, Any]) -> None:
         times = _epoch_times(event)
         if times is None:
-            self._run.notes.append(
-                f"{self._run.folder / 'log.jsonl'}: damaged times of trainers were left out"
-            )
+            self._run.notes.append(f"{log_of(self._run.folder)}: damaged times of trainers were left out")
             return
         self._drop_epochs(times.epoch)
         self._run.rank_times.append(times)

@@ -111,6 +111,12 @@ def log_name(host: int) -> str:
     return f"host{host}.jsonl" if host else "log.jsonl"
 
 
+def log_of(folder: Path) -> Path:
+    """Return the log of a run's folder: host 0's, or else that of the host whose folder it is."""
+    others = sorted(folder.glob("host*.jsonl"))
+    return others[0] if others and not (folder / log_name(0)).exists() else folder / log_name(0)
+
+
 def folder_after(folder: Path, name: str) -> Path:
     """Return the folder to which a run writes that is resumed from one of its checkpoints.
 

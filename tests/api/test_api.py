@@ -107,9 +107,18 @@ def test_epochs_that_a_resumed_run_takes_again_leave_the_history(tmp_path: Path)
     assert history_after(*resumed, ("validated", 2, 0.4)) == [(1, 0.5), (2, 0.4)]
 
 
-def test_a_host_that_is_not_the_first_has_the_history_and_the_events_of_its_own_log(tmp_path: Path) -> None:
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2", "RANK": "1"}
+TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(("given", "variables"), [({"host_rank": 1}, {}), ({}, TORCHRUN)])
+def test_a_host_that_is_not_the_first_has_the_history_and_the_events_of_its_own_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     events: list[dict[str, Any]] = []
-    launched = {"weights_dir": str(tmp_path), "run_name": "run", "host_rank": 1}
+    launched = {"weights_dir": str(tmp_path), "run_name": "run", **given}
     launch = _Launch(launched, {}, events.append, quiet=True)
     (tmp_path / "run").mkdir()
     for name, times in (("log", (3.5, 4.5)), ("host1", (1.5, 2.5))):  # host 1 is host 0 in the end

@@ -309,6 +309,12 @@ def test_a_run_whose_log_is_gone_has_its_checkpoint_shown(run: Path) -> None:
     assert "First-layer filters" in page.words and "3 of 3" in page.words
 
 
+def test_the_folder_of_a_later_host_has_a_report_of_that_hosts_log(run: Path) -> None:
+    whole = report(run).words
+    (run / "log.jsonl").rename(run / "host1.jsonl")
+    assert report(run).words == whole
+
+
 def test_a_record_of_another_version_is_named(run: Path) -> None:
     record = run / "checkpoints" / "epoch_0003.json"
     state = json.loads(record.read_text())
