@@ -161,6 +161,7 @@ def replay_all(
 ) -> None:
     """Replay what the arguments ask for, and add the results to `found`."""
     settings = chain.digest_of_settings(config)
+    intervals.check_settings(arguments.run, receipts, settings)
     replays: list[Replay] = []
     if arguments.replay:
         replays, n_all = intervals.choose(

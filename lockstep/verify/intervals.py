@@ -31,6 +31,15 @@ class Replay:
         return max(self.states)
 
 
+def check_settings(folder: Path, receipts: Sequence[Receipt], settings: str) -> None:
+    """Raise UserError if no receipt of the run was made with these settings."""
+    if all(receipt.settings != settings for receipt in receipts):
+        raise UserError(
+            f"{folder}: none of its receipts was made with these settings, so nothing can be replayed: leave "
+            "out the keys that change results"
+        )
+
+
 def all_intervals(receipts: Sequence[Receipt], settings: str) -> list[tuple[Receipt, Receipt]]:
     """Return the pairs of neighbouring receipts of one process, made with these settings."""
     return [
