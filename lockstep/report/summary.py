@@ -29,7 +29,8 @@ def state(run: RunLog, now: float) -> str:
 def lead(run: RunLog, now: float) -> str:
     """Return the line below the run's name."""
     config = run.config
-    network = f"{config['model']} on {config.get('data_folder', 'its data')}: " if "model" in config else ""
+    data = config.get("data") or config.get("train_folder") or config.get("data_folder", "its data")
+    network = f"{config['model']} on {data}: " if "model" in config else ""
     return network + state(run, now)
 
 

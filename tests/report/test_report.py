@@ -200,6 +200,13 @@ def test_only_what_config_yaml_does_not_have_is_marked(run: Path) -> None:
     assert marked == ["momentum"]
 
 
+@pytest.mark.parametrize("key", ["data", "train_folder"])
+def test_the_data_that_replace_the_folder_are_named_instead_of_it(run: Path, key: str) -> None:
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump({**saved, key: "somewhere:else"}))
+    assert "smallnet on somewhere:else: complete" in report(run).words
+
+
 def test_the_charts_follow_the_theme(run: Path) -> None:
     page = report(run)
     for chart in re.findall(r"<svg.*?</svg>", page.text, re.DOTALL):
