@@ -127,6 +127,12 @@ def _from_checkpoint(config: Config, path: Path) -> Pretrained:
             verify_checksum(record)
         return Pretrained(f"{path} (a checkpoint)", weights_of(checkpoint.load(path)), own=True)
     state = verify_checksum(record).state
+    then = state.config.get("optimizer", config.optimizer)
+    if then != config.optimizer:  # the state of sgd fits lars, which scales it otherwise
+        raise UserError(
+            f"{path}: was made with optimizer: {then}, the configuration says {config.optimizer}; "
+            "pretrained_part: weights starts a new training with its weights"
+        )
     if not state.is_validated:
         when = "after an epoch without validation" if state.is_complete else "within an epoch"
         raise UserError(

@@ -226,8 +226,11 @@ def test_moving_averages_are_what_goes_out_and_they_begin_where_a_run_starts(tmp
 def test_another_optimizers_training_cannot_go_on(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", make_config(model="tiny", optimizer="adamw"))
     assert start(run)[1].tensors["momenta/fc4.bias"].eq(0).all()
-    with pytest.raises(UserError, match="is of another model"):
+    with pytest.raises(UserError, match="was made with optimizer: adamw, the configuration says sgd"):
         start(run, pretrained_part="whole")
+    of_sgd = make_run(tmp_path / "of_sgd", make_config(model="tiny"))
+    with pytest.raises(UserError, match="was made with optimizer: sgd, the configuration says lars"):
+        start(of_sgd, pretrained_part="whole", optimizer="lars")
     export(load_trained(run, 2), "theano_alexnet", tmp_path / "theirs")
     assert not list((tmp_path / "theirs").glob("mom_*"))
     with pytest.raises(UserError, match=r"lr_2\.npy: there is no such file"):
