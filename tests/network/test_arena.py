@@ -148,7 +148,7 @@ def test_odd_tensors_lie_in_the_arena_and_are_trained() -> None:
     config = make_config(ema_decay=0.5)
     arena = Arena(net, HostMemory(), states_of(config), with_ema=True)
     optimizer = make_optimizer(net, arena, config)
-    assert torch.equal(net(x), expected)
+    torch.testing.assert_close(net(x), expected)  # `turned` is contiguous now: BLAS may round otherwise
     assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
     assert net.tied.weight is net.again.weight and net.mean is net.again.mean
     assert list(arena.local) == ["buffers/count"]
