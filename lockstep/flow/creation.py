@@ -90,8 +90,9 @@ def with_tensors(data: Any) -> Any:
 def arrays(module: _Module) -> _Module:
     """Make the module's parameters and buffers arrays on the current device, in place; return the module.
 
-    Arrays stay as they are. A parameter that another module has in common becomes the same array there. The
-    names of parameters are shown in diagrams of programs. Optimizers are made afterwards.
+    Arrays stay as they are, and gradients are kept. A parameter that another module has in common becomes the
+    same array there. The names of parameters are shown in diagrams of programs. Optimizers are made
+    afterwards.
 
     Raises:
         UserError: A tensor has hooks or no values, or a parameter that became an array in another module
@@ -168,11 +169,12 @@ def _array_of(name: str, tensor: torch.Tensor, device: Device) -> Array:
         return known
     made = _copied(tensor, device, name)
     private.as_parameter(made.requires_grad_(tensor.requires_grad))
+    made.grad = None if tensor.grad is None else array(tensor.grad)
     vars(made).update({**vars(tensor), **vars(made)})  # a mark such as `bias.no_decay = True` stays
     gone: Any = functools.partial(_replaced.pop, id(tensor))
     _watch_optimizers()
-    parameter, array = weakref.ref(tensor, gone), weakref.ref(made)
-    _replaced[id(tensor)] = _Replaced(name, parameter, array, _fingerprint(tensor))
+    parameter, lazy = weakref.ref(tensor, gone), weakref.ref(made)
+    _replaced[id(tensor)] = _Replaced(name, parameter, lazy, _fingerprint(tensor))
     return made
 
 

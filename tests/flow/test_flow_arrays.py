@@ -692,6 +692,19 @@ def tied_layers() -> tuple[nn.Linear, nn.Linear]:
     return first, second
 
 
+def test_parameters_that_become_arrays_keep_their_gradients(devices: list[Cpu]) -> None:
+    found = []
+    for make in (lambda model: model, flow.arrays):
+        model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.5)
+        model(torch.tensor([1, 2, 1])).sum().backward()
+        make(model)
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        found.append([parameter.tolist() for parameter in model.parameters()])
+    assert found[0] == found[1]
+
+
 def test_modules_made_arrays_one_after_another_stay_tied(devices: list[Cpu]) -> None:
     first, second = tied_layers()
     with flow.device(devices[0]):
