@@ -289,6 +289,8 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         step.seed = draw_seed(operands.generator)
         if "generator" in operands.keywords:
             operands.keywords["generator"] = None  # it gets a seeded one when it runs
+    if kind.name.startswith("_foreach"):  # autograd counts the writes of its own kernels, which do not run
+        torch.autograd.graph.increment_version(written)
     return _plan(step, kind, operands, written)
 
 

@@ -822,6 +822,20 @@ def test_a_call_gets_ordinary_tensors_as_they_were(devices: list[Cpu]) -> None:
     assert saved.result() == [1, 1]
 
 
+def test_backward_refuses_what_operations_on_lists_have_overwritten(devices: list[Cpu]) -> None:
+    """As an optimizer with foreach=True does, whose step comes before a second backward."""
+    for overwrite in (torch._foreach_zero_, lambda each: torch._foreach_copy_(each, [torch.ones(3)] * 2)):
+        x, weights = flow.ones((3,)).requires_grad_(), [flow.ones((3,)), flow.ones((3,))]
+        product = x * weights[0] * weights[1]
+        torch._foreach_mul(weights, 2.0)  # it only reads
+        product.sum().backward(retain_graph=True)
+        overwrite(weights)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+        with torch.inference_mode():  # such tensors have no versions
+            overwrite([flow.ones((3,)), flow.ones((3,))])
+
+
 def test_backward_refuses_what_a_call_has_overwritten(devices: list[Cpu]) -> None:
     p = flow.ones((3,)).requires_grad_()
     for part in (slice(None), slice(1, 2)):
