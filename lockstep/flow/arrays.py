@@ -367,7 +367,8 @@ def _plan(step: Instruction, kind: OperationTraits, operands: Operands, written:
             raise
         return _run_now(step, operands, inputs, written)
     step.recipe = recipe
-    if recipe.default is not None and kind.composite:  # its parts may compute with integers
+    # A composite's parts may compute with integers, or have other shapes than torch predicts for the whole.
+    if kind.composite and (recipe.default is not None or kind.name == "embedding_bag"):
         return operands.run(partial(step.function._op_dk, _COMPOSITE))  # type: ignore[attr-defined]
     if recipe.default is not None:
         _keep_default(step, kind, recipe)

@@ -65,8 +65,14 @@ _REFUSED = {
     ),
 }
 # Views by a bit that says that values are to be conjugated or negated become copies. Zeros without memory,
-# which forward-mode differentiation makes, get memory.
-_COPIES = {"aten::_conj": "_conj_physical", "aten::_neg_view": "neg", "aten::_efficientzerotensor": "zeros"}
+# which forward-mode differentiation makes, get memory. torch predicts wrong shapes for embedding bags without
+# gradients; those with gradients have the same values.
+_INSTEAD = {
+    "aten::_conj": "_conj_physical",
+    "aten::_neg_view": "neg",
+    "aten::_efficientzerotensor": "zeros",
+    "aten::_embedding_bag_forward_only": "_embedding_bag",
+}
 # Operations whose numbers decide the size of the result.
 _SIZED_BY_NUMBERS = {"aten::arange", "aten::range"}
 _PLAIN_NUMBERS = int, float, complex
@@ -163,7 +169,7 @@ def _takes_number(kind: Any) -> bool:
 @functools.cache
 def instead_of(function: Any) -> Any:
     """Return the operation that is recorded: a copy if arrays cannot have this view."""
-    name = _COPIES.get(function._schema.name)
+    name = _INSTEAD.get(function._schema.name)
     return function if name is None else getattr(torch.ops.aten, name).default
 
 

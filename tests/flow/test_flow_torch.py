@@ -301,6 +301,21 @@ def test_sums_of_bfloat16_embeddings(device: Cpu, mode: str) -> None:
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_embeddings_that_end_with_a_last_offset(device: Cpu, mode: str) -> None:
+    """Without gradients torch predicts other shapes than its kernel makes."""
+    weight, rows, first = torch.randn(5, 3), torch.tensor([1, 2, 4, 1]), torch.tensor([0, 0, 3, 4])
+    results = []
+    for make in (torch.clone, flow.array):
+        for scope in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+            with scope():
+                bags = nn.functional.embedding_bag(
+                    rows, make(weight), first, mode=mode, include_last_offset=True
+                )
+                results.append(bags.tolist())
+    assert results == [results[0]] * 6 and len(results[0]) == 3
+
+
 def test_complex_numbers_have_gradients(device: Cpu) -> None:
     """Inside of a device, backward gives the conjugate of a number, and not of a tensor."""
     functions: list[Callable[[Any], Any]] = [
