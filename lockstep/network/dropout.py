@@ -91,13 +91,19 @@ def _apply(x: torch.Tensor, kernel: Any, *arguments: Any) -> torch.Tensor:
 
 
 def install(model: nn.Module) -> list[SampleDropout]:
-    """Replace every nn.Dropout of the model; layers are numbered in the order of `modules()`."""
+    """Replace every nn.Dropout of the model; layers are numbered in the order of `modules()`.
+
+    A layer keeps its mode, its hooks, and the attributes that the user has given it.
+    """
     installed: list[SampleDropout] = []
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if type(child) is nn.Dropout:
-                installed.append(SampleDropout(child.p, len(installed)).train(child.training))
-                module._modules[name] = installed[-1]
+                made = SampleDropout(child.p, len(installed))
+                own = vars(made).keys() - vars(nn.Module()).keys()
+                vars(made).update((key, value) for key, value in vars(child).items() if key not in own)
+                installed.append(made)
+                module._modules[name] = made
     return installed
 
 

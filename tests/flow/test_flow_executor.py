@@ -1132,3 +1132,12 @@ class WithBuffer(nn.Module):
 def test_a_buffer_that_a_custom_backward_returns_is_not_added_to(strategy: str) -> None:
     found = trained(2, [4, 4], model=WithBuffer(), strategy=strategy)
     assert torch.equal(found["buffer"], torch.ones(3, dtype=torch.float64))
+
+
+def test_a_dropout_layer_keeps_its_hooks_and_attributes() -> None:
+    model = network()
+    model[2].scale = 2.0
+    model[2].register_forward_hook(lambda layer, _, output: output * layer.scale)
+    wanted, _ = loss(model, **batch(4))
+    with executor(2, model) as made:
+        torch.testing.assert_close(made.run(batch(4))["loss"], wanted.detach())
