@@ -50,7 +50,7 @@ class StepRecorder:
         self, replicas: Sequence[ModelReplica], buckets: Buckets, loss: Losses, merger: GradientMerger
     ) -> None:
         self._replicas, self._buckets, self._loss, self._merger = replicas, buckets, loss, merger
-        _check_renormalized(replicas, merger)
+        self._renormalized = _renormalized(replicas, merger)
         self._order: list[str] = []
         self._warned: set[str] = set()
         for replica in replicas:
@@ -71,12 +71,13 @@ class StepRecorder:
             found, gradients[share.device] = self._forward_and_backward(share)
             for name, value in found.items():
                 results.setdefault(name, []).append(value)
+        written = self._written(shares[0].device, versions)
         self._check_reached(gradients)
         _check_fetch(fetch, [*results, *(name + GRAD for name in gradients[shares[0].device])])
         self._buckets.extend(gradients[shares[0].device])
         merged = {name: array for b in self._buckets.all for name, array in self._merge(b, gradients, fetch)}
         if not self._merger.is_single:
-            self._merge_buffers(shares, self._written(shares[0].device, versions))
+            self._merge_buffers(shares, written)
         return {name: [merged[name]] if name in merged else results[name] for name in fetch}
 
     def _forward_and_backward(self, share: DeviceBatch) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -179,20 +180,25 @@ class StepRecorder:
             collectives.broadcast([source.parameters[name] for name in bucket.names], targets, replica.device)
 
     def _versions(self, device: int) -> dict[str, int]:
-        """Return autograd's versions of a device's parameters without gradients, by name."""
-        parameters = self._replicas[device].parameters
-        return {name: p._version for name, p in parameters.items() if not p.requires_grad}
+        """Return autograd's versions of a device's parameters by name."""
+        return {name: p._version for name, p in self._replicas[device].parameters.items()}
 
     def _written(self, device: int, versions: dict[str, int]) -> list[str]:
-        """Return the names of the parameters without gradients that the loss has written since then."""
+        """Return the names of the parameters without gradients that the loss has written since then.
+
+        Raises:
+            UserError: The loss writes a parameter that the devices share. Embeddings with max_norm may: they
+                write a row once, however often they are called.
+        """
         names = [name for name, version in self._versions(device).items() if version != versions[name]]
         for name in names:
-            if len({id(replica.parameters[name].memory) for replica in self._replicas}) < len(self._replicas):
+            memories = {id(replica.parameters[name].memory) for replica in self._replicas}
+            if len(memories) < len(self._replicas) and name not in self._renormalized:
                 raise UserError(
                     f"the loss writes {name}, which the devices share with strategy='reduce', so each would "
                     "write it once: make it a buffer (register_buffer), or use strategy='all_reduce'"
                 )
-        return names
+        return [name for name in names if not self._replicas[device].parameters[name].requires_grad]
 
     def _merge_buffers(self, shares: Sequence[DeviceBatch], written: Sequence[str]) -> None:
         """Replace float buffers by means over samples, others by those of the first device with samples.
@@ -337,9 +343,14 @@ def _check_same(gradients: Gradients) -> None:
             )
 
 
-def _check_renormalized(replicas: Sequence[ModelReplica], merger: GradientMerger) -> None:
-    """Raise UserError for embeddings with max_norm, whose forward writes the rows of its own samples."""
-    for name, module in replicas[0].model.named_modules() if not merger.is_single else ():
+def _renormalized(replicas: Sequence[ModelReplica], merger: GradientMerger) -> set[str]:
+    """Return the names of the weights of embeddings with max_norm, whose forward writes the rows it reads.
+
+    Raises:
+        UserError: There is one, and more than one copy of the weights.
+    """
+    found = set()
+    for name, module in replicas[0].model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or module.max_norm is None:
             continue
         weights = (replica.model.get_submodule(name).weight for replica in replicas)
@@ -348,6 +359,8 @@ def _check_renormalized(replicas: Sequence[ModelReplica], merger: GradientMerger
                 f"{name} has max_norm, so its forward writes the rows of its own samples, and the devices' "
                 "copies would differ: use one device, or strategy='reduce' on CPU devices of one process"
             )
+        found |= {n for n, p in replicas[0].parameters.items() if p is module.weight}
+    return found
 
 
 def _refuse_loss(loss: Any) -> NoReturn:

@@ -1141,3 +1141,19 @@ def test_a_dropout_layer_keeps_its_hooks_and_attributes() -> None:
     wanted, _ = loss(model, **batch(4))
     with executor(2, model) as made:
         torch.testing.assert_close(made.run(batch(4))["loss"], wanted.detach())
+
+
+def test_no_loss_writes_trained_weights_that_devices_share() -> None:
+    def shrinking(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+        return F.cross_entropy(model(x), labels)
+
+    wanted = shrinking(copy.deepcopy(network()), **batch(4)).detach()
+    with executor(2, loss=shrinking) as made:
+        torch.testing.assert_close(made.run(batch(4))["loss"], wanted)
+    with (
+        executor(2, loss=shrinking, strategy="reduce") as made,
+        pytest.raises(UserError, match=r"the loss writes 0\.weight, which the devices share"),
+    ):
+        made.run(batch(4))
