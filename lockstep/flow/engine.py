@@ -243,10 +243,21 @@ class Engine:
         unseen = sorted((f for f in self._failures if not f.seen), key=lambda failure: failure.number)
         if unseen:
             error = unseen[0].error()
-            for failure in unseen[1:]:
+            self._add_failures(error, 0)
+            raise error
+
+    def report_with(self, error: OperationError, first: int) -> None:
+        """Wait for the operations from number `first` on, and report their failures in the given error."""
+        for operation in list(self.pending):
+            if operation.number >= first:
+                operation.wait_done()
+        self._add_failures(error, first)
+
+    def _add_failures(self, error: OperationError, first: int) -> None:
+        for failure in sorted(self._failures, key=lambda failure: failure.number):
+            if failure.number >= first and not failure.seen:
                 failure.seen = True
                 error.add_note(f"also failed: {failure.text}")
-            raise error
 
     def close(self) -> None:
         """Cancel what has not started, wait for what has, and end the workers. Closing twice is harmless."""
@@ -351,6 +362,11 @@ def _nothing() -> None:
 
 _default: list[Engine] = []  # the engine of all devices that were given to no other
 _adding = threading.RLock()
+
+
+def next_number() -> int:
+    """Return a number that all later operations exceed."""
+    return next(_numbers)
 
 
 def engine_of(device: Device) -> Engine:

@@ -5,7 +5,6 @@ It follows Paddle's design document of the same name; docs/flow.md says what it 
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
@@ -21,6 +20,8 @@ from lockstep.flow.capture import capture
 from lockstep.flow.collectives import ProcessCollectives
 from lockstep.flow.creation import device as on_device
 from lockstep.flow.devices import Device
+from lockstep.flow.engine import engine_of, next_number
+from lockstep.flow.feeds import Feed, batch_names, split_feed
 from lockstep.flow.lanes import OperationError
 from lockstep.flow.merge import Bits, GradientMerger
 from lockstep.flow.program import CapturedProgram
@@ -30,8 +31,6 @@ from lockstep.network import dropout
 Loss = torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]
 Strategy = Literal["all_reduce", "reduce"]
 Recorder = Callable[[list[steps.DeviceBatch]], Any]
-Feed = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-Batch = list[torch.Tensor]
 _MOST_PROGRAMS = 64  # kept at once, one per set of shapes and precision
 
 
@@ -80,7 +79,7 @@ class ParallelExecutor:
         _check(self.devices, strategy, gradient_scale, compress, bucket_mb)
         if not (isinstance(seed, int | np.integer) and 0 <= seed < 2**62):
             raise UserError(f"seed is a whole number, at least 0 and less than 2**62, not {seed!r}")
-        self._scale, self._seed, self._names = gradient_scale, seed, _batch_names(loss, "loss")
+        self._scale, self._seed, self._names = gradient_scale, seed, batch_names(loss, "loss")
         self._processes = None if group is None else ProcessCollectives(group, self.devices[0])
         if self._processes is not None:
             self._processes.broadcast_model(model)
@@ -114,16 +113,17 @@ class ParallelExecutor:
         if self._failure:
             raise UserError(f"an earlier run has failed ({self._failure}): load_state_dict first")
         self._check_loaded()
-        batches = _split_feed(feed, self._names, len(self.devices))
+        batches = split_feed(feed, self._names, len(self.devices))
         fetch = _names(fetch)
         shares, fractions = self._shares(batches)
-        record = partial(self._step.record, fetch=fetch)
+        record, first = partial(self._step.record, fetch=fetch), next_number()
         try:
             counted = partial(setattr, self, "_n_runs", self._n_runs + 1)
             found = self._run(("run", *fetch), shares, record, self._step.prepare, counted)
             self._wait()
         except OperationError as error:
             self._failure = str(error)
+            self._report_others(error, first)
             raise
         return self._returned(found, fractions, merge)
 
@@ -143,12 +143,17 @@ class ParallelExecutor:
             merge: As in `run`.
         """
         self._check_loaded()
-        batches = _split_feed(feed, _batch_names(function, "function"), len(self.devices))
+        batches = split_feed(feed, batch_names(function, "function"), len(self.devices))
         fetch = _names(fetch)
         shares, fractions = self._shares(batches, all_processes=False)
         record = partial(steps.record_evaluation, self._replicas, function, fetch=fetch)
-        prepare = partial(steps.prepare_evaluation, self._replicas, function)
-        return self._returned(self._run((function, *fetch), shares, record, prepare), fractions, merge)
+        prepare, first = partial(steps.prepare_evaluation, self._replicas, function), next_number()
+        try:
+            found = self._run((function, *fetch), shares, record, prepare)
+        except OperationError as error:
+            self._report_others(error, first)
+            raise
+        return self._returned(found, fractions, merge)
 
     def set_hyperparameters(self, **values: Any) -> None:
         """Set values of all optimizers from the next run on, as in set_hyperparameters(lr=0.01).
@@ -309,6 +314,11 @@ class ParallelExecutor:
             for array in replica.variables().values():
                 array.wait()
 
+    def _report_others(self, error: OperationError, first: int) -> None:
+        """Report other failures since the operation `first` with an error, which the caller may handle."""
+        for engine in dict.fromkeys(map(engine_of, self.devices)):
+            engine.report_with(error, first)
+
     def _returned(self, found: dict[str, list[Any]], fractions: list[float], merge: bool) -> dict[str, Any]:
         if not merge:
             copies = len(fractions)
@@ -401,78 +411,6 @@ def _check_compressed(model: nn.Module, compress: str | None) -> None:
 def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise UserError(f"{key} is {' or '.join(choices)}, not '{value}'{nearest(str(value), choices)}")
-
-
-def _batch_names(function: Callable[..., Any], what: str) -> list[str] | None:
-    """Return the names of a function's arguments after the model, or None if it takes any."""
-    if not callable(function):
-        raise UserError(f"{what} is a function of the model and a batch, not {function!r}")
-    parameters = list(inspect.signature(function).parameters.values())
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return None
-    taken = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(taken) < 2:
-        raise UserError(f"{what} takes the model and a batch: {what}(model, images, labels)")
-    return taken[1:]
-
-
-def _split_feed(feed: Feed, names: list[str] | None, n_devices: int) -> list[Batch]:
-    """Return the batch of each device, in the order of the names; empty for a device without samples.
-
-    A dictionary is split as evenly as possible; the first devices have one sample more.
-
-    Raises:
-        UserError: Names differ, numbers of samples differ, there are no samples, or a list has a wrong
-            length.
-    """
-    if isinstance(feed, Mapping):
-        whole = _batch(feed, names)
-        n_samples = len(whole[0])
-        if not n_samples:
-            raise UserError("the feed has no samples: give at least one")
-        sizes = [n_samples // n_devices + (d < n_samples % n_devices) for d in range(n_devices)]
-        parts = [torch.split(tensor, sizes) for tensor in whole]
-        return [[part[d] for part in parts] if sizes[d] else [] for d in range(n_devices)]
-    if not isinstance(feed, Sequence) or not all(isinstance(each, Mapping) for each in feed):
-        raise UserError(
-            "the feed is a dictionary by the names of the loss's arguments, or a list of one for each device"
-        )
-    if len(feed) != n_devices:
-        raise UserError(f"the feed is a list for {len(feed)} devices: there are {n_devices}, give one each")
-    batches = [_batch(each, names) if each else [] for each in feed]
-    batches = [batch if batch and len(batch[0]) else [] for batch in batches]
-    if not any(batches):
-        raise UserError("the feed has no samples: give at least one device at least one")
-    return batches
-
-
-def _batch(feed: Mapping[str, Any], names: list[str] | None) -> Batch:
-    names = list(feed) if names is None else names
-    for name in feed:
-        if name not in names:
-            raise UserError(f"the feed has '{name}'{nearest(str(name), names)}: it takes {', '.join(names)}")
-    missing = [name for name in names if name not in feed]
-    if missing or not names:
-        raise UserError(f"the feed lacks {', '.join(missing) or 'tensors'}: it takes {', '.join(names)}")
-    batch = [_tensor(name, feed[name]) for name in names]
-    for name, tensor in zip(names, batch, strict=True):
-        if tensor.layout is not torch.strided:
-            raise UserError(f"the feed's '{name}' is sparse: give a dense tensor (to_dense)")
-        if not tensor.dim():
-            raise UserError(f"the feed's '{name}' is one number: its first dimension must be the samples'")
-        if len(tensor) != len(batch[0]):
-            raise UserError(
-                f"the feed has {len(batch[0])} samples of {names[0]} and {len(tensor)} of {name}: "
-                "give as many of each"
-            )
-    return batch
-
-
-def _tensor(name: str, value: Any) -> torch.Tensor:
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"the feed's '{name}' can't be made a tensor: {error}") from error
 
 
 def _merge_results(name: str, values: Sequence[Any], fractions: Sequence[float]) -> torch.Tensor:

@@ -839,8 +839,9 @@ def test_a_failed_operation_raises_and_stops_until_a_state_is_loaded() -> None:
         made.run(batch(4))
         state = made.state_dict()
         Moody.angry = True
-        with pytest.raises(flow.OperationError, match=r"update on cpu:\d.*not today"):
+        with pytest.raises(flow.OperationError, match=r"update on cpu:\d.*not today") as caught:
             made.run(batch(4))
+        assert any("also failed: update" in note for note in caught.value.__notes__)  # on the other device
         Moody.angry = False
         with pytest.raises(UserError, match=r"an earlier run has failed .*load_state_dict first"):
             made.run(batch(4))
@@ -850,8 +851,6 @@ def test_a_failed_operation_raises_and_stops_until_a_state_is_loaded() -> None:
         made.load_state_dict(state)
         made.run(batch(4))
         assert_same(made.replica(0), found)
-        with pytest.raises(flow.OperationError):
-            flow.wait_all()  # the other device's update failed, too
 
 
 BAD_SETTINGS = [
@@ -1157,3 +1156,30 @@ def test_no_loss_writes_trained_weights_that_devices_share() -> None:
         pytest.raises(UserError, match=r"the loss writes 0\.weight, which the devices share"),
     ):
         made.run(batch(4))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_failure_that_was_handled_is_not_raised_again(n: int) -> None:
+    wrong = {**batch(4), "labels": torch.full((4,), 9)}
+    with executor(n) as made:
+        earlier = flow.call(int, "none")
+        state = made.state_dict()
+        for step in (made.run, lambda feed: made.evaluate(loss, feed)):
+            with pytest.raises(flow.OperationError, match="nll_loss") as caught:
+                step(wrong)
+            assert any("also failed" in note for note in caught.value.__notes__)
+            made.load_state_dict(state)
+        with pytest.raises(flow.OperationError, match="int on cpu") as caught:
+            flow.wait_all()
+        assert not any("also failed" in note for note in caught.value.__notes__)
+        assert earlier.done
+
+
+def test_a_failed_run_does_not_wait_for_calls_that_began_before() -> None:
+    ended = threading.Event()
+    with executor(1) as made:
+        flow.call(ended.wait, 60)
+        with pytest.raises(flow.OperationError):
+            made.run({**batch(4), "labels": torch.full((4,), 9)})
+        assert not ended.is_set()
+        ended.set()
