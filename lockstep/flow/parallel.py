@@ -22,6 +22,7 @@ from lockstep.flow.creation import device as on_device
 from lockstep.flow.devices import Device
 from lockstep.flow.engine import engine_of, next_number
 from lockstep.flow.feeds import Feed, batch_names, split_feed
+from lockstep.flow.graph import check_not_ending
 from lockstep.flow.lanes import OperationError
 from lockstep.flow.merge import Bits, GradientMerger
 from lockstep.flow.program import CapturedProgram
@@ -246,6 +247,7 @@ class ParallelExecutor:
         )
 
     def _check_loaded(self) -> None:
+        check_not_ending()  # before anything is made: torch aborts if Python's end drops it half-made
         if self._loading:
             raise UserError("load_state_dict was interrupted or has failed: call it again")
         self._wait_restored()

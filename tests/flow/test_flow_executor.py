@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import wait_until
+from limits import limit
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -1183,3 +1185,30 @@ def test_a_failed_run_does_not_wait_for_calls_that_began_before() -> None:
             made.run({**batch(4), "labels": torch.full((4,), 9)})
         assert not ended.is_set()
         ended.set()
+
+
+def test_an_executor_that_is_used_at_the_end_of_python_refuses() -> None:
+    code = """if True:
+        import torch
+        from lockstep import flow
+
+        class Last:
+            def __del__(self):
+                try:
+                    made.run({"x": torch.ones(4, 3)})
+                except Exception as error:
+                    print(type(error).__name__, error)
+
+        def mean(model, x):
+            return model(x).mean()
+
+        def sgd(parameters):
+            return torch.optim.SGD(parameters, 0.1)
+
+        made = flow.ParallelExecutor(torch.nn.Linear(3, 2), mean, sgd, flow.cpus(1))
+        made.run({"x": torch.ones(4, 3)})
+        last = Last()
+    """
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=limit(60))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("UserError Python is ending")
