@@ -400,7 +400,7 @@ def _check(devices: list[Device], strategy: str, scale: Any, compress: str | Non
         raise UserError(
             f"gradient_scale has {len(scale)} factors for {len(devices)} devices: give one for each"
         )
-    if not isinstance(bucket_mb, int | float | np.number) or not bucket_mb > 0:
+    if not isinstance(bucket_mb, int | float | np.number) or not 0 < bucket_mb < float("inf"):
         raise UserError(f"bucket_mb is a number, more than 0, not {bucket_mb!r}")
 
 

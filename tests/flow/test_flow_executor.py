@@ -872,6 +872,7 @@ BAD_SETTINGS = [
     ({"gradient_scale": "average"}, "gradient_scale is mean or sum, not 'average'"),
     ({"gradient_scale": [1.0]}, "gradient_scale has 1 factors for 2 devices"),
     ({"bucket_mb": 0}, "bucket_mb is a number, more than 0"),
+    ({"bucket_mb": float("inf")}, "bucket_mb is a number, more than 0, not inf"),
     ({"seed": -1}, "seed is a whole number, at least 0"),
     ({"optimizer": lambda parameters: None}, "makes a torch.optim.Optimizer, not NoneType"),
     ({"loss": lambda model, x, labels: model(x)}, r"the loss must be a scalar.*not of shape \(2, 3\)"),
