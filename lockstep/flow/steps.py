@@ -365,16 +365,18 @@ def _renormalized(replicas: Sequence[ModelReplica], merger: GradientMerger) -> s
 
 def _refuse_loss(loss: Any) -> NoReturn:
     what = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-    raise UserError(f"the loss must be a scalar, the mean over its samples, not {what}: loss.mean()?")
+    if isinstance(loss, torch.Tensor) and loss.is_complex():
+        what = f"{loss.dtype}"
+    raise UserError(f"the loss must be a real scalar, the mean over its samples, not {what}: loss.mean()?")
 
 
 def _check_loss(loss: Any) -> None:
     """Raise UserError unless the loss is a scalar that depends on parameters."""
-    if not isinstance(loss, Array) or loss.dim():
+    if not isinstance(loss, torch.Tensor) or loss.dim() or loss.is_complex():
         _refuse_loss(loss)
     if not torch.is_grad_enabled():
         raise UserError("run() trains, and torch.no_grad or inference_mode is on: call it outside of that")
-    if not loss.requires_grad:
+    if not isinstance(loss, Array) or not loss.requires_grad:
         raise UserError("the loss depends on no parameter: is the model frozen, or its output detached?")
 
 

@@ -623,7 +623,7 @@ def test_evaluation_shares_the_variables_and_changes_none() -> None:
         before = made.replica(0)
         found = made.evaluate(errors, batch(5), ["wrong"])
         scored = made.evaluate(loss, batch(5))
-        with pytest.raises(UserError, match=r"a scalar, .* not of shape \(2,\)"):
+        with pytest.raises(UserError, match=r"a real scalar, .* not of shape \(2,\)"):
             made.evaluate(lambda model, x, labels: loss(model, x, labels)[0].expand(len(x)), batch(4))
         assert_same(made.replica(0), before)
         plain = Normalised().double()
@@ -875,9 +875,17 @@ BAD_SETTINGS = [
     ({"bucket_mb": float("inf")}, "bucket_mb is a number, more than 0, not inf"),
     ({"seed": -1}, "seed is a whole number, at least 0"),
     ({"optimizer": lambda parameters: None}, "makes a torch.optim.Optimizer, not NoneType"),
-    ({"loss": lambda model, x, labels: model(x)}, r"the loss must be a scalar.*not of shape \(2, 3\)"),
-    ({"loss": lambda model, x, labels: 3.0}, "the loss must be a scalar.*not float"),
-    ({"loss": lambda model, x, labels: {"scores": model(x)}}, "the loss must be a scalar.*not dict"),
+    ({"loss": lambda model, x, labels: model(x)}, r"the loss must be a real scalar.*not of shape \(2, 3\)"),
+    (
+        {"loss": lambda model, x, labels: model(x).sum() * 1j},
+        "the loss must be a real scalar.*not torch.complex",
+    ),
+    (
+        {"loss": lambda model, x, labels: torch.tensor(3.0)},
+        "the loss depends on no parameter",
+    ),
+    ({"loss": lambda model, x, labels: 3.0}, "the loss must be a real scalar.*not float"),
+    ({"loss": lambda model, x, labels: {"scores": model(x)}}, "the loss must be a real scalar.*not dict"),
     ({"loss": lambda model, x, labels: x.mean()}, "the loss depends on no parameter"),
     ({"loss": lambda model: model}, "takes the model and a batch"),
 ]
