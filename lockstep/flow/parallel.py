@@ -20,7 +20,7 @@ from lockstep.flow.capture import capture
 from lockstep.flow.collectives import ProcessCollectives
 from lockstep.flow.creation import device as on_device
 from lockstep.flow.devices import Device
-from lockstep.flow.engine import engine_of, next_number
+from lockstep.flow.engine import engine_of, in_dry_run, next_number
 from lockstep.flow.feeds import Feed, batch_names, split_feed
 from lockstep.flow.graph import check_not_ending
 from lockstep.flow.lanes import OperationError
@@ -247,13 +247,19 @@ class ParallelExecutor:
         )
 
     def _check_loaded(self) -> None:
-        check_not_ending()  # before anything is made: torch aborts if Python's end drops it half-made
         if self._loading:
             raise UserError("load_state_dict was interrupted or has failed: call it again")
         self._wait_restored()
 
     def _wait_restored(self) -> None:
-        """Wait until an interrupted capture has undone what its first call of the loss changed."""
+        """Wait until an interrupted capture has undone what its first call of the loss changed.
+
+        Raises:
+            UserError: Nothing can be computed here.
+        """
+        check_not_ending()  # before anything is made: torch aborts if Python's end drops it half-made
+        if in_dry_run():
+            raise UserError("an executor needs values, and a dry run makes none: use it outside of the scope")
         for replica in self._replicas:
             private.call_all([replica.restored.acquire, replica.restored.release])
 

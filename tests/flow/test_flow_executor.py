@@ -1221,3 +1221,19 @@ def test_an_executor_that_is_used_at_the_end_of_python_refuses() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=limit(60))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("UserError Python is ending")
+
+
+def test_an_executor_refuses_a_dry_run_and_is_as_before() -> None:
+    with executor(2) as made:
+        made.run(batch(4))
+        state = made.state_dict()
+        uses: list[Callable[[], Any]] = [
+            lambda: made.run(batch(4)), lambda: made.run(batch(5)), lambda: made.evaluate(loss, batch(4)),
+            made.state_dict, lambda: made.load_state_dict(state),
+        ]  # fmt: skip
+        for use in uses:
+            with pytest.raises(UserError, match="a dry run makes none"), flow.dry_run():
+                use()
+        wanted = made.run(batch(4))["loss"]
+        made.load_state_dict(state)
+        assert torch.equal(made.run(batch(4))["loss"], wanted)
