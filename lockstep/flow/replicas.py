@@ -128,8 +128,18 @@ class BucketOptimizer:
             own.grad = None
 
     def state(self) -> dict[str, Any]:
-        """Return the state and the hyperparameters of each parameter, by name."""
+        """Return the state and the hyperparameters of each parameter, by name.
+
+        Raises:
+            UserError: The optimizer has state of no parameter, which other buckets could not take over.
+        """
         found, names = self.optimizer.state_dict(), self._names_by_number()
+        other = [key for key in found["state"] if key not in range(len(names))]
+        if other:
+            raise UserError(
+                f"optimizer: {type(self.optimizer).__name__} keeps state of no parameter ({other[0]!r}), "
+                "which can't be saved: let it keep this in the state of each parameter"
+            )
         made = {}
         for group in found["param_groups"]:
             values = {key: value for key, value in group.items() if key != "params"}

@@ -1237,3 +1237,15 @@ def test_an_executor_refuses_a_dry_run_and_is_as_before() -> None:
         wanted = made.run(batch(4))["loss"]
         made.load_state_dict(state)
         assert torch.equal(made.run(batch(4))["loss"], wanted)
+
+
+def test_state_of_no_parameter_is_not_lost_without_a_word() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.state["steps"] = {"n": 1}
+            return super().step(closure)
+
+    with executor(2, optimizer=lambda parameters: Counting(parameters, 0.1)) as made:
+        made.run(batch(4))
+        with pytest.raises(UserError, match=r"Counting keeps state of no parameter \('steps'\)"):
+            made.state_dict()
