@@ -2,7 +2,10 @@
 
 import os
 import signal
+import sys
 import threading
+import time
+import weakref
 from _signal import getsignal  # type: ignore[import-not-found]  # signal.getsignal takes 20 times as long
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -103,12 +106,28 @@ class _Deferral:
         """Send the signals again after a finalizer, in which Python ignores exceptions of handlers."""
         while self.arrived:
             number, _ = self.arrived.pop(0)
-            threading.Timer(0.001, signal.pthread_kill, (threading.main_thread().ident, number)).start()
+            threading.Thread(target=_send_after_finalizer, args=(number,)).start()
 
     def forget(self) -> None:
         """Reset a forked child: the call belongs to the parent."""
         self.depth, self.arrived, self.insisted, self.may_raise = 0, [], False, False
         self.restore()
+
+
+def _send_after_finalizer(number: int) -> None:
+    """Send a signal to the main thread when it has left its finalizer, which takes long on a busy machine."""
+    main = threading.main_thread().ident
+    assert main is not None
+    while any(frame.f_code is weakref.finalize.__call__.__code__ for frame in _frames(main)):
+        time.sleep(0.001)
+    signal.pthread_kill(main, number)
+
+
+def _frames(thread: int) -> Iterator[FrameType]:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 _deferral = _Deferral()

@@ -182,6 +182,28 @@ def test_a_handler_that_raises_at_any_moment_breaks_no_later_call(two_ranks: Non
     assert n_interrupts > 5
 
 
+def test_a_handler_raises_after_a_finalizer_even_if_threads_start_slowly(
+    two_ranks: None, alarm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, blocks = threading.Thread.start, session.current_team("a test").context.blocks
+    drop = blocks.drop
+
+    def start_slowly(thread: threading.Thread) -> None:
+        start(thread)
+        time.sleep(0.1)
+
+    def drop_and_signal(number: int) -> None:
+        drop(number)
+        signal.raise_signal(signal.SIGALRM)
+
+    data = synk.data(np.zeros(4))
+    monkeypatch.setattr(threading.Thread, "start", start_slowly)
+    monkeypatch.setattr(blocks, "drop", drop_and_signal)
+    with pytest.raises(TooLate):
+        del data
+        time.sleep(10)  # until the handler raises
+
+
 def test_all_handlers_are_restored_where_one_raises_meanwhile(
     alarm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
