@@ -23,6 +23,7 @@ import numpy as np
 from lockstep.synk import imported, settings
 from lockstep.synk.blocks import ArrayLocation, arrange
 from lockstep.synk.context import CommandStep, RankContext
+from lockstep.synk.slots import find_memory
 from lockstep.synk.team import Team
 
 
@@ -169,7 +170,7 @@ def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
     """
     file = io.BytesIO()
     buffers: list[Any] = []
-    pickler = _Pickler(file, buffers, team, _find_slots(team))
+    pickler = _Pickler(file, buffers, team, find_memory(team))
     for what, piece in pieces:
         try:
             pickler.dump(piece)
@@ -180,7 +181,8 @@ def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
         number = next(team.numbers)
         pickler.dump(settings.receive)
         pickler.dump((number, objects))
-        team.context.settings.add(number, objects)
+        label = team.registry.label
+        team.context.settings.add(number, objects, lambda parameter: label(parameter) is not None)
     raw = [np.frombuffer(file.getbuffer(), np.uint8)]
     raw += [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
     offsets, n_bytes = arrange(len(part) for part in raw)
@@ -198,16 +200,6 @@ def _module_path() -> tuple[str, ...]:
     with suppress(OSError, ValueError):  # the directory was removed, or the path has no ''
         path.insert(path.index("") + 1, os.getcwd())
     return tuple(path)
-
-
-def _find_slots(team: Team) -> dict[range, str]:
-    """Return the names of the shared variables by the addresses of their slots in this process."""
-    found = {}
-    for shared in team.context.shareds.values():
-        if shared.slot is not None:
-            first = shared.view(team.context.blocks, team.rank, (0,)).ctypes.data
-            found[range(first, first + shared.slot.n_bytes)] = shared.name
-    return found
 
 
 def _same(obj: Any) -> Any:

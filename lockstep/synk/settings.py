@@ -7,7 +7,7 @@ ranks alike, so it is sent only after load_state_dict has replaced it.
 
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,23 +55,29 @@ class _Delivered:
         parameters: The parameters of the copies by group; empty for a module. Kept for their ids.
         ids: Their ids by group.
         state: The optimizer's state that the copies have, too.
+        places: Shared parameters and submodules of a module, each with its name and the dictionary that has
+            it. Empty on a worker.
     """
 
     thing: Any
     parameters: list[list[Any]]
     ids: list[list[int]]
     state: Any
+    places: list[tuple[Mapping[str, Any], str, Any]]
 
     @staticmethod
-    def make(thing: Any) -> "_Delivered":
+    def make(thing: Any, is_shared: Callable[[Any], bool]) -> "_Delivered":
         groups = thing.param_groups if is_optimizer(thing) else []
         parameters = [list(group["params"]) for group in groups]
-        return _Delivered(thing, parameters, _ids(groups), thing.state if groups else None)
+        places = [] if is_optimizer(thing) else list(_places(thing, is_shared))
+        return _Delivered(thing, parameters, _ids(groups), thing.state if groups else None, places)
 
     @property
     def fits(self) -> bool:
         """True if the copies can take the settings."""
-        return not is_optimizer(self.thing) or _ids(self.thing.param_groups) == self.ids
+        if is_optimizer(self.thing):
+            return _ids(self.thing.param_groups) == self.ids
+        return all(names.get(name) is value for names, name, value in self.places)
 
     def read(self) -> bool | _OptimizerSettings | None:
         if not is_optimizer(self.thing):
@@ -97,9 +103,11 @@ class Settings:
         self._delivered: bytes | None = None  # those that all ranks have
         self._received: dict[int, list[Any]] = {}  # on a worker
 
-    def add(self, number: int, objects: list[Any]) -> None:
+    def add(
+        self, number: int, objects: list[Any], is_shared: Callable[[Any], bool] = lambda parameter: False
+    ) -> None:
         """Add a group, which lists the same objects in the same order on all ranks."""
-        self._groups[number] = [_Delivered.make(thing) for thing in objects]
+        self._groups[number] = [_Delivered.make(thing, is_shared) for thing in objects]
 
     def capture(self, number: int) -> bytes | None:
         """Return the settings that a call must send to the workers, for `apply`.
@@ -111,7 +119,8 @@ class Settings:
             The settings; no bytes if the workers have received them, None if no object has any.
 
         Raises:
-            ValueError: The parameters of an optimizer in this group, or their groups, have changed.
+            ValueError: The parameters of an optimizer in this group, or their groups, have changed, or the
+                program has replaced shared parameters of a module, or a layer that has some.
         """
         if not self._groups:
             return None
@@ -155,6 +164,11 @@ class Settings:
 
 def _check_fit(group: list[_Delivered]) -> None:
     for entry in group:
+        if not entry.fits and not is_optimizer(entry.thing):
+            raise ValueError(
+                f"{type(entry.thing).__name__} has other parameters than at distribute(), which the ranks "
+                "lack. Change their values instead: load_state_dict without assign=True"
+            )
         if not entry.fits:
             before, now = len(entry.ids), len(entry.thing.param_groups)
             what = "other parameters than" if before == now else f"{now} groups of parameters, {before}"
@@ -182,6 +196,15 @@ def receive(context: Any, objects: Iterator[Any]) -> None:
 
 def _ids(groups: list[dict[str, Any]]) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in groups]
+
+
+def _places(module: Any, is_shared: Callable[[Any], bool]) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+    for name, parameter in module._parameters.items():
+        if is_shared(parameter):
+            yield module._parameters, name, parameter
+    for name, child in module._modules.items():
+        if child is not None and any(map(is_shared, child.parameters())):
+            yield module._modules, name, child
 
 
 def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.synk.slots import make_slots
+from lockstep.synk.slots import find_memory, make_slots
 from lockstep.synk.storage import make_storage
 from lockstep.synk.team import Team
 from lockstep.synk.tensors import (
@@ -39,6 +39,8 @@ def _share(team: Team, thing: Any) -> None:
     elif isinstance(thing, torch.Tensor):
         if team.registry.label(thing) is None:
             _check("a tensor", [thing])
+            if name := _owner(team, thing):
+                raise ValueError(f"share(): a tensor is a view of {name!r}. Make the view in the callable")
             _add(team, SharedTensor(f"tensor {len(team.context.shareds)}", thing, make_storage(team.context)))
     else:
         raise TypeError(f"share() takes a module or a tensor of torch, not {type(thing).__name__}")
@@ -95,12 +97,17 @@ def _share_module(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, S
 def _check_unshared(team: Team, name: str, tensors: Sequence[torch.Tensor]) -> None:
     """Raise ValueError if a tensor belongs to another shared variable, which would lose its memory."""
     for tensor in tensors:
-        if label := team.registry.label(tensor):
-            other = team.context.shareds[label[0]].name
+        if other := team.registry.name_of(tensor) or _owner(team, tensor):
             raise ValueError(
                 f"share(): {name} has a tensor of shape {tuple(tensor.shape)} in common with {other!r}, "
                 "which is shared already. Share one module that has all of them"
             )
+
+
+def _owner(team: Team, tensor: torch.Tensor) -> str | None:
+    """Return the name of the shared variable whose memory a tensor has, e.g. as a view."""
+    address = tensor.data_ptr() if tensor.layout == torch.strided else 0
+    return next((name for slot, name in find_memory(team).items() if address in slot), None)
 
 
 def _check_separate(name: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -47,6 +47,16 @@ def find_slots(team: Team, shareds: Sequence[Shared], sizes: Sequence[int]) -> t
     return tuple(found)
 
 
+def find_memory(team: Team) -> dict[range, str]:
+    """Return the names of the shared variables by the addresses of their slots in this process."""
+    found = {}
+    for shared in team.context.shareds.values():
+        if shared.slot is not None:
+            first = shared.view(team.context.blocks, team.rank, (0,)).ctypes.data
+            found[range(first, first + shared.slot.n_bytes)] = shared.name
+    return found
+
+
 def release_unused(team: Team, shareds: Sequence[Shared], previous: Sequence[BlockSlot | None]) -> None:
     """Release the blocks of slots that variables no longer use, unless other slots share the blocks."""
     for shared, slot in zip(shareds, previous, strict=True):

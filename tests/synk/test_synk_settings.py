@@ -3,7 +3,7 @@
 import copy
 import enum
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -169,6 +169,36 @@ def test_other_parameters_of_a_shared_module_are_refused() -> None:
     for use in (synk.weights, synk.grads, synk.share):
         with pytest.raises(ValueError, match="other parameters than when it was shared"):
             use(net)
+
+
+def _assign(net: torch.nn.Sequential) -> None:
+    net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
+
+
+def _replace_layer(net: torch.nn.Sequential) -> None:
+    net[-1] = copy.deepcopy(net[-1])
+
+
+def _replace_parameter(net: torch.nn.Sequential) -> None:
+    net[0].weight = torch.nn.Parameter(net[0].weight.detach().clone())
+
+
+@pytest.mark.parametrize("change", [_assign, _replace_layer, _replace_parameter])
+def test_a_call_refuses_other_parameters_of_a_shared_module(
+    change: Callable[[torch.nn.Sequential], None],
+) -> None:
+    """The other ranks would compute with those that they have."""
+    net = synk.share(make_net())
+    step = torch_train.make_train_function(net, LOSS, torch.optim.SGD(net.parameters(), lr=0.1))
+    synk.distribute()
+    step(*rows())
+    children, parameters = dict(net._modules), dict(net[0]._parameters)
+    change(net)
+    with pytest.raises(ValueError, match="has other parameters than at distribute"):
+        step(*rows())
+    net._modules.update(children)
+    net[0]._parameters.update(parameters)
+    step(*rows())  # the program may put back what it replaced
 
 
 def test_another_number_of_parameter_groups_is_refused() -> None:

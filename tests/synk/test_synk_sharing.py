@@ -49,6 +49,22 @@ def test_two_names_of_one_buffer_that_forward_separates(ranks: int) -> None:
         synk.gather("float32 buffers of TwoNames")
 
 
+def test_a_view_of_a_shared_tensor_is_not_shared_again(ranks: int) -> None:
+    """It would be moved out of the tensor's memory, and writes to one would not be seen in the other."""
+    tensor, net = synk.share(torch.zeros(4)), synk.share(make_net())
+    bias = net[0].bias.data
+    for view, name in ((tensor[:2], "tensor"), (tensor[3], "tensor"), (bias[1:], "weights of Sequential")):
+        with pytest.raises(ValueError, match=f"a tensor is a view of '{name}"):
+            synk.share(view)
+    module = make_net()
+    module[0].bias.data = bias
+    with pytest.raises(ValueError, match=r"Sequential has a tensor of shape .* in common with 'weights of"):
+        synk.share(module)
+    view = tensor[:2]
+    view += 1
+    assert tensor.tolist() == [1, 1, 0, 0]
+
+
 @pytest.mark.parametrize("both", [False, True])
 def test_a_buffer_of_two_modules_that_one_of_them_replaces_is_replaced_in_that_one_only(
     ranks: int, both: bool
