@@ -54,7 +54,8 @@ class _Delivered:
     Attributes:
         parameters: The parameters of the copies by group; empty for a module. Kept for their ids.
         ids: Their ids by group.
-        state: The optimizer's state that the copies have, too.
+        state: The optimizer's state that the copies have, too; None if another group's call may have
+            changed it since.
         places: Shared parameters and submodules of a module, each with its name and the dictionary that has
             it. Empty on a worker.
     """
@@ -79,12 +80,13 @@ class _Delivered:
             return _ids(self.thing.param_groups) == self.ids
         return all(names.get(name) is value for names, name, value in self.places)
 
-    def read(self) -> bool | _OptimizerSettings | None:
+    def read(self, is_called: bool) -> bool | _OptimizerSettings | None:
+        """Return the settings of the copies. The call of another group needs no optimizer's state."""
         if not is_optimizer(self.thing):
             return bool(self.thing.training)
         if not self.fits:
             return None
-        replaced = self.thing.state is not self.state
+        replaced = is_called and self.thing.state is not self.state
         return _OptimizerSettings(
             groups=[dict(_hyperparameters(group)) for group in self.thing.param_groups],
             state=_to_cpu(self.thing.state_dict()["state"]) if replaced else None,
@@ -99,6 +101,7 @@ class Settings:
 
     def __init__(self) -> None:
         self._groups: dict[int, list[_Delivered]] = {}
+        self._called = 0  # the group of the last `capture`
         self._sent: bytes | None = None  # the settings of the last `capture`, pickled
         self._delivered: bytes | None = None  # those that all ranks have
         self._received: dict[int, list[Any]] = {}  # on a worker
@@ -124,8 +127,13 @@ class Settings:
         """
         if not self._groups:
             return None
-        _check_fit(self._groups.get(number, []))
-        states = {number: [entry.read() for entry in group] for number, group in self._groups.items()}
+        called = self._groups.get(number, [])
+        _check_fit(called)
+        states = {
+            each: [entry.read(each == number) for entry in group] for each, group in self._groups.items()
+        }
+        self._called = number
+        self._mark_changed({id(entry.thing) for entry in called if is_optimizer(entry.thing)})
         try:
             self._sent = pickle.dumps(states)
         except Exception:  # a function in a group of parameters, for instance
@@ -142,9 +150,16 @@ class Settings:
         if not packed:
             return
         self._delivered = self._sent
-        for entry in (entry for group in self._groups.values() for entry in group):
-            if is_optimizer(entry.thing) and entry.fits:
+        for entry in self._groups.get(self._called, []):
+            if is_optimizer(entry.thing):
                 entry.state = entry.thing.state
+
+    def _mark_changed(self, optimizers: set[int]) -> None:
+        """Let other groups that have these optimizers get their state with the next call."""
+        for number, group in self._groups.items():
+            for entry in group if number != self._called else ():
+                if id(entry.thing) in optimizers:
+                    entry.state = None
 
     def apply(self, packed: bytes) -> None:
         """Give this worker's objects the caller's settings, which a callable may have changed since.

@@ -252,6 +252,21 @@ def test_a_loaded_state_goes_to_functions_of_an_earlier_distribute_too() -> None
     assert np.array_equal(first, second)
 
 
+def test_functions_of_two_distributes_share_an_optimizers_state() -> None:
+    net = synk.share(make_net())
+    optimizer = adam(net)
+    steps = []
+    for _ in range(2):
+        steps.append(torch_train.make_train_function(net, LOSS, optimizer))
+        synk.distribute()
+    reference = copy.deepcopy(net)
+    for number in (0, 1, 1, 0, 0, 1):
+        steps[number](*rows())
+    train_steps(reference, adam(reference), 6)
+    flat = np.concatenate([param.detach().numpy().ravel() for param in reference.parameters()])
+    assert np.abs(synk.gather(synk.weights(net)) - flat).max() < 1e-12
+
+
 def test_a_callable_that_writes_into_data_is_told() -> None:
     def halve(x):
         return x.mul_(0.5).sum()
