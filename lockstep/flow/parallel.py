@@ -215,11 +215,15 @@ class ParallelExecutor:
         if wrong:
             kind = type(state[wrong[0]]).__name__
             raise UserError(f"load_state_dict: {wrong[0]} is {kind}: give what state_dict() returned")
+        if state["runs"] < 0:
+            raise UserError(f"load_state_dict: runs is {state['runs']}: it must be 0 or more")
         own, given = self._replicas[0].state(), dict(state["model"])
         for name in {**own, **given}:
             if name not in own or name not in given:
                 where = "the model" if name in given else "the state"
                 raise UserError(f"load_state_dict: {where} has no {name}")
+            if not isinstance(given[name], torch.Tensor):
+                raise UserError(f"load_state_dict: {name} is {given[name]!r:.50}, not a tensor")
             if own[name].shape != given[name].shape:
                 shapes = f"{tuple(own[name].shape)} in the model, {tuple(given[name].shape)} in the state"
                 raise UserError(f"load_state_dict: {name} is {shapes}")

@@ -1022,6 +1022,10 @@ def test_states_that_do_not_fit() -> None:
             made.set_hyperparameters(lrr=0.1)
         with pytest.raises(UserError, match="the state has no 0"):
             made.load_state_dict(short)
+        with pytest.raises(UserError, match=r"0\.bias is None, not a tensor"):
+            made.load_state_dict({**state, "model": {**state["model"], "0.bias": None}})
+        with pytest.raises(UserError, match="runs is -1: it must be 0 or more"):
+            made.load_state_dict({**state, "runs": -1})
         state["model"]["0.bias"] = torch.ones(3)
         with pytest.raises(UserError, match=r"0.bias is \(16,\) in the model, \(3,\) in the state"):
             made.load_state_dict(state)
