@@ -201,32 +201,11 @@ class ParallelExecutor:
         Raises:
             UserError: The state does not fit.
         """
-        if not isinstance(state, Mapping):
-            raise UserError(
-                f"load_state_dict: {type(state).__name__} is no state: give what state_dict() returned"
-            )
-        missing = [key for key in ("model", "optimizer", "carried", "runs") if key not in state]
-        if missing:
-            raise UserError(
-                f"load_state_dict: the state has no {missing[0]}: give what state_dict() returned"
-            )
-        kinds = {"model": Mapping, "optimizer": Mapping, "carried": Mapping, "runs": int}
-        wrong = [key for key, kind in kinds.items() if not isinstance(state[key], kind)]
-        if wrong:
-            kind = type(state[wrong[0]]).__name__
-            raise UserError(f"load_state_dict: {wrong[0]} is {kind}: give what state_dict() returned")
-        if state["runs"] < 0:
-            raise UserError(f"load_state_dict: runs is {state['runs']}: it must be 0 or more")
-        own, given = self._replicas[0].state(), dict(state["model"])
-        for name in {**own, **given}:
-            if name not in own or name not in given:
-                where = "the model" if name in given else "the state"
-                raise UserError(f"load_state_dict: {where} has no {name}")
-            if not isinstance(given[name], torch.Tensor):
-                raise UserError(f"load_state_dict: {name} is {given[name]!r:.50}, not a tensor")
-            if own[name].shape != given[name].shape:
-                shapes = f"{tuple(own[name].shape)} in the model, {tuple(given[name].shape)} in the state"
-                raise UserError(f"load_state_dict: {name} is {shapes}")
+        _check_state(state, self._replicas[0].state())
+        with private.no_inference():  # what a run writes must not become inference tensors
+            self._restore(state)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
         with private.without_modes():  # copies, which may be changed before a first run uses them
             parts = private.tree_map(_ordinary, (state["optimizer"], state["carried"]))
             optimizer, carried = copy.deepcopy(parts)
@@ -235,7 +214,7 @@ class ParallelExecutor:
         for replica in self._replicas:
             with private.no_grad(), on_device(replica.device):
                 for name, array in replica.state().items():
-                    array.detach().copy_(given[name])
+                    array.detach().copy_(state["model"][name])
         self._merger.load_state(carried)
         if self._processes is not None:
             self._processes.forget_failure()
@@ -389,6 +368,9 @@ def _names(fetch: Sequence[str]) -> list[str]:
 def _devices(given: Any) -> list[Device]:
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise UserError(f"devices is a list, as flow.cpus(2) makes it, not {given!r}")
+    other = [each for each in given if not isinstance(each, Device)]
+    if other:
+        raise UserError(f"devices is a list of devices, as flow.cpus(2) makes it; {other[0]!r} is none")
     return list(given)
 
 
@@ -418,6 +400,34 @@ def _check_compressed(model: nn.Module, compress: str | None) -> None:
     for name, parameter in model.named_parameters() if compress is not None else ():
         if not parameter.is_floating_point():
             raise UserError(f"compress: {name} is {parameter.dtype}: only real numbers can be compressed")
+
+
+def _check_state(state: Any, own: Mapping[str, torch.Tensor]) -> None:
+    """Raise UserError unless the state is one that state_dict() returned for a model with these tensors."""
+    if not isinstance(state, Mapping):
+        raise UserError(
+            f"load_state_dict: {type(state).__name__} is no state: give what state_dict() returned"
+        )
+    missing = [key for key in ("model", "optimizer", "carried", "runs") if key not in state]
+    if missing:
+        raise UserError(f"load_state_dict: the state has no {missing[0]}: give what state_dict() returned")
+    kinds = {"model": Mapping, "optimizer": Mapping, "carried": Mapping, "runs": int}
+    wrong = [key for key, kind in kinds.items() if not isinstance(state[key], kind)]
+    if wrong:
+        kind = type(state[wrong[0]]).__name__
+        raise UserError(f"load_state_dict: {wrong[0]} is {kind}: give what state_dict() returned")
+    if state["runs"] < 0:
+        raise UserError(f"load_state_dict: runs is {state['runs']}: it must be 0 or more")
+    given = dict(state["model"])
+    for name in {**own, **given}:
+        if name not in own or name not in given:
+            where = "the model" if name in given else "the state"
+            raise UserError(f"load_state_dict: {where} has no {name}")
+        if not isinstance(given[name], torch.Tensor):
+            raise UserError(f"load_state_dict: {name} is {given[name]!r:.50}, not a tensor")
+        if own[name].shape != given[name].shape:
+            shapes = f"{tuple(own[name].shape)} in the model, {tuple(given[name].shape)} in the state"
+            raise UserError(f"load_state_dict: {name} is {shapes}")
 
 
 def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:

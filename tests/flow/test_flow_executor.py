@@ -981,6 +981,8 @@ def test_devices_that_cannot_be_used() -> None:
     with pytest.raises(UserError, match="devices: give at least one"):
         ParallelExecutor(network(), loss, momentum, [])
     device = flow.cpus(1)[0]
+    with pytest.raises(UserError, match="is none"):
+        ParallelExecutor(network(), loss, momentum, devices=[flow.cpus(1), flow.cpus(1)])
     with pytest.raises(UserError, match="devices: one is there twice"):
         ParallelExecutor(network(), loss, momentum, [device, device])
 
@@ -1003,6 +1005,19 @@ def test_devices_whose_gradients_reach_other_parameters_are_refused() -> None:
         with pytest.raises(UserError, match=r"reach 1\.bias, 1\.weight on one of devices 0 and 1 only"):
             made.run(batch(5))
         assert made.run(batch(6))["loss"] > 0
+
+
+def test_a_state_that_is_taken_and_loaded_in_inference_mode_can_be_trained_on() -> None:
+    with executor(2) as made:
+        made.run(batch(6))
+        with torch.inference_mode():
+            state = made.state_dict()
+        made.run(batch(6))
+        expected = made.replica(1)
+        with torch.inference_mode():
+            made.load_state_dict(state)
+        made.run(batch(6))
+        assert_same(made.replica(1), expected)
 
 
 def test_states_that_do_not_fit() -> None:
