@@ -252,6 +252,12 @@ def test_how_each_rank_ended_is_told() -> None:
     assert outcome.problem == "gave no result in time"
 
 
+@pytest.mark.new_interpreter
+def test_ctrl_c_to_the_whole_group_does_not_interrupt_what_a_fork_server_imports() -> None:
+    code = "import os, signal; import lockstep.launch.preload; os.kill(os.getpid(), signal.SIGINT)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=limit(60), check=True)
+
+
 @pytest.mark.slow
 def test_a_rank_that_ends_without_a_result_is_named_before_others() -> None:
     with pytest.raises(EOFError, match="rank 1 was killed by signal 9"):
