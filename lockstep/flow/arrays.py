@@ -423,7 +423,7 @@ def _plan_sparse(
         size: Any = next(
             p for p in reversed(step.template) if type(p) is list and all(type(n) is int for n in p)
         )
-    elif kind.name in ("_coalesce", "clone", "_to_copy"):
+    elif kind.name in ("_coalesce", "clone", "_to_copy") and operands.tensors[0].layout is torch.sparse_coo:
         size = inputs[0].size()
     else:
         found = _run_now(step, operands, inputs, written)

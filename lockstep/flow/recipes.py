@@ -63,6 +63,10 @@ _REFUSED = {
         "an array can't be a packed sequence, whose lengths torch reads at once; give the layer the "
         "padded batch"
     ),
+    # Its kernel asks whether its operands need gradients, and its backward then reads what it did not write.
+    "aten::_sparse_mm_reduce_impl": (
+        "torch.sparse.mm with a reduction takes no arrays; use array.tensor() outside of `with flow.device`"
+    ),
 }
 # Views by a bit that says that values are to be conjugated or negated become copies. Zeros without memory,
 # which forward-mode differentiation makes, get memory. torch predicts wrong shapes for embedding bags without

@@ -343,6 +343,21 @@ def test_an_array_of_another_kind_of_tensor_is_refused(device: Cpu, kind: str) -
         flow.array(tensor)
 
 
+def test_a_copy_of_a_tensor_of_another_layout_keeps_it(device: Cpu) -> None:
+    rows = torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse_csr()
+    with flow.device(device):
+        for made in (rows.clone(), rows.double()):
+            assert type(made) is torch.Tensor and made.layout is torch.sparse_csr
+
+
+def test_a_reduction_over_sparse_rows_refuses_arrays(device: Cpu) -> None:
+    rows, dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse_csr(), torch.ones(2, 2)
+    with flow.device(device):
+        assert torch.sparse.mm(rows, dense, "amax").tolist() == [[2, 2], [3, 3]]
+        with pytest.raises(UserError, match="with a reduction takes no arrays"):
+            torch.sparse.mm(rows, flow.array(dense).requires_grad_(), "amax").sum().backward()
+
+
 def test_a_program_takes_dense_inputs(device: Cpu) -> None:
     with pytest.raises(UserError, match="example 0 is sparse"):
         flow.capture(lambda x: x * 2, torch.eye(2).to_sparse())
