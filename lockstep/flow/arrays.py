@@ -254,7 +254,7 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     operands = Operands(kind, args, kwargs)
     is_copy = called is not function and torch.is_inference_mode_enabled()
     if is_copy and not all(tensor.is_inference() for tensor in operands.tensors):
-        with private.no_inference():  # to torch it is a view of a tensor with a version
+        with private.inference_mode(False):  # to torch it is a view of a tensor with a version
             return record(function, args, kwargs)
     arrays = [tensor for tensor in operands.tensors if type(tensor) is Array]
     written = [tensor for place in kind.writes for tensor in operands.at(place)]
@@ -340,9 +340,9 @@ def _view(
 
 
 def _part(source: Array, part: torch.Tensor) -> Array:
-    if torch.is_inference_mode_enabled() and not source.is_inference():
-        with private.no_inference():  # views of a tensor with a version have it, too
-            return Array(source.memory, part.size(), part.stride(), part.storage_offset(), part.dtype)
+    if torch.is_inference_mode_enabled() is not source.is_inference():
+        with private.inference_mode(source.is_inference()):  # a view has a version if its source has one
+            return _part(source, part)
     return Array(source.memory, part.size(), part.stride(), part.storage_offset(), part.dtype)
 
 

@@ -307,7 +307,7 @@ def stored(tensor: torch.Tensor, device: Device, name: str = "") -> Storage:
             f"{placement.user_line()}: a tensor on the meta device has no values: make it on the CPU"
         )
     if torch.is_inference_mode_enabled():  # workers are outside of it, and could not write the copy
-        with private.no_inference():
+        with private.inference_mode(False):
             return stored(tensor, device, name)
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         copy = _copy(private.plainly(tensor.detach), private.plainly)

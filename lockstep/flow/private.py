@@ -185,11 +185,14 @@ class no_grad(Scope):  # noqa: N801
         return [functions.__enter__, functools.partial(torch._C._set_grad_enabled, enabled), leave]
 
 
-class no_inference(Scope):  # noqa: N801
-    """torch.inference_mode(False), whose end no signal handler can skip."""
+class inference_mode(Scope):  # noqa: N801
+    """torch.inference_mode(mode), whose end no signal handler can skip."""
+
+    def __init__(self, mode: bool) -> None:
+        self.value = mode
 
     def calls(self) -> tuple[list[Any], list[Any]]:
-        guard = torch._C._InferenceMode(False)
+        guard = torch._C._InferenceMode(self.value)
         return [guard.__enter__], [functools.partial(guard.__exit__, None, None, None)]
 
 

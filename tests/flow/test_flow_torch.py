@@ -196,6 +196,16 @@ def test_views_of_arrays_in_inference_mode(device: Cpu) -> None:
     assert x.grad.tolist() == [[1, 1, 1], [0, 0, 0]]  # type: ignore[union-attr]
 
 
+def test_views_of_arrays_made_in_inference_mode(device: Cpu) -> None:
+    weight = flow.ones(3).requires_grad_()
+    with torch.inference_mode(), flow.device(device):
+        made = torch.ones(3) * 2
+    for view in (made[:3], made.view(3), made.expand(3), made.detach()):
+        assert view.is_inference()
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+            weight * view  # writes into it are not counted, and would change the gradient
+
+
 def test_conjugates_in_inference_mode(device: Cpu) -> None:
     """To torch the copy is a view, so it has a version if its original has one."""
     z, ordinary = flow.array([1 + 2j, 3 - 1j]), torch.tensor([1 + 2j, 3 - 1j])
