@@ -202,7 +202,7 @@ class ParallelExecutor:
             UserError: The state does not fit.
         """
         _check_state(state, self._replicas[0].state())
-        with private.no_inference():  # what a run writes must not become inference tensors
+        with private.inference_mode(False):  # what a run writes must not become inference tensors
             self._restore(state)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
