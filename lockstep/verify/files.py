@@ -53,9 +53,9 @@ def check_checkpoints(
 def _retained(folder: Path, receipts: Sequence[Receipt], config: Config) -> tuple[set[str], set[str]]:
     """Return the checkpoints that the run has not removed itself, and those of which it is unknown, by name.
 
-    A run with `keep_checkpoints` removes older ones, also those of its earlier parts with other settings.
-    Every run removes those that it saved only because they were the best so far. If that leaves no checkpoint
-    of a part, its `keep_checkpoints` is unknown.
+    A run with `keep_checkpoints` removes all but its newest ones, also those of its earlier parts with other
+    settings. Every run removes those that it saved only because they were the best so far. If that leaves no
+    checkpoint of a part, its `keep_checkpoints` is unknown.
 
     Args:
         config: That of the last part.
@@ -63,9 +63,12 @@ def _retained(folder: Path, receipts: Sequence[Receipt], config: Config) -> tupl
     parts = {**_configs_of_parts(folder), receipts[-1].config: config}
     retained: set[str] = set()
     unknown: set[str] = set()
-    for receipt in reversed([each for each in receipts if each.checkpoint]):
+    n_left = len(receipts)  # of the newest checkpoints, those that no later one has removed
+    for place, receipt in enumerate(reversed([each for each in receipts if each.checkpoint])):
         own = parts.get(receipt.config)
         if own and own.keep_checkpoints is not None:
+            n_left = min(n_left, place + own.keep_checkpoints)
+        if place >= n_left:
             break
         if own is None or unknown:
             unknown.add(receipt.checkpoint)

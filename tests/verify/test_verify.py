@@ -265,6 +265,37 @@ def test_each_part_of_a_run_is_judged_by_its_own_settings(program: Program) -> N
     assert "epoch_0004.json: is missing, and receipt" in call(running.run_folder, code=1)
 
 
+@pytest.mark.slow
+def test_the_newest_checkpoints_may_not_be_missing_with_keep_checkpoints(
+    program: Program, tmp_path: Path
+) -> None:
+    """Of five checkpoints the run itself has left the newest two, and may have left the best one."""
+    running = program.run(*KEYS, "n_epochs=5", "keep_checkpoints=2")
+    for name in ("epoch_0004.json", "epoch_0005.safetensors"):
+        folder = Path(shutil.copytree(running.run_folder, tmp_path / name))
+        (folder / "checkpoints" / name).unlink()
+        assert f"{name}: is missing, and receipt" in call(folder, code=1)
+    for path in (running.run_folder / "checkpoints").glob("epoch_000[123].*"):
+        path.unlink()
+    assert ": verified; " in call(running.run_folder)
+
+
+@pytest.mark.slow
+def test_newer_checkpoints_count_in_all_parts_of_a_run(program: Program) -> None:
+    """The second part keeps four, of which the first part had removed one before."""
+    program.run(*KEYS, "n_epochs=2", "keep_checkpoints=1")
+    running = program.run(*KEYS, "n_epochs=4", "keep_checkpoints=4", "resume_train=true")
+    place = running.run_folder / "checkpoints"
+    (place / "epoch_0001.json").unlink(missing_ok=True)
+    (place / "epoch_0001.safetensors").unlink(missing_ok=True)
+    assert ": verified; " in call(running.run_folder)
+    (place / "epoch_0002.json").unlink()
+    (place / "epoch_0002.safetensors").unlink()
+    assert "note: " in call(running.run_folder)  # no record is left that tells what the first part kept
+    (place / "epoch_0003.json").unlink()
+    assert "epoch_0003.json: is missing, and receipt" in call(running.run_folder, code=1)
+
+
 @pytest.mark.parametrize("left", [".json", ".safetensors"])
 def test_a_checkpoint_of_two_files_is_missing_without_one_of_them(tmp_path: Path, left: str) -> None:
     (tmp_path / "checkpoints").mkdir()
