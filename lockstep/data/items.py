@@ -200,10 +200,10 @@ def pixels_of(image: Any, n_channels: int, where: str) -> np.ndarray:
         array = array[:, :, None]
     elif hasattr(image, "permute"):
         array = array.transpose(1, 2, 0)
-    if array.shape[2] not in _MODES:
-        raise UserError(f"{where} has an image of shape {array.shape}. Give it 1 to 4 channels.")
-    if array.shape[2] != n_channels or 0 in array.shape:
-        raise UserError(f"{where} has an image of shape {array.shape}; others have {n_channels} channels")
+    if array.shape[2] not in _MODES or 0 in array.shape:
+        raise UserError(f"{where} has an image of shape {array.shape}. Give it pixels of 1 to 4 channels.")
+    if array.shape[2] != n_channels:
+        raise UserError(f"{where} has an image of shape {array.shape}; this run's have {n_channels} channels")
     return array
 
 

@@ -76,9 +76,12 @@ def test_arrays_and_tensors_are_taken_as_they_are() -> None:
         (COLORS.astype(np.float32), r"here has an image that is float32 of shape \(5, 4, 3\)"),
         (torch.zeros(3, 5, 4), r"float32 of shape \(3, 5, 4\).* Leave out transforms such as ToTensor"),
         ("a.jpg", "here has an image that is <U5"),
-        (COLORS[:, :, :2], "others have 3 channels"),
-        (COLORS[:0], "others have 3 channels"),
-        (COLORS.repeat(2, axis=2), r"here has an image of shape \(5, 4, 6\). Give it 1 to 4 channels"),
+        (COLORS[:, :, :2], "this run's have 3 channels"),
+        (COLORS[:0], r"here has an image of shape \(0, 4, 3\). Give it pixels"),
+        (
+            COLORS.repeat(2, axis=2),
+            r"here has an image of shape \(5, 4, 6\). Give it pixels of 1 to 4 channels",
+        ),
         (Image.fromarray(np.zeros((3, 3), np.float32)), "can't be used: holds floating-point pixels"),
     ],
 )
@@ -233,7 +236,7 @@ IMAGE = np.zeros((36, 36, 3), np.uint8)
         ((IMAGE, -1), "has label -1, not one of 0 to 3"),
         ((IMAGE, 1.5), "has the label 1.5, which is no whole number"),
         ((IMAGE.astype(np.float32), 1), "has an image that is float32 of shape .36, 36, 3."),
-        ((IMAGE[:, :, :1], 1), "has an image of shape .36, 36, 1.; others have 3 channels"),
+        ((IMAGE[:, :, :1], 1), "has an image of shape .36, 36, 1.; this run's have 3 channels"),
         (IMAGE, "must be .image, label., not uint8 of shape .36, 36, 3."),
     ],
 )
