@@ -47,6 +47,7 @@ from lockstep.launch.status import StatusBoard
 from lockstep.launch.template import Template
 from lockstep.programs import make_parser
 from lockstep.runs import receipts as chain
+from lockstep.runs.folder import is_running
 from lockstep.runs.plan import RunPlan
 from lockstep.runs.receipts import Receipt
 from lockstep.verify import files, intervals
@@ -98,6 +99,7 @@ def verify(arguments: argparse.Namespace, interrupts: Interrupts) -> dict[str, A
     folder = arguments.run
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such run")
+    is_training = is_running(folder)
     receipts, problems = chain.read(folder)
     found: dict[str, Any] = {"run": str(folder), "receipts": len(receipts), "problems": problems}
     found |= {"notes": [], "replays": []}
@@ -106,6 +108,8 @@ def verify(arguments: argparse.Namespace, interrupts: Interrupts) -> dict[str, A
         problems += files.check_states(receipts)
         config = read_config(folder, arguments.overrides, problems)
         problems += files.check_checkpoints(folder, receipts, config, found["notes"])
+        if problems and is_training:  # it writes and removes files while they are read
+            raise UserError(f"{folder}: trains now. Verify it when it has ended. Until then: {problems[0]}")
         if config:
             problems += check_data(config, receipts[-1], arguments.json, bool(problems))
         if config and not problems and (arguments.replay or arguments.step):

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -159,6 +160,18 @@ def seal_anew(folder: Path, tensors: Path) -> None:
         sealed = dataclasses.replace(receipt, previous=previous, **forged).sealed()
         lines, previous = [*lines, sealed.line()], sealed.hash
     (folder / receipts.NAME).write_text("\n".join(lines) + "\n")
+
+
+def test_a_difference_while_the_run_trains_is_no_verdict(copied: tuple[Path, Path]) -> None:
+    """A run writes and removes files while they are read, so that they may differ for a moment."""
+    run, data = copied
+    with open(run / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert ": verified; " in call(run, f"data_folder={data}")
+        (run / "checkpoints" / "epoch_0001.json").unlink()
+        text = call(run, f"data_folder={data}", code=2)
+        assert f"lockstep: {run}: trains now. Verify it when it has ended. Until then: {run}" in text
+    assert "epoch_0001.json: is missing, and receipt" in call(run, f"data_folder={data}", code=1)
 
 
 def test_what_cant_be_verified_says_what_to_do(copied: tuple[Path, Path], tmp_path: Path) -> None:
