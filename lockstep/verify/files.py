@@ -172,7 +172,9 @@ def check_data(
         sums = manifest.checksums()
         on_total(len(sums))
         for name in differing(folder, sums, on_done):
-            yield f"{folder / name}: does not have the manifest's checksum"
+            is_there = (folder / name).exists()
+            what = "does not have the manifest's checksum" if is_there else "is missing"
+            yield f"{folder / name}: {what}"
     elif digests_of_data(open_dataset(config))[1] != receipt.labels:
         yield f"{config.data or folder}: has other labels or another mean than receipt {receipt.number}"
 

@@ -121,6 +121,13 @@ def test_a_changed_bit_is_found_and_named(copied: tuple[Path, Path], name: str) 
         path.write_bytes(content)
 
 
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_missing_file_of_the_dataset_is_called_missing(copied: tuple[Path, Path], name: str) -> None:
+    folder, data = copied
+    (data / name).unlink()
+    assert problems_of(folder, data) == [f"{data / name}: is missing"]
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(place=st.integers(0, 1 << 20))
 def test_any_bit_of_the_receipts_counts(trained: Running, tmp_path: Path, place: int) -> None:
