@@ -196,7 +196,20 @@ def _check_fit(group: list[_Delivered]) -> None:
 def _apply_to_optimizer(optimizer: Any, settings: _OptimizerSettings, with_state: bool) -> None:
     if with_state and settings.state is not None:
         optimizer.load_state_dict({**optimizer.state_dict(), "state": settings.state})
+        _restore_dtypes(optimizer.state_dict()["state"], settings.state)
     _write(optimizer.param_groups, settings.groups)
+
+
+def _restore_dtypes(loaded: Any, sent: Any) -> Any:
+    """Return a state with the dtypes of the caller. load_state_dict casts to the dtype of the parameter."""
+    if isinstance(sent, dict):
+        for key in sent.keys() & loaded.keys():
+            loaded[key] = _restore_dtypes(loaded[key], sent[key])
+    elif isinstance(sent, list | tuple):
+        return type(sent)(map(_restore_dtypes, loaded, sent))
+    elif hasattr(sent, "data_ptr") and sent.dtype != loaded.dtype:
+        return sent.to(loaded.device)
+    return loaded
 
 
 def receive(context: Any, objects: Iterator[Any]) -> None:

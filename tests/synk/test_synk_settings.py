@@ -267,6 +267,38 @@ def test_functions_of_two_distributes_share_an_optimizers_state() -> None:
     assert np.abs(synk.gather(synk.weights(net)) - flat).max() < 1e-12
 
 
+class Accumulating(torch.optim.Optimizer):
+    """Its sums are float64, and its last gradients are in a list."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["sum"] = state.get("sum", 0) + param.grad.double() / 3
+            state["last"] = [*state.get("last", []), param.grad.double() / 3][-2:]
+            param.sub_((0.01 * state["sum"] + 0.01 * sum(state["last"])).to(param.dtype))
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "dtype"), [(torch.optim.NAdam, torch.float64), (Accumulating, torch.float32)]
+)
+def test_a_state_that_is_sent_keeps_its_dtypes(make_optimizer: Any, dtype: torch.dtype) -> None:
+    net = synk.share(make_net().to(dtype))
+    optimizer = make_optimizer(net.parameters())
+    steps = []
+    for _ in range(2):
+        steps.append(torch_train.make_train_function(net, LOSS, optimizer))
+        synk.distribute()
+    data = [array.astype(str(dtype).removeprefix("torch.")) for array in rows()]
+    for number in (0, 1) * 4:
+        steps[number](*data)
+        first, second = synk.gather(synk.weights(net))
+        assert np.array_equal(first, second)
+
+
 def test_a_callable_that_writes_into_data_is_told() -> None:
     def halve(x):
         return x.mul_(0.5).sum()
