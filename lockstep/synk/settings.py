@@ -9,6 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import cloudpickle
@@ -138,7 +139,8 @@ class Settings:
             self._sent = pickle.dumps(states)
         except Exception:  # a function in a group of parameters, for instance
             self._sent = cloudpickle.dumps(states)
-        if self._sent == self._delivered:
+        # A state that is loaded twice, an empty one for instance, has changed on the ranks in between.
+        if self._sent == self._delivered and not any(map(_has_state, chain(*states.values()))):
             return b""
         self._delivered = None  # until `confirm`: a call that fails may have brought them to some ranks
         # With the classes of the program, which workers can't import.
@@ -198,6 +200,10 @@ def _apply_to_optimizer(optimizer: Any, settings: _OptimizerSettings, with_state
         optimizer.load_state_dict({**optimizer.state_dict(), "state": settings.state})
         _restore_dtypes(optimizer.state_dict()["state"], settings.state)
     _write(optimizer.param_groups, settings.groups)
+
+
+def _has_state(settings: Any) -> bool:
+    return isinstance(settings, _OptimizerSettings) and settings.state is not None
 
 
 def _restore_dtypes(loaded: Any, sent: Any) -> Any:

@@ -299,6 +299,21 @@ def test_a_state_that_is_sent_keeps_its_dtypes(make_optimizer: Any, dtype: torch
         assert np.array_equal(first, second)
 
 
+def test_an_empty_state_that_is_loaded_before_each_step_goes_to_all_ranks() -> None:
+    net = synk.share(make_net())
+    optimizer = adam(net)
+    step = torch_train.make_train_function(net, LOSS, optimizer)
+    synk.distribute()
+    empty = optimizer.state_dict()
+    reference = copy.deepcopy(net)
+    for _ in range(3):
+        optimizer.load_state_dict(empty)
+        step(*rows())
+        train_steps(reference, adam(reference), 1)
+    flat = np.concatenate([param.detach().numpy().ravel() for param in reference.parameters()])
+    assert np.abs(synk.gather(synk.weights(net)) - flat).max() < 1e-12
+
+
 def test_a_callable_that_writes_into_data_is_told() -> None:
     def halve(x):
         return x.mul_(0.5).sum()
