@@ -299,6 +299,18 @@ def test_a_state_that_is_sent_keeps_its_dtypes(make_optimizer: Any, dtype: torch
         assert np.array_equal(first, second)
 
 
+def test_a_step_of_functions_of_two_distributes_is_refused() -> None:
+    net = synk.share(make_net())
+    optimizer = adam(net)
+    functions = []
+    for name in ("gradient", "update"):
+        functions.append(synk.function(optimizer.zero_grad, None, name=name))
+        synk.distribute()
+    step = make_step(functions[0], synk.grads(net), functions[1])
+    with pytest.raises(ValueError, match="'gradient' and 'update' were sent by two calls of distribute"):
+        step([], [])
+
+
 def test_an_empty_state_that_is_loaded_before_each_step_goes_to_all_ranks() -> None:
     net = synk.share(make_net())
     optimizer = adam(net)

@@ -17,7 +17,7 @@ def make_step(compute: Function, gradient: Any, update: Function) -> TrainingSte
     Args:
         compute: Function that writes `gradient`; x and y are its inputs, or lists of them.
         gradient: Shared variable, averaged over the ranks weighted by their rows.
-        update: Function that reads `gradient`.
+        update: Function that reads `gradient`, sent by the same distribute() as `compute`.
     """
     compiled = False
 
@@ -25,6 +25,12 @@ def make_step(compute: Function, gradient: Any, update: Function) -> TrainingSte
         nonlocal compiled
         team = distributed_team("a training step")
         with team.exclusive_call("a training step"):
+            # `first` brings the settings of its own group only: `update` would lack its optimizer's state.
+            if update.settings_group not in (0, compute.settings_group):
+                raise ValueError(
+                    f"a training step: {compute.name!r} and {update.name!r} were sent by two calls of "
+                    "distribute(). Create both again, then call distribute() once"
+                )
             first = compute.prepare(
                 CallArguments([*listed(x), *listed(y)], batch=batch, num_slices=num_slices)
             )
