@@ -18,7 +18,6 @@ from lockstep.flow import private, steps
 from lockstep.flow.arrays import Array, bring
 from lockstep.flow.capture import capture
 from lockstep.flow.collectives import ProcessCollectives
-from lockstep.flow.creation import device as on_device
 from lockstep.flow.devices import Device
 from lockstep.flow.engine import engine_of, in_dry_run, next_number
 from lockstep.flow.feeds import Feed, batch_names, split_feed
@@ -212,9 +211,7 @@ class ParallelExecutor:
         self._wait_restored()
         self._loading = True
         for replica in self._replicas:
-            with private.no_grad(), on_device(replica.device):
-                for name, array in replica.state().items():
-                    array.detach().copy_(state["model"][name])
+            replica.load(state["model"])
         self._merger.load_state(carried)
         if self._processes is not None:
             self._processes.forget_failure()
@@ -402,8 +399,8 @@ def _check_compressed(model: nn.Module, compress: str | None) -> None:
             raise UserError(f"compress: {name} is {parameter.dtype}: only real numbers can be compressed")
 
 
-def _check_state(state: Any, own: Mapping[str, torch.Tensor]) -> None:
-    """Raise UserError unless the state is one that state_dict() returned for a model with these tensors."""
+def _check_state(state: Any, own: Mapping[str, Any]) -> None:
+    """Raise UserError unless the state is one that state_dict() returned for a model with this state."""
     if not isinstance(state, Mapping):
         raise UserError(
             f"load_state_dict: {type(state).__name__} is no state: give what state_dict() returned"
@@ -423,6 +420,8 @@ def _check_state(state: Any, own: Mapping[str, torch.Tensor]) -> None:
         if name not in own or name not in given:
             where = "the model" if name in given else "the state"
             raise UserError(f"load_state_dict: {where} has no {name}")
+        if not isinstance(own[name], Array):  # a module's extra state
+            continue
         if not isinstance(given[name], torch.Tensor):
             raise UserError(f"load_state_dict: {name} is {given[name]!r:.50}, not a tensor")
         if own[name].shape != given[name].shape:

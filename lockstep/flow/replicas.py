@@ -3,7 +3,7 @@
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,16 +46,37 @@ class ModelReplica:
         """Return parameters and buffers by name."""
         return {**self.parameters, **self.buffers}
 
-    def state(self) -> dict[str, Array]:
-        """Return the arrays of the module's state_dict: tied ones by every name, only persistent buffers."""
-        state = self.model.state_dict(keep_vars=True)
-        return {name: value for name, value in state.items() if isinstance(value, Array)}
+    def state(self) -> dict[str, Any]:
+        """Return the module's state_dict: persistent arrays, tied ones by every name, and extra state."""
+        with private.without_modes():  # tensors that get_extra_state makes are ordinary ones
+            return dict(self.model.state_dict(keep_vars=True))
 
-    def saved(self) -> dict[str, torch.Tensor]:
+    def saved(self) -> dict[str, Any]:
         """Return copies of `state`, one for all names of an array."""
+        memo: dict[int, Any] = {}
+        with private.without_modes():
+            return {name: _saved(value, memo) for name, value in self.state().items()}
+
+    def load(self, given: Mapping[str, Any]) -> None:
+        """Restore what `saved` returned."""
         state = self.state()
-        copies = {id(array): array.tensor() for array in {id(each): each for each in state.values()}.values()}
-        return {name: copies[id(array)] for name, array in state.items()}
+        with private.no_grad(), on_device(self.device):
+            for name, value in state.items():
+                if isinstance(value, Array):
+                    value.detach().copy_(given[name])
+        extra = {name: given[name] for name, value in state.items() if not isinstance(value, Array)}
+        if extra:
+            with private.without_modes():
+                self.model.load_state_dict(copy.deepcopy(extra), strict=False)
+
+
+def _saved(value: Any, memo: dict[int, Any]) -> Any:
+    """Return an array's value, the same tensor for all its names, or a copy of a module's extra state."""
+    if not isinstance(value, Array):
+        return copy.deepcopy(value)
+    if id(value) not in memo:
+        memo[id(value)] = value.tensor()
+    return memo[id(value)]
 
 
 def make_replicas(model: nn.Module, devices: Sequence[Device], share_weights: bool) -> list[ModelReplica]:

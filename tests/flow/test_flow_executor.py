@@ -720,6 +720,41 @@ def test_the_state_of_parameter_groups_lies_under_the_parameters_names() -> None
         assert_same(other.replica(0), wanted)
 
 
+class WithExtraState(nn.Module):
+    """A network whose state_dict has more than tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.extra = nn.Linear(6, 3), {"vocabulary": ["a"], "scale": torch.ones(2)}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.extra
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.extra = state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.layer(x)
+        return scores
+
+
+def test_extra_state_of_modules_is_saved_and_restored() -> None:
+    original = WithExtraState().double()
+    with executor(2, original) as made:
+        made.run(batch(5))
+        state = made.state_dict()
+        original.load_state_dict(copy.deepcopy(state["model"]))
+        state["model"]["_extra_state"]["vocabulary"].append("b")
+        made.load_state_dict(state)
+        again = made.state_dict()["model"]
+        assert again["_extra_state"]["vocabulary"] == ["a", "b"]
+        assert again.keys() == original.state_dict().keys()
+        del state["model"]["_extra_state"]
+        with pytest.raises(UserError, match="the state has no _extra_state"):
+            made.load_state_dict(state)
+    assert original.extra["vocabulary"] == ["a"]
+
+
 def test_an_interrupted_evaluation_restores_the_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(self: nn.Module, mode: bool = True) -> nn.Module:
         raise KeyboardInterrupt
