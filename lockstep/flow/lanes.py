@@ -304,7 +304,7 @@ class Lane:
 
     def __init__(self, engine: Any, device: Device, kind: str, n_workers: int) -> None:
         self.device, self.kind, self.name = device, kind, f"{device.name} {kind}"
-        self._engine = engine
+        self.engine = engine
         self._heap: list[tuple[int, Operation]] = []
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._n_idle = 0
@@ -430,7 +430,7 @@ class Lane:
         """Return the next operation to run, or None. The caller holds GRAPH."""
         graph.link_submitted()
         if self._closing:
-            self._engine.cancel()
+            self.engine.cancel()
         while self._heap:
             operation = heapq.heappop(self._heap)[1]
             if not operation.done:  # it may have been cancelled

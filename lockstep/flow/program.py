@@ -420,18 +420,19 @@ class CapturedProgram:
         lanes = {place: engine_of(place[0]).lane(*place) for place in self._places}
         operations: dict[int, Operation] = {}
         behind: list[Operation] = []
-        engines = {id(lane.device.engine): lane.device.engine for lane in lanes.values()}
+        # A lane's engine, not its device's: another thread may have closed the engine since, and an
+        # operation on the lane of a closed engine is only cancelled by that engine's `check_open`.
+        engines = {id(lane.engine): lane.engine for lane in lanes.values()}
         batch = []
         for number in range(len(runs)) if order is None else order:
             chain = runs[number]
             lane = lanes[chain.place]
-            engine: Any = lane.device.engine
-            operation = chain.operation(engine, lane, cells, number_of_run)
+            operation = chain.operation(lane.engine, lane, cells, number_of_run)
             reads: list[Any] = [outside[n] for n in chain.external_reads]
             written: list[Any] = [outside[n] for n in chain.external_writes]
             needs = [operations[n] for n in chain.needs]
             follows = [operations[n] for n in chain.follows] + behind
-            batch.append(engine.submission(operation, reads, written, needs, follows))
+            batch.append(lane.engine.submission(operation, reads, written, needs, follows))
             for n in chain.numbers:
                 operations[n] = operation
             if order is not None:

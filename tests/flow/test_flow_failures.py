@@ -22,7 +22,7 @@ from limits import limit
 
 from lockstep import flow
 from lockstep.errors import UserError
-from lockstep.flow import graph
+from lockstep.flow import graph, lanes
 from lockstep.flow.devices import Cpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -366,6 +366,25 @@ def test_closing_cancels_what_has_not_begun_and_joins() -> None:
     assert not workers() - others
 
 
+def test_a_program_whose_engine_closes_before_its_submission_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = flow.cpus(1)
+    engine = flow.Engine(devices)
+    with flow.device(devices[0]):
+        program = flow.capture(lambda x: x + 1, torch.ones(2))
+    start = lanes.Lane.start
+
+    def close_behind(lane: lanes.Lane) -> None:
+        """Do what another thread may do at that moment."""
+        start(lane)
+        if lane.kind == "communication":  # the last lane that the program asks for
+            engine.close()
+
+    monkeypatch.setattr(lanes.Lane, "start", close_behind)
+    with pytest.raises(UserError, match="the engine is closed"):
+        program(torch.ones(2))
+    assert not engine.pending
+
+
 class Broken(Cpu):
     """A device whose workers cannot begin."""
 
@@ -567,8 +586,8 @@ def test_devices_of_one_name_have_lanes_of_their_own_in_a_trace() -> None:
         for engine in (first, second, first):
             engine.push(lambda: None)
         flow.wait_all()
-    lanes = [operation.lane for operation in trace.operations]
-    assert lanes == ["cpu compute", "cpu compute #2", "cpu compute"]
+    names = [operation.lane for operation in trace.operations]
+    assert names == ["cpu compute", "cpu compute #2", "cpu compute"]
 
 
 def test_devices_split_the_cores() -> None:
