@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.flow import placement, private
 from lockstep.flow.arrays import Array, bring
+from lockstep.flow.creation import device as on_device
 from lockstep.flow.devices import Device
 from lockstep.flow.instructions import Storage
 from lockstep.flow.lanes import Operation
@@ -128,13 +128,17 @@ class ProcessCollectives:
         """Let exchanges run again, whether or not an earlier failure was reported."""
         self._turn.zero_()
 
-    def broadcast_model(self, model: nn.Module) -> None:
-        """Copy all values of the group's rank 0 into the model."""
+    def broadcast_model(self, replicas: Sequence[Any]) -> None:
+        """Copy all values of the group's rank 0 into the replicas."""
         first = dist.get_global_rank(self._group, 0) if self._group is not dist.group.WORLD else 0
-        for tensor in [*model.parameters(), *model.buffers()]:
-            sent = tensor.data.to(self._device) if self._on_gpus else tensor.data
-            dist.broadcast(sent, first, group=self._group)
-            tensor.data.copy_(sent)
+        for name, array in replicas[0].variables().items():
+            with private.without_modes():
+                sent = array.tensor().contiguous()  # what is sent is its memory
+                sent = sent.to(self._device) if self._on_gpus else sent
+                dist.broadcast(sent.view(-1).view(torch.uint8), first, group=self._group)
+            for replica in replicas:
+                with private.no_grad(), on_device(replica.device):
+                    replica.variables()[name].detach().copy_(sent)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of each process, in the order of ranks."""

@@ -81,11 +81,11 @@ class ParallelExecutor:
             raise UserError(f"seed is a whole number, at least 0 and less than 2**62, not {seed!r}")
         self._scale, self._seed, self._names = gradient_scale, seed, batch_names(loss, "loss")
         self._processes = None if group is None else ProcessCollectives(group, self.devices[0])
-        if self._processes is not None:
-            self._processes.broadcast_model(model)
         owner_updates = strategy == "reduce"
         _check_compressed(model, compress)
         self._replicas = make_replicas(model, self.devices, owner_updates)
+        if self._processes is not None:
+            self._processes.broadcast_model(self._replicas)
         n_bytes = int(bucket_mb * 2**20)
         self._buckets = Buckets(self._replicas, optimizer, n_bytes, owner_updates, model)
         self._merger = GradientMerger(self._replicas, not owner_updates, compress, self._processes)

@@ -202,7 +202,7 @@ def test_messages_are_sent_again_after_a_failure_was_reported(monkeypatch: pytes
 
 
 PROCESS = """
-import pickle, sys, datetime
+import copy, pickle, sys, datetime
 import torch, torch.distributed as dist, torch.nn.functional as F
 from torch import nn
 from lockstep import flow
@@ -214,6 +214,11 @@ torch.manual_seed(rank)  # rank 0's weights count
 model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 3)).double()
 if settings.pop("sparse", False):
     model = nn.Sequential(nn.Embedding(30, 4, sparse=True), nn.Flatten(), nn.Linear(24, 3)).double()
+if settings.pop("strided", False):  # memory with gaps, memory that is shared, and a dtype that gloo lacks
+    model[0].weight = nn.Parameter(torch.randn(16, 12).double()[:, ::2])
+    model.register_buffer("same", torch.randn(3).expand(2, 3))
+    model.register_buffer("short", torch.randint(99, (4,), dtype=torch.int16))
+before = copy.deepcopy(model.state_dict())
 random = torch.Generator().manual_seed(5)
 x = torch.randint(0, 30, (9, 6), generator=random)
 x = x if type(model[0]) is nn.Embedding else x.double() / 30
@@ -224,6 +229,7 @@ own = slice(0, 4) if rank == 0 else slice(4, 9)
 with flow.Engine(devices):
     made = flow.ParallelExecutor(model, loss, lambda p: torch.optim.SGD(p, 0.1), devices, bucket_mb=5e-4,
                                  group=dist.group.WORLD, **settings)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     for _ in range(3):
         made.run({"x": x[own], "labels": labels[own]})
     result = made.replica(rank)
@@ -279,6 +285,7 @@ def two_processes(folder: Path, settings: str) -> list[Any]:
         "{}",
         "{'strategy': 'reduce', 'sparse': True}",
         "{'compress': 'int8'}",
+        "{'strided': True}",
     ],
 )
 def test_two_processes_are_one_network(tmp_path: Path, settings: str) -> None:
