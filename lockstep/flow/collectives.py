@@ -119,6 +119,8 @@ class ProcessCollectives:
 
     def __init__(self, group: Any, device: Device) -> None:
         check_distributed("group")
+        if dist.get_rank(group) < 0:
+            raise UserError("group: this process is not in it; only its members make an executor with it")
         self._group, self._device = group, device.torch_device
         self._on_gpus = dist.get_backend(group) == "nccl"  # which takes nothing of the host's memory
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)

@@ -178,6 +178,15 @@ def test_exchanges_run_again_after_a_state_is_loaded(alone: None) -> None:
         assert made.run({"x": x, "y": good})["loss"] > 0
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_group_of_other_processes_is_refused() -> None:
+    with flow.Engine(flow.cpus(1)) as engine, pytest.raises(UserError, match="this process is not in it"):
+        flow.ParallelExecutor(
+            nn.Linear(3, 2), lambda model, x: model(x).sum(), lambda p: torch.optim.SGD(p, 0.1),
+            engine.devices, group=dist.GroupMember.NON_GROUP_MEMBER,
+        )  # fmt: skip
+
+
 def test_messages_are_sent_again_after_a_failure_was_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[float] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
