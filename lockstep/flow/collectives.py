@@ -142,6 +142,18 @@ class ProcessCollectives:
                 with private.no_grad(), on_device(replica.device):
                     replica.variables()[name].detach().copy_(sent)
 
+    def check_alike(self, replica: Any, **settings: Any) -> None:
+        """Raise UserError if another process has another model or other settings: gloo would abort."""
+        own = {name: _described(array) for name, array in replica.variables().items()} | settings
+        for rank, other in enumerate(self.gather(own)):
+            for name in {**own, **other}:
+                here, there = own.get(name, "missing"), other.get(name, "missing")
+                if here != there:
+                    raise UserError(
+                        f"group: {name} is {here} in this process and {there} in the group's process {rank}: "
+                        "make the same executor in all processes"
+                    )
+
     def gather(self, value: Any) -> list[Any]:
         """Return the value of each process, in the order of ranks."""
         values: list[Any] = [None] * self.size
@@ -197,6 +209,10 @@ class ProcessCollectives:
 
     def _add_up_sparse(self, value: torch.Tensor, _turn: torch.Tensor) -> torch.Tensor:
         return _coalesced(self.gather((value._indices().cpu(), value._values().cpu())), value)
+
+
+def _described(array: Array) -> str:
+    return f"{tuple(array.shape)} {array.dtype}" + (", trained" if array.requires_grad else "")
 
 
 class Turn(Storage):

@@ -85,6 +85,7 @@ class ParallelExecutor:
         _check_compressed(model, compress)
         self._replicas = make_replicas(model, self.devices, owner_updates)
         if self._processes is not None:
+            self._processes.check_alike(self._replicas[0], bucket_mb=bucket_mb, compress=compress)
             self._processes.broadcast_model(self._replicas)
         n_bytes = int(bucket_mb * 2**20)
         self._buckets = Buckets(self._replicas, optimizer, n_bytes, owner_updates, model)

@@ -20,6 +20,7 @@ from torch import nn
 
 from lockstep import flow
 from lockstep.errors import UserError
+from lockstep.flow import collectives
 from lockstep.flow.merge import BLOCK, Bits, Compression
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,6 +185,29 @@ def test_a_group_of_other_processes_is_refused() -> None:
         flow.ParallelExecutor(
             nn.Linear(3, 2), lambda model, x: model(x).sum(), lambda p: torch.optim.SGD(p, 0.1),
             engine.devices, group=dist.GroupMember.NON_GROUP_MEMBER,
+        )  # fmt: skip
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"bucket_mb": 1}, "bucket_mb is 4 in this process and 1 in the group's process 1: make the same"),
+        ({"bias": "(3,) torch.float32"}, r"bias is \(2,\) torch.float32, trained in this process and \(3,\)"),
+        ({"scale": "(3,) torch.float32"}, "scale is missing in this process"),
+    ],
+)
+def test_processes_with_other_models_or_settings_are_refused(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], words: str
+) -> None:
+    def gather(self: Any, value: dict[str, Any]) -> list[dict[str, Any]]:
+        return [value, {**value, **other}]
+
+    monkeypatch.setattr(collectives.ProcessCollectives, "gather", gather)
+    with flow.Engine(flow.cpus(1)) as engine, pytest.raises(UserError, match=words):
+        flow.ParallelExecutor(
+            nn.Linear(3, 2), lambda model, x: model(x).sum(), lambda p: torch.optim.SGD(p, 0.1),
+            engine.devices, group=dist.group.WORLD,
         )  # fmt: skip
 
 
