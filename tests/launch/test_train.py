@@ -317,6 +317,7 @@ def test_a_terminal_gets_a_progress_bar(program: Program) -> None:
     ours, theirs = pty.openpty()
     words = [f"data_folder={program.data}", "n_classes=7", f"weights_dir={program.place}", "n_epochs=99999"]
     command = [sys.executable, "train.py", *words, "devices=[cpu]", "batch_size=8", "print_freq=1000"]
+    command += ["learning_rate=0.0001"]  # or the loss may soon be no number
     process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     text, until = "", time.monotonic() + limit(60)
