@@ -133,14 +133,15 @@ class ProcessCollectives:
     def broadcast_model(self, replicas: Sequence[Any]) -> None:
         """Copy all values of the group's rank 0 into the replicas."""
         first = dist.get_global_rank(self._group, 0) if self._group is not dist.group.WORLD else 0
-        for name, array in replicas[0].variables().items():
+        variables = [replica.variables() for replica in replicas]
+        for name, array in variables[0].items():
             with private.without_modes():
                 sent = array.tensor().contiguous()  # what is sent is its memory
                 sent = sent.to(self._device) if self._on_gpus else sent
                 dist.broadcast(sent.view(-1).view(torch.uint8), first, group=self._group)
-            for replica in replicas:
+            for replica, own in zip(replicas, variables, strict=True):
                 with private.no_grad(), on_device(replica.device):
-                    replica.variables()[name].detach().copy_(sent)
+                    own[name].detach().copy_(sent)
 
     def check_alike(self, replica: Any, **settings: Any) -> None:
         """Raise UserError if another process has another model or other settings: gloo would abort."""

@@ -181,18 +181,19 @@ class Settings:
 
 def _check_fit(group: list[_Delivered]) -> None:
     for entry in group:
-        if not entry.fits and not is_optimizer(entry.thing):
+        if entry.fits:
+            continue
+        if not is_optimizer(entry.thing):
             raise ValueError(
                 f"{type(entry.thing).__name__} has other parameters than at distribute(), which the ranks "
                 "lack. Change their values instead: load_state_dict without assign=True"
             )
-        if not entry.fits:
-            before, now = len(entry.ids), len(entry.thing.param_groups)
-            what = "other parameters than" if before == now else f"{now} groups of parameters, {before}"
-            raise ValueError(
-                f"{type(entry.thing).__name__} has {what} at distribute(). Create this function again, and "
-                "call distribute()"
-            )
+        before, now = len(entry.ids), len(entry.thing.param_groups)
+        what = "other parameters than" if before == now else f"{now} groups of parameters, {before}"
+        raise ValueError(
+            f"{type(entry.thing).__name__} has {what} at distribute(). Create this function again, and "
+            "call distribute()"
+        )
 
 
 def _apply_to_optimizer(optimizer: Any, settings: _OptimizerSettings, with_state: bool) -> None:

@@ -39,7 +39,7 @@ def _share(team: Team, thing: Any) -> None:
     elif isinstance(thing, torch.Tensor):
         if team.registry.label(thing) is None:
             _check("a tensor", [thing])
-            if name := _owner(team, thing):
+            if name := _owner(find_memory(team), thing):
                 raise ValueError(f"share(): a tensor is a view of {name!r}. Make the view in the callable")
             _add(team, SharedTensor(f"tensor {len(team.context.shareds)}", thing, make_storage(team.context)))
     else:
@@ -96,18 +96,19 @@ def _share_module(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, S
 
 def _check_unshared(team: Team, name: str, tensors: Sequence[torch.Tensor]) -> None:
     """Raise ValueError if a tensor belongs to another shared variable, which would lose its memory."""
+    memory = find_memory(team)
     for tensor in tensors:
-        if other := team.registry.name_of(tensor) or _owner(team, tensor):
+        if other := team.registry.name_of(tensor) or _owner(memory, tensor):
             raise ValueError(
                 f"share(): {name} has a tensor of shape {tuple(tensor.shape)} in common with {other!r}, "
                 "which is shared already. Share one module that has all of them"
             )
 
 
-def _owner(team: Team, tensor: torch.Tensor) -> str | None:
+def _owner(memory: dict[range, str], tensor: torch.Tensor) -> str | None:
     """Return the name of the shared variable whose memory a tensor has, e.g. as a view."""
     address = tensor.data_ptr() if tensor.layout == torch.strided else 0
-    return next((name for slot, name in find_memory(team).items() if address in slot), None)
+    return next((name for slot, name in memory.items() if address in slot), None)
 
 
 def _check_separate(name: str, tensors: Sequence[torch.Tensor]) -> None:
