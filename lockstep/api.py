@@ -36,7 +36,7 @@ from lockstep.launch.commandline import default_config
 from lockstep.launch.console import SEND_BAR, BarState, ProgressBar, read_bar_line
 from lockstep.objects import Kind
 from lockstep.runs.checkpoint_files import check_epoch, find_checkpoint, read_state, records
-from lockstep.runs.folder import folder_after, log_name, make_folder_named_by_time, newest
+from lockstep.runs.folder import folder_after, log_name, logs_of, make_folder_named_by_time, newest
 from lockstep.runs.metrics import best_epoch, has_ended
 from lockstep.signals import die_with_parent
 
@@ -80,7 +80,7 @@ class Run:
         """
         found: list[Event] = []
         # A host may have had several numbers. Times are compared as text, as damaged ones may be anything.
-        logs = [_events(log, 0)[0] for log in (self.folder / log_name(0), *self.folder.glob("host*.jsonl"))]
+        logs = [_events(log, 0)[0] for log in logs_of(self.folder)]
         for event in heapq.merge(*logs, key=lambda event: str(event.get("time"))):
             if event["event"] not in _RECORDS or not isinstance(event.get("epoch"), int):
                 continue

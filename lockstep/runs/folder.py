@@ -111,10 +111,15 @@ def log_name(host: int) -> str:
     return f"host{host}.jsonl" if host else "log.jsonl"
 
 
+def logs_of(folder: Path) -> list[Path]:
+    """Return the paths of the logs in a run's folder, host 0's first, which may not exist."""
+    return [folder / log_name(0), *sorted(folder.glob("host*.jsonl"))]
+
+
 def log_of(folder: Path) -> Path:
     """Return the log of a run's folder: host 0's, or else that of the host whose folder it is."""
-    others = sorted(folder.glob("host*.jsonl"))
-    return others[0] if others and not (folder / log_name(0)).exists() else folder / log_name(0)
+    logs = logs_of(folder)
+    return next((log for log in logs if log.exists()), logs[0])
 
 
 def folder_after(folder: Path, name: str) -> Path:
