@@ -75,11 +75,15 @@ class LocalResponseNorm(nn.Module):
     def band(self, x: torch.Tensor) -> torch.Tensor:
         """Return (channel, channel, 1, 1): one where channels are neighbours; a constant, not a buffer."""
         key = (x.shape[1], x.dtype, x.device)
-        if key not in self._bands:
+        band = self._bands.get(key)
+        if band is None:
             channels = torch.arange(x.shape[1], device=x.device)
             near = (channels[:, None] - channels).abs() <= self.n // 2
-            self._bands[key] = near[:, :, None, None].to(x.dtype)
-        return self._bands[key]
+            band = near[:, :, None, None].to(x.dtype)
+            # A compiled graph's output is not kept: captured in a CUDA graph, the next step overwrites it.
+            if not torch.compiler.is_compiling():
+                self._bands[key] = band
+        return band
 
 
 class _ClosedForm(torch.autograd.Function):

@@ -2,7 +2,9 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +74,27 @@ def test_layers_of_alexnet_have_the_same_gradient_compiled() -> None:
         for way in (model, torch.compile(model, backend="aot_eager", fullgraph=True))
     )
     torch.testing.assert_close(compiled, plain)
+
+
+def test_outputs_of_compiled_layers_may_be_overwritten_by_the_next_step() -> None:
+    """As CUDA graphs do, which mode="reduce-overhead" captures: nothing of a step is used in the next one."""
+    outputs: list[torch.Tensor] = []
+
+    def reuse_memory(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        def step(*inputs: Any) -> Any:
+            for tensor in outputs:
+                tensor.fill_(torch.nan)
+            made = graph(*inputs)
+            outputs[:] = [value for value in made if isinstance(value, torch.Tensor)]
+            return made
+
+        return step
+
+    compiled, images = torch.compile(LocalResponseNorm(), backend=reuse_memory), torch.randn(2, 8, 3, 3)
+    plain = LocalResponseNorm()  # another one, which keeps what it needs
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(images), plain(images))
 
 
 def test_it_can_not_go_with_parts() -> None:
