@@ -28,7 +28,7 @@ def examine_run(folder: Path) -> Iterator[Finding]:
     if times is None:
         yield Finding("waiting", "the log has no whole epoch of several trainers yet")
     elif times.straggler is None:
-        yield Finding("waiting", "no trainer makes the others wait notably")
+        yield Finding("waiting", "no single trainer makes the others wait notably")
     else:
         yield from _wrapped("waiting", sentence_of(times.straggler))
         yield from _wrapped(BRIEF[times.straggler.cause], CAUSES[times.straggler.cause])

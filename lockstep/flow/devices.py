@@ -19,6 +19,7 @@ from lockstep.flow import private
 from lockstep.memory.malloc import share_one_heap
 from lockstep.threads import MOST_THREADS
 
+LANES = ("compute", "communication", "fetch", "call")  # the kinds of work that may be pushed
 _THREADS = threading.Lock()
 os.register_at_fork(after_in_child=_THREADS._at_fork_reinit)  # type: ignore[attr-defined]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.flow import graph, placement, private, trace
-from lockstep.flow.devices import Device
+from lockstep.flow.devices import LANES, Device
 from lockstep.flow.graph import GRAPH, Submission, Uses
 from lockstep.flow.lanes import POLL_SECONDS, WORKER, Failure, Lane, Operation, OperationError
 
@@ -143,7 +143,7 @@ class Engine:
         Args:
             device: Default: the engine's first.
             name: Shown in errors and traces.
-            lane: The kind of work.
+            lane: The kind of work: compute, communication, fetch or call. Each has workers of its own.
 
         Raises:
             UserError: An argument cannot be used, or the engine is closed or does not have the device.
@@ -151,6 +151,8 @@ class Engine:
         _check_pushed(function, reads, writes, after)
         if device is not None and not isinstance(device, Device):
             raise UserError(f"push: {device!r} is not a device: flow.cpus(n) and flow.cuda(i) make them")
+        if lane not in LANES:
+            raise UserError(f"push: there is no lane {lane!r}; there are {', '.join(LANES)}")
         place = self.lane(self.devices[0] if device is None else device, lane)
         operation = self.operation(function, place, name or "operation")
         operation.line = placement.user_line()

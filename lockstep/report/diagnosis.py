@@ -59,7 +59,7 @@ def explain(split: TimeSplit, config: dict[str, Any]) -> tuple[str, str]:
     if split.limit == "barrier":
         advice = "Give all trainers the same kind of device and equal shares of the cores (cpu_threads), "
         return (
-            f"Uneven trainers: {share} is lost waiting for the slowest.",
+            f"Uneven steps: {share} is lost waiting for the slowest trainer of each.",
             advice + "and leave some to the loaders.",
         )
     if split.limit == "exchange":

@@ -20,7 +20,7 @@ def ranks(run: RunLog, named: bool) -> str:
     if times is None:
         return ""
     title = f"Who waits for whom: {run.name}" if named else "Who waits for whom"
-    verdict = page.paragraph("No trainer makes the others wait notably.")
+    verdict = page.paragraph("No single trainer makes the others wait notably.")
     if times.straggler:
         verdict = page.paragraph(sentence_of(times.straggler), "first")
         verdict += page.paragraph(CAUSES[times.straggler.cause])

@@ -285,8 +285,8 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
     monitor = monitor_of(config)
     if has_ended(state.val_record, monitor, config.patience):
         raise UserError(
-            f"{start.path}: the run has ended: {config.patience} epochs brought no better {monitor}; "
-            "raise patience to train longer"
+            f"{start.path}: the run has ended, with no better {monitor} within patience "
+            f"({config.patience}); raise patience to train longer"
         )
     validated = [entry.get("epoch", number) for number, entry in enumerate(state.val_record, start=1)]
     if config.lr_policy == "auto" and validated != list(range(1, state.epoch + state.is_complete)):

@@ -89,6 +89,9 @@ def _first_rows(batch: Any, length: int, what: str) -> int:
 
 
 def _choose_slice(batch: slice, length: int, what: str) -> Choice:
+    for number in (batch.start, batch.stop, batch.step):
+        if number is not None and not hasattr(number, "__index__"):
+            raise TypeError(f"{what}: {batch} needs integers, not {type(number).__name__}")
     for end in (batch.start, batch.stop):
         if end is not None and not -length <= operator.index(end) <= length:
             raise ValueError(f"{what}: {batch} goes past the end: there are {length} rows")

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from lockstep.errors import UserError
@@ -82,7 +83,7 @@ def fork(
     size = _choose_size(n_parallel, devices or gpus)
     if not 0 <= operator.index(master_rank) < size:
         raise ValueError(f"fork(): master_rank={master_rank} is out of range: ranks are 0 to {size - 1}")
-    if not 0 < timeout < math.inf:
+    if not (isinstance(timeout, Real) and 0 < timeout < math.inf):
         raise ValueError(f"fork(): timeout={timeout} is not a number of seconds. For no limit give 1e9")
     n_threads = max(1, _count_cores() // size) if threads is None else operator.index(threads)
     if not 1 <= n_threads <= MOST_THREADS:

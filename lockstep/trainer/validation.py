@@ -122,7 +122,7 @@ class Validator:
         monitor, patience = monitor_of(self._config), self._config.patience
         ended = has_ended(record, monitor, patience)
         if ended and record[-1]["epoch"] < self._config.n_epochs:
-            self._reporter.warn(f"patience: {patience} epochs brought no better {monitor}, so the run ends")
+            self._reporter.warn(f"no better {monitor} within patience ({patience}), so the run ends")
         return ended
 
     def _count_all(self, answers: list[torch.Tensor]) -> AnswerCounts:

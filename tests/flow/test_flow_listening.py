@@ -64,3 +64,5 @@ def test_a_name_is_no_device() -> None:
         message = r"^push: 'cpu:0' is not a device: flow.cpus\(n\) and flow.cuda\(i\) make them$"
         with pytest.raises(UserError, match=message):
             engine.push(lambda: None, device="cpu:0")  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=r"^push: there is no lane 'nope'; there are compute, comm"):
+            engine.push(lambda: None, lane="nope")

@@ -46,7 +46,7 @@ def test_the_page_names_the_slow_trainer_and_has_a_row_for_each(tmp_path: Path) 
     assert "because of its compute" in page and "shares: auto" in page
     assert page.count('<div class="bar rank">') == 3 and "100% of 40" in page  # of the later half: 2 of 3
     even = page_of(write_run(tmp_path / "even", line_of(1, slow=None)))
-    assert "No trainer makes the others wait notably." in even and "because of" not in even
+    assert "No single trainer makes the others wait notably." in even and "because of" not in even
 
 
 def test_a_run_of_one_trainer_has_no_such_part(tmp_path: Path) -> None:
@@ -90,6 +90,6 @@ def test_the_doctor_says_what_the_page_says(tmp_path: Path) -> None:
         len(each.text) <= 80 for each in found
     )
     (even,) = examine_run(write_run(tmp_path / "even", line_of(1, slow=None)))
-    assert even.text == "no trainer makes the others wait notably"
+    assert even.text == "no single trainer makes the others wait notably"
     (lone,) = examine_run(write_run(tmp_path / "lone"))
     assert "no whole epoch of several trainers" in lone.text

@@ -256,6 +256,7 @@ def test_what_needs_a_team_says_so() -> None:
         ({"n_parallel": 10**12}, "number of ranks is 1000000000000"),
         ({"n_parallel": 2, "master_rank": 2}, "master_rank=2"),
         ({"n_parallel": 2, "timeout": 0}, "timeout=0"),
+        ({"n_parallel": 2, "timeout": "a"}, "timeout=a is not a number of seconds"),
         ({"n_parallel": 2, "timeout": float("inf")}, "timeout=inf is not a number of seconds"),
         ({"n_parallel": 2, "timeout": float("nan")}, "timeout=nan"),
         ({"n_parallel": 2, "threads": 0}, "threads=0"),

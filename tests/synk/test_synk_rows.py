@@ -117,6 +117,7 @@ def test_more_slices_than_rows_are_one_for_each_row() -> None:
         (-1, ValueError, "there are 10 rows"),
         (slice(5, 11), ValueError, "past the end"),
         (slice(-11, 3), ValueError, "past the end"),
+        (slice(0, 1.5), TypeError, r"slice\(0, 1.5, None\) needs integers, not float"),
         ([0, 10], ValueError, "row 10 goes past the end"),
         (np.array([-11]), ValueError, "row -11 goes past the end"),
         (np.array([2**63], np.uint64), ValueError, "past the end"),

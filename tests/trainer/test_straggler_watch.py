@@ -97,7 +97,7 @@ def test_an_even_run_names_nobody(
     assert len({mark["pid"] for mark in marks}) == 2  # now one, now the other
     monkeypatch.setattr(sys, "argv", ["doctor", "--run", str(running.run_folder)])
     assert run_doctor() == 0
-    assert "no trainer makes the others wait notably" in capsys.readouterr().out
+    assert "no single trainer makes the others wait notably" in capsys.readouterr().out
 
 
 def test_a_lone_trainer_waits_for_nobody(program: Program) -> None:

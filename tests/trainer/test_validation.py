@@ -50,10 +50,10 @@ def test_patience_ends_a_run_and_says_so(program: Program) -> None:
     words = ("n_epochs=9", "patience=2", "monitor=loss", "learning_rate=1e-30", "snapshot_freq=9")
     running = program.run(*words)
     assert [event["epoch"] for event in validated(running)] == [1, 2, 3]
-    assert "patience: 2 epochs brought no better loss, so the run ends" in running.output()
+    assert "no better loss within patience (2), so the run ends" in running.output()
     assert (running.run_folder / "checkpoints" / "epoch_0003.json").exists()
     refused = program.run("resume_train=true", code=2)
-    assert "the run has ended: 2 epochs brought no better loss; raise patience" in refused.last_line()
+    assert "the run has ended, with no better loss within patience (2); raise patience" in refused.last_line()
     program.run("resume_train=true", "patience=3")
     assert validated(running)[-1]["epoch"] == 4
 
