@@ -343,9 +343,10 @@ def announce(console: Console, dataset: Dataset, run: RunFolder, config: Config,
         f"{n_train:,} training and {len(dataset.val):,} validation images, "
         f"{dataset.n_classes} classes; {len(config.devices)} trainer(s) on {', '.join(config.devices)}{host}"
     )
-    if orders.minibatch_size > n_train:
+    if (step_size := orders.step_size("train")) > n_train:
         key = "global_batch_size" if config.global_batch_size else f"batch_size: {config.batch_size}"
-        text = f"{key}: a step takes {orders.minibatch_size} images, the training set has {n_train}"
+        key += f", accumulate: {config.accumulate}" if config.accumulate > 1 else ""
+        text = f"{key}: a step takes {step_size} images, the training set has {n_train}"
         console.say(f"note: {text}: each epoch is one step of fewer; a smaller one learns more")
     for note in run.notes:
         console.say(f"note: {note}")

@@ -415,9 +415,11 @@ def test_a_link_that_leads_nowhere_is_not_said_to_be_another_run(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_a_batch_larger_than_the_training_set_is_remarked_on(program: Program) -> None:
-    running = program.run("n_epochs=1", "batch_size=64")
-    assert "note: batch_size: 64: a step takes 128 images, the training set has 90" in running.output()
+@pytest.mark.parametrize("keys", [{"batch_size": 64}, {"batch_size": 16, "accumulate": 4}])
+def test_a_step_larger_than_the_training_set_is_remarked_on(program: Program, keys: dict[str, int]) -> None:
+    running = program.run("n_epochs=1", *(f"{key}={value}" for key, value in keys.items()))
+    named = ", ".join(f"{key}: {value}" for key, value in keys.items())
+    assert f"note: {named}: a step takes 128 images, the training set has 90" in running.output()
 
 
 @pytest.mark.parametrize("n_saved", [0, 2])
