@@ -99,7 +99,9 @@ def call(
     ]
 
     def on_values(*values: torch.Tensor) -> Any:
-        return function(*private.tree_unflatten(fill(parts, values), structure))
+        # It gets tensors of its own on the memory: a later call must not see a gradient or another shape.
+        own = [value.detach() for value in values]
+        return function(*private.tree_unflatten(fill(parts, own), structure))
 
     step = Instruction(getattr(function, "__name__", "call"), on_values, place, "call")
     step.on_inputs([array.view_of_memory() for array in inputs], "call").gives_result = True

@@ -854,6 +854,20 @@ def test_backward_refuses_what_a_call_has_overwritten(devices: list[Cpu]) -> Non
         assert x.tolist() == [0, 0, 0]
 
 
+def test_a_call_leaves_arrays_their_shape_and_no_gradient(devices: list[Cpu]) -> None:
+    def gradient(value: torch.Tensor) -> Any:
+        value.requires_grad_().square().sum().backward()
+        assert value.grad is not None
+        return value.grad.tolist()
+
+    x = flow.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    for _ in range(2):
+        assert flow.call(gradient, x).result() == [[2, 4, 6], [8, 10, 12]]
+    for change in (torch.Tensor.t_, lambda value: value.resize_(7), lambda value: value.set_(torch.zeros(7))):
+        flow.call(lambda value, change=change: change(value).sum().item(), x, writes=[x]).result()
+        assert x.tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
 def test_memory_of_a_loop_stays_flat(devices: list[Cpu]) -> None:
     """Values are released after their last use, without waiting for anything."""
     import weakref
