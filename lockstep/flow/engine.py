@@ -83,13 +83,15 @@ class Engine:
             raise
 
     def add(self, device: Device) -> None:
-        """Add a device. Raises UserError if another engine has it."""
+        """Add a device. Raises UserError if another engine has it, or if this one is closed."""
         if not isinstance(device, Device):
             raise UserError(f"{device!r} is not a device: flow.cpus(n) and flow.cuda(i) make them")
         if device.engine not in (None, self):
             raise UserError(
                 f"{device.name} belongs to another engine: close that one, or make another device"
             )
+        if self.closed:
+            raise UserError(f"the engine is closed: {device.name} can't be added any more")
         if device.engine is None:
             device.check_process()
             self.devices.append(device)

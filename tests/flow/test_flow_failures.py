@@ -330,6 +330,15 @@ def test_bad_input_is_one_line() -> None:
         engine.push(int)
 
 
+def test_a_closed_engine_takes_no_device() -> None:
+    (engine := flow.Engine(flow.cpus(1))).close()
+    (device,) = flow.cpus(1)
+    with pytest.raises(UserError, match="the engine is closed: cpu can't be added"):
+        engine.add(device)
+    with flow.Engine([device]) as other:  # the device is free
+        assert other.push(int).result() == 0
+
+
 def workers() -> set[threading.Thread]:
     return {each for each in threading.enumerate() if each.name.startswith("flow cpu") and each.is_alive()}
 
