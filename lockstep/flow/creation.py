@@ -162,20 +162,24 @@ def _replacement_of(name: str, parameter: nn.Parameter) -> Array | None:
 
 def _array_of(name: str, tensor: torch.Tensor, device: Device) -> Array:
     """Return the array that takes the place of a module's tensor."""
-    if not isinstance(tensor, nn.Parameter):
-        return _copied(tensor, device, name)
-    known = _replacement_of(name, tensor)
+    known = _replacement_of(name, tensor) if isinstance(tensor, nn.Parameter) else None
     if known is not None:
         return known
     made = _copied(tensor, device, name)
-    private.as_parameter(made.requires_grad_(tensor.requires_grad))
-    made.grad = None if tensor.grad is None else array(tensor.grad)
     vars(made).update({**vars(tensor), **vars(made)})  # a mark such as `bias.no_decay = True` stays
-    gone: Any = functools.partial(_replaced.pop, id(tensor))
-    _watch_optimizers()
-    parameter, lazy = weakref.ref(tensor, gone), weakref.ref(made)
-    _replaced[id(tensor)] = _Replaced(name, parameter, lazy, _fingerprint(tensor))
+    if isinstance(tensor, nn.Parameter):
+        _replace(name, tensor, made)
     return made
+
+
+def _replace(name: str, parameter: nn.Parameter, made: Array) -> None:
+    """Make an array a parameter like the given one, and remember that it takes its place."""
+    private.as_parameter(made.requires_grad_(parameter.requires_grad))
+    made.grad = None if parameter.grad is None else array(parameter.grad)
+    gone: Any = functools.partial(_replaced.pop, id(parameter))
+    _watch_optimizers()
+    known, lazy = weakref.ref(parameter, gone), weakref.ref(made)
+    _replaced[id(parameter)] = _Replaced(name, known, lazy, _fingerprint(parameter))
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -139,6 +139,12 @@ def test_marks_of_parameters_stay(device: Cpu) -> None:
     assert flow.arrays(layer).bias.no_decay  # type: ignore[attr-defined]
 
 
+def test_marks_of_buffers_stay(device: Cpu) -> None:
+    layer = nn.BatchNorm1d(2)
+    layer.running_mean.shared = True  # type: ignore[union-attr]
+    assert flow.arrays(layer).running_mean.shared  # type: ignore[union-attr]
+
+
 def test_a_sparse_array_does_not_see_later_writes_to_what_it_was_made_of(device: Cpu) -> None:
     """SparseAdam changes the values behind an addition, which a checkpoint may hold back."""
     values, total, go = flow.array([1.0, 2.0]), flow.zeros((5,)), threading.Event()
