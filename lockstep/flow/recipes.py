@@ -32,6 +32,8 @@ _NORMALIZATIONS = {
     "aten::native_group_norm",
     "aten::native_group_norm_backward",
 }
+# For a target of one sample, with so many dimensions, their loss has none, where torch predicts one.
+_LOSSES = {"aten::multi_margin_loss": 0, "aten::multilabel_margin_loss_forward": 1}
 # Operations that return a view although the schema does not say so.
 _UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::broadcast_tensors", "aten::meshgrid"}
 # Operations whose kernel depends on whether gradients are enabled. Both kernels differ in rounding.
@@ -347,7 +349,12 @@ def _call_on_fakes(
         torch.empty_strided(size, stride, dtype=dtype, device=device)
         for size, stride, dtype, device in layouts
     ]
-    return fakes, function(*fill(template, fakes), **fill_names(keywords, fakes))
+    returned = function(*fill(template, fakes), **fill_names(keywords, fakes))
+    schema = getattr(function, "_schema", None)
+    if schema is not None and schema.name in _LOSSES and fakes[1].dim() <= _LOSSES[schema.name]:
+        loss, *others = [returned] if isinstance(returned, torch.Tensor) else returned
+        returned = (loss.squeeze(), *others) if others else loss.squeeze()
+    return fakes, returned
 
 
 class Operands:

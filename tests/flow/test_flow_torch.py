@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from limits import limit
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -131,6 +132,24 @@ def test_a_module_with_a_tensor_without_values_stays_as_it_is(device: Cpu) -> No
     with pytest.raises(UserError, match="has no values"):
         flow.arrays(module)
     assert not any(isinstance(parameter, flow.Array) for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize(
+    ("loss", "label"),
+    [(F.multi_margin_loss, 1), (F.multi_margin_loss, [1]), (F.multilabel_margin_loss, [1, 0, -1])],
+)
+def test_margin_losses_of_one_sample(
+    device: Cpu, loss: Callable[..., torch.Tensor], label: Any, reduction: str
+) -> None:
+    """torch predicts a wrong shape for some of them."""
+    made = []
+    for scores in (torch.tensor([0.5, 0.25, 1]), flow.array([0.5, 0.25, 1])):
+        scores.requires_grad_()
+        value = loss(scores, torch.tensor(label), reduction=reduction)
+        value.sum().backward()
+        made.append((value.shape, value.tolist(), scores.grad.tolist()))
+    assert made[0] == made[1]
 
 
 def test_marks_of_parameters_stay(device: Cpu) -> None:
