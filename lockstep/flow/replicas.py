@@ -126,12 +126,13 @@ class BucketOptimizer:
 
     def __init__(self, names: Sequence[str], replica: ModelReplica, make: MakeOptimizer) -> None:
         self.names, self.replica = list(names), replica
-        self._own = []
+        self._own: list[nn.Parameter] = []
+        self._places: list[torch.Tensor] = []
         with private.without_modes():
             for name in names:
                 array = replica.parameters[name].wait()
-                value = array.memory.cell.view(array.view_of_memory())
-                self._own.append(nn.Parameter(value))
+                self._places.append(array.memory.cell.view(array.view_of_memory()))
+                self._own.append(nn.Parameter(self._places[-1]))
                 vars(self._own[-1]).update(private.marks(array))
             self.optimizer = make(list(self._own))
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -145,8 +146,11 @@ class BucketOptimizer:
         for own, gradient in zip(self._own, gradients, strict=True):
             own.grad = gradient if gradient is None else _laid_out_as(own, gradient)
         self.optimizer.step()
-        for own in self._own:
+        for own, place in zip(self._own, self._places, strict=True):
             own.grad = None
+            if not own.is_set_to(place):  # after `p.data = ...` in the step
+                place.copy_(own.detach())
+                own.data = place
 
     def state(self) -> dict[str, Any]:
         """Return the state and the hyperparameters of each parameter, by name.

@@ -262,6 +262,23 @@ def test_an_optimizer_may_write_its_gradients() -> None:
     assert_same(*(trained(3, [7, 2, 7], optimizer=nesterov, strategy=strategy) for strategy in STRATEGIES))
 
 
+class Replacing(torch.optim.SGD):
+    """Gives each parameter other memory, as optimizers do that assign to `data`."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for own in group["params"]:
+                own.data = own.data - group["lr"] * own.grad
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_may_give_parameters_other_memory(strategy: str) -> None:
+    found = trained(2, [4, 6, 4], optimizer=lambda own: Replacing(own, 0.1), strategy=strategy)
+    wanted = trained(2, [4, 6, 4], optimizer=lambda own: torch.optim.SGD(own, 0.1), strategy=strategy)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
+
+
 def test_training_goes_on_from_a_state_with_other_devices() -> None:
     with executor(2, network(0.4)) as made:
         made.run(batch(6, 0))
