@@ -259,10 +259,13 @@ class Buckets:
         self._loaded: dict[str, Any] = {}
         trained = [name for name, p in replicas[0].parameters.items() if p.requires_grad]
         self._initial: dict[str, Any] = {}  # hyperparameters of parameters that have no bucket yet
+        self._kind, self._known = "a model without trained parameters", list[str]()
         if trained:  # an unusable optimizer is refused before the first run
             found = BucketOptimizer(trained, replicas[0], make)
             _check_parameters(found.optimizer, model)
             self._initial = {name: {**own, "state": {}} for name, own in found.state().items()}
+            self._kind = type(found.optimizer).__name__
+            self._known = [key for key in found.optimizer.param_groups[0] if key != "params"]
 
     def extend(self, gradients: dict[str, Array]) -> None:
         """Put parameters without a bucket into new ones of one dtype each, in the order of `gradients`."""
@@ -304,13 +307,10 @@ class Buckets:
         Raises:
             UserError: The optimizers do not have such a value.
         """
-        with private.without_modes():  # a new one, since there may be no bucket yet
-            optimizer = self._make([nn.Parameter(torch.zeros(1))])
-        known = [key for key in optimizer.param_groups[0] if key != "params"]
         for name in values:
-            if name not in known:
-                kind, there = type(optimizer).__name__, ", ".join(known)
-                raise UserError(f"{kind} has no {name}{nearest(name, known)} (it has: {there})")
+            if name not in self._known:
+                there = ", ".join(self._known)
+                raise UserError(f"{self._kind} has no {name}{nearest(name, self._known)} (it has: {there})")
         optimizers = [self._hyperparameters]
         for bucket in self.all:
             for updates in bucket.updates.values():

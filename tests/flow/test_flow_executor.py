@@ -236,6 +236,16 @@ def test_any_optimizer_whose_hyperparameters_change(strategy: str) -> None:
             torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-9, atol=1e-9)
 
 
+def test_hyperparameters_of_an_optimizer_that_takes_matrices_only() -> None:
+    model = nn.Sequential(nn.Linear(6, 3, bias=False)).double()
+    with executor(1, model, optimizer=lambda own: torch.optim.Muon(own, lr=0.1)) as made:
+        made.set_hyperparameters(lr=0.0)
+        made.run(batch(4))
+        assert_same(made.replica(0), dict(model.state_dict()))
+        with pytest.raises(UserError, match="Muon has no betas"):
+            made.set_hyperparameters(betas=(0.9, 0.99))
+
+
 def test_hyperparameters_that_no_run_has_used_yet_are_in_the_state() -> None:
     with executor(2) as made:
         made.set_hyperparameters(lr=0.5)
