@@ -3,6 +3,7 @@
 import copy
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -259,13 +260,24 @@ class Buckets:
         self._loaded: dict[str, Any] = {}
         trained = [name for name, p in replicas[0].parameters.items() if p.requires_grad]
         self._initial: dict[str, Any] = {}  # hyperparameters of parameters that have no bucket yet
+        self._made = weakref.WeakSet[torch.optim.Optimizer]()
         self._kind, self._known = "a model without trained parameters", list[str]()
         if trained:  # an unusable optimizer is refused before the first run
             found = BucketOptimizer(trained, replicas[0], make)
             _check_parameters(found.optimizer, model)
+            self._check_new(found.optimizer)
             self._initial = {name: {**own, "state": {}} for name, own in found.state().items()}
             self._kind = type(found.optimizer).__name__
             self._known = [key for key in found.optimizer.param_groups[0] if key != "params"]
+
+    def _check_new(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise UserError for one that was made before, which has the parameters of that time."""
+        if optimizer in self._made:
+            raise UserError(
+                "optimizer(parameters) returned an optimizer that it had returned before: let it make one "
+                "from the parameters that it is given, which are other ones in each call"
+            )
+        self._made.add(optimizer)
 
     def extend(self, gradients: dict[str, Array]) -> None:
         """Put parameters without a bucket into new ones of one dtype each, in the order of `gradients`."""
@@ -296,6 +308,7 @@ class Buckets:
         updates = {d: BucketOptimizer(names, self._replicas[d], self._make) for d in devices}
         with private.without_modes():
             for each in updates.values():
+                self._check_new(each.optimizer)
                 each.load_state(self._loaded)
                 for group in each.optimizer.param_groups:
                     group.update(self._hyperparameters)

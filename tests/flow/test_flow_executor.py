@@ -965,6 +965,22 @@ def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
         ParallelExecutor(model, loss, lambda _: momentum(list(model.parameters())), engine.devices)
 
 
+def test_an_optimizer_that_was_made_before_is_refused() -> None:
+    """It has other parameters, and no step would change those of the bucket."""
+    kept: list[torch.optim.Optimizer] = []
+
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if not kept:
+            kept.append(momentum(parameters))
+        return kept[0]
+
+    with (
+        executor(2, optimizer=optimizer) as made,
+        pytest.raises(UserError, match="that it had returned before: let it make one"),
+    ):
+        made.run(batch(4))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_optimizer_sees_the_marks_of_parameters(strategy: str) -> None:
     """They are the only way to tell parameters of one shape apart."""
