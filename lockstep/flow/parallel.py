@@ -5,6 +5,8 @@ It follows Paddle's design document of the same name; docs/flow.md says what it 
 
 import contextlib
 import copy
+import os
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
@@ -32,6 +34,10 @@ Loss = torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]
 Strategy = Literal["all_reduce", "reduce"]
 Recorder = Callable[[list[steps.DeviceBatch]], Any]
 _MOST_PROGRAMS = 64  # kept at once, one per set of shapes and precision
+_CAPTURING = threading.RLock()  # captures of several threads take turns: they seed torch's own generator
+_SEEDS_APART = 0x9E3779B1  # of processes; torch's generator takes 32 bits of a seed
+
+os.register_at_fork(after_in_child=_CAPTURING._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class ParallelExecutor:
@@ -294,7 +300,9 @@ class ParallelExecutor:
     def _capture(
         self, shares: list[Any], record: Recorder, prepare: Recorder, inputs: list[Array]
     ) -> CapturedProgram:
-        with _seeded(self._seed):  # random operations other than nn.Dropout add the number of the run
+        # Random operations other than nn.Dropout add the number of the run. Processes differ, as devices do.
+        rank = 0 if self._processes is None else self._processes.rank
+        with _CAPTURING, _seeded(self._seed + rank * _SEEDS_APART):
             prepare(shares)
             return capture(partial(_record, record, shares), *inputs)
 

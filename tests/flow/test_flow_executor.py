@@ -538,6 +538,29 @@ def test_a_resumed_executor_continues_random_numbers() -> None:
     assert len({*before, *wanted}) == 5
 
 
+def test_executors_of_several_threads_draw_the_numbers_of_their_seeds() -> None:
+    """Without turns, they would draw from one another's."""
+
+    def noisy(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.dropout(model(x), 0.3) + torch.rand(x.shape[0], 3), labels)
+
+    def train() -> None:
+        found.append([trained(2, [size], loss=noisy, model=model) for size in (2, 3, 4, 5, 6)])
+
+    found: list[list[Results]] = []
+    model = network()
+    train()
+    threads = [threading.Thread(target=train) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    for other in found[1:]:
+        for one, wanted in zip(other, found[0], strict=True):
+            assert_same(one, wanted)
+
+
 def test_a_run_that_is_interrupted_after_its_submission_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the next run would repeat its masks of dropout."""
 

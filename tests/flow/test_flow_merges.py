@@ -257,6 +257,7 @@ x = torch.randint(0, 30, (9, 6), generator=random)
 x = x if type(model[0]) is nn.Embedding else x.double() / 30
 labels = torch.randint(0, 3, (9,), generator=random)
 loss = lambda model, x, labels: F.cross_entropy(model(x), labels)
+noisy = lambda model, x, labels: (loss(model, x, labels), {"noise": torch.rand(3)})
 devices = flow.cpus(1 + rank, threads=1)
 own = slice(0, 4) if rank == 0 else slice(4, 9)
 with flow.Engine(devices):
@@ -274,6 +275,7 @@ with flow.Engine(devices):
         one = alone.replica(0)
     else:
         one = None
+    noise = made.evaluate(noisy, {"x": x[own][:1], "labels": labels[own][:1]}, ["noise"])["noise"].tolist()
     with flow.device(devices[0]):
         if rank == 0:
             sent = [flow.send(flow.array(torch.full((3,), n)), 1) for n in (1.0, 2.0)]
@@ -284,7 +286,7 @@ with flow.Engine(devices):
             first, second = (flow.receive(0, torch.empty(3)) for _ in range(2))
             message = (first + 10 * second).tolist()  # this waits, the engine does not
             flow.send(flow.array([7.0, 8.0]), 0).wait()
-pickle.dump((result, one, message), open(sys.argv[4], "wb"))
+pickle.dump((result, one, message, noise), open(sys.argv[4], "wb"))
 dist.destroy_process_group()
 """
 
@@ -323,7 +325,7 @@ def two_processes(folder: Path, settings: str) -> list[Any]:
 )
 def test_two_processes_are_one_network(tmp_path: Path, settings: str) -> None:
     """One has 4 samples on one device, the other 5 on two."""
-    (first, one, message), (second, _, other_message) = two_processes(tmp_path, settings)
+    (first, one, message, noise), (second, _, other_message, other) = two_processes(tmp_path, settings)
     exact = "compress" not in settings
     for name, value in one.items():
         assert torch.equal(first[name], second[name])
@@ -331,6 +333,7 @@ def test_two_processes_are_one_network(tmp_path: Path, settings: str) -> None:
             first[name], value, rtol=1e-10 if exact else 0.1, atol=1e-10 if exact else 0.01
         )
     assert message == [7.0, 8.0] and other_message == [21.0, 21.0, 21.0]
+    assert noise != other
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
