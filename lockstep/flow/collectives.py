@@ -143,8 +143,8 @@ class ProcessCollectives:
                 with private.no_grad(), on_device(replica.device):
                     own[name].detach().copy_(sent)
 
-    def check_alike(self, replica: Any, **settings: Any) -> None:
-        """Raise UserError if another process has another model or other settings: gloo would abort."""
+    def check_alike(self, replica: Any, settings: dict[str, Any]) -> None:
+        """Raise UserError if another process has another model or settings: gloo aborts, or weights drift."""
         own = {name: _described(array) for name, array in replica.variables().items()} | settings
         for rank, other in enumerate(self.gather(own)):
             for name in {**own, **other}:
@@ -154,6 +154,27 @@ class ProcessCollectives:
                         f"group: {name} is {here} in this process and {there} in the group's process {rank}: "
                         "make the same executor in all processes"
                     )
+
+    def gather_steps(self, n_samples: int, merged: Any) -> list[int]:
+        """Return the number of samples of each process in the next step.
+
+        Args:
+            merged: The names of what it merges, by exchange, or None if they are not known yet.
+        """
+        counts, self._merged = zip(*self.gather((n_samples, merged)), strict=True)
+        return list(counts)
+
+    def check_merged(self, merged: Any) -> None:
+        """Raise UserError if another process merges something else: gloo would abort, or mix them up."""
+        others = self.gather(merged) if None in self._merged else self._merged
+        for rank, other in enumerate(others):
+            if other != merged:
+                here, there = ({name for names in each for name in names} for each in (merged, other))
+                what = ", ".join(sorted(here ^ there)) or "parameters in another order"
+                raise UserError(
+                    f"group: gradients reach {what} in one of this process and the group's process {rank} "
+                    "only: let the loss use the same parameters in all processes"
+                )
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of each process, in the order of ranks."""

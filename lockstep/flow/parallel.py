@@ -90,14 +90,15 @@ class ParallelExecutor:
         owner_updates = strategy == "reduce"
         _check_compressed(model, compress)
         self._replicas = make_replicas(model, self.devices, owner_updates)
-        if self._processes is not None:
-            self._processes.check_alike(self._replicas[0], bucket_mb=bucket_mb, compress=compress)
-            self._processes.broadcast_model(self._replicas)
         n_bytes = int(bucket_mb * 2**20)
         self._buckets = Buckets(self._replicas, optimizer, n_bytes, owner_updates, model)
+        if self._processes is not None:
+            settings = {"bucket_mb": bucket_mb, "compress": compress, **self._buckets.described()}
+            self._processes.check_alike(self._replicas[0], settings)
+            self._processes.broadcast_model(self._replicas)
         self._merger = GradientMerger(self._replicas, not owner_updates, compress, self._processes)
         self._step = steps.StepRecorder(self._replicas, self._buckets, loss, self._merger)
-        self._programs: dict[Any, CapturedProgram] = {}
+        self._programs: dict[Any, tuple[CapturedProgram, steps.Merged]] = {}
         self._n_runs = 0
         self._failure = ""
         self._loading = False  # whether load_state_dict has begun and not finished
@@ -122,11 +123,12 @@ class ParallelExecutor:
         self._check_loaded()
         batches = split_feed(feed, self._names, len(self.devices))
         fetch = _names(fetch)
-        shares, fractions = self._shares(batches)
+        key = self._key(("run", *fetch), batches)
+        shares, fractions = self._shares(batches, key)
         record, first = partial(self._step.record, fetch=fetch), next_number()
         try:
             counted = partial(setattr, self, "_n_runs", self._n_runs + 1)
-            found = self._run(("run", *fetch), shares, record, self._step.prepare, counted)
+            found = self._run(key, shares, record, self._step.prepare, counted)
             self._wait()
         except OperationError as error:
             self._failure = str(error)
@@ -152,11 +154,12 @@ class ParallelExecutor:
         self._check_loaded()
         batches = split_feed(feed, batch_names(function, "function"), len(self.devices))
         fetch = _names(fetch)
-        shares, fractions = self._shares(batches, all_processes=False)
+        key = self._key((function, *fetch), batches)
+        shares, fractions = self._shares(batches)
         record = partial(steps.record_evaluation, self._replicas, function, fetch=fetch)
         prepare, first = partial(steps.prepare_evaluation, self._replicas, function), next_number()
         try:
-            found = self._run((function, *fetch), shares, record, prepare)
+            found = self._run(key, shares, record, prepare)
         except OperationError as error:
             self._report_others(error, first)
             raise
@@ -250,14 +253,22 @@ class ParallelExecutor:
         for replica in self._replicas:
             private.call_all([replica.restored.acquire, replica.restored.release])
 
-    def _shares(
-        self, batches: list[list[torch.Tensor]], all_processes: bool = True
-    ) -> tuple[list[Any], list[float]]:
-        """Return the batches of the devices with samples, and their fractions of this process's samples."""
+    def _key(self, what: Any, batches: list[list[torch.Tensor]]) -> Any:
+        """Return what decides which program runs: the shapes, for a start, and this thread's precision."""
+        shapes = [tuple((part.shape, part.dtype) for part in batch) for batch in batches]
+        return (what, _precision(self.devices), *shapes)
+
+    def _shares(self, batches: list[list[torch.Tensor]], key: Any = None) -> tuple[list[Any], list[float]]:
+        """Return the batches of the devices with samples, and their fractions of this process's samples.
+
+        Args:
+            key: Of a step that all processes run together.
+        """
         rows = [len(batch[0]) if batch else 0 for batch in batches]
         counts, rank = [sum(rows)], 0
-        if all_processes and self._processes is not None:
-            counts, rank = self._processes.gather(sum(rows)), self._processes.rank
+        if key is not None and self._processes is not None:
+            _, merged = self._programs.get(key, (None, None))
+            counts, rank = self._processes.gather_steps(sum(rows), merged), self._processes.rank
         total, first = sum(counts), sum(counts[:rank])
         keys = torch.from_numpy(dropout.sample_keys(self._seed, self._n_runs, total))
         shares = []
@@ -277,24 +288,23 @@ class ParallelExecutor:
         return 1.0 if self._scale == "sum" else float(self._scale[number])
 
     def _run(
-        self, what: Any, shares: list[Any], record: Recorder, prepare: Recorder, counted: Any = None
+        self, key: Any, shares: list[Any], record: Recorder, prepare: Recorder, counted: Any = None
     ) -> dict[str, list[Any]]:
-        """Run the program for these shapes and this precision, which is captured the first time.
+        """Run the program with this key, which is captured the first time.
 
         `counted`, a C function, counts a step of training when it is submitted: it may be interrupted later.
         """
         inputs = [array for s in shares for array in (*s.batch, s.factor, s.fraction, s.keys)]
-        devices, shapes = [(s.device, len(s.batch)) for s in shares], [(a.shape, a.dtype) for a in inputs]
-        key = (what, _precision(self.devices), *devices, *shapes)
-        program = self._programs.get(key)
-        if program is None:
+        if key not in self._programs:
             program = self._capture(shares, record, prepare, inputs)
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
-            self._programs[key] = program
-        self.program = program
+            self._programs[key] = program, self._step.merged
+        self.program, merged = self._programs[key]
+        if counted is not None and self._processes is not None:
+            self._processes.check_merged(merged)
         run = None if counted is None else self._n_runs
-        found: dict[str, list[Any]] = program.run(inputs, run=run, counted=counted)
+        found: dict[str, list[Any]] = self.program.run(inputs, run=run, counted=counted)
         return found
 
     def _capture(

@@ -279,6 +279,14 @@ class Buckets:
             )
         self._made.add(optimizer)
 
+    def described(self) -> dict[str, Any]:
+        """Return what optimizers have in common if processes update alike."""
+        return {"the optimizer": self._kind} | {
+            f"{key} of {name}": repr(value) if isinstance(value, int | float | str | tuple) else None
+            for name, own in self._initial.items()
+            for key, value in own["hyperparameters"].items()
+        }
+
     def extend(self, gradients: dict[str, Array]) -> None:
         """Put parameters without a bucket into new ones of one dtype each, in the order of `gradients`."""
         known = {name for bucket in self.all for name in bucket.names}

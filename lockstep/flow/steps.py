@@ -23,6 +23,7 @@ from lockstep.network import dropout
 GRAD = "@GRAD"
 Losses = Callable[..., Any]
 Gradients = dict[int, dict[str, Array]]  # by the device's number, then by the parameter's name
+Merged = tuple[tuple[str, ...], ...]  # the names of what a step merges, by exchange, in their order
 
 
 @dataclass
@@ -44,7 +45,13 @@ class DeviceBatch:
 
 
 class StepRecorder:
-    """Records forward and backward on each device, the merging of gradients, and updates."""
+    """Records forward and backward on each device, the merging of gradients, and updates.
+
+    Attributes:
+        merged: Of the step that was recorded last.
+    """
+
+    merged: Merged = ()
 
     def __init__(
         self, replicas: Sequence[ModelReplica], buckets: Buckets, loss: Losses, merger: GradientMerger
@@ -74,7 +81,10 @@ class StepRecorder:
         written = self._written(shares[0].device, versions)
         self._check_reached(gradients)
         _check_fetch(fetch, [*results, *(name + GRAD for name in gradients[shares[0].device])])
-        self._buckets.extend(gradients[shares[0].device])
+        reached = gradients[shares[0].device]
+        self._buckets.extend(reached)
+        exchanges = [tuple(name for name in bucket.names if name in reached) for bucket in self._buckets.all]
+        self.merged = (*filter(None, exchanges), tuple(written))
         merged = {name: array for b in self._buckets.all for name, array in self._merge(b, gradients, fetch)}
         if not self._merger.is_single:
             self._merge_buffers(shares, written)

@@ -291,14 +291,53 @@ dist.destroy_process_group()
 """
 
 
-def two_processes(folder: Path, settings: str) -> list[Any]:
+BRANCHES = """
+import pickle, sys, datetime
+import torch, torch.distributed as dist
+from torch import nn
+from lockstep import flow
+from lockstep.errors import UserError
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
+                        timeout=datetime.timedelta(seconds=90))
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 3)
+
+def loss(model, x):
+    return ((model.first if len(x) == 4 else model.second)(x)).square().mean()
+
+devices, messages = flow.cpus(1), []
+with flow.Engine(devices):
+    try:
+        flow.ParallelExecutor(Heads(), loss, lambda p: torch.optim.SGD(p, 0.1 + rank), devices,
+                              group=dist.group.WORLD)
+    except UserError as error:
+        messages.append(str(error))
+    made = flow.ParallelExecutor(Heads(), loss, lambda p: torch.optim.SGD(p, 0.1), devices,
+                                 group=dist.group.WORLD)
+    for n in (4, 4 + rank, 4 + rank, 4, 5):
+        try:
+            made.run({"x": torch.ones(n, 6)})
+        except UserError as error:
+            messages.append(str(error))
+    result = made.replica(0)
+pickle.dump((messages, made.state_dict()["runs"], result), open(sys.argv[4], "wb"))
+dist.destroy_process_group()
+"""
+
+
+def two_processes(folder: Path, settings: str, program: str = PROCESS) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     paths = [folder / f"{rank}.pickle" for rank in range(2)]
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(rank), str(port), settings, str(paths[rank])],
+            [sys.executable, "-c", program, str(rank), str(port), settings, str(paths[rank])],
             cwd=ROOT, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
@@ -334,6 +373,20 @@ def test_two_processes_are_one_network(tmp_path: Path, settings: str) -> None:
         )
     assert message == [7.0, 8.0] and other_message == [21.0, 21.0, 21.0]
     assert noise != other
+
+
+def test_processes_that_would_merge_or_update_other_parameters_are_refused(tmp_path: Path) -> None:
+    """One process would add up its gradients of one head and the other's of the other head."""
+    (messages, n_runs, weights), (others, n_others, other_weights) = two_processes(tmp_path, "", BRANCHES)
+    assert messages[0] == (
+        "group: lr of first.weight is 0.1 in this process and 1.1 in the group's process 1: "
+        "make the same executor in all processes"
+    )
+    for own in (messages, others):
+        assert len(own) == 3 and own[1] == own[2]
+        assert own[1].startswith("group: gradients reach first.bias, first.weight, second.bias, second.w")
+    assert n_runs == n_others == 3
+    assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
