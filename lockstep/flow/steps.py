@@ -108,8 +108,7 @@ class StepRecorder:
                 complete = [name for name in dict.fromkeys(self._order) if gradients[name] is not None]
                 return found, self._own({name: gradients[name] for name in complete}, found)
         finally:
-            for layer in replica.dropouts:
-                layer.keys = None
+            dropout.set_keys(replica.dropouts, None)
 
     def prepare(self, shares: Sequence[DeviceBatch]) -> None:
         """Call the loss once, which may make tensors that the model keeps."""
@@ -117,7 +116,10 @@ class StepRecorder:
             replica = self._replicas[share.device]
             with on_device(replica.device):
                 dropout.set_keys(replica.dropouts, share.keys)
-                _call_once(replica, self._loss, share.batch)
+                try:
+                    _call_once(replica, self._loss, share.batch)
+                finally:
+                    dropout.set_keys(replica.dropouts, None)
 
     def _own(self, gradients: dict[str, Any], results: dict[str, Any]) -> dict[str, Array]:
         """Return contiguous gradients, each in its own memory, since they are added up in place."""

@@ -41,7 +41,11 @@ class SampleDropout(nn.Module):
             return x
         if self.p == 1:
             return torch.zeros_like(x)
-        assert self.keys is not None, "call set_keys before forward"
+        if self.keys is None:
+            raise UserError(
+                f"the model's dropout layer {self.layer} is in training mode outside of a training step, "
+                "where its samples have no masks: call F.dropout there"
+            )
         if len(x) % len(self.keys):
             raise UserError(
                 f"the model's dropout layer {self.layer} gets {len(x)} rows for a batch of {len(self.keys)}. "
@@ -107,8 +111,8 @@ def install(model: nn.Module) -> list[SampleDropout]:
     return installed
 
 
-def set_keys(dropouts: list[SampleDropout], keys: torch.Tensor) -> None:
-    """Set the samples of the next batch: int32 keys (batch,), on the network's device."""
+def set_keys(dropouts: list[SampleDropout], keys: torch.Tensor | None) -> None:
+    """Set the samples of the next batch: int32 keys (batch,), on the network's device. None: no batch."""
     for module in dropouts:
         module.keys, module.n_calls = keys, 0
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -694,6 +694,23 @@ class Counting(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += len(x)
         return super().forward(x)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_evaluation_uses_masks_of_training(fails: bool) -> None:
+    def broken(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        if fails:
+            raise KeyError
+        return loss(model, x, labels)
+
+    def sampled(model: nn.Module, x: torch.Tensor) -> Results:
+        return {"scores": model.train()(x)}
+
+    with executor(2, network(0.5), loss=broken) as made:
+        with suppress(KeyError):
+            made.run(batch(4))
+        with pytest.raises(UserError, match="dropout layer 0 is in training mode outside of a training step"):
+            made.evaluate(sampled, {"x": batch(4)["x"]}, ["scores"])
 
 
 def test_an_evaluation_that_changes_buffers_does_so_once() -> None:
