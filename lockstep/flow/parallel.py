@@ -85,7 +85,7 @@ class ParallelExecutor:
         _check(self.devices, strategy, gradient_scale, compress, bucket_mb)
         if not (isinstance(seed, int | np.integer) and 0 <= seed < 2**62):
             raise UserError(f"seed is a whole number, at least 0 and less than 2**62, not {seed!r}")
-        self._scale, self._seed, self._names = gradient_scale, seed, batch_names(loss, "loss")
+        self._scale, self._seed, self._names = gradient_scale, int(seed), batch_names(loss, "loss")
         self._processes = None if group is None else ProcessCollectives(group, self.devices[0])
         owner_updates = strategy == "reduce"
         _check_compressed(model, compress)

@@ -89,7 +89,10 @@ def make_replicas(model: nn.Module, devices: Sequence[Device], share_weights: bo
     check_hooks(tensors_of(model), "change gradients in the optimizer instead")
     engine_of(devices[0])
     with placement.CurrentDevice(devices[0]):  # the copies of arrays lie there, too
-        copied = copy.deepcopy(model)
+        try:
+            copied = copy.deepcopy(model)
+        except Exception as error:
+            raise UserError(f"model can't be copied to the devices: {error}") from error
         _copy_marks(model.parameters(), copied)
         dropouts = dropout.install(copied)
         replicas = [ModelReplica(devices[0], arrays(copied), dropouts)]
@@ -188,7 +191,11 @@ class BucketOptimizer:
             for number in group["params"][:1]:
                 group.update(own[number]["hyperparameters"] if number in own else {})
         states = {n: _copied(each["state"]) for n, each in own.items() if each["state"]}
-        self.optimizer.load_state_dict({"state": states, "param_groups": groups})
+        try:
+            self.optimizer.load_state_dict({"state": states, "param_groups": groups})
+        except (KeyError, ValueError) as error:
+            kind = type(self.optimizer).__name__
+            raise UserError(f"load_state_dict: {kind} can't use this optimizer's state: {error!r}") from error
 
 
 def _laid_out_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

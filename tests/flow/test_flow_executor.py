@@ -993,6 +993,31 @@ BAD_SETTINGS = [
 ]
 
 
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    model = network()
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with (
+        pytest.raises(UserError, match=r"model can't be copied to the devices: cannot pickle"),
+        executor(2, model),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("n_before", [0, 1])
+def test_another_optimizers_state_is_refused(n_before: int) -> None:
+    with executor(1) as made:
+        made.run(batch(4))
+        state = made.state_dict()
+    with executor(1, optimizer=torch.optim.Adam) as made:
+        for _ in range(n_before):
+            made.run(batch(4))
+        with pytest.raises(
+            UserError, match=r"load_state_dict: Adam can't use this optimizer's state: .*step"
+        ):
+            made.load_state_dict(state)
+            made.run(batch(4))
+
+
 @pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS)
 def test_settings_that_cannot_be_used(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message), executor(2, **settings) as made:
