@@ -116,10 +116,7 @@ class StepRecorder:
             replica = self._replicas[share.device]
             with on_device(replica.device):
                 dropout.set_keys(replica.dropouts, share.keys)
-                try:
-                    _call_once(replica, self._loss, share.batch)
-                finally:
-                    dropout.set_keys(replica.dropouts, None)
+                _call_once(replica, self._loss, share.batch)
 
     def _own(self, gradients: dict[str, Any], results: dict[str, Any]) -> dict[str, Array]:
         """Return contiguous gradients, each in its own memory, since they are added up in place."""
@@ -297,6 +294,7 @@ def prepare_evaluation(
     """Call the function once, which may make tensors that the model keeps."""
     for share in shares:
         replica = replicas[share.device]
+        dropout.set_keys(replica.dropouts, None)  # those of a run that has failed
         with private.no_grad(), on_device(replica.device), evaluating(replica.model):
             _call_once(replica, function, share.batch)
 
