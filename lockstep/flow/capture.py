@@ -132,6 +132,10 @@ class Capture:
         changed, self._changed = self._changed, {}
         return [array.detach() for array in changed.values()]  # type: ignore[misc]
 
+    def written(self) -> set[int]:
+        """Return the ids of the memories from before the capture that it writes, also those of `x.data`."""
+        return {id(self._storages[n]) for step in self.steps for n in step.external_writes}
+
     def note_place(self, array: Array) -> None:
         """Note where an array from before the capture lies, because the step changes that."""
         known = self._places.get(id(array))

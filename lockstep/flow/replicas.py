@@ -89,10 +89,7 @@ def make_replicas(model: nn.Module, devices: Sequence[Device], share_weights: bo
     check_hooks(tensors_of(model), "change gradients in the optimizer instead")
     engine_of(devices[0])
     with placement.CurrentDevice(devices[0]):  # the copies of arrays lie there, too
-        try:
-            copied = copy.deepcopy(model)
-        except Exception as error:
-            raise UserError(f"model can't be copied to the devices: {error}") from error
+        copied = _copy(model, {})
         _copy_marks(model.parameters(), copied)
         dropouts = dropout.install(copied)
         replicas = [ModelReplica(devices[0], arrays(copied), dropouts)]
@@ -104,13 +101,20 @@ def make_replicas(model: nn.Module, devices: Sequence[Device], share_weights: bo
                 memo = {id(first): _shared(own) for first, own in pairs}
                 break
         with on_device(device):
-            copied = copy.deepcopy(replicas[0].model, memo)
+            copied = _copy(replicas[0].model, memo)
         _copy_marks(replicas[0].model.parameters(), copied)
         found = [each for each in copied.modules() if isinstance(each, dropout.SampleDropout)]
         replicas.append(ModelReplica(device, copied, found))
         for name, array in replicas[-1].variables().items():
             array.memory.name = array.memory.name or name
     return replicas
+
+
+def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise UserError(f"model can't be copied to the devices: {error}") from error
 
 
 def _copy_marks(originals: Iterable[nn.Parameter], copied: nn.Module) -> None:

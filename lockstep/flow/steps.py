@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UserError, nearest
-from lockstep.flow import collectives, private
+from lockstep.flow import collectives, placement, private
 from lockstep.flow.arrays import Array, array_leaves
 from lockstep.flow.creation import device as on_device
 from lockstep.flow.merge import GradientMerger
@@ -73,12 +73,11 @@ class StepRecorder:
         """Record a step. Return the fetched values of each device with samples; gradients are merged."""
         results: dict[str, list[Any]] = {}
         gradients: Gradients = {}
-        versions = self._versions(shares[0].device)
         for share in shares:
             found, gradients[share.device] = self._forward_and_backward(share)
             for name, value in found.items():
                 results.setdefault(name, []).append(value)
-        written = self._written(shares[0].device, versions)
+        written = self._written(shares[0].device)
         self._check_reached(gradients)
         _check_fetch(fetch, [*results, *(name + GRAD for name in gradients[shares[0].device])])
         reached = gradients[shares[0].device]
@@ -188,18 +187,15 @@ class StepRecorder:
             targets = [replica.parameters[name] for name in bucket.names]
             collectives.broadcast([source.parameters[name] for name in bucket.names], targets, replica.device)
 
-    def _versions(self, device: int) -> dict[str, int]:
-        """Return autograd's versions of a device's parameters by name."""
-        return {name: p._version for name, p in self._replicas[device].parameters.items()}
-
-    def _written(self, device: int, versions: dict[str, int]) -> list[str]:
-        """Return the names of the parameters without gradients that the loss has written since then.
+    def _written(self, device: int) -> list[str]:
+        """Return the names of the parameters without gradients that the recorded losses write.
 
         Raises:
             UserError: The loss writes a parameter that the devices share. Embeddings with max_norm may: they
                 write a row once, however often they are called.
         """
-        names = [name for name, version in self._versions(device).items() if version != versions[name]]
+        written = placement.CONTEXT.program.written()
+        names = [name for name, p in self._replicas[device].parameters.items() if id(p.memory) in written]
         for name in names:
             memories = {id(replica.parameters[name].memory) for replica in self._replicas}
             if len(memories) < len(self._replicas) and name not in self._renormalized:

@@ -1003,6 +1003,16 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
         pass
 
 
+def test_a_generator_of_a_model_is_for_one_device() -> None:
+    """Its state can't be copied, and copies would draw the same numbers."""
+    model = network()
+    model.generator = torch.Generator()  # type: ignore[assignment]
+    with executor(1, model) as made:
+        made.run(batch(4))
+    with pytest.raises(UserError, match="model can't be copied to the devices"), executor(2, model):
+        pass
+
+
 @pytest.mark.parametrize("n_before", [0, 1])
 def test_another_optimizers_state_is_refused(n_before: int) -> None:
     with executor(1) as made:
@@ -1315,10 +1325,14 @@ def test_a_dropout_layer_keeps_its_hooks_and_attributes() -> None:
         torch.testing.assert_close(made.run(batch(4))["loss"], wanted.detach())
 
 
-def test_no_loss_writes_trained_weights_that_devices_share() -> None:
+@pytest.mark.parametrize("data", [False, True])
+def test_no_loss_writes_trained_weights_that_devices_share(data: bool) -> None:
+    """Autograd does not count writes to `x.data`."""
+
     def shrinking(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            model[0].weight.mul_(0.5)
+            weight = model[0].weight
+            (weight.data if data else weight).mul_(0.5)
         return F.cross_entropy(model(x), labels)
 
     wanted = shrinking(copy.deepcopy(network()), **batch(4)).detach()
