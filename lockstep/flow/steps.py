@@ -77,7 +77,7 @@ class StepRecorder:
             found, gradients[share.device] = self._forward_and_backward(share)
             for name, value in found.items():
                 results.setdefault(name, []).append(value)
-        written = self._written(shares[0].device)
+        written = self._written(shares)
         self._check_reached(gradients)
         _check_fetch(fetch, [*results, *(name + GRAD for name in gradients[shares[0].device])])
         reached = gradients[shares[0].device]
@@ -187,15 +187,17 @@ class StepRecorder:
             targets = [replica.parameters[name] for name in bucket.names]
             collectives.broadcast([source.parameters[name] for name in bucket.names], targets, replica.device)
 
-    def _written(self, device: int) -> list[str]:
+    def _written(self, shares: Sequence[DeviceBatch]) -> list[str]:
         """Return the names of the parameters without gradients that the recorded losses write.
+
+        Devices without samples get the values of the others, which their losses have written.
 
         Raises:
             UserError: The loss writes a parameter that the devices share. Embeddings with max_norm may: they
                 write a row once, however often they are called.
         """
-        written = placement.CONTEXT.program.written()
-        names = [name for name, p in self._replicas[device].parameters.items() if id(p.memory) in written]
+        first, written = self._replicas[shares[0].device].parameters, placement.CONTEXT.program.written()
+        names = [name for name, parameter in first.items() if id(parameter.memory) in written]
         for name in names:
             memories = {id(replica.parameters[name].memory) for replica in self._replicas}
             if len(memories) < len(self._replicas) and name not in self._renormalized:
@@ -203,7 +205,11 @@ class StepRecorder:
                     f"the loss writes {name}, which the devices share with strategy='reduce', so each would "
                     "write it once: make it a buffer (register_buffer), or use strategy='all_reduce'"
                 )
-        return [name for name in names if not self._replicas[device].parameters[name].requires_grad]
+        without = [r for n, r in enumerate(self._replicas) if n not in {share.device for share in shares}]
+        for replica in without if names and not self._renormalized else ():
+            targets = [replica.parameters[name] for name in names]
+            collectives.broadcast([first[name] for name in names], targets, replica.device)
+        return [name for name in names if not first[name].requires_grad]
 
     def _merge_buffers(self, shares: Sequence[DeviceBatch], written: Sequence[str]) -> None:
         """Replace float buffers by means over samples, others by those of the first device with samples.

@@ -1338,6 +1338,8 @@ def test_no_loss_writes_trained_weights_that_devices_share(data: bool) -> None:
     wanted = shrinking(copy.deepcopy(network()), **batch(4)).detach()
     with executor(2, loss=shrinking) as made:
         torch.testing.assert_close(made.run(batch(4))["loss"], wanted)
+        made.run(batch(1))  # the second device has no samples, and does not call the loss
+        assert_same(made.replica(0), made.replica(1))
     with (
         executor(2, loss=shrinking, strategy="reduce") as made,
         pytest.raises(UserError, match=r"the loss writes 0\.weight, which the devices share"),
