@@ -178,7 +178,7 @@ class BucketOptimizer:
             values = {key: value for key, value in group.items() if key != "params"}
             for number in group["params"]:
                 own = found["state"].get(number, {})
-                made[names[number]] = {"state": _copied(own), "hyperparameters": dict(values)}
+                made[names[number]] = {"state": _copied(own), "hyperparameters": _copied(values)}
         return made
 
     def _names_by_number(self) -> list[str]:
@@ -330,7 +330,7 @@ class Buckets:
                 self._check_new(each.optimizer)
                 each.load_state(self._loaded)
                 for group in each.optimizer.param_groups:
-                    group.update(self._hyperparameters)
+                    group.update(_copied(self._hyperparameters))
         self.all.append(Bucket(list(names), owner, updates))
 
     def set_hyperparameters(self, values: dict[str, Any]) -> None:
@@ -347,7 +347,11 @@ class Buckets:
         for bucket in self.all:
             for updates in bucket.updates.values():
                 optimizers += updates.optimizer.param_groups
-        private.call_all([partial(own.update, values) for own in optimizers])  # all, or none
+        with private.without_modes():  # each has its own tensors, which a scheduler may write
+            given = [_copied(values) for _ in optimizers]
+        private.call_all(
+            [partial(own.update, v) for own, v in zip(optimizers, given, strict=True)]
+        )  # or none
 
     def n_bytes_of_state(self) -> int:
         """Return the bytes of all optimizers' state."""
@@ -357,10 +361,12 @@ class Buckets:
 
     def state(self) -> dict[str, Any]:
         """Return the optimizers' state and hyperparameters by parameter."""
-        made = {}
-        for name, own in {**self._initial, **self._loaded}.items():
-            made[name] = {**own, "hyperparameters": {**own["hyperparameters"], **self._hyperparameters}}
+        made = {**self._initial, **self._loaded}
+        early = made.keys() - {name for bucket in self.all for name in bucket.names}
         with private.without_modes():
+            for name in early:
+                own = made[name] = copy.deepcopy(made[name])
+                own["hyperparameters"].update(_copied(self._hyperparameters))
             for bucket in self.all:
                 made.update(bucket.updates[min(bucket.updates)].state())
         return made

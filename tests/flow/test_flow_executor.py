@@ -1089,6 +1089,36 @@ def test_an_optimizers_tensors_stay_ordinary_ones() -> None:
         assert type(rate) is torch.Tensor and rate == 0.05
 
 
+def test_tensors_among_hyperparameters_belong_to_one_optimizer_each() -> None:
+    """A scheduler writes them: a saved state and other optimizers must not see that."""
+    schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
+
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made = torch.optim.Adam(parameters, torch.tensor(0.5))
+        schedulers.append(torch.optim.lr_scheduler.ExponentialLR(made, 0.5))
+        return made
+
+    def rates(state: dict[str, Any]) -> set[float]:
+        return {float(own["hyperparameters"]["lr"]) for own in state["optimizer"].values()}
+
+    with executor(2, optimizer=optimizer) as made:
+        made.run(batch(4))
+        first = made.state_dict()
+        for scheduler in schedulers[1:]:  # the first optimizer is never used
+            scheduler.step()
+        assert rates(first) == {0.5} and rates(made.state_dict()) == {0.25}
+        given = torch.tensor(1.0)
+        made.set_hyperparameters(lr=given)
+        for scheduler in schedulers[1:]:
+            scheduler.step()
+        assert rates(made.state_dict()) == {0.5} and given == 1
+    with executor(2, optimizer=optimizer) as made:
+        made.load_state_dict(first)
+        for own in made.state_dict()["optimizer"].values():
+            own["state"]["exp_avg"].zero_()
+        assert all(own["state"]["exp_avg"].any() for own in made.state_dict()["optimizer"].values())
+
+
 @pytest.mark.parametrize("result", ["text", torch.ones(1).expand])
 def test_results_that_cannot_be_merged(result: Any) -> None:
     def function(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> Any:
