@@ -156,7 +156,7 @@ class ParallelExecutor:
         fetch = _names(fetch)
         key = self._key((function, *fetch), batches)
         shares, fractions = self._shares(batches)
-        record = partial(steps.record_evaluation, self._replicas, function, fetch=fetch)
+        record = partial(self._step.record_evaluation, function, fetch=fetch)
         prepare, first = partial(steps.prepare_evaluation, self._replicas, function), next_number()
         try:
             found = self._run(key, shares, record, prepare)

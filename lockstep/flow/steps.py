@@ -109,6 +109,23 @@ class StepRecorder:
         finally:
             dropout.set_keys(replica.dropouts, None)
 
+    def record_evaluation(
+        self, function: Losses, shares: Sequence[DeviceBatch], fetch: Sequence[str]
+    ) -> dict[str, list[Any]]:
+        """Record forward only, in evaluation mode."""
+        results: dict[str, list[Any]] = {}
+        for share in shares:
+            replica = self._replicas[share.device]
+            with private.no_grad(), on_device(replica.device), evaluating(replica.model):
+                for name, value in named(function(replica.model, *share.batch)).items():
+                    results.setdefault(name, []).append(value)
+        for value in results.get("loss", ()):
+            if isinstance(value, torch.Tensor) and value.dim():
+                _refuse_loss(value)
+        _check_fetch(fetch, list(results))
+        self._written(shares, "function")
+        return {name: results[name] for name in fetch}
+
     def prepare(self, shares: Sequence[DeviceBatch]) -> None:
         """Call the loss once, which may make tensors that the model keeps."""
         for share in shares:
@@ -187,14 +204,14 @@ class StepRecorder:
             targets = [replica.parameters[name] for name in bucket.names]
             collectives.broadcast([source.parameters[name] for name in bucket.names], targets, replica.device)
 
-    def _written(self, shares: Sequence[DeviceBatch]) -> list[str]:
-        """Return the names of the parameters without gradients that the recorded losses write.
+    def _written(self, shares: Sequence[DeviceBatch], what: str = "loss") -> list[str]:
+        """Return the names of the parameters without gradients that the recorded functions write.
 
-        Devices without samples get the values of the others, which their losses have written.
+        Devices without samples get the values of the others, where the functions have written them.
 
         Raises:
-            UserError: The loss writes a parameter that the devices share. Embeddings with max_norm may: they
-                write a row once, however often they are called.
+            UserError: A function writes a parameter that the devices share. Embeddings with max_norm may:
+                they write a row once, however often they are called.
         """
         first, written = self._replicas[shares[0].device].parameters, placement.CONTEXT.program.written()
         names = [name for name, parameter in first.items() if id(parameter.memory) in written]
@@ -202,8 +219,8 @@ class StepRecorder:
             memories = {id(replica.parameters[name].memory) for replica in self._replicas}
             if len(memories) < len(self._replicas) and name not in self._renormalized:
                 raise UserError(
-                    f"the loss writes {name}, which the devices share with strategy='reduce', so each would "
-                    "write it once: make it a buffer (register_buffer), or use strategy='all_reduce'"
+                    f"the {what} writes {name}, which the devices share with strategy='reduce', so each "
+                    "would write it once: make it a buffer (register_buffer), or use strategy='all_reduce'"
                 )
         without = [r for n, r in enumerate(self._replicas) if n not in {share.device for share in shares}]
         for replica in without if names and not self._renormalized else ():
@@ -299,23 +316,6 @@ def prepare_evaluation(
         dropout.set_keys(replica.dropouts, None)  # those of a run that has failed
         with private.no_grad(), on_device(replica.device), evaluating(replica.model):
             _call_once(replica, function, share.batch)
-
-
-def record_evaluation(
-    replicas: Sequence[ModelReplica], function: Losses, shares: Sequence[DeviceBatch], fetch: Sequence[str]
-) -> dict[str, list[Any]]:
-    """Record forward only, in evaluation mode."""
-    results: dict[str, list[Any]] = {}
-    for share in shares:
-        replica = replicas[share.device]
-        with private.no_grad(), on_device(replica.device), evaluating(replica.model):
-            for name, value in named(function(replica.model, *share.batch)).items():
-                results.setdefault(name, []).append(value)
-    for value in results.get("loss", ()):
-        if isinstance(value, torch.Tensor) and value.dim():
-            _refuse_loss(value)
-    _check_fetch(fetch, list(results))
-    return {name: results[name] for name in fetch}
 
 
 class evaluating(private.Scope):  # noqa: N801

@@ -1377,6 +1377,23 @@ def test_no_loss_writes_trained_weights_that_devices_share(data: bool) -> None:
         made.run(batch(4))
 
 
+def test_no_evaluation_makes_replicas_differ_or_writes_shared_weights() -> None:
+    def halving(model: nn.Module, x: torch.Tensor) -> Results:
+        model[0].weight.mul_(0.5)  # type: ignore[index, union-attr]
+        return {"scores": model(x)}
+
+    model = network()
+    with executor(2, model) as made:
+        made.evaluate(halving, {"x": batch(1)["x"]}, ["scores"])
+        assert_same(made.replica(0), made.replica(1))
+        assert torch.equal(made.replica(0)["0.weight"], model[0].weight * 0.5)
+    with (
+        executor(2, model, strategy="reduce") as made,
+        pytest.raises(UserError, match=r"the function writes 0\.weight, which the devices share"),
+    ):
+        made.evaluate(halving, {"x": batch(4)["x"]}, ["scores"])
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_failure_that_was_handled_is_not_raised_again(n: int) -> None:
     wrong = {**batch(4), "labels": torch.full((4,), 9)}
