@@ -113,7 +113,7 @@ def make_replicas(model: nn.Module, devices: Sequence[Device], share_weights: bo
 def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
-    except Exception as error:
+    except (TypeError, RuntimeError, SystemError) as error:  # not what a signal's handler raises
         raise UserError(f"model can't be copied to the devices: {error}") from error
 
 
