@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import Counter
 from typing import Any
 
 from lockstep.backends.devices import on_gpus
@@ -64,12 +65,16 @@ def speed(run: RunLog) -> str:
 
 
 def devices(run: RunLog) -> tuple[str, str]:
-    """Return the devices and the machine: ('2 x cpu', 'AMD EPYC, 16 cores'). Either may be empty."""
+    """Return the devices of all hosts, and the machine: ('2 x cpu', 'AMD EPYC, 16 cores')."""
     names = [str(name) for name in run.config.get("devices") or []]
-    kind = "cuda" if on_gpus(names[:1]) else "cpu"
+    n_hosts = run.config.get("n_hosts", 1)
+    n_hosts = n_hosts if isinstance(n_hosts, int) else 1
+    counts = Counter("cuda" if on_gpus([name]) else "cpu" for name in names)
+    kinds = ", ".join(f"{n_hosts * count} x {kind}" for kind, count in counts.items())
     models = dict.fromkeys(str(run.machine[name]) for name in names if name in run.machine)
     cores = [f"{run.machine['cores']} cores"] if "cores" in run.machine else []
-    return f"{len(names)} x {kind}" if names else "-", ", ".join([*models, *cores])
+    hosts = [f"on {n_hosts} hosts"] if n_hosts > 1 else []
+    return kinds or "-", ", ".join([*hosts, *models, *cores])
 
 
 def differences(runs: list[RunLog]) -> list[dict[str, Any]]:

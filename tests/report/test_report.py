@@ -287,6 +287,23 @@ def test_the_best_epoch_is_that_of_the_key_monitor(
     assert tiles(read_run(tmp_path))[0] == (title, value, details)
 
 
+@pytest.mark.parametrize(
+    "keys, value, details",
+    [
+        ("devices: [cpu, cpu]", "2 x cpu", "8 cores"),
+        ("{devices: [cpu, cpu], n_hosts: 2}", "4 x cpu", "on 2 hosts, 8 cores"),
+        ("devices: [cuda:0, cpu, cuda:1]", "2 x cuda, 1 x cpu", "8 cores"),
+        ("{devices: [], n_hosts: [2]}", "-", "8 cores"),
+    ],
+)
+def test_the_devices_are_counted_by_kind_on_all_hosts(
+    tmp_path: Path, keys: str, value: str, details: str
+) -> None:
+    write_lines(tmp_path, [{"event": "started", "time": 1, "machine": {"cores": 8}}])
+    (tmp_path / "config.yaml").write_text(keys)
+    assert tiles(read_run(tmp_path))[-1] == ("Devices", value, details)
+
+
 @pytest.mark.parametrize("n_broken", [1, 3])
 def test_a_broken_checkpoint_is_named(run: Path, n_broken: int, capsys: pytest.CaptureFixture) -> None:
     for tensors in sorted((run / "checkpoints").glob("*.safetensors"))[-n_broken:]:
