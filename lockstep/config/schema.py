@@ -203,3 +203,7 @@ class Config:
     def n_trainers(self) -> int:
         """The number of trainers on all hosts. It is right once `devices` is filled in."""
         return self.n_hosts * len(self.devices)
+
+    def is_short(self, n_steps: int) -> bool:
+        """Return whether an epoch of so many steps has a single line of progress, at its end."""
+        return 2 * n_steps < 3 * self.print_freq

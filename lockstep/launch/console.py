@@ -61,7 +61,7 @@ class Console:
     """A printer of progress, with a bar on a terminal, that appends every event to a log.
 
     On hosts other than host 0 the log has everything, the terminal only what differs from host 0. An epoch of
-    fewer than 1.5 print_freq steps has a single line, printed after its validation.
+    fewer than 1.5 print_freq steps has a single line, of all its steps, printed after its validation.
 
     Args:
         log: The log's path, in the run's folder.
@@ -74,7 +74,7 @@ class Console:
 
     def __init__(self, log: Path, config: Config, steps_per_epoch: int, writes: bool) -> None:
         self._writes = writes
-        self._is_short = 2 * steps_per_epoch < 3 * config.print_freq
+        self._is_short = config.is_short(steps_per_epoch)
         self._deferred: Progress | None = None  # a short epoch's line, until its validation
         self._config, self._is_first_host = config, not config.host_rank
         self._error_name = "label error" if is_multilabel(config) else "error"

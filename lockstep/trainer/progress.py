@@ -70,7 +70,7 @@ class ProgressReporter:
             order: The last batch of the step.
             n_steps: Steps per epoch.
         """
-        self._is_overdue |= order.step % self._config.print_freq == 0
+        self._is_overdue |= not self._config.is_short(n_steps) and order.step % self._config.print_freq == 0
         now = time.perf_counter()
         if now - self._ticked_at >= TICK_SECONDS:
             self._ticked_at = now
@@ -91,7 +91,7 @@ class ProgressReporter:
         return loss_sum / n_images if n_images else None
 
     def is_due(self, order: Order, n_steps: int, n_samples: int, synchronizes: bool) -> bool:
-        """Return whether a line of progress follows this step: every print_freq steps, once in a short epoch.
+        """Return whether a line of progress follows this step: each print_freq steps, or a short epoch's end.
 
         Args:
             order: The last batch of the step.
@@ -100,8 +100,8 @@ class ProgressReporter:
             synchronizes: Whether the trainers synchronize after this step. A line that falls on another step
                 is overdue until they do.
         """
-        ends_short_epoch = n_steps < self._config.print_freq and order.stop == n_samples
-        is_line_step = order.step % self._config.print_freq == 0 or ends_short_epoch
+        is_short, ends = self._config.is_short(n_steps), order.stop == n_samples
+        is_line_step = ends if is_short else order.step % self._config.print_freq == 0
         return synchronizes and (is_line_step or self._is_overdue)
 
     def report(self, order: Order, n_steps: int, learning_rate: float, sums: list[list[float]]) -> None:

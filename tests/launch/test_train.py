@@ -381,6 +381,22 @@ def test_a_short_epoch_has_one_line_without_top_5_of_few_classes(program: Progra
     assert [event["error_top5"] for event in events(running, "validated")] == [None, None]
 
 
+@pytest.mark.parametrize("words", [(), ("rule=local", "rule_args={every: 2}")], ids=["weights", "local"])
+def test_the_line_of_a_short_epoch_is_of_all_its_steps(
+    program: Program, shared_folder: Path, words: tuple[str, ...]
+) -> None:
+    last_step = len(np.load(shared_folder / "labels" / "train_labels.npy")) % 16
+    steps = events(program.run("n_epochs=1", "print_freq=1", name="steps"), "progress")
+    running = program.run("n_epochs=1", f"print_freq={len(steps) - 1}", *words, name="whole")
+    [line] = events(running, "progress")
+    assert line["step"] == line["n_steps"] == len(steps) > 3 and last_step
+    if not words:
+        sizes = [16] * (len(steps) - 1) + [last_step]
+        for key in ("loss", "error"):
+            assert line[key] == pytest.approx(np.average([step[key] for step in steps], weights=sizes))
+        assert f"epoch 1: loss {line['loss']:.3f}, error {line['error']:.2%};" in running.output()
+
+
 def test_lines_of_progress_fit_in_100_columns() -> None:
     seconds = {"load-wait": 55.0, "compute": 20.0, "barrier": 0.5, "exchange": 0.5}
     line = progress_line(Progress(150, 10000, 10000, 0.1, 1234.5, 0.9999, 1234567.0, 123.0, seconds))
