@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.runs.checkpoint_files import read_state, records
-from lockstep.runs.metrics import best_epoch, best_of
+from lockstep.runs.metrics import best_of
 from lockstep.runs.state import State
 
 
@@ -14,7 +14,7 @@ def is_regular(epoch: int, snapshot_freq: int, n_epochs: int) -> bool:
 
 
 def remove_superseded(newest: Path) -> None:
-    """Remove checkpoints that were saved as the best so far and are not the best any more.
+    """Remove checkpoints that were saved as the best so far and are not the best saved one any more.
 
     Args:
         newest: The tensors of the checkpoint that has just been written.
@@ -23,9 +23,9 @@ def remove_superseded(newest: Path) -> None:
         UserError: A file can't be removed.
     """
     known = _known(newest)
-    best = best_epoch(known[-1][1].val_record, known[-1][1].monitor) if known else None
+    best = _best(known)
     for tensors, state in known:
-        if state.only_best and state.epoch != best:
+        if state.only_best and tensors != best:
             _remove_checkpoint(tensors)
 
 
@@ -43,10 +43,7 @@ def remove_older(newest: Path, keep_checkpoints: int) -> None:
         UserError: A file can't be removed.
     """
     known = _known(newest)
-    retained = {tensors for tensors, _ in known[-keep_checkpoints:]}
-    validated = [(path, state.val_record[-1]) for path, state in known if state.is_validated]
-    best = best_of([entry for _, entry in validated], known[-1][1].monitor) if known else None
-    retained |= {path for path, entry in validated if entry is best}
+    retained = {_best(known), *(tensors for tensors, _ in known[-keep_checkpoints:])}
     for tensors, _ in known:
         if tensors not in retained:
             _remove_checkpoint(tensors)
@@ -63,6 +60,16 @@ def _known(newest: Path) -> list[tuple[Path, State]]:
         if known[-1][0] == newest:
             break
     return known
+
+
+def _best(known: list[tuple[Path, State]]) -> Path | None:
+    """Return the tensors of the best one by the newest one's `monitor`; None if none has that value.
+
+    The best epoch may have no checkpoint: `monitor` was another one then, or somebody removed it.
+    """
+    validated = [(path, state.val_record[-1]) for path, state in known if state.is_validated]
+    best = best_of([entry for _, entry in validated], known[-1][1].monitor) if known else None
+    return next((path for path, entry in validated if entry is best), None)
 
 
 def _remove_checkpoint(tensors: Path) -> None:

@@ -430,6 +430,18 @@ def test_monitor_decides_which_is_the_best(tmp_path: Path) -> None:
     assert names(tmp_path) == ["epoch_0002", "epoch_0003"]
 
 
+def test_the_best_saved_one_stays_where_the_best_epoch_was_not_saved(tmp_path: Path) -> None:
+    """Epoch 2 is saved by its error; resumed with `monitor: macro_f1`, the run finds epoch 3 better."""
+    (tmp_path / "checkpoints").mkdir()
+    errors, macro_f1 = [0.5, 0.3, 0.4, 0.6], (0.2, 0.8, 0.9, 0.3)
+    remove_superseded(write_record(tmp_path, 1, 90, errors[:1], only_best=True))
+    write_record(tmp_path, 2, 90, errors[:2], True, macro_f1)
+    remove_superseded(write_record(tmp_path, 4, 90, errors, False, macro_f1))
+    assert names(tmp_path) == ["epoch_0002", "epoch_0004"]
+    found, notes = find_checkpoint(tmp_path, "best")
+    assert found.state.epoch == 2 and "epoch 3 was better than 2, and has no checkpoint" in notes[0]
+
+
 def test_the_best_is_found_and_a_better_one_without_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     errors = [0.5, 0.1, 0.3, 0.4]
