@@ -79,16 +79,20 @@ def unused(devices: tuple[str, ...], number: int) -> tuple[str, ...]:
     return tuple(f"cuda:{place}" for place in free[:number])
 
 
-def choose() -> tuple[tuple[str, ...], str]:
-    """Return the devices of a run that names none, and why: all visible GPUs if usable, else CPUs."""
+def choose(otherwise: str = "training on the CPU") -> tuple[tuple[str, ...], str]:
+    """Return the devices of a run that names none, and why: all visible GPUs if usable, else CPUs.
+
+    Args:
+        otherwise: What happens without GPUs, for the reason.
+    """
     cpus = ("cpu",) * min(2, count_cores())
     try:
         gpus, shown = _look()
     except UserError as error:
-        return cpus, f"{error}; training on the CPU"
+        return cpus, f"{error}; {otherwise}"
     obstacle = _find_obstacle(shown) if shown else f"{_setting_text()} hides them"
     if obstacle:
-        return cpus, f"{_count(gpus)} here, but {obstacle}; training on the CPU"
+        return cpus, f"{_count(gpus)} here, but {obstacle}; {otherwise}"
     names = tuple(f"cuda:{number}" for number in range(len(shown)))
     listing = ", ".join(f"{name} ({gpu})" for name, gpu in zip(names, shown, strict=True))
     return names, f"all visible GPUs, with driver {shown[0].driver}: {listing}"

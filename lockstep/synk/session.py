@@ -21,6 +21,8 @@ from lockstep.synk.team import Team
 from lockstep.synk.workers import TeamOptions
 from lockstep.threads import MOST_THREADS
 
+_ON_CPUS = "without use_gpu and devices, ranks compute on CPUs"
+
 
 @dataclass
 class _Session:
@@ -167,14 +169,14 @@ def _choose_devices(use_gpu: bool | None, devices: Sequence[str] | None) -> tupl
     from lockstep.backends import devices as known  # imported here, since workers do not need it
 
     if devices is None:
-        names, reason = known.choose()
+        names, reason = known.choose(_ON_CPUS)
         if not known.on_gpus(names):
             raise UserError(f"fork(): use_gpu, but {reason}")
     else:
         names = known.normalise(tuple(devices))
     if known.are_mixed(names):
         raise UserError(f"fork(): ranks are on CPUs or on GPUs, not on both: {', '.join(names)}")
-    known.check(names)
+    known.check(names, _ON_CPUS)
     return names if known.on_gpus(names) else ()
 
 

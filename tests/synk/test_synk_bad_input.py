@@ -262,8 +262,11 @@ def test_what_needs_a_team_says_so() -> None:
         ({"n_parallel": 2, "threads": 0}, "threads=0"),
         ({"n_parallel": 2, "threads": 100_000}, "threads=100000 is not from 1 to 1024"),
         ({"n_parallel": 2, "devices": ["cpu"]}, "1 devices for 2 ranks"),
-        ({"use_gpu": True}, "use_gpu, but"),
-        ({"devices": ["cuda:0", "cuda:1"]}, "cuda:0, cuda:1 can't be used|cuda:1 is not there"),
+        ({"use_gpu": True}, "use_gpu, but .*; without use_gpu and devices, ranks compute on CPUs$"),
+        (
+            {"devices": ["cuda:0", "cuda:1"]},
+            "(cuda:0, cuda:1 can't be used|cuda:1 is not there).*; without use_gpu and devices, ranks",
+        ),
         ({"devices": ["tpu"]}, "tpu"),
         ({"devices": ["cuda:0", "cpu"]}, "ranks are on CPUs or on GPUs, not on both: cuda:0, cpu"),
     ],
