@@ -19,9 +19,9 @@ _unnamed = itertools.count()
 
 
 class SharedArray(np.ndarray):
-    """A NumPy array on a block. A multiprocessing child that receives it uses the same memory.
+    """A NumPy array on a block. As an argument of a `multiprocessing.Process` it is the same memory there.
 
-    Parts of it and results computed from it are pickled by value, like any array.
+    Elsewhere it is pickled by value, like any array; its parts, and results computed from it, always are.
     """
 
     _block: HostBlock | None = None
@@ -119,7 +119,7 @@ class Data:
 
     @property
     def data(self) -> np.ndarray:
-        """The array itself; a multiprocessing child that receives it uses the same memory."""
+        """The array itself. An argument of a `multiprocessing.Process` is the same memory there."""
         if self._number is None or self._team.closed:
             return self._array
         return _on_block(self._team.context.blocks[self._number], self._dtype.str, self.shape)
