@@ -5,6 +5,7 @@ the settings, so that all ranks compute with the caller's. An optimizer's state 
 ranks alike, so it is sent only after load_state_dict has replaced it.
 """
 
+import operator
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -57,21 +58,21 @@ class _Delivered:
         ids: Their ids by group.
         state: The optimizer's state that the copies have, too; None if another group's call may have
             changed it since.
-        places: Shared parameters and submodules of a module, each with its name and the dictionary that has
-            it. Empty on a worker.
+        places: The dictionaries of a shared module's parameters and submodules, each with what it had.
+            Empty on a worker.
     """
 
     thing: Any
     parameters: list[list[Any]]
     ids: list[list[int]]
     state: Any
-    places: list[tuple[Mapping[str, Any], str, Any]]
+    places: list[tuple[Mapping[str, Any], dict[str, Any]]]
 
     @staticmethod
-    def make(thing: Any, is_shared: Callable[[Any], bool]) -> "_Delivered":
+    def make(thing: Any, is_shared: bool) -> "_Delivered":
         groups = thing.param_groups if is_optimizer(thing) else []
         parameters = [list(group["params"]) for group in groups]
-        places = [] if is_optimizer(thing) else list(_places(thing, is_shared))
+        places = [(has, dict(has)) for has in (thing._parameters, thing._modules)] if is_shared else []
         return _Delivered(thing, parameters, _ids(groups), thing.state if groups else None, places)
 
     @property
@@ -79,7 +80,7 @@ class _Delivered:
         """True if the copies can take the settings."""
         if is_optimizer(self.thing):
             return _ids(self.thing.param_groups) == self.ids
-        return all(names.get(name) is value for names, name, value in self.places)
+        return not any(_has_other_parameters(now, had) for now, had in self.places if now or had)
 
     def read(self, is_called: bool) -> bool | _OptimizerSettings | None:
         """Return the settings of the copies. The call of another group needs no optimizer's state."""
@@ -111,7 +112,8 @@ class Settings:
         self, number: int, objects: list[Any], is_shared: Callable[[Any], bool] = lambda parameter: False
     ) -> None:
         """Add a group, which lists the same objects in the same order on all ranks."""
-        self._groups[number] = [_Delivered.make(thing, is_shared) for thing in objects]
+        with_shared = _ids_of_modules(objects, is_shared)
+        self._groups[number] = [_Delivered.make(thing, id(thing) in with_shared) for thing in objects]
 
     def capture(self, number: int) -> bytes | None:
         """Return the settings that a call must send to the workers, for `apply`.
@@ -124,7 +126,8 @@ class Settings:
 
         Raises:
             ValueError: The parameters of an optimizer in this group, or their groups, have changed, or the
-                program has replaced shared parameters of a module, or a layer that has some.
+                program has added, replaced or removed parameters of a shared module, or a layer that has
+                some.
         """
         if not self._groups:
             return None
@@ -233,13 +236,32 @@ def _ids(groups: list[dict[str, Any]]) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in groups]
 
 
-def _places(module: Any, is_shared: Callable[[Any], bool]) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
-    for name, parameter in module._parameters.items():
-        if is_shared(parameter):
-            yield module._parameters, name, parameter
-    for name, child in module._modules.items():
-        if child is not None and any(map(is_shared, child.parameters())):
-            yield module._modules, name, child
+def _ids_of_modules(objects: list[Any], is_shared: Callable[[Any], bool]) -> set[int]:
+    """Return the ids of the modules with a shared parameter, and of all modules in these."""
+    found: set[int] = set()
+    for thing in objects:
+        if id(thing) not in found and not is_optimizer(thing) and any(map(is_shared, _parameters(thing))):
+            found.update(map(id, thing.modules()))
+    return found
+
+
+def _has_other_parameters(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Return whether a parameter, or a submodule that has some, was added, replaced or removed."""
+    if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
+        return False  # the usual case, at every call
+    changed = [name for name in now.keys() | before.keys() if now.get(name) is not before.get(name)]
+    return any(_has_parameters(names.get(name)) for name in changed for names in (now, before))
+
+
+def _has_parameters(part: Any) -> bool:
+    """Return whether this is a parameter, or a module that has one."""
+    return part is not None and (not hasattr(part, "_modules") or any(True for _ in _parameters(part)))
+
+
+def _parameters(module: Any) -> Iterator[Any]:
+    """Yield a module's parameters, which a class may hide by a `parameters` of its own."""
+    for each in module.modules():
+        yield from filter(lambda parameter: parameter is not None, each._parameters.values())
 
 
 def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:

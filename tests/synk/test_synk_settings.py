@@ -183,6 +183,47 @@ def _replace_parameter(net: torch.nn.Sequential) -> None:
     net[0].weight = torch.nn.Parameter(net[0].weight.detach().clone())
 
 
+def _append_layer(net: torch.nn.Sequential) -> None:
+    net.append(torch.nn.Linear(3, 3).to(torch.float64))
+
+
+def _set_layer(net: torch.nn.Sequential) -> None:
+    net[1].head = torch.nn.Linear(3, 3).to(torch.float64)
+
+
+def _add_parameter(net: torch.nn.Sequential) -> None:
+    net[1].scale = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+
+class _Head(torch.nn.Module):
+    """A module that may get parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head: torch.nn.Module | None = None
+        self.register_parameter("scale", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.head is None else self.head(x)
+        return x if self.scale is None else x * self.scale
+
+
+@pytest.mark.parametrize("change", [_append_layer, _set_layer, _add_parameter])
+def test_a_call_refuses_more_parameters_of_a_shared_module(
+    change: Callable[[torch.nn.Sequential], None],
+) -> None:
+    net = synk.share(make_net(_Head()))
+    f = synk.function(net, "gather")
+    synk.distribute()
+    before = f(rows()[0])
+    change(net)
+    with pytest.raises(ValueError, match="has other parameters than at distribute"):
+        f(rows()[0])
+    net._modules.pop("2", None)
+    net[1].head = net[1].scale = None
+    assert np.array_equal(f(rows()[0]), before), "the program may remove what it added"
+
+
 @pytest.mark.parametrize("change", [_assign, _replace_layer, _replace_parameter])
 def test_a_call_refuses_other_parameters_of_a_shared_module(
     change: Callable[[torch.nn.Sequential], None],
