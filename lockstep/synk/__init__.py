@@ -44,6 +44,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "broadcast",
+    "buffers",
     "close",
     "data",
     "distribute",
@@ -131,3 +132,10 @@ def grads(module: Any) -> Any:
     from lockstep.synk import sharing
 
     return sharing.vectors(current_team("grads()"), module, "grads()")[1]
+
+
+def buffers(module: Any) -> list[Any]:
+    """Return all buffers of a shared module as vectors, one for each dtype, for collectives."""
+    from lockstep.synk import sharing
+
+    return sharing.vectors(current_team("buffers()"), module, "buffers()")[2]

@@ -240,8 +240,8 @@ class SharedRegistry:
             if label is not None and label[1]:
                 name = shareds[label[0]].name
                 raise TypeError(
-                    f"{what}: a tensor of a module is not a separate variable: use weights(module), or the "
-                    f"name of the variable to which it belongs, {name!r}"
+                    f"{what}: a tensor of a module is not a separate variable: use weights(module) or "
+                    f"buffers(module), or the name of the variable to which it belongs, {name!r}"
                 )
             numbers = [] if label is None else [label[0]]
         if not numbers:

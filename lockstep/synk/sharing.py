@@ -1,4 +1,4 @@
-"""Sharing of a program's modules and tensors: what synk.share, synk.weights and synk.grads do."""
+"""Sharing of a program's modules and tensors, and the vectors that stand for modules in collectives."""
 
 import itertools
 import weakref
@@ -21,7 +21,8 @@ from lockstep.synk.tensors import (
 )
 
 # With references to teams that do not keep them in use: the functions of a team hold its modules.
-_Shared = tuple[weakref.ref[Team], SharedWeights, SharedGradients]
+_Variables = tuple[SharedWeights, SharedGradients, list[SharedBuffers]]
+_Shared = tuple[weakref.ref[Team], _Variables]
 _modules: weakref.WeakKeyDictionary[torch.nn.Module, _Shared] = weakref.WeakKeyDictionary()
 
 
@@ -35,7 +36,7 @@ def share(team: Team, thing: Any) -> Any:
 def _share(team: Team, thing: Any) -> None:
     if isinstance(thing, torch.nn.Module):
         if _find(team, thing) is None:
-            _modules[thing] = weakref.ref(team), *_share_module(team, thing)
+            _modules[thing] = weakref.ref(team), _share_module(team, thing)
     elif isinstance(thing, torch.Tensor):
         if team.registry.label(thing) is None:
             _check("a tensor", [thing])
@@ -46,32 +47,32 @@ def _share(team: Team, thing: Any) -> None:
         raise TypeError(f"share() takes a module or a tensor of torch, not {type(thing).__name__}")
 
 
-def vectors(team: Team, module: torch.nn.Module, what: str) -> tuple[Vector, Vector]:
-    """Return the weights and the gradients of a shared module; `what` names the call in errors."""
+def vectors(team: Team, module: torch.nn.Module, what: str) -> tuple[Vector, Vector, list[Vector]]:
+    """Return a shared module's weights, gradients, and buffers by dtype; `what` names the call in errors."""
     found = _find(team, module)
     if found is None:
         raise ValueError(f"{what}: {type(module).__name__} is not shared: call share() on it first")
-    weights, gradients = found
-    return weights.parts[0], gradients.parts[0]
+    weights, gradients, buffers = found
+    return weights.parts[0], gradients.parts[0], [shared.parts[0] for shared in buffers]
 
 
-def _find(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, SharedGradients] | None:
+def _find(team: Team, module: torch.nn.Module) -> _Variables | None:
     """Return the variables of a module that is shared in this team, else None."""
     if module not in _modules:
         return None
-    owner, weights, gradients = _modules[module]
+    owner, variables = _modules[module]
     if owner() is not team:
         return None
     parameters = list(module.parameters())
-    if [id(parameter) for parameter in parameters] != [id(parameter) for parameter in weights.params]:
+    if [id(parameter) for parameter in parameters] != [id(parameter) for parameter in variables[0].params]:
         raise ValueError(
             f"{type(module).__name__} has other parameters than when it was shared, which the ranks lack. "
             "Change their values instead: load_state_dict without assign=True"
         )
-    return weights, gradients
+    return variables
 
 
-def _share_module(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, SharedGradients]:
+def _share_module(team: Team, module: torch.nn.Module) -> _Variables:
     name, params, buffers = type(module).__name__, list(module.parameters()), list(module.buffers())
     if not params:
         raise ValueError(f"share(): {name} has no parameters")
@@ -85,13 +86,15 @@ def _share_module(team: Team, module: torch.nn.Module) -> tuple[SharedWeights, S
     _add(team, weights)
     gradients = SharedGradients(f"gradients of {name}", weights, make_storage(team.context))
     _add(team, gradients)
+    vectors_of_buffers = []
     for dtype in dtypes_of_buffers:
         label = f"{str(dtype).removeprefix('torch.')} buffers of {name}"
         alike = [buffer for buffer in buffers if buffer.dtype == dtype]
         shared = SharedBuffers(label, alike, make_storage(team.context))
         shared.add_owners(module.modules())
         _add(team, shared)
-    return weights, gradients
+        vectors_of_buffers.append(shared)
+    return weights, gradients, vectors_of_buffers
 
 
 def _check_unshared(team: Team, name: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -354,6 +354,23 @@ def test_the_variable_of_a_buffer_is_named(ranks: int) -> None:
         synk.broadcast(net.running_mean)
 
 
+def test_two_modules_of_one_class_have_their_own_buffers(ranks: int) -> None:
+    """Their names are equal, so that a name is not enough."""
+    nets = [synk.share(torch.nn.BatchNorm1d(2)) for _ in range(2)]
+    for net in nets:
+        synk.function(net, "gather")
+    synk.distribute()
+    with pytest.raises(ValueError, match="2 variables are called 'float32 buffers of BatchNorm1d'"):
+        synk.gather("float32 buffers of BatchNorm1d")
+    for number, net in enumerate(nets, 1):
+        net.load_state_dict({**net.state_dict(), "running_mean": torch.full((2,), 10.0 * number)})
+        synk.broadcast([synk.weights(net), *synk.buffers(net)])
+    for number, net in enumerate(nets, 1):
+        floats, counts = synk.gather(synk.buffers(net))
+        assert floats.tolist() == [[10 * number] * 2 + [1] * 2] * ranks and counts.tolist() == [[0]] * ranks
+    assert synk.buffers(synk.share(make_net())) == []
+
+
 def test_by_rows_needs_a_function_that_updates_the_variable(ranks: int) -> None:
     net = synk.share(make_net())
 
