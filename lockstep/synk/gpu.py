@@ -18,7 +18,7 @@ from lockstep.exchange.staged import StagedTransport
 from lockstep.exchange.transport import Transport
 from lockstep.memory.cuda import NON_BLOCKING, CudaBlock, CudaMemory
 from lockstep.synk import rows
-from lockstep.synk.results import REDUCE_OPS, DeviceOutput, PartReducer, check_same_shape
+from lockstep.synk.results import NARROW_PARTS, REDUCE_OPS, DeviceOutput, PartReducer, check_same_shape
 
 LARGE_BYTES = 1 << 20  # below, copying to host memory takes less than one more command to the ranks
 
@@ -222,14 +222,19 @@ class DevicePartReducer(PartReducer):
         super().add(self._gpu.fetch(value) if torch.is_tensor(value) else value, n_rows)
 
     def result(self) -> Any:
-        return super().result() if self._total is None else self._gpu.outputs.add(self._number, self._total)
+        if self._total is None:
+            return super().result()
+        return self._gpu.outputs.add(self._number, self._gpu.compute(self._total.float))
 
     @torch.no_grad()
     def _add(self, value: torch.Tensor, n_rows: int) -> None:
         if self.mode == "avg":
             value = value * float(np.float32(n_rows / self.n_rows))
+        self._n_parts += 1
         if self._total is None:
             self._total = value.clone()
             return
         check_same_shape([tuple(self._total.shape), tuple(value.shape)], self.what, str(self.mode))
+        if self._n_parts > NARROW_PARTS:
+            self._total = self._total.double()
         combine_into(self._total, value, REDUCE_OPS[str(self.mode)], torch)

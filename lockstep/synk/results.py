@@ -11,6 +11,7 @@ from lockstep.exchange.reduction import combine_into, reduce_arrays
 from lockstep.synk.blocks import ArrayLocation, BlockTable, arrange
 
 INLINE_BYTES = 1 << 13
+NARROW_PARTS = 64  # more slices are added in float64: rounding in float32 would add up to more than 1e-5
 
 # Names of Synkhronos for the reductions of lockstep/exchange.
 REDUCE_OPS: dict[str, Op] = {"avg": "mean", "sum": "sum", "max": "max", "min": "min", "prod": "prod"}
@@ -146,6 +147,7 @@ class PartReducer:
     def __init__(self, mode: str | None, n_rows: int, what: str) -> None:
         self.mode, self.n_rows, self.what = mode, n_rows, what
         self._parts: list[Any] = []
+        self._n_parts = 0
         self._dtype: Any = None  # of all parts so far
 
     def add(self, value: Any, n_rows: int) -> None:
@@ -158,11 +160,14 @@ class PartReducer:
         if self.mode == "avg":
             dtype = np.promote_types(value.dtype, np.float32)  # float16 is summed in float32
             value = np.multiply(value, n_rows / self.n_rows, dtype=dtype)
+        self._n_parts += 1
         if not self._parts:
             self._parts.append(np.array(value))
             return
         check_same_shape([self._parts[0].shape, value.shape], self.what, str(self.mode))
         dtype = np.promote_types(self._parts[0].dtype, value.dtype)
+        if dtype.kind in "fc" and self._n_parts > NARROW_PARTS:
+            dtype = np.promote_types(dtype, np.float64)
         self._parts[0] = self._parts[0].astype(dtype, copy=False)
         combine_into(self._parts[0], value, REDUCE_OPS[str(self.mode)])
 
@@ -170,6 +175,6 @@ class PartReducer:
         """Return the reduction of all parts; the list of them if the mode is None."""
         if self.mode is None:
             return self._parts
-        if self.mode == "avg":
-            return self._parts[0].astype(self._dtype, copy=False)
-        return _concatenate(self._parts, self.what) if self.mode == "gather" else self._parts[0]
+        if self.mode == "gather":
+            return _concatenate(self._parts, self.what)
+        return self._parts[0].astype(self._dtype, copy=False)

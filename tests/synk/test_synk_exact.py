@@ -187,3 +187,16 @@ def test_a_minibatch_goes_row_by_row_with_the_batch(functions: dict[str, Any], n
         assert largest_error(value, FOLDS[mode](rows)) <= BOUNDS["float64"], mode
     whole = case.f(case.data[0], of_batch, case.data[2], batch=slice(2, 9))
     assert largest_error(whole[5], np.tanh(case.x[2:9]) + np.arange(7.0)[:, None]) <= 1e-12
+
+
+def test_a_slice_for_each_row_is_as_exact_as_few_slices(functions: dict[str, Any]) -> None:
+    """Rounding of equal numbers in float32 goes the same way at each step, so that its errors add up."""
+    x, total = pt.fmatrix("x"), pytensor.shared(np.zeros(2, "f4"), name="total")
+    f = synk.function([x], [(x.sum(0), "sum"), x.mean(0)], updates=[(total, x.sum(0), "sum")])
+    synk.distribute()
+    n_rows = 4000 * functions["size"]
+    found, mean = f(np.full((n_rows, 2), 0.1, "f4"), num_slices=n_rows)
+    assert found.dtype == mean.dtype == np.float32
+    assert largest_error(found, np.full(2, 0.1 * n_rows)) <= BOUNDS["float32"]
+    assert largest_error(mean, np.full(2, 0.1)) <= BOUNDS["float32"]
+    assert largest_error(synk.get_value(0, total), np.full(2, 400.0)) <= BOUNDS["float32"]
