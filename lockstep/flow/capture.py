@@ -296,7 +296,10 @@ class Capture:
 
     def _refuse_keeping(self, memory: int, storage: Any) -> NoReturn:
         name = self.variables[self.memories[memory].newest].name
-        remedy = "run the step once before the capture, so that it exists, and change it in place (copy_)"
+        remedy = (
+            "return it instead; or run the step once before the capture, so that it exists, and change it "
+            "in place (copy_). ParallelExecutor takes a module that returns it, or keeps it in a buffer"
+        )
         for leaf in self._leaves_with_gradients():
             if leaf.grad.memory is storage:
                 name = f"{name}, the gradient of {leaf.memory.name or 'a parameter'},"
