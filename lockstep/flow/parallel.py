@@ -157,7 +157,7 @@ class ParallelExecutor:
         key = self._key((function, *fetch), batches)
         shares, fractions = self._shares(batches)
         record = partial(self._step.record_evaluation, function, fetch=fetch)
-        prepare, first = partial(steps.prepare_evaluation, self._replicas, function), next_number()
+        prepare, first = partial(self._step.prepare_evaluation, function), next_number()
         try:
             found = self._run(key, shares, record, prepare)
         except OperationError as error:

@@ -77,14 +77,15 @@ class StepRecorder:
             found, gradients[share.device] = self._forward_and_backward(share)
             for name, value in found.items():
                 results.setdefault(name, []).append(value)
-        written = self._written(shares)
+        written, reached = self._written(shares), gradients[shares[0].device]
         self._check_reached(gradients)
-        _check_fetch(fetch, [*results, *(name + GRAD for name in gradients[shares[0].device])])
-        reached = gradients[shares[0].device]
+        _check_fetch(fetch, [*results, *(name + GRAD for name in reached)])
         self._buckets.extend(reached)
-        exchanges = [tuple(name for name in bucket.names if name in reached) for bucket in self._buckets.all]
-        self.merged = (*filter(None, exchanges), tuple(written))
-        merged = {name: array for b in self._buckets.all for name, array in self._merge(b, gradients, fetch)}
+        exchanges = [(b, names) for b in self._buckets.all if (names := [n for n in b.names if n in reached])]
+        self.merged = (*(tuple(names) for _, names in exchanges), tuple(written))
+        merged = {
+            name: array for b, names in exchanges for name, array in self._merge(b, names, gradients, fetch)
+        }
         if not self._merger.is_single:
             self._merge_buffers(shares, written)
         return {name: [merged[name]] if name in merged else results[name] for name in fetch}
@@ -126,6 +127,14 @@ class StepRecorder:
         self._written(shares, "function")
         return {name: results[name] for name in fetch}
 
+    def prepare_evaluation(self, function: Losses, shares: Sequence[DeviceBatch]) -> None:
+        """Call the function once, which may make tensors that the model keeps."""
+        for share in shares:
+            replica = self._replicas[share.device]
+            dropout.set_keys(replica.dropouts, None)  # those of a run that has failed
+            with private.no_grad(), on_device(replica.device), evaluating(replica.model):
+                _call_once(replica, function, share.batch)
+
     def prepare(self, shares: Sequence[DeviceBatch]) -> None:
         """Call the loss once, which may make tensors that the model keeps."""
         for share in shares:
@@ -164,13 +173,10 @@ class StepRecorder:
             )
 
     def _merge(
-        self, bucket: Bucket, gradients: Gradients, fetch: Sequence[str]
+        self, bucket: Bucket, names: list[str], gradients: Gradients, fetch: Sequence[str]
     ) -> Iterator[tuple[str, Array]]:
-        """Merge a bucket's gradients, update its parameters, and yield the gradients to be fetched."""
+        """Merge a bucket's gradients of these names, update, and yield the gradients to be fetched."""
         parts = {d: [own[name] for name in bucket.names if name in own] for d, own in gradients.items()}
-        names = [name for name in bucket.names if name in gradients[min(gradients)]]
-        if not names:
-            return
         owner = self._replicas[bucket.owner].device
         merged = self._merger.merge(bucket, names, parts)
         with on_device(owner):
@@ -305,17 +311,6 @@ def _call_once(replica: ModelReplica, function: Losses, batch: Sequence[Array]) 
     with restoring:  # after an error, too: replicas must not differ
         function(replica.model, *(array.clone() for array in batch))
     restoring.check()
-
-
-def prepare_evaluation(
-    replicas: Sequence[ModelReplica], function: Losses, shares: Sequence[DeviceBatch]
-) -> None:
-    """Call the function once, which may make tensors that the model keeps."""
-    for share in shares:
-        replica = replicas[share.device]
-        dropout.set_keys(replica.dropouts, None)  # those of a run that has failed
-        with private.no_grad(), on_device(replica.device), evaluating(replica.model):
-            _call_once(replica, function, share.batch)
 
 
 class evaluating(private.Scope):  # noqa: N801
