@@ -70,7 +70,7 @@ class ProgressReporter:
             order: The last batch of the step.
             n_steps: Steps per epoch.
         """
-        self._is_overdue |= not self._config.is_short(n_steps) and order.step % self._config.print_freq == 0
+        self._is_overdue |= self._is_line_step(order, n_steps)
         now = time.perf_counter()
         if now - self._ticked_at >= TICK_SECONDS:
             self._ticked_at = now
@@ -100,9 +100,12 @@ class ProgressReporter:
             synchronizes: Whether the trainers synchronize after this step. A line that falls on another step
                 is overdue until they do.
         """
-        is_short, ends = self._config.is_short(n_steps), order.stop == n_samples
-        is_line_step = ends if is_short else order.step % self._config.print_freq == 0
+        ends_short_epoch = self._config.is_short(n_steps) and order.stop == n_samples
+        is_line_step = ends_short_epoch or self._is_line_step(order, n_steps)
         return synchronizes and (is_line_step or self._is_overdue)
+
+    def _is_line_step(self, order: Order, n_steps: int) -> bool:
+        return not self._config.is_short(n_steps) and order.step % self._config.print_freq == 0
 
     def report(self, order: Order, n_steps: int, learning_rate: float, sums: list[list[float]]) -> None:
         """Send a line of progress. All trainers call it, since it gathers their times.
