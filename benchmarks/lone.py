@@ -2,6 +2,7 @@
 
 import itertools
 import multiprocessing
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -84,7 +85,7 @@ class LoneTrainer:
         self.loaded.release()
 
     def step(self) -> None:
-        self.trainer.train_step(NEVER)
+        self.trainer.train_step(sys.maxsize)  # longer than an epoch: none ends, with a line of progress
 
     def use(self, feed: Feed) -> None:
         """Take minibatches from `feed` from now on."""

@@ -358,6 +358,19 @@ def test_the_update_stage_has_the_whole_update_in_bf16(shared_folder: Path) -> N
     assert changed == [False, False, False, True, False]
 
 
+def test_a_lone_trainer_sums_its_phases_over_the_ends_of_epochs(shared_folder: Path) -> None:
+    """A line of progress at an epoch's end would set them to zero."""
+    keys = {"para_load": False, "data_folder": str(shared_folder), "print_freq": NEVER}
+    trainer = CpuTrainer(make_config(batch_size=10, **keys))
+    try:
+        n_steps = len(trainer.trainer.dataset.train) // 10 * 2 + 1
+        for _ in range(n_steps):
+            trainer.step()
+        assert trainer.trainer.recorder.n_steps == n_steps
+    finally:
+        trainer.close()
+
+
 def test_tests_of_all_memory_in_use_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They compare what the driver says is free, which counts other processes; and flow's tests run."""
     commands: list[list[str]] = []
