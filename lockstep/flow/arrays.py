@@ -57,10 +57,9 @@ class Array(torch.Tensor):
     @staticmethod
     def __new__(cls, storage: Storage, size: Any, stride: Any, offset: int, dtype: torch.dtype) -> "Array":
         layout = torch.strided if storage.cell.layout is not None else torch.sparse_coo
-        made: Array = private.make_wrapper(
-            cls, size, stride, offset, dtype, storage.device.torch_device, layout
-        )
-        made.memory = storage
+        where = storage.device.torch_device
+        made: Array = private.make_wrapper(cls, size, stride, offset, dtype, where, layout)
+        vars(made)["memory"] = storage
         return made
 
     def __init__(self, *_: Any) -> None:
@@ -69,11 +68,13 @@ class Array(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if private.is_traced():
-            raise UserError(
-                f"{placement.user_line()}: a trace of torch's (make_fx, torch.func.linearize) would take an "
-                "array for a constant: give it array.tensor()"
-            )
+            what = "a trace of torch's (make_fx, torch.func.linearize) would take an array for a constant"
+            raise UserError(f"{placement.user_line()}: {what}: give it array.tensor()")
         return record(function, args, kwargs or {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        private.check_mark(name)
+        super().__setattr__(name, value)
 
     @property
     def place(self) -> Device:
@@ -92,7 +93,7 @@ class Array(torch.Tensor):
             raise UserError("the data of an array is an array: flow.array makes one of a tensor")
         placement.note_place(self)
         private.set_data(self, value)
-        self.memory = value.memory
+        vars(self)["memory"] = value.memory
 
     def wait(self) -> "Array":
         """Block until the value is computed, and return the array.
@@ -147,7 +148,7 @@ class Array(torch.Tensor):
 
     def share_memory_(self) -> "Array":
         """Refuse: the memory belongs to the device."""
-        raise UserError("share_memory_: the memory of an array can't be shared: share array.tensor()")
+        raise UserError("the memory of an array can't be shared: share array.tensor()")
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Refuse: the memory belongs to the device."""
@@ -230,9 +231,8 @@ def bring(tensor: torch.Tensor, device: Device) -> Array:
 
 def _alias(array: Array, memory: Storage) -> Array:
     """Return an array of the same shape and place in a memory."""
-    if memory.cell.layout is None:
-        return Array(memory, array.size(), None, 0, array.dtype)
-    return Array(memory, array.size(), array.stride(), array.storage_offset(), array.dtype)
+    place = (None, 0) if memory.cell.layout is None else (array.stride(), array.storage_offset())
+    return Array(memory, array.size(), *place, array.dtype)
 
 
 def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -269,7 +269,7 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     is_empty = kind.name == "set_" and type(written[0]) is Array and not written[0].numel()
     if is_empty and len(args) > 1 and isinstance(args[1], torch.UntypedStorage):
         written[0].data = from_tensor(in_storage(written[0].dtype, args[1:]), written[0].place)
-        written[0].copied = args[1] if len(args) == 2 else None
+        vars(written[0])["copied"] = args[1] if len(args) == 2 else None
         return written[0]
     if written or kind.refused:
         _check_writing(kind, written)
@@ -428,7 +428,7 @@ def _plan_sparse(
     else:
         found = _run_now(step, operands, inputs, written)
         if kind.view and isinstance(found, Array):
-            found.memory = SparseEntries(inputs[0].memory, found.memory.cell)
+            vars(found)["memory"] = SparseEntries(inputs[0].memory, found.memory.cell)
         return found
     dtype = step.keywords.get("dtype") or inputs[-1].dtype  # `_to_copy` may change it
     made = _new(step, None, inputs, size, dtype)

@@ -166,7 +166,7 @@ def _array_of(name: str, tensor: torch.Tensor, device: Device) -> Array:
     if known is not None:
         return known
     made = _copied(tensor, device, name)
-    vars(made).update({**vars(tensor), **vars(made)})  # a mark such as `bias.no_decay = True` stays
+    vars(made).update(private.marks(tensor))  # such as `bias.no_decay = True`
     if isinstance(tensor, nn.Parameter):
         _replace(name, tensor, made)
     return made

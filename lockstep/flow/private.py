@@ -29,6 +29,7 @@ if torch.distributed.is_available():  # An array's first operation imports it. A
 
 __all__ = ["DispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
+NAMES_OF_ARRAYS = frozenset(("memory", "copied", "place", "wait", "tensor", "view_of_memory"))
 no_torch_function = torch._C._disabled_torch_function_impl
 current_node: Callable[[], Any] = torch._C._current_autograd_node  # None outside of a backward function
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of this thread
@@ -226,10 +227,28 @@ def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def marks(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes that a user has given to a tensor."""
-    return {
-        name: value for name, value in vars(tensor).items() if name not in ("memory", "copied", "_is_param")
-    }
+    """Return the attributes that a user has given to a tensor.
+
+    Raises:
+        UserError: One has a name that arrays use.
+    """
+    is_array = hasattr(type(tensor), "view_of_memory")
+    given = {name: value for name, value in vars(tensor).items() if name != "_is_param"}
+    if is_array:
+        return {name: value for name, value in given.items() if name not in NAMES_OF_ARRAYS}
+    for name in given:
+        check_mark(name)
+    return given
+
+
+def check_mark(name: str) -> None:
+    """Refuse an attribute that a user gives to a tensor under a name that arrays use themselves.
+
+    Raises:
+        UserError: It has such a name.
+    """
+    if name in NAMES_OF_ARRAYS:
+        raise UserError(f"a tensor's attribute {name!r} has a name that arrays use themselves: rename it")
 
 
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -35,7 +35,14 @@ _NORMALIZATIONS = {
 # For a target of one sample, with so many dimensions, their loss has none, where torch predicts one.
 _LOSSES = {"aten::multi_margin_loss": 0, "aten::multilabel_margin_loss_forward": 1}
 # Operations that return a view although the schema does not say so.
-_UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::broadcast_tensors", "aten::meshgrid"}
+_UNDECLARED_VIEWS = {
+    "aten::_unsafe_view",
+    "aten::broadcast_tensors",
+    "aten::meshgrid",
+    "aten::unsafe_chunk",
+    "aten::unsafe_split",
+    "aten::unsafe_split_with_sizes",
+}
 # Operations whose kernel depends on whether gradients are enabled. Both kernels differ in rounding.
 BY_GRADIENT_MODE = {"mkldnn_rnn_layer"}
 # Operations that do not read the old value: after them a value that failed is valid again.

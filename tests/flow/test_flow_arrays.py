@@ -130,6 +130,7 @@ def test_each_class_of_operations(devices: list[Cpu]) -> None:
     both(lambda a, m, v: F.batch_norm(a, m, v, training=True), x, mean, spread)  # writes that no schema tells
     both(lambda a, m, v: F.batch_norm(a, m, v) * 1, x, mean, spread)
     both(lambda a, w: F.linear(a.view(2, 2, 6), w).relu_(), y, pictures(5, 6))  # _unsafe_view
+    both(lambda a: (torch.unsafe_chunk(a, 2)[0].add_(1), torch.unsafe_split(a, 2)[1].mul_(2), a), y)
     both(lambda a: torch.max(a, 1), y)  # several results
     both(lambda a: torch.var_mean(a, 0), y)
     both(lambda a: torch.topk(a, 2), y)

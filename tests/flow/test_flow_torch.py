@@ -158,6 +158,18 @@ def test_marks_of_parameters_stay(device: Cpu) -> None:
     assert flow.arrays(layer).bias.no_decay  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("name", ["memory", "copied", "place", "wait"])
+def test_a_mark_with_a_name_that_arrays_use_is_refused(device: Cpu, name: str) -> None:
+    layer, marked = flow.arrays(nn.Linear(2, 2)), nn.Linear(2, 2)
+    setattr(marked.bias, name, 1)
+    with pytest.raises(UserError, match=f"attribute '{name}' has a name that arrays use themselves"):
+        flow.arrays(marked)
+    with pytest.raises(UserError, match=f"attribute '{name}' has a name that arrays use themselves"):
+        setattr(layer.bias, name, 1)
+    assert not isinstance(marked.weight, flow.Array)
+    assert layer(torch.ones(2)).shape == (2,)
+
+
 def test_marks_of_buffers_stay(device: Cpu) -> None:
     layer = nn.BatchNorm1d(2)
     layer.running_mean.shared = True  # type: ignore[union-attr]
