@@ -84,8 +84,12 @@ class Run:
         """A section's figures, also of one that still runs: whatever ends this, they are there."""
         self.content["sections"][name] = asdict(outcome)
         self.content["targets"] = report.targets(self.content["sections"])
-        self.path(".json").write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
-        self.path(".md").write_text(report.markdown(self.content), encoding="utf-8")
+        self._write(".json", json.dumps(self.content, indent=1) + "\n")
+        self._write(".md", report.markdown(self.content))
+
+    def _write(self, suffix: str, text: str) -> None:
+        """Write a file in which errors name the project's files by their places in it."""
+        self.path(suffix).write_text(text.replace(f"{_ROOT}{os.sep}", ""), encoding="utf-8")
 
     def all_ran(self) -> bool:
         return all(section["status"] == "ran" for section in self.content["sections"].values())

@@ -371,6 +371,16 @@ def test_a_lone_trainer_sums_its_phases_over_the_ends_of_epochs(shared_folder: P
         trainer.close()
 
 
+def test_results_name_files_by_their_places_in_the_project(tmp_path: Path) -> None:
+    run = program.Run(tmp_path, is_rehearsal=False, part="")
+    trace = [f'  File "{Path(program.__file__).resolve()}", line 1, in main']
+    run.write("layers", harness.Outcome("failed", problems={"a": trace[0]}, last_lines=trace))
+    for suffix in (".json", ".md"):
+        text = run.path(suffix).read_text()
+        assert "benchmarks/gpu/__main__.py" in text
+        assert str(Path(program.__file__).resolve().parents[2]) not in text
+
+
 def test_tests_of_all_memory_in_use_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They compare what the driver says is free, which counts other processes; and flow's tests run."""
     commands: list[list[str]] = []
