@@ -245,6 +245,7 @@ if __name__ == "__main__":
     _USUAL_PATH = [place for place in sys.path[1:] if place not in _python_path(os.environ)]
     _USUAL_PATH += [] if str(ROOT) in _USUAL_PATH else [str(ROOT)]
     sys.path[0] = str(ROOT)
+    importlib.import_module("lockstep.hosts.store").load_torch()  # first, since it decides what torch logs
     for _name in _MODULES:
         importlib.import_module(_name)
     serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
