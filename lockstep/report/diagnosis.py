@@ -78,8 +78,9 @@ def _loading(config: dict[str, Any]) -> str:
 
 
 def _exchange(config: dict[str, Any], gpus: bool) -> str:
-    size = f" ({config['batch_size']} now)" if "batch_size" in config else ""
-    advice = f"A larger batch_size{size} means fewer exchanges an image"
+    key = _batch_key(config)
+    size = f" ({config[key]} now)" if key in config else ""
+    advice = f"A larger {key}{size} means fewer exchanges an image"
     if gpus and config.get("exchange") != "p2p":
         return (
             f"{advice}; exchange: p2p is the fastest where GPUs reach each other (python -m lockstep.doctor)."
@@ -95,4 +96,9 @@ def _computing(config: dict[str, Any], gpus: bool) -> str:
         knobs.append("precision: tf32 or bf16")
     if not config.get("cuda_graph"):
         knobs.append("cuda_graph: true for small networks")
-    return f"Faster: {', '.join([*knobs, 'a larger batch_size', 'more GPUs'])}."
+    return f"Faster: {', '.join([*knobs, f'a larger {_batch_key(config)}', 'more GPUs'])}."
+
+
+def _batch_key(config: dict[str, Any]) -> str:
+    """Return the key that decides how many images a step has."""
+    return "global_batch_size" if config.get("global_batch_size") else "batch_size"

@@ -476,7 +476,19 @@ def point(**seconds: float) -> Point:
         ({"compute": 5, "load_wait": 5}, {"n_slots": 3}, "Loading: 50%", "n_slots (3 now)"),
         ({"compute": 5, "load_wait": 5}, {"para_load": False}, "Loading", "para_load: true"),
         ({"compute": 7, "barrier": 2, "exchange": 1}, {}, "Uneven steps: 20%", "cpu_threads"),
-        ({"compute": 6, "exchange": 4}, {"batch_size": 32}, "Averaging: 40%", "batch_size (32 now)"),
+        ({"compute": 6, "exchange": 4}, {"batch_size": 32}, "Averaging: 40%", "A larger batch_size (32 now)"),
+        (
+            {"compute": 6, "exchange": 4},
+            {"batch_size": 8, "global_batch_size": 32},
+            "Averaging",
+            "A larger global_batch_size (32 now)",
+        ),
+        (
+            {"compute": 9},
+            {"devices": ["cuda:0"], "global_batch_size": 32},
+            "Computing",
+            "larger global_batch",
+        ),
         ({"compute": 6, "exchange": 4}, {"devices": ["cuda:0"], "exchange": "staged"}, "Averaging", "p2p"),
     ],
 )
