@@ -81,6 +81,8 @@ def find_checkpoint(folder: Path, load_epoch: int | str) -> tuple[Checkpoint, li
     place = folder / "checkpoints"
     if os.path.isdir(place) and not os.access(place, os.R_OK | os.X_OK):  # glob() finds nothing there
         raise UserError(f"{place}: can't be read: {os.strerror(errno.EACCES)}")
+    if not os.path.lexists(place):
+        raise UserError(f"{folder}: is not a run's folder: it has no folder checkpoints")
     raise UserError("; ".join([f"{folder}: has no whole checkpoint", *notes]))
 
 

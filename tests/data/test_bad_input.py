@@ -245,6 +245,14 @@ def test_half_written_and_damaged_checkpoints_are_passed_over_or_refused(program
         find_checkpoint(running.run_folder, "latest")
 
 
+def test_a_folder_that_is_no_runs_is_not_said_to_lack_a_checkpoint(folder: Path) -> None:
+    with pytest.raises(UserError, match="is not a run's folder: it has no folder checkpoints"):
+        find_checkpoint(folder, "latest")
+    (folder / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="has no whole checkpoint"):
+        find_checkpoint(folder, "latest")
+
+
 def test_a_folder_of_checkpoints_that_may_not_be_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
