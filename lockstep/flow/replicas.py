@@ -236,7 +236,8 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
+    """Return a copy, also of lists and dictionaries, such as Shampoo's matrices: devices must share none."""
+    return {key: v.clone() if isinstance(v, torch.Tensor) else copy.deepcopy(v) for key, v in state.items()}
 
 
 @dataclass
@@ -277,7 +278,8 @@ class Buckets:
             found = BucketOptimizer(trained, replicas[0], make)
             _check_parameters(found.optimizer, model)
             self._check_new(found.optimizer)
-            self._initial = {name: {**own, "state": {}} for name, own in found.state().items()}
+            with private.without_modes():
+                self._initial = {name: {**own, "state": {}} for name, own in found.state().items()}
             self._kind = type(found.optimizer).__name__
             self._known = [key for key in found.optimizer.param_groups[0] if key != "params"]
 
@@ -355,9 +357,9 @@ class Buckets:
 
     def n_bytes_of_state(self) -> int:
         """Return the bytes of all optimizers' state."""
-        states = [u.optimizer.state.values() for bucket in self.all for u in bucket.updates.values()]
-        tensors = [value for each in states for own in each for value in own.values()]
-        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+        states = [list(u.optimizer.state.values()) for bucket in self.all for u in bucket.updates.values()]
+        tensors = [leaf for leaf in private.tree_leaves(states) if isinstance(leaf, torch.Tensor)]
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     def state(self) -> dict[str, Any]:
         """Return the optimizers' state and hyperparameters by parameter."""

@@ -1474,3 +1474,51 @@ def test_state_of_no_parameter_is_not_lost_without_a_word() -> None:
         made.run(batch(4))
         with pytest.raises(UserError, match=r"Counting keeps state of no parameter \('steps'\)"):
             made.state_dict()
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Keeps tensors and numbers in lists, and changes both in place."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "rates": []})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["rates"].append(group["lr"] / (1 + len(group["rates"])))
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["sums"], state["past"] = [torch.zeros_like(parameter)], []
+                state["sums"][0] += parameter.grad
+                state["past"].append(1)
+                parameter.sub_(state["sums"][0] * group["rates"][-1] / len(state["past"]))
+
+
+def test_lists_in_an_optimizers_state_belong_to_one_device_each() -> None:
+    """Not to the state that was taken or loaded either."""
+    arguments = {"optimizer": lambda parameters: Shampoo(parameters, 0.1)}
+    wanted = trained(2, [4, 5, 6, 4], **arguments)
+    with executor(2, **arguments) as made:
+        made.run(batch(4, 0))
+        state = made.state_dict()
+        n_bytes = made.memory()["optimizer"]
+        assert n_bytes == 2 * sum(value.nbytes for value in state["model"].values())
+        made.run(batch(5, 1))
+    for _ in range(2):
+        with executor(3, **arguments) as made:
+            made.load_state_dict(state)
+            for step, size in enumerate([5, 6, 4], start=1):
+                made.run(batch(size, step))
+            for name, value in made.replica(0).items():
+                torch.testing.assert_close(value, wanted[name], rtol=1e-10, atol=1e-10)
+            assert_same(made.replica(2), made.replica(0))
+
+
+def test_numbers_in_tuples_stay_ordinary_inside_of_a_device() -> None:
+    betas: Any = torch.tensor(0.9), torch.tensor(0.99)
+    made = flow.cpus(2, threads=1)
+    with flow.Engine(made), flow.device(made[1]):
+        trainer = ParallelExecutor(network(), loss, lambda p: torch.optim.Adam(p, 0.1, betas), made)
+        state = trainer.state_dict()
+        assert not any(isinstance(leaf, flow.Array) for leaf in tree_leaves(state))
