@@ -385,6 +385,23 @@ def _check_loss(loss: Any) -> None:
         raise UserError("run() trains, and torch.no_grad or inference_mode is on: call it outside of that")
     if not isinstance(loss, Array) or not loss.requires_grad:
         raise UserError("the loss depends on no parameter: is the model frozen, or its output detached?")
+    _check_checkpoints(loss.grad_fn)
+
+
+def _check_checkpoints(node: Any) -> None:
+    """Raise UserError for a reentrant checkpoint: torch.autograd.grad misses the parameters inside."""
+    nodes, seen = [node], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            raise UserError(
+                "the loss has a reentrant checkpoint, whose parameters would get no gradients: "
+                "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
 
 
 def _check_fetch(fetch: Sequence[str], known: Sequence[str]) -> None:

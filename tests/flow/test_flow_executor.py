@@ -1319,6 +1319,23 @@ def test_a_checkpointed_block_has_the_same_dropout_masks_in_backward() -> None:
     assert_same(*found)
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_reentrant_checkpoints_are_refused(before: bool) -> None:
+    """torch.autograd.grad passes over one that has only the batch as its input, with its parameters."""
+
+    def checkpointed(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        first, *others = model.children()
+        inputs = first(x) if before else x.clone().requires_grad_()
+        block = nn.Sequential(*others[:3]) if before else first
+        made = nn.Sequential(*others[3 if before else 0 :])(checkpoint(block, inputs, use_reentrant=True))
+        return F.cross_entropy(made, labels)
+
+    with executor(2, loss=checkpointed) as made:
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"reentrant checkpoint.*use_reentrant=False"):
+                made.run(batch(4))
+
+
 class _BufferIsGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
