@@ -257,7 +257,7 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with private.inference_mode(False):  # to torch it is a view of a tensor with a version
             return record(function, args, kwargs)
     arrays = [tensor for tensor in operands.tensors if type(tensor) is Array]
-    written = [tensor for place in kind.writes for tensor in operands.at(place)]
+    written = operands.written(kind)
     views = kind.view or kind.changes_shape
     if not arrays and (written or views or kind.refused or kind.aside or operands.is_meta()):
         return _ordinary(kind, written, partial(function, *args, **kwargs))

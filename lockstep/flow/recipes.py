@@ -24,6 +24,8 @@ WRITES_STATISTICS = {
     "aten::batch_norm_gather_stats_with_counts": (3, 4),
     "aten::batch_norm_update_stats": (1, 2),
 }
+# Those that write statistics only if this argument says that they train.
+_TRAINING = {"native_batch_norm": 5, "cudnn_batch_norm": 5, "miopen_batch_norm": 5}
 # Their second and third results are float32 if images have less precision than parameters.
 _NORMALIZATIONS = {
     "aten::native_batch_norm",
@@ -408,6 +410,12 @@ class Operands:
             part = self.template[place] if place < len(self.template) else None
         parts = part if type(part) is list else [part]
         return [self.tensors[each.number] for each in parts if type(each) is ArgumentSlot]
+
+    def written(self, kind: OperationTraits) -> list[Any]:
+        """Return the tensors that the operation writes."""
+        if kind.name in _TRAINING and self.template[_TRAINING[kind.name]] is False:
+            return []
+        return [tensor for place in kind.writes for tensor in self.at(place)]
 
     def run(self, function: Any) -> Any:
         """Call a function with these arguments."""

@@ -919,3 +919,18 @@ def test_norms_of_less_precise_images_have_the_bits_of_torch(
         found = step(copy.deepcopy(layers).to(torch.float32), flow.array(images))
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(torch.as_tensor(one.wait() if hasattr(one, "wait") else one), other)
+
+
+def test_normalization_in_evaluation_writes_no_statistics() -> None:
+    """It runs on the current device, as operations do that only read, and takes ordinary statistics."""
+    first, second = flow.cpus(2)
+    layer, x = nn.BatchNorm1d(3).eval(), torch.randn(4, 3)
+    with torch.no_grad():
+        wanted = layer(x)
+        with flow.device(second):
+            assert torch.equal(layer(flow.array(x)).tensor(), wanted)
+        with flow.device(first):
+            flow.arrays(layer)
+        with flow.device(second):
+            found: Any = layer(x)
+    assert found.place is second and torch.equal(found.tensor(), wanted)
