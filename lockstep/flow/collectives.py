@@ -172,8 +172,8 @@ class ProcessCollectives:
                 here, there = ({name for names in each for name in names} for each in (merged, other))
                 what = ", ".join(sorted(here ^ there)) or "parameters in another order"
                 raise UserError(
-                    f"group: gradients reach {what} in one of this process and the group's process {rank} "
-                    "only: let the loss use the same parameters in all processes"
+                    f"group: gradients reach {what}, or the loss writes it, in one of this process and the "
+                    f"group's process {rank} only: let the loss use and write the same ones in all processes"
                 )
 
     def gather(self, value: Any) -> list[Any]:

@@ -77,7 +77,8 @@ class StepRecorder:
             found, gradients[share.device] = self._forward_and_backward(share)
             for name, value in found.items():
                 results.setdefault(name, []).append(value)
-        written, reached = self._written(shares), gradients[shares[0].device]
+        written = [*self._written_buffers(shares), *self._written(shares)]
+        reached = gradients[shares[0].device]
         self._check_reached(gradients)
         _check_fetch(fetch, [*results, *(name + GRAD for name in reached)])
         self._buckets.extend(reached)
@@ -234,16 +235,22 @@ class StepRecorder:
             collectives.broadcast([first[name] for name in names], targets, replica.device)
         return [name for name in names if not first[name].requires_grad]
 
+    def _written_buffers(self, shares: Sequence[DeviceBatch]) -> list[str]:
+        """Return the names of the buffers that the loss writes on any device: a mean would round others."""
+        written, buffers = placement.CONTEXT.program.written(), [r.buffers for r in self._replicas]
+        return [
+            name for name in buffers[0] if any(id(buffers[s.device][name].memory) in written for s in shares)
+        ]
+
     def _merge_buffers(self, shares: Sequence[DeviceBatch], written: Sequence[str]) -> None:
         """Replace float buffers by means over samples, others by those of the first device with samples.
 
         Args:
-            written: Parameters without gradients that the loss has written; they count as buffers.
+            written: The buffers, and the parameters without gradients, that the loss has written.
         """
         variables = [replica.variables() for replica in self._replicas]
-        names = [*self._replicas[0].buffers, *written]
-        floats = [name for name in names if variables[0][name].is_floating_point()]
-        others = [name for name in names if name not in floats]
+        floats = [name for name in written if variables[0][name].is_floating_point()]
+        others = [name for name in written if name not in floats]
         first = shares[0].device
         if floats:
             parts = [[variables[s.device][name].detach() for name in floats] for s in shares]

@@ -619,6 +619,25 @@ def test_buffers_are_means_over_samples_on_all_devices() -> None:
         assert_same(other, replicas[0])
 
 
+def test_buffers_that_the_loss_does_not_write_keep_their_bits() -> None:
+    """A mean of three equal numbers is rounded, and can overflow."""
+    model = network()
+    torch.manual_seed(0)
+    model.register_buffer("positions", torch.randn(100).bfloat16())
+    model.register_buffer("mask", torch.tensor([torch.finfo(torch.half).min]).half())
+    frozen = nn.BatchNorm1d(3).double().eval()
+    frozen.running_mean.normal_()
+    model.append(frozen)  # type: ignore[operator]
+    wanted = dict(model.named_buffers())
+    for n, n_samples in ((2, 3), (3, 5), (3, 6)):
+        with executor(n, model) as made:
+            for _ in range(3):
+                made.run(batch(n_samples))
+            for device in range(n):
+                found = made.replica(device)
+                assert_same({name: found[name] for name in wanted}, wanted)
+
+
 def test_buffers_are_restored_if_the_loss_raises() -> None:
     def broken(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         model(x)

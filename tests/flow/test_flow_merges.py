@@ -306,8 +306,11 @@ class Heads(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(()))
 
 def loss(model, x):
+    if len(x) == 7:
+        model.seen += 1
     return ((model.first if len(x) == 4 else model.second)(x)).square().mean()
 
 devices, messages = flow.cpus(1), []
@@ -319,7 +322,7 @@ with flow.Engine(devices):
         messages.append(str(error))
     made = flow.ParallelExecutor(Heads(), loss, lambda p: torch.optim.SGD(p, 0.1), devices,
                                  group=dist.group.WORLD)
-    for n in (4, 4 + rank, 4 + rank, 4, 5):
+    for n in (4, 4 + rank, 4 + rank, 6 + rank, 4, 5):
         try:
             made.run({"x": torch.ones(n, 6)})
         except UserError as error:
@@ -376,15 +379,19 @@ def test_two_processes_are_one_network(tmp_path: Path, settings: str) -> None:
 
 
 def test_processes_that_would_merge_or_update_other_parameters_are_refused(tmp_path: Path) -> None:
-    """One process would add up its gradients of one head and the other's of the other head."""
+    """One process would add up its gradients of one head and the other's of the other head.
+
+    Or only one process would merge a buffer.
+    """
     (messages, n_runs, weights), (others, n_others, other_weights) = two_processes(tmp_path, "", BRANCHES)
     assert messages[0] == (
         "group: lr of first.weight is 0.1 in this process and 1.1 in the group's process 1: "
         "make the same executor in all processes"
     )
     for own in (messages, others):
-        assert len(own) == 3 and own[1] == own[2]
+        assert len(own) == 4 and own[1] == own[2]
         assert own[1].startswith("group: gradients reach first.bias, first.weight, second.bias, second.w")
+        assert own[3].startswith("group: gradients reach seen, or the loss writes it, in one of")
     assert n_runs == n_others == 3
     assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
 
