@@ -215,11 +215,11 @@ class ParallelExecutor:
             self._restore(state)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
+        self._wait_restored()
+        self._loading = True
         with private.without_modes():  # copies, which may be changed before a first run uses them
             parts = private.tree_map(_ordinary, (state["optimizer"], state["carried"]))
             optimizer, carried = copy.deepcopy(parts)
-        self._wait_restored()
-        self._loading = True
         for replica in self._replicas:
             replica.load(state["model"])
         self._merger.load_state(carried)

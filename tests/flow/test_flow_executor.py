@@ -852,17 +852,20 @@ def test_an_interrupted_evaluation_restores_the_training_mode(monkeypatch: pytes
         assert all(module.training for replica in made._replicas for module in replica.model.modules())
 
 
-def test_nothing_runs_on_a_state_whose_loading_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a part of the weights may be those of the state."""
+@pytest.mark.parametrize(("where", "name"), [(copy, "deepcopy"), (replicas.Buckets, "load_state")])
+def test_nothing_runs_on_a_state_whose_loading_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str
+) -> None:
+    """Only a part of the weights may be those of the state, or none."""
 
-    def interrupted(self: replicas.Buckets, state: Any) -> None:
+    def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with executor(2) as made:
         made.run(batch(4))
         state = made.state_dict()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(replicas.Buckets, "load_state", interrupted)
+            patch.setattr(where, name, interrupted)
             made.load_state_dict(state)
         uses: list[Callable[[], object]] = [
             made.state_dict, lambda: made.run(batch(4)), lambda: made.evaluate(loss, batch(4)),
