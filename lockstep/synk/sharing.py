@@ -21,7 +21,8 @@ from lockstep.synk.tensors import (
 )
 
 # With references to teams that do not keep them in use: the functions of a team hold its modules.
-_Variables = tuple[SharedWeights, SharedGradients, list[SharedBuffers]]
+_Places = dict[tuple[int, str], str]  # the buffers of a module: id of the layer, and the name there
+_Variables = tuple[SharedWeights, SharedGradients, list[SharedBuffers], _Places]
 _Shared = tuple[weakref.ref[Team], _Variables]
 _modules: weakref.WeakKeyDictionary[torch.nn.Module, _Shared] = weakref.WeakKeyDictionary()
 
@@ -52,8 +53,20 @@ def vectors(team: Team, module: torch.nn.Module, what: str) -> tuple[Vector, Vec
     found = _find(team, module)
     if found is None:
         raise ValueError(f"{what}: {type(module).__name__} is not shared: call share() on it first")
-    weights, gradients, buffers = found
+    weights, gradients, buffers, places = found
+    if what == "buffers()":
+        _check_buffers(module, places)
     return weights.parts[0], gradients.parts[0], [shared.parts[0] for shared in buffers]
+
+
+def _check_buffers(module: torch.nn.Module, known: _Places) -> None:
+    """Raise ValueError if the module has got a buffer since it was shared."""
+    added = next((name for place, name in _places(module).items() if place not in known), None)
+    if added is not None:
+        raise ValueError(
+            f"{type(module).__name__} has got the buffer {added!r} since it was shared, which is in no "
+            "vector, and which the ranks may lack. Register it before share()"
+        )
 
 
 def _find(team: Team, module: torch.nn.Module) -> _Variables | None:
@@ -94,7 +107,17 @@ def _share_module(team: Team, module: torch.nn.Module) -> _Variables:
         shared.add_owners(module.modules())
         _add(team, shared)
         vectors_of_buffers.append(shared)
-    return weights, gradients, vectors_of_buffers
+    return weights, gradients, vectors_of_buffers, _places(module)
+
+
+def _places(module: torch.nn.Module) -> _Places:
+    """Return the places of a module's buffers, with their names in the module."""
+    return {
+        (id(layer), name): f"{path}.{name}".lstrip(".")
+        for path, layer in module.named_modules()
+        for name, buffer in layer._buffers.items()
+        if buffer is not None
+    }
 
 
 def _check_unshared(team: Team, name: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -171,6 +171,23 @@ def test_other_parameters_of_a_shared_module_are_refused() -> None:
             use(net)
 
 
+def test_buffers_that_no_vector_has_are_refused() -> None:
+    net = synk.share(make_net(torch.nn.BatchNorm1d(3, affine=False)))
+    f = synk.function(net, "gather")
+    synk.distribute()
+    vectors = synk.buffers(net)
+    net[0].register_buffer("scale", torch.ones(3))
+    with pytest.raises(ValueError, match=r"Sequential has got the buffer '0\.scale' since it was shared"):
+        synk.buffers(net)
+    f(rows()[0])
+    synk.all_reduce(synk.weights(net))  # the vector of the weights is complete
+    del net[0].scale
+    assert synk.buffers(net) == vectors
+    net[1] = copy.deepcopy(net[1])
+    with pytest.raises(ValueError, match=r"has got the buffer '1\.running_mean'"):
+        synk.buffers(net)
+
+
 def _assign(net: torch.nn.Sequential) -> None:
     net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
 
