@@ -112,7 +112,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _is_state(self, obj: Any) -> bool:
         return issubclass(type(obj), self._kinds) or self._registry.label(obj) is not None
 
-    def explain(self, error: Exception) -> str:
+    def explain(self, error: BaseException) -> str:
         """Return the text of an error of `dump`, which names the attribute of an optimizer that caused it."""
         text = f"{type(error).__name__}: {error}"
         for obj in self.with_settings():
@@ -140,7 +140,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         pickler.memo = {id(owner): (0, owner)}
         try:
             pickler.dump(value)
-        except Exception:  # whatever a user's __reduce__ raises
+        except BaseException:  # whatever a user's __reduce__ raises
             return False
         return True
 
@@ -174,7 +174,7 @@ def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
     for what, piece in pieces:
         try:
             pickler.dump(piece)
-        except Exception as error:  # whatever a user's __reduce__ raises
+        except BaseException as error:  # whatever a user's __reduce__ raises
             raise TypeError(f"{what} can't go to the ranks: {pickler.explain(error)}") from error
     number = 0
     if objects := pickler.with_settings():

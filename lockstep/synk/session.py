@@ -255,7 +255,7 @@ def distribute() -> None:
         delivered = _pack(session, new_functions, new)
         try:
             team.ask("distribute()", delivered, replicated)
-        except Exception:
+        except BaseException:  # e.g. SystemExit on a rank, and the next call would send it again
             session.new_functions.clear()
             raise
         finally:

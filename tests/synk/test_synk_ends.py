@@ -121,6 +121,38 @@ def test_a_function_that_leaves_is_an_error_too() -> None:
         assert synk.get_shapes([]) == []
 
 
+class _Raising:
+    """An object whose pickling, or unpickling on another rank, raises an error of the program's."""
+
+    def __init__(self, error: type[BaseException], on_other_rank: bool) -> None:
+        self.error, self.home = error, os.getpid() if on_other_rank else None
+
+    def __reduce__(self) -> Any:
+        if self.home is None:
+            raise self.error("not here")
+        return _raise_elsewhere, (self.error, self.home)
+
+
+def _raise_elsewhere(error: type[BaseException], home: int) -> None:
+    if os.getpid() != home:
+        raise error("not here")
+
+
+@pytest.mark.parametrize("on_other_rank", [True, False])
+def test_an_error_of_pickling_belongs_to_one_call(on_other_rank: bool) -> None:
+    with team(2):
+        for error in (ValueError, SystemExit, KeyboardInterrupt, GeneratorExit):
+            raising = _Raising(error, on_other_rank)
+            bad = synk.function(lambda x, raising=raising: (x, raising)[0].sum(), "sum")
+            with pytest.raises(error if on_other_rank else TypeError, match="not here"):
+                synk.distribute()
+            good = synk.function(lambda x: x.sum(), "sum")
+            synk.distribute()
+            assert good(np.ones(6)) == 6
+            with pytest.raises(RuntimeError, match=r"call distribute\(\) first"):
+                bad(np.ones(6))
+
+
 def test_a_function_that_loses_a_process_of_its_own_is_no_lost_rank() -> None:
     with team(2):
         f, good = act_function(1, "lose"), act_function(-1, "nothing")
