@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.py_object]
 _MAP_FAILED = ctypes.c_void_p(-1).value
-# By address. Not weakref.finalize: as Python ends, it goes over all its finalizers, and fails if a thread
-# maps or unmaps a buffer meanwhile.
+# By the reference's id. Not weakref.finalize: as Python ends, it goes over all its finalizers, and fails if
+# a thread maps or unmaps a buffer meanwhile.
 _buffers: "dict[int, weakref.ref[ctypes.Array[ctypes.c_uint8]]]" = {}
 
 
@@ -51,13 +52,14 @@ def _mapped(descriptor: int, n_bytes: int) -> "ctypes.Array[ctypes.c_uint8]":
     if address in (None, _MAP_FAILED):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     buffer = (ctypes.c_uint8 * n_bytes).from_address(address)
-    _buffers[address] = weakref.ref(buffer, partial(_unmap, address, n_bytes))
+    # The callback is compiled code, since what a signal's handler raises in a callback of Python code is lost
+    # (Ctrl-C, too), and unmapping takes long. munmap ignores its third argument, the reference.
+    reference = weakref.ref(buffer, partial(_libc.munmap, address, n_bytes))
+    for number, earlier in list(_buffers.items()):
+        if earlier() is None:
+            _buffers.pop(number, None)
+    _buffers[id(reference)] = reference
     return buffer
-
-
-def _unmap(address: int, n_bytes: int, _: object) -> None:
-    del _buffers[address]
-    _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(n_bytes))
 
 
 class HostBlock(Block):

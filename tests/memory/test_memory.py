@@ -1,11 +1,15 @@
 """Blocks that another process opens by a handle, and pipes whose waits end."""
 
+import ctypes
 import importlib.util
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
+import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,7 @@ from lockstep.comm.pipes import Pipe
 from lockstep.errors import DeadlinePassed, Garbled, PeerLost, UserError
 from lockstep.launch.ranks import run_ranks
 from lockstep.launch.status import StatusBoard
+from lockstep.memory import host
 from lockstep.memory.host import HostMemory
 from lockstep.memory.limits import allowed_bytes, group_limits
 
@@ -57,6 +62,33 @@ def test_views_outlive_close_and_closing_twice_is_harmless() -> None:
     block.close()
     view.fill_(3)
     assert view.sum() == 1536
+
+
+def test_a_signal_that_arrives_as_memory_is_unmapped_is_not_lost() -> None:
+    def handle(number: int, frame: object) -> None:
+        raise TimeoutError("a signal")
+
+    arrive = getattr(ctypes.CDLL(None), "raise")  # its Python handler runs with the next Python code
+    arrive.argtypes = [ctypes.c_int, ctypes.py_object]
+    block = HostMemory().allocate(4096, "a test")
+    view = block.array("u1", (4096,))
+    assert block._map is not None
+    arrival = weakref.ref(block._map, partial(arrive, signal.SIGUSR1))  # called before the one that unmaps
+    block.close()
+    previous = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(TimeoutError, match="a signal"):
+            del view
+            os.getpid()
+        assert arrival() is None
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def test_unmapped_memory_is_forgotten() -> None:
+    for _ in range(3):
+        HostMemory().allocate(4096, "a test").close()
+    assert sum(reference() is None for reference in host._buffers.values()) <= 1
 
 
 def test_more_memory_than_there_is_is_refused() -> None:
