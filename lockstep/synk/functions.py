@@ -277,6 +277,11 @@ class Function:
                 raise TypeError(f"{self.name}: batch, but no input is divided; batch_s chooses stored rows")
             return None
         whole = [data for data in divided if not data.minibatch]
+        if not whole and (isinstance(batch, slice) or np.ndim(batch)):
+            raise TypeError(
+                f"{self.name}: batch chooses rows, and all inputs are minibatch Data, which have only those "
+                "of the batch: leave it out, or give the number of rows"
+            )
         counted = divided if batch is None else whole or divided
         lengths = [len(data) for data in counted]
         if batch is None and len(set(lengths)) > 1:

@@ -151,6 +151,14 @@ CALLING = [
         ValueError,
         "minibatch 'm' has 3 rows",
     ),
+    *(
+        (
+            lambda c, batch=batch: c["f"](*c["f"].build_inputs(X, Y, minibatch=True), batch=batch),
+            TypeError,
+            "f: batch chooses rows, and all inputs are minibatch Data",
+        )
+        for batch in (slice(3, None), [0, 1], Y > 0)
+    ),
     (lambda c: c["f"](X, Y, num_slices=0), ValueError, "num_slices=0"),
     (lambda c: c["f"](X, Y, num_slices=1.5), ValueError, "num_slices=1.5"),
     (lambda c: c["f"](X, Y, num_slices=None), ValueError, "num_slices=None"),
