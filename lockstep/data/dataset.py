@@ -186,6 +186,8 @@ def _manifest_of(config: Config, folder: Path) -> Manifest | None:
 
 def _folder_of(split: str, given: str | None, folder: Path, manifest: Manifest | None) -> Path:
     if given:
+        if not Path(given).is_dir():
+            raise UserError(f"{split}_folder: {given}: there is no such folder of .hkl batches")
         return Path(given)
     if manifest:
         return manifest.folder_of(split)

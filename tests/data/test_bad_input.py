@@ -141,6 +141,12 @@ def test_a_broken_dataset_folder_names_the_file(folder: Path, change, named: str
     assert named in str(caught.value) and message in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["train_folder", "val_folder"])
+def test_a_missing_folder_of_batches_names_the_key_that_gave_it(folder: Path, key: str) -> None:
+    with pytest.raises(UserError, match=f"^{key}: /nowhere: there is no such folder"):
+        open_dataset(make_config(data_folder=str(folder), **{key: "/nowhere"}))
+
+
 def test_classes_must_be_known(folder: Path) -> None:
     with pytest.raises(UserError, match="set n_classes"):
         open_dataset(make_config(data_folder=str(folder), n_classes=None))
