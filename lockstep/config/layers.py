@@ -124,9 +124,11 @@ def read_run(path: Path, hosts: int = 1) -> Layer:
             for several hosts.
 
     Raises:
-        UserError: The file is missing, not YAML or not a mapping.
+        UserError: The file is missing, empty, not YAML or not a mapping.
     """
     layer = read_yaml(path)
+    if not layer.values:  # else the run would go on with the defaults
+        raise UserError(f"{path}: holds no keys, so the run's settings are not known: restore or remove it")
     dropped = {"load_epoch", "n_hosts", *OWN_KEYS, *(() if hosts > 1 else NETWORK_KEYS)}
     values = with_new_names(layer.values)
     return Layer(layer.source, {key: value for key, value in values.items() if key not in dropped})

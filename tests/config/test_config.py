@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits import limit
 
-from lockstep.config import Config, Layer, read_command_line, read_yaml, resolve, to_yaml
+from lockstep.config import Config, Layer, read_command_line, read_run, read_yaml, resolve, to_yaml
 from lockstep.config.old_keys import RENAMED
 from lockstep.config.rules import rule_args_of, settle
 from lockstep.errors import UserError
@@ -405,3 +405,11 @@ def test_what_draws_replicas_to_a_centre_is_stable_for_any_number_of_trainers() 
     unsettled, _ = resolve([rule, Layer("test", {"rule_args": {"alpha": 0.9}})])  # on how many, nobody knows
     with pytest.raises(UserError, match=r"rule_args can't be used: alpha 0.9 makes 4 trainers"):
         settle(dataclasses.replace(unsettled, devices=("cpu",) * 4))
+
+
+@pytest.mark.parametrize("content", ["", "# learning_rate: 0.5\n", "{}"])
+def test_a_runs_configuration_without_keys_is_refused(tmp_path: Path, content: str) -> None:
+    """A run that resumes would otherwise train with the defaults."""
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(UserError, match=r"config\.yaml: holds no keys, so the run's settings are not known"):
+        read_run(tmp_path / "config.yaml")
