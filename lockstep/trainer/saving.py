@@ -89,7 +89,7 @@ class Saver:
         stopwatch: Of the trainer's device; by default of a CPU.
 
     Raises:
-        UserError: The disk or the memory has no room for a checkpoint.
+        UserError: The disk or the memory has no room for a checkpoint, or the file of receipts can't be used.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Saver:
         self._program, self._reporter, self._dataset = program, reporter, dataset
         self._is_writer = world.local_rank == 0 and plan.writes
         self._copies = world.local_rank == 0 and (plan.writes or plan.retains)
-        self._receipts: ReceiptKeeper | None = None
+        self._receipts = self._open_receipts()
         self._thread = ThreadPoolExecutor(1, "saving")
         self._copying: _Copying | None = None
         self._digesting: Future[MemoryCheckpoint] | None = None
@@ -158,22 +158,25 @@ class Saver:
     def _is_best(self, epoch: int, val_record: list[dict[str, float]]) -> bool:
         return best_epoch(val_record, monitor_of(self._config)) == epoch
 
+    def _open_receipts(self) -> ReceiptKeeper | None:
+        """Return what keeps receipts, with `logical_ranks`; None in a trainer that writes none."""
+        if not (self._is_writer and self._config.logical_ranks):
+            return None
+        is_recovery = self._plan.retained is not None
+        if self._plan.start or is_recovery:
+            add_missing(self._plan.folder)
+        return ReceiptKeeper(self._plan.folder, self._config, self._dataset, is_recovery)
+
     def begin_receipts(self, save: Callable[[bool, bool], None]) -> None:
-        """Begin to keep receipts, with `logical_ranks`. All trainers call it before the first step.
+        """Add the first receipt, with `logical_ranks`. All trainers call it before the first step.
 
         Args:
             save: Calls `save` with its arguments as `to_disk` and `receipt`, in all trainers.
 
         Raises:
-            UserError: The file of receipts can't be used.
+            UserError: The receipt can't be written.
         """
         if self._config.logical_ranks:
-            if self._is_writer:
-                if self._plan.start or self._plan.retained:
-                    add_missing(self._plan.folder)
-                self._receipts = ReceiptKeeper(
-                    self._plan.folder, self._config, self._dataset, recovered=self._plan.retained is not None
-                )
             save(False, True)
 
     def is_receipt_due(self, order: Order, n_steps: int) -> bool:

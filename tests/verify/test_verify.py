@@ -216,6 +216,19 @@ def test_a_resumed_run_continues_its_chain(program: Program) -> None:
 
 
 @pytest.mark.slow
+def test_a_refused_resume_leaves_the_run_as_it_was(program: Program) -> None:
+    folder = program.run(*KEYS, "n_epochs=1").run_folder
+    path = folder / receipts.NAME
+    whole, config = path.read_bytes(), (folder / "config.yaml").read_bytes()
+    path.write_bytes(whole + b"\n")
+    refused = program.run(*KEYS, "n_epochs=2", "learning_rate=0.02", "resume_train=true", code=2)
+    assert "its last receipt is damaged. Move the file away to go on." in refused.last_line()
+    assert (folder / "config.yaml").read_bytes() == config
+    path.write_bytes(whole)
+    call(folder)
+
+
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_a_receipt_is_verified_once_it_has_resumed(program: Program) -> None:
     running = program.run(*KEYS, "n_epochs=2")
     chain = running.run_folder / receipts.NAME
