@@ -330,7 +330,13 @@ def _copy(tensor: torch.Tensor, call: Callable[..., Any]) -> torch.Tensor:
     torch's pool would help, and its threads would keep cores busy for some milliseconds afterwards that the
     devices' workers need.
     """
-    plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+    strided, is_zero = tensor.layout is torch.strided, tensor._is_zerotensor()
+    if strided and not is_zero and tensor.numel() and not call(tensor.data_ptr):
+        raise UserError(
+            f"{placement.user_line()}: this {type(tensor).__name__} has no memory (it is fake, freed or a "
+            "wrapper of other tensors): give its values as an ordinary tensor"
+        )
+    plain = strided and not (is_zero or tensor.is_conj() or tensor.is_neg())
     if not (plain and tensor.is_cpu):
         moved: torch.Tensor = call(tensor.to, "cpu", copy=True)
         return moved

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from flow_programs import run_program
 from limits import limit
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -132,6 +133,41 @@ def test_a_module_with_a_tensor_without_values_stays_as_it_is(device: Cpu) -> No
     with pytest.raises(UserError, match="has no values"):
         flow.arrays(module)
     assert not any(isinstance(parameter, flow.Array) for parameter in module.parameters())
+
+
+WITHOUT_MEMORY = """
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+from lockstep import flow
+from lockstep.errors import UserError
+
+freed, x = torch.ones(2), flow.ones(2)
+freed.untyped_storage().resize_(0)
+program, module = flow.capture(lambda given: given + 1, x), nn.Linear(2, 2)
+module.weight = nn.Parameter(torch.ones(2))
+for given in (
+    FakeTensorMode().from_tensor(torch.ones(2)),
+    TwoTensor(torch.ones(2), torch.ones(2)),
+    freed,
+):
+    module.register_buffer("other", given)
+    for use in (flow.array, program, x.copy_, lambda _: flow.arrays(module)):
+        try:
+            use(given)
+        except UserError as error:
+            print("<string>" in str(error), "has no memory" in str(error), type(module.weight))
+zeros = torch._efficientzerotensor(2)
+print(flow.array(zeros).tolist(), x.tolist(), x.copy_(zeros).tolist())
+"""
+
+
+def test_a_tensor_without_memory_is_refused_before_it_is_read() -> None:
+    """Reading it would end the process."""
+    *refused, zeros = run_program(WITHOUT_MEMORY).split("\n")[:-1]
+    assert refused == ["True True <class 'torch.nn.parameter.Parameter'>"] * 12
+    assert zeros == "[0.0, 0.0] [1.0, 1.0] [0.0, 0.0]"
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
