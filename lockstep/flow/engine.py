@@ -307,9 +307,17 @@ class Engine:
                 _release(waiter)
 
     def __enter__(self) -> "Engine":
-        self._scope = placement.CurrentDevice(self.devices[0])
-        self._scope.__enter__()
-        return self
+        if self._scope is not None:
+            raise UserError("an engine can be entered once: make another one for another `with`")
+        try:
+            self._scope = placement.CurrentDevice(self.devices[0])
+            self._scope.__enter__()
+            return self
+        except BaseException:  # a signal handler's; nobody else might be able to close this engine
+            if self._scope is not None:
+                self._scope.close()
+            self.close()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:

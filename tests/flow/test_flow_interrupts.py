@@ -293,6 +293,31 @@ def test_an_engine_closes_whichever_call_of_its_exit_is_interrupted() -> None:
     assert number > 10
 
 
+def test_an_engine_closes_whichever_call_of_its_beginning_is_interrupted() -> None:
+    """Its user has no name for it then, so nobody else could free the devices."""
+    devices, before = flow.cpus(1), flow.current_device()
+    for number in itertools.count(1):  # call 0 is that of `__enter__` itself
+        engine, n_calls = flow.Engine(devices), [0]
+        with contextlib.suppress(Interrupted):
+            interrupted_at_call(engine.__enter__, number, n_calls)
+        if n_calls[0] <= number:
+            break
+        assert engine.closed and devices[0].engine is None and flow.current_device() is before
+    assert number > 2
+    engine.__exit__(None)
+
+
+def test_an_engine_is_entered_once() -> None:
+    devices, before = flow.cpus(1), flow.current_device()
+    with flow.Engine(devices) as engine:
+        with pytest.raises(UserError, match="an engine can be entered once"):
+            engine.__enter__()
+        assert engine.push(lambda: 3).wait() == 3
+    with pytest.raises(UserError, match="an engine can be entered once"):
+        engine.__enter__()
+    assert flow.current_device() is before
+
+
 def test_captures_and_dry_runs_end_whichever_call_is_interrupted() -> None:
     def work() -> None:
         flow.capture(lambda x: x + 1, torch.ones(2))
