@@ -298,6 +298,8 @@ def send(array: Array, peer: int, group: Any = None) -> Any:
     """
     if not isinstance(array, Array):
         raise UserError(f"flow.send: {type(array).__name__} is not an array: flow.array makes one")
+    if array.layout is not torch.strided:
+        raise UserError("flow.send: a sparse array can't be sent: send to_dense()")
     turn = _turn_of("send", peer, group, array.place)
     message = partial(_send, peer, group)
     return operation("send", message, array.place, [array, turn], written=[turn], lane="send", phase="copy")
@@ -305,6 +307,8 @@ def send(array: Array, peer: int, group: Any = None) -> Any:
 
 def receive(peer: int, like: torch.Tensor, group: Any = None) -> Array:
     """Return an array like `like`, on the current device, for the next value from the process `peer`."""
+    if not isinstance(like, torch.Tensor) or like.layout is not torch.strided:
+        raise UserError("flow.receive: like is a dense tensor with the shape and dtype of the value")
     device = placement.current_device()
     turn = _turn_of("receive", peer, group, device)
     made = new(device, like.shape, like.dtype, [like] if isinstance(like, Array) else [])

@@ -163,6 +163,16 @@ def test_a_message_to_no_other_process_is_refused(peer: Any) -> None:
         flow.receive(peer, torch.zeros(3))
 
 
+@pytest.mark.usefixtures("alone")
+def test_messages_are_dense() -> None:
+    """The other process would wait for a message that can't be sent until the group's timeout."""
+    with pytest.raises(UserError, match=r"flow.send: a sparse array can't be sent: send to_dense\(\)"):
+        flow.send(flow.array(torch.eye(2).to_sparse()), 1)
+    for like in (3, [1.0], torch.eye(2).to_sparse()):
+        with pytest.raises(UserError, match=r"flow.receive: like is a dense tensor"):
+            flow.receive(1, like)  # type: ignore[arg-type]
+
+
 def test_exchanges_run_again_after_a_state_is_loaded(alone: None) -> None:
     devices, x, good = flow.cpus(2), torch.ones(4, 3), torch.tensor([0, 1, 1, 0])
     with flow.Engine(devices):
