@@ -345,7 +345,7 @@ class Processes:
         begin = self._now = time.monotonic()
         while any(child.is_running for child in self._children):
             suspect = min(self._children, key=self._innocence)
-            least = self._innocence(suspect)
+            least, _ = self._innocence(suspect)
             # Others can only report the loss of one that has died or is stopped.
             if least == 0 or self._follow(suspect)[0].is_stopped():
                 break
@@ -376,15 +376,20 @@ class Processes:
             child = children[child.failure.peer]
         return child, waiters[-1] if waiters else None
 
-    def _innocence(self, child: Child) -> int:
-        """Rank a child as cause, lowest first: a silent death, then an own error, then the loss of a peer."""
+    def _innocence(self, child: Child) -> tuple[int, float]:
+        """Rank a child as cause, lowest first: a silent death, then an own error, then the loss of a peer.
+
+        Among equals the first to report comes first: a slow child loses the peer that has given it up.
+        """
         if child.failure:
-            return {"user": 1, "crash": 1, "faulty": 1, "lost": 2}[child.failure.kind]
-        if not child.is_well():
-            return 0
-        if child.is_running and child.is_stopped():
-            return 3
-        return 4 if self._is_stuck(child) else 5
+            rank = {"user": 1, "crash": 1, "faulty": 1, "lost": 2}[child.failure.kind]
+        elif not child.is_well():
+            rank = 0
+        elif child.is_running and child.is_stopped():
+            rank = 3
+        else:
+            rank = 4 if self._is_stuck(child) else 5
+        return rank, child.last_active
 
     # -- ending ----------------------------------------------------------------------------------------------
 

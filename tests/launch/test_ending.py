@@ -25,7 +25,7 @@ from saved import assert_same, tensors
 
 from lockstep.comm.messages import LoaderRestarted
 from lockstep.comm.pipes import Pipe
-from lockstep.errors import DeadlinePassed
+from lockstep.errors import DeadlinePassed, PeerLost
 from lockstep.launch import processes
 from lockstep.launch.status import StatusBoard
 from lockstep.runs.checkpoint_files import find_checkpoint
@@ -395,6 +395,24 @@ def test_a_process_that_moves_again_just_before_it_is_ended_goes_on(monkeypatch:
 
 def stop_oneself(control: object, board: object) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def come_too_late(control: object, board: object) -> None:
+    """A loader's work: an image takes longer than its trainer waits, so the trainer has left."""
+    time.sleep(2)
+    raise PeerLost("trainer 0", "trainer 0 has left its pipe")
+
+
+def give_the_loader_up(control: object, board: object) -> None:
+    raise DeadlinePassed("loader 0", "waited 1 s for loader 0 (a test)")
+
+
+def test_a_loader_that_comes_too_late_does_not_accuse_its_trainer() -> None:
+    with processes.Processes(60, Interrupts()) as children:
+        children.start("loader 0", "test_ending:come_too_late", ())
+        children.start("trainer 0", "test_ending:give_the_loader_up", ())
+        status = children.watch(lambda message: None)
+    assert status.lost == "loader 0" and "waited 1 s for loader 0" in status.message
 
 
 def miss_the_other(control: object, board: object) -> None:
