@@ -74,7 +74,9 @@ def _given_weights(given: Any, class_names: Sequence[str]) -> np.ndarray:
     for name, weight in given.items():
         if name not in class_names:
             raise UserError(f"class_weights: the dataset has no class {name!r}{nearest(name, class_names)}")
-        weights[list(class_names).index(name)] = weight
+        if class_names.count(name) > 1:  # as ImageNet's crane
+            raise UserError(f"class_weights: several classes are named {name!r}. Give a list of weights.")
+        weights[class_names.index(name)] = weight
     return weights
 
 

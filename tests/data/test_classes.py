@@ -80,6 +80,13 @@ def test_weights_that_do_not_fit_are_refused(given_weights: object, message: str
         class_weights(make_config(class_weights=given_weights), np.array([0, 1, 1]), NAMES)
 
 
+def test_a_weight_for_a_name_that_several_classes_have_is_refused() -> None:
+    names, labels = ("crane", "owl", "crane"), np.array([0, 1, 2])
+    with pytest.raises(UserError, match="class_weights: several classes are named 'crane'"):
+        class_weights(make_config(class_weights={"crane": 2}), labels, names)
+    assert class_weights(make_config(class_weights={"owl": 2}), labels, names) is not None
+
+
 def test_files_that_are_read_whole_have_no_sampler() -> None:
     file = HklArray("0.hkl", "data", (3, 8, 8, 3), np.dtype(np.uint8), None, (1, 1, 1), "c01b")
     split = HklSplit((file,), np.array([0, 1, 2]))
