@@ -123,15 +123,19 @@ def make_survey(
     rows, columns = (size, size) if isinstance(size, int) else size
     means = [train.mean(place, n_channels) for place in places]
     is_same = np.array_equal(images[0], train.pixels(0, n_channels))
+    notes = () if is_same else (_RANDOM,)
+    if names and len(names) != n_classes:
+        text = f"{train.name}: names {len(names)} classes, but n_classes is {n_classes}"
+        names, notes = (), (*notes, f"{text}; their numbers are used as names")
     return Survey(
         n_train=train.n_items,
         n_val=val.n_items,
         n_classes=n_classes,
         image_shape=(rows, columns, n_channels),
         mean=tuple(np.mean(means, 0).tolist()),
-        class_names=names if len(names) == n_classes else (),
+        class_names=names,
         fingerprint=_fingerprint(train, val, images if is_same else [], [label for _, label in items]),
-        notes=() if is_same else (_RANDOM,),
+        notes=notes,
     )
 
 

@@ -284,6 +284,17 @@ def test_a_survey_notes_that_items_differ_from_one_reading_to_the_next() -> None
     assert survey.fingerprint == again.fingerprint  # without the images
 
 
+@pytest.mark.parametrize("names", [["a", "b", "c"], list("abcde")], ids=["fewer", "more"])
+def test_a_survey_notes_names_that_are_not_used_because_n_classes_is_another_number(names: list[str]) -> None:
+    data: Any = Squares(9, 0)
+    data.classes = names
+    survey = survey_of(data)
+    assert survey.class_names == () and survey.n_classes == 4
+    assert survey.notes == (
+        f"train_data: names {len(names)} classes, but n_classes is 4; their numbers are used as names",
+    )
+
+
 def test_labels_are_known_where_the_dataset_has_them() -> None:
     data: Any = Squares(9, 0)
     with objects.available({"data": (data, data)}):
