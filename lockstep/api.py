@@ -248,14 +248,14 @@ class _Launch:
         if isinstance(keys.get("load_epoch"), int | np.integer):
             self._folder = folder_after(self._folder, f"epoch_{keys['load_epoch']:04d}")
         self._arguments = [f"{key}={_as_yaml(key, value)}" for key, value in keys.items()]
-        self._passed, self._callback = passed, callback
-        self._silent = quiet
+        self._passed, self._callback, self._silent = passed, callback, quiet
         self._in_notebook = _is_in_notebook()
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
         self._has_bar = not quiet and (self._in_notebook or is_terminal)
         self._last_line, self._n_interrupts, self._asked = "", 0, False
         self._log = self._folder / log_name((keys | torchrun_keys(os.environ, keys)).get("host_rank") or 0)
         self._position = self._log.stat().st_size if self._log.exists() else 0
+        self._pending: list[Event] = []
 
     def run(self) -> Run:
         """Wait for the end. KeyboardInterrupt is passed on: the run finishes its step and saves."""
@@ -348,8 +348,9 @@ class _Launch:
         sys.stdout.flush()
 
     def _pass_events_on(self, process: "subprocess.Popen[str]") -> None:
-        events, self._position = _events(self._log, self._position)
-        for event in events:
+        self._pending[len(self._pending) :], self._position = _events(self._log, self._position)
+        while self._pending:  # a callback that raises KeyboardInterrupt still gets the later ones
+            event = self._pending.pop(0)
             if event["event"] in _RECORDS and self._callback and self._callback(event) == "stop":
                 self._ask_to_stop(process)
 
@@ -470,8 +471,7 @@ def _is_in_notebook() -> bool:
 def _as_yaml(key: str, value: Any) -> str:
     """Return a key's value as the command line takes it: YAML on one line."""
     plain = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
-    if isinstance(value, np.generic | np.ndarray):
-        plain = value.tolist()
+    plain = value.tolist() if isinstance(value, np.generic | np.ndarray) else plain
     try:
         text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"))
     except yaml.YAMLError:

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -260,6 +261,22 @@ def test_an_interrupt_saves_and_returns_the_run(shared_folder: Path, tmp_path: P
     assert [line.strip() for line in lines].count("once") == 1
     assert lines[-1].startswith("False")
     assert list((tmp_path / "r" / "checkpoints").glob("*.safetensors"))
+
+
+def test_a_callback_that_is_interrupted_gets_the_later_events(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def callback(event: dict[str, Any]) -> None:
+        seen.append(event["step"])
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+
+    launch = _Launch({"weights_dir": str(tmp_path), "run_name": "r"}, {}, callback, True)
+    (tmp_path / "r").mkdir()
+    lines = [json.dumps({"event": "progress", "step": step}) for step in (1, 2, 3)]
+    (tmp_path / "r" / "log.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    launch._wait(SimpleNamespace(poll=lambda: 0, send_signal=lambda number: None))  # type: ignore[arg-type]
+    assert seen == [1, 2, 3]
 
 
 def test_an_interrupt_while_the_launcher_starts_returns_the_run(shared_folder: Path, tmp_path: Path) -> None:
