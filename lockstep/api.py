@@ -80,7 +80,7 @@ class Run:
         """
         found: list[Event] = []
         # A host may have had several numbers. Times are compared as text, as damaged ones may be anything.
-        logs = [_events(log, 0)[0] for log in logs_of(self.folder)]
+        logs = [[event for event, _ in _events(log, 0)] for log in logs_of(self.folder)]
         for event in heapq.merge(*logs, key=lambda event: str(event.get("time"))):
             if event["event"] not in _RECORDS or not isinstance(event.get("epoch"), int):
                 continue
@@ -255,7 +255,6 @@ class _Launch:
         self._last_line, self._n_interrupts, self._asked = "", 0, False
         self._log = self._folder / log_name((keys | torchrun_keys(os.environ, keys)).get("host_rank") or 0)
         self._position = self._log.stat().st_size if self._log.exists() else 0
-        self._pending: list[Event] = []
 
     def run(self) -> Run:
         """Wait for the end. KeyboardInterrupt is passed on: the run finishes its step and saves."""
@@ -348,9 +347,8 @@ class _Launch:
         sys.stdout.flush()
 
     def _pass_events_on(self, process: "subprocess.Popen[str]") -> None:
-        self._pending[len(self._pending) :], self._position = _events(self._log, self._position)
-        while self._pending:  # a callback that raises KeyboardInterrupt still gets the later ones
-            event = self._pending.pop(0)
+        for event, position in _events(self._log, self._position):
+            self._position = position  # a callback that raises KeyboardInterrupt gets the later events
             if event["event"] in _RECORDS and self._callback and self._callback(event) == "stop":
                 self._ask_to_stop(process)
 
@@ -403,16 +401,18 @@ def _replaced(number: signal.Signals, usual: Any, handler: Any) -> Iterator[None
         signal.signal(number, usual)
 
 
-def _events(log: Path, position: int) -> tuple[list[Event], int]:
-    """Return the whole events of a log from a byte position on, and the position behind them."""
+def _events(log: Path, position: int) -> Iterator[tuple[Event, int]]:
+    """Yield the whole events of a log from a byte position on, each with the position behind it."""
     try:
         with open(log, "rb") as file:
             file.seek(position)
             content = file.read()
     except OSError:
-        return [], position
-    whole = content[: content.rfind(b"\n") + 1]
-    return [event for line in whole.splitlines() if (event := parse_event(line))], position + len(whole)
+        return
+    for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
+        position += len(line)
+        if event := parse_event(line):
+            yield event, position
 
 
 def _pass_on(keys: dict[str, Any], model: Any, train_data: Any, val_data: Any) -> dict[Kind, Any]:
