@@ -32,7 +32,8 @@ A package imports only those above it in this list; `make check` verifies that.
     export/       trained networks for other programs
     report/       a run's report as a web page
     doctor/       checks of a machine and its devices
-    api.py        training from Python                   cli.py     the command `lockstep`
+    api/          training from Python
+    cli.py        the command `lockstep`
 """
 
 from typing import TYPE_CHECKING, Any

@@ -27,7 +27,7 @@ from forked_programs import ForkedProgram, forked, server
 from limits import limit
 from simulated import Simulation
 
-from lockstep import api
+from lockstep.api import commands
 from lockstep.config import Config, Layer, resolve
 from lockstep.data import hkl
 
@@ -225,8 +225,8 @@ def program(request: pytest.FixtureRequest, shared_folder: Path, tmp_path: Path)
 def forked_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have lockstep.train and lockstep.resume start forks, but in tests that are marked `new_interpreter`."""
     if not request.node.get_closest_marker("new_interpreter"):
-        usual = api._command
-        monkeypatch.setattr(api, "_command", lambda words: forked(usual(words)))
+        usual = commands.lockstep_command
+        monkeypatch.setattr(commands, "lockstep_command", lambda words: forked(usual(words)))
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,8 @@ from own_folders import write_classes
 from PIL import Image
 
 import lockstep
-from lockstep.api import _as_yaml, _Launch
+from lockstep.api.arguments import as_yaml
+from lockstep.api.launch import Launch
 from preprocessing.layouts import in_validation
 
 pytestmark = pytest.mark.usefixtures("forked_runs")
@@ -120,7 +121,7 @@ def test_a_host_that_is_not_the_first_has_the_history_and_the_events_of_its_own_
         monkeypatch.setenv(name, value)
     events: list[dict[str, Any]] = []
     launched = {"weights_dir": str(tmp_path), "run_name": "run", **given}
-    launch = _Launch(launched, {}, events.append, quiet=True)
+    launch = Launch(launched, {}, events.append, quiet=True)
     (tmp_path / "run").mkdir()
     for name, times in (("log", (3.5, 4.5)), ("host1", (1.5, 2.5))):  # host 1 is host 0 in the end
         lines = [json.dumps({"event": "validated", "time": time, "epoch": int(time)}) for time in times]
@@ -271,7 +272,7 @@ def test_a_callback_that_is_interrupted_gets_the_later_events(tmp_path: Path) ->
         if len(seen) == 1:
             raise KeyboardInterrupt
 
-    launch = _Launch({"weights_dir": str(tmp_path), "run_name": "r"}, {}, callback, True)
+    launch = Launch({"weights_dir": str(tmp_path), "run_name": "r"}, {}, callback, True)
     (tmp_path / "r").mkdir()
     lines = [json.dumps({"event": "progress", "step": step}) for step in (1, 2, 3)]
     (tmp_path / "r" / "log.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -283,15 +284,15 @@ def test_an_interrupt_while_the_launcher_starts_returns_the_run(shared_folder: P
     """Python has no handlers of the launcher's yet."""
     at_once = """
 import os, signal
-from lockstep import api
-start = api._Launch._start
+from lockstep.api.launch import Launch
+start = Launch._start
 
 def start_and_interrupt(self, environment):
     process = start(self, environment)
     os.kill(os.getpid(), signal.SIGINT)
     return process
 
-api._Launch._start = start_and_interrupt
+Launch._start = start_and_interrupt
 """
     process = script(at_once + SCRIPT, shared_folder, tmp_path)
     output, errors = process.communicate(timeout=limit(60))
@@ -366,7 +367,7 @@ def test_a_run_resumed_from_an_older_checkpoint_is_the_one_that_is_returned(
 
 def test_values_of_numpy_are_keys_too() -> None:
     assert (
-        _as_yaml("momentum", np.float32(0.5)) == "0.5" and _as_yaml("item_size", np.array([1, 2])) == "[1, 2]"
+        as_yaml("momentum", np.float32(0.5)) == "0.5" and as_yaml("item_size", np.array([1, 2])) == "[1, 2]"
     )
     with pytest.raises(lockstep.UserError, match="must be a text, a number, a list or a mapping"):
-        _as_yaml("momentum", object())
+        as_yaml("momentum", object())
