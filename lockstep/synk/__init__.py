@@ -138,4 +138,4 @@ def buffers(module: Any) -> list[Any]:
     """Return all buffers of a shared module as vectors, one for each dtype, for collectives."""
     from lockstep.synk import sharing
 
-    return sharing.vectors(current_team("buffers()"), module, "buffers()")[2]
+    return sharing.buffers(current_team("buffers()"), module)

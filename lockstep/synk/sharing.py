@@ -48,15 +48,24 @@ def _share(team: Team, thing: Any) -> None:
         raise TypeError(f"share() takes a module or a tensor of torch, not {type(thing).__name__}")
 
 
-def vectors(team: Team, module: torch.nn.Module, what: str) -> tuple[Vector, Vector, list[Vector]]:
-    """Return a shared module's weights, gradients, and buffers by dtype; `what` names the call in errors."""
+def vectors(team: Team, module: torch.nn.Module, what: str) -> tuple[Vector, Vector]:
+    """Return a shared module's weights and gradients; `what` names the call in errors."""
+    weights, gradients, *_ = _variables(team, module, what)
+    return weights.parts[0], gradients.parts[0]
+
+
+def buffers(team: Team, module: torch.nn.Module) -> list[Vector]:
+    """Return a shared module's buffers, a vector for each dtype."""
+    *_, shareds, places = _variables(team, module, "buffers()")
+    _check_buffers(module, places)
+    return [shared.parts[0] for shared in shareds]
+
+
+def _variables(team: Team, module: torch.nn.Module, what: str) -> _Variables:
     found = _find(team, module)
     if found is None:
         raise ValueError(f"{what}: {type(module).__name__} is not shared: call share() on it first")
-    weights, gradients, buffers, places = found
-    if what == "buffers()":
-        _check_buffers(module, places)
-    return weights.parts[0], gradients.parts[0], [shared.parts[0] for shared in buffers]
+    return found
 
 
 def _check_buffers(module: torch.nn.Module, known: _Places) -> None:

@@ -28,7 +28,7 @@ def make_train_function(
     """
     team = current_team("make_train_function()")
     sharing.share(team, module)
-    weights, gradients, _ = sharing.vectors(team, module, "make_train_function()")
+    weights, gradients = sharing.vectors(team, module, "make_train_function()")
 
     def gradient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
