@@ -134,7 +134,7 @@ def _make_peers(first: LoneTrainer, setting: Setting, record: Record) -> dict[st
 
 
 def _ceilings(first: LoneTrainer, setting: Setting) -> dict[str, float]:
-    """What this very card reaches: a copy on the device, and a product of random bfloat16 matrices."""
+    """Measure the limits of this card: a copy on the device, and a product of random bfloat16 matrices."""
     memory, driver, stream = first.memory, first.driver, first.stream
     source = memory.allocate(setting.copy_bytes, "a copy's source")
     target = memory.allocate(setting.copy_bytes, "a copy's target")

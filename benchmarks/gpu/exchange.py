@@ -53,7 +53,7 @@ def run(setting: Setting, work: Path, record: Record) -> None:
 def _measure(
     function: Any, devices: list[str], setting: Setting, store: str, seconds: float
 ) -> dict[str, Any]:
-    """What the function gives in rank 0. Raises RuntimeError with what went wrong in either rank."""
+    """Return rank 0's result. Raise RuntimeError with the error of either rank."""
     outcomes = try_ranks(function, 2, devices, setting, store, seconds=min(seconds, setting.exchange_seconds))
     problems = [
         f"rank {rank}: {outcome.problem}\n{outcome.traceback}"
@@ -174,7 +174,7 @@ class _Rank:
         return figures
 
     def average(self, transport: Transport) -> None:
-        """As a trainer does it after its update."""
+        """Average as a trainer does after its update."""
         transport.all_reduce((0, self._n_elements), "mean")
 
     def start_library(self, store: str) -> Callable[[], object]:

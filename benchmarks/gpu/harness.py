@@ -37,7 +37,7 @@ class Section:
 
 @dataclass
 class Outcome:
-    """How a section went. status: 'ran', 'failed' or 'not run'; reason: why it failed or was not run.
+    """The end of a section. status: 'ran', 'failed' or 'not run'; reason: why it failed or was not run.
 
     figures: what it has kept, good also where it failed later. problems: what failed inside, by name.
     """

@@ -65,7 +65,7 @@ def run(setting: Setting, work: Path, record: Record) -> None:
 
 
 def measure_sums(rank: int, pipes: dict[int, Pipe], setting: Setting) -> dict[str, Any]:
-    """Milliseconds of what a host does for a sum, by itself; right, in our memory and in turn in our stream.
+    """Milliseconds of a host's own part of a sum; right, in our memory and in turn in our stream.
 
     In a rehearsal gloo stands for NCCL.
     """
@@ -176,7 +176,7 @@ class _Launchers:
             raise RuntimeError(f"{'; '.join(failed)}: see the log")
 
     def compare(self, case: str) -> dict[str, Any]:
-        """Of two hosts with each other and with one that has two trainers. Raises ArithmeticError."""
+        """Compare two hosts, and one of two trainers. Raise ArithmeticError if they differ."""
         ours, theirs, single = (self._tensors(*place) for place in ((case, 0), (case, 1), (_ALONE, 0)))
         if not all(torch.equal(ours[name], theirs[name]) for name in ours):
             raise ArithmeticError("the two hosts have not the same weights, bit by bit")

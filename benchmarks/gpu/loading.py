@@ -171,7 +171,7 @@ def _peer(setting: Setting, folder: Path) -> float:
 
 
 def _copies(first: LoneTrainer, setting: Setting) -> dict[str, float]:
-    """From page-locked memory: no loader can bring more."""
+    """Measure copies from page-locked memory: no loader can be faster."""
     memory, size = first.memory, setting.copy_bytes // 4
     pinned, block = memory.pinned(size), memory.allocate(size, "copies from the host")
     pinned[:] = 1

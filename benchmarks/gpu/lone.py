@@ -64,7 +64,7 @@ class LoneTrainer(lone.LoneTrainer):
         )
 
     def mean_loss(self) -> float:
-        """Of all steps so far: a number if what has been timed was training."""
+        """The mean loss of all steps so far: a number if the timed steps trained."""
         loss, _, n_images, _ = self.trainer.recorder.sums()
         return loss / n_images
 
@@ -105,7 +105,7 @@ class PlainTraining:
         return Turn(self._prepare, self._step)
 
     def stages(self, new_event: Any) -> dict[str, float]:
-        """As LoneTrainer.stages."""
+        """Return the stages as LoneTrainer.stages does."""
         return stage_milliseconds(self.turn(), self.model, self.optimizer, new_event, None, _STAGE_STEPS)
 
     def _prepare(self) -> None:

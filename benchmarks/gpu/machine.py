@@ -50,7 +50,7 @@ def gpus() -> list[dict[str, str]]:
 
 
 def query(fields: str) -> list[dict[str, str]]:
-    """What nvidia-smi says, a dictionary a GPU; where it says nothing, why. It never stops a measurement."""
+    """Return what nvidia-smi says, a dictionary a GPU, or why it says nothing. Never fail."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS)

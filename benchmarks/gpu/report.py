@@ -11,7 +11,7 @@ Rows = list[tuple[str, ...]]
 
 
 def targets(sections: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is aimed at, beside what was measured; `met` is None where it was not."""
+    """The targets beside the measured figures; `met` is None where a figure is missing."""
     figures = {name: section["figures"] for name, section in sections.items()}
     steps = figures.get("alexnet", {}).get("steps", {})
     rates = [step["images_per_second"] for name, step in steps.items() if name.startswith("Lockstep bf16")]

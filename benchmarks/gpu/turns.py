@@ -21,7 +21,7 @@ _HOST_STEPS = 3  # few enough for the device's queue of launches
 
 @dataclass(frozen=True)
 class Turn:
-    """What is to be timed: `step`, again and again, once `prepare` has set the process up for it."""
+    """A step to be timed many times, after `prepare` has set the process up for it."""
 
     prepare: Callable[[], object]
     step: Callable[[], object]

@@ -51,7 +51,7 @@ def photograph(height: int, width: int, seed: int) -> Image.Image:
 
 
 def encode(picture: Image.Image) -> bytes:
-    """Return a picture as a JPEG file of quality 90."""
+    """Return an image as a JPEG file of quality 90."""
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=90)
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""What `recompute: true` saves and costs: ResNet-50's memory for the backward pass, and processor time."""
+"""Gain and cost of `recompute: true`: ResNet-50's memory for the backward pass, and processor time."""
 
 from collections.abc import Callable
 from typing import Any

@@ -127,7 +127,7 @@ def read_run(path: Path, hosts: int = 1) -> Layer:
         UserError: The file is missing, empty, not YAML or not a mapping.
     """
     layer = read_yaml(path)
-    if not layer.values:  # else the run would go on with the defaults
+    if not layer.values:  # else the run would continue with the defaults
         raise UserError(f"{path}: holds no keys, so the run's settings are not known: restore or remove it")
     dropped = {"load_epoch", "n_hosts", *OWN_KEYS, *(() if hosts > 1 else NETWORK_KEYS)}
     values = with_new_names(layer.values)

@@ -78,7 +78,7 @@ class Engine:
             for device in devices:
                 self.add(device)
             _OPEN[id(self)] = self
-        except BaseException:  # nobody could close this engine, so its devices are free
+        except BaseException:  # no caller could close this engine, so its devices are free
             self.forget()
             raise
 
@@ -313,7 +313,7 @@ class Engine:
             self._scope = placement.CurrentDevice(self.devices[0])
             self._scope.__enter__()
             return self
-        except BaseException:  # a signal handler's; nobody else might be able to close this engine
+        except BaseException:  # a signal handler's; no other caller might be able to close this engine
             if self._scope is not None:
                 self._scope.close()
             self.close()

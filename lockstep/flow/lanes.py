@@ -32,7 +32,7 @@ class _WorkerContext(threading.local):
     Attributes:
         lane: The lane that it works for, or None outside of workers.
         drops: Whether it drops what an operation has kept, whose finalizers run then.
-        start: What gc has told it at the start of its newest garbage collection.
+        start: The report of gc at the start of its newest garbage collection.
     """
 
     lane: "Lane | None" = None

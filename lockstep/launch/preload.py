@@ -1,4 +1,4 @@
-"""What a fork server imports for its processes. One that needs what can't be imported reports it itself."""
+"""The imports of a fork server for its processes. A process reports itself what can't be imported."""
 
 import signal
 from contextlib import suppress

@@ -204,7 +204,7 @@ class Recovery:
             self._write_out(attempt)
 
     def _record_of(self, retained: Retained) -> Path:
-        """Return the JSON file that a memory checkpoint has on the disk, once it is there."""
+        """Return the JSON file that a memory checkpoint has on the disk, once it exists."""
         return self._folder / "checkpoints" / f"{retained.state().name}.json"
 
     def _is_whole_on_disk(self, retained: Retained) -> bool:
@@ -303,7 +303,7 @@ class Recovery:
             self._console.say(f"note: {attempt.run.folder}: host 0 has its lock, so nothing is saved there")
 
     def _write_out(self, attempt: Attempt) -> bool:
-        """Write the memory checkpoint to the disk, unless it is there, in a process that no signal stops.
+        """Write the memory checkpoint to the disk, unless it exists, in a process that no signal stops.
 
         Where hosts share the folder, host 0 does so for all, or one of the others if host 0 has ended.
 

@@ -116,7 +116,7 @@ class Saver:
         self._last_save = self._last_copy = time.monotonic()  # or the start of the run
         self._pause_seconds = 0.0  # that the fastest checkpoint within an epoch held up the trainer
         self._copy_seconds = 0.0  # that the fastest copy took the device
-        if self._is_writer and not plan.retained:  # a run that recovers goes on, also if the disk is full now
+        if self._is_writer and not plan.retained:  # a recovering run continues, also if the disk is full now
             _check_disk(plan.folder, program.arena.flat.nbytes + rule_bytes)
         if self._copies:
             n_slots = 2 if plan.retains else 1

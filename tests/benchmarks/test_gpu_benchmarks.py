@@ -330,7 +330,7 @@ def test_a_dataloaders_rate_leaves_out_what_was_ready_before(monkeypatch: pytest
 
 
 def test_the_update_stage_has_the_whole_update_in_bf16(shared_folder: Path) -> None:
-    """There the weights are stepped by what follows torch's optimizer, not by that."""
+    """In bf16 the code after torch's optimizer steps the weights, not the optimizer."""
     keys = {"precision": "bf16", "para_load": False, "data_folder": str(shared_folder), "print_freq": NEVER}
     trainer = CpuTrainer(make_config(batch_size=8, **keys))
     program, seen = trainer.trainer.program, []
@@ -460,7 +460,7 @@ def test_what_is_missing_is_named(programs: Path) -> None:
 def test_a_gpu_is_found_without_nvidia_smi(
     programs: Path, simulation: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the driver's library. The script ends where it finds that this torch has no CUDA."""
+    """The driver's library finds it. The script ends where it finds that this torch has no CUDA."""
     (programs / "pycuda").mkdir()
     for name in ("__init__", "driver"):
         (programs / "pycuda" / f"{name}.py").touch()

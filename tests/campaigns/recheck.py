@@ -43,9 +43,9 @@ def run_case(config: Config, dice: random.Random | None) -> dict[str, Any]:
     name, text, step = results[wrong]
     others = [results[rank] for rank in range(N_TRAINERS) if rank != wrong]
     is_named = name == "DeviceFault" and "is not that of two other trainers" in text
-    are_told = all(f"trainer {wrong} computes wrong gradients" in told for _, told, _ in others)
+    others_name_it = all(f"trainer {wrong} computes wrong gradients" in text for _, text, _ in others)
     in_time = from_step <= step < from_step + KEYS["logical_ranks"]
-    return {**case, "checks": step - from_step + 1, "kept": is_named and are_told and in_time}
+    return {**case, "checks": step - from_step + 1, "kept": is_named and others_name_it and in_time}
 
 
 def main() -> int:

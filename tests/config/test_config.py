@@ -402,7 +402,7 @@ def test_what_draws_replicas_to_a_centre_is_stable_for_any_number_of_trainers() 
     for n_trainers, expected in ((1, 0.1), (4, 0.1), (9, 0.1), (18, 0.05), (100, 0.009)):
         config, _ = resolve([rule, Layer("test", {"devices": ["cpu"] * n_trainers})])
         assert rule_args_of(config)["alpha"] == pytest.approx(expected)
-    unsettled, _ = resolve([rule, Layer("test", {"rule_args": {"alpha": 0.9}})])  # on how many, nobody knows
+    unsettled, _ = resolve([rule, Layer("test", {"rule_args": {"alpha": 0.9}})])  # the number is unknown
     with pytest.raises(UserError, match=r"rule_args can't be used: alpha 0.9 makes 4 trainers"):
         settle(dataclasses.replace(unsettled, devices=("cpu",) * 4))
 

@@ -193,7 +193,7 @@ def test_a_fingerprint_changes_with_the_images_and_the_length() -> None:
 
 
 def test_classes_that_differ_between_training_and_validation_are_refused() -> None:
-    """As of two folders of class folders, of which one lacks a class."""
+    """Such classes come from class folders of which one part lacks a class."""
     train, val = Squares(90, 0), Squares(9, 1)
     train.classes, val.classes = ["ant", "bee", "cat", "dog"], ["ant", "cat", "dog"]
     with objects.available({"data": (train, val)}), pytest.raises(UserError) as caught:

@@ -824,7 +824,7 @@ def test_a_call_gets_ordinary_tensors_as_they_were(devices: list[Cpu]) -> None:
 
 
 def test_backward_refuses_what_operations_on_lists_have_overwritten(devices: list[Cpu]) -> None:
-    """As an optimizer with foreach=True does, whose step comes before a second backward."""
+    """An optimizer with foreach=True does so if its step comes before a second backward."""
     for overwrite in (torch._foreach_zero_, lambda each: torch._foreach_copy_(each, [torch.ones(3)] * 2)):
         x, weights = flow.ones((3,)).requires_grad_(), [flow.ones((3,)), flow.ones((3,))]
         product = x * weights[0] * weights[1]

@@ -1257,7 +1257,7 @@ def test_states_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("n_before", [0, 1])
 def test_a_state_is_saved_and_loaded_inside_of_a_device(n_before: int) -> None:
-    """There torch copies and loads tensors as arrays, which an optimizer in a worker cannot use."""
+    """Inside, torch copies and loads tensors as arrays, which an optimizer in a worker cannot use."""
     with executor(2) as first:
         first.run(batch(4))
         with flow.device(first.devices[0]):

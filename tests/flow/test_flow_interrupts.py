@@ -506,7 +506,7 @@ def test_a_finalizer_can_push() -> None:
 
 
 def test_a_finalizer_does_not_run_while_shapes_are_predicted() -> None:
-    """There torch's kernels switch off what makes operations on arrays flow's."""
+    """Torch's kernels of predictions switch off flow's operations on arrays."""
     with flow.Engine(flow.cpus(1)):
         x = flow.zeros((2,))
 
@@ -555,7 +555,7 @@ def test_a_finalizer_that_waits_in_a_worker_is_refused() -> None:
 
 @pytest.mark.parametrize("collected", [False, True])
 def test_a_finalizer_in_a_worker_cannot_wait_for_another_device(collected: bool) -> None:
-    """What it waits for may need an operation behind the one that it interrupts."""
+    """The other device may need an operation behind the one that the finalizer interrupts."""
     with flow.Engine(flow.cpus(2)) as engine:
         x, errors = flow.zeros((2,)), list[str]()
 
@@ -840,7 +840,7 @@ def test_backward_runs_where_its_forward_ran_whatever_other_threads_do() -> None
 
 
 def test_backward_in_a_thread_of_autograds_runs_where_its_forward_ran() -> None:
-    """As on GPUs, whose backward torch computes in threads of its own."""
+    """On GPUs torch computes backward in such threads."""
     first, second = flow.cpus(2)
     with flow.Engine([first, second]), flow.recording() as trace:
         with flow.device(first):

@@ -31,7 +31,7 @@ def device() -> Iterator[Cpu]:
 
 
 def test_writes_to_data_do_not_count_for_backward(device: Cpu) -> None:
-    """As in torch: a loop may clamp `weight.data` between forward and backward."""
+    """Torch allows it: a loop may clamp `weight.data` between forward and backward."""
     weights = [torch.ones(3, requires_grad=True), flow.array(torch.ones(3)).requires_grad_()]
     for weight in weights:
         made = weight.exp()
@@ -236,7 +236,7 @@ def test_views_of_a_sparse_array_share_its_memory_from_any_device() -> None:
 
 
 def test_writes_to_the_values_of_a_sparse_array_are_in_program_order(device: Cpu) -> None:
-    """As sparse gradients are clipped: p.grad._values().mul_(factor)."""
+    """Sparse gradients are clipped so: p.grad._values().mul_(factor)."""
     sparse, factor, total = flow.array(torch.eye(2).to_sparse()), flow.ones(()), flow.zeros((2, 2))
     go = threading.Event()
     flow.call(lambda value: (go.wait(limit(20)), value.fill_(5)), factor, writes=[factor])
@@ -256,7 +256,7 @@ def test_an_output_whose_size_depends_on_values_has_it_or_fails(device: Cpu) -> 
 
 
 def test_views_of_arrays_in_inference_mode(device: Cpu) -> None:
-    """As in torch, a view of an ordinary tensor is one, and can be written afterwards."""
+    """A view of an ordinary tensor is one, as in torch, and can be written afterwards."""
     x, layer = flow.zeros((2, 3)), flow.arrays(nn.Linear(3, 2))
     with torch.inference_mode():
         x[0] = 5
@@ -291,7 +291,7 @@ def test_conjugates_in_inference_mode(device: Cpu) -> None:
 
 
 def test_operations_that_consist_of_others_in_inference_mode(device: Cpu) -> None:
-    """There torch passes them on as a whole. Some return a view only if they can, and else a copy."""
+    """Torch passes them on as a whole there. Some return a view only if they can, and else a copy."""
     functions: list[Callable[[Any], Any]] = [
         lambda x: x.t().contiguous(),
         lambda x: x.t().reshape(6),
@@ -352,7 +352,7 @@ def test_an_array_is_not_sent_to_another_process(device: Cpu) -> None:
 
 
 def test_a_file_of_torchs_old_format_is_refused_inside_of_a_device(device: Cpu) -> None:
-    """There torch makes all tensors first, and reads their values into the memory afterwards."""
+    """For that format torch makes all tensors first, and reads their values into the memory afterwards."""
     file = io.BytesIO()
     torch.save([torch.ones(3)], file, _use_new_zipfile_serialization=False)
     file.seek(0)

@@ -141,7 +141,7 @@ def test_a_host_that_does_not_write_waits_for_the_end_of_the_host_that_writes_fo
 
 
 def test_a_pause_of_this_launcher_is_no_silence_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if its process stood still for 8 s between two looks at the store."""
+    """Its process seems to stand still for 8 s between two looks at the store."""
     lives = [
         Heartbeat(each, lambda: "its dataset", limit(60))
         for each in rendezvous_of(connect_all_hosts([0, 1], free_port()))

@@ -125,7 +125,7 @@ def test_augment_agrees_with_the_host_at_every_crop_mirrored_and_not(
     made = np.empty((len(places), rows, columns, channels), np.float32)
     Augmenter(mean, (rows, columns)).apply(images, crops, made, shifts)
     expected = torch.from_numpy(made)
-    guard = 64  # elements behind the output that nobody may touch
+    guard = 64  # elements behind the output that no kernel may touch
     out = torch.full((expected.numel() + guard,), torch.nan, dtype=dtype)
     arrays = images, crops, shifts, mean
     pointers = *(array.ctypes.data for array in arrays), out.data_ptr()

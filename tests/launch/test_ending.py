@@ -353,7 +353,7 @@ def test_a_process_that_fails_leaves_as_soon_as_it_has_said_so() -> None:
         while children.exit_codes()["trainer 0"] is None:
             assert time.monotonic() - begin < limit(40)
             time.sleep(0.02)
-    assert children.exit_codes()["trainer 0"] == 1  # by itself, not killed
+    assert children.exit_codes()["trainer 0"] == 1  # not killed
 
 
 def linger(control: object, board: object) -> None:
@@ -416,7 +416,7 @@ def test_a_loader_that_comes_too_late_does_not_accuse_its_trainer() -> None:
 
 
 def miss_the_other(control: object, board: object) -> None:
-    """A child's work: it waits for trainer 1 in vain."""
+    """A child's work: it waits for trainer 1, which never answers."""
     raise DeadlinePassed("trainer 1", "waited 1 s for trainer 1 (a test)")
 
 
@@ -436,7 +436,7 @@ def test_a_stopped_process_is_the_cause_without_waiting_for_more_reports(
 
 
 def miss(control: object, board: object, peer: str) -> None:
-    """A child's work: it waits for another process in vain."""
+    """A child's work: it waits for another process, which never answers."""
     raise DeadlinePassed(peer, f"waited 1 s for {peer} (a test)")
 
 
@@ -452,7 +452,7 @@ def miss(control: object, board: object, peer: str) -> None:
 def test_processes_that_were_held_up_count_as_lost_and_the_run_resumes(
     awaited: dict[str, str], lost: set[str], other_host: str
 ) -> None:
-    """As after a pause of the whole machine that is longer than `timeout`."""
+    """A pause of the whole machine that is longer than `timeout` does so."""
     with processes.Processes(60, Interrupts()) as children:
         for name, peer in awaited.items():
             children.start(name, "test_ending:miss", (peer,))

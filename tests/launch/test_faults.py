@@ -96,7 +96,7 @@ def assert_named(ended: Ended, fault: Fault, start: str) -> None:
         return
     if fault.error in ("EINTR", "short") and ended.code == 0:  # it was done again, or to its end
         return
-    if fault.kind == "mkdir" and ended.code == 0:  # of a folder that is there
+    if fault.kind == "mkdir" and ended.code == 0:  # of a folder that exists
         return
     looks_for_another_run = (fault.kind, fault.nth, Path(fault.name).name) == ("open", 1, ".lock")
     if looks_for_another_run and fault.error not in LASTING and ended.code == 0:  # to wait for its end

@@ -251,7 +251,7 @@ def test_an_answer_leaves_the_request_of_another_command(tmp_path: Path) -> None
 def test_the_command_says_when_the_run_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As when its launcher is stopped."""
+    """A stopped launcher does not answer."""
     monkeypatch.setattr(resize_command, "_HINT_SECONDS", 0.0)
     said = list[str]()
 

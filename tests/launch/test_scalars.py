@@ -34,7 +34,7 @@ def test_the_numbers_of_a_run_are_in_its_event_files(program: Program) -> None:
     pytest.importorskip("tensorboard", reason="needs the package tensorboard")
     running = program.run("n_epochs=2", "tensorboard=true")
     numbers = reader_of(running.run_folder)
-    # 90 images in minibatches of 16: 6 steps, told every 2
+    # 90 images in minibatches of 16: 6 steps, a line every 2
     assert list(numbers("loss/training")) == [2, 4, 6, 8, 10, 12]
     assert numbers("learning_rate")[12] == pytest.approx(0.02)
     assert list(numbers("error/validation_top1")) == [6, 12]

@@ -94,7 +94,7 @@ print(code, left)
 
 
 def test_a_launcher_leaves_no_template_to_process_1() -> None:
-    """As in a container whose process 1 does not wait for orphans."""
+    """In a container, process 1 may not wait for orphans."""
     done = subprocess.run(
         [sys.executable, "-c", REAPING], cwd=ROOT, capture_output=True, text=True, timeout=limit(60)
     )

@@ -55,7 +55,7 @@ def test_a_run_ends_with_0_its_result_and_no_process(whole: Running) -> None:
     assert saved["n_epochs"] == 3 and saved["devices"] == ["cpu", "cpu"]
     assert [event["n_images"] for event in events(running, "validated")] == [33, 33, 33]
     progress = events(running, "progress")
-    # 90 images in minibatches of 16: 6 steps, told every 2
+    # 90 images in minibatches of 16: 6 steps, a line every 2
     assert [event["step"] for event in progress] == 3 * [2, 4, 6]
     assert set(progress[0]["seconds"]) == {"load-wait", "compute", "barrier", "exchange"}
     lines = running.output().splitlines()
@@ -199,7 +199,7 @@ def test_a_second_run_does_not_write_into_the_first_ones_folder(program: Program
 
 
 def test_a_run_is_not_resumed_with_classes_of_other_names(folder: Path, tmp_path: Path) -> None:
-    """As when a class folder was renamed: the labels of the others changed."""
+    """A renamed class folder changes the labels of the others."""
     write_manifest(folder)
     program, manifest = Program(folder, tmp_path), folder / "manifest.json"
     run = program.run("n_epochs=1", devices="[cpu]").run_folder

@@ -37,8 +37,12 @@ GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 @dataclass(frozen=True)
 class Case:
-    """How minibatches get to the trainer. cut: the ring's events that are ignored, to see what they do.
-    blocks: in which images are wanted."""
+    """A way in which minibatches reach the trainer.
+
+    Attributes:
+        cut: The ring's events that are ignored, to see what they do.
+        blocks: The blocks in which images are wanted.
+    """
 
     config: Config
     simulation: Simulation | None

@@ -48,7 +48,7 @@ class Disk:
 
     def __init__(self, place: Path, name: str, fault: str) -> None:
         (place / "disk").mkdir()
-        self._received = place / "disk" / "told"
+        self._received = place / "disk" / "received"
         text = FAULTY.format(received=str(self._received), name=name, fault=fault)
         (place / "disk" / "sitecustomize.py").write_text(text)
         self.environment = {**os.environ, "PYTHONPATH": str(place / "disk")}

@@ -161,7 +161,7 @@ def test_shares_of_one_image(n_train: int, values: dict[str, Any], refused: bool
 def test_what_is_left_of_an_epoch_is_checked_after_a_resume_too(
     position: int, n_epochs: int, lengths: list[int], shared_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 57 images in batches of 16 the last has 9; after 24 that were in batches of 24 it has one."""
+    """The last of 57 images' batches of 16 has 9; after 24 that were in batches of 24 it has one."""
     keys = {"model": "small_replicas:TwoHeads", "data_folder": str(shared_folder), "batch_size": 16}
     config, found = make_config(n_epochs=n_epochs, **keys), list[list[int]]()
     replica = Replica(config, open_dataset(config), HostMemory())

@@ -77,7 +77,7 @@ def test_layers_of_alexnet_have_the_same_gradient_compiled() -> None:
 
 
 def test_outputs_of_compiled_layers_may_be_overwritten_by_the_next_step() -> None:
-    """As CUDA graphs do, which mode="reduce-overhead" captures: nothing of a step is used in the next one."""
+    """CUDA graphs of mode="reduce-overhead" do so: nothing of a step is used in the next one."""
     outputs: list[torch.Tensor] = []
 
     def reuse_memory(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:

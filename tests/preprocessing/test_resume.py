@@ -289,7 +289,7 @@ def test_files_that_could_not_be_read_are_tried_again(
     monkeypatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As on a network disk that was away for a while."""
+    """A network disk may have been away for a while."""
     read, n_read = SourceImage.read, 0
 
     def failing(image: SourceImage) -> bytes:

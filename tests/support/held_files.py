@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class HeldFile:
-    """A regular file that nobody can open until it is released."""
+    """A regular file that no process can open until it is released."""
 
     def __init__(self, path: Path) -> None:
         signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel sends it when a reader comes

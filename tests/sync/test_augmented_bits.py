@@ -75,7 +75,7 @@ def test_a_resume_in_the_middle_of_an_epoch_with_fewer_trainers_has_them_too(
 def test_loaders_in_processes_of_their_own_give_them_too(
     program: Program, data: Path, of_one: Tensors
 ) -> None:
-    """By train.py; the trainers of the tests above load their images themselves."""
+    """Train by train.py; the trainers of the tests above load their images themselves."""
     fixed = {"data_folder": data, "global_batch_size": 8, "shuffle_block": 3, "cpu_threads": 1}
     keys = {**AUGMENTED, **fixed, "para_load": True}
     words = [f"{key}={list(value) if isinstance(value, tuple) else value}" for key, value in keys.items()]

@@ -12,7 +12,7 @@ from lockstep.memory.host import HostMemory
 from lockstep.network.arena import Arena
 from lockstep.sync.replica_check import ReplicaCheck, check_replicas
 
-N_LAYERS = 4000  # so many names and digests do not fit into a pipe that nobody reads
+N_LAYERS = 4000  # so many names and digests do not fit into a pipe that no process reads
 
 
 def compare(rank: int, pipes: dict[int, Pipe], changed: int | None) -> str:

@@ -117,6 +117,6 @@ def test_shares_follow_measured_times_and_change_no_bit(data: Path, tmp_path: Pa
     config, _ = settle(make_config(**values))
     (seen, texts), (others, _) = run_ranks(train_slowly, 2, config, tmp_path / "auto")
     assert seen == others == {(0, 2, 4), (0, 1, 4)}
-    (told,) = [text for text in texts if "shares: [1, 3] from epoch 2, step" in text]
-    assert "until then [2, 2]: a logical rank takes" in told
+    (text,) = [text for text in texts if "shares: [1, 3] from epoch 2, step" in text]
+    assert "until then [2, 2]: a logical rank takes" in text
     assert_same(load_file(newest(tmp_path / "auto")), one)

@@ -173,7 +173,7 @@ def run_program(program: str, environment: dict[str, str]) -> str:
 
 @pytest.mark.slow
 def test_torch_leaves_a_team_s_stream_when_the_team_is_closed(simulation: Simulation) -> None:
-    """That stream is destroyed with the team: the caller's process could compute nothing in it."""
+    """The team destroys its stream, in which the caller's process could compute nothing more."""
     environment = environment_of(simulation, all=1)
     assert run_program(CLOSE_TWICE, environment) == "left cuda:0\n" * 2
 
@@ -205,9 +205,9 @@ def test_an_error_of_one_rank_while_the_team_is_closed_stops_the_others(simulati
 @pytest.mark.slow
 def test_a_rank_that_does_not_leave_its_gpu_is_killed(simulation: Simulation) -> None:
     environment = environment_of(simulation, all=1)
-    told = run_program(SILENT_RANK, environment)
-    assert told.startswith("-9 close(): rank 1 (pid "), told
-    assert "does not answer (this process waited 1 s for rank 1 (its part))" in told
+    output = run_program(SILENT_RANK, environment)
+    assert output.startswith("-9 close(): rank 1 (pid "), output
+    assert "does not answer (this process waited 1 s for rank 1 (its part))" in output
 
 
 @pytest.mark.gpu

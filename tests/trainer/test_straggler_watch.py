@@ -73,8 +73,8 @@ def test_a_network_that_is_slow_in_one_trainer_is_named_everywhere(
     assert sum(mark["args"]["others_waited_ms"] for mark in late) > 34 * 30
     monkeypatch.setattr(sys, "argv", ["doctor", "--run", str(running.run_folder)])
     assert run_doctor() == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "Trainer 1 was the last in" in told and "its compute Its device computes longer" in told
+    warning = " ".join(capsys.readouterr().out.split())
+    assert "Trainer 1 was the last in" in warning and "its compute Its device computes longer" in warning
 
 
 @pytest.mark.slow

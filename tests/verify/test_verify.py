@@ -302,7 +302,7 @@ def test_each_part_of_a_run_is_judged_by_its_own_settings(program: Program) -> N
 def test_the_newest_checkpoints_may_not_be_missing_with_keep_checkpoints(
     program: Program, tmp_path: Path
 ) -> None:
-    """Of five checkpoints the run itself has left the newest two, and may have left the best one."""
+    """The run has kept the newest two of five checkpoints, and may have kept the best one."""
     running = program.run(*KEYS, "n_epochs=5", "keep_checkpoints=2")
     for name in ("epoch_0004.json", "epoch_0005.safetensors"):
         folder = Path(shutil.copytree(running.run_folder, tmp_path / name))
