@@ -72,7 +72,8 @@ class Run:
         """
         history = self.history
         if not history:
-            raise UserError(f"{self.folder}: no epoch is complete yet. Resume the run.")
+            action = "Resume the run" if records(self.folder) else "It has saved nothing. Train again"
+            raise UserError(f"{self.folder}: no epoch is complete yet. {action}.")
         config, _ = resolve([read_run(self.folder / "config.yaml")])
         values = [{**record.get("means", {}), **record} for record in history]
         best = best_epoch(values, monitor_of(config)) or best_epoch(values, MONITORED[config.task][0])

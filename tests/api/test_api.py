@@ -109,6 +109,15 @@ def test_epochs_that_a_resumed_run_takes_again_leave_the_history(tmp_path: Path)
     assert history_after(*resumed, ("validated", 2, 0.4)) == [(1, 0.5), (2, 0.4)]
 
 
+def test_best_of_a_run_without_a_validated_epoch_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(lockstep.UserError, match="has saved nothing"):
+        _ = lockstep.Run(tmp_path).best
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "epoch_0001_at_8.json").touch()
+    with pytest.raises(lockstep.UserError, match="Resume the run"):
+        _ = lockstep.Run(tmp_path).best
+
+
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2", "RANK": "1"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
