@@ -538,3 +538,28 @@ def test_a_list_of_numbers_is_one_input_of_a_step() -> None:
     x, y = rows()
     expected = LOSS(net(torch.from_numpy(x))[:, 0], torch.from_numpy(y[:, 0])).item()
     assert abs(step(x, list(y[:, 0])) - expected) < 1e-12
+
+
+@pytest.mark.parametrize("rate", ["0.1", True, -0.1, float("nan"), float("inf"), 1j, [0.1], torch.ones(1)])
+def test_a_learning_rate_that_is_no_rate_is_refused_and_changes_nothing(rate: Any) -> None:
+    net = synk.share(make_net())
+    optimizer = adam(net)
+    step = torch_train.make_train_function(net, LOSS, optimizer)
+    synk.distribute()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"a training step: learning_rate=.* is not a number from 0 on"):
+        step(*rows(), learning_rate=rate)
+    assert optimizer.state_dict() == before
+    step(*rows())
+
+
+def test_a_step_does_not_write_into_a_tensor_that_gave_its_learning_rate() -> None:
+    net = synk.share(make_net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = torch_train.make_train_function(net, LOSS, optimizer)
+    synk.distribute()
+    rates = torch.tensor([0.5, 0.25], dtype=torch.float64)
+    for rate in rates:
+        step(*rows(), learning_rate=rate)
+        assert optimizer.param_groups[0]["lr"] == rate
+    assert rates.tolist() == [0.5, 0.25]

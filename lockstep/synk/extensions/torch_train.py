@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep.synk import sharing
@@ -19,7 +20,7 @@ def make_train_function(
 
     Call distribute() before the first step. A step returns the loss, and is exact for any number of rows:
     the ranks' gradients are weighted by their rows. A learning_rate replaces that of all parameter groups
-    from this step on; schedulers in this process work, too.
+    from this step on, even if the step fails; schedulers in this process work, too.
 
     Args:
         module: Shared by lockstep.synk.share if it is not yet.
@@ -46,10 +47,18 @@ def make_train_function(
         x: Any, y: Any, batch: Any = None, num_slices: int = 1, learning_rate: float | None = None
     ) -> Any:
         if learning_rate is not None:
-            _set_learning_rate(optimizer, learning_rate)
+            _set_learning_rate(optimizer, _checked(learning_rate))
         return step(x, y, batch, num_slices)
 
     return step_at
+
+
+def _checked(learning_rate: Any) -> float:
+    """Return a number of its own, because the next one is written into a group's tensor."""
+    value = np.asarray(learning_rate)
+    if value.shape or value.dtype.kind not in "iuf" or not 0 <= value < np.inf:
+        raise ValueError(f"a training step: learning_rate={learning_rate!r} is not a number from 0 on")
+    return float(value)
 
 
 def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
