@@ -563,3 +563,17 @@ def test_a_step_does_not_write_into_a_tensor_that_gave_its_learning_rate() -> No
         step(*rows(), learning_rate=rate)
         assert optimizer.param_groups[0]["lr"] == rate
     assert rates.tolist() == [0.5, 0.25]
+
+
+def test_a_step_refuses_gradients_of_parameters_that_it_does_not_average() -> None:
+    net = synk.share(make_net())
+    scale = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = torch.optim.SGD([*net.parameters(), scale], lr=0.1)
+    step = torch_train.make_train_function(net, lambda found, y: LOSS(found * scale, y), optimizer)
+    synk.distribute()
+    before = synk.gather(synk.weights(net))
+    with pytest.raises(
+        ValueError, match=r"parameter of shape \(3,\) has a gradient, but is not in Sequential"
+    ):
+        step(*rows())
+    assert np.array_equal(synk.gather(synk.weights(net)), before)

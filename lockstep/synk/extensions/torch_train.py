@@ -25,16 +25,25 @@ def make_train_function(
     Args:
         module: Shared by lockstep.synk.share if it is not yet.
         loss: Function of module(x) and y that returns the mean over rows.
-        optimizer: Optimizer of the module's parameters.
+        optimizer: Optimizer of the module's parameters. A step is an error if another one has a gradient.
     """
     team = current_team("make_train_function()")
     sharing.share(team, module)
     weights, gradients = sharing.vectors(team, module, "make_train_function()")
 
+    own = {id(parameter) for parameter in module.parameters()}
+    others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+
     def gradient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         mean_loss = loss(module(x), y)
         mean_loss.backward()  # type: ignore[no-untyped-call]
+        shapes = [tuple(parameter.shape) for parameter in others if parameter.grad is not None]
+        if shapes:
+            raise ValueError(  # each rank would update it by its own gradient
+                f"a training step: the optimizer's parameter of shape {shapes[0]} has a gradient, but is not "
+                f"in {type(module).__name__}. Make the step of a module that has all parameters"
+            )
         return mean_loss
 
     def descend() -> None:
