@@ -540,6 +540,24 @@ def test_a_list_of_numbers_is_one_input_of_a_step() -> None:
     assert abs(step(x, list(y[:, 0])) - expected) < 1e-12
 
 
+def test_an_input_of_a_step_that_is_a_number_may_be_in_a_list_with_arrays() -> None:
+    net = synk.share(make_net())
+
+    def gradient(x, y, weight):
+        net.zero_grad()
+        loss = weight * LOSS(net(x), y)
+        loss.backward()
+        return loss
+
+    compute = synk.function(gradient, "avg", bcast_inputs=["weight"], updates=[synk.grads(net)])
+    step = make_step(compute, synk.grads(net), synk.function(lambda: None, None))
+    synk.distribute()
+    x, y = rows()
+    expected = 0.5 * LOSS(net(torch.from_numpy(x)), torch.from_numpy(y)).item()
+    for given in (([x], [y, 0.5]), ([x, y, np.array(0.5)], []), ([x, y], 0.5)):
+        assert abs(step(*given) - expected) < 1e-12
+
+
 @pytest.mark.parametrize("rate", ["0.1", True, -0.1, float("nan"), float("inf"), 1j, [0.1], torch.ones(1)])
 def test_a_learning_rate_that_is_no_rate_is_refused_and_changes_nothing(rate: Any) -> None:
     net = synk.share(make_net())

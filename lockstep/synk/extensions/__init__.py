@@ -53,6 +53,8 @@ def make_step(compute: Function, gradient: Any, update: Function) -> TrainingSte
 
 
 def listed(given: Any) -> list[Any]:
-    """Return a list of inputs for one input or several. A list of numbers is one input."""
-    several = isinstance(given, list | tuple) and all(getattr(entry, "ndim", 0) for entry in given)
+    """Return a list of inputs for one input or several. A list of numbers alone is one input."""
+    if not isinstance(given, list | tuple):
+        return [given]
+    several = not given or any(getattr(entry, "ndim", 0) for entry in given)
     return list(given) if several else [given]
