@@ -1,4 +1,7 @@
-"""Settings that a program changes between calls: training modes of modules, hyperparameters of optimizers.
+"""Settings that a program changes between calls: of modules and of optimizers.
+
+Those of a module are its training mode and which of its parameters are frozen, those of an optimizer its
+hyperparameters.
 
 The caller finds the modules and optimizers while it pickles functions. After each change the next call sends
 the settings, so that all ranks compute with the caller's. An optimizer's state changes in every step, on all
@@ -34,6 +37,19 @@ class _TensorValue:
 
     numbers: Any
     dtype: Any
+
+
+@dataclass(frozen=True)
+class _ModuleSettings:
+    """A module's settings.
+
+    Attributes:
+        training: Its training mode.
+        frozen: The names of its own parameters that require no gradient.
+    """
+
+    training: bool
+    frozen: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -82,10 +98,12 @@ class _Delivered:
             return _ids(self.thing.param_groups) == self.ids
         return not any(_has_other_parameters(now, had) for now, had in self.places if now or had)
 
-    def read(self, is_called: bool) -> bool | _OptimizerSettings | None:
+    def read(self, is_called: bool) -> _ModuleSettings | _OptimizerSettings | None:
         """Return the settings of the copies. The call of another group needs no optimizer's state."""
         if not is_optimizer(self.thing):
-            return bool(self.thing.training)
+            own = self.thing._parameters.items()
+            frozen = tuple(name for name, p in own if p is not None and not p.requires_grad)
+            return _ModuleSettings(bool(self.thing.training), frozen)
         if not self.fits:
             return None
         replaced = is_called and self.thing.state is not self.state
@@ -178,8 +196,8 @@ class Settings:
             for entry, state in zip(self._groups.get(number, []), states, strict=False):
                 if isinstance(state, _OptimizerSettings):
                     _apply_to_optimizer(entry.thing, state, with_state=bool(packed))
-                elif state is not None and entry.thing.training is not state:
-                    entry.thing.training = state
+                elif state is not None:
+                    _apply_to_module(entry.thing, state)
 
 
 def _check_fit(group: list[_Delivered]) -> None:
@@ -197,6 +215,15 @@ def _check_fit(group: list[_Delivered]) -> None:
             f"{type(entry.thing).__name__} has {what} at distribute(). Create this function again, and "
             "call distribute()"
         )
+
+
+def _apply_to_module(module: Any, settings: _ModuleSettings) -> None:
+    if module.training is not settings.training:
+        module.training = settings.training
+    for name, parameter in module._parameters.items():
+        requires_grad = name not in settings.frozen
+        if parameter is not None and parameter.requires_grad is not requires_grad:
+            parameter.requires_grad_(requires_grad)
 
 
 def _apply_to_optimizer(optimizer: Any, settings: _OptimizerSettings, with_state: bool) -> None:

@@ -52,6 +52,27 @@ def test_the_training_mode_is_that_of_the_caller_on_all_ranks() -> None:
         assert dropped[4:].any()
 
 
+def test_parameters_that_are_frozen_between_steps_are_frozen_on_all_ranks() -> None:
+    """Fine-tuning trains the head first, then all layers. A frozen weight does not decay either."""
+    net = make_net(torch.nn.Tanh(), torch.nn.Linear(3, 3).double())
+    plain = copy.deepcopy(net)
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+    step = torch_train.make_train_function(net, LOSS, torch.optim.SGD(net.parameters(), **settings))
+    synk.distribute()
+    optimizer = torch.optim.SGD(plain.parameters(), **settings)
+    x, y = rows()
+    for trains in (True, False, False, True, True):
+        for each in (net, plain):
+            each[0].requires_grad_(trains)
+        step(x, y)
+        optimizer.zero_grad()
+        LOSS(plain(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+        optimizer.step()
+        expected = torch.nn.utils.parameters_to_vector(plain.parameters()).detach().numpy()
+        for rank in synk.gather(synk.weights(net), nd_up=1):
+            assert np.allclose(rank, expected, rtol=1e-12)
+
+
 def test_a_mode_that_a_failed_call_has_brought_is_taken_back() -> None:
     net = make_net(torch.nn.Dropout(0.5))
     synk.share(net)
