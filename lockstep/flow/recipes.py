@@ -36,6 +36,16 @@ _NORMALIZATIONS = {
 }
 # For a target of one sample, with so many dimensions, their loss has none, where torch predicts one.
 _LOSSES = {"aten::multi_margin_loss": 0, "aten::multilabel_margin_loss_forward": 1}
+# Losses and their gradients that have the dtype of the scores, the argument at this position, whatever the
+# target's is. Such a gradient has the scores' shape, too: torch predicts it with a division by their number.
+_LIKE_SCORES = {
+    "aten::huber_loss": 0,
+    "aten::soft_margin_loss": 0,
+    "aten::mse_loss_backward": 1,
+    "aten::smooth_l1_loss_backward": 1,
+    "aten::huber_loss_backward": 1,
+    "aten::soft_margin_loss_backward": 1,
+}
 # Operations that return a view although the schema does not say so.
 _UNDECLARED_VIEWS = {
     "aten::_unsafe_view",
@@ -358,8 +368,13 @@ def _call_on_fakes(
         torch.empty_strided(size, stride, dtype=dtype, device=device)
         for size, stride, dtype, device in layouts
     ]
-    returned = function(*fill(template, fakes), **fill_names(keywords, fakes))
     schema = getattr(function, "_schema", None)
+    scores = None if schema is None else _LIKE_SCORES.get(schema.name)
+    if scores == 1:
+        return fakes, torch.empty_like(fakes[1], memory_format=torch.contiguous_format)
+    returned = function(*fill(template, fakes), **fill_names(keywords, fakes))
+    if scores == 0:
+        return fakes, returned.to(fakes[0].dtype)
     if schema is not None and schema.name in _LOSSES and fakes[1].dim() <= _LOSSES[schema.name]:
         loss, *others = [returned] if isinstance(returned, torch.Tensor) else returned
         returned = (loss.squeeze(), *others) if others else loss.squeeze()

@@ -188,6 +188,34 @@ def test_margin_losses_of_one_sample(
     assert made[0] == made[1]
 
 
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_losses_of_targets_with_another_dtype(
+    device: Cpu, loss: Callable[..., torch.Tensor], reduction: str
+) -> None:
+    """Targets that come from NumPy are often float64."""
+    data, target = torch.randn(4, 3).t(), torch.randn(3, 4).double()
+    scores, array = data.clone().requires_grad_(), flow.array(data).requires_grad_()
+    with flow.device(device):
+        found = loss(array, target, reduction=reduction)
+        found.sum().backward()
+    expected = loss(scores, target, reduction=reduction)
+    expected.sum().backward()
+    assert torch.equal(found.detach().tensor(), expected.detach())  # type: ignore[attr-defined]
+    assert scores.grad is not None and array.grad is not None
+    assert array.grad.dtype is torch.float32 and array.grad.stride() == scores.grad.stride()
+    assert torch.equal(array.grad.tensor(), scores.grad)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss])
+def test_losses_of_no_samples_have_gradients(device: Cpu, loss: Callable[..., torch.Tensor]) -> None:
+    """As where a mask chooses none: the mean is not a number, and the gradients are empty."""
+    with flow.device(device):
+        scores = flow.zeros((3, 2)).requires_grad_()
+        loss(scores[:0], torch.zeros(0, 2)).backward()
+    assert scores.grad is not None and scores.grad.tolist() == [[0, 0]] * 3
+
+
 def test_marks_of_parameters_stay(device: Cpu) -> None:
     layer = nn.Linear(2, 2)
     layer.bias.no_decay = True  # type: ignore[attr-defined]
