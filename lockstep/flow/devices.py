@@ -174,6 +174,7 @@ def cpus(n: int, threads: int | None = None, workers: int = 1) -> list[Cpu]:
         if value > MOST_THREADS:
             raise UserError(f"flow.cpus: {what} is at most {MOST_THREADS}, not {value}")
     share_one_heap()
+    torch.get_num_threads()  # a caller that has not computed yet could get the number that a worker sets
     cores = sorted(os.sched_getaffinity(0))
     made = []
     for number in range(n):

@@ -589,6 +589,32 @@ def test_thread_counts_of_others_stay_as_they_are() -> None:
     assert counts() == before and os.sched_getaffinity(0) == cores
 
 
+def test_a_thread_that_first_computes_while_a_worker_begins_keeps_its_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch gives it the number that was set last, which is the worker's at that moment."""
+    before, set_number, found = torch.get_num_threads(), torch.set_num_threads, []
+    changed, computed = threading.Event(), threading.Event()
+
+    def slowly(number: int) -> None:
+        set_number(number)
+        changed.set()
+        assert computed.wait(limit(60))
+
+    def compute() -> None:
+        with flow.Engine(flow.cpus(1, threads=before + 1)) as engine:
+            engine.push(int)
+            assert changed.wait(limit(60))
+            found.append(torch.get_num_threads())
+            computed.set()
+
+    monkeypatch.setattr(torch, "set_num_threads", slowly)
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
 def test_devices_of_one_name_have_lanes_of_their_own_in_a_trace() -> None:
     first, second = flow.Engine(flow.cpus(1)), flow.Engine(flow.cpus(1))
     with first, second, flow.recording() as trace:
