@@ -27,6 +27,7 @@ class _ThreadContext(threading.local):
 
     def __init__(self) -> None:
         self.device: Device | None = None
+        self.backward = -1  # the number of the backward inside of which this device was set
         self.last_node = -1
         self.phase: str | None = None
         self.program: Any = None
@@ -64,16 +65,19 @@ def place(arrays: Sequence[Any], written: Any) -> tuple[Device, str, str]:
 
     An operation that writes an array runs on that array's device. Backward runs where its forward ran, which
     autograd's sequence number identifies, and its other operations where their first input lies. Everything
-    else runs on the current device.
+    else runs on the current device, also in a hook or a handler that sets one during backward.
 
     Args:
         written: The array that it writes, or None.
     """
-    backward = private.in_backward()
+    number = private.backward_number()
+    backward = number >= 0
     known = _forward_of(private.current_node())
     line = user_line() if known is None else known[1]
     if written is not None:
         device = written.place
+    elif backward and CONTEXT.backward == number:
+        device = current_device()
     elif known is not None:
         device = known[0]
     elif backward and arrays:
@@ -99,9 +103,9 @@ def _forward_of(node: Any) -> tuple[Device, str] | None:
 
 
 def _remember(device: Device, line: str) -> None:
-    """Remember the device of this thread's newest autograd function."""
+    """Remember the device of this thread's newest autograd function, unless that is another operation's."""
     number = private.next_sequence_number() - 1
-    if number == CONTEXT.last_node:
+    if number == CONTEXT.last_node or _interrupts_recording():
         return
     CONTEXT.last_node = number
     for thread in (threading.get_ident(), _ANY_THREAD):
@@ -119,6 +123,16 @@ _THE_USERS = str(Path(__file__).with_name("demo.py"))
 
 def user_line() -> str:
     """Return 'file.py:12' of the innermost line that is neither torch's nor this package's."""
+    frame = _users_frame()
+    if frame is None:
+        return ""
+    place = frame.f_code.co_filename, frame.f_lineno
+    if place not in _lines:
+        _lines[place] = f"{place[0]}:{place[1]}"
+    return _lines[place]
+
+
+def _users_frame() -> Any:
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -126,12 +140,20 @@ def user_line() -> str:
         if ours is None:
             ours = _ours[name] = name.startswith(_FOLDERS) and name != _THE_USERS
         if not ours:
-            place = name, frame.f_lineno
-            if place not in _lines:
-                _lines[place] = f"{name}:{frame.f_lineno}"
-            return _lines[place]
+            break
         frame = frame.f_back
-    return ""
+    return frame
+
+
+def _interrupts_recording() -> bool:
+    """Return whether a signal handler or a finalizer computes while this thread records an operation."""
+    frame = _users_frame()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in private.DISPATCHING and code.co_filename.startswith(_FOLDERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_called_by(function: Any) -> bool:
@@ -202,5 +224,7 @@ class CurrentDevice(private.Scope):
         self.value = device
 
     def calls(self) -> tuple[list[Any], list[Any]]:
-        outer = CONTEXT.device
-        return [partial(setattr, CONTEXT, "device", self.value)], [partial(setattr, CONTEXT, "device", outer)]
+        set_device, set_backward = (partial(setattr, CONTEXT, name) for name in ("device", "backward"))
+        begin = [partial(set_device, self.value), partial(set_backward, private.backward_number())]
+        end = [partial(set_device, CONTEXT.device), partial(set_backward, CONTEXT.backward)]
+        return begin, end

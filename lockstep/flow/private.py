@@ -33,6 +33,7 @@ NAMES_OF_ARRAYS = frozenset(("memory", "copied", "place", "wait", "tensor", "vie
 no_torch_function = torch._C._disabled_torch_function_impl
 current_node: Callable[[], Any] = torch._C._current_autograd_node  # None outside of a backward function
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of this thread
+DISPATCHING = "__torch_dispatch__", "find_torch_dispatch_rule"  # called when autograd's function is made
 
 
 _PYTHON_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Python).add(
@@ -261,9 +262,9 @@ def is_traced() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-def in_backward() -> bool:
-    """Return whether this thread works for autograd's engine."""
-    return torch._C._current_graph_task_id() != -1
+def backward_number() -> int:
+    """Return the number of the backward that this thread works for, or -1 outside of any."""
+    return torch._C._current_graph_task_id()
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -448,6 +448,58 @@ def test_a_handler_leaves_no_old_copy_on_another_device(is_captured: bool) -> No
         assert read() == x.tolist() == [1, 1]
 
 
+def test_backward_runs_where_its_forward_ran_if_a_handler_writes_an_array_of_another_device() -> None:
+    """Here it writes one whenever torch calls Python in the middle of an operation."""
+    devices = flow.cpus(2)
+    with flow.Engine(devices):
+        with flow.device(devices[1]):
+            count = flow.zeros((1,))
+        w = flow.ones((3, 3)).requires_grad_()
+
+        def handle(frame: Any, event: str, argument: object) -> None:
+            if frame.f_code.co_name in private.DISPATCHING:
+                count.add_(1)
+
+        sys.settrace(handle)
+        try:
+            loss = (w @ w).sum()
+        finally:
+            sys.settrace(None)
+        loss.backward()
+        assert count.item() > 0 and count.place is devices[1]
+        assert w.grad is not None and w.grad.place is devices[0]  # type: ignore[attr-defined]
+
+
+def test_a_handler_and_a_hook_set_the_device_during_backward() -> None:
+    devices = flow.cpus(3)
+    seen = []
+
+    def compute(device: Any, grad: torch.Tensor) -> torch.Tensor:
+        with flow.device(device):
+            made = grad * 2 + torch.zeros(3)
+        seen.append(made.place)  # type: ignore[attr-defined]
+        return made
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        signal.raise_signal(signal.SIGALRM)
+        return compute(devices[1], grad)
+
+    with flow.Engine(devices):
+        w = flow.ones((3,)).requires_grad_()
+        before = signal.signal(signal.SIGALRM, lambda *_: compute(devices[2], torch.ones(3)))
+        try:
+            for device in devices:  # this scope began before backward: its forward decides
+                made = w * 2
+                made.register_hook(hook)
+                with flow.device(device):
+                    made.sum().backward()
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert seen == [devices[2], devices[1]] * 3
+        assert w.grad is not None and w.grad.place is devices[0]  # type: ignore[attr-defined]
+        assert w.grad.tolist() == [12] * 3
+
+
 def test_a_handler_can_use_flow_while_a_seed_waits_for_its_turn() -> None:
     """A worker has the turn while it computes with torch's own generator, which may take long."""
     is_held, go, found = threading.Event(), threading.Event(), []
