@@ -31,6 +31,7 @@ _NORMALIZATIONS = {
     "aten::native_batch_norm",
     "aten::_native_batch_norm_legit",
     "aten::native_layer_norm",
+    "aten::native_layer_norm_backward",
     "aten::native_group_norm",
     "aten::native_group_norm_backward",
 }

@@ -216,6 +216,15 @@ def test_losses_of_no_samples_have_gradients(device: Cpu, loss: Callable[..., to
     assert scores.grad is not None and scores.grad.tolist() == [[0, 0]] * 3
 
 
+def test_layer_norm_of_no_samples_with_less_precision_than_its_parameters(device: Cpu) -> None:
+    with flow.device(device):
+        layer = flow.arrays(nn.LayerNorm(4))
+        layer(torch.zeros(0, 4, dtype=torch.bfloat16)).sum().backward()
+    for parameter in layer.parameters():
+        assert parameter.grad is not None and parameter.grad.dtype is torch.float32
+        assert parameter.grad.tolist() == [0] * 4
+
+
 def test_marks_of_parameters_stay(device: Cpu) -> None:
     layer = nn.Linear(2, 2)
     layer.bias.no_decay = True  # type: ignore[attr-defined]
