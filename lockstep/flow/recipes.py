@@ -47,6 +47,10 @@ _LIKE_SCORES = {
     "aten::huber_loss_backward": 1,
     "aten::soft_margin_loss_backward": 1,
 }
+# Operations that torch cannot predict for a batch of no samples, since its check fails.
+_NEEDING_SAMPLES = {
+    f"aten::{kind}{n}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)
+}
 # Operations that return a view although the schema does not say so.
 _UNDECLARED_VIEWS = {
     "aten::_unsafe_view",
@@ -373,6 +377,9 @@ def _call_on_fakes(
     scores = None if schema is None else _LIKE_SCORES.get(schema.name)
     if scores == 1:
         return fakes, torch.empty_like(fakes[1], memory_format=torch.contiguous_format)
+    if schema is not None and schema.name in _NEEDING_SAMPLES and not fakes[0].size(0):
+        one = fakes[0].new_empty(1, *fakes[0].shape[1:])
+        return fakes, function(*fill(template, [one, *fakes[1:]]), **fill_names(keywords, fakes))[:0]
     returned = function(*fill(template, fakes), **fill_names(keywords, fakes))
     if scores == 0:
         return fakes, returned.to(fakes[0].dtype)

@@ -225,6 +225,17 @@ def test_layer_norm_of_no_samples_with_less_precision_than_its_parameters(device
         assert parameter.grad.tolist() == [0] * 4
 
 
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_no_images_are_enlarged(device: Cpu, mode: str, n: int) -> None:
+    with flow.device(device):
+        images = flow.zeros((0, 3, *[4] * n)).requires_grad_()
+        made = F.interpolate(images, scale_factor=2, mode=mode)
+        made.sum().backward()
+    assert made.tolist() == [] and made.shape == (0, 3, *[8] * n)
+    assert images.grad is not None and images.grad.shape == images.shape
+
+
 def test_marks_of_parameters_stay(device: Cpu) -> None:
     layer = nn.Linear(2, 2)
     layer.bias.no_decay = True  # type: ignore[attr-defined]
