@@ -183,7 +183,8 @@ class GradientMerger:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the carried rounding errors, by device and bucket."""
-        return {key: array.tensor() for key, array in self._carried.items()}
+        unused = {key: value.clone() for key, value in self._loaded.items()}  # no step has needed them yet
+        return unused | {key: array.tensor() for key, array in self._carried.items()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """Restore rounding errors. Errors that the state lacks, or of another shape, become 0."""

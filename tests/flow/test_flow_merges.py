@@ -120,6 +120,33 @@ def test_compressed_strategies_have_the_same_bits_and_resume(bits: Bits) -> None
         assert all(torch.equal(value, results[0][name]) for name, value in other.items())
 
 
+def test_rounding_errors_that_no_step_has_used_are_saved_again() -> None:
+    """A run that is stopped just after it resumed, before its first step, saves what it loaded."""
+    model, x = nn.Linear(30, 20), torch.randn(7, 30)
+    with flow.Engine(flow.cpus(2, threads=1)) as engine:
+
+        def make() -> flow.ParallelExecutor:
+            return flow.ParallelExecutor(
+                model, lambda m, x: m(x).square().mean(), lambda p: torch.optim.SGD(p, 0.1), engine.devices,
+                compress="int8",
+            )  # fmt: skip
+
+        first, resumed, again = make(), make(), make()
+        first.run({"x": x})
+        resumed.load_state_dict(first.state_dict())
+        state = resumed.state_dict()
+        assert len(state["carried"]) == 2
+        again.load_state_dict(state)
+        resumed.run({"x": x[:1]})  # the second device has no samples, so it keeps its errors
+        assert all(map(torch.equal, state["carried"].values(), first.state_dict()["carried"].values()))
+        kept = next(key for key in state["carried"] if key.startswith("1/"))
+        assert torch.equal(resumed.state_dict()["carried"][kept], state["carried"][kept])
+        for made in (first, again):
+            made.run({"x": x})
+        for name, value in first.replica(0).items():
+            assert torch.equal(again.replica(0)[name], value)
+
+
 class TwoDtypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
