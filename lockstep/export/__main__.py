@@ -10,6 +10,7 @@ Existing files are not overwritten. docs/weights.md describes each format. Exit 
 can't be used.
 """
 
+import io
 import json
 import logging
 import shutil
@@ -172,7 +173,9 @@ def write_safetensors(trained: Trained, path: Path) -> list[str]:
 
 def write_pth(trained: Trained, path: Path) -> list[str]:
     """Write the state dict with torch.save. torch.load reads it with weights_only."""
-    torch.save({name: value.contiguous() for name, value in trained.model.state_dict().items()}, path)
+    content = io.BytesIO()  # torch.save does not report the cause if it can't write a file
+    torch.save({name: value.contiguous() for name, value in trained.model.state_dict().items()}, content)
+    path.write_bytes(content.getbuffer())
     return []
 
 

@@ -18,6 +18,7 @@ are three further differences:
   v = -v' / r.
 """
 
+import io
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +149,13 @@ def split(layers: list[LayerArrays], lib_conv: LibConv) -> list[list[np.ndarray]
     return arrays
 
 
+def _save(path: Path, array: np.ndarray | np.float32) -> None:
+    """Write a .npy file. np.save to a path may cut a small array short without an error."""
+    content = io.BytesIO()
+    np.save(content, array)
+    path.write_bytes(content.getbuffer())
+
+
 def write(
     folder: Path, epoch: int, lib_conv: LibConv, weights: list[LayerArrays], progress: TrainingState | None
 ) -> None:
@@ -165,7 +173,7 @@ def write(
     """
     for number, arrays in enumerate(split(weights, lib_conv)):
         for name, array in zip(_HALVES if len(arrays) == 4 else _WHOLE, arrays, strict=True):
-            np.save(folder / f"{name}_{number}_{epoch}.npy", array)
+            _save(folder / f"{name}_{number}_{epoch}.npy", array)
     (folder / "config.yaml").write_text(f"lib_conv: {lib_conv}\nload_epoch: {epoch}\n", encoding="utf-8")
     if progress is None:
         return
@@ -173,9 +181,9 @@ def write(
     scaled = [_scale(layer, -float(rate), -_BIAS_RATE * float(rate)) for layer in progress.momenta]
     momenta = split(scaled, lib_conv)
     for number, array in enumerate(array for layer in momenta for array in layer):
-        np.save(folder / f"mom_{number}_{epoch}.npy", array)
-    np.save(folder / f"lr_{epoch}.npy", rate)
-    np.save(folder / "val_record.npy", np.array(progress.errors, np.float64).reshape(-1, 2))
+        _save(folder / f"mom_{number}_{epoch}.npy", array)
+    _save(folder / f"lr_{epoch}.npy", rate)
+    _save(folder / "val_record.npy", np.array(progress.errors, np.float64).reshape(-1, 2))
 
 
 def _names_of(folder: Path, epoch: int) -> list[list[str]]:

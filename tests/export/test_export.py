@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import subprocess
 import sys
 from dataclasses import asdict
@@ -275,6 +276,19 @@ def test_nothing_is_overwritten_and_nothing_half_written_is_left(tmp_path: Path,
         with pytest.raises(UserError, match=r"can't be written"):
             export(trained, to, tmp_path / "file" / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "file"])
+
+
+@pytest.mark.parametrize("to", ["torchvision", "safetensors", "theano_alexnet"])
+def test_an_export_that_finds_no_room_says_so(tmp_path: Path, to: str) -> None:
+    trained = load_trained(make_run(tmp_path / "run", make_config(model="tiny")), "latest")
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, unlimited[1]))  # as a full disk
+    try:
+        with pytest.raises(UserError, match=r"/out: can't be written: .*File too large"):
+            export(trained, to, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_an_export_that_was_killed_hinders_no_other_one(tmp_path: Path) -> None:
