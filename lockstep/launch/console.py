@@ -211,6 +211,11 @@ class Console:
         assert self.last_validation, "a run validates at least once"
         return f"done: {validation_text(self.last_validation)}; files are in {self._path.parent}"
 
+    def take_saved(self, path: Path) -> None:
+        """Show and log a checkpoint on the disk, unless that was done or the run has resumed from it."""
+        if path != self.start and Saved(str(path)) != self.last_saved:
+            self.take(Saved(str(path)))
+
     def describe_saved(self) -> str:
         """Return what a run that was stopped has saved, and which host has saved it."""
         if self.last_saved:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from lockstep.launch.hosting import JointEnd, Rejoining
 from lockstep.launch.processes import Processes
 from lockstep.launch.resize_handler import ResizeHandler
 from lockstep.memory.host import HostBlock
-from lockstep.runs.checkpoint_files import verify_checksum
+from lockstep.runs.checkpoint_files import read_state, records, verify_checksum
 from lockstep.runs.folder import keep_settings, lock_if_free
 from lockstep.runs.network_source import NetworkSource
 from lockstep.runs.snapshot import MemoryCheckpoint, Retained
@@ -207,16 +208,17 @@ class Recovery:
         """Return the JSON file that a memory checkpoint has on the disk, once it exists."""
         return self._folder / "checkpoints" / f"{retained.state().name}.json"
 
-    def _is_whole_on_disk(self, retained: Retained) -> bool:
-        """Return whether a memory checkpoint is on the disk.
+    def _on_disk(self, retained: Retained) -> Path | None:
+        """Return the newest whole checkpoint on the disk, unless a memory checkpoint is newer.
 
-        A damaged one may have its name, which the run has passed over when it resumed.
+        A trainer may have written it and been ended before it said so. Damaged ones are passed over, as when
+        a run resumes.
         """
-        try:
-            verify_checksum(self._record_of(retained))
-        except UserError:
-            return False
-        return True
+        for record in reversed(records(self._folder)):
+            with suppress(UserError):
+                is_older = read_state(record).moment < retained.checkpoint.moment
+                return None if is_older else verify_checksum(record).path
+        return None
 
     def is_to_pause(self, attempt: Attempt) -> bool:
         """Return whether the trainers are to pause, because the run is to resume on other devices."""
@@ -303,7 +305,9 @@ class Recovery:
             self._console.say(f"note: {attempt.run.folder}: host 0 has its lock, so nothing is saved there")
 
     def _write_out(self, attempt: Attempt) -> bool:
-        """Write the memory checkpoint to the disk, unless it exists, in a process that no signal stops.
+        """Write the memory checkpoint to the disk, in a process that no signal stops.
+
+        Nothing is written if it, or a newer one, exists.
 
         Where hosts share the folder, host 0 does so for all, or one of the others if host 0 has ended.
 
@@ -328,7 +332,8 @@ class Recovery:
         folder = attempt.run.folder
         if not newest.is_whole():
             raise UserError(f"{folder}: the memory checkpoint is damaged, so only older ones are on the disk")
-        if self._is_whole_on_disk(newest):
+        if path := self._on_disk(newest):
+            self._console.take_saved(path)
             return
         exit_status = self._run_writer(attempt, newest)
         if exit_status.lost:  # once more, because nothing else has what is in the memory

@@ -172,9 +172,8 @@ class Snapshots:
             )
         content = self._content(self.newest)
         content[self._n_bytes : end] = np.frombuffer(record, np.uint8)
-        moment = state.epoch, state.position, len(state.val_record)
         digest = digest_of(content[:end])
-        return MemoryCheckpoint(self.newest, self._n_bytes, len(record), digest, moment, to_disk)
+        return MemoryCheckpoint(self.newest, self._n_bytes, len(record), digest, state.moment, to_disk)
 
     @property
     def flat(self) -> "torch.Tensor":

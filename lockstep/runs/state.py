@@ -86,6 +86,11 @@ class State:
         return bool(record) and self.epoch in (len(record), record[-1].get("epoch"))
 
     @property
+    def moment(self) -> tuple[int, int, int]:
+        """The epoch, the position in it and the number of validations so far, which order a run's states."""
+        return self.epoch, self.position, len(self.val_record)
+
+    @property
     def monitor(self) -> str:
         """The value of a validation that says which epoch is best; without one that of the task."""
         return monitor_in(self.config)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Program, make_config
+from conftest import ROOT, Program, make_config, wait_until
 from limits import limit
 from saved import assert_same, tensors
 
@@ -44,6 +44,25 @@ def test_a_step_that_takes_too_long_is_left_out_of_what_is_saved(program: Progra
     resumed = program.run(*words, "resume_train=auto", devices=devices, environment=environment(False))
     unbroken = program.run(*words, name="unbroken", devices=devices, environment=environment(False))
     assert_same(tensors(resumed, 3), tensors(unbroken, 3))
+
+
+@pytest.mark.slow
+def test_a_newer_checkpoint_on_the_disk_is_what_a_preempted_run_has_saved(program: Program) -> None:
+    """It was written while the trainer stood still in the next step, so it could not say so.
+
+    Epochs have four steps. A pass precedes the first one, so the sixth is that of epoch 2's first step.
+    """
+    words = (*SLOW, "n_epochs=2", "preempt_seconds=2", "snapshot_freq=1", "batch_size=12")
+    running = program.start(*words, environment=environment(True))
+    running.wait_for_text("epoch 1/2")
+    record = running.run_folder / "checkpoints" / "epoch_0001.json"
+    wait_until(record.exists, "the checkpoint of epoch 1")
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait(60) == 143, running.output()
+    assert "stopped as asked; saved " in running.last_line()
+    assert "/epoch_0001.safetensors; resume_train=True resumes it" in running.last_line()
+    assert [path.stem for path in record.parent.glob("*.json")] == ["epoch_0001"]
+    assert running.output().count("\nsaved ") == 1
 
 
 def test_a_step_that_ends_in_time_is_saved(program: Program) -> None:
