@@ -240,15 +240,11 @@ class Arena:
         """
         current = self.state()
         for name in current.keys() | state.keys():
-            if name not in state:
-                raise UserError(f"{source}: is of another model: it has no '{name}'")
-            if name not in current:
-                raise UserError(f"{source}: is of another model: this one has no '{name}'")
-            own, loaded = current[name], state[name]
-            if own.shape != loaded.shape or own.dtype != loaded.dtype:
+            difference = _difference(name, current.get(name), state.get(name))
+            if difference:
                 raise UserError(
-                    f"{source}: is of another model: its '{name}' is {loaded.dtype} {tuple(loaded.shape)}, "
-                    f"this one's is {own.dtype} {tuple(own.shape)}"
+                    f"{source}: is of another model: {difference}. Use the model, the model_args and as many "
+                    "classes as it was made with"
                 )
         for name, tensor in current.items():
             tensor.copy_(state[name])
@@ -349,3 +345,15 @@ def _view(elements: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 def _count(sources: Iterable[torch.Tensor]) -> int:
     """Return the elements that the tensors take in the arena, with their padding."""
     return sum(padded(source.numel()) for source in sources)
+
+
+def _difference(name: str, own: torch.Tensor | None, loaded: torch.Tensor | None) -> str:
+    """Return in words how a checkpoint's tensor differs from the arena's; '' if not. None: it is missing."""
+    if loaded is None:
+        return f"it has no '{name}'"
+    if own is None:
+        return f"this one has no '{name}'"
+    if own.shape == loaded.shape and own.dtype == loaded.dtype:
+        return ""
+    theirs, ours = (f"{each.dtype} {tuple(each.shape)}" for each in (loaded, own))
+    return f"its '{name}' is {theirs}, this one's is {ours}"

@@ -104,7 +104,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         arena.load(bad, "file")
     with pytest.raises(UserError, match="it has no 'weights/bias'"):
         arena.load({"weights/weight": good["weights/weight"]}, "file")
-    with pytest.raises(UserError, match="this one has no 'weights/extra'"):
+    with pytest.raises(UserError, match=r"this one has no 'weights/extra'\. Use the model.* as many classes"):
         arena.load({**good, "weights/extra": torch.ones(1)}, "file")
     assert torch.equal(arena.flat, before)
     arena.load(good, "file")
