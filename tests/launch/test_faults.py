@@ -23,6 +23,8 @@ from lockstep.runs.checkpoint_files import verify_checksum
 
 ERRORS = ("ENOSPC", "EIO", "EROFS", "EDQUOT", "EINTR")
 OF_READS = ("EIO", "EINTR", "short")
+# What the launcher writes when it learns that training has begun, which the trainer does not wait for.
+OF_LAUNCHER = {"log.jsonl", "dataset_mean.npy", "dataset.json", "smallnet.py", "config.yaml"}
 LAST = 0  # stands for the number of the last one
 END = "run/checkpoints/epoch_0002.safetensors"
 
@@ -105,7 +107,7 @@ def assert_named(ended: Ended, fault: Fault, start: str) -> None:
     line, name = ended.last_line(), Path(fault.name).name
     name = name.removesuffix(".tmp").strip(".*")
     assert line.startswith(start), f"{fault}: {line}"
-    names = {name, "log.jsonl"} if fault.error in LASTING else {name}  # the launcher may write there first
+    names = {name, *OF_LAUNCHER} if fault.error in LASTING else {name}  # the launcher may write first
     assert any(each in line for each in names), f"{fault}: {line}"
     opened_by_safetensors = fault.kind == "open" and "No such file" in line  # whatever it is
     assert opened_by_safetensors or os.strerror(getattr(errno, fault.error)) in line, f"{fault}: {line}"
