@@ -86,8 +86,7 @@ def train(config: Config, dataset: Dataset, run: RunFolder, context: Context) ->
     while attempt:
         exit_status, last_step = train_once(attempt, dataset, context, console, recovery)
         exit_status, attempt = recovery.next(attempt, exit_status, last_step)
-    exit_status = host.conclude(exit_status)
-    console.log_ending(exit_status)
+    exit_status = console.log_ending(host.conclude(exit_status))
     if not console.close(console.last_line(exit_status), "stderr" if exit_status.code else "stdout"):
         os._exit(exit_status.code)  # the terminal is blocked; Python's own flush at exit would wait for it
     return exit_status.code

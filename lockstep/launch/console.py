@@ -154,16 +154,16 @@ class Console:
         except OSError as error:
             raise UserError(f"{self._path}: can't be written: {error.strerror}") from error
 
-    def log_ending(self, exit_status: ExitStatus) -> None:
-        """Write the last line of the log. An error is raised only if the run succeeded.
+    def log_ending(self, exit_status: ExitStatus) -> ExitStatus:
+        """Write the last line of the log, and return how the run ended: an error only if it had none.
 
-        Otherwise the run's own failure, perhaps caused by the same full disk, is the one to report.
+        The run's own failure, perhaps caused by the same full disk, is the one to report.
         """
         try:
             self.log("ended", asdict(exit_status))
-        except UserError:
-            if exit_status.code == 0:
-                raise
+        except UserError as error:  # `close` prints it, after the lines that still wait
+            return exit_status if exit_status.code else ExitStatus(error.code, str(error))
+        return exit_status
 
     def say(self, text: str, stream: str = "stdout") -> None:
         """Print a line on 'stdout' or 'stderr', above the bar."""

@@ -413,6 +413,24 @@ def test_lines_of_validation_fit_in_100_columns(tmp_path: Path, error: float | N
     assert len(line) <= 100 and "12.34%" in line and "loss 1234.5" in line
 
 
+@pytest.mark.parametrize(
+    "ended", [ExitStatus(0), ExitStatus(1, "trainer 0 was killed")], ids=["done", "failed"]
+)
+def test_a_log_that_cannot_be_ended_is_named_in_the_last_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], ended: ExitStatus
+) -> None:
+    """Lines still wait then. A run that has failed for another reason names that."""
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    console = Console(tmp_path / "log.jsonl", Config(), 6, True)
+    for number in range(1000):
+        console.say(f"line {number}", "stderr")
+    exit_status = console.log_ending(ended)
+    assert exit_status.code == (ended.code or 2)
+    assert console.close(console.last_line(exit_status), "stderr")
+    reason = ended.message or f"{tmp_path}/log.jsonl: can't be written: No space left on device"
+    assert capfd.readouterr().err.splitlines()[-2:] == ["line 999", f"lockstep: {reason}"]
+
+
 def test_runs_without_a_name_that_start_in_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:
     runs = [open_run(Config(weights_dir=str(tmp_path)), 90) for _ in range(6)]
     assert len({run.folder for run in runs}) == 6
