@@ -22,6 +22,10 @@ from lockstep.threads import MOST_THREADS
 LANES = ("compute", "communication", "fetch", "call")  # the kinds of work that may be pushed
 _THREADS = threading.Lock()
 os.register_at_fork(after_in_child=_THREADS._at_fork_reinit)  # type: ignore[attr-defined]
+# MKL prepares square roots in the first call of a process. While one thread does, another one gets other
+# bits, and the optimizers of two devices would be those threads.
+for _dtype in (torch.float32, torch.float64):
+    torch.ones(1, dtype=_dtype, device="cpu").sqrt()
 
 
 class Event(Protocol):

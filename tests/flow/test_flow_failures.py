@@ -615,6 +615,23 @@ def test_a_thread_that_first_computes_while_a_worker_begins_keeps_its_count(
     assert found == [before]
 
 
+def test_square_roots_are_prepared_before_any_worker_begins() -> None:
+    """Of two first calls at the same time in a process, one has other bits, but only now and then."""
+    done = run_python(
+        "import torch\n"
+        "from torch.utils._python_dispatch import TorchDispatchMode\n"
+        "class Roots(TorchDispatchMode):\n"
+        "    def __torch_dispatch__(self, function, types, args=(), kwargs=None):\n"
+        "        if function is torch.ops.aten.sqrt.default:\n"
+        "            print(args[0].dtype, args[0].device)\n"
+        "        return function(*args, **(kwargs or {}))\n"
+        "with Roots():\n"
+        "    import lockstep.flow\n",
+        limit(60),
+    )
+    assert done.stdout.splitlines() == ["torch.float32 cpu", "torch.float64 cpu"], done.stderr
+
+
 def test_devices_of_one_name_have_lanes_of_their_own_in_a_trace() -> None:
     first, second = flow.Engine(flow.cpus(1)), flow.Engine(flow.cpus(1))
     with first, second, flow.recording() as trace:
