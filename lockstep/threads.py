@@ -1,4 +1,4 @@
-"""A thread that runs functions one after another and never keeps the program from exiting."""
+"""A thread that never keeps the program from exiting, and what threads need before they compute."""
 
 import queue
 import threading
@@ -46,3 +46,15 @@ def _complete(function: Callable[[], Any], future: "Future[Any]") -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def prepare_square_roots() -> None:
+    """Compute the first square roots of this process, in this thread only.
+
+    MKL prepares them in the first call. A thread whose first call comes at that moment now and then gets
+    other bits: that of a second device, or that of a large tensor's second half, as in Adam's first update.
+    """
+    import torch
+
+    for dtype in (torch.float32, torch.float64):
+        torch.ones(1, dtype=dtype, device="cpu").sqrt()

@@ -17,15 +17,12 @@ from lockstep.errors import UserError
 from lockstep.exchange.reduction import reduce_arrays
 from lockstep.flow import private
 from lockstep.memory.malloc import share_one_heap
-from lockstep.threads import MOST_THREADS
+from lockstep.threads import MOST_THREADS, prepare_square_roots
 
 LANES = ("compute", "communication", "fetch", "call")  # the kinds of work that may be pushed
 _THREADS = threading.Lock()
 os.register_at_fork(after_in_child=_THREADS._at_fork_reinit)  # type: ignore[attr-defined]
-# MKL prepares square roots in the first call of a process. While one thread does, another one gets other
-# bits, and the optimizers of two devices would be those threads.
-for _dtype in (torch.float32, torch.float64):
-    torch.ones(1, dtype=_dtype, device="cpu").sqrt()
+prepare_square_roots()  # before any worker exists
 
 
 class Event(Protocol):

@@ -21,7 +21,7 @@ from lockstep.launch.children import describe_exit
 from lockstep.launch.processes import connect_all
 from lockstep.launch.status import StatusBoard
 from lockstep.synk.commands import Connect, Start, WorkerReady
-from lockstep.threads import DaemonExecutor
+from lockstep.threads import DaemonExecutor, prepare_square_roots
 
 LEAVE_SECONDS = 5.0  # time that a worker's process has to exit after Close
 LEAVE_GPU_SECONDS = 60.0  # time that ranks wait for each other when they free their memory on GPUs
@@ -230,6 +230,7 @@ class ThreadLimits:
         if "torch" in sys.modules and self._of_torch is None:
             import torch
 
+            prepare_square_roots()
             self._of_torch = torch.get_num_threads()
             torch.set_num_threads(self.number)
         self._limits.append(threadpool_limits(limits=self.number))

@@ -21,6 +21,7 @@ from lockstep.network.recorder import Recorder
 from lockstep.sync import Rule
 from lockstep.sync.factory import make_rule
 from lockstep.sync.replica_check import ReplicaCheck, check_replicas
+from lockstep.threads import prepare_square_roots
 from lockstep.trainer.coordinator import Coordinator
 from lockstep.trainer.recheck import Recheck
 
@@ -36,6 +37,7 @@ def computing(config: Config, world: World, board: StatusBoard) -> Iterator[None
         UserError: Memory is exhausted, or the network has an operation that `deterministic` forbids.
     """
     n_threads = config.cpu_threads or max(1, count_cores() // world.local_size)
+    prepare_square_roots()
     torch.set_num_threads(n_threads)
     if config.pin_cores:
         pin_cores(world.local_rank, world.local_size, n_threads)

@@ -1,12 +1,16 @@
-"""`pin_cores`: shares of cores that never overlap, with siblings together."""
+"""Cores and threads of a trainer: shares of cores never overlap, and square roots are prepared."""
 
 import os
 from pathlib import Path
 
 import pytest
-from conftest import Program
+import torch
+from conftest import Program, make_config
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.comm.group import World
 from lockstep.errors import UserError
+from lockstep.launch.status import StatusBoard
 from lockstep.trainer import setup
 
 
@@ -28,6 +32,26 @@ def test_shares_are_whole_cores_with_their_siblings(tmp_path: Path, monkeypatch:
     assert given[5:] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     with pytest.raises(UserError, match="3 trainers with 3 threads each need 9 cores, and 8 can be used"):
         setup.pin_cores(0, 3, 3)
+
+
+class SquareRoots(TorchDispatchMode):
+    """Records the dtypes of the square roots that torch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.sqrt.default:
+            self.dtypes.append(args[0].dtype)
+        return function(*args, **(kwargs or {}))
+
+
+def test_one_thread_computes_the_first_square_roots_of_a_trainer() -> None:
+    """Two threads that do have other bits now and then: Adam's first update of a large tensor."""
+    (world,) = World.on_one_host(1)
+    with SquareRoots() as roots, setup.computing(make_config(), world, StatusBoard.create()):
+        assert roots.dtypes == [torch.float32, torch.float64]
 
 
 def allowed(pid: int) -> str:
