@@ -246,6 +246,7 @@ def test_by_default_a_killed_loader_is_started_again_and_no_trainer(program: Pro
     for n_left in (2, 1, 0):
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda n=n_left: f"(restarts left: {n})" in running.output(), "another loader")
+        wait_until(lambda n=n_left: len(events(running, "loader_restarted")) == 3 - n, "its line in the log")
         pid = events(running, "loader_restarted")[-1]["pid"]
     assert len(events(running, "started")) == 1 and not events(running, "recovered")
     os.kill(pid, signal.SIGKILL)
