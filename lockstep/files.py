@@ -89,10 +89,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
-    """Write a .npy file. Raise UserError on failure, with the cause, which np.save does not report."""
+    """Write a .npy file, completely or not at all. Raise UserError on failure."""
+    write_bytes(path, as_npy(array))
+
+
+def as_npy(array: np.ndarray | np.generic) -> bytes:
+    """Return the content of a .npy file. np.save to a path hides the cause of a failure, or all of it."""
     file = io.BytesIO()
     np.save(file, array)
-    write_bytes(path, file.getvalue())
+    return file.getvalue()
 
 
 def check_regular(path: Path) -> None:

@@ -18,7 +18,6 @@ are three further differences:
   v = -v' / r.
 """
 
-import io
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ import numpy as np
 
 from lockstep.config import read_yaml
 from lockstep.errors import UserError
-from lockstep.files import read_array
+from lockstep.files import as_npy, read_array
 
 LibConv = Literal["cudnn", "cudaconvnet"]
 _WEIGHTS = re.compile(r"(W|b|W0|b0|W1|b1)_(\d+)_(\d+)\.npy")
@@ -149,13 +148,6 @@ def split(layers: list[LayerArrays], lib_conv: LibConv) -> list[list[np.ndarray]
     return arrays
 
 
-def _save(path: Path, array: np.ndarray | np.float32) -> None:
-    """Write a .npy file. np.save to a path may cut a small array short without an error."""
-    content = io.BytesIO()
-    np.save(content, array)
-    path.write_bytes(content.getbuffer())
-
-
 def write(
     folder: Path, epoch: int, lib_conv: LibConv, weights: list[LayerArrays], progress: TrainingState | None
 ) -> None:
@@ -173,7 +165,7 @@ def write(
     """
     for number, arrays in enumerate(split(weights, lib_conv)):
         for name, array in zip(_HALVES if len(arrays) == 4 else _WHOLE, arrays, strict=True):
-            _save(folder / f"{name}_{number}_{epoch}.npy", array)
+            (folder / f"{name}_{number}_{epoch}.npy").write_bytes(as_npy(array))
     (folder / "config.yaml").write_text(f"lib_conv: {lib_conv}\nload_epoch: {epoch}\n", encoding="utf-8")
     if progress is None:
         return
@@ -181,9 +173,9 @@ def write(
     scaled = [_scale(layer, -float(rate), -_BIAS_RATE * float(rate)) for layer in progress.momenta]
     momenta = split(scaled, lib_conv)
     for number, array in enumerate(array for layer in momenta for array in layer):
-        _save(folder / f"mom_{number}_{epoch}.npy", array)
-    _save(folder / f"lr_{epoch}.npy", rate)
-    _save(folder / "val_record.npy", np.array(progress.errors, np.float64).reshape(-1, 2))
+        (folder / f"mom_{number}_{epoch}.npy").write_bytes(as_npy(array))
+    (folder / f"lr_{epoch}.npy").write_bytes(as_npy(rate))
+    (folder / "val_record.npy").write_bytes(as_npy(np.array(progress.errors, np.float64).reshape(-1, 2)))
 
 
 def _names_of(folder: Path, epoch: int) -> list[list[str]]:

@@ -616,7 +616,7 @@ def test_a_thread_that_first_computes_while_a_worker_begins_keeps_its_count(
 
 
 def test_square_roots_are_prepared_before_any_worker_begins() -> None:
-    """Of two first calls at the same time in a process, one has other bits, but only now and then."""
+    """Two first calls at the same time in a process rarely have other bits, so the call itself is tested."""
     done = run_python(
         "import torch\n"
         "from torch.utils._python_dispatch import TorchDispatchMode\n"

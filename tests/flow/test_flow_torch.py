@@ -209,7 +209,7 @@ def test_losses_of_targets_with_another_dtype(
 
 @pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss])
 def test_losses_of_no_samples_have_gradients(device: Cpu, loss: Callable[..., torch.Tensor]) -> None:
-    """As where a mask chooses none: the mean is not a number, and the gradients are empty."""
+    """A mask may choose none: the mean is not a number, and the gradients are empty."""
     with flow.device(device):
         scores = flow.zeros((3, 2)).requires_grad_()
         loss(scores[:0], torch.zeros(0, 2)).backward()

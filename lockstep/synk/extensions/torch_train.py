@@ -25,7 +25,8 @@ def make_train_function(
     Args:
         module: Shared by lockstep.synk.share if it is not yet.
         loss: Function of module(x) and y that returns the mean over rows.
-        optimizer: Optimizer of the module's parameters. A step is an error if another one has a gradient.
+        optimizer: Optimizer of the module's parameters. A step is an error if a parameter of the optimizer
+            that the module lacks has a gradient.
     """
     team = current_team("make_train_function()")
     sharing.share(team, module)
