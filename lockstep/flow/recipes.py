@@ -373,17 +373,17 @@ def _call_on_fakes(
         torch.empty_strided(size, stride, dtype=dtype, device=device)
         for size, stride, dtype, device in layouts
     ]
-    schema = getattr(function, "_schema", None)
-    scores = None if schema is None else _LIKE_SCORES.get(schema.name)
+    name = getattr(getattr(function, "_schema", None), "name", "")
+    scores = _LIKE_SCORES.get(name)
     if scores == 1:
         return fakes, torch.empty_like(fakes[1], memory_format=torch.contiguous_format)
-    if schema is not None and schema.name in _NEEDING_SAMPLES and not fakes[0].size(0):
+    if name in _NEEDING_SAMPLES and not fakes[0].size(0):
         one = fakes[0].new_empty(1, *fakes[0].shape[1:])
         return fakes, function(*fill(template, [one, *fakes[1:]]), **fill_names(keywords, fakes))[:0]
     returned = function(*fill(template, fakes), **fill_names(keywords, fakes))
     if scores == 0:
         return fakes, returned.to(fakes[0].dtype)
-    if schema is not None and schema.name in _LOSSES and fakes[1].dim() <= _LOSSES[schema.name]:
+    if name in _LOSSES and fakes[1].dim() <= _LOSSES[name]:
         loss, *others = [returned] if isinstance(returned, torch.Tensor) else returned
         returned = (loss.squeeze(), *others) if others else loss.squeeze()
     return fakes, returned
