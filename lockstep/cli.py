@@ -177,6 +177,7 @@ def _init(words: list[str]) -> int:
     copies[source / "models" / "smallnet.py"] = target / "my_network.py"
     if existing := [str(path) for path in copies.values() if path.exists()]:
         raise UserError(f"{existing[0]}: already exists. Choose another folder, or remove it first.")
+    is_new = not target.exists()
     try:
         target.mkdir(parents=True, exist_ok=True)
         for old, new in copies.items():
@@ -185,6 +186,9 @@ def _init(words: list[str]) -> int:
         for path in copies.values():  # an unfinished config.yaml would be used, and stop the next try
             with suppress(OSError):
                 path.unlink(missing_ok=True)
+        if is_new:
+            with suppress(OSError):
+                target.rmdir()
         raise UserError(f"{target}: can't be written: {error.strerror}. Choose another folder.") from error
     print(
         f"{target}: edit config.yaml, then: lockstep train FOLDER. model=my_network:Model trains the example."

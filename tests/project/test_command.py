@@ -76,8 +76,11 @@ def test_init_that_fails_leaves_no_unfinished_files(tmp_path: Path, monkeypatch:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(shutil, "copyfile", fill_the_disk)
-    with pytest.raises(UserError, match="project: can't be written: No space left on device"):
-        cli._init([str(tmp_path / "project")])
+    for is_the_users in (False, True):
+        with pytest.raises(UserError, match="project: can't be written: No space left on device"):
+            cli._init([str(tmp_path / "project")])
+        assert [path.name for path in tmp_path.iterdir()] == ["project"] * is_the_users
+        (tmp_path / "project").mkdir(exist_ok=True)
     assert list((tmp_path / "project").iterdir()) == []
     monkeypatch.undo()
     assert cli._init([str(tmp_path / "project")]) == 0
