@@ -202,5 +202,8 @@ def settle(config: "Config") -> tuple["Config", list[str]]:
     share = -(-config.global_batch_size // n_trainers)
     if config.logical_ranks is not None:
         share = -(-config.global_batch_size * shares.most_of(config) // config.logical_ranks)
-    message = f"global_batch_size: {config.global_batch_size} images per step, at most {share} per trainer"
+    unit = "step" if config.accumulate == 1 else "minibatch"
+    message = f"global_batch_size: {config.global_batch_size} images per {unit}, at most {share} per trainer"
+    if config.accumulate > 1:
+        message += f"; a step has {config.global_batch_size * config.accumulate} by accumulate"
     return dataclasses.replace(config, batch_size=share), [f"{message}; batch_size is ignored"]

@@ -85,7 +85,7 @@ class Config:
     # Synchronization
     rule: RuleName = "auto"
     rule_args: dict[str, Any] = field(default_factory=dict)  # see lockstep/config/rules.py
-    global_batch_size: Count | None = None  # images per step over all trainers; null: batch_size per trainer
+    global_batch_size: Count | None = None  # images of a minibatch of all trainers; null: batch_size each
     sync_batch_norm: bool = False  # batch normalization with the statistics of all trainers' images
     logical_ranks: Count | None = None  # fixed number of parts of a batch; null: one part per trainer
     # logical_ranks: how many each trainer computes; auto: by measured times

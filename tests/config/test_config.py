@@ -319,6 +319,12 @@ def test_a_minibatch_overrides_batch_size_and_says_so() -> None:
     assert config.batch_size == 4 and "10 images per step, at most 4 per trainer" in notices[0]
 
 
+def test_the_message_of_a_global_batch_counts_the_images_of_an_accumulated_step() -> None:
+    words = ["global_batch_size=10", "accumulate=3", "devices=[cpu, cpu]"]
+    _, notices = settle(resolve([read_command_line(words)])[0])
+    assert "10 images per minibatch, at most 5 per trainer; a step has 30 by accumulate" in notices[0]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
