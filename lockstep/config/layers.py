@@ -189,7 +189,9 @@ def resolve(layers: list[Layer]) -> tuple[Config, list[str]]:
     notices: list[str] = []
     for layer in layers:
         notices += layer.notices
-        for key, value in translate(layer.source, layer.values, notices).items():
+        translated = translate(layer.source, layer.values, notices)
+        _forget_datasets(layer.source, translated, values)
+        for key, value in translated.items():
             if key in RENAMED:
                 raise UserError(f"{layer.source}: {key} is now {RENAMED[key]}")
             if key not in hints:
@@ -199,6 +201,28 @@ def resolve(layers: list[Layer]) -> tuple[Config, list[str]]:
     config = Config(**values)
     check(config, sources)
     return config, notices
+
+
+def _forget_datasets(source: str, values: Mapping[str, Any], earlier: dict[str, Any]) -> None:
+    """Remove `data` of earlier layers, and the size of its images, if a layer names a dataset folder instead.
+
+    Args:
+        source: The name of the layer.
+        values: Its keys and values.
+        earlier: The keys and values of the layers before it, which are changed.
+
+    Raises:
+        UserError: The layer sets a path that belongs to a dataset folder, but no folder.
+    """
+    paths = [key for key in DATASET_PATHS if values.get(key) is not None]
+    if earlier.get("data") is None or values.get("data") is not None:
+        return
+    if "data" in values or "data_folder" in paths or "train_folder" in paths:
+        earlier |= {"data": None, "item_size": None}
+    elif paths:
+        raise UserError(
+            f"{source}: {paths[0]} is for dataset folders, not for `data`: leave it out, or set data_folder"
+        )
 
 
 def with_absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:

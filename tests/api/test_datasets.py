@@ -129,6 +129,13 @@ def test_a_run_that_was_stopped_within_an_epoch_resumes_to_the_same_bits(tmp_pat
     saved.assert_same(bits(resumed), expected)
 
 
+def test_a_run_of_objects_resumes_on_a_dataset_folder_that_is_named(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    folder = folder_of((Squares(90, 0), Squares(20, 5)), tmp_path / "folder")
+    resumed = lockstep.resume(run, n_epochs=3, data_folder=folder, subtract_mean=MEAN[:3], quiet=True)
+    assert resumed.history[-1]["n_images"] == 20
+
+
 @pytest.mark.slow
 def test_a_dataset_by_name_trains_validates_and_predicts(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,30 @@ def test_later_layers_win() -> None:
     assert notices == []
 
 
+OF_OBJECTS = Layer("config.yaml", {"data_folder": "digits", "data": "package:datasets", "item_size": 36})
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("n_epochs=3", ("digits", "package:datasets", 36)),
+        ("data_folder=images", ("images", None, None)),
+        ("train_folder=batches", ("digits", None, None)),
+        ("data=null", ("digits", None, None)),
+        ("data_folder=images data=package:others", ("images", "package:others", 36)),
+    ],
+)
+def test_a_dataset_folder_of_a_later_layer_replaces_data(words: str, expected: tuple[object, ...]) -> None:
+    config, _ = resolve([OF_OBJECTS, read_command_line(words.split())])
+    assert (config.data_folder, config.data, config.item_size) == expected
+
+
+def test_a_path_of_dataset_folders_is_refused_where_data_is_used() -> None:
+    message = "command line: mean_file is for dataset folders, not for `data`"
+    with pytest.raises(UserError, match=message):
+        resolve([OF_OBJECTS, read_command_line(["mean_file=mean.npy"])])
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.glob("[!.]*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_file_is_valid(path: Path) -> None:
     assert isinstance(resolve([read_yaml(path)])[0], Config)
