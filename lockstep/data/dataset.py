@@ -132,11 +132,18 @@ def open_dataset(config: Config) -> Dataset:
 def _open_objects(config: Config) -> Dataset:
     survey = current_survey(config)
     given = config.subtract_mean if isinstance(config.subtract_mean, tuple) else survey.mean
-    mean = _plain_mean(0.0 if config.subtract_mean == "none" else given, survey.image_shape)
-    train, val = (
-        ItemSplit(config, name, n_items, survey.image_shape, survey.n_classes)
-        for name, n_items in (("train", survey.n_train), ("val", survey.n_val))
-    )
+    try:
+        mean = _plain_mean(0.0 if config.subtract_mean == "none" else given, survey.image_shape)
+        train, val = (
+            ItemSplit(config, name, n_items, survey.image_shape, survey.n_classes)
+            for name, n_items in (("train", survey.n_train), ("val", survey.n_val))
+        )
+    except MemoryError as error:
+        rows, columns, _ = survey.image_shape
+        raise UserError(
+            f"data: too little memory for {survey.n_train:,} and {survey.n_val:,} images of {rows} x "
+            f"{columns}: {error}. Lower item_size, or give shorter datasets."
+        ) from error
     return Dataset(train, val, mean, survey.n_classes, survey=survey, task=config.task)
 
 

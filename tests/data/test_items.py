@@ -1,6 +1,7 @@
 """Items of datasets that are Python objects: images, labels, classes, and what is refused."""
 
 import io
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -262,6 +263,25 @@ def test_a_split_names_the_item_that_it_cannot_read(item: Any, message: str) -> 
 def test_a_survey_names_what_it_cannot_use(data: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         survey_of(data)
+
+
+class Endless(Squares):
+    """Squares that claim to be more than any machine holds labels of."""
+
+    def __len__(self) -> int:
+        return 10**15
+
+
+@pytest.mark.parametrize(("data", "size"), [(Squares(9, 0), 10**7), (Endless(9, 0), 36)])
+def test_objects_that_need_more_memory_than_there_is_are_refused(data: Squares, size: int) -> None:
+    survey = replace(survey_of(data), image_shape=(size, size, 3))
+    config = make_config(data="caller:datasets", n_classes=4)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as caught:
+        patch.setattr("lockstep.data.dataset.current_survey", lambda config: survey)
+        open_dataset(config)
+    images = f"data: too little memory for {len(data):,} and {len(data):,} images of {size} x {size}: "
+    assert str(caught.value).startswith(images)
+    assert str(caught.value).endswith("Lower item_size, or give shorter datasets.")
 
 
 def test_a_dataset_says_how_many_classes_there_are_or_they_must_be_given() -> None:
