@@ -129,7 +129,9 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
         text = f"{type(error).__name__}: {error}"
         raise UserError(f"{key}: {module_name} can't be imported: {text}") from error
     function = getattr(module, function_name, None)
-    if not callable(function):
+    if function is not None and not callable(function):
+        raise UserError(f"{key}: {function_name} of {module_name} is no function")
+    if function is None:
         close = nearest(function_name, dir(module))
         raise UserError(f"{key}: {module_name} has no function {function_name}{close}")
     return function  # type: ignore[no-any-return]

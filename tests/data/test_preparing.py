@@ -274,6 +274,7 @@ def test_an_own_function_that_returns_something_else_names_the_sample(
     [
         ({"augmentation": "nowhere:f"}, "nowhere can't be imported: ModuleNotFoundError"),
         ({"augmentation": "math:sqr"}, "math has no function sqr (did you mean 'sqrt'?)"),
+        ({"augmentation": "math:pi"}, "pi of math is no function"),
         (
             {"crop": "padded", "crop_args": {"padding": SIZE, "mode": "reflect"}},
             "crop_args: padding 36 can't be reflected from images of 36 x 36: it must be below 36",
