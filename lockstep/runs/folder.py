@@ -318,10 +318,17 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
         if now[key] != was and key in refused:
             raise UserError(f"{start.path}: was made with {key}: {was}, the configuration says {now[key]}")
         if now[key] != was:
-            is_of_start = key.startswith("pretrained") or key == "new_head"
-            effect = ", without effect: the run has its weights from its checkpoint" if is_of_start else ""
-            notes.append(f"{key} is {now[key]} now, was {was} before{effect}")
+            notes.append(f"{key} is {now[key]} now, was {was} before{_effect_of(key, now, then)}")
     return notes
+
+
+def _effect_of(key: str, now: dict[str, Any], then: dict[str, Any]) -> str:
+    """Return the end of a note on a changed key: why it has no effect, or ''."""
+    if key.startswith("pretrained") or key == "new_head":
+        return ", without effect: the run has its weights from its checkpoint"
+    if key in ("val_split", "cache_folder") and now["data_folder"] == then["data_folder"]:
+        return ", without effect: data_folder is a converted set. Give the folder of images"
+    return ""
 
 
 def _check_same_dataset(config: Config, dataset: str, start: Checkpoint) -> list[str]:

@@ -550,6 +550,19 @@ def test_keys_of_weights_to_begin_with_are_said_to_have_no_effect_on_a_resumed_r
     assert first.startswith("pretrained is ") and second == "print_freq is 7 now, was 20 before"
 
 
+def test_keys_of_converting_are_said_to_have_no_effect_on_a_resumed_run(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    keys = {"weights_dir": str(tmp_path), "run_name": "run", "n_epochs": 3}
+    state = State.now(1, 90, 90, 0.1, [{"epoch": 1, "error_top1": 0.5}], 1, make_config(**keys), "")
+    checkpoint.save(tmp_path / "run", {"weights/a": torch.zeros(3)}, state)
+    expected = "val_split is 0.4 now, was 0.1 before, without effect: data_folder is a converted set"
+    for more, has_effect in (({}, False), ({"data_folder": str(tmp_path / "other")}, True)):
+        run = open_run(make_config(**keys, **more, resume_train=True, val_split=0.4), 90)
+        run.lock.close()
+        note = next(note for note in run.notes if note.startswith("val_split"))
+        assert note.startswith(expected) != has_effect
+
+
 def test_a_checkpoint_in_a_folder_whose_name_is_not_utf_8_is_read(tmp_path: Path) -> None:
     """The safetensors package takes no such path, and a run in one could not be resumed."""
     folder = tmp_path / os.fsdecode(b"caf\xe9")
