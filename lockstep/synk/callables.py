@@ -197,7 +197,7 @@ def build(registry: SharedRegistry, context: RankContext, request: FunctionReque
         what = ", ".join(["givens"] * (request.givens is not None) + list(request.options))
         raise TypeError(f"{name}: {what}: a callable has no such option, only a graph of PyTensor")
     modes, returns = _check_modes(name, request.outputs)
-    updates = _check_updates(registry, name, request.updates)
+    updates = _check_updates(registry, context, name, request.updates)
     stored = _listed(name, "sliceable_shareds", request.sliceable_shareds)
     sliceable = [_find(registry, name, "sliceable", argument) for argument in stored]
     for number in sliceable:
@@ -254,7 +254,9 @@ def _check_modes(name: str, outputs: Any) -> tuple[tuple[str | None, ...], str]:
     return modes, "list" if isinstance(outputs, list) else "one"
 
 
-def _check_updates(registry: SharedRegistry, name: str, updates: Any) -> dict[int, UpdateMode]:
+def _check_updates(
+    registry: SharedRegistry, context: RankContext, name: str, updates: Any
+) -> dict[int, UpdateMode]:
     """Return the modes of the updates by the variable's number."""
     modes: dict[int, UpdateMode] = {}
     for i, argument in enumerate(_listed(name, "updates", updates)):
@@ -266,6 +268,9 @@ def _check_updates(registry: SharedRegistry, name: str, updates: Any) -> dict[in
         if number in modes:
             raise ValueError(f"{name}: a variable is updated twice")
         modes[number] = UpdateMode(normalise_mode(mode[0], what), by_user=True) if mode else UpdateMode()
+        if mode:
+            variable = context.shareds[number]
+            check_reducible(modes[number].mode, variable.get().dtype, f"{what} of {variable.name!r}")
     return modes
 
 

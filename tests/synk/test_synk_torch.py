@@ -349,6 +349,20 @@ def test_parameters_with_a_default_are_no_inputs(ranks: int) -> None:
     assert f(np.zeros(4)).tolist() == [3] * 4
 
 
+@pytest.mark.parametrize(
+    ("dtype", "mode"), [(torch.int64, "avg"), (torch.bool, "avg"), (torch.bool, "sum"), (torch.bool, "prod")]
+)
+def test_a_callable_refuses_an_update_mode_that_the_dtype_lacks(
+    ranks: int, dtype: torch.dtype, mode: str
+) -> None:
+    """The mean of counts would be cut off after the point: 5.999... becomes 5, on some ranks only."""
+    count = synk.share(torch.zeros(1, dtype=dtype))
+    lacks = rf"counting: update 0 of '.*' is {str(dtype).removeprefix('torch.')}, which has no {mode}"
+    with pytest.raises(TypeError, match=lacks):
+        synk.function(lambda x: count.add_(1), None, updates=[(count, mode)], name="counting")
+    synk.function(lambda x: None, None, updates=[(count, "max")])
+
+
 def test_what_a_callable_may_not_be(ranks: int) -> None:
     net = synk.share(make_net())
     if DEVICES:
