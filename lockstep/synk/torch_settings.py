@@ -44,6 +44,7 @@ _PROCESS_WIDE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_matmul_precision, _set_matmul_precision),
     (_anomaly_detection, _set_anomaly_detection),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),

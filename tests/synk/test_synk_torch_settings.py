@@ -103,6 +103,7 @@ def settings_of_process() -> list[bool]:
     return [
         torch.are_deterministic_algorithms_enabled(),
         torch._C._get_mkldnn_enabled(),
+        torch._C._get_mkldnn_deterministic(),
         torch.get_float32_matmul_precision() == "medium",
         torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled(),
     ]
@@ -116,14 +117,14 @@ def test_all_ranks_have_the_settings_of_the_callers_process(ranks: int) -> None:
     torch.set_float32_matmul_precision("medium")
     try:
         with (
-            torch.backends.mkldnn.flags(enabled=False),
+            torch.backends.mkldnn.flags(enabled=False, deterministic=True),
             torch.autograd.set_detect_anomaly(True, check_nan=False),
         ):
-            assert f().tolist() == [[True, False, True, True]] * ranks
+            assert f().tolist() == [[True, False, True, True, True]] * ranks
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_float32_matmul_precision("highest")
-    assert f().tolist() == [before] * ranks == [[False, True, False, False]] * ranks
+    assert f().tolist() == [before] * ranks == [[False, True, False, False, False]] * ranks
 
 
 def test_a_collective_in_inference_mode_leaves_weights_that_train(ranks: int) -> None:
