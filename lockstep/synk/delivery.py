@@ -114,7 +114,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def explain(self, error: BaseException) -> str:
         """Return the text of an error of `dump`, which names the attribute of an optimizer that caused it."""
-        text = f"{type(error).__name__}: {error}"
+        text = _text(error)
         for obj in self.with_settings():
             name = self._find_unpicklable(obj)
             if name is not None:
@@ -125,28 +125,41 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 )
         return text
 
+    def find_global(self, function: Any, error: BaseException) -> str | None:
+        """Return the name of the global variable that a function uses and that caused an error of `dump`."""
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, FunctionType):
+            return None
+        used, text = imported.find_globals(function), _text(error)
+        failed = (name for name, value in used if self._failure(function, value) == text)
+        return next(failed, "").rpartition(".")[2] or None
+
     def _find_unpicklable(self, obj: Any) -> str | None:
         """Return the name of the attribute of an optimizer that fails first; None if torch pickles it."""
         reduced = _reduce_optimizer(obj)
         if reduced is NotImplemented:
             return None
-        failed = (name for name, value in reduced[2].items() if not self._can_pickle(obj, value))
+        failed = (name for name, value in reduced[2].items() if self._failure(obj, value))
         name = next(failed, None)
         return None if name in obj.__getstate__() else name
 
-    def _can_pickle(self, owner: Any, value: Any) -> bool:
-        """Return True if an attribute of an object can be pickled; the attribute may refer to the object."""
+    def _failure(self, owner: Any, value: Any) -> str | None:
+        """Return why an attribute of an object can't be pickled, or None; it may refer to the object."""
         pickler = _Pickler(io.BytesIO(), [], self._team, self._slots)
         pickler.memo = {id(owner): (0, owner)}
         try:
             pickler.dump(value)
-        except BaseException:  # whatever a user's __reduce__ raises
-            return False
-        return True
+        except BaseException as error:  # whatever a user's __reduce__ raises
+            return _text(error)
+        return None
 
     def with_settings(self) -> list[Any]:
         """Return the pickled objects that have settings."""
         return list(self._with_settings.values())
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class _Unpickler(pickle.Unpickler):
@@ -175,7 +188,9 @@ def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
         try:
             pickler.dump(piece)
         except BaseException as error:  # whatever a user's __reduce__ raises
-            raise TypeError(f"{what} can't go to the ranks: {pickler.explain(error)}") from error
+            name = pickler.find_global(getattr(piece, "function", piece), error)
+            used = f": {name!r}, which it uses" if name else ""
+            raise TypeError(f"{what}{used} can't go to the ranks: {pickler.explain(error)}") from error
     number = 0
     if objects := pickler.with_settings():
         number = next(team.numbers)

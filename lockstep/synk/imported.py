@@ -51,14 +51,15 @@ def _uses(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(thing, ModuleType) or (_is_library(module) and not is_container):
         return
     if isinstance(thing, FunctionType):
-        yield from _globals(thing)
+        yield from find_globals(thing)
         yield from _attributes(thing)
         thing = thing.__closure__, thing.__defaults__, thing.__kwdefaults__
     for each in gc.get_referents(thing):
         yield name, each
 
 
-def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
+def find_globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the global variables that a function and the functions inside it name, e.g. 'mylib.net'."""
     for name in sorted(_names(function.__code__, _GLOBALS) & function.__globals__.keys()):
         yield f"{function.__module__}.{name}", function.__globals__[name]
 
@@ -68,7 +69,7 @@ def _attributes(thing: Any, by_value: bool = False) -> Iterator[tuple[str, Any]]
     if not isinstance(thing, FunctionType):
         return
     attributes, imports = _names(thing.__code__, _ATTRIBUTES), _names(thing.__code__, _IMPORTS)
-    pending = [value for _, value in _globals(thing)]
+    pending = [value for _, value in find_globals(thing)]
     pending += gc.get_referents(*(thing.__closure__ or ()))
     seen = [each for each in pending if by_value and _is_pickled(each)]
     pending += map(sys.modules.get, imports)  # by statements in the function, which each rank executes
