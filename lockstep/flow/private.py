@@ -372,7 +372,9 @@ def _fake_mode() -> Any:
     """Return the mode that predicts shapes. Its import is slow, and the engine itself does not need it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode()
+    mode = FakeTensorMode()
+    mode.cache_enabled = False  # recipes remember what it predicts; torch's cache would keep every shape
+    return mode
 
 
 def depends_on_values(error: Exception) -> bool:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import limit
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import flow
@@ -284,6 +285,14 @@ def test_adam_needs_no_new_recipes(devices: list[Cpu]) -> None:
         known = set(recipes._recipes)
         optimizer.step()
         assert set(recipes._recipes) == known
+
+
+def test_torch_remembers_no_shapes_of_arrays(devices: list[Cpu]) -> None:
+    """Recipes are dropped when there are many; torch's cache of predictions would keep every shape."""
+    known = FakeTensorMode.cache_info().size
+    for samples in range(1000, 1010):
+        (flow.ones(samples) + 1).relu().wait()
+    assert FakeTensorMode.cache_info().size == known
 
 
 def test_numbers_that_decide_sizes_do(devices: list[Cpu]) -> None:
