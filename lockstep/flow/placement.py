@@ -65,7 +65,8 @@ def place(arrays: Sequence[Any], written: Any) -> tuple[Device, str, str]:
 
     An operation that writes an array runs on that array's device. Backward runs where its forward ran, which
     autograd's sequence number identifies, and its other operations where their first input lies. Everything
-    else runs on the current device, also in a hook or a handler that sets one during backward.
+    else runs on the current device, also in a hook or a handler that sets one during backward. The line of
+    backward is its forward's, too, but a hook's and a custom backward's operations have their own.
 
     Args:
         written: The array that it writes, or None.
@@ -73,7 +74,7 @@ def place(arrays: Sequence[Any], written: Any) -> tuple[Device, str, str]:
     number = private.backward_number()
     backward = number >= 0
     known = _forward_of(private.current_node())
-    line = user_line() if known is None else known[1]
+    line = user_line() if known is None else user_line(private.RUN_BACKWARD) or known[1]
     if written is not None:
         device = written.place
     elif backward and CONTEXT.backward == number:
@@ -121,9 +122,13 @@ _FOLDERS = (private.torch_folder(), str(Path(__file__).parent))
 _THE_USERS = str(Path(__file__).with_name("demo.py"))
 
 
-def user_line() -> str:
-    """Return 'file.py:12' of the innermost line that is neither torch's nor this package's."""
-    frame = _users_frame()
+def user_line(inside: Any = None) -> str:
+    """Return 'file.py:12' of the innermost line that is neither torch's nor this package's.
+
+    Args:
+        inside: The code of a function. Lines outside of its innermost call do not count.
+    """
+    frame = _users_frame(inside)
     if frame is None:
         return ""
     place = frame.f_code.co_filename, frame.f_lineno
@@ -132,9 +137,11 @@ def user_line() -> str:
     return _lines[place]
 
 
-def _users_frame() -> Any:
+def _users_frame(inside: Any = None) -> Any:
     frame: Any = sys._getframe(1)
     while frame is not None:
+        if frame.f_code is inside:
+            return None
         name = frame.f_code.co_filename
         ours = _ours.get(name)
         if ours is None:

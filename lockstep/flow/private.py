@@ -32,6 +32,7 @@ __all__ = ["DispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_unfl
 NAMES_OF_ARRAYS = frozenset(("memory", "copied", "place", "wait", "tensor", "view_of_memory"))
 no_torch_function = torch._C._disabled_torch_function_impl
 current_node: Callable[[], Any] = torch._C._current_autograd_node  # None outside of a backward function
+RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__  # below it, autograd's functions run
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of this thread
 DISPATCHING = "__torch_dispatch__", "find_torch_dispatch_rule"  # called when autograd's function is made
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import wait_until
 from limits import limit
+from torch.utils.checkpoint import checkpoint
 
 from lockstep import flow
 from lockstep.errors import UserError
@@ -183,21 +184,12 @@ def test_a_pushed_function_names_the_users_line(engine: flow.Engine) -> None:
 
 def test_backward_names_the_line_of_its_forward() -> None:
     with flow.Engine(flow.cpus(1)):
-        x = flow.ones((3,)).requires_grad_()
-
-        class Broken(torch.autograd.Function):
-            @staticmethod
-            def forward(context: object, x: torch.Tensor) -> torch.Tensor:
-                return x * 2
-
-            @staticmethod
-            def backward(context: object, gradient: torch.Tensor) -> torch.Tensor:
-                return gradient[torch.tensor([0, 1, 9])]
-
-        y = Broken.apply(x)
+        x, numbers = flow.ones((3,)).requires_grad_(), flow.array([0, 1, 2])
+        y = x.gather(0, numbers)
+        numbers.data.fill_(9)  # autograd does not count this write
         y.sum().backward()
         assert x.grad is not None
-        with pytest.raises(flow.OperationError, match=f"py:{line_of('return x * 2')}: "):
+        with pytest.raises(flow.OperationError, match=f"py:{line_of('y = x.gather(0, numbers)')}: "):
             x.grad.numpy()
 
 
@@ -207,6 +199,47 @@ def line_of(text: str) -> int:
         for n, line in enumerate(Path(__file__).read_text().splitlines(), 1)
         if line.strip().startswith(text)
     )
+
+
+class Picking(torch.autograd.Function):
+    """Its backward selects a row that does not exist."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad[flow.array([9])].expand(3)
+
+
+def picking(grad: torch.Tensor) -> torch.Tensor:
+    return grad[flow.array([9]), None].view(1).expand(3)
+
+
+def doubled_and_hooked(weight: torch.Tensor) -> torch.Tensor:
+    doubled = weight * 2
+    doubled.register_hook(picking)
+    return doubled
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (Picking.apply, "return grad[flow.array([9])].expand(3)"),
+        (doubled_and_hooked, "return grad[flow.array([9]), None]"),
+        (lambda weight: checkpoint(Picking.apply, weight, use_reentrant=False), "return grad[flow.array"),
+    ],
+)
+def test_errors_in_a_custom_backward_or_a_hook_name_its_own_line(
+    function: Callable[..., Any], line: str
+) -> None:
+    weight = flow.ones(3).requires_grad_()
+    function(weight).sum().backward()
+    with pytest.raises(
+        flow.OperationError, match=rf"index on cpu, recorded at .*test_flow_failures.py:{line_of(line)}: "
+    ):
+        weight.grad.wait()  # type: ignore[union-attr]
 
 
 def test_a_program_fails_where_it_fails_and_can_go_on() -> None:
