@@ -95,8 +95,9 @@ class Capture:
         self._copies: dict[int, dict[Any, Any]] = {}
         self._leaves: dict[int, weakref.ref[Array]] = {}  # by id; a dead one may be replaced
         self._changed: dict[int, Array] = {}  # by id: arrays from before the capture that it writes
-        # By id: arrays from before the capture that it gives other memory or another shape, as they were
-        self._places: dict[int, tuple[weakref.ref[Array], Array]] = {}
+        # By id: arrays from before the capture that it gives other memory or another shape, as they were, and
+        # the line that does it
+        self._places: dict[int, tuple[weakref.ref[Array], Array, str]] = {}
 
     def refuse(self, what: str, remedy: str = "a program has values only when it runs") -> NoReturn:
         """Raise CaptureError with the user's line."""
@@ -140,16 +141,16 @@ class Capture:
         """Note where an array from before the capture lies, because the step changes that."""
         known = self._places.get(id(array))
         if array.memory.program is None and (known is None or known[0]() is not array):
-            self._places[id(array)] = weakref.ref(array), array.data
+            self._places[id(array)] = weakref.ref(array), array.data, placement.user_line()
 
-    def restore_places(self) -> list[weakref.ref[Array]]:
-        """Give arrays that the step has moved their memories and shapes again, and return these arrays."""
+    def restore_places(self) -> list[tuple[weakref.ref[Array], str]]:
+        """Give arrays that the step has moved their memories and shapes again; return them with the lines."""
         moved = []
-        for reference, old in self._places.values():
+        for reference, old, line in self._places.values():
             array = reference()
             if array is not None and _place_of(array) != _place_of(old):
                 array.data = old
-                moved.append(reference)
+                moved.append((reference, line))
         self._places.clear()
         return moved
 
@@ -286,12 +287,13 @@ class Capture:
         moved = self.restore_places()
         if moved:
             gc.collect()
-        for array in (reference() for reference in moved):
+        for reference, line in moved:
+            array = reference()
             if array is not None:
                 raise CaptureError(
-                    f"the step gives an array of shape {tuple(array.shape)} that exists before it other "
-                    "memory or another shape (x.data = y, x.t_()), which a run would not do: change its "
-                    "value in place (copy_)"
+                    f"{line}: the step gives an array of shape {tuple(array.shape)} that exists before it "
+                    "other memory or another shape (x.data = y, x.t_()), which a run would not do: change "
+                    "its value in place (copy_)"
                 )
 
     def _refuse_keeping(self, memory: int, storage: Any) -> NoReturn:
