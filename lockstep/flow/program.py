@@ -1,6 +1,5 @@
 """Programs: operations that are recorded once, kept as a graph, and run again on new inputs."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -341,11 +340,11 @@ class CapturedProgram:
         """
         lines = ["digraph program {", "  node [shape=ellipse];"]
         for n, variable in enumerate(self.variables):
-            label = json.dumps(f"{variable.name}\n{variable.device}, version {variable.version}")
+            label = trace.dot_label(f"{variable.name}\n{variable.device}, version {variable.version}")
             lines.append(f"  v{n} [label={label}];")
         explained = set()
         for o in self.operations:
-            label = json.dumps(f"{o.number} {o.name}\n{o.lane} of {o.device}")
+            label = trace.dot_label(f"{o.number} {o.name}\n{o.lane} of {o.device}")
             look = f'shape=box, style=filled, fontcolor=white, fillcolor="{trace.colour(o.phase)}"'
             lines.append(f"  o{o.number} [label={label}, {look}];")
             lines += [f"  v{n} -> o{o.number};" for n in o.inputs]

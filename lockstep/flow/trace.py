@@ -286,15 +286,20 @@ show(Object.keys(boxes).reduce((a, b) => far(a) >= far(b) ? a : b));
 """
 
 
+def dot_label(text: str) -> str:
+    """Return text as a quoted string of Graphviz, which knows HTML's numbers of characters but not JSON's."""
+    return json.dumps(text.encode("ascii", "xmlcharrefreplace").decode())
+
+
 def to_dot(operations: Iterable[Any]) -> str:
     """Return a graph with operations as boxes, one cluster per lane."""
     operations = list(operations)
     known = {o.number for o in operations}
     lines = ["digraph trace {", "  node [shape=box, style=filled, fontcolor=white];"]
     for n, lane in enumerate(dict.fromkeys(o.lane for o in operations)):
-        lines.append(f"  subgraph cluster{n} {{ label={json.dumps(lane)};")
+        lines.append(f"  subgraph cluster{n} {{ label={dot_label(lane)};")
         for o in (o for o in operations if o.lane == lane):
-            label = json.dumps(f"{o.number} {o.name}\n{o.seconds * 1e3:.3f} ms")
+            label = dot_label(f"{o.number} {o.name}\n{o.seconds * 1e3:.3f} ms")
             lines.append(f'    o{o.number} [label={label}, fillcolor="{colour(o.phase)}"];')
         lines.append("  }")
     lines += [

@@ -53,6 +53,24 @@ def test_a_trace_has_what_ran_where_and_what_it_waited_for(tmp_path: Path) -> No
     assert f"o{make.number} -> o{use.number};" in (tmp_path / "trace.dot").read_text()
 
 
+def test_graphviz_gets_names_of_other_alphabets_as_numbers_of_characters(tmp_path: Path) -> None:
+    """It would show an escape of JSON as letters."""
+    with flow.Engine(flow.cpus(1)) as engine, flow.recording() as trace:
+        engine.push(int, name='Größe "1"').wait()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        flow.call(größe, x)
+        return x + 1
+
+    trace.save(tmp_path / "trace.dot")
+    assert 'Gr&#246;&#223;e \\"1\\"' in (tmp_path / "trace.dot").read_text()
+    assert "gr&#246;&#223;e" in flow.capture(step, torch.ones(2)).to_dot()
+
+
+def größe(x: torch.Tensor) -> int:
+    return x.numel()
+
+
 def test_recordings_inside_each_other_have_their_own_operations() -> None:
     with flow.Engine(flow.cpus(1)) as engine:
         with flow.recording() as outer:
