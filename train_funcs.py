@@ -153,7 +153,7 @@ class Trainer:
         rule.update(self.program.optimizer, step_barrier if due else None)
         self.recorder.count_step(rule.bytes_per_sync() if due else 0, self.coordinator.take_bytes(), due)
         self.position = order.stop
-        self.exchange.replicas.after_step(order, due and rule.equal)
+        self.exchange.after_step(order, due)
         self.board.count_step(order.epoch, order.step)
         self.reporter.tick(order, n_steps)
         outcome = self.coordinator.outcome(step_barrier)

@@ -185,6 +185,12 @@ class Coordinator:
         tables = self.network.gather(torch.from_numpy(padded))
         return np.concatenate([t.cpu().numpy()[:n] for t, n in zip(tables, lengths, strict=True)])
 
+    def of_first(self, point: str, numbers: torch.Tensor) -> torch.Tensor:
+        """Return trainer 0's numbers, (n,), uint8; every trainer gives as many. Raises as `any`."""
+        first, *_ = self._group.all_gather(point, None if self._group.world.rank else numbers.numpy())
+        ours = torch.from_numpy(first)
+        return self.network.gather(ours)[0].cpu() if self.network else ours
+
     def all_sums(self, point: str, sums: Sums) -> list[Sums]:
         """Return the sums of every trainer, or of every host. Raises as `any`."""
         ours = self._group.all_gather(point, sums)

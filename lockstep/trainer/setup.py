@@ -11,11 +11,13 @@ import torch
 from lockstep.backends import Backend
 from lockstep.backends.devices import are_mixed, count_cores
 from lockstep.comm.group import Group, World
+from lockstep.comm.messages import Order
 from lockstep.config import Config
 from lockstep.config.rules import rule_of
 from lockstep.errors import BATCH_KEYS, UserError
 from lockstep.exchange.transport import Transport
 from lockstep.launch.status import StatusBoard
+from lockstep.network.arena import Arena
 from lockstep.network.program import CheckedGradients, Program
 from lockstep.network.recorder import Recorder
 from lockstep.sync import Rule
@@ -94,16 +96,53 @@ class OpenExchange:
         transport: Over the arenas of all trainers.
         rule: What the trainers exchange after a step.
         replicas: The comparison of their replicas during training.
+        counts: The integer buffers of this trainer.
     """
 
     transport: Transport
     rule: Rule
     replicas: ReplicaCheck
+    counts: "Counts"
+
+    def after_step(self, order: Order, synchronized: bool) -> None:
+        """Make counts equal, and compare the replicas if that is due. order: The step's last minibatch."""
+        self.counts.after_step(order)
+        self.replicas.after_step(order, synchronized and self.rule.equal)
 
     def close(self) -> None:
         """Close the other trainers' memory."""
         self.rule.close()
         self.transport.close()
+
+
+class Counts:
+    """A trainer's integer buffers, such as counts of steps, which trainers do not average.
+
+    A trainer without images in a minibatch does not call the network. So after a step with a minibatch that
+    has fewer images than parts, the last one of an epoch, all trainers take what trainer 0 has.
+
+    Args:
+        config: The run's configuration.
+        arena: Of this trainer.
+        coordinator: The trainers of all hosts.
+    """
+
+    def __init__(self, config: Config, arena: Arena, coordinator: Coordinator) -> None:
+        is_single = coordinator.world.size == 1
+        names = () if is_single else (name for name in arena.local if name.startswith("buffers/"))
+        self._counts, self._coordinator = [arena.local[name] for name in names], coordinator
+        self._n_parts = config.logical_ranks or coordinator.world.size
+
+    def after_step(self, order: Order) -> None:
+        """Copy trainer 0's counts if a trainer may have had no images. order: The step's last minibatch."""
+        if not self._counts or order.stop - order.start >= self._n_parts:
+            return
+        numbers = torch.cat([count.cpu().reshape(-1).view(torch.uint8) for count in self._counts])
+        theirs = self._coordinator.of_first(f"copying counts after {order}", numbers)
+        sizes = [count.nbytes for count in self._counts]
+        for count, part in zip(self._counts, torch.split(theirs, sizes), strict=True):
+            # `clone`: the part may begin where a number of this dtype must not.
+            count.copy_(part.clone().view(count.dtype).view(count.shape))
 
 
 def open_exchange(
@@ -149,4 +188,5 @@ def open_exchange(
     exchange = f"exchange: {transport.name}: {reason}" if reason else ""
     for note in filter(None, (backend.speed_up(program, config), exchange)):
         program.warn(note)
-    return OpenExchange(transport, rule, ReplicaCheck(group, arena, config.check_every, coordinator.alike))
+    replicas = ReplicaCheck(group, arena, config.check_every, coordinator.alike)
+    return OpenExchange(transport, rule, replicas, Counts(config, arena, coordinator))

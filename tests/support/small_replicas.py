@@ -53,6 +53,21 @@ class Counting(TwoHeads):
         return super().forward(images)
 
 
+class Warming(Counting):
+    """The same network, whose outputs depend on the calls so far and on a flag."""
+
+    def __init__(self, n_classes: int) -> None:
+        super().__init__(n_classes)
+        self.register_buffer("is_warm", torch.tensor(False))
+
+    def forward(self, images: torch.Tensor) -> Any:
+        outputs = super().forward(images)
+        self.is_warm |= self.calls >= 9
+        if not self.training:
+            return outputs
+        return tuple(x * torch.where(self.is_warm, 1.0, 1 / (10 - self.calls.clamp(max=9))) for x in outputs)
+
+
 def make_replica(folder: Path, **values: object) -> Replica:
     config = make_config(**{"model": "small_replicas:TwoHeads", "data_folder": str(folder), **values})
     replica = Replica(config, open_dataset(config), HostMemory())
