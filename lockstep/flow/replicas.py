@@ -193,13 +193,28 @@ class BucketOptimizer:
         own = {n: state[name] for n, name in enumerate(self._names_by_number()) if name in state}
         for group in groups:
             for number in group["params"][:1]:
-                group.update(own[number]["hyperparameters"] if number in own else {})
+                saved = own[number]["hyperparameters"] if number in own else {}
+                self._check_kind(group, saved)
+                group.update(saved)
         states = {n: _copied(each["state"]) for n, each in own.items() if each["state"]}
         try:
             self.optimizer.load_state_dict({"state": states, "param_groups": groups})
         except (KeyError, ValueError) as error:
             kind = type(self.optimizer).__name__
             raise UserError(f"load_state_dict: {kind} can't use this optimizer's state: {error!r}") from error
+
+    def _check_kind(self, group: dict[str, Any], saved: dict[str, Any]) -> None:
+        """Raise UserError if the saved hyperparameters are another optimizer's.
+
+        An optimizer of another version of torch has more of them or fewer, another one both.
+        """
+        foreign = [key for key in saved if key not in group]
+        lacking = [key for key in group if key not in saved and key != "params"]
+        if foreign and lacking:
+            raise UserError(
+                f"load_state_dict: {type(self.optimizer).__name__} can't use this optimizer's state: "
+                f"it has {', '.join(foreign)} and no {', '.join(lacking)}"
+            )
 
 
 def _laid_out_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
