@@ -17,7 +17,6 @@ from lockstep.config.rules import rule_of
 from lockstep.errors import BATCH_KEYS, UserError
 from lockstep.exchange.transport import Transport
 from lockstep.launch.status import StatusBoard
-from lockstep.network.arena import Arena
 from lockstep.network.program import CheckedGradients, Program
 from lockstep.network.recorder import Recorder
 from lockstep.sync import Rule
@@ -25,6 +24,7 @@ from lockstep.sync.factory import make_rule
 from lockstep.sync.replica_check import ReplicaCheck, check_replicas
 from lockstep.threads import prepare_square_roots
 from lockstep.trainer.coordinator import Coordinator
+from lockstep.trainer.counts import Counts
 from lockstep.trainer.recheck import Recheck
 
 _CPUS = Path("/sys/devices/system/cpu")
@@ -102,7 +102,7 @@ class OpenExchange:
     transport: Transport
     rule: Rule
     replicas: ReplicaCheck
-    counts: "Counts"
+    counts: Counts
 
     def after_step(self, order: Order, synchronized: bool) -> None:
         """Make counts equal, and compare the replicas if that is due. order: The step's last minibatch."""
@@ -113,36 +113,6 @@ class OpenExchange:
         """Close the other trainers' memory."""
         self.rule.close()
         self.transport.close()
-
-
-class Counts:
-    """A trainer's integer buffers, such as counts of steps, which trainers do not average.
-
-    A trainer without images in a minibatch does not call the network. So after a step with a minibatch that
-    has fewer images than parts, the last one of an epoch, all trainers take what trainer 0 has.
-
-    Args:
-        config: The run's configuration.
-        arena: Of this trainer.
-        coordinator: The trainers of all hosts.
-    """
-
-    def __init__(self, config: Config, arena: Arena, coordinator: Coordinator) -> None:
-        is_single = coordinator.world.size == 1
-        names = () if is_single else (name for name in arena.local if name.startswith("buffers/"))
-        self._counts, self._coordinator = [arena.local[name] for name in names], coordinator
-        self._n_parts = config.logical_ranks or coordinator.world.size
-
-    def after_step(self, order: Order) -> None:
-        """Copy trainer 0's counts if a trainer may have had no images. order: The step's last minibatch."""
-        if not self._counts or order.stop - order.start >= self._n_parts:
-            return
-        numbers = torch.cat([count.cpu().reshape(-1).view(torch.uint8) for count in self._counts])
-        theirs = self._coordinator.of_first(f"copying counts after {order}", numbers)
-        sizes = [count.nbytes for count in self._counts]
-        for count, part in zip(self._counts, torch.split(theirs, sizes), strict=True):
-            # `clone`: the part may begin where a number of this dtype must not.
-            count.copy_(part.clone().view(count.dtype).view(count.shape))
 
 
 def open_exchange(
