@@ -46,7 +46,7 @@ class CallableProgram(RankProgram):
 
     def __init__(self, spec: Spec, context: RankContext) -> None:
         self.spec, self._shareds, self._gpu = spec, context.shareds, context.gpu
-        shareds = context.shareds
+        shareds, self.source = context.shareds, spec.function
         self.name, self.inputs, self.returns = spec.name, spec.inputs, spec.returns
         self.output_modes = spec.output_modes
         self.updated = {shareds[number]: update.mode for number, update in spec.updates.items()}

@@ -11,11 +11,12 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import cloudpickle
 import numpy as np
@@ -32,6 +33,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     Args:
         slots: Addresses of the shared variables' slots, with their names.
+
+    Attributes:
+        copies: The pickled objects that are not shared, but could be later, by id.
+        used: The ids of the pickled parts of shared variables.
     """
 
     def __init__(self, file: io.BytesIO, buffers: list[Any], team: Team, slots: dict[range, str]) -> None:
@@ -42,13 +47,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._storage_kind = sys.modules["torch"].storage.TypedStorage if self._kinds else ()
         self._storages: dict[Any, Any] = {}  # by memory and dtype
         self._cells: dict[int, Any] = {}  # of the copies, by the id of the function's cell
+        self._shareable = _shareable_kinds()
+        self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.used: set[int] = set()
 
     def persistent_id(self, obj: Any) -> tuple[int, int] | None:
         if issubclass(type(obj), self._kinds):
             self._with_settings[id(obj)] = obj
         if issubclass(type(obj), self._with_hooks):
             _check_hooks(obj, self._registry.name_of(obj))
-        return self._registry.label(obj)
+        label = self._registry.label(obj)
+        if label is not None:
+            self.used.add(id(obj))
+        elif issubclass(type(obj), self._shareable):
+            self.copies[id(obj)] = obj
+        return label
 
     def reducer_override(self, obj: Any) -> Any:
         """Pickle optimizers in full, and refuse a function or class that uses state of an imported module.
@@ -172,11 +185,38 @@ class _Unpickler(pickle.Unpickler):
         return self._context.shareds[number].parts[part]
 
 
-def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
+def _shareable_kinds() -> tuple[type, ...]:
+    """Return the classes of tensors and of PyTensor's shared variables, of those that are imported."""
+    kinds = (("torch", "Tensor"), ("pytensor.compile.sharedvalue", "SharedVariable"))
+    return tuple(getattr(sys.modules[module], kind) for module, kind in kinds if module in sys.modules)
+
+
+def find_copy(team: Team, function: Any, copies: Mapping[int, Any]) -> str | None:
+    """Return the name of a variable that a callable uses and that was shared after it was sent, or None.
+
+    Args:
+        function: The callable.
+        copies: What was pickled as a copy, with this callable or others.
+    """
+    shared = [obj for obj in copies.values() if team.registry.label(obj) is not None]
+    if not shared:
+        return None
+    pickler = _Pickler(io.BytesIO(), [], team, {})
+    with suppress(Exception):  # what can't be pickled any more is not searched
+        pickler.dump(function)
+    return next((team.registry.name_of(obj) for obj in shared if id(obj) in pickler.used), None)
+
+
+def pack(
+    team: Team, pieces: Iterable[tuple[str, Any]]
+) -> tuple["DeliverPrograms", WeakValueDictionary[int, Any]]:
     """Pickle objects one after another into a new block.
 
     Args:
         pieces: A description for error messages, and the object.
+
+    Returns:
+        The step, and for `find_copy` the objects of which it has copies.
 
     Raises:
         TypeError: An object cannot be pickled.
@@ -206,7 +246,8 @@ def pack(team: Team, pieces: Iterable[tuple[str, Any]]) -> "DeliverPrograms":
     for part, offset in zip(raw, offsets, strict=True):
         locations.append(ArrayLocation(block, "|u1", (len(part),), offset))
         team.context.blocks.array(locations[-1])[:] = part
-    return DeliverPrograms(locations[0], tuple(locations[1:]), number, _module_path())
+    step = DeliverPrograms(locations[0], tuple(locations[1:]), number, _module_path())
+    return step, pickler.copies
 
 
 def _module_path() -> tuple[str, ...]:

@@ -1,13 +1,13 @@
 """Functions that all ranks run at once: their arguments, calls and results."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from lockstep.synk import rows
+from lockstep.synk import delivery, rows
 from lockstep.synk.blocks import ArrayLocation, arrange
 from lockstep.synk.calling import Call, CallInput, collect_device_outputs
 from lockstep.synk.data import Data, as_array, condition, make_data
@@ -61,6 +61,8 @@ class Function:
         self._called = False
         self.distributed = False
         self.settings_group = 0  # number of the group in settings.py, set by distribute()
+        self._copies: Mapping[int, Any] = {}  # what the same distribute() copied, by id
+        self._n_checked = 0  # number of shared variables when `_copies` was searched for them
 
     def __repr__(self) -> str:
         return f"<lockstep.synk function {self.name!r}>"
@@ -166,11 +168,30 @@ class Function:
                 raise type(error)(f"{self.name}: input {error}") from None
         return created[0] if len(created) == 1 else tuple(created)
 
+    def mark_distributed(self, settings_group: int, copies: Mapping[int, Any]) -> None:
+        """Record that the ranks have the function; `copies` is from `delivery.pack`."""
+        self.distributed, self.settings_group = True, settings_group
+        self._copies, self._n_checked = copies, len(self._team.context.shareds)
+
+    def _check_copies(self) -> None:
+        """Raise RuntimeError if the ranks have a copy of what was shared after distribute()."""
+        n_shareds = len(self._team.context.shareds)
+        if n_shareds == self._n_checked:
+            return
+        name = delivery.find_copy(self._team, self._program.source, self._copies)
+        if name is not None:
+            raise RuntimeError(
+                f"{self.name}: {name!r} was shared after this function was distributed, so the ranks have a "
+                "copy of it. Create the function again, and call distribute()"
+            )
+        self._n_checked = n_shareds
+
     def prepare(self, arguments: CallArguments) -> Call:
         """Check the arguments of a call, and return its step."""
         self._team.check(f"function {self.name!r}")
         if not self.distributed:
             raise RuntimeError(f"{self.name}: call distribute() first")
+        self._check_copies()
         self._team.registry.sync_objects()
         outputs = self._subset(arguments.output_subset)
         n_slices = self._check_slices(arguments.num_slices)

@@ -64,6 +64,7 @@ class RankProgram(ABC):
         output_modes: Normalised mode of each output.
         updated: Updated variables, with the mode that reduces them over the slices of a call.
         sliceable: Stored variables whose rows batch_s chooses, in order.
+        source: The user's callable; None for a graph.
     """
 
     kind: str  # 'graph' or 'callable', like that of the shared variables that it can use
@@ -74,6 +75,7 @@ class RankProgram(ABC):
     updated: dict[Shared, str | None]
     default_modes: set[Shared]  # variables in `updated` for which the user specified no mode
     sliceable: Sequence[Shared]
+    source: Any = None
 
     def excerpt(self, arrays: Sequence[np.ndarray], choices: Sequence[rows.Choice | None]) -> list[Any]:
         """Return the chosen rows of the inputs, for `call`; None chooses a whole array."""

@@ -5,7 +5,7 @@ import math
 import operator
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -252,7 +252,7 @@ def distribute() -> None:
         known = team.registry.delivered
         new = [s for s in team.context.shareds.values() if s.number not in known and s.kind in kinds]
         replicated = _replicate(team, [shared for shared in new if shared.is_array])
-        delivered = _pack(session, new_functions, new)
+        delivered, copies = _pack(session, new_functions, new)
         try:
             team.ask("distribute()", delivered, replicated)
         except BaseException:  # e.g. SystemExit on a rank, and the next call would send it again
@@ -264,7 +264,7 @@ def distribute() -> None:
             shared.use_rank_stream(team.rank)
         team.registry.delivered.update(shared.number for shared in new)
         for function in new_functions:
-            function.distributed, function.settings_group = True, delivered.settings
+            function.mark_distributed(delivered.settings, copies)
         session.new_functions.clear()
         team.distributed = True
         team.threads.limit()
@@ -286,7 +286,9 @@ def _build_callable(team: Team, request: FunctionRequest) -> RankProgram:
     return callables.build(team.registry, team.context, request)
 
 
-def _pack(session: _Session, new_functions: list[Function], new: list[Shared]) -> delivery.DeliverPrograms:
+def _pack(
+    session: _Session, new_functions: list[Function], new: list[Shared]
+) -> tuple[delivery.DeliverPrograms, Mapping[int, Any]]:
     started: list[Function] = []
     try:
         return delivery.pack(session.team, _pieces(session.team, new_functions, new, started))

@@ -414,3 +414,20 @@ def test_a_view_of_a_shared_tensor_is_refused(ranks: int) -> None:
     f = synk.function(lambda: copy_of_it.sum() * 1, "max")
     synk.distribute()
     assert f() == copy_of_it.sum().item()
+
+
+def test_a_function_that_was_distributed_before_its_module_was_shared_is_an_error(ranks: int) -> None:
+    net, other = make_net(), torch.ones(3, dtype=torch.float64)
+    predict = synk.function(lambda x: net(x).sum(1), "gather")
+    scaled = synk.function(lambda x: x * other, "gather")
+    synk.distribute()
+    rows = np.ones((4, 4))
+    np.testing.assert_allclose(predict(rows), net(torch.tensor(rows)).sum(1).detach())
+    synk.share(net)
+    with pytest.raises(RuntimeError, match="'weights of Sequential' was shared after this function"):
+        predict(rows)
+    np.testing.assert_array_equal(scaled(np.ones((4, 3))), np.ones((4, 3)))  # it does not use the module
+    predict = synk.function(net, "gather")
+    synk.distribute()
+    synk.broadcast(synk.weights(net), values=np.ones(15))
+    np.testing.assert_array_equal(predict(rows), np.full((4, 3), 5.0))
