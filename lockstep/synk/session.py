@@ -301,10 +301,11 @@ def _pieces(
     team: Team, new_functions: list[Function], new: list[Shared], started: list[Function]
 ) -> Iterator[tuple[str, Any]]:
     """Yield what a worker builds the functions from; new variables precede their first function."""
-    left = new
-    for function in new_functions:
+    left, programs = new, team.context.programs
+    # Graphs first, since callables may read the variables that come with them.
+    for function in sorted(new_functions, key=lambda each: programs[each.number].kind == "callable"):
         started.append(function)
-        program = team.context.programs[function.number]
+        program = programs[function.number]
         own = [shared for shared in left if shared.kind == program.kind]
         left = [shared for shared in left if shared not in own]
         yield from program.pieces(function.number, own)

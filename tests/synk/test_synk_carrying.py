@@ -61,6 +61,17 @@ def test_givens_and_constants_and_names_go_over() -> None:
     assert f.name == "given" and f.output_modes == ["sum"]
 
 
+def test_a_callable_reads_the_variable_of_a_graph_that_was_created_after_it() -> None:
+    x, total = pt.vector("x"), pytensor.shared(np.zeros(2), name="total")
+    read = synk.function(lambda: torch.as_tensor(total.get_value()), "gather")
+    add = synk.function([x], [], updates=[(total, total + x.sum())])
+    synk.distribute()
+    add(np.ones(6))
+    assert read().tolist() == [2.0] * 6
+    synk.set_value(2, total, np.array([7.0, 8.0]))
+    assert read().tolist() == [2.0] * 4 + [7.0, 8.0]
+
+
 def test_numbers_and_arrays_replace_variables() -> None:
     x, y = pt.vector("x"), pt.vector("y")
     count = pytensor.shared(np.asarray(3), name="count")
