@@ -204,7 +204,7 @@ def resolve(layers: list[Layer]) -> tuple[Config, list[str]]:
 
 
 def _forget_datasets(source: str, values: Mapping[str, Any], earlier: dict[str, Any]) -> None:
-    """Remove `data` of earlier layers, and the size of its images, if a layer names a dataset folder instead.
+    """Remove the dataset of earlier layers if a layer names another: `data`, or the paths inside a folder.
 
     Args:
         source: The name of the layer.
@@ -215,6 +215,8 @@ def _forget_datasets(source: str, values: Mapping[str, Any], earlier: dict[str, 
         UserError: The layer sets a path that belongs to a dataset folder, but no folder.
     """
     paths = [key for key in DATASET_PATHS if values.get(key) is not None]
+    if "data_folder" in paths:
+        earlier |= dict.fromkeys(DATASET_PATHS)
     if earlier.get("data") is None or values.get("data") is not None:
         return
     if "data" in values or "data_folder" in paths or "train_folder" in paths:

@@ -74,6 +74,25 @@ def test_a_dataset_folder_of_a_later_layer_replaces_data(words: str, expected: t
     assert (config.data_folder, config.data, config.item_size) == expected
 
 
+OF_PATHS = Layer(
+    "config.yaml", {"train_folder": "a", "val_folder": "b", "label_folder": "c", "mean_file": "d"}
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("n_epochs=3", ("a", "b", "c", "d")),
+        ("mean_file=mean.npy", ("a", "b", "c", "mean.npy")),
+        ("data_folder=other", (None, None, None, None)),
+        ("mean_file=mean.npy data_folder=other", (None, None, None, "mean.npy")),
+    ],
+)
+def test_a_dataset_folder_of_a_later_layer_replaces_paths(words: str, expected: tuple[object, ...]) -> None:
+    config, _ = resolve([OF_PATHS, read_command_line(words.split())])
+    assert (config.train_folder, config.val_folder, config.label_folder, config.mean_file) == expected
+
+
 def test_a_path_of_dataset_folders_is_refused_where_data_is_used() -> None:
     message = "command line: mean_file is for dataset folders, not for `data`"
     with pytest.raises(UserError, match=message):
