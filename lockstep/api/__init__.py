@@ -89,6 +89,12 @@ def resume(
     place = (folder.folder if isinstance(folder, Run) else Path(folder)).absolute()
     if not (place / "config.yaml").is_file():
         raise UserError(f"{place}: is not a run's folder: it has no config.yaml. Give the folder of a run.")
+    named = Path(keys.get("weights_dir") or place.parent, str(keys.get("run_name") or place.name)).absolute()
+    if named.resolve() != place.resolve():
+        raise UserError(
+            f"weights_dir, run_name: {named} is not {place}, the run to resume. Leave them out; to go on in "
+            'a new folder, call lockstep.train with pretrained and pretrained_part="whole".'
+        )
     passed = pass_on(keys, model, train_data, val_data)
     if isinstance(folder, Run):
         passed = {**folder._passed, **passed}

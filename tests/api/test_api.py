@@ -351,6 +351,18 @@ def test_runs_in_threads_do_not_meet(shared_folder: Path, tmp_path: Path) -> Non
     assert {name: run.complete for name, run in runs.items()} == {"a": True, "b": True}
 
 
+def test_another_folder_for_a_run_to_resume_is_refused_and_its_own_accepted(
+    shared_folder: Path, tmp_path: Path
+) -> None:
+    mine = keys(tmp_path, n_epochs=1, run_name="mine", devices=["cpu"])
+    run = lockstep.train(shared_folder, **mine)
+    for other in ({"run_name": "other"}, {"weights_dir": str(tmp_path / "others")}):
+        with pytest.raises(lockstep.UserError, match=r"is not .*mine, the run to resume"):
+            lockstep.resume(run, n_epochs=2, quiet=True, **other)
+    assert [record["epoch"] for record in run.history] == [1]
+    assert lockstep.resume(run, **{**mine, "n_epochs": 2}).folder == run.folder
+
+
 def test_a_refused_call_leaves_the_folder_of_the_run_that_trains(shared_folder: Path, tmp_path: Path) -> None:
     checkpoints = tmp_path / "runs" / "mine" / "checkpoints"
     checkpoints.mkdir(parents=True)
