@@ -14,6 +14,7 @@ import torch
 
 from lockstep.comm.group import Group, World
 from lockstep.comm.messages import Order
+from lockstep.config import Config
 from lockstep.exchange.transport import Transport
 from lockstep.hosts.all_reduce import N_NUMBERS, Row
 from lockstep.hosts.hierarchical import HierarchicalTransport, HostsStepBarrier
@@ -87,7 +88,7 @@ class Coordinator:
             return cls(group, None)
         network = HostNetwork.join(group.everywhere, plan.host_connection, plan.config, like.device)
         coordinator = cls(group, network)
-        coordinator._cost = NetworkCost(network, like.dtype, like.device)
+        coordinator._cost = NetworkCost(network, like.dtype, like.device, what_reduces(plan.config))
         return coordinator
 
     def step_barrier(self, order: Order, report: StepReport, say: Callable[[str], None]) -> StepBarrier:
@@ -221,9 +222,11 @@ class NetworkCost:
         network: The network whose sums are timed.
         dtype: Of the values that are summed later.
         device: Of these values.
+        advice: What would reduce the cost.
     """
 
-    def __init__(self, network: HostNetwork, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, network: HostNetwork, dtype: torch.dtype, device: torch.device, advice: str) -> None:
+        self._advice = advice
         self._latency, _ = _time_sum(network, torch.zeros(1, dtype=dtype, device=device))
         seconds, n_bytes = _time_sum(network, torch.zeros(_TRIAL_ELEMENTS, dtype=dtype, device=device))
         self._seconds_per_byte = max(0.0, seconds - self._latency) / n_bytes
@@ -238,8 +241,19 @@ class NetworkCost:
         )
         if seconds <= _WORTH_CHANGING * compute_seconds:
             return text
-        keys = "network_dtype: bfloat16, factors: true, rule: local or a larger accumulate"
-        return f"{text}: {keys} make that less"
+        return f"{text}: {self._advice}"
+
+
+def what_reduces(config: Config) -> str:
+    """Return the keys that reduce the cost of the network, of those that go with the run's rule."""
+    if config.logical_ranks is not None:
+        return "a larger global_batch_size makes that a smaller share"
+    if config.rule in ("local", "outer"):
+        return "a larger `every` in rule_args or a larger accumulate make that less"
+    if config.rule == "weights":
+        return "rule: gradients, rule: local or a larger accumulate make that less"
+    keys = "network_dtype: bfloat16, rule: gradients with factors: true, rule: local or a larger accumulate"
+    return f"{keys} make that less"
 
 
 def _time_sum(network: HostNetwork, tensor: torch.Tensor) -> tuple[float, int]:

@@ -10,7 +10,9 @@ from conftest import Program, make_config
 from two_hosts import end_well, start, tensors_of
 
 from lockstep.comm.messages import Order, WarningMessage
+from lockstep.config.layers import Layer, resolve
 from lockstep.network.recorder import HostStopwatch, Recorder
+from lockstep.trainer.coordinator import what_reduces
 from lockstep.trainer.progress import ProgressReporter
 
 KEYS = ("global_batch_size=16", "n_epochs=2", "snapshot_freq=1")
@@ -50,6 +52,26 @@ def test_what_an_exchange_costs_is_told_after_four_steps_of_which_the_first_does
         recorder.count_step(0, 100)
         reporter.tick(Order("train", 1, step, 0, 1, 0, 1), 20)
     assert [each.text for each in received if isinstance(each, WarningMessage)] == ["100 bytes beside 2 s"]
+
+
+@pytest.mark.parametrize("rule", ["auto", "gradients", "weights", "local", "outer", "logical_ranks"])
+def test_only_keys_that_go_with_the_rule_are_named_as_cheaper(rule: str) -> None:
+    keys: dict[str, Any] = {"n_hosts": 2, "host_rank": 0, "rendezvous": "127.0.0.1:1", "run_name": "run"}
+    keys["global_batch_size"] = 16
+    keys |= {"logical_ranks": 2} if rule == "logical_ranks" else {"rule": rule}
+    advice = what_reduces(resolve([Layer("config.yaml", keys)])[0])
+    named = {
+        "a larger global_batch_size": {"global_batch_size": 32},
+        "a larger accumulate": {"accumulate": 2},
+        "a larger `every`": {"rule_args": {"every": 64}},
+        "network_dtype: bfloat16": {"network_dtype": "bfloat16"},
+        "rule: gradients with factors: true": {"rule": "gradients", "factors": True},
+        "rule: local": {"rule": "local"},
+    }
+    changes = [change for words, change in named.items() if words in advice]
+    assert changes
+    for change in changes:
+        resolve([Layer("config.yaml", keys), Layer("command line", change)])
 
 
 @pytest.mark.slow
