@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 
 from lockstep import objects
+from lockstep.config.layers import DATASET_PATHS
 from lockstep.errors import UserError
 from lockstep.launch import child_main
 from lockstep.objects import Kind
@@ -42,8 +43,8 @@ def pass_on(keys: dict[str, Any], model: Any, train_data: Any, val_data: Any) ->
     if (train_data is None) != (val_data is None):
         raise UserError("train_data and val_data: one is missing. Give both.")
     if train_data is not None:
-        if "data_folder" in keys or "data" in keys:
-            raise UserError("train_data: given beside another dataset. Give one of them.")
+        if other := [key for key in ("data", *DATASET_PATHS) if keys.get(key) is not None]:
+            raise UserError(f"train_data: given beside another dataset's {other[0]}. Give one of them.")
         keys["data"], passed["data"] = f"{objects.SOURCE}:datasets", (train_data, val_data)
     return passed
 

@@ -202,6 +202,7 @@ def test_an_error_of_the_callback_ends_all_processes(shared_folder: Path, tmp_pa
         ({"model": lambda n_classes: None}, "must make a torch.nn.Module, not NoneType"),
         ({"train_data": []}, "train_data and val_data: one is missing"),
         ({"train_data": [], "val_data": [], "data_folder": "here"}, "given beside another dataset"),
+        ({"train_data": [], "val_data": [], "mean_file": "here"}, "given beside another dataset's mean_file"),
         ({"momentum": object()}, "^momentum: must be a text, a number, a list or a mapping of these"),
         ({"data": (object(), object())}, "^data: must be a text.*Pass datasets as train_data and val_data"),
     ],
