@@ -150,8 +150,9 @@ class GradientMerger:
         assert self._bits is not None
         owner, gradients = self._devices[bucket.owner], next(iter(parts.values()))
         compression = Compression(self._bits, tuple(array.numel() for array in gradients))
-        # A step whose gradients reach a part of the bucket has rounding errors of its own.
-        key = names[0] if len(names) == len(bucket.names) else "+".join(names)
+        # A step whose gradients reach a part of the bucket has rounding errors of its own, and so has a
+        # resumed executor whose gradients complete in another order.
+        key = "+".join(names)
         received: list[Array] = []
         for number, part in parts.items():
             device, carried = self._devices[number], self._carried_by(number, key, compression, part)
@@ -182,7 +183,7 @@ class GradientMerger:
         return self._carried[key]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the carried rounding errors, by device and bucket."""
+        """Return the carried rounding errors, by device and the parameters merged together."""
         unused = {key: value.clone() for key, value in self._loaded.items()}  # no step has needed them yet
         return unused | {key: array.tensor() for key, array in self._carried.items()}
 

@@ -120,6 +120,54 @@ def test_compressed_strategies_have_the_same_bits_and_resume(bits: Bits) -> None
         assert all(torch.equal(value, results[0][name]) for name, value in other.items())
 
 
+@pytest.mark.parametrize("n", [5, 300])  # errors of one block, and of several
+def test_a_step_that_reaches_the_first_parameter_alone_has_its_own_rounding_errors(n: int) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(n, 4, bias=False), nn.Parameter(torch.ones(4))
+
+    def loss(model: Scaled, x: torch.Tensor) -> torch.Tensor:
+        scores = model.layer(x)
+        return ((scores.detach() if len(x) == 2 else scores) * model.scale).square().mean()
+
+    with flow.Engine(flow.cpus(2, threads=1)) as engine:
+        made = flow.ParallelExecutor(
+            Scaled(), loss, lambda p: torch.optim.SGD(p, 0.1), engine.devices, compress="int8"
+        )
+        made.run({"x": torch.randn(8, n)})
+        before = made.state_dict()["carried"]
+        with pytest.warns(UserWarning, match=r"no gradient reaches layer\.weight"):
+            made.run({"x": torch.randn(4, n)})
+        after = made.state_dict()["carried"]
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    assert len(after) == 2 * len(before)
+
+
+def test_rounding_errors_of_another_order_are_not_used() -> None:
+    """Under autocast gradients complete in another order, which is that of the bucket."""
+    layers = nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4, bias=False)
+    model, x = nn.Sequential(*layers), torch.randn(8, 5)
+    with flow.Engine(flow.cpus(2, threads=1)) as engine:
+
+        def make() -> flow.ParallelExecutor:
+            return flow.ParallelExecutor(
+                model, lambda m, x: m(x).square().mean(), lambda p: torch.optim.SGD(p, 0.1), engine.devices,
+                compress="int8",
+            )  # fmt: skip
+
+        first, resumed, without = make(), make(), make()
+        first.run({"x": x})
+        state = first.state_dict()
+        resumed.load_state_dict(state)
+        without.load_state_dict(state | {"carried": {}})
+        for made in (resumed, without):
+            with torch.autocast("cpu", torch.bfloat16):
+                made.run({"x": x})
+        for name, value in without.replica(0).items():
+            assert torch.equal(resumed.replica(0)[name], value)
+
+
 def test_rounding_errors_that_no_step_has_used_are_saved_again() -> None:
     """A run that is stopped just after it resumed, before its first step, saves what it loaded."""
     model, x = nn.Linear(30, 20), torch.randn(7, 30)
