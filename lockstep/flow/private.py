@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -320,6 +321,11 @@ def predict(function: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return value
+
+
+def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
+    """Return the format that torch's kernels see in a tensor's strides."""
+    return suggest_memory_format(tensor)
 
 
 def serves() -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from lockstep.errors import UserError
 from lockstep.flow import private
+from lockstep.flow.strides import strides_of
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]  # size, stride, dtype of a whole storage
 MOST = 20_000  # recipes kept at once
@@ -323,8 +324,8 @@ def _predict(
     ]
     return Recipe(
         [
-            None if leaf is None else (leaf.size(), leaf.stride(), dtype)
-            for leaf, dtype in zip(made, known, strict=True)
+            None if leaf is None else (leaf.size(), strides_of(function, layouts, leaf, number), dtype)
+            for number, (leaf, dtype) in enumerate(zip(made, known, strict=True))
         ],
         [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
         structure,

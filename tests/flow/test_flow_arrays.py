@@ -412,6 +412,62 @@ def test_training_gives_torchs_bits(devices: list[Cpu], name: str) -> None:
         assert_same(array, tensor)
 
 
+# Sums of results with other strides would round in another way.
+FUNCTIONS_OF_PICTURES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "batch norm of lines": lambda x: F.batch_norm(x.flatten(2), None, None, training=True),
+    "group norm": lambda x: F.group_norm(x, 2),
+    "layer norm": lambda x: F.layer_norm(x, x.shape[1:]),
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "relu6": F.relu6,
+    "elu": F.elu,
+    "softplus": F.softplus,
+    "glu": lambda x: F.glu(x, 1),
+    "logsigmoid": F.logsigmoid,
+    "log softmax": lambda x: F.log_softmax(x, 1),
+    "reflection": lambda x: F.pad(x, (1, 1, 1, 1), "reflect"),
+    "replication": lambda x: F.pad(x, (1, 1, 1, 1), "replicate"),
+    "binary cross entropy": lambda x: F.binary_cross_entropy(x.sigmoid(), torch.ones(x.shape)),
+    "unpooling": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    "shuffle": lambda x: F.channel_shuffle(x, 2),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS_OF_PICTURES)
+@pytest.mark.parametrize("last", [False, True])
+def test_results_have_the_strides_of_torchs_kernels(devices: list[Cpu], name: str, last: bool) -> None:
+    function = FUNCTIONS_OF_PICTURES[name]
+    x = pictures(3, 4, 6, 6).to(memory_format=[torch.channels_last, torch.contiguous_format][last])
+    expected = function(x.requires_grad_())
+    weights = pictures(*expected.shape)
+    if last and weights.ndim == 4:
+        weights = weights.to(memory_format=torch.channels_last)
+    (gradient,) = torch.autograd.grad(expected, x, weights)
+    with flow.device(devices[0]):
+        inputs = flow.array(x.detach()).requires_grad_()
+        found = function(inputs)
+        (own,) = torch.autograd.grad(found, inputs, flow.array(weights))
+        assert found.stride() == expected.stride() and own.stride() == gradient.stride()
+        assert_same(own.sum((0, 2, 3)), gradient.sum((0, 2, 3)))
+
+
+def test_gradients_of_transposed_probabilities_are_torchs(devices: list[Cpu]) -> None:
+    frames, targets = pictures(4, 5, 6), torch.tensor([[1, 2], [2, 3], [3, 1], [1, 1]])
+    lengths = torch.full((4,), 5), torch.full((4,), 2)
+
+    def gradients(frames: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        weight = weight.detach().requires_grad_()
+        scores = (frames @ weight).log_softmax(-1).transpose(0, 1)
+        F.ctc_loss(scores, targets, *lengths).backward()
+        return [torch.as_tensor(weight.grad)]
+
+    weight = pictures(6, 4)
+    expected = gradients(frames, weight)[0]
+    with flow.device(devices[0]):
+        assert_same(gradients(flow.array(frames), flow.array(weight))[0], expected)
+
+
 def step(
     model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
