@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lockstep.backends.devices import on_gpus
 from lockstep.flow import private
 
 # The first result has the memory format of the tensor at this position.
@@ -18,6 +19,7 @@ _IN_FORMAT_OF = {
     "aten::max_unpool2d": 0,
     "aten::native_batch_norm": 0,
     "aten::native_batch_norm_backward": 1,
+    "aten::native_group_norm": 0,  # of torch 2.14
     "aten::native_group_norm_backward": 1,
     "aten::reflection_pad2d_backward": 1,
     "aten::replication_pad2d_backward": 1,
@@ -54,7 +56,7 @@ def strides_of(
     name = getattr(getattr(function, "_schema", None), "name", "")
     place = _IN_FORMAT_OF.get(name) if number == 0 else None
     pair = _LIKE_SUMS.get(name) if len(layouts) > 1 else None
-    if (place is None and pair is None and name not in _CONTIGUOUS) or layouts[0][3].type != "cpu":
+    if (place is None and pair is None and name not in _CONTIGUOUS) or on_gpus([layouts[0][3]]):
         return predicted.stride()
     with private.without_modes():
         given = [torch.empty_strided(size, stride, device="meta") for size, stride, *_ in layouts]
