@@ -136,7 +136,7 @@ def _table(
 ) -> list[ImageOperation]:
     """Return a space from the largest amounts; `n_bits` are lost at most by posterize."""
     bins, none = np.arange(n_bins) / (n_bins - 1), (0.0,) * n_bins
-    bits, thresholds = 8 - np.round(n_bits * bins), 255.0 * (1 - bins)
+    bits, thresholds = 8 - np.round(n_bits * bins), np.linspace(255, 0, n_bins)  # exact for whole values
     enhancements = tuple((enhancement * bins).tolist())
     return [
         ImageOperation(identity, none),

@@ -145,6 +145,11 @@ def test_each_operation_is_within_one_gray_level_of_numpy(
                 assert not wrong.any(), (name, signed)
 
 
+def test_whole_thresholds_are_exact_since_pixels_may_equal_them() -> None:
+    (solarize,) = (o for o in trivial_table(SQUARE, 31) if o.apply is operations.solarize)
+    assert list(solarize.amounts) == [255 - 8.5 * bin_number for bin_number in range(31)]
+
+
 def test_translations_of_rand_augment_have_the_share_of_their_own_side() -> None:
     config = make_config(auto_augment="rand", auto_augment_args={"bins": 2, "magnitude": 1})
     (policy,) = changes_of(config, (331, 662))
