@@ -144,19 +144,19 @@ def test_a_step_that_reaches_the_first_parameter_alone_has_its_own_rounding_erro
     assert len(after) == 2 * len(before)
 
 
+def compressed(model: nn.Module, engine: flow.Engine) -> flow.ParallelExecutor:
+    return flow.ParallelExecutor(
+        model, lambda m, x: m(x).square().mean(), lambda p: torch.optim.SGD(p, 0.1), engine.devices,
+        compress="int8",
+    )  # fmt: skip
+
+
 def test_rounding_errors_of_another_order_are_not_used() -> None:
     """Under autocast gradients complete in another order, which is that of the bucket."""
     layers = nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4, bias=False)
     model, x = nn.Sequential(*layers), torch.randn(8, 5)
     with flow.Engine(flow.cpus(2, threads=1)) as engine:
-
-        def make() -> flow.ParallelExecutor:
-            return flow.ParallelExecutor(
-                model, lambda m, x: m(x).square().mean(), lambda p: torch.optim.SGD(p, 0.1), engine.devices,
-                compress="int8",
-            )  # fmt: skip
-
-        first, resumed, without = make(), make(), make()
+        first, resumed, without = (compressed(model, engine) for _ in range(3))
         first.run({"x": x})
         state = first.state_dict()
         resumed.load_state_dict(state)
@@ -172,14 +172,7 @@ def test_rounding_errors_that_no_step_has_used_are_saved_again() -> None:
     """A run that is stopped just after it resumed, before its first step, saves what it loaded."""
     model, x = nn.Linear(30, 20), torch.randn(7, 30)
     with flow.Engine(flow.cpus(2, threads=1)) as engine:
-
-        def make() -> flow.ParallelExecutor:
-            return flow.ParallelExecutor(
-                model, lambda m, x: m(x).square().mean(), lambda p: torch.optim.SGD(p, 0.1), engine.devices,
-                compress="int8",
-            )  # fmt: skip
-
-        first, resumed, again = make(), make(), make()
+        first, resumed, again = (compressed(model, engine) for _ in range(3))
         first.run({"x": x})
         resumed.load_state_dict(first.state_dict())
         state = resumed.state_dict()
