@@ -128,10 +128,10 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
     except Exception as error:  # the user's code
         text = f"{type(error).__name__}: {error}"
         raise UserError(f"{key}: {module_name} can't be imported: {text}") from error
-    function = getattr(module, function_name, None)
-    if function is not None and not callable(function):
-        raise UserError(f"{key}: {function_name} of {module_name} is no function")
-    if function is None:
+    if not hasattr(module, function_name):
         close = nearest(function_name, dir(module))
         raise UserError(f"{key}: {module_name} has no function {function_name}{close}")
+    function = getattr(module, function_name)
+    if not callable(function):
+        raise UserError(f"{key}: {function_name} of {module_name} is no function")
     return function  # type: ignore[no-any-return]

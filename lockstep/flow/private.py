@@ -323,6 +323,11 @@ def predict(function: Callable[[], Any]) -> Any:
     return value
 
 
+def schema_name(function: Any) -> str:
+    """Return an operation's name, such as 'aten::add', or '' of a function that is none of torch's."""
+    return getattr(getattr(function, "_schema", None), "name", "")
+
+
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
     """Return the format that torch's kernels see in a tensor's strides."""
     return suggest_memory_format(tensor)

@@ -334,8 +334,7 @@ def _predict(
 
 def _dtypes_of_norms(function: Any, layouts: Sequence[Any]) -> list[torch.dtype] | None:
     """Return the dtypes of a normalization's results where torch predicts wrong ones, else None."""
-    schema = getattr(function, "_schema", None)
-    if schema is None or schema.name not in _NORMALIZATIONS:
+    if private.schema_name(function) not in _NORMALIZATIONS:
         return None
     (_, _, images, _), *others = layouts
     mixed = images.itemsize < 4 and any(dtype is torch.float32 for _, _, dtype, _ in others)
@@ -374,7 +373,7 @@ def _call_on_fakes(
         torch.empty_strided(size, stride, dtype=dtype, device=device)
         for size, stride, dtype, device in layouts
     ]
-    name = getattr(getattr(function, "_schema", None), "name", "")
+    name = private.schema_name(function)
     scores = _LIKE_SCORES.get(name)
     if scores == 1:
         return fakes, torch.empty_like(fakes[1], memory_format=torch.contiguous_format)

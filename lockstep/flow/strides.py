@@ -53,7 +53,7 @@ def strides_of(
         layouts: (size, stride, dtype, device) of each tensor that it gets.
         predicted: The result that torch predicts, without values.
     """
-    name = getattr(getattr(function, "_schema", None), "name", "")
+    name = private.schema_name(function)
     place = _IN_FORMAT_OF.get(name) if number == 0 else None
     pair = _LIKE_SUMS.get(name) if len(layouts) > 1 else None
     if (place is None and pair is None and name not in _CONTIGUOUS) or on_gpus([layouts[0][3]]):

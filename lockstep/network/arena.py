@@ -156,6 +156,11 @@ class Arena:
         }
 
     @property
+    def counts(self) -> list[torch.Tensor]:
+        """The integer buffers, such as counts of steps, which trainers do not average."""
+        return [value for name, value in self.local.items() if name.startswith("buffers/")]
+
+    @property
     def buffers_span(self) -> tuple[int, int]:
         """Elements [first, last) of the float buffers and the padding behind them."""
         return self._span("buffers")

@@ -90,8 +90,7 @@ class LogicalRankSums:
         start, stop = self._arena.buffers_span
         self._floats = self._arena.flat[start:stop]
         self._begin = self._floats.clone()
-        counts = (value for name, value in self._arena.local.items() if name.startswith("buffers/"))
-        self._counts = [(count, count.clone()) for count in counts]
+        self._counts = [(count, count.clone()) for count in self._arena.counts]
         self._ends: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._first = self._next = first
         self._n_waiting = 0

@@ -21,9 +21,7 @@ class Counts:
     """
 
     def __init__(self, config: Config, arena: Arena, coordinator: Coordinator) -> None:
-        is_single = coordinator.world.size == 1
-        names = () if is_single else (name for name in arena.local if name.startswith("buffers/"))
-        self._counts, self._coordinator = [arena.local[name] for name in names], coordinator
+        self._counts, self._coordinator = arena.counts if coordinator.world.size > 1 else [], coordinator
         self._n_parts = config.logical_ranks or coordinator.world.size
 
     def after_step(self, order: Order) -> None:
