@@ -5,6 +5,7 @@ It follows Paddle's design document of the same name; docs/flow.md says what it 
 
 import contextlib
 import copy
+import math
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -169,7 +170,7 @@ class ParallelExecutor:
         """Set values of all optimizers from the next run on, as in set_hyperparameters(lr=0.01).
 
         Raises:
-            UserError: The optimizers do not have such a value.
+            UserError: The optimizers do not have such a value, or a number's new value is none.
         """
         with contextlib.suppress(OperationError):
             self._wait()  # an interrupted run may still update
@@ -400,7 +401,7 @@ def _check(devices: list[Device], strategy: str, scale: Any, compress: str | Non
         _check_choice("compress", compress, get_args(Bits))
     if isinstance(scale, str):
         _check_choice("gradient_scale", scale, ("mean", "sum"))
-    elif not isinstance(scale, Collection) or not all(isinstance(factor, int | float) for factor in scale):
+    elif not isinstance(scale, Collection) or not all(map(_is_finite, scale)):
         raise UserError(
             f"gradient_scale is mean, sum, or a list of numbers, one for each device, not {scale}"
         )
@@ -408,8 +409,12 @@ def _check(devices: list[Device], strategy: str, scale: Any, compress: str | Non
         raise UserError(
             f"gradient_scale has {len(scale)} factors for {len(devices)} devices: give one for each"
         )
-    if not isinstance(bucket_mb, int | float | np.number) or not 0 < bucket_mb < float("inf"):
+    if not _is_finite(bucket_mb) or bucket_mb <= 0:
         raise UserError(f"bucket_mb is a number, more than 0, not {bucket_mb!r}")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and math.isfinite(value)
 
 
 def _check_compressed(model: nn.Module, compress: str | None) -> None:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Number
 from typing import Any
 
 import torch
@@ -288,7 +289,7 @@ class Buckets:
         trained = [name for name, p in replicas[0].parameters.items() if p.requires_grad]
         self._initial: dict[str, Any] = {}  # hyperparameters of parameters that have no bucket yet
         self._made = weakref.WeakSet[torch.optim.Optimizer]()
-        self._kind, self._known = "a model without trained parameters", list[str]()
+        self._kind, self._known = "a model without trained parameters", dict[str, Any]()
         if trained:  # an unusable optimizer is refused before the first run
             found = BucketOptimizer(trained, replicas[0], make)
             _check_parameters(found.optimizer, model)
@@ -296,7 +297,8 @@ class Buckets:
             with private.without_modes():
                 self._initial = {name: {**own, "state": {}} for name, own in found.state().items()}
             self._kind = type(found.optimizer).__name__
-            self._known = [key for key in found.optimizer.param_groups[0] if key != "params"]
+            group = found.optimizer.param_groups[0]
+            self._known = {key: value for key, value in group.items() if key != "params"}
 
     def _check_new(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise UserError for one that was made before, which has the parameters of that time."""
@@ -354,12 +356,14 @@ class Buckets:
         """Set values of all optimizers, including those of buckets to come.
 
         Raises:
-            UserError: The optimizers do not have such a value.
+            UserError: The optimizers do not have such a value, or a number's new value is none.
         """
-        for name in values:
+        for name, value in values.items():
             if name not in self._known:
                 there = ", ".join(self._known)
                 raise UserError(f"{self._kind} has no {name}{nearest(name, self._known)} (it has: {there})")
+            if isinstance(self._known[name], float) and not isinstance(value, Number | torch.Tensor):
+                raise UserError(f"{name} of {self._kind} is a number, not {value!r:.100}")
         optimizers = [self._hyperparameters]
         for bucket in self.all:
             for updates in bucket.updates.values():

@@ -232,6 +232,8 @@ def test_any_optimizer_whose_hyperparameters_change(strategy: str) -> None:
             optimizer.step()
         with pytest.raises(UserError, match=r"AdamW has no weight_decai \(did you mean 'weight_decay'\?\)"):
             made.set_hyperparameters(weight_decai=1)
+        with pytest.raises(UserError, match="lr of AdamW is a number"):
+            made.set_hyperparameters(weight_decay=0.0, lr="0.1")
         for name, value in made.replica(1).items():
             torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-9, atol=1e-9)
 
@@ -994,6 +996,7 @@ BAD_SETTINGS = [
         "compress: weight is torch.complex64: only real numbers",
     ),
     ({"gradient_scale": "average"}, "gradient_scale is mean or sum, not 'average'"),
+    ({"gradient_scale": [1.0, float("nan")]}, "a list of numbers, one for each device, not .1.0, nan"),
     ({"gradient_scale": [1.0]}, "gradient_scale has 1 factors for 2 devices"),
     ({"bucket_mb": 0}, "bucket_mb is a number, more than 0"),
     ({"bucket_mb": float("inf")}, "bucket_mb is a number, more than 0, not inf"),
