@@ -244,7 +244,9 @@ def condition(value: Any, dtype: np.dtype[Any], what: str, force_cast: bool = Fa
 
 
 def as_array(value: Any, what: str) -> np.ndarray:
-    """Return the value as an array; raise TypeError if it is a tensor that NumPy can't read."""
+    """Return the value as an array; raise TypeError if it is a tensor that NumPy can't read, or masked."""
+    if np.ma.is_masked(value):
+        raise TypeError(f"{what}: values are masked, and a function would see them: give value.filled(...)")
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -117,6 +117,8 @@ CALLING = [
     (lambda c: c["f"](X, Y, Y), TypeError, "f takes 2 inputs, 3 given"),
     (lambda c: c["f"](X, y=Y, x=X), TypeError, "two values for 'x'"),
     (lambda c: c["f"](X, z=Y), ValueError, "'z' is the name of no input"),
+    (lambda c: c["f"](X, np.ma.masked_equal(Y, 1)), TypeError, "input y: values are masked"),
+    (lambda c: synk.data(np.ma.masked_equal(X, 1), name="d"), TypeError, "data 'd': values are masked"),
     (lambda c: c["f"](X[0], Y), TypeError, "input x has 2 dimensions, 1 given"),
     (lambda c: c["f"](X.astype(complex), Y), TypeError, "input x is float64, and casting complex128"),
     (lambda c: c["f"](synk.data(X.astype("f4")), Y), TypeError, "is float64, the data 'data.*' is float32"),
