@@ -76,7 +76,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__, globals().get("COMMAND"))
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--replay", type=int, metavar="N", help="compute N random intervals again")
-    parser.add_argument("--step", type=int, metavar="K", help="compute steps 0 to K again")
+    step = "compute the run again from its beginning up to step K, at least 1"
+    parser.add_argument("--step", type=int, metavar="K", help=step)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="override the run's configuration"

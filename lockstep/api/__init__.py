@@ -53,6 +53,7 @@ def train(
         RunFailed: A process of the run failed; the message names it.
         KeyboardInterrupt: It came a second time; the run has ended without saving.
     """
+    _check_callback(callback)
     keys = {**keys, **({} if data_folder is None else {"data_folder": str(data_folder)})}
     passed = pass_on(keys, model, train_data, val_data)
     keys.setdefault("weights_dir", read_yaml(default_config(program_folder())).values.get("weights_dir"))
@@ -86,6 +87,7 @@ def resume(
         quiet: Show nothing.
         **keys: Keys that change.
     """
+    _check_callback(callback)
     place = (folder.folder if isinstance(folder, Run) else Path(folder)).absolute()
     if not (place / "config.yaml").is_file():
         raise UserError(f"{place}: is not a run's folder: it has no config.yaml. Give the folder of a run.")
@@ -100,3 +102,8 @@ def resume(
         passed = {**folder._passed, **passed}
     keys = {**keys, "resume_train": True, "weights_dir": str(place.parent), "run_name": place.name}
     return Launch(keys, passed, callback, quiet).run()
+
+
+def _check_callback(callback: Any) -> None:
+    if callback is not None and not callable(callback):
+        raise UserError(f"callback: must be a function of a record, not {callback!r:.100}")

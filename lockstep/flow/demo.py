@@ -19,6 +19,7 @@ from torch import nn
 from lockstep import flow
 from lockstep.extras import require
 from lockstep.flow import owl
+from lockstep.programs import make_parser
 
 SIZES = 64, 400, 10
 MINIBATCH, RATE, EPOCHS = 128, 0.3, 30
@@ -27,6 +28,7 @@ Gradients = list[torch.Tensor]
 
 def main() -> None:
     """Train in three ways, and print what they have in common."""
+    make_parser(__doc__, "python -m lockstep.flow.demo").parse_args()
     require("the demonstration", "demo", "sklearn")
     from sklearn.datasets import load_digits
 

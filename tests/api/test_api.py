@@ -197,6 +197,7 @@ def test_an_error_of_the_callback_ends_all_processes(shared_folder: Path, tmp_pa
     [
         ({"learnig_rate": 1}, "unknown key 'learnig_rate' .did you mean 'learning_rate'"),
         ({"data_folder": "/nowhere"}, "/nowhere: there is no such dataset folder"),
+        ({"callback": "stop"}, "^callback: must be a function of a record, not 'stop'"),
         ({"model": 7}, "model: must be a name, or a class or function"),
         ({"model": "models.mine:Net"}, "Lockstep has a package models of its own, without mine.*rename"),
         ({"model": lambda n_classes: None}, "must make a torch.nn.Module, not NoneType"),
@@ -225,6 +226,8 @@ def test_only_paths_of_images_are_predicted(image: Any, tmp_path: Path) -> None:
 def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(lockstep.UserError, match="is not a run's folder"):
         lockstep.resume(tmp_path)
+    with pytest.raises(lockstep.UserError, match=r"^callback: must be a function"):
+        lockstep.resume(tmp_path, callback=7)
 
 
 def test_a_failure_is_one_also_where_the_caller_ignores_the_end_of_children(
