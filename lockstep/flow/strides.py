@@ -22,7 +22,11 @@ _IN_FORMAT_OF = {
     "aten::native_group_norm": 0,  # of torch 2.14
     "aten::native_group_norm_backward": 1,
     "aten::reflection_pad2d_backward": 1,
+    "aten::reflection_pad3d": 0,
+    "aten::reflection_pad3d_backward": 1,
     "aten::replication_pad2d_backward": 1,
+    "aten::replication_pad3d": 0,
+    "aten::replication_pad3d_backward": 1,
 }
 _CONTIGUOUS = {
     "aten::_log_softmax_backward_data",
@@ -56,7 +60,8 @@ def strides_of(
     name = private.schema_name(function)
     place = _IN_FORMAT_OF.get(name) if number == 0 else None
     pair = _LIKE_SUMS.get(name) if len(layouts) > 1 else None
-    if (place is None and pair is None and name not in _CONTIGUOUS) or on_gpus([layouts[0][3]]):
+    is_contiguous = name in _CONTIGUOUS or function is torch.ops.aten.pow.Scalar
+    if (place is None and pair is None and not is_contiguous) or on_gpus([layouts[0][3]]):
         return predicted.stride()
     with private.without_modes():
         given = [torch.empty_strided(size, stride, device="meta") for size, stride, *_ in layouts]

@@ -428,6 +428,9 @@ FUNCTIONS_OF_PICTURES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "log softmax": lambda x: F.log_softmax(x, 1),
     "reflection": lambda x: F.pad(x, (1, 1, 1, 1), "reflect"),
     "replication": lambda x: F.pad(x, (1, 1, 1, 1), "replicate"),
+    "reflection in volumes": lambda x: F.pad(x.unsqueeze(2), (1, 1, 1, 1, 0, 0), "reflect"),
+    "replication in volumes": lambda x: F.pad(x.unsqueeze(2), (1, 1, 1, 1, 1, 1), "replicate"),
+    "power of a number": lambda x: 2**x,
     "binary cross entropy": lambda x: F.binary_cross_entropy(x.sigmoid(), torch.ones(x.shape)),
     "unpooling": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
     "shuffle": lambda x: F.channel_shuffle(x, 2),
@@ -441,8 +444,9 @@ def test_results_have_the_strides_of_torchs_kernels(devices: list[Cpu], name: st
     x = pictures(3, 4, 6, 6).to(memory_format=[torch.channels_last, torch.contiguous_format][last])
     expected = function(x.requires_grad_())
     weights = pictures(*expected.shape)
-    if last and weights.ndim == 4:
-        weights = weights.to(memory_format=torch.channels_last)
+    if last and weights.ndim > 3:
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        weights = weights.to(memory_format=formats[weights.ndim])
     (gradient,) = torch.autograd.grad(expected, x, weights)
     with flow.device(devices[0]):
         inputs = flow.array(x.detach()).requires_grad_()
