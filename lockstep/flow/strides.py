@@ -21,9 +21,11 @@ _IN_FORMAT_OF = {
     "aten::native_batch_norm_backward": 1,
     "aten::native_group_norm": 0,  # of torch 2.14
     "aten::native_group_norm_backward": 1,
+    "aten::reflection_pad2d": 0,  # of torch 2.11
     "aten::reflection_pad2d_backward": 1,
     "aten::reflection_pad3d": 0,
     "aten::reflection_pad3d_backward": 1,
+    "aten::replication_pad2d": 0,  # of torch 2.11
     "aten::replication_pad2d_backward": 1,
     "aten::replication_pad3d": 0,
     "aten::replication_pad3d_backward": 1,

@@ -196,11 +196,14 @@ def test_losses_of_targets_with_another_dtype(
     """Targets that come from NumPy are often float64."""
     data, target = torch.randn(4, 3).t(), torch.randn(3, 4).double()
     scores, array = data.clone().requires_grad_(), flow.array(data).requires_grad_()
+    expected = loss(scores, target, reduction=reduction)
+    try:
+        expected.sum().backward()
+    except RuntimeError as error:  # torch 2.11: mse_loss
+        pytest.skip(f"this version of torch: {error}")
     with flow.device(device):
         found = loss(array, target, reduction=reduction)
         found.sum().backward()
-    expected = loss(scores, target, reduction=reduction)
-    expected.sum().backward()
     assert torch.equal(found.detach().tensor(), expected.detach())  # type: ignore[attr-defined]
     assert scores.grad is not None and array.grad is not None
     assert array.grad.dtype is torch.float32 and array.grad.stride() == scores.grad.stride()
