@@ -3,6 +3,7 @@
 All values are combined in the order of devices and ranks, so that the bits are the same in every run.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, first_line
 from lockstep.flow import placement, private
 from lockstep.flow.arrays import Array, bring
 from lockstep.flow.creation import device as on_device
@@ -155,19 +156,36 @@ class ProcessCollectives:
                         "make the same executor in all processes"
                     )
 
-    def gather_steps(self, n_samples: int, merged: Any) -> list[int]:
+    def gather_steps(self, n_samples: int, n_runs: int, merged: Any) -> list[int]:
         """Return the number of samples of each process in the next step.
 
         Args:
+            n_runs: The number of steps before it.
             merged: The names of what it merges, by exchange, or None if they are not known yet.
+
+        Raises:
+            UserError: Another process is at another step, as after a state was loaded in some only.
         """
-        counts, self._merged = zip(*self.gather((n_samples, merged)), strict=True)
+        counts, runs, self._merged = zip(*self.gather((n_samples, n_runs, merged)), strict=True)
+        for rank, other in enumerate(runs):
+            if other != n_runs:
+                raise UserError(
+                    f"group: {n_runs} steps lie behind this process and {other} behind the group's process "
+                    f"{rank}: load the same state in all processes"
+                )
         return list(counts)
+
+    def report_failure(self, error: Exception) -> None:
+        """Tell the processes that wait in check_merged that this one could not record the step."""
+        with contextlib.suppress(RuntimeError):  # one of them may have ended; the caller raises `error`
+            self.gather(f"{type(error).__name__}: {first_line(error)}")
 
     def check_merged(self, merged: Any) -> None:
         """Raise UserError if another process merges something else: gloo would abort, or mix them up."""
         others = self.gather(merged) if None in self._merged else self._merged
         for rank, other in enumerate(others):
+            if isinstance(other, str):
+                raise UserError(f"group: the step can't be recorded in the group's process {rank}: {other}")
             if other != merged:
                 here, there = ({name for names in each for name in names} for each in (merged, other))
                 what = ", ".join(sorted(here ^ there)) or "parameters in another order"

@@ -269,7 +269,8 @@ class ParallelExecutor:
         counts, rank = [sum(rows)], 0
         if key is not None and self._processes is not None:
             _, merged = self._programs.get(key, (None, None))
-            counts, rank = self._processes.gather_steps(sum(rows), merged), self._processes.rank
+            counts = self._processes.gather_steps(sum(rows), self._n_runs, merged)
+            rank = self._processes.rank
         total, first = sum(counts), sum(counts[:rank])
         keys = torch.from_numpy(dropout.sample_keys(self._seed, self._n_runs, total))
         shares = []
@@ -297,7 +298,12 @@ class ParallelExecutor:
         """
         inputs = [array for s in shares for array in (*s.batch, s.factor, s.fraction, s.keys)]
         if key not in self._programs:
-            program = self._capture(shares, record, prepare, inputs)
+            try:
+                program = self._capture(shares, record, prepare, inputs)
+            except Exception as error:
+                if counted is not None and self._processes is not None:
+                    self._processes.report_failure(error)
+                raise
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
             self._programs[key] = program, self._step.merged

@@ -411,6 +411,46 @@ dist.destroy_process_group()
 """
 
 
+ONE_FAILS = """
+import pickle, sys, datetime
+import torch, torch.distributed as dist
+from torch import nn
+from lockstep import flow
+from lockstep.errors import UserError
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
+                        timeout=datetime.timedelta(seconds=90))
+
+def loss(model, x):
+    if len(x) == 5:
+        raise ValueError("not 5")
+    return model(x).square().mean()
+
+devices, messages = flow.cpus(1), []
+with flow.Engine(devices):
+    made = flow.ParallelExecutor(nn.Linear(6, 3), loss, lambda p: torch.optim.SGD(p, 0.1), devices,
+                                 group=dist.group.WORLD)
+    begin = made.state_dict()
+    for n, fetch in ((3, []), (4, [["loss"], ["los"]][rank]), (4 + rank, ["loss"]), (4, [])):
+        try:
+            made.run({"x": torch.ones(n, 6)}, fetch)
+        except ValueError as error:  # a UserError, too
+            messages.append(str(error))
+    if rank == 1:
+        made.load_state_dict(begin)
+    try:
+        made.run({"x": torch.ones(4, 6)})
+    except UserError as error:
+        messages.append(str(error))
+    made.load_state_dict(begin)
+    made.run({"x": torch.ones(4, 6)})
+    result = made.replica(0)
+pickle.dump((messages, made.state_dict()["runs"], result), open(sys.argv[4], "wb"))
+dist.destroy_process_group()
+"""
+
+
 def two_processes(folder: Path, settings: str, program: str = PROCESS) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -471,6 +511,26 @@ def test_processes_that_would_merge_or_update_other_parameters_are_refused(tmp_p
         assert own[1].startswith("group: gradients reach first.bias, first.weight, second.bias, second.w")
         assert own[3].startswith("group: gradients reach seen, or the loss writes it, in one of")
     assert n_runs == n_others == 3
+    assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
+
+
+def test_a_step_that_one_process_cannot_record_is_refused_in_both(tmp_path: Path) -> None:
+    """The others took what the next step exchanges for the missing names, and failed with a TypeError.
+
+    A state that one process loads alone made the weights differ.
+    """
+    (messages, n_runs, weights), (others, n_others, other_weights) = two_processes(tmp_path, "", ONE_FAILS)
+    refused = "group: the step can't be recorded in the group's process 1: "
+    assert others[0].startswith("fetch: there is no 'los'") and messages[0].startswith(
+        f"{refused}UserError: fetch: there is no 'los'"
+    )
+    assert (messages[1], others[1]) == (f"{refused}ValueError: not 5", "not 5")
+    assert messages[2] == (
+        "group: 2 steps lie behind this process and 0 behind the group's process 1: "
+        "load the same state in all processes"
+    )
+    assert others[2].startswith("group: 0 steps lie behind this process and 2 behind the group's process 0")
+    assert len(messages) == len(others) == 3 and n_runs == n_others == 1
     assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
 
 
