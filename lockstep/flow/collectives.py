@@ -309,7 +309,7 @@ def _turn_of(kind: str, peer: int, group: Any, device: Device) -> Array:
 def send(array: Array, peer: int, group: Any = None) -> Any:
     """Send a value to the process with this rank, and return the operation. It has its own lane.
 
-    Values from one process to another arrive in program order.
+    Values from one process to another arrive in program order, each by a `receive` of the other process.
 
     Args:
         peer: A global rank of torch.distributed.
@@ -335,7 +335,17 @@ def receive(peer: int, like: torch.Tensor, group: Any = None) -> Array:
     return made
 
 
+_HEADER_BYTES = 256  # before each value: its number of bytes, its shape and its dtype, in words
+
+
+def _header(value: torch.Tensor) -> torch.Tensor:
+    words = f"{value.numel() * value.element_size()} {tuple(value.shape)} {value.dtype}".encode()
+    padded = bytearray(words[:_HEADER_BYTES].ljust(_HEADER_BYTES))
+    return torch.frombuffer(padded, dtype=torch.uint8).to(value.device)
+
+
 def _send(peer: int, group: Any, value: torch.Tensor, _turn: torch.Tensor) -> None:
+    dist.send(_header(value), peer, group=group)
     dist.send(value.contiguous(), peer, group=group)
 
 
@@ -343,5 +353,13 @@ def _receive(
     peer: int, group: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device, _turn: torch.Tensor
 ) -> tuple[torch.Tensor]:
     value = torch.empty(shape, dtype=dtype, device=device)
+    header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=device)
+    dist.recv(header, peer, group=group)
+    if not torch.equal(header, _header(value)):  # gloo leaves a part of the value as it is, or aborts
+        n_bytes, sent = bytes(header.tolist()).decode().split(maxsplit=1)
+        dist.recv(torch.empty(int(n_bytes), dtype=torch.uint8, device=device), peer, group=group)
+        raise UserError(
+            f"flow.receive: process {peer} has sent {sent.strip()}, and `like` is {tuple(shape)} {dtype}"
+        )
     dist.recv(value, peer, group=group)
     return (value,)

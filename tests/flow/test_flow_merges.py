@@ -290,11 +290,11 @@ def test_processes_with_other_models_or_settings_are_refused(
 
 
 def test_messages_are_sent_again_after_a_failure_was_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[float] = []
+    sent: list[torch.Tensor] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 12345])
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "send", lambda value, peer, group: sent.append(value.item()))
+    monkeypatch.setattr(dist, "send", lambda value, peer, group: sent.append(value))
     with flow.Engine(flow.cpus(1)):
         bad = flow.array(1.0)
         flow.call(lambda value: 1 / 0, bad, writes=[bad])
@@ -309,7 +309,7 @@ def test_messages_are_sent_again_after_a_failure_was_reported(monkeypatch: pytes
         raise KeyError  # which closes the engine
     with flow.Engine(flow.cpus(1)):
         flow.send(flow.array(5.0), 12345).wait()
-    assert sent == [3, 5]
+    assert [value.item() for value in sent[1::2]] == [3, 5]  # behind their headers
 
 
 PROCESS = """
@@ -451,6 +451,29 @@ dist.destroy_process_group()
 """
 
 
+LIKES = """
+import pickle, sys, datetime
+import torch, torch.distributed as dist
+from lockstep import flow
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
+                        timeout=datetime.timedelta(seconds=90))
+found = []
+likes = torch.zeros(3), torch.zeros(2), torch.zeros(3).int(), torch.zeros(4, 8), torch.zeros(3)
+for n, like in enumerate(likes):
+    if rank == 0:
+        flow.send(flow.array(torch.full((3,), n + 1.0)), 1).wait()
+    else:
+        try:
+            found.append(flow.receive(0, like).tolist())
+        except flow.OperationError as error:
+            found.append(str(error.__cause__))
+pickle.dump(found, open(sys.argv[4], "wb"))
+dist.destroy_process_group()
+"""
+
+
 def two_processes(folder: Path, settings: str, program: str = PROCESS) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -532,6 +555,18 @@ def test_a_step_that_one_process_cannot_record_is_refused_in_both(tmp_path: Path
     assert others[2].startswith("group: 0 steps lie behind this process and 2 behind the group's process 0")
     assert len(messages) == len(others) == 3 and n_runs == n_others == 1
     assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
+
+
+def test_a_message_of_another_shape_or_dtype_is_refused(tmp_path: Path) -> None:
+    """A shorter one left a part of the array as memory was, and a longer one ended the process."""
+    _, found = two_processes(tmp_path, "", LIKES)
+    sent = "flow.receive: process 0 has sent (3,) torch.float32, and `like` is "
+    assert found[1:4] == [
+        sent + "(2,) torch.float32",
+        sent + "(3,) torch.int32",
+        sent + "(4, 8) torch.float32",
+    ]
+    assert (found[0], found[4]) == ([1.0, 1.0, 1.0], [5.0, 5.0, 5.0])
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
