@@ -98,7 +98,7 @@ class ParallelExecutor:
             self._processes.check_alike(self._replicas[0], settings)
             self._processes.broadcast_model(self._replicas)
         self._merger = GradientMerger(self._replicas, not owner_updates, compress, self._processes)
-        self._step = steps.StepRecorder(self._replicas, self._buckets, loss, self._merger)
+        self._step = steps.StepRecorder(self._replicas, self._buckets, loss, self._merger, model)
         self._programs: dict[Any, tuple[CapturedProgram, steps.Merged]] = {}
         self._n_runs = 0
         self._failure = ""

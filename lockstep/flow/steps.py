@@ -3,6 +3,7 @@
 import _thread
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -54,9 +55,15 @@ class StepRecorder:
     merged: Merged = ()
 
     def __init__(
-        self, replicas: Sequence[ModelReplica], buckets: Buckets, loss: Losses, merger: GradientMerger
+        self,
+        replicas: Sequence[ModelReplica],
+        buckets: Buckets,
+        loss: Losses,
+        merger: GradientMerger,
+        model: nn.Module,
     ) -> None:
         self._replicas, self._buckets, self._loss, self._merger = replicas, buckets, loss, merger
+        self._original = weakref.ref(model)
         self._renormalized = _renormalized(replicas, merger)
         self._order: list[str] = []
         self._warned: set[str] = set()
@@ -101,6 +108,7 @@ class StepRecorder:
                 found = named(returned)
                 loss: Any = found.get("loss", returned)
                 _check_loss(loss)
+                _check_graph(loss.grad_fn, self._original())
                 trained = {name: p for name, p in replica.parameters.items() if p.requires_grad}
                 factor = share.factor.to(loss.dtype)
                 made = torch.autograd.grad(loss, list(trained.values()), factor, allow_unused=True)
@@ -392,11 +400,15 @@ def _check_loss(loss: Any) -> None:
         raise UserError("run() trains, and torch.no_grad or inference_mode is on: call it outside of that")
     if not isinstance(loss, Array) or not loss.requires_grad:
         raise UserError("the loss depends on no parameter: is the model frozen, or its output detached?")
-    _check_checkpoints(loss.grad_fn)
 
 
-def _check_checkpoints(node: Any) -> None:
-    """Raise UserError for a reentrant checkpoint: torch.autograd.grad misses the parameters inside."""
+def _check_graph(node: Any, original: nn.Module | None) -> None:
+    """Raise UserError where gradients would be lost.
+
+    torch.autograd.grad misses the parameters inside of a reentrant checkpoint. Nothing updates the
+    parameters of the model that the replicas are copies of: a global name, or a closure, still means them.
+    """
+    names = {} if original is None else {id(p): name for name, p in original.named_parameters()}
     nodes, seen = [node], set()
     while nodes:
         node = nodes.pop()
@@ -406,6 +418,11 @@ def _check_checkpoints(node: Any) -> None:
             raise UserError(
                 "the loss has a reentrant checkpoint, whose parameters would get no gradients: "
                 "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        if (name := names.get(id(getattr(node, "variable", None)))) is not None:
+            raise UserError(
+                f"the loss's gradient reaches {name} of your own model, which no step updates: use the model "
+                "that the loss is given (a lambda kept in a module means the original), or detach()"
             )
         seen.add(node)
         nodes += [following for following, _ in node.next_functions]

@@ -1571,3 +1571,45 @@ def test_numbers_in_tuples_stay_ordinary_inside_of_a_device() -> None:
         trainer = ParallelExecutor(network(), loss, lambda p: torch.optim.Adam(p, 0.1, betas), made)
         state = trainer.state_dict()
         assert not any(isinstance(leaf, flow.Array) for leaf in tree_leaves(state))
+
+
+class KeepsALambda(nn.Module):
+    """A network with a lambda, which in a copy still uses the original's scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
+        self.activation = lambda x: torch.tanh(x * self.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.activation(self.layer(x))
+        return found
+
+
+def test_gradients_of_the_original_model_are_refused() -> None:
+    """They were lost: nothing was trained, or only what the copy has."""
+    devices, own, keeps = flow.cpus(2), nn.Linear(3, 2), KeepsALambda()
+    start = own.weight.detach()
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, 0.1)
+
+    def penalized(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).mean() + own.weight.square().sum()
+
+    def near_start(model: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = own(x)
+        return (model(x) - target).square().mean() + (model.weight - start).square().sum()
+
+    with flow.Engine(devices):
+        for model, loss, name in (
+            (own, lambda model, x: own(x).mean(), "weight"),
+            (own, penalized, "weight"),
+            (keeps, lambda model, x: model(x).mean(), "scale"),
+        ):
+            executor = flow.ParallelExecutor(model, loss, sgd, devices)
+            with pytest.raises(UserError, match=rf"reaches {name} of your own model"):
+                executor.run({"x": torch.ones(4, 3)})
+        executor = flow.ParallelExecutor(own, near_start, sgd, devices)
+        assert executor.run({"x": torch.ones(4, 3)})["loss"].item() == 0
