@@ -40,6 +40,7 @@ class Graph:
     sliceable: list[Any]
     settings: dict[str, Any]  # of PyTensor, as in the process that created the function
     options: dict[str, Any] = field(default_factory=dict)
+    defaults: list[tuple[Any, Any]] = field(default_factory=list)  # shared variables with default updates
 
     def ends(self) -> list[Any]:
         """Return all expressions and variables of the graph."""
@@ -118,11 +119,11 @@ class GraphProgram(RankProgram):
     def pieces(self, number: int, new: list[Shared]) -> Iterator[tuple[str, Any]]:
         graph, what = self.graph, f"function {self.name!r}"
         yield what, receive
-        variables = [shared.parts[0] for shared in new]
-        defaults = [variable.default_update for variable in variables]
-        nodes = list(nodes_in_order([*graph.ends(), *(end for end in defaults if end is not None)]))
-        yield what, (number, len(variables), len(nodes), graph.settings)
-        for shared, variable in zip(new, variables, strict=True):
+        defaults = [default for _, default in graph.defaults if default is not None]
+        nodes = list(nodes_in_order([*graph.ends(), *defaults]))
+        yield what, (number, len(new), len(nodes), graph.settings)
+        for shared in new:
+            variable = shared.parts[0]
             value = None if shared.is_array else shared.get()
             shape = shared.get().shape if shared.is_array else None
             description = _GraphVariable(
@@ -136,7 +137,6 @@ class GraphProgram(RankProgram):
             yield f"{what}: shared variable {shared.name!r}", description
         for node in nodes:
             yield f"{what}: operation {node}", node
-        yield f"{what}: default updates", defaults
         yield f"{what}: one of its options ({', '.join(graph.options)})", graph.options
         yield what, graph
 
@@ -227,12 +227,13 @@ def receive(context: RankContext, objects: Iterator[Any]) -> None:
     with deep_recursion():
         number, n_variables, n_nodes, values = next(objects)
         apply_settings(values)
-        new = [_make_shared(context, next(objects)) for _ in range(n_variables)]
+        for _ in range(n_variables):
+            _make_shared(context, next(objects))
         for _ in range(n_nodes):
             next(objects)
-        _set_default_updates(new, next(objects))
         next(objects)  # the options, which the graph has, too
         graph = next(objects)
+    _set_default_updates(graph.defaults)
     shareds = {shared.parts[0]: shared for shared in context.shareds.values()}
     context.programs[number] = GraphProgram(graph, shareds)
 
@@ -256,7 +257,7 @@ class _GraphVariable:
     value: Any
 
 
-def _make_shared(context: RankContext, described: _GraphVariable) -> Shared:
+def _make_shared(context: RankContext, described: _GraphVariable) -> None:
     value = described.value
     if described.shape is not None:
         value = np.empty(described.shape, described.type.dtype)
@@ -265,14 +266,14 @@ def _make_shared(context: RankContext, described: _GraphVariable) -> Shared:
     shared.number = described.number
     shared.use_rank_stream(context.rank)
     context.shareds[shared.number] = shared
-    return shared
 
 
-def _set_default_updates(new: list[Shared], defaults: list[Any]) -> None:
+def _set_default_updates(defaults: list[tuple[Any, Any]]) -> None:
+    """Set those of all variables of a graph: an earlier graph had others, with inputs of its own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PyTensor's own streams still have them
-        for shared, default in zip(new, defaults, strict=True):
-            shared.parts[0].default_update = default
+        for variable, default in defaults:
+            variable.default_update = default
 
 
 def own_stream(generator: np.random.Generator, rank: int) -> np.random.Generator:
@@ -352,7 +353,8 @@ def build(registry: SharedRegistry, request: FunctionRequest) -> GraphProgram:
         settings=settings(),
         options=request.options,
     )
-    shareds = {variable: registry.add(GraphShared(variable)) for variable in shareds_of(graph)}
+    graph.defaults.extend((variable, variable.default_update) for variable in shareds_of(graph))
+    shareds = {variable: registry.add(GraphShared(variable)) for variable, _ in graph.defaults}
     for variable in sliceable:
         if variable not in shareds:
             raise ValueError(f"{name}: sliceable {variable.name!r} is not used by the function")

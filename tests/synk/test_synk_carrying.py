@@ -18,6 +18,7 @@ import pytensor.tensor as pt
 import pytest
 import torch
 from limits import limit
+from pytensor.tensor.random.utils import RandomStream
 from synk_teams import MODE, largest_error, team
 
 import lockstep.synk as synk
@@ -120,6 +121,24 @@ def test_random_streams_are_each_ranks_own_and_go_on_over_slices() -> None:
         assert np.allclose(first[rank], expected[0]) and np.allclose(
             sliced[rank], np.concatenate(expected[1:])
         )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_functions_of_two_calls_share_a_random_stream_whose_default_update_has_inputs() -> None:
+    x, n = pt.vector("x"), pytensor.shared(0, name="n")
+    drawn = RandomStream(5).uniform(size=x.shape)
+    n.default_update = n + 1
+    first = synk.function([x], (drawn + 0 * x, "gather"))
+    count = synk.function([x], (n + 0 * x, "max"))
+    synk.distribute()
+    second = synk.function([x], (drawn + 0 * x, "gather"))
+    n.default_update = n + 10
+    count_more = synk.function([x], (n + 0 * x, "max"))
+    synk.distribute()
+    rows = np.ones(6)
+    assert len({*first(rows), *second(rows), *first(rows)}) == 18
+    count(rows), count_more(rows)
+    assert synk.gather(n).tolist() == [11, 11, 11]
 
 
 def test_one_graph_is_compiled_for_all_ways_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
