@@ -246,7 +246,8 @@ def pack(
     for part, offset in zip(raw, offsets, strict=True):
         locations.append(ArrayLocation(block, "|u1", (len(part),), offset))
         team.context.blocks.array(locations[-1])[:] = part
-    step = DeliverPrograms(locations[0], tuple(locations[1:]), number, _module_path())
+    arguments = tuple(getattr(sys, "argv", ()))
+    step = DeliverPrograms(locations[0], tuple(locations[1:]), number, _module_path(), arguments)
     return step, pickler.copies
 
 
@@ -283,12 +284,14 @@ class DeliverPrograms(CommandStep):
     Attributes:
         settings: Number of the group of objects with settings (settings.py); 0 if there are none.
         path: The caller's module path, which the program may have changed since fork().
+        arguments: The caller's sys.argv: a module that ranks import may read it.
     """
 
     pickles: ArrayLocation
     buffers: tuple[ArrayLocation, ...]
     settings: int
     path: tuple[str, ...]
+    arguments: tuple[str, ...]
 
     def blocks(self) -> Iterable[int]:
         return (self.pickles.block,)
@@ -296,6 +299,7 @@ class DeliverPrograms(CommandStep):
     def run(self, context: RankContext) -> None:
         if not context.is_caller:
             sys.path[:] = self.path
+            sys.argv[:] = self.arguments
             objects = unpack(context, self.pickles, self.buffers)
             for receive in objects:
                 receive(context, objects)

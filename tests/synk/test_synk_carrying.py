@@ -411,6 +411,34 @@ def test_a_program_may_change_its_directory_and_cache_results(tmp_path: Path) ->
     assert done.stdout == "[12.0, 12.0, 12.0, 12.0]\n", done.stderr
 
 
+def test_imported_modules_read_the_programs_arguments_on_all_ranks(tmp_path: Path) -> None:
+    module = """
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data")
+    parser.add_argument("--factor", type=float, default=2.0)
+    options = parser.parse_args()
+
+    def scale(x):
+        return options.factor * x
+    """
+    program = """
+    import numpy as np
+    import lockstep.synk as synk
+    from own_options import scale
+
+    synk.fork(2)
+    f = synk.function(scale, "gather")
+    synk.distribute()
+    print(f(np.ones(4)).tolist())
+    """
+    (tmp_path / "own_options.py").write_text(textwrap.dedent(module))
+    command = [sys.executable, "-c", textwrap.dedent(program), "digits", "--factor", "3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=limit(60))
+    assert done.stdout == "[3.0, 3.0, 3.0, 3.0]\n", done.stderr
+
+
 @pytest.mark.slow
 def test_a_program_may_have_no_standard_output(tmp_path: Path) -> None:
     result = tmp_path / "result"
