@@ -1,6 +1,7 @@
 """The state of one rank, in the caller and in workers alike, and how a rank performs a command's steps."""
 
 import inspect
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
@@ -16,6 +17,20 @@ from lockstep.synk.shareds import Shared
 
 if TYPE_CHECKING:
     from lockstep.synk.gpu import RankGpu  # torch and PyCUDA come with it
+
+
+class _Process:
+    worker: int | None = None  # process id
+
+
+def mark_worker() -> None:
+    """Record that this process is a worker; a child that it forks is none."""
+    _Process.worker = os.getpid()
+
+
+def is_worker() -> bool:
+    """Return whether this process is a worker."""
+    return _Process.worker == os.getpid()
 
 
 class RankContext:

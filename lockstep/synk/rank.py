@@ -41,7 +41,7 @@ from lockstep.synk.commands import (
     WorkerReady,
     unpickle_error,
 )
-from lockstep.synk.context import RankContext, advance, perform
+from lockstep.synk.context import RankContext, advance, mark_worker, perform
 from lockstep.synk.results import RankPart, pack
 
 _FOR_EVER = 1e9  # seconds: a worker waits as long as its caller lives
@@ -52,6 +52,7 @@ def main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C means
     pipe = Pipe(Connection(descriptor), "the caller", _FOR_EVER)
+    mark_worker()
     os.register_at_fork(after_in_child=pipe.close)  # a callable's child would hold it open, or answer, too
     with suppress(PeerLost):
         start = pipe.receive(Start, "its rank")

@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.synk import delivery
+from lockstep.synk.context import is_worker
 from lockstep.synk.functions import Function, RowNumbers
 from lockstep.synk.interrupts import defer_signals
 from lockstep.synk.programs import FunctionRequest, RankProgram
@@ -77,7 +78,7 @@ def fork(
         timeout: Seconds that this process waits for a rank after it has done its own part.
 
     Raises:
-        RuntimeError: The ranks already exist.
+        RuntimeError: The ranks already exist, or this process is one of them.
         ValueError: An argument is out of range.
     """
     _check_no_team()
@@ -100,6 +101,11 @@ def fork(
 
 
 def _check_no_team() -> None:
+    if is_worker():  # a module that ranks import would start teams without an end
+        raise RuntimeError(
+            "fork(): this process is a rank already. A module whose functions or classes ranks use can't "
+            "call fork() when it is imported: define these in another module, or call fork() in the program"
+        )
     session = _Process.session
     if session is not None and session.team.is_mine and not session.team.closed:
         raise RuntimeError("fork(): there is a team already; close() ends it")

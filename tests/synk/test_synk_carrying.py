@@ -439,6 +439,22 @@ def test_imported_modules_read_the_programs_arguments_on_all_ranks(tmp_path: Pat
     assert done.stdout == "[3.0, 3.0, 3.0, 3.0]\n", done.stderr
 
 
+def test_a_module_that_starts_a_team_when_it_is_imported_is_refused(tmp_path: Path) -> None:
+    module = """
+    import lockstep.synk as synk
+
+    synk.fork(2)
+    def double(x):
+        return 2 * x
+    f = synk.function(double, "gather")
+    synk.distribute()
+    """
+    (tmp_path / "own_team.py").write_text(textwrap.dedent(module))
+    command = [sys.executable, "-c", "import own_team"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=limit(60))
+    assert "RuntimeError: fork(): this process is a rank already" in done.stderr, done.stderr
+
+
 @pytest.mark.slow
 def test_a_program_may_have_no_standard_output(tmp_path: Path) -> None:
     result = tmp_path / "result"
