@@ -27,6 +27,10 @@ from lockstep.synk.context import CommandStep, RankContext
 from lockstep.synk.slots import find_memory
 from lockstep.synk.team import Team
 
+# Names of the program's own module, which ranks can't import. The others are those of a child that
+# multiprocessing has spawned, and of runpy.run_path.
+_PROGRAM = ("__main__", "__mp_main__", "<run_path>")
+
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """A pickler that replaces a shared variable by its number and that of its part, e.g. a parameter.
@@ -71,8 +75,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """
         if isinstance(obj, self._storage_kind):
             return self._reduce_storage(obj)
-        if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
-            return _cached, (obj.__wrapped__, obj.cache_parameters())  # workers can't import __main__
+        if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ in _PROGRAM:
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
         if isinstance(obj, ModuleType):  # cloudpickle knows the type itself, not torch.backends' own classes
             return self.dispatch_table[ModuleType](obj)
         if isinstance(obj, np.ndarray):
@@ -221,6 +225,8 @@ def pack(
     Raises:
         TypeError: An object cannot be pickled.
     """
+    for module in {*_PROGRAM[1:]} & sys.modules.keys():  # cloudpickle knows the first itself
+        cloudpickle.register_pickle_by_value(sys.modules[module])
     file = io.BytesIO()
     buffers: list[Any] = []
     pickler = _Pickler(file, buffers, team, find_memory(team))

@@ -455,6 +455,44 @@ def test_a_module_that_starts_a_team_when_it_is_imported_is_refused(tmp_path: Pa
     assert "RuntimeError: fork(): this process is a rank already" in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_functions_of_the_program_go_to_the_ranks_of_its_spawned_child(tmp_path: Path, method: str) -> None:
+    program = f"""
+    import functools, multiprocessing, runpy, sys
+    import numpy as np
+    import lockstep.synk as synk
+
+    class Factor:
+        value = 3
+
+    @functools.lru_cache
+    def factor():
+        return Factor().value
+
+    def scale(x):
+        return factor() * x
+
+    def compute():
+        synk.fork(2)
+        f = synk.function(scale, "gather")
+        synk.distribute()
+        print(f(np.ones(4)).tolist(), flush=True)
+        synk.close()
+
+    if __name__ == "__main__":
+        child = multiprocessing.get_context("{method}").Process(target=compute)
+        child.start()
+        child.join()
+        runpy.run_path(sys.argv[0])
+    if __name__ == "<run_path>":
+        compute()
+    """
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    command = [sys.executable, "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=limit(120))
+    assert done.stdout == "[3.0, 3.0, 3.0, 3.0]\n" * 2, done.stderr
+
+
 @pytest.mark.slow
 def test_a_program_may_have_no_standard_output(tmp_path: Path) -> None:
     result = tmp_path / "result"
