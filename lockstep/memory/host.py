@@ -71,6 +71,11 @@ class HostBlock(Block):
         self._map: ctypes.Array[ctypes.c_uint8] | None = _mapped(descriptor, n_bytes)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the memory file is closed; views may still exist."""
+        return self._descriptor is None
+
+    @property
     def descriptor(self) -> int:
         """The memory file's descriptor, for a process that is to open it."""
         assert self._descriptor is not None, "the block is closed"

@@ -29,6 +29,11 @@ class SharedArray(np.ndarray):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._block is None or context.get_spawning_popen() is None:
             return np.asarray(self).__reduce_ex__(protocol)
+        if self._block.is_closed:
+            raise ValueError(
+                "the memory of this array belongs to no Data any more: keep the Data, and take its .data "
+                "again after it has grown"
+            )
         descriptor = reduction.DupFd(self._block.descriptor)
         return _open_in_child, (descriptor, self._block.n_bytes, self.dtype.str, self.shape)
 

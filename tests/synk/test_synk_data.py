@@ -140,6 +140,16 @@ def test_another_process_of_the_users_has_the_same_memory(method: str) -> None:
     assert type(copy) is np.ndarray and copy[1, 0] == process.pid, "elsewhere it is pickled by value"
 
 
+def test_memory_that_belongs_to_no_data_is_not_passed_on() -> None:
+    data = synk.data(np.zeros(2))
+    former, alone = data.data, synk.data(np.zeros(2)).data
+    data.set_value(np.zeros(100_000))
+    for array in (former, alone):
+        process = multiprocessing.get_context("spawn").Process(target=write, args=(array,))
+        with pytest.raises(ValueError, match="keep the Data, and take its"):
+            process.start()
+
+
 def descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
