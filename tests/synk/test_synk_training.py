@@ -146,11 +146,10 @@ def test_one_process_has_the_same_function() -> None:
         step = train.make_train_function_theano(loss, params, x, y, updates.momentum, RATE)
     random, reference = np.random.default_rng(7), Reference(values)
     rows = random.normal(size=(9, 4)), random.normal(size=(9, 2))
-    for batch in (None, [0, 3, 8]):
+    every, some = slice(None), [0, 3, 8]
+    for batch, chosen in ((None, every), (some, some), (4, slice(4)), (np.int64(2), slice(2))):
         step(*rows, batch=batch)
-        reference.step(
-            "momentum", gradient(reference.params, *(r if batch is None else r[batch] for r in rows))[1]
-        )
+        reference.step("momentum", gradient(reference.params, *(r[chosen] for r in rows))[1])
     assert largest_error(params[0].get_value(), reference.params[0]) <= 1e-10
 
 

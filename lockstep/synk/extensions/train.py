@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytensor
 
 from lockstep.synk.extensions import TrainingStep, listed, make_step
@@ -50,7 +51,8 @@ def make_train_function_theano(
 
     def step(x: Any, y: Any, batch: Any = None) -> Any:
         arrays = [*listed(x), *listed(y)]
-        result = compute(*(arrays if batch is None else [array[batch] for array in arrays]))
+        rows = slice(batch) if isinstance(batch, int | np.integer) else batch
+        result = compute(*(arrays if rows is None else [array[rows] for array in arrays]))
         update()
         return result
 
