@@ -9,7 +9,7 @@ import inspect
 import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,9 +184,10 @@ def receive(context: RankContext, objects: Iterator[Any]) -> None:
     number, described, seeds = next(objects)
     if not any(program.kind == CallableProgram.kind for program in context.programs.values()):
         _seed_streams(seeds, context.rank)
-    for description in described:
-        context.shareds[description.number] = description.make(context)
-    spec = next(piece for piece in objects if isinstance(piece, Spec))
+    with _keep_streams():  # a module that the callable imports may seed them, and alike on all ranks
+        for description in described:
+            context.shareds[description.number] = description.make(context)
+        spec = next(piece for piece in objects if isinstance(piece, Spec))
     context.programs[number] = CallableProgram(spec, context)
 
 
@@ -306,3 +307,17 @@ def _seed_streams(seeds: Sequence[bytes], rank: int) -> None:
     torch.manual_seed(words[0])
     np.random.seed(words[1])  # the stream that functions of users may take
     random.seed(words[2])
+
+
+@contextmanager
+def _keep_streams() -> Iterator[None]:
+    """Leave this rank's streams of torch, NumPy and Python as they are before."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = [torch.cuda.current_device()] if is_used else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)

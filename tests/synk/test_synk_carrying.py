@@ -545,6 +545,29 @@ def test_each_stream_of_a_rank_is_a_function_of_the_callers_stream() -> None:
     assert (drawn[0] == drawn[1]).tolist() == [[True, False, False]] * 2
 
 
+def test_a_module_that_seeds_when_it_is_imported_leaves_ranks_their_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = """
+    import random
+    import numpy as np
+    import torch
+
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    def draw(x):
+        return torch.tensor([[random.random(), np.random.rand(), torch.rand(()).item()] for _ in x])
+    """
+    monkeypatch.syspath_prepend(tmp_path)
+    with team(3):
+        functions = []
+        for name in ("seeding", "seeding_later"):
+            (tmp_path / f"{name}.py").write_text(textwrap.dedent(module))
+            functions.append(synk.function(importlib.import_module(name).draw, "gather"))
+            synk.distribute()
+            drawn = functions[0](np.ones(6))
+            assert len(np.unique(drawn)) == 18
+
+
 def test_workers_of_a_program_without_asserts_have_none() -> None:
     program = """
     import lockstep.synk as synk
