@@ -70,7 +70,7 @@ def as_yaml(key: str, value: Any) -> str:
     plain = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
     plain = value.tolist() if isinstance(value, np.generic | np.ndarray) else plain
     try:
-        text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"))
+        text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=float("inf"))
     except yaml.YAMLError:
         advice = ". Pass datasets as train_data and val_data" if key == "data" else ""
         raise UserError(

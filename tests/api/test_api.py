@@ -390,6 +390,11 @@ def test_a_run_resumed_from_an_older_checkpoint_is_the_one_that_is_returned(
     assert newest.folder == older.folder and newest.history[-1]["epoch"] == 3
 
 
+def test_mappings_keep_their_order() -> None:
+    """Of several patterns of `learning_rates` that match, the last one counts."""
+    assert as_yaml("learning_rates", {"fc1.*": 0.1, "*.bias": 3}) == "{fc1.*: 0.1, '*.bias': 3}"
+
+
 def test_values_of_numpy_are_keys_too() -> None:
     assert (
         as_yaml("momentum", np.float32(0.5)) == "0.5" and as_yaml("item_size", np.array([1, 2])) == "[1, 2]"
