@@ -227,6 +227,12 @@ def _forget_datasets(source: str, values: Mapping[str, Any], earlier: dict[str, 
         )
 
 
+def with_order(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return keys to compare: several `learning_rates` as pairs, because the last one that matches counts."""
+    rates = keys["learning_rates"]
+    return keys if len(rates) < 2 else {**keys, "learning_rates": [list(pair) for pair in rates.items()]}
+
+
 def with_absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys and values with absolute paths of the dataset.
 

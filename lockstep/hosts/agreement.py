@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from lockstep.backends import devices
 from lockstep.config import Config
-from lockstep.config.layers import DATASET_PATHS
+from lockstep.config.layers import DATASET_PATHS, with_order
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.hosts.heartbeat import Heartbeat
@@ -36,7 +36,8 @@ _LOOK_SECONDS = 0.02  # between two looks for the ends of the others
 
 def facts_of(config: Config, dataset: Dataset) -> Facts:
     """Return what hosts compare: values that JSON can hold, by names that a user knows."""
-    keys = {key: value for key, value in dataclasses.asdict(config).items() if key not in _FREE}
+    settings = with_order(dataclasses.asdict(config))
+    keys = {key: value for key, value in settings.items() if key not in _FREE}
     packages = {f"version of {name}": version for name, version in versions.of_packages().items()}
     # Devices come before the keys: with global_batch_size, batch_size follows from their number.
     first = {"devices": f"{len(config.devices)} x {'GPU' if devices.on_gpus(config.devices) else 'CPU'}"}

@@ -31,7 +31,7 @@ from typing import IO, Any
 
 from lockstep.config import Config, run_to_yaml
 from lockstep.config.hosts import OWN_KEYS
-from lockstep.config.layers import with_absolute_paths
+from lockstep.config.layers import with_absolute_paths, with_order
 from lockstep.config.tasks import monitor_of
 from lockstep.data.description import Description, check_same_classes, read_description, write_description
 from lockstep.errors import UserError
@@ -296,7 +296,7 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
         )
     now: dict[str, Any] = json.loads(json.dumps(asdict(config)))
     then = {**json.loads(json.dumps(asdict(Config()))), **state.config}  # an older checkpoint has fewer keys
-    now, then = with_absolute_paths(now), with_absolute_paths(then)
+    now, then = (with_order(with_absolute_paths(keys)) for keys in (now, then))
     refused = {"model", "model_args", "input_size", "seed", "optimizer", "ema_decay", "freeze"}
     refused |= {"unfreeze_epoch", "task"}
     refused |= set(OPTIMIZERS[config.optimizer].kept_keys)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from lockstep.config import Config, run_to_yaml
 from lockstep.config.hosts import OWN_KEYS
-from lockstep.config.layers import DATASET_PATHS
+from lockstep.config.layers import DATASET_PATHS, with_order
 from lockstep.data.dataset import Dataset
 from lockstep.data.manifest import digest_of_labels
 from lockstep.errors import UserError
@@ -101,7 +101,7 @@ def digest_of_config(config: Config) -> str:
 def digest_of_settings(config: Config) -> str:
     """Return the SHA-256 of the keys that a run's state depends on."""
     free = _FREE_KEYS if spans_run(config) else _FREE_KEYS | {"n_epochs"}
-    kept = {key: value for key, value in asdict(config).items() if key not in free}
+    kept = {key: value for key, value in with_order(asdict(config)).items() if key not in free}
     return hashlib.sha256(_dump(kept).encode()).hexdigest()
 
 

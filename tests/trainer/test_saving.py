@@ -550,6 +550,19 @@ def test_keys_of_weights_to_begin_with_are_said_to_have_no_effect_on_a_resumed_r
     assert first.startswith("pretrained is ") and second == "print_freq is 7 now, was 20 before"
 
 
+def test_another_order_of_learning_rates_is_noted_when_a_run_resumes(tmp_path: Path) -> None:
+    """Of several patterns that match, the last one counts."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    keys = {"weights_dir": str(tmp_path), "run_name": "run", "n_epochs": 3}
+    begun = make_config(**keys, learning_rates={"fc*": 0.1, "*.bias": 3})
+    state = State.now(1, 90, 90, 0.1, [{"epoch": 1, "error_top1": 0.5}], 1, begun, "")
+    checkpoint.save(tmp_path / "run", {"weights/a": torch.zeros(3)}, state)
+    for rates, n_notes in ((begun.learning_rates, 0), ({"*.bias": 3, "fc*": 0.1}, 1)):
+        run = open_run(make_config(**keys, learning_rates=rates, resume_train=True), 90)
+        run.lock.close()
+        assert len([note for note in run.notes if note.startswith("learning_rates is ")]) == n_notes
+
+
 def test_keys_of_converting_are_said_to_have_no_effect_on_a_resumed_run(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     keys = {"weights_dir": str(tmp_path), "run_name": "run", "n_epochs": 3}

@@ -512,6 +512,15 @@ def test_keys_that_change_no_bit_change_no_settings(word: str) -> None:
     assert names > receipts._FREE_KEYS, "a key has another name now"
 
 
+def test_the_order_of_learning_rates_is_one_of_the_settings() -> None:
+    """Of several patterns that match, the last one counts, so a replay needs their order."""
+    one, other = (
+        receipts.digest_of_settings(make_config(learning_rates=rates))
+        for rates in ({"fc*": 0.1, "*.bias": 3}, {"*.bias": 3, "fc*": 0.1})
+    )
+    assert one != other
+
+
 @pytest.mark.slow
 def test_a_run_on_two_hosts_is_replayed_on_one(program: Program) -> None:
     hosts = start(program, "n_epochs=2", *KEYS)
