@@ -122,7 +122,7 @@ class Run:
         """
         check_epoch(epoch)
         if not isinstance(image, str | os.PathLike):
-            raise UserError(f"image: must be the path of an image file, not {image!r:.100}")
+            raise UserError(f"image: must be the path of an image file, not {type(image).__name__}")
         if Path(image).is_dir():
             raise UserError(f"{image}: is a folder. Name one image; `lockstep predict` takes folders.")
         command = ["predict", "--run", str(self.folder), "--epoch", str(epoch), "--json"]

@@ -219,7 +219,7 @@ def test_what_cannot_be_used_is_named(
 
 @pytest.mark.parametrize("image", [b"a.png", Image.new("RGB", (4, 4)), np.zeros((4, 4, 3), np.uint8), None])
 def test_only_paths_of_images_are_predicted(image: Any, tmp_path: Path) -> None:
-    with pytest.raises(lockstep.UserError, match=r"^image: must be the path of an image file, not "):
+    with pytest.raises(lockstep.UserError, match=r"^image: must be the path of an image file, not \w+$"):
         lockstep.Run(tmp_path).predict(image)
 
 
