@@ -100,7 +100,8 @@ def test_hosts_agree_or_the_first_that_differs_is_named(shared_folder: Path) -> 
         with pytest.raises(UserError, match=re.escape(message)):
             join_rendezvous(ours, ours, facts(**values))
     two_orders = [{"fc*": 0.1, "*.bias": 3}, {"*.bias": 3, "fc*": 0.1}]  # the last one that matches counts
-    with pytest.raises(UserError, match=r"learning_rates: \[\['fc\*', 0.1\], .* on host 0, \[\['\*.bias', 3\]"):
+    named = re.escape("learning_rates: [['fc*', 0.1], ['*.bias', 3]] on host 0, [['*.bias', 3]")
+    with pytest.raises(UserError, match=named):
         join_rendezvous(*(facts(learning_rates=rates) for rates in two_orders))
     exact = {"logical_ranks": 4, "global_batch_size": 64}
     threads = "cpu_threads: 2 on host 0, 1 on host 1: it has to be the same .* Set cpu_threads on all hosts"
