@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.api.arguments import pass_on
 from lockstep.api.launch import Callback, Launch, RunFailed
-from lockstep.api.run import Run
+from lockstep.api.run import Run, checked_folder
 from lockstep.config import read_yaml
 from lockstep.errors import UserError
 from lockstep.files import program_folder
@@ -88,7 +88,7 @@ def resume(
         **keys: Keys that change.
     """
     _check_callback(callback)
-    place = (folder.folder if isinstance(folder, Run) else Path(folder)).absolute()
+    place = folder.folder if isinstance(folder, Run) else checked_folder(folder)
     if not (place / "config.yaml").is_file():
         raise UserError(f"{place}: is not a run's folder: it has no config.yaml. Give the folder of a run.")
     named = Path(keys.get("weights_dir") or place.parent, str(keys.get("run_name") or place.name)).absolute()

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,22 @@ def _plain_name_of(value: Any) -> str:
 
 def as_yaml(key: str, value: Any) -> str:
     """Return a key's value as the command line takes it: YAML on one line."""
-    plain = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
-    plain = value.tolist() if isinstance(value, np.generic | np.ndarray) else plain
     try:
-        text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=float("inf"))
+        text = yaml.safe_dump(_plain(value), default_flow_style=True, sort_keys=False, width=float("inf"))
     except yaml.YAMLError:
         advice = ". Pass datasets as train_data and val_data" if key == "data" else ""
         raise UserError(
             f"{key}: must be a text, a number, a list or a mapping of these, not {value!r}{advice}"
         ) from None
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with the lists, texts and numbers of Python, also inside of lists and mappings."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    return str(value) if isinstance(value, Path) else value

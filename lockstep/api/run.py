@@ -38,7 +38,7 @@ class Run:
     def __init__(
         self, folder: str | Path, complete: bool | None = None, passed: Mapping[Kind, Any] | None = None
     ) -> None:
-        self.folder = Path(folder).absolute()
+        self.folder = checked_folder(folder)
         self.complete = _is_complete(self.folder) if complete is None else complete
         self._passed = dict(passed or {})  # the network and datasets that are no names
 
@@ -137,6 +137,13 @@ class Run:
             raise UserError(commands.without_name(commands.last_line(done.stderr)))
         answers = json.loads(done.stdout.splitlines()[-1])["answers"]
         return [(answer["class"], answer["probability"]) for answer in answers]
+
+
+def checked_folder(folder: Any) -> Path:
+    """Return an absolute path. Raise UserError if the value is none."""
+    if not isinstance(folder, str | os.PathLike):
+        raise UserError(f"folder: must be the path of a run's folder, not {type(folder).__name__}")
+    return Path(folder).absolute()
 
 
 def _is_complete(folder: Path) -> bool:

@@ -228,6 +228,9 @@ def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
         lockstep.resume(tmp_path)
     with pytest.raises(lockstep.UserError, match=r"^callback: must be a function"):
         lockstep.resume(tmp_path, callback=7)
+    for call in (lockstep.resume, lockstep.Run):
+        with pytest.raises(lockstep.UserError, match=r"^folder: must be .* not int"):
+            call(5)
 
 
 def test_a_failure_is_one_also_where_the_caller_ignores_the_end_of_children(
@@ -399,5 +402,7 @@ def test_values_of_numpy_are_keys_too() -> None:
     assert (
         as_yaml("momentum", np.float32(0.5)) == "0.5" and as_yaml("item_size", np.array([1, 2])) == "[1, 2]"
     )
+    assert as_yaml("class_weights", [np.float64(2), np.array([0.5])]) == "[2.0, [0.5]]"
+    assert as_yaml("learning_rates", {"fc1.*": np.float64(0.1)}) == "{fc1.*: 0.1}"
     with pytest.raises(lockstep.UserError, match="must be a text, a number, a list or a mapping"):
         as_yaml("momentum", object())
