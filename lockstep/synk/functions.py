@@ -259,22 +259,23 @@ class Function:
         """Return Data unchanged, and copy any other value into Data that is reused for this input."""
         spec = self._program.inputs[number]
         what = f"{self.name}: input {spec.name or number}"
-        ndim = value.ndim if isinstance(value, Data) else np.ndim(value)
-        if spec.ndim is not None and ndim != spec.ndim:
-            raise TypeError(f"{what} has {spec.ndim} dimensions, {ndim} given")
-        if not ndim and not spec.whole:
+        given = value if isinstance(value, Data) else as_array(value, what)
+        if not given.ndim and given.dtype.kind not in "biufc":
+            raise TypeError(f"{what} is {type(value).__name__}: give Data or an array of numbers")
+        if spec.ndim is not None and given.ndim != spec.ndim:
+            raise TypeError(f"{what} has {spec.ndim} dimensions, {given.ndim} given")
+        if not given.ndim and not spec.whole:
             raise TypeError(f"{what} is a scalar, which has no rows to divide: put it into bcast_inputs")
-        shape = value.shape if isinstance(value, Data) else np.shape(value)
-        if not spec.accepts(shape):
-            raise ValueError(f"{what} has shape {spec.shape}, where None is any length; {shape} given")
+        if not spec.accepts(given.shape):
+            raise ValueError(f"{what} has shape {spec.shape}, where None is any length; {given.shape} given")
         if isinstance(value, Data):
             self._check_data(what, spec.dtype, value)
             return value
-        dtype = np.dtype(spec.dtype) if spec.dtype is not None else as_array(value, what).dtype
+        dtype = np.dtype(spec.dtype) if spec.dtype is not None else given.dtype
         data = self._input_data.get(number)
-        if data is None or data.dtype != dtype or data.ndim != ndim:
+        if data is None or data.dtype != dtype or data.ndim != given.ndim:
             self._program.check_dtype(what, dtype)
-            data = self._input_data[number] = Data(self._team, dtype, ndim, name=what)
+            data = self._input_data[number] = Data(self._team, dtype, given.ndim, name=what)
         array = condition(value, dtype, what)
         if array.ndim and not len(array):
             raise ValueError(f"{what} has no rows")

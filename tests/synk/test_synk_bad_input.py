@@ -126,6 +126,9 @@ CALLING = [
     (
         lambda c: c["three"](np.ones((4, 5))),
         ValueError,
+    (lambda c: c["f"](X, [1, [2]]), TypeError, "^f: input y: setting an array element with a sequence"),
+    (lambda c: c["f"](X, None), TypeError, "^f: input y is NoneType: give Data or an array of num"),
+    (lambda c: c["f"](X, "text"), TypeError, "^f: input y is str: give Data or an array of numbers"),
         r"three: input three has shape \(None, 3\), where None is any length; \(4, 5\) given",
     ),
     (lambda c: c["three"](synk.data(np.ones((4, 5)))), ValueError, r"\(None, 3\), .*; \(4, 5\) given"),
