@@ -330,11 +330,11 @@ def build(registry: SharedRegistry, request: FunctionRequest) -> GraphProgram:
     name = request.name
     divided = _check_inputs(name, "inputs", request.inputs)
     whole = _check_inputs(name, "bcast_inputs", [] if request.bcast_inputs is None else request.bcast_inputs)
-    for variable in divided:
-        _check_divided(name, variable)
     repeated = [v for i, v in enumerate([*divided, *whole]) if v in [*divided, *whole][:i]]
     if repeated:
-        raise ValueError(f"{name}: input {repeated[0]} is given twice")
+        raise ValueError(f"{name}: input {repeated[0]} is given twice: bcast_inputs are not among inputs")
+    for variable in divided:
+        _check_divided(name, variable)
     pairs, update_modes = _check_updates(name, request.updates)
     givens = _pairs(name, "givens", request.givens)
     replaced, sliceable = _check_sliceable(name, givens, request.sliceable_shareds)
