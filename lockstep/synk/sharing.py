@@ -62,6 +62,8 @@ def buffers(team: Team, module: torch.nn.Module) -> list[Vector]:
 
 
 def _variables(team: Team, module: torch.nn.Module, what: str) -> _Variables:
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"{what} takes a module, not {type(module).__name__}: give collectives the tensor")
     found = _find(team, module)
     if found is None:
         raise ValueError(f"{what}: {type(module).__name__} is not shared: call share() on it first")

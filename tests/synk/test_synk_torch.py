@@ -402,6 +402,8 @@ def test_what_a_callable_may_not_be(ranks: int) -> None:
         synk.function(torch.tanh, "gather")
 
 
+    with pytest.raises(TypeError, match=r"grads\(\) takes a module, not Parameter"):
+        synk.grads(synk.share(torch.nn.Parameter(torch.ones(1))))
 def test_what_a_callable_may_not_take_or_return(ranks: int) -> None:
     net = synk.share(make_net())
     lock = threading.Lock()
