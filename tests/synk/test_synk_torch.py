@@ -242,6 +242,17 @@ def test_stored_rows_of_a_shared_tensor(ranks: int) -> None:
     assert np.array_equal(synk.gather(stored, nd_up=0), values)
 
 
+def test_only_a_slice_with_step_1_lets_a_callable_write_stored_rows(ranks: int) -> None:
+    stored = synk.share(torch.zeros(4))
+    f = synk.function(lambda: stored.add_(1).sum(), "sum", sliceable_shareds=[stored])
+    synk.distribute()
+    for batch_s in (slice(0, 3, 2), slice(3, None, -1), [0, 1], torch.arange(4) > 1):
+        f(batch_s=batch_s)
+    assert not synk.gather(stored).any()
+    f(batch_s=slice(1, 3))
+    assert synk.gather(stored).tolist() == [[0, 1, 1, 0]] * ranks
+
+
 def test_stored_rows_without_columns(ranks: int) -> None:
     stored = synk.share(torch.zeros(4, 0))
     f = synk.function(lambda: len(stored), "sum", sliceable_shareds=[stored])
@@ -391,6 +402,8 @@ def test_what_a_callable_may_not_be(ranks: int) -> None:
         synk.function(lambda x: 0, "median")
     with pytest.raises(ValueError, match="is not shared"):
         synk.weights(make_net())
+    with pytest.raises(TypeError, match=r"grads\(\) takes a module, not Parameter"):
+        synk.grads(synk.share(torch.nn.Parameter(torch.ones(1))))
     with pytest.raises(TypeError, match="one dtype"):
         synk.share(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double()))
     for part in (torch.nn.Sequential(net, torch.nn.Linear(2, 1).double()), net[0]):
@@ -402,8 +415,6 @@ def test_what_a_callable_may_not_be(ranks: int) -> None:
         synk.function(torch.tanh, "gather")
 
 
-    with pytest.raises(TypeError, match=r"grads\(\) takes a module, not Parameter"):
-        synk.grads(synk.share(torch.nn.Parameter(torch.ones(1))))
 def test_what_a_callable_may_not_take_or_return(ranks: int) -> None:
     net = synk.share(make_net())
     lock = threading.Lock()
