@@ -153,6 +153,31 @@ def test_one_process_has_the_same_function() -> None:
     assert largest_error(params[0].get_value(), reference.params[0]) <= 1e-10
 
 
+@pytest.mark.parametrize("name", ["apply_momentum", "apply_nesterov_momentum"])
+def test_momentum_on_a_rule_moves_the_parameters_alone(name: str) -> None:
+    """Momentum on adam's means and its number of steps would be another rule."""
+    values, params, x, y, loss = network("float64")
+    grad_updates, param_updates, _ = updates.adam(loss, params, RATE)
+    with pytensor.config.change_flags(mode="FAST_COMPILE"):
+        compute = pytensor.function([x, y], loss, updates=grad_updates)
+        update = pytensor.function([], updates=getattr(updates, name)(param_updates, 0.8))
+    random, reference = np.random.default_rng(7), Reference(values)
+    rows = random.normal(size=(9, 4)), random.normal(size=(9, 2))
+    velocities = [np.zeros_like(value) for value in values]
+    for _ in range(5):
+        compute(*rows)
+        update()
+        before = reference.params.copy()
+        reference.step("adam", gradient(before, *rows)[1])
+        for i, old in enumerate(before):
+            step = reference.params[i] - old
+            velocities[i] = 0.8 * velocities[i] + step
+            ahead = 0.8 * velocities[i] + step
+            reference.params[i] = old + (velocities[i] if name == "apply_momentum" else ahead)
+    for param, expected in zip(params, reference.params, strict=True):
+        assert largest_error(param.get_value(), expected) <= 1e-10
+
+
 def test_parameters_of_several_dtypes_have_no_flat_gradient() -> None:
     a, b = pytensor.shared(np.zeros(2), name="a"), pytensor.shared(np.zeros(2, "float32"), name="b")
     with pytest.raises(TypeError, match="a: float64, b: float32"):

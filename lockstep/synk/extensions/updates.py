@@ -52,9 +52,9 @@ def nesterov_momentum(loss: Any, params: Sequence[Any], learning_rate: Any, mome
 
 
 def apply_momentum(param_updates: Updates, momentum: Any = 0.9) -> Updates:
-    """Add momentum to any updates of parameters."""
-    updates: Updates = []
-    for param, value in param_updates:
+    """Add momentum to any updates of parameters. A rule's own variables (adam's means) are left alone."""
+    updates, of_params = _separate(param_updates)
+    for param, value in of_params:
         velocity = _like(param)
         new = _number(momentum, param) * velocity + value
         updates += [(velocity, new - param), (param, new)]
@@ -62,9 +62,9 @@ def apply_momentum(param_updates: Updates, momentum: Any = 0.9) -> Updates:
 
 
 def apply_nesterov_momentum(param_updates: Updates, momentum: Any = 0.9) -> Updates:
-    """Add Nesterov's momentum to any updates of parameters."""
-    updates: Updates = []
-    for param, value in param_updates:
+    """Add Nesterov's momentum to any updates of parameters; see `apply_momentum`."""
+    updates, of_params = _separate(param_updates)
+    for param, value in of_params:
         velocity, rate = _like(param), _number(momentum, param)
         new = rate * velocity + value - param
         updates += [(velocity, new), (param, rate * new + value)]
@@ -200,7 +200,23 @@ def _descend(params: Sequence[Any], gradients: Sequence[Any], learning_rate: Any
 def _like(param: Any) -> Any:
     """Return a shared variable of the parameter's type, set to zero."""
     value = param.get_value(borrow=True)
-    return pytensor.shared(np.zeros(value.shape, value.dtype), shape=param.type.shape)
+    return _state(np.zeros(value.shape, value.dtype), shape=param.type.shape)
+
+
+def _state(value: np.ndarray, **options: Any) -> Any:
+    """Return a shared variable that `_separate` knows as a rule's own."""
+    variable = pytensor.shared(value, **options)
+    variable.tag.state_of_rule = True
+    return variable
+
+
+def _separate(updates: Updates) -> tuple[Updates, Updates]:
+    """Return the updates of rules' own variables, and those of parameters."""
+    own: Updates = []
+    of_params: Updates = []
+    for pair in updates:
+        (own if hasattr(pair[0].tag, "state_of_rule") else of_params).append(pair)
+    return own, of_params
 
 
 def _mean(old: Any, value: Any, decay: Any) -> Any:
@@ -209,7 +225,7 @@ def _mean(old: Any, value: Any, decay: Any) -> Any:
 
 def _corrected(learning_rate: Any, decay: Any) -> tuple[Updates, Any, Any]:
     """Return the update of a step counter, its next value t, and rate / (1 - decay^t)."""
-    counter, one = pytensor.shared(np.asarray(0, decay.dtype), name="steps"), _number(1, decay)
+    counter, one = _state(np.asarray(0, decay.dtype), name="steps"), _number(1, decay)
     t = counter + one
     return [(counter, t)], t, _number(learning_rate, decay) / (one - decay**t)
 
