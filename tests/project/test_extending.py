@@ -175,6 +175,26 @@ def test_a_rule_keeps_two_ranks_one(shared_folder: Path, written: Path) -> None:
     assert first == second
 
 
+def test_a_run_saves_and_resumes_the_pages_rule(written: Path, tmp_path: Path) -> None:
+    """With room for its tensors in the checkpoints in memory, and to the bits of the unbroken run."""
+    place = shutil.copytree(written, tmp_path / "program")
+    factory, kinds = place / "lockstep/sync/factory.py", place / "lockstep/config/rules.py"
+    made = factory.read_text().replace("return WeightsRule(", "return Lookahead(")
+    factory.write_text(made.replace("sync.weights import WeightsRule", "sync.lookahead import Lookahead"))
+    kinds.write_text(kinds.read_text().replace('("outer/", ', '("outer/", "lookahead/", '))
+    run(place, "preprocessing/make_squares.py", "squares")
+    keys = "data_folder=squares n_classes=4 lr_step=[9] learning_rate=0.001 batch_size=12 rule=weights".split()
+    for name, epochs in (("whole", 2), ("broken", 1)):
+        run(place, "train.py", *keys, f"run_name={name}", f"n_epochs={epochs}", "devices=[cpu, cpu]")
+    run(place, "train.py", "run_name=broken", "resume_train=true", "n_epochs=2")
+    whole, broken = (
+        checkpoint.load(place / "runs" / name / "checkpoints/epoch_0002.safetensors")
+        for name in ("whole", "broken")
+    )
+    assert whole["lookahead/n_steps"] == broken["lookahead/n_steps"] == 22
+    assert whole.keys() == broken.keys() and all(torch.equal(whole[name], broken[name]) for name in whole)
+
+
 @dataclass(frozen=True)
 class IsolatedPlace(Place):
     """The conformance tests' place on CPUs, with the page's back end and transport."""
