@@ -175,24 +175,45 @@ def test_a_rule_keeps_two_ranks_one(shared_folder: Path, written: Path) -> None:
     assert first == second
 
 
-def test_a_run_saves_and_resumes_the_pages_rule(written: Path, tmp_path: Path) -> None:
-    """With room for its tensors in the checkpoints in memory, and to the bits of the unbroken run."""
-    place = shutil.copytree(written, tmp_path / "program")
+def broken_and_whole_run(place: Path, made: str) -> dict[str, torch.Tensor]:
+    """The last checkpoint of a run by the rule `made`, which a run that was resumed has, too."""
     factory, kinds = place / "lockstep/sync/factory.py", place / "lockstep/config/rules.py"
-    made = factory.read_text().replace("return WeightsRule(", "return Lookahead(")
-    factory.write_text(made.replace("sync.weights import WeightsRule", "sync.lookahead import Lookahead"))
+    module, _, call = made.partition(":")
+    name = call.partition("(")[0]
+    text = factory.read_text().replace("return WeightsRule(transport, arena)", f"return {call}")
+    factory.write_text(text.replace("sync.weights import WeightsRule", f"sync.{module} import {name}"))
     kinds.write_text(kinds.read_text().replace('("outer/", ', '("outer/", "lookahead/", '))
     run(place, "preprocessing/make_squares.py", "squares")
-    keys = "data_folder=squares n_classes=4 lr_step=[9] learning_rate=0.001 batch_size=12 rule=weights".split()
+    data = ["data_folder=squares", "n_classes=4", "batch_size=12"]
+    keys = [*data, "lr_step=[9]", "learning_rate=0.001", "rule=weights", "devices=[cpu, cpu]"]
     for name, epochs in (("whole", 2), ("broken", 1)):
-        run(place, "train.py", *keys, f"run_name={name}", f"n_epochs={epochs}", "devices=[cpu, cpu]")
+        run(place, "train.py", *keys, f"run_name={name}", f"n_epochs={epochs}")
     run(place, "train.py", "run_name=broken", "resume_train=true", "n_epochs=2")
     whole, broken = (
         checkpoint.load(place / "runs" / name / "checkpoints/epoch_0002.safetensors")
         for name in ("whole", "broken")
     )
-    assert whole["lookahead/n_steps"] == broken["lookahead/n_steps"] == 22
     assert whole.keys() == broken.keys() and all(torch.equal(whole[name], broken[name]) for name in whole)
+    return whole
+
+
+def test_a_run_saves_and_resumes_the_pages_rule(written: Path, tmp_path: Path) -> None:
+    """With room for its tensors in the checkpoints in memory."""
+    place = shutil.copytree(written, tmp_path / "program")
+    saved = broken_and_whole_run(place, "lookahead:Lookahead(transport, arena)")
+    assert saved["lookahead/n_steps"] == 22
+
+
+def test_a_run_saves_and_resumes_the_rule_of_the_page_on_rules(written: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(written, tmp_path / "program")
+    _, _, writing = (ROOT / "docs/rules.md").read_text().partition("## Writing one")
+    ((language, text),) = BLOCK.findall(writing)
+    assert language == "python"
+    (place / "lockstep/sync/weights_only.py").write_text(text)
+    made = 'weights_only:WeightsOnly(transport, arena, {"every": 1, "from_epoch": 0})'
+    saved = broken_and_whole_run(place, made)
+    first, second = (saved[f"replica{rank}/momenta/conv1.weight"] for rank in (0, 1))
+    assert not torch.equal(first, second)
 
 
 @dataclass(frozen=True)
