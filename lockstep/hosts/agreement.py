@@ -28,7 +28,7 @@ Moment = tuple[int, ...]  # of a memory checkpoint: epoch, position in it, valid
 
 # Keys that may differ among hosts: paths, and keys that make no difference to what is learned.
 _OWN = ("weights_dir", "host_rank", "host_address", "rendezvous", "devices", "cpu_threads", "pin_cores")
-_LOADING = ("para_load", "read_threads", "n_slots", "check_sums")
+_LOADING = ("cache_folder", "para_load", "read_threads", "n_slots", "check_sums")
 _FREE = {*DATASET_PATHS, *_OWN, *_LOADING, "trace", "tensorboard", "report"}
 _KINDS = "kinds of processors"  # may differ, with a note
 _LOOK_SECONDS = 0.02  # between two looks for the ends of the others

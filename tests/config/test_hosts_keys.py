@@ -1,12 +1,13 @@
 """Refusals over several hosts before anything begins: keys, devices, hosts that differ."""
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import make_config
+from conftest import ROOT, make_config
 
 from lockstep.config import Layer, read_command_line, resolve
 from lockstep.config.rules import rule_of, settle
@@ -120,3 +121,13 @@ def test_hosts_agree_or_the_first_that_differs_is_named(shared_folder: Path) -> 
         join_rendezvous(ours, {**ours, "checksum of the data": "other"})
     with pytest.raises(UserError, match=r"version of torch: .* on host 0, nothing on host 1"):
         join_rendezvous(ours, {key: value for key, value in ours.items() if key != "version of torch"})
+
+
+def test_the_page_lists_the_keys_that_may_differ(shared_folder: Path) -> None:
+    _, _, rest = (ROOT / "docs/hosts.md").read_text().partition("These may differ: ")
+    listed = set(re.findall(r"`(\w+)`", rest.partition("\n\n")[0])) - {"logical_ranks"}
+    config = make_config(**HOSTS, data_folder=str(shared_folder))
+    free = asdict(config).keys() - facts_of(config, open_dataset(config)).keys()
+    paths = {name for name in free if name.endswith(("_folder", "_file", "_dir"))}
+    assert paths >= {"data_folder", "cache_folder", "weights_dir"}
+    assert free - paths - {"host_rank", "host_address", "rendezvous"} == listed
