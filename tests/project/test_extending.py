@@ -197,6 +197,7 @@ def broken_and_whole_run(place: Path, made: str) -> dict[str, torch.Tensor]:
     return whole
 
 
+@pytest.mark.slow
 def test_a_run_saves_and_resumes_the_pages_rule(written: Path, tmp_path: Path) -> None:
     """With room for its tensors in the checkpoints in memory."""
     place = shutil.copytree(written, tmp_path / "program")
@@ -204,6 +205,7 @@ def test_a_run_saves_and_resumes_the_pages_rule(written: Path, tmp_path: Path) -
     assert saved["lookahead/n_steps"] == 22
 
 
+@pytest.mark.slow
 def test_a_run_saves_and_resumes_the_rule_of_the_page_on_rules(written: Path, tmp_path: Path) -> None:
     place = shutil.copytree(written, tmp_path / "program")
     _, _, writing = (ROOT / "docs/rules.md").read_text().partition("## Writing one")
