@@ -146,18 +146,37 @@ class Operation:
         return result
 
     def _wait(self) -> None:
-        if WORKER.lane is not None and WORKER.lane.device is self.lane.device:
+        lane = WORKER.lane
+        same = lane is not None and lane.device is self.lane.device
+        if not same:
+            graph.check_may_wait(_in_finalizer())
+        if lane is not None and (same or self._needs_one_of(lane)):
             raise UserError(
-                f"an operation on {self.lane.device.name} waits for {self.name} on the same device, which "
-                "may be behind it: wait outside, or hand the value over as one of the operation's inputs"
+                f"an operation on {lane.device.name} waits for {self.name} on "
+                f"{'the same device' if same else self.lane.device.name}, which may be behind it: "
+                "wait outside, or hand the value over as one of the operation's inputs"
             )
-        graph.check_may_wait(_in_finalizer())
         mine = threading.Lock()
         mine.acquire()
         self._waiters.append(mine)  # before it reads `done`; `finish` sets `done` before it reads the waiters
         while not self.done:
             graph.wake_all()
             mine.acquire(timeout=POLL_SECONDS)  # a signal's handler runs after it, and may raise
+
+    def _needs_one_of(self, lane: "Lane") -> bool:
+        """Return whether it waits for the lane's operations, which its only worker, the caller, can't run."""
+        if lane.n_workers > 1:
+            return False
+        seen = set[Operation]()
+        with GRAPH:
+            graph.link_submitted()
+            found = [own for own in list(lane.engine.pending) if own.lane is lane]
+            while found:
+                before = found.pop()
+                if before not in seen:
+                    seen.add(before)
+                    found += before._needed_by + before._followed_by
+        return self in seen
 
     def link(self, needs: list["Operation"], follows: list["Operation"]) -> None:
         """Make it wait for those of the given operations that are not done. The caller holds GRAPH."""

@@ -293,6 +293,29 @@ def test_waiting_for_all_sees_an_operation_that_moves_from_the_queue_to_the_grap
     assert running.done
 
 
+def test_waiting_for_what_needs_the_waiting_operation_is_refused(engine: flow.Engine) -> None:
+    """The function reads an array that it writes by its outer name, on the lane of another device."""
+    first, second = engine.devices
+    with flow.device(first):
+        x = flow.ones(3)
+
+    def double(value: torch.Tensor) -> list[float]:
+        value.mul_(2)
+        return x.tolist()
+
+    with pytest.raises(flow.OperationError, match="waits for fetch on cpu:0, which may be behind it"):
+        flow.call(double, x, writes=[x], device=second).result()
+    made = engine.variable()
+
+    def behind() -> None:
+        engine.push(int, writes=[made], device=first)
+        engine.push(int, reads=[made], device=second).wait()
+
+    with pytest.raises(flow.OperationError, match="on cpu:1, which may be behind it"):
+        engine.push(behind, device=first).wait()
+    assert engine.push(lambda: engine.push(lambda: 7, device=second).wait(), device=first).wait() == 7
+
+
 def test_waiting_inside_an_operation_of_the_same_device_is_refused(engine: flow.Engine) -> None:
     first, second = engine.devices
     never = threading.Event()
