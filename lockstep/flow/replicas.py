@@ -185,8 +185,30 @@ class BucketOptimizer:
     def _names_by_number(self) -> list[str]:
         """Return the parameters' names in the order in which torch numbers them: group by group."""
         names = {id(own): name for own, name in zip(self._own, self.names, strict=True)}
-        numbered = [own for group in self.optimizer.param_groups for own in group["params"]]
-        return [names.get(id(own), self.names[n]) for n, own in enumerate(numbered)]  # it may have copies
+        return [names.get(id(own), self.names[n]) for n, own in enumerate(self._numbered())]  # or copies
+
+    def _numbered(self) -> list[torch.Tensor]:
+        return [own for group in self.optimizer.param_groups for own in group["params"]]
+
+    def check_parameters(self, model: nn.Module) -> None:
+        """Raise UserError for an optimizer of the user's model, which no step changes, or of others.
+
+        It may have copies of the parameters that it was given, in their order.
+        """
+        numbered, theirs = self._numbered(), {id(parameter) for parameter in model.parameters()}
+        if any(id(own) in theirs for own in numbered):
+            raise UserError(
+                "optimizer(parameters) has the parameters of the model itself, and the devices train copies: "
+                "let it use the parameters that it is given"
+            )
+        given = {id(own) for own in self._own}
+        shapes = [own.shape for own in self._own]
+        for n, own in enumerate(numbered):
+            if id(own) not in given and [own.shape] != shapes[n : n + 1]:
+                raise UserError(
+                    f"optimizer(parameters) has a parameter of shape {tuple(own.shape)} that it was not "
+                    "given: make it a part of the model, such as an nn.ModuleDict of a network and its loss"
+                )
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore these parameters' part of `state`, which other buckets may have returned."""
@@ -241,16 +263,6 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise UserError for an optimizer of the user's model, which no step changes."""
-    theirs = {id(parameter) for parameter in model.parameters()}
-    if any(id(own) in theirs for group in optimizer.param_groups for own in group["params"]):
-        raise UserError(
-            "optimizer(parameters) has the parameters of the model itself, and the devices train copies: "
-            "let it use the parameters that it is given"
-        )
-
-
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     """Return a copy, also of lists and dictionaries, such as Shampoo's matrices: devices must share none."""
     return {key: v.clone() if isinstance(v, torch.Tensor) else copy.deepcopy(v) for key, v in state.items()}
@@ -292,7 +304,7 @@ class Buckets:
         self._kind, self._known = "a model without trained parameters", dict[str, Any]()
         if trained:  # an unusable optimizer is refused before the first run
             found = BucketOptimizer(trained, replicas[0], make)
-            _check_parameters(found.optimizer, model)
+            found.check_parameters(model)
             self._check_new(found.optimizer)
             with private.without_modes():
                 self._initial = {name: {**own, "state": {}} for name, own in found.state().items()}

@@ -1072,6 +1072,23 @@ def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
         ParallelExecutor(model, loss, lambda _: momentum(list(model.parameters())), engine.devices)
 
 
+@pytest.mark.parametrize("place", [0, 99])
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_optimizer_of_parameters_outside_of_the_model_is_refused(place: int, alone: bool) -> None:
+    """Such as a temperature of the loss: every device would need its own, and its merged gradient."""
+
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        kept = [] if alone else list(parameters)
+        kept.insert(place, nn.Parameter(torch.ones(3)))
+        return momentum(kept)
+
+    with (
+        pytest.raises(UserError, match=r"shape \(3,\) that it was not given"),
+        executor(2, optimizer=optimizer),
+    ):
+        pass
+
+
 def test_an_optimizer_that_was_made_before_is_refused() -> None:
     """It has other parameters, and no step would change those of the bucket."""
     kept: list[torch.optim.Optimizer] = []
