@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from flow_programs import SIMULATED, run_program
@@ -213,6 +214,15 @@ def test_minervas_snippets_run_on_cpu_devices(
     with ThreadPoolExecutor(1) as thread:  # its own, so it has its own current device
         thread.submit(exec, program, {}).result()
     assert capsys.readouterr().out == "owl.set_device: there is no device 7; 2 have been created\n"
+
+
+def test_owl_copies_numpy_arrays_of_any_strides() -> None:
+    """As of mirrored images; those of float64 were always copied."""
+    image = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for data in image, image[:, ::-1], image.T[::-2], image[0, 0], image.astype(np.float64)[::-1]:
+        found = owl.to_numpy(owl.from_numpy(data))
+        assert found.shape == data.shape
+        np.testing.assert_array_equal(found, data)
 
 
 @pytest.mark.slow
