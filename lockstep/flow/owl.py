@@ -52,7 +52,7 @@ def set_device(number: int) -> None:
 
 def from_numpy(data: Any) -> Array:
     """Return a copy as float32, which all of Minerva's arrays are."""
-    return array(np.array(data, dtype=np.float32, order="C"))  # torch takes no negative strides
+    return array(np.asarray(data, dtype=np.float32, order="C"))  # torch takes no negative strides
 
 
 def to_numpy(value: Array) -> np.ndarray:
