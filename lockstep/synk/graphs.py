@@ -370,11 +370,12 @@ def _check_inputs(name: str, what: str, inputs: Any) -> list[Any]:
     for argument in inputs:
         variable = argument
         if isinstance(argument, pytensor.In):
-            if argument.mutable or argument.update is not None or argument.value is not None:
-                raise TypeError(
-                    f"{name}: input {argument.variable} is mutable, or has a value or update of its own"
-                )
             variable = argument.variable
+            of_its_own = argument.update is not None or argument.value is not None
+            if argument.mutable or of_its_own or argument.name != variable.name:
+                raise TypeError(
+                    f"{name}: input {variable} is mutable, or has a name, value or update of its own"
+                )
         if not isinstance(variable, Variable) or not isinstance(variable.type, TensorType):
             raise TypeError(f"{name}: input {variable!r} is not a tensor variable")
         variables.append(variable)

@@ -98,6 +98,11 @@ MAKING = [
     (lambda c: synk.function([pt.row("r")]), TypeError, r"r has a fixed number of rows \(1\)"),
     (lambda c: synk.function([pt.scalar("t")]), TypeError, "t is a scalar.*bcast_inputs"),
     (lambda c: synk.function([pytensor.In(c["x"], mutable=True)], c["x"].sum()), TypeError, "x is mutable"),
+    (
+        lambda c: synk.function([pytensor.In(c["x"], name="rows")], c["x"].sum()),
+        TypeError,
+        "x is mutable, or has a name",
+    ),
     (lambda c: synk.function([], c["s"].sum(), sliceable_shareds=c["s"]), TypeError, "has to be a list"),
     (lambda c: synk.function([], c["s"].sum(), sliceable_shareds=[c["x"]]), TypeError, "not a shared array"),
     (
