@@ -616,3 +616,9 @@ def test_a_step_refuses_gradients_of_parameters_that_it_does_not_average() -> No
     ):
         step(*rows())
     assert np.array_equal(synk.gather(synk.weights(net)), before)
+
+
+def test_an_optimizer_that_would_not_train_the_module_is_refused() -> None:
+    other = torch.optim.SGD(make_net().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="the optimizer has no parameter of Sequential"):
+        torch_train.make_train_function(synk.share(make_net()), LOSS, other)

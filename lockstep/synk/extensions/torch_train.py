@@ -27,13 +27,22 @@ def make_train_function(
         loss: Function of module(x) and y that returns the mean over rows.
         optimizer: Optimizer of the module's parameters. A step is an error if a parameter of the optimizer
             that the module lacks has a gradient.
+
+    Raises:
+        ValueError: The optimizer has no parameter of the module.
     """
     team = current_team("make_train_function()")
     sharing.share(team, module)
     weights, gradients = sharing.vectors(team, module, "make_train_function()")
 
     own = {id(parameter) for parameter in module.parameters()}
-    others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    others = [p for p in trained if id(p) not in own]
+    if len(others) == len(trained):
+        raise ValueError(
+            f"make_train_function(): the optimizer has no parameter of {type(module).__name__}, so no step "
+            "would train it. Make it from module.parameters()"
+        )
 
     def gradient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
