@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytensor
 
 from lockstep.synk.extensions import TrainingStep, listed, make_step
+from lockstep.synk.rows import choose
 from lockstep.synk.session import function
 
 
@@ -51,8 +51,7 @@ def make_train_function_theano(
 
     def step(x: Any, y: Any, batch: Any = None) -> Any:
         arrays = [*listed(x), *listed(y)]
-        rows = slice(batch) if isinstance(batch, int | np.integer) else batch
-        result = compute(*(arrays if rows is None else [array[rows] for array in arrays]))
+        result = compute(*(array[choose(batch, len(array), "batch")] for array in arrays))
         update()
         return result
 
