@@ -312,15 +312,25 @@ def test_messages_are_sent_again_after_a_failure_was_reported(monkeypatch: pytes
     assert [value.item() for value in sent[1::2]] == [3, 5]  # behind their headers
 
 
-PROCESS = """
-import copy, pickle, sys, datetime
-import torch, torch.distributed as dist, torch.nn.functional as F
+# Each program of a process begins with this.
+OPENING = """
+import pickle, sys, datetime
+import torch, torch.distributed as dist
 from torch import nn
 from lockstep import flow
+from lockstep.errors import UserError
 
-rank, port, settings = int(sys.argv[1]), sys.argv[2], eval(sys.argv[3])
+rank, port = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
                         timeout=datetime.timedelta(seconds=90))
+"""
+
+
+PROCESS = """
+import copy
+import torch.nn.functional as F
+
+settings = eval(sys.argv[3])
 torch.manual_seed(rank)  # rank 0's weights count
 model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 3)).double()
 if settings.pop("sparse", False):
@@ -370,16 +380,6 @@ dist.destroy_process_group()
 
 
 BRANCHES = """
-import pickle, sys, datetime
-import torch, torch.distributed as dist
-from torch import nn
-from lockstep import flow
-from lockstep.errors import UserError
-
-rank, port = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
-                        timeout=datetime.timedelta(seconds=90))
-
 class Heads(nn.Module):
     def __init__(self):
         super().__init__()
@@ -412,16 +412,6 @@ dist.destroy_process_group()
 
 
 ONE_FAILS = """
-import pickle, sys, datetime
-import torch, torch.distributed as dist
-from torch import nn
-from lockstep import flow
-from lockstep.errors import UserError
-
-rank, port = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
-                        timeout=datetime.timedelta(seconds=90))
-
 def loss(model, x):
     if len(x) == 5:
         raise ValueError("not 5")
@@ -452,13 +442,6 @@ dist.destroy_process_group()
 
 
 LIKES = """
-import pickle, sys, datetime
-import torch, torch.distributed as dist
-from lockstep import flow
-
-rank, port = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
-                        timeout=datetime.timedelta(seconds=90))
 found = []
 likes = torch.zeros(3), torch.zeros(2), torch.zeros(3).int(), torch.zeros(4, 8), torch.zeros(3)
 for n, like in enumerate(likes):
@@ -481,7 +464,7 @@ def two_processes(folder: Path, settings: str, program: str = PROCESS) -> list[A
     paths = [folder / f"{rank}.pickle" for rank in range(2)]
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), str(port), settings, str(paths[rank])],
+            [sys.executable, "-c", OPENING + program, str(rank), str(port), settings, str(paths[rank])],
             cwd=ROOT, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
