@@ -12,6 +12,10 @@ class UserError(ValueError):
     code = 2  # the launcher's exit code
 
 
+class NothingToTrain(UserError):
+    """The run to resume has trained all its epochs, or has ended early."""
+
+
 class DeviceFault(RuntimeError):
     """This process's device has computed something else than two others did."""
 

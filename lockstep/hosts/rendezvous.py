@@ -58,7 +58,8 @@ def ended(host: int, end: Any) -> HostFailed:
     """Build the error for a host that has ended. end: its exit record, as it came from the store."""
     record = end if isinstance(end, dict) else {}
     text = one_line(record.get("text") or f"host {host}: its launcher has left", _LONGEST)
-    return HostFailed(host, text, exit_code(end) or 1)
+    has_nothing_to_train = record.get("failed") is True and record.get("code") == 0
+    return HostFailed(host, text, 0 if has_nothing_to_train else exit_code(end) or 1)
 
 
 def exit_code(end: Any) -> int:

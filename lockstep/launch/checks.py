@@ -22,7 +22,7 @@ from lockstep.data import old_folders
 from lockstep.data.classes import check_classes
 from lockstep.data.dataset import Dataset, check_content, open_dataset
 from lockstep.data.survey import Survey, make_survey, publish
-from lockstep.errors import PeerLost, PeerProblem, UserError, nearest
+from lockstep.errors import NothingToTrain, PeerLost, PeerProblem, UserError, nearest
 from lockstep.extras import require
 from lockstep.files import program_folder, refusing_unusable_paths
 from lockstep.launch.commandline import Arguments, complete_config
@@ -88,7 +88,12 @@ def open_all(
         check_content(dataset)
     for note in host.agree(config, dataset):
         show(f"note: {note}", "stdout")
-    return config, dataset, host.open_run(config, len(dataset.train), dataset.digest, names)
+    try:
+        return config, dataset, host.open_run(config, len(dataset.train), dataset.digest, names)
+    except NothingToTrain as error:
+        if arguments.config.resume_train == "auto":  # the same command again: no failure
+            error.code = 0
+        raise
 
 
 def _with_channels(config: Config, dataset: Dataset) -> Config:

@@ -34,7 +34,7 @@ from lockstep.config.hosts import OWN_KEYS
 from lockstep.config.layers import with_absolute_paths, with_order
 from lockstep.config.tasks import monitor_of
 from lockstep.data.description import Description, check_same_classes, read_description, write_description
-from lockstep.errors import UserError
+from lockstep.errors import NothingToTrain, UserError
 from lockstep.files import write_text
 from lockstep.optim import OPTIMIZERS
 from lockstep.optim.schedules import spans_run
@@ -279,12 +279,12 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
     """Raise UserError for settings that a checkpoint can't resume with; return notes on other differences."""
     state = start.state
     if state.epoch > config.n_epochs or (state.epoch == config.n_epochs and state.is_complete):
-        raise UserError(
+        raise NothingToTrain(
             f"{start.path}: all {config.n_epochs} epochs are done; raise n_epochs to train longer"
         )
     monitor = monitor_of(config)
     if has_ended(state.val_record, monitor, config.patience):
-        raise UserError(
+        raise NothingToTrain(
             f"{start.path}: the run has ended, with no better {monitor} within patience "
             f"({config.patience}); raise patience to train longer"
         )

@@ -393,6 +393,12 @@ def test_a_run_resumed_from_an_older_checkpoint_is_the_one_that_is_returned(
     assert newest.folder == older.folder and newest.history[-1]["epoch"] == 3
 
 
+def test_training_a_complete_run_again_with_auto_returns_it(tmp_path: Path, shared_folder: Path) -> None:
+    words = keys(tmp_path, n_epochs=1, resume_train="auto", run_name="a")
+    first, again = (lockstep.train(shared_folder, **words) for _ in range(2))
+    assert again.folder == first.folder and again.complete and again.history == first.history
+
+
 def test_mappings_keep_their_order() -> None:
     """Of several patterns of `learning_rates` that match, the last one counts."""
     assert as_yaml("learning_rates", {"fc1.*": 0.1, "*.bias": 3}) == "{fc1.*: 0.1, '*.bias': 3}"

@@ -126,6 +126,20 @@ def test_a_host_may_come_back_without_its_folder_and_with_another_number(program
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("folders", [("a", "b"), ("a", "a")])
+def test_a_complete_run_is_no_failure_for_auto_on_any_host(
+    program: Program, folders: tuple[str, str]
+) -> None:
+    words = ("n_epochs=1", "resume_train=auto", "devices=[cpu]")
+    end_well(start(program, *words, folders=folders))
+    for each in start(program, *words, folders=folders):
+        assert each.wait(60) == 0, each.output()
+        assert "all 1 epochs are done; raise n_epochs to train longer" in each.last_line()
+    for each in start(program, "n_epochs=1", "resume_train=true", "devices=[cpu]", folders=folders):
+        assert each.wait(60) == 2, each.output()
+
+
+@pytest.mark.slow
 def test_a_launcher_that_stands_still_is_missed(program: Program) -> None:
     running = start(program, *FOREVER, f"timeout={round(limit(6))}")
     reach(running, "step 2/3")

@@ -186,6 +186,17 @@ def test_auto_begins_and_goes_on(program: Program) -> None:
     assert_same(tensors(second, 2), tensors(program.run("n_epochs=2", name="unbroken"), 2))
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [(("n_epochs=1",), "raise n_epochs"), (("learning_rate=1e-9", "patience=1"), "raise patience")],
+)
+def test_a_complete_run_is_no_failure_for_auto(program: Program, words: tuple[str, ...], text: str) -> None:
+    program.run(*words, "resume_train=auto", devices="[cpu]")
+    again = program.run(*words, "resume_train=auto", devices="[cpu]")
+    explicit = program.run(*words, "resume_train=true", devices="[cpu]", code=2)
+    assert again.last_line() == explicit.last_line() and f"{text} to train longer" in again.last_line()
+
+
 @pytest.mark.slow
 def test_replicas_that_cant_go_on_each_in_its_trainer_are_told(program: Program) -> None:
     words = ("rule=gossip", "resume_train=auto", "snapshot_freq=1")
