@@ -135,10 +135,10 @@ def read_run(path: Path, hosts: int = 1) -> Layer:
 
 
 def read_command_line(arguments: list[str]) -> Layer:
-    """Read arguments such as 'learning_rate=0.02', whose values are YAML.
+    """Read arguments such as 'learning_rate=0.02' and 'run_name=2026-11-28', whose values are YAML or text.
 
     Raises:
-        UserError: An argument is not of the form key=value, or its value is not YAML.
+        UserError: An argument is not of the form key=value, or a value that is no text is not YAML.
     """
     values: dict[str, Any] = {}
     notices: list[str] = []
@@ -151,14 +151,20 @@ def read_command_line(arguments: list[str]) -> Layer:
             raise UserError(f"{COMMAND_LINE}: {argument!r} is not of the form key=value{remedy}")
         if key in values:
             notices.append(f"{COMMAND_LINE}: {key} is given twice: the last one counts, {argument}")
-        try:
-            values[key] = _load(text)
-        except _YAML_ERRORS as error:
-            if key == "rendezvous":  # the brackets of an IPv6 address begin a list in YAML
-                values[key] = text
-                continue
-            raise UserError(f"{COMMAND_LINE}: {argument!r}: the value can't be read") from error
+        values[key] = _read_value(key, text)
     return Layer(COMMAND_LINE, values, tuple(notices))
+
+
+def _read_value(key: str, text: str) -> Any:
+    """Return the value of `key`. A key of texts takes what is no YAML, and numbers and dates, as they are."""
+    is_text = typing.get_type_hints(Config).get(key) in (str, str | None)
+    try:
+        value = _load(text)
+    except _YAML_ERRORS as error:
+        if is_text:  # the brackets of an IPv6 address begin a list in YAML
+            return text
+        raise UserError(f"{COMMAND_LINE}: {f'{key}={text}'!r}: the value can't be read") from error
+    return text if is_text and not isinstance(value, str | list | dict | None) else value
 
 
 def _as_key(option: str, text: str) -> str:

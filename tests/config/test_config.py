@@ -291,9 +291,9 @@ def test_files_of_theano_alexnet_are_understood(tmp_path: Path) -> None:
         ("model_args={a: 2024-01-01}", "model_args must hold values that JSON can store"),
         ("model_args={a: {1: 2}}", "model_args must hold values that JSON can store"),
         ("model_args={a: .nan}", "model_args must hold values that JSON can store"),
-        ("run_name=2", "run_name must be text"),
+        ("run_name=[2]", "run_name must be text"),
         ("run_name=''", "run_name is an empty text"),
-        ("run_name=2024-13-45", "'run_name=2024-13-45': the value can't be read"),
+        ("learning_rate=2024-13-45", "'learning_rate=2024-13-45': the value can't be read"),
         ("seed=!!int x", "the value can't be read"),
         ("batch_size=10000000000", "batch_size must be at most 2147483647"),
         ("cpu_threads=100000", "cpu_threads must be at most 1024, not 100000"),
@@ -317,6 +317,13 @@ def test_a_folder_among_the_keys_is_refused_with_what_to_write(
     (tmp_path / "images").mkdir()
     with pytest.raises(UserError, match=r"'images' is not of the form key=value\. Write data_folder=images$"):
         read_command_line(["n_epochs=1", "images"])
+
+
+@pytest.mark.parametrize("text", ["12345", "2026-11-28", "2024-13-45", "1e3", "true", "07"])
+def test_a_key_of_texts_takes_a_number_or_date_of_the_command_line_as_it_is(text: str) -> None:
+    """A file's YAML has quotes for that; those of a command line are the shell's."""
+    config, _ = resolve([read_command_line([f"run_name={text}", "cache_folder=null"])])
+    assert config.run_name == text and config.cache_folder is None
 
 
 def test_of_a_key_given_twice_the_last_one_counts_with_a_note() -> None:
