@@ -55,9 +55,17 @@ class Device(ABC):
     engine: Any = None
     asynchronous = False
 
+    def __copy__(self) -> "Device":
+        """Return the device itself: it has the only workers of its lanes."""
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Device":
         """Return the device itself: the copy of a module that has it uses the same one."""
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled: the workers belong to this process."""
+        raise UserError("a device can't be pickled: make one in the process that loads the object")
 
     def lane_for(self, kind: str) -> str:
         """Return the lane for a kind of work: compute, communication, fetch or call."""

@@ -1,6 +1,8 @@
 """Asynchronous lanes: operations are launched and run later, behind events; the engine's order holds."""
 
 import contextlib
+import copy
+import pickle
 import queue
 import random
 import threading
@@ -169,3 +171,14 @@ def test_waiting_for_an_operation_waits_until_it_has_run(engine: flow.Engine) ->
 def test_ways_of_waiting_that_are_not_there() -> None:
     with pytest.raises(UserError, match=r"flow.waiting takes events or host, not 'never'"):
         flow.waiting("never")  # type: ignore[arg-type]
+
+
+def test_a_device_is_copied_as_itself_and_never_pickled() -> None:
+    """A device that two objects drive would have one lane and two sets of workers."""
+    (device,) = flow.cpus(1)
+    with flow.device(device):
+        assert torch.ones(2).sum().item() == 2
+    for make in (copy.copy, copy.deepcopy):
+        assert make(device) is device
+    with pytest.raises(UserError, match="a device can't be pickled: make one in the process that loads"):
+        pickle.dumps([device])
