@@ -344,13 +344,17 @@ class evaluating(private.Scope):  # noqa: N801
 
 def named(returned: Any) -> dict[str, Any]:
     """Return the results of a loss function by name; it returns a loss, results by name, or both."""
+    results = {"loss": returned}
     if isinstance(returned, dict):
-        return dict(returned)
-    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict):
+        results = dict(returned)
+    elif isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict):
         if "loss" in returned[1]:
             raise UserError("the loss's results have 'loss', which is the name of the loss itself: rename it")
-        return {"loss": returned[0], **returned[1]}
-    return {"loss": returned}
+        results = {"loss": returned[0], **returned[1]}
+    for name in results:
+        if not isinstance(name, str):
+            raise UserError(f"the loss's results have the name {name!r}, which is no text: rename it")
+    return results
 
 
 def _check_same(gradients: Gradients) -> None:

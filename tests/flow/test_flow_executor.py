@@ -1013,6 +1013,11 @@ BAD_SETTINGS = [
     ),
     ({"loss": lambda model, x, labels: 3.0}, "the loss must be a real scalar.*not float"),
     ({"loss": lambda model, x, labels: {"scores": model(x)}}, "the loss must be a real scalar.*not dict"),
+    (
+        {"loss": lambda model, x, labels: (model(x).sum(), {0: x})},
+        "results have the name 0, which is no text",
+    ),
+    ({"loss": lambda model, x, labels: (model(x).sum(), {"loss": x})}, "the name of the loss itself"),
     ({"loss": lambda model, x, labels: x.mean()}, "the loss depends on no parameter"),
     ({"loss": lambda model: model}, "takes the model and a batch"),
 ]
