@@ -53,6 +53,7 @@ class Array(torch.Tensor):
     memory: Storage
     copied: torch.UntypedStorage | None  # which the array stands for while C++ copies it
     __torch_function__: Any = private.no_torch_function
+    __array_wrap__: Any = private.numpy_result
 
     @staticmethod
     def __new__(cls, storage: Storage, size: Any, stride: Any, offset: int, dtype: torch.dtype) -> "Array":

@@ -254,6 +254,21 @@ def check_mark(name: str) -> None:
         raise UserError(f"a tensor's attribute {name!r} has a name that arrays use themselves: rename it")
 
 
+def numpy_result(array: torch.Tensor, result: Any, *_: Any) -> torch.Tensor:
+    """Return the result of a NumPy function of an array as an ordinary tensor, as torch does.
+
+    Raises:
+        UserError: The array's gradient would be lost. An ordinary tensor refuses to be read then, which an
+            array does not.
+    """
+    if array.requires_grad and torch.is_grad_enabled():
+        raise UserError(
+            "NumPy would lose the gradient of an array: make the other operand a tensor "
+            "(torch.from_numpy), or give it array.detach()"
+        )
+    return torch.Tensor.__array_wrap__(array, result)  # type: ignore[no-untyped-call,no-any-return]
+
+
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Do `tensor.data = value` on a subclass that overrides `data`."""
     getattr(torch._C.TensorBase, "data").__set__(tensor, value)  # noqa: B009

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -567,3 +568,24 @@ def test_an_ordinary_tensor_cannot_get_the_data_of_an_array(device: Cpu) -> None
     with flow.device(device), pytest.raises(UserError, match=r"call flow.arrays\(module\) before"):
         layer.double()
     assert layer(torch.ones(2)).dtype is torch.float32
+
+
+def test_numpy_does_not_lose_a_gradient(device: Cpu) -> None:
+    """Torch refuses to read such a tensor; an array can be read, and its product would be a constant."""
+    factors = np.full((1, 3), 2, np.float32)
+    layer = flow.arrays(nn.Linear(3, 1))
+    for use in (
+        lambda weight: weight * factors,
+        lambda weight: weight @ factors[0],
+        lambda weight: factors / weight,
+        np.exp,
+    ):
+        with pytest.raises(UserError, match="NumPy would lose the gradient of an array"):
+            use(layer.weight)
+        wanted = use(layer.weight.tensor().detach())
+        assert torch.equal(use(layer.weight.detach()), wanted)
+        with torch.no_grad():
+            assert torch.equal(use(layer.weight), wanted)
+    (layer.weight * torch.from_numpy(factors)).sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[2, 2, 2]]
+    assert np.array_equal(np.asarray(layer.weight), layer.weight.tensor().detach())
