@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -101,7 +102,7 @@ def arrays(module: _Module) -> _Module:
     if not isinstance(module, nn.Module):
         raise UserError(f"flow.arrays takes a module, not {type(module).__name__}: flow.array takes tensors")
     tensors = [(name, t) for name, t in tensors_of(module) if not isinstance(t, Array)]
-    check_hooks(tensors, "register them after flow.arrays, on the array")
+    check_tensors(tensors, "register them after flow.arrays, on the array")
     for name, parameter in module.named_parameters():
         _replacement_of(name, parameter)  # it may raise
     device, made, assignments = placement.current_device(), dict[int, Array](), []
@@ -122,9 +123,15 @@ def tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def check_hooks(tensors: Iterable[tuple[str, torch.Tensor]], remedy: str) -> None:
-    """Raise UserError for a tensor whose gradient has hooks, which are not copied with it."""
+def check_tensors(tensors: Iterable[tuple[str, torch.Tensor]], remedy: str) -> None:
+    """Raise UserError for a tensor without values, or whose gradient has hooks, which are not copied.
+
+    Args:
+        remedy: What to do about the hooks.
+    """
     for name, tensor in tensors:
+        if is_lazy(tensor):
+            raise UserError(f"{name} has no values: give its lazy module a batch first")
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             raise UserError(f"{name} has hooks on its gradient, which its array would not have: {remedy}")
 

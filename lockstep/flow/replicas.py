@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.errors import UserError, nearest
 from lockstep.flow import placement, private
 from lockstep.flow.arrays import Array
-from lockstep.flow.creation import arrays, check_hooks, tensors_of
+from lockstep.flow.creation import arrays, check_tensors, tensors_of
 from lockstep.flow.creation import device as on_device
 from lockstep.flow.devices import Device
 from lockstep.flow.engine import engine_of
@@ -87,7 +87,7 @@ def make_replicas(model: nn.Module, devices: Sequence[Device], share_weights: bo
     Args:
         share_weights: Devices with one memory share the parameters; each has its own buffers.
     """
-    check_hooks(tensors_of(model), "change gradients in the optimizer instead")
+    check_tensors(tensors_of(model), "change gradients in the optimizer instead")
     engine_of(devices[0])
     with placement.CurrentDevice(devices[0]):  # the copies of arrays lie there, too
         copied = _copy(model, {})

@@ -589,3 +589,16 @@ def test_numpy_does_not_lose_a_gradient(device: Cpu) -> None:
     (layer.weight * torch.from_numpy(factors)).sum().backward()
     assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[2, 2, 2]]
     assert np.array_equal(np.asarray(layer.weight), layer.weight.tensor().detach())
+
+
+def test_a_lazy_module_without_a_batch_is_refused(device: Cpu) -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.LazyLinear(2))
+    for use in (
+        flow.arrays,
+        lambda model: flow.ParallelExecutor(model, lambda own, x: own(x).mean(), torch.optim.SGD, [device]),
+    ):
+        with pytest.raises(UserError, match=r"^1\.weight has no values: give its lazy module a batch first$"):
+            use(module)
+        assert not any(isinstance(p, flow.Array) for p in module.parameters())
+    module(torch.ones(1, 4))
+    assert flow.arrays(module)(torch.ones(1, 4)).shape == (1, 2)
