@@ -16,7 +16,7 @@ from lockstep.config.tasks import Monitor, monitor_in
 from lockstep.errors import UserError
 from lockstep.files import parse_event, refusing_unusable_paths
 from lockstep.runs import checkpoint_files
-from lockstep.runs.folder import log_of
+from lockstep.runs.folder import log_of, logs_of
 from lockstep.runs.metrics import HIGHER_IS_BETTER, AnswerCounts, best_epoch
 from lockstep.runs.state import Checkpoint
 from lockstep.runs.stragglers import PHASES, added, waiting_phases
@@ -126,7 +126,7 @@ def read_run(folder: Path) -> RunLog:
     run = RunLog(folder, folder.resolve().name)
     has_checkpoints = any((folder / "checkpoints").glob("*.json"))
     if path.exists():
-        _Reading(run).take_all(_read_events(path, run.notes))
+        _Reading(run).take_all(_read_logs(folder, run.notes))
     elif has_checkpoints:
         run.notes.append(f"{path}: is not there; what is shown is the newest checkpoint's")
     else:
@@ -139,6 +139,46 @@ def read_run(folder: Path) -> RunLog:
         raise UserError("; ".join([f"{folder}: nothing of this run can be shown", *notes]))
     _read_config(run)
     return run
+
+
+def _read_logs(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Return the events of all starts, in the order in which the starts began.
+
+    A host may have had several numbers, and then has several logs. Hosts that share the folder log the same
+    starts: of starts that overlap, the one in the log of the lowest number counts.
+    """
+    logs = [_read_events(log, notes) for log in logs_of(folder) if log.exists()]
+    if len(logs) == 1:  # also if the clock was set back between two starts
+        return logs[0]
+    found: list[_Start] = []
+    for log in logs:
+        found += [start for start in _starts(log) if not any(map(start.overlaps, found))]
+    return [event for start in sorted(found, key=lambda each: each.first) for event in start.events]
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What one launcher logged from its start to its end, and the first and last time of that."""
+
+    events: list[dict[str, Any]]
+    first: float
+    last: float
+
+    def overlaps(self, other: "_Start") -> bool:
+        return self.first <= other.last and other.first <= self.last
+
+
+def _starts(events: list[dict[str, Any]]) -> list[_Start]:
+    """Return the starts in a log. One without a valid time counts as the earliest."""
+    groups: list[list[dict[str, Any]]] = []
+    for event in events:
+        if event["event"] == "resumed":  # logged before the start that it is of, and not shown
+            continue
+        if event["event"] == "started" or not groups:
+            groups.append([])
+        groups[-1].append(event)
+    times = [[time for event in group if (time := _number(event, "time"))] or [0.0] for group in groups]
+    return [_Start(group, min(each), max(each)) for group, each in zip(groups, times, strict=True)]
 
 
 def _read_events(path: Path, notes: list[str]) -> list[dict[str, Any]]:

@@ -339,6 +339,30 @@ def test_the_folder_of_a_later_host_has_a_report_of_that_hosts_log(run: Path) ->
     assert report(run).words == whole
 
 
+@pytest.mark.parametrize("first, second", [("log", "host1"), ("host1", "log"), ("host2", "host1")])
+def test_the_starts_of_a_host_that_had_two_numbers_are_shown_together(
+    run: Path, first: str, second: str
+) -> None:
+    events = lines_of(run)
+    started = next(event for event in events if event["event"] == "started")
+    cut = 1 + max(n for n, event in enumerate(events) if event.get("epoch") == 2)
+    later = [{"event": "resumed", "time": events[-1]["time"] + 100, "checkpoint": "x"}]
+    later += [{**event, "time": event["time"] + 101} for event in [started, *events[cut:]]]
+    write_lines(run, events[:cut] + later)
+    whole = read_run(run)
+    (run / "log.jsonl").unlink()
+    for log, part in ((first, events[:cut]), (second, later)):
+        (run / f"{log}.jsonl").write_text("".join(json.dumps(event) + "\n" for event in part))
+    assert whole.n_starts == 2 and repr(read_run(run)) == repr(whole)
+
+
+def test_of_a_start_that_several_hosts_of_one_folder_logged_the_log_of_host_0_counts(run: Path) -> None:
+    whole = read_run(run)
+    write = "".join(json.dumps({**event, "time": event["time"] + 0.1}) + "\n" for event in lines_of(run))
+    (run / "host1.jsonl").write_text(write)
+    assert repr(read_run(run)) == repr(whole)
+
+
 def test_a_record_of_another_version_is_named(run: Path) -> None:
     record = run / "checkpoints" / "epoch_0003.json"
     state = json.loads(record.read_text())
