@@ -25,7 +25,7 @@ from lockstep.backends.devices import count_cores
 from lockstep.errors import UserError
 from lockstep.extras import require
 from lockstep.programs import make_parser, reports_errors
-from lockstep.report.runlog import read_run
+from lockstep.report.runlog import RunLog, read_run
 from lockstep.runs.folder import log_of
 from lockstep.text import handle_closed_pipe
 
@@ -54,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"{folders[0]}: is not a run's folder: it has no log.jsonl")
         write_until_end(folders[0], options.out or folders[0])
     runs = [read_run(folder) for folder in folders]
+    _tell_apart(runs)
     path = write_report(runs, options.out or place_of(runs), 0 if options.no_examples else options.images)
     for run in runs:
         for note in run.notes:
@@ -91,6 +92,16 @@ def write_until_end(folder: Path, out: Path) -> None:
             said = str(error)
         # At most a tenth of a core's time: the run needs it more.
         time.sleep(max(_LIVE_SECONDS, 9 * (time.monotonic() - begin)))
+
+
+def _tell_apart(runs: list[RunLog]) -> None:
+    """Name runs whose folders have one name by the ends of their paths, as far as these differ."""
+    paths = [run.folder.resolve().parts for run in runs]
+    for n_parts in range(2, max(map(len, paths)) + 1):
+        if len({run.name for run in runs}) == len(set(paths)):
+            return
+        for run, parts in zip(runs, paths, strict=True):
+            run.name = "/".join(parts[-n_parts:])
 
 
 def _is_run(folder: Path) -> bool:

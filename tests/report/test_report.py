@@ -174,6 +174,16 @@ def test_several_runs_lie_over_each_other(runs: list[Path], tmp_path: Path) -> N
     assert len(everything) == 3 and main([*everything, "--no-examples"]) == 0
 
 
+def test_runs_of_one_name_are_told_apart_by_their_folders(runs: list[Path], tmp_path: Path) -> None:
+    twins = [
+        shutil.copytree(run, tmp_path / place / "runs/base") for run, place in zip(runs, "ab", strict=True)
+    ]
+    assert main([*map(str, twins), "--no-examples", "--out", str(tmp_path / "out")]) == 0
+    words = Page(tmp_path / "out/report.html").words
+    assert "a/runs/base, b/runs/base" in words and "Who waits for whom: a/runs/base" in words
+    assert f"{tmp_path.name}/a/runs" not in words
+
+
 def test_many_runs_go_where_out_says(run: Path, tmp_path: Path) -> None:
     many = [Path(shutil.copytree(run, tmp_path / f"run-{number}")) for number in range(9)]
     out = tmp_path / "new" / "folder"
