@@ -57,7 +57,8 @@ def open_sample(folder: Path | None, scratch: Path) -> Iterator[Sample]:
             _write(path)
         except OSError as error:
             text = f"a file of {SAMPLE_BYTES / 1e6:.0f} MB can't be written there: {error.strerror}"
-            raise UserError(f"{scratch}: {text}. Name a dataset folder to read from.") from error
+            remedy = f"Name a dataset folder of at least {LEAST_BYTES / 1e6:.0f} MB to read from"
+            raise UserError(f"{scratch}: {text}. {remedy}.") from error
         reason = f", because {folder} holds only {n_bytes / 1e6:.1f} MB of batches" if folder else ""
         yield Sample(f"a temporary file in {scratch}{reason}", (path,), SAMPLE_BYTES)
 

@@ -181,7 +181,8 @@ def test_a_disk_without_room_for_the_temporary_file_is_named(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # of a write: it names no file
 
     monkeypatch.setattr(storage, "_write", fail)
-    text = f"{tmp_path}: a file of 268 MB can't be written there: No space left on device"
+    text = f"{tmp_path}: a file of 268 MB can't be written there: No space left on device. "
+    text += "Name a dataset folder of at least 17 MB to read from."
     with pytest.raises(UserError, match=re.escape(text)), storage.open_sample(None, tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
