@@ -49,7 +49,8 @@ class Run:
     def history(self) -> list[Event]:
         """One record for each validated epoch: epoch, loss, errors, n_images, seconds, metrics by class.
 
-        A run that resumed from an older checkpoint has taken back the epochs after it.
+        A run that resumed from an older checkpoint has taken back the epochs after it. If
+        `load_epoch` made this folder, the epochs up to that one are in the folder that it continues.
         """
         found: list[Event] = []
         # A host may have had several numbers. Times are compared as text, as damaged ones may be anything.
@@ -65,7 +66,7 @@ class Run:
 
     @property
     def best(self) -> Event:
-        """The record of the epoch that is best by the key `monitor`; of several, the earliest.
+        """The record of the epoch in `history` that is best by the key `monitor`; of several, the earliest.
 
         Raises:
             UserError: No epoch has been validated yet.
