@@ -144,8 +144,8 @@ def read_run(folder: Path) -> RunLog:
 def _read_logs(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Return the events of all starts, in the order in which the starts began.
 
-    A host may have had several numbers, and then has several logs. Hosts that share the folder log the same
-    starts: of starts that overlap, the one in the log of the lowest number counts.
+    A host may have had several numbers, and then has several logs. Hosts that share the folder log the
+    same starts: of starts that overlap, the one in the first of the logs counts.
     """
     logs = [_read_events(log, notes) for log in logs_of(folder) if log.exists()]
     if len(logs) == 1:  # also if the clock was set back between two starts
@@ -186,7 +186,8 @@ def _read_events(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
-        raise UserError(f"{path}: can't be read: {error.strerror}") from error
+        notes.append(f"{path}: can't be read: {error.strerror}")
+        return []
     found = [(line, parse_event(line)) for line in lines]
     events = [event for _, event in found if event]
     n_broken = sum(event is None and line.endswith(b"\n") for line, event in found)

@@ -373,6 +373,14 @@ def test_of_a_start_that_several_hosts_of_one_folder_logged_the_log_of_host_0_co
     assert repr(read_run(run)) == repr(whole)
 
 
+def test_a_log_that_can_not_be_read_is_named_beside_what_is_shown(run: Path) -> None:
+    whole = report(run).words
+    (run / "host1.jsonl").mkdir()
+    words = report(run).words
+    assert f"{run}/host1.jsonl: can't be read: Is a directory" in words
+    assert "3 of 3" in words and "Who waits for whom" in words and len(words) > len(whole)
+
+
 def test_a_record_of_another_version_is_named(run: Path) -> None:
     record = run / "checkpoints" / "epoch_0003.json"
     state = json.loads(record.read_text())
