@@ -99,6 +99,8 @@ def _failure(error: BaseException) -> Failed:
         return Failed("user", text)
     if isinstance(error, MemoryError):
         return Failed("user", f"out of memory: {text}; lower {BATCH_KEYS}")
+    if text == "can't start new thread":  # Python's words in a RuntimeError
+        return Failed("user", f"{text}: the limit of processes is reached (see ulimit -u)")
     if isinstance(error, DeviceFault):
         return Failed("faulty", text)
     if isinstance(error, Garbled | UndecidedFault):  # no process is lost

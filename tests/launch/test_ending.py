@@ -289,6 +289,14 @@ def test_a_limit_of_file_sizes_is_named(program: Program) -> None:
     assert "Raise it (ulimit -f)" in running.last_line() and "Traceback" not in running.output()
 
 
+def test_a_thread_that_can_not_be_started_is_named_in_one_line(program: Program) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests/support")}
+    running = program.start("model=small_networks:LeavesNoThreads", "cpu_threads=2", environment=environment)
+    assert running.wait(20) == 2
+    end = "can't start new thread: the limit of processes is reached (see ulimit -u)"
+    assert running.last_line().endswith(end) and "Traceback" not in running.output(), running.output()
+
+
 @pytest.mark.slow
 def test_whatever_is_killed_while_saving_the_run_can_go_on(program: Program) -> None:
     for delay in (0.0, 0.003, 0.01):
