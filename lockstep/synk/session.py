@@ -179,6 +179,8 @@ def _choose_devices(use_gpu: bool | None, devices: Sequence[str] | None) -> tupl
         if not known.on_gpus(names):
             raise UserError(f"fork(): use_gpu, but {reason}")
     else:
+        if isinstance(devices, str):
+            raise UserError(f"fork(): devices={devices!r} has to be a list of one device for each rank")
         names = known.normalise(tuple(devices))
     if known.are_mixed(names):
         raise UserError(f"fork(): ranks are on CPUs or on GPUs, not on both: {', '.join(names)}")

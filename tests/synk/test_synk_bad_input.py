@@ -292,6 +292,7 @@ def test_what_needs_a_team_says_so() -> None:
             "(cuda:0, cuda:1 can't be used|cuda:1 is not there).*; without use_gpu and devices, ranks",
         ),
         ({"devices": ["tpu"]}, "tpu"),
+        ({"devices": "cuda:0"}, "devices='cuda:0' has to be a list of one device for each rank"),
         ({"devices": ["cuda:0", "cpu"]}, "ranks are on CPUs or on GPUs, not on both: cuda:0, cpu"),
     ],
 )
