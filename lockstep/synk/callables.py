@@ -122,7 +122,7 @@ class CallableProgram(RankProgram):
         described = [shared.describe() for shared in new if isinstance(shared, TensorShared)]
         yield what, (number, described, _seeds())
         for name, value in _closure(self.spec.function):
-            yield f"{what}: {name!r}, which it uses", value
+            yield f"{what}: {name!r}, which it uses,", value
         yield what, self.spec
 
     def versions(self) -> Any:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -142,12 +142,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 )
         return text
 
-    def find_global(self, function: Any, error: BaseException) -> str | None:
-        """Return the name of the global variable that a function uses and that caused an error of `dump`."""
-        function = getattr(function, "__func__", function)
+    def find_cause(self, function: Any, error: BaseException) -> str | None:
+        """Return the name of the global, or attribute of a method's object, that `dump` can't pickle."""
+        text = _text(error)
+        if isinstance(function, MethodType):
+            for name, value in getattr(function.__self__, "__dict__", {}).items():
+                if self._failure(function.__self__, value) == text:
+                    return f"self.{name}"
+            function = function.__func__
         if not isinstance(function, FunctionType):
             return None
-        used, text = imported.find_globals(function), _text(error)
+        used = imported.find_globals(function)
         failed = (name for name, value in used if self._failure(function, value) == text)
         return next(failed, "").rpartition(".")[2] or None
 
@@ -234,8 +239,8 @@ def pack(
         try:
             pickler.dump(piece)
         except BaseException as error:  # whatever a user's __reduce__ raises
-            name = pickler.find_global(getattr(piece, "function", piece), error)
-            used = f": {name!r}, which it uses" if name else ""
+            name = pickler.find_cause(getattr(piece, "function", piece), error)
+            used = f": {name!r}, which it uses," if name else ""
             raise TypeError(f"{what}{used} can't go to the ranks: {pickler.explain(error)}") from error
     number = 0
     if objects := pickler.with_settings():

@@ -163,6 +163,26 @@ def test_one_graph_is_compiled_for_all_ways_to_call(monkeypatch: pytest.MonkeyPa
     assert compiled == ["one"]
 
 
+def test_an_attribute_of_a_methods_object_that_can_not_go_over_is_named() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.rate = 0.1
+            self.step = synk.function(self.compute, "sum", name="step")
+
+        def compute(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sum() * self.rate
+
+    trainer = Trainer()
+    with pytest.raises(
+        TypeError, match=r"^function 'step': 'self\.step', which it uses, can't go to the ranks: .* callable$"
+    ):
+        synk.distribute()
+    del trainer.step
+    step = synk.function(trainer.compute, "sum")
+    synk.distribute()
+    assert abs(step(np.ones(5)) - 0.5) < 1e-12
+
+
 def test_a_graph_that_can_not_go_over_is_named() -> None:
     x = pt.vector("x")
 

@@ -413,7 +413,7 @@ def test_an_attribute_of_an_optimizer_that_cannot_go_over_is_named(ranks: int) -
     synk.function(use, None, name="f")
     with pytest.raises(
         TypeError,
-        match=r"^function 'f': 'optimizer', which it uses can't go to the ranks: attribute 'lock' of the "
+        match=r"^function 'f': 'optimizer', which it uses, can't go to the ranks: attribute 'lock' of the "
         r"optimizer Locked can't be pickled: .*lock.*\. Delete it before distribute\(\), or give Locked a ",
     ):
         synk.distribute()
@@ -425,6 +425,6 @@ def test_an_attribute_of_an_optimizer_that_cannot_go_over_is_named(ranks: int) -
     optimizer.param_groups[0]["lock"] = threading.Lock()
     synk.function(use, None, name="f")
     with pytest.raises(
-        TypeError, match=r"'optimizer', which it uses can't go to the ranks: TypeError: [^:]*$"
+        TypeError, match=r"'optimizer', which it uses, can't go to the ranks: TypeError: [^:]*$"
     ):
         synk.distribute()

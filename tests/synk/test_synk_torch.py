@@ -446,12 +446,12 @@ def test_what_a_callable_may_not_take_or_return(ranks: int) -> None:
     with pytest.raises(TypeError, match="int64, which has no avg"):
         whole(np.ones(6))
     synk.function(lambda x: lock, None, name="locked")
-    with pytest.raises(TypeError, match="function 'locked': 'lock', which it uses can't go to the ranks"):
+    with pytest.raises(TypeError, match="function 'locked': 'lock', which it uses, can't go to the ranks"):
         synk.distribute()
     script = {"locks": [lock], "sin": torch.sin}
     exec("def use(x):\n    return [sin(each) for each in x if locks]", script)
     synk.function(script["use"], None, name="using")
-    with pytest.raises(TypeError, match="function 'using': 'locks', which it uses can't go to the ranks"):
+    with pytest.raises(TypeError, match="function 'using': 'locks', which it uses, can't go to the ranks"):
         synk.distribute()
     assert synk.distribute() is None, "the function that can't go over is passed over from now on"
 
