@@ -562,6 +562,8 @@ def test_each_stream_of_a_rank_is_a_function_of_the_callers_stream() -> None:
             f = synk.function(draw, "gather")
             synk.distribute()
             drawn.append(f())
+            torch.manual_seed(0)
+            assert (f()[:, 0] == drawn[-1][:, 0]).tolist() == [True, False], "seeds reach this process only"
     assert (drawn[0] == drawn[1]).tolist() == [[True, False, False]] * 2
 
 
