@@ -32,8 +32,13 @@ class HostBackend(Backend):
         self.memory = HostMemory()
 
     def start_computing(self, config: Config) -> None:
-        """Set torch's switches, and keep freed memory in this process."""
+        """Set torch's switches, order its sums, and keep freed memory in this process."""
         low_precision.configure(config)
+        if not config.deterministic:  # even then CPUs give the same bits, where torch can
+            # By default two threads add the gradient of x[index] in an order that depends on timing.
+            torch.set_deterministic_debug_mode("warn")
+            # To fill new tensors would cost time, and change no result.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         keep_freed_memory()
 
     def speed_up(self, program: Program, config: Config) -> str:

@@ -84,6 +84,20 @@ def test_any_number_of_trainers_is_the_same_program(program: Program, devices: s
     assert "done: validation error" in running.last_line() and " error 0." not in running.output()
 
 
+@pytest.mark.parametrize("words", [(), pytest.param(("compile=true",), marks=pytest.mark.slow)])
+def test_sums_of_several_threads_have_the_same_bits_in_every_run(
+    program: Program, words: tuple[str, ...]
+) -> None:
+    """By default torch adds the gradients of rows of a table in the order in which threads run."""
+    keys = ("n_epochs=1", "cpu_threads=2", "model=small_networks:LooksUp", *words)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests/support")}
+    runs = [
+        program.run(*keys, devices="[cpu]", name=name, environment=environment)
+        for name in ("first", "second")
+    ]
+    assert_same(*(tensors(run, 1) for run in runs))
+
+
 def test_a_resumed_run_ends_as_the_unbroken_one_bit_for_bit(program: Program, whole: Running) -> None:
     half = program.run("n_epochs=2", *WORDS[1:])
     assert half.last_line().startswith("done")
