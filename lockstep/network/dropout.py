@@ -1,9 +1,10 @@
 """Dropout whose masks are a function of (seed, epoch, sample, layer): the same for any number of trainers.
 
-Models use plain `nn.Dropout`; `install` replaces it. Trainers see different samples, so their masks differ. A
-sample's mask is the same on every trainer and device, and in a run that was resumed.
+Models use plain `nn.Dropout`; `install` changes its class. Trainers see different samples, so their masks
+differ. A sample's mask is the same on every trainer and device, and in a run that was resumed.
 """
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,24 +18,22 @@ if TYPE_CHECKING:
     from lockstep.kernels.dropout import DropoutKernel
 
 
-class SampleDropout(nn.Module):
+class SampleDropout(nn.Dropout):
     """Inverted dropout (Srivastava et al. 2014) with counter-based masks.
 
     Attributes:
+        layer: Its number in the model.
         keys: int32 (batch,), one for each sample.
         kernel: Computes and applies the mask in one launch on a GPU, if the back end has installed it.
         n_calls: Calls in this step; a network may use one layer in several places.
         replays: Whether `recompute` calls it again, and has set n_calls.
     """
 
-    def __init__(self, p: float, layer: int) -> None:
-        super().__init__()
-        self.p = p
-        self.layer = layer
-        self.keys: torch.Tensor | None = None
-        self.kernel: DropoutKernel | None = None
-        self.n_calls = 0
-        self.replays = False
+    layer = 0
+    keys: torch.Tensor | None = None
+    kernel: "DropoutKernel | None" = None
+    n_calls = 0
+    replays = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0:
@@ -95,19 +94,23 @@ def _apply(x: torch.Tensor, kernel: Any, *arguments: Any) -> torch.Tensor:
 
 
 def install(model: nn.Module) -> list[SampleDropout]:
-    """Replace every nn.Dropout of the model; layers are numbered in the order of `modules()`.
+    """Make every nn.Dropout of the model a SampleDropout; layers are numbered in the order of `modules()`.
 
-    A layer keeps its mode, its hooks, and the attributes that the user has given it.
+    A layer stays the same object, with its mode, its hooks, and the user's attributes: the model may have it
+    in a list of its own as well. Where it has a second place among the modules, a copy of it, which has other
+    masks, takes that place.
     """
     installed: list[SampleDropout] = []
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if type(child) is nn.Dropout:
-                made = SampleDropout(child.p, len(installed))
-                own = vars(made).keys() - vars(nn.Module()).keys()
-                vars(made).update((key, value) for key, value in vars(child).items() if key not in own)
+                child.__class__ = SampleDropout
+            elif isinstance(child, SampleDropout):
+                module._modules[name] = copy.copy(child)
+            made = module._modules[name]
+            if isinstance(made, SampleDropout):
+                made.layer = len(installed)
                 installed.append(made)
-                module._modules[name] = made
     return installed
 
 

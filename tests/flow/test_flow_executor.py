@@ -1426,6 +1426,43 @@ def test_a_dropout_layer_keeps_its_hooks_and_attributes() -> None:
         torch.testing.assert_close(made.run(batch(4))["loss"], wanted.detach())
 
 
+class Chain(nn.Module):
+    """Keeps its layers in a list of its own, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop = nn.Linear(6, 3), nn.Dropout(0.5)
+        self.chain = [self.first, self.drop]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.chain:
+            x = layer(x)
+        return x
+
+
+def test_dropout_in_a_list_of_the_model_rests_in_evaluation() -> None:
+    model = Chain().double()
+    wanted, _ = loss(model.eval(), **batch(6))
+    with executor(2, model.train()) as made:
+        torch.testing.assert_close(made.evaluate(loss, batch(6))["loss"], wanted.detach())
+
+
+def test_dropout_that_an_evaluation_switches_on_is_refused() -> None:
+    """It was not found as an nn.Dropout: all samples of Monte Carlo dropout were equal."""
+
+    def sampled(model: nn.Module, x: torch.Tensor) -> Results:
+        for layer in model.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.train()
+        return {"scores": model(x)}
+
+    with (
+        executor(1, network(0.5)) as made,
+        pytest.raises(UserError, match=r"outside of a training step.*call F\.dropout there"),
+    ):
+        made.evaluate(sampled, {"x": batch(4)["x"]}, ["scores"])
+
+
 @pytest.mark.parametrize("data", [False, True])
 def test_no_loss_writes_trained_weights_that_devices_share(data: bool) -> None:
     """Autograd does not count writes to `x.data`."""

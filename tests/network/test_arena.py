@@ -303,6 +303,21 @@ def test_installed_dropout_scales_what_it_keeps_and_rests_in_evaluation() -> Non
     assert torch.equal(installed[1](x), x)
 
 
+def test_dropout_layers_that_a_model_also_keeps_in_a_list_rest_in_evaluation() -> None:
+    """Another object took the layer's place: the one in the list dropped in evaluation, too."""
+    kept = nn.Dropout(0.5)
+    net = nn.Sequential(kept, nn.Sequential(kept))
+    dropped = dropout.install(net)
+    assert kept is net[0] is dropped[0] is not dropped[1]
+    assert [layer.layer for layer in dropped] == [0, 1]
+    assert isinstance(dropped[0], nn.Dropout)
+    x = torch.ones(3, 40)
+    assert torch.equal(net.eval() and kept(x), x)
+    dropout.set_keys(dropped, torch.arange(3, dtype=torch.int32))
+    net.train()
+    assert not torch.equal(kept(x), dropped[1](x))
+
+
 def test_dropout_takes_rows_that_are_parts_of_a_sample() -> None:
     """Windows or tokens may be folded into the batch: the mask is still the sample's."""
     net = nn.Sequential(nn.Dropout(0.5))
