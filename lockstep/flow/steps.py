@@ -4,7 +4,7 @@ import _thread
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -63,7 +63,7 @@ class StepRecorder:
         model: nn.Module,
     ) -> None:
         self._replicas, self._buckets, self._loss, self._merger = replicas, buckets, loss, merger
-        self._original = weakref.ref(model)
+        self._originals = weakref.WeakValueDictionary(model.named_parameters())  # they may outlive the model
         self._renormalized = _renormalized(replicas, merger)
         self._order: list[str] = []
         self._warned: set[str] = set()
@@ -108,7 +108,7 @@ class StepRecorder:
                 found = named(returned)
                 loss: Any = found.get("loss", returned)
                 _check_loss(loss)
-                _check_graph(loss.grad_fn, self._original())
+                _check_graph(loss.grad_fn, self._originals)
                 trained = {name: p for name, p in replica.parameters.items() if p.requires_grad}
                 factor = share.factor.to(loss.dtype)
                 made = torch.autograd.grad(loss, list(trained.values()), factor, allow_unused=True)
@@ -406,13 +406,13 @@ def _check_loss(loss: Any) -> None:
         raise UserError("the loss depends on no parameter: is the model frozen, or its output detached?")
 
 
-def _check_graph(node: Any, original: nn.Module | None) -> None:
+def _check_graph(node: Any, originals: Mapping[str, nn.Parameter]) -> None:
     """Raise UserError where gradients would be lost.
 
     torch.autograd.grad misses the parameters inside of a reentrant checkpoint. Nothing updates the
     parameters of the model that the replicas are copies of: a global name, or a closure, still means them.
     """
-    names = {} if original is None else {id(p): name for name, p in original.named_parameters()}
+    names = {id(parameter): name for name, parameter in originals.items()}
     nodes, seen = [node], set()
     while nodes:
         node = nodes.pop()

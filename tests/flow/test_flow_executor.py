@@ -1638,7 +1638,8 @@ class KeepsALambda(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.scale = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
-        self.activation = lambda x: torch.tanh(x * self.scale)
+        scale = self.scale
+        self.activation = lambda x: torch.tanh(x * scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.activation(self.layer(x))
@@ -1670,5 +1671,8 @@ def test_gradients_of_the_original_model_are_refused() -> None:
             executor = flow.ParallelExecutor(model, loss, sgd, devices)
             with pytest.raises(UserError, match=rf"reaches {name} of your own model"):
                 executor.run({"x": torch.ones(4, 3)})
+        executor = flow.ParallelExecutor(KeepsALambda(), lambda model, x: model(x).mean(), sgd, devices)
+        with pytest.raises(UserError, match="reaches scale of your own model"):  # of which the weight is left
+            executor.run({"x": torch.ones(4, 3)})
         executor = flow.ParallelExecutor(own, near_start, sgd, devices)
         assert executor.run({"x": torch.ones(4, 3)})["loss"].item() == 0
