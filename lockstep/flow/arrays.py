@@ -224,7 +224,7 @@ def bring(tensor: torch.Tensor, device: Device) -> Array:
     Ordinary tensors are copied.
     """
     if type(tensor) is not Array:
-        return from_tensor(tensor, device)
+        return from_tensor(placement.in_use(tensor), device)
     if tensor.memory.device.memory == device.memory:
         return tensor
     return _alias(tensor, copy_on(device, tensor.memory, placement.program_of([tensor])))

@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ContextDecorator
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn, TypeVar
 
@@ -92,8 +91,8 @@ def arrays(module: _Module) -> _Module:
     """Make the module's parameters and buffers arrays on the current device, in place; return the module.
 
     Arrays stay as they are, and gradients are kept. A parameter that another module has in common becomes the
-    same array there. The names of parameters are shown in diagrams of programs. Optimizers are made
-    afterwards.
+    same array there, and so do those in the module's own lists and dictionaries. The names of parameters are
+    shown in diagrams of programs. Optimizers are made afterwards.
 
     Raises:
         UserError: A tensor has hooks or no values, or a parameter that became an array in another module
@@ -105,17 +104,39 @@ def arrays(module: _Module) -> _Module:
     check_tensors(tensors, "register them after flow.arrays, on the array")
     for name, parameter in module.named_parameters():
         _replacement_of(name, parameter)  # it may raise
-    device, made, assignments = placement.current_device(), dict[int, Array](), []
-    for prefix, part in module.named_modules():
-        for own in (part._parameters, part._buffers):
-            for key, tensor in own.items():
-                if tensor is None or isinstance(tensor, Array):
-                    continue
-                if id(tensor) not in made:
-                    made[id(tensor)] = _array_of(f"{prefix}.{key}".lstrip("."), tensor, device)
-                assignments.append(functools.partial(own.__setitem__, key, made[id(tensor)]))
+    device = placement.current_device()
+    made = {id(tensor): _array_of(name, tensor, device) for name, tensor in tensors}
+    assignments = _assignments(module, made, set())
+    for part in module.modules():
+        owners: Any = part._parameters, part._buffers  # not dictionaries of Python if the module is scripted
+        for own in owners:
+            found = [(key, made[id(tensor)]) for key, tensor in own.items() if id(tensor) in made]
+            assignments += [functools.partial(own.__setitem__, *pair) for pair in found]
     private.call_all(assignments)  # all, or none
     return module
+
+
+def _assignments(owner: Any, made: dict[int, Array], seen: set[int]) -> list[Callable[[], Any]]:
+    """Return what puts arrays in the place of tensors, also in a module's own lists.
+
+    Args:
+        owner: A module, dictionary or list.
+        made: The arrays, by the id of the tensor.
+        seen: The ids of owners, which are looked at once.
+    """
+    seen.add(id(owner))
+    container: Any = vars(owner) if isinstance(owner, nn.Module) else owner
+    found: list[Callable[[], Any]] = []
+    for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+        if type(value) is tuple and any(id(each) in made for each in value):
+            replaced: Any = tuple(made.get(id(each), each) for each in value)
+        else:
+            replaced = made.get(id(value))
+        if replaced is not None:
+            found.append(functools.partial(container.__setitem__, key, replaced))
+        elif isinstance(value, nn.Module | dict | list) and id(value) not in seen:
+            found += _assignments(value, made, seen)
+    return found
 
 
 def tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -136,19 +157,6 @@ def check_tensors(tensors: Iterable[tuple[str, torch.Tensor]], remedy: str) -> N
             raise UserError(f"{name} has hooks on its gradient, which its array would not have: {remedy}")
 
 
-@dataclass
-class _Replaced:
-    """A parameter that `arrays` has replaced, as it was then."""
-
-    name: str
-    parameter: weakref.ref[nn.Parameter]
-    array: weakref.ref[Array]
-    fingerprint: Any
-
-
-_replaced: dict[int, _Replaced] = {}  # by the parameter's id, while it exists
-
-
 def _fingerprint(parameter: nn.Parameter) -> Any:
     """Return version, dtype and shape, which tell whether a parameter was written or converted."""
     version = None if parameter.is_inference() else parameter._version
@@ -157,7 +165,7 @@ def _fingerprint(parameter: nn.Parameter) -> Any:
 
 def _replacement_of(name: str, parameter: nn.Parameter) -> Array | None:
     """Return the array that the parameter became in another module, or None."""
-    known = _replaced.get(id(parameter))
+    known = placement.replaced.get(id(parameter))
     array = None if known is None else known.array()
     if known is not None and array is not None and known.fingerprint != _fingerprint(parameter):
         raise UserError(
@@ -183,17 +191,17 @@ def _replace(name: str, parameter: nn.Parameter, made: Array) -> None:
     """Make an array a parameter like the given one, and remember that it takes its place."""
     private.as_parameter(made.requires_grad_(parameter.requires_grad))
     made.grad = None if parameter.grad is None else array(parameter.grad)
-    gone: Any = functools.partial(_replaced.pop, id(parameter))
+    gone: Any = functools.partial(placement.replaced.pop, id(parameter))
     _watch_optimizers()
     known, lazy = weakref.ref(parameter, gone), weakref.ref(made)
-    _replaced[id(parameter)] = _Replaced(name, known, lazy, _fingerprint(parameter))
+    placement.replaced[id(parameter)] = placement.Replaced(name, known, lazy, _fingerprint(parameter))
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     """Raise UserError before a step on parameters that are no longer their module's."""
-    for group in optimizer.param_groups if _replaced else ():
+    for group in optimizer.param_groups if placement.replaced else ():
         for parameter in group["params"]:
-            known = _replaced.get(id(parameter))
+            known = placement.replaced.get(id(parameter))
             if known is not None and known.array() is not None:
                 raise UserError(
                     f"{type(optimizer).__name__} was made before flow.arrays, which has replaced "

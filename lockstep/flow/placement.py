@@ -6,8 +6,10 @@ Operands on other devices are copied by `arrays.bring`.
 import os
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,6 +122,34 @@ _ours: dict[str, bool] = {}
 _lines: dict[tuple[str, int], str] = {}
 _FOLDERS = (private.torch_folder(), str(Path(__file__).parent))
 _THE_USERS = str(Path(__file__).with_name("demo.py"))
+
+
+@dataclass
+class Replaced:
+    """A parameter that `flow.arrays` has replaced, as it was then."""
+
+    name: str
+    parameter: weakref.ref[torch.nn.Parameter]
+    array: weakref.ref[Any]
+    fingerprint: Any
+
+
+replaced: dict[int, Replaced] = {}  # by the parameter's id, while it exists
+
+
+def in_use(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an ordinary tensor that an operation reads.
+
+    Raises:
+        UserError: It is a parameter, or a part of one, in whose place an array is trained.
+    """
+    known = replaced.get(id(tensor if tensor._base is None else tensor._base))
+    if known is not None and known.array() is not None:
+        raise UserError(
+            f"{user_line()}: this reads what {known.name} was before flow.arrays, not the array in its "
+            "place: take it from the module (for its value from before, clone it before flow.arrays)"
+        )
+    return tensor
 
 
 def user_line(inside: Any = None) -> str:

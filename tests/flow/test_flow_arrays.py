@@ -809,6 +809,69 @@ def test_an_optimizer_of_replaced_parameters_is_refused(devices: list[Cpu]) -> N
     torch.optim.SGD(other.parameters(), 0.1).step()
 
 
+class KeepsLists(nn.Module):
+    """Has its parameters and its buffer in containers of its own, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.weights = [self.first.weight, self.last.weight]
+        self.groups = {"biases": (self.first.bias, self.last.bias), "all": [self]}
+        self.__dict__["alias"] = self.mean
+        self.hidden = [nn.Linear(3, 4)]
+        self.hidden[0].weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight, bias in zip(self.weights, self.groups["biases"], strict=True):  # type: ignore[arg-type]
+            x = F.linear(x, weight, bias)
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x.mean(0))
+        return x - self.alias + F.linear(x[:, :1], self.hidden[0].weight[:2, :1])
+
+
+def test_parameters_in_lists_of_the_module_become_arrays(devices: list[Cpu]) -> None:
+    """The lists kept the tensors from before, which nothing trained."""
+    torch.manual_seed(0)
+    model, x = KeepsLists(), torch.randn(8, 3)
+    lazy = copy.deepcopy(model)
+    flow.arrays(lazy)
+    for each in (model, lazy):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+            optimizer.step()
+    assert lazy.weights[1] is lazy.last.weight and lazy.alias is lazy.mean
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(lazy.state_dict()[name].tensor(), value)
+    scripted = flow.arrays(torch.jit.script(nn.Sequential(nn.Linear(3, 2))))
+    assert all(isinstance(parameter, flow.Array) for parameter in scripted.parameters())
+    with flow.Engine(flow.cpus(2)) as engine:
+        executor = flow.ParallelExecutor(
+            KeepsLists().double(), lambda model, x: model(x).square().mean(),
+            lambda parameters: torch.optim.SGD(parameters, 0.1), engine.devices[:1],
+        )  # fmt: skip
+        losses = [executor.run({"x": x.double()})["loss"].item() for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_an_operation_that_reads_a_replaced_parameter_is_refused(devices: list[Cpu]) -> None:
+    """A closure that had taken a weight before flow.arrays read what it was then."""
+    model = nn.Linear(3, 2)
+    weight, start, loaded = model.weight, model.weight.detach(), model.state_dict()
+    flow.arrays(model)
+    x = flow.ones((4, 3))
+    for read in (lambda: F.linear(x, weight), lambda: x @ weight[0], lambda: x - weight[0]):
+        with pytest.raises(UserError, match=r"test_flow_arrays.*reads what weight was before flow\.arrays"):
+            read()
+    with flow.device(devices[0]), pytest.raises(UserError, match="take it from the module"):
+        weight.square()
+    assert (model.weight - start).abs().max().item() == 0
+    model.load_state_dict(loaded)
+    assert flow.array(weight).shape == (2, 3)
+
+
 def test_hooks_that_an_array_would_lose_are_refused(devices: list[Cpu]) -> None:
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
