@@ -105,7 +105,6 @@ class Arena:
         self.host_states = {
             kind: torch.zeros(self.n_weights, dtype=dtype) for kind in states if states_on_host
         }
-        self._buffer_owners = _buffer_owners(model)
         self.local = self._move_integers(model)
         self.bind(model)
 
@@ -114,9 +113,9 @@ class Arena:
         for name, parameter in model.named_parameters():
             own = self.tensors[f"weights/{name}"]
             parameter.data = self.tensors.get(f"{weights}/{name}", own)
-        for module, key, name in self._buffer_owners:
+        for name, buffer in model.named_buffers():
             local = self.local.get(f"buffers/{name}")
-            module._buffers[key] = self.tensors[f"{buffers}/{name}"] if local is None else local
+            buffer.data = self.tensors[f"{buffers}/{name}"] if local is None else local
 
     def check_bound(self, model: nn.Module) -> None:
         """Check that the model still uses the arena's tensors.
@@ -316,17 +315,6 @@ def _common_dtype(sources: dict[str, torch.Tensor]) -> torch.dtype:
                 "Convert it where the model is made (precision: bf16 computes in bfloat16 all the same)."
             )
     return expected
-
-
-def _buffer_owners(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
-    """Return (module, key, name) for every registered buffer; a shared buffer has its first name."""
-    names = {id(buffer): name for name, buffer in model.named_buffers()}
-    return [
-        (module, key, names[id(buffer)])
-        for module in model.modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    ]
 
 
 def _spans(sources: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:

@@ -50,6 +50,19 @@ def test_parameters_momenta_and_buffers_are_views_of_one_block() -> None:
     assert names == sorted(names, key=["weights", "momenta", "buffers"].index)
 
 
+def test_a_buffer_that_the_model_also_keeps_in_a_list_is_the_arenas() -> None:
+    """The list kept the tensor from before, which no step wrote."""
+    net = make_net()
+    kept = [net[1].running_mean, net[1].num_batches_tracked]
+    arena = Arena(net, HostMemory(), with_ema=True)
+    net(torch.randn(4, 3, 4, 4))
+    assert kept[0] is net[1].running_mean and kept[0].abs().sum() > 0
+    assert torch.equal(kept[0], arena.tensors["buffers/1.running_mean"])
+    assert kept[1].item() == arena.local["buffers/1.num_batches_tracked"].item() == 1
+    arena.bind(net, "ema", "ema")
+    assert kept[0].data_ptr() == arena.tensors["ema/1.running_mean"].data_ptr()
+
+
 def theano_alexnet_step(w, v, gradient, is_bias, config, nesterov):
     """One update by theano_alexnet's rules: v takes the rate in. Nesterov as in Sutskever et al. 2013."""
     rate = config.learning_rate * (2 if is_bias else 1)
