@@ -146,8 +146,8 @@ def in_use(tensor: torch.Tensor) -> torch.Tensor:
     known = replaced.get(id(tensor if tensor._base is None else tensor._base))
     if known is not None and known.array() is not None:
         raise UserError(
-            f"{user_line()}: this reads what {known.name} was before flow.arrays, not the array in its "
-            "place: take it from the module (for its value from before, clone it before flow.arrays)"
+            f"{user_line()}: this reads the tensor that {known.name} was before it became an array: take the "
+            "array from the module (for its value from before, clone it before that)"
         )
     return tensor
 
