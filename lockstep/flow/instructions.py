@@ -1,6 +1,7 @@
 """A recorded operation, the memories that it uses, and its submission to the engine."""
 
 import ctypes
+import functools
 import operator
 import os
 import threading
@@ -18,6 +19,11 @@ from lockstep.flow.lanes import Operation
 from lockstep.flow.recipes import ArgumentSlot, Layout, OperationTraits, Recipe, fill, fill_names
 
 View = tuple[torch.Size, tuple[int, ...], int, torch.dtype]  # size, stride, offset, dtype
+# Operations whose threads write the same element in the order in which they come.
+_BY_INDEX = {
+    *("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put", "put", "put_"),
+    *("index_copy", "index_copy_"),
+}
 _SEEDING = threading.RLock()  # operations that can only use torch's own generator take turns
 
 os.register_at_fork(after_in_child=_SEEDING._at_fork_reinit)  # type: ignore[attr-defined]
@@ -142,7 +148,9 @@ class Instruction:
             tensors = [tensor.to(self.cast_to) for tensor in tensors]
         arguments = fill(self.template, tensors)
         keywords = fill_names(self.keywords, tensors) if self.keywords else {}
-        if self.seed is None:
+        if self.kind is not None and self.kind.name in _BY_INDEX:
+            returned = self.device.call(partial(in_one_thread, self.function), arguments, keywords)
+        elif self.seed is None:
             returned = self.device.call(self.function, arguments, keywords)
         else:
             returned = self._seeded(arguments, keywords, (self.seed + run) % 2**63)
@@ -185,6 +193,25 @@ class Instruction:
 def on_copies(make: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     """Return a sparse tensor with its own indices and values: writes to the given ones must not reach it."""
     return make(*args, **kwargs).clone()
+
+
+def in_one_thread(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation without torch's other threads.
+
+    OpenMP's own function sets the number for this thread only; torch's would set that of new threads, too.
+    """
+    number = torch.get_num_threads()
+    _openmp_function()(1)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _openmp_function()(number)
+
+
+@functools.cache
+def _openmp_function() -> Callable[[int], Any]:
+    found: Any = getattr(ctypes.CDLL(None), "omp_set_num_threads", bool)
+    return found  # type: ignore[no-any-return]
 
 
 def without_gradients(function: Any, *args: Any, **kwargs: Any) -> Any:

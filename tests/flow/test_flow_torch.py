@@ -602,3 +602,31 @@ def test_a_lazy_module_without_a_batch_is_refused(device: Cpu) -> None:
         assert not any(isinstance(p, flow.Array) for p in module.parameters())
     module(torch.ones(1, 4))
     assert flow.arrays(module)(torch.ones(1, 4)).shape == (1, 2)
+
+
+def test_writes_by_index_have_the_same_bits_in_every_run() -> None:
+    """torch's threads write in the order in which they come."""
+    torch.manual_seed(0)
+    table, added, rows = torch.randn(333, 40), torch.randn(60000, 40), torch.randint(333, (60000,))
+
+    def found(made: Any) -> list[torch.Tensor]:
+        indexed, taken = made(table).requires_grad_(), made(table).requires_grad_()
+        (indexed[rows] * added).sum().backward()
+        (taken.take(rows) * added[:, 0]).sum().backward()
+        written = made(table).index_put_((rows,), made(added), accumulate=True)
+        copied = made(table).index_copy_(0, rows, made(added))
+        return [indexed.grad, taken.grad, written, copied]
+
+    def step(values: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(333, 40).index_put((rows,), values, accumulate=True)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        wanted = [*found(torch.clone), step(added)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with flow.device(flow.cpus(1, threads=4)[0]):
+        program = flow.capture(step, added)
+        for _ in range(5):
+            for value, own in zip([*found(flow.array), flow.array(program(added))], wanted, strict=True):
+                assert torch.equal(value.tensor(), own)
