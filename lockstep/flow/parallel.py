@@ -48,7 +48,8 @@ class ParallelExecutor:
         model: Stays as it is. The devices have copies, in which nn.Dropout becomes SampleDropout.
         loss: loss(model, *batch) returns the mean over its samples, a scalar, or (that, {name: result}).
         optimizer: optimizer(parameters) returns one of torch.optim; called for each bucket and device. The
-            parameters have your parameters' marks, such as `bias.no_decay`.
+            parameters have your parameters' marks, such as `bias.no_decay`, and are other objects: tell them
+            by marks or shapes.
         devices: At least one.
         strategy: 'all_reduce' adds up gradients and updates on every device. With 'reduce' each bucket has
             an owner, which alone adds up and updates, then broadcasts; devices with one memory share the
