@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import cloudpickle
 import numpy as np
 
-from lockstep.synk import imported, settings
+from lockstep.synk import bindings, imported, settings
 from lockstep.synk.blocks import ArrayLocation, arrange
 from lockstep.synk.context import CommandStep, RankContext
 from lockstep.synk.slots import find_memory
@@ -85,6 +85,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, FunctionType | type):
             if reduced is NotImplemented:
                 self._check_import(obj.__module__)
+            elif isinstance(obj, FunctionType):
+                _check_results(obj)
             name = imported.find_state(obj, self._is_state, by_value=reduced is not NotImplemented)
             if name:
                 raise TypeError(
@@ -314,6 +316,15 @@ class DeliverPrograms(CommandStep):
             objects = unpack(context, self.pickles, self.buffers)
             for receive in objects:
                 receive(context, objects)
+
+
+def _check_results(function: FunctionType) -> None:
+    name = bindings.find_result(function)
+    if name:
+        raise TypeError(
+            f"{name!r} is the result of an operation with gradients, and ranks would have its values alone. "
+            "Compute it in the callable, or detach() it"
+        )
 
 
 def _check_hooks(obj: Any, shared: str | None) -> None:

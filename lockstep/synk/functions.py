@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.synk import delivery, rows
+from lockstep.synk import bindings, delivery, rows
 from lockstep.synk.blocks import ArrayLocation, arrange
 from lockstep.synk.calling import Call, CallInput, collect_device_outputs
 from lockstep.synk.data import Data, as_array, condition, make_data
@@ -62,6 +62,7 @@ class Function:
         self.distributed = False
         self.settings_group = 0  # number of the group in settings.py, set by distribute()
         self._copies: Mapping[int, Any] = {}  # what the same distribute() copied, by id
+        self._bindings: list[bindings.Binding] = []
         self._n_checked = 0  # number of shared variables when `_copies` was searched for them
 
     def __repr__(self) -> str:
@@ -172,6 +173,8 @@ class Function:
         """Record that the ranks have the function; `copies` is from `delivery.pack`."""
         self.distributed, self.settings_group = True, settings_group
         self._copies, self._n_checked = copies, len(self._team.context.shareds)
+        self._bindings = bindings.find(self._program.source)
+        self._team.assigned |= bindings.assigned_names(self._program.source)
 
     def _check_copies(self) -> None:
         """Raise RuntimeError if the ranks have a copy of what was shared after distribute()."""
@@ -192,6 +195,7 @@ class Function:
         if not self.distributed:
             raise RuntimeError(f"{self.name}: call distribute() first")
         self._check_copies()
+        bindings.check(self._bindings, self._team.assigned, self.name)
         self._team.registry.sync_objects()
         outputs = self._subset(arguments.output_subset)
         n_slices = self._check_slices(arguments.num_slices)

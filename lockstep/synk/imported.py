@@ -18,6 +18,7 @@ _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "pytensor", "lockstep"
 _CONTAINERS = ("builtins", "collections", "functools")  # their objects may hold those of a user
 
 _GLOBALS, _IMPORTS = ("LOAD_GLOBAL", "LOAD_NAME"), ("IMPORT_NAME",)
+_ASSIGNMENTS = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 
 
@@ -48,7 +49,7 @@ def _uses(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
     is_code = isinstance(thing, FunctionType | type)
     module = str((thing if is_code else type(thing)).__module__)
     is_container = not is_code and module in _CONTAINERS
-    if isinstance(thing, ModuleType) or (_is_library(module) and not is_container):
+    if isinstance(thing, ModuleType) or (is_library(module) and not is_container):
         return
     if isinstance(thing, FunctionType):
         yield from find_globals(thing)
@@ -64,6 +65,11 @@ def find_globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
         yield f"{function.__module__}.{name}", function.__globals__[name]
 
 
+def assigned_names(function: FunctionType) -> set[str]:
+    """Return the names of the variables outside of it that a function, or one inside it, may assign."""
+    return _names(function.__code__, _ASSIGNMENTS)
+
+
 def _attributes(thing: Any, by_value: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of modules that a function names, but not of modules that are pickled with it."""
     if not isinstance(thing, FunctionType):
@@ -75,7 +81,7 @@ def _attributes(thing: Any, by_value: bool = False) -> Iterator[tuple[str, Any]]
     pending += map(sys.modules.get, imports)  # by statements in the function, which each rank executes
     while pending:
         module = pending.pop()
-        if isinstance(module, ModuleType) and module not in seen and not _is_library(module.__name__):
+        if isinstance(module, ModuleType) and module not in seen and not is_library(module.__name__):
             seen.append(module)
             found = {name: vars(module)[name] for name in sorted(attributes & vars(module).keys())}
             pending += found.values()  # modules of a package
@@ -94,5 +100,6 @@ def _names(code: CodeType, operations: tuple[str, ...]) -> set[str]:
     return {each.argval for each in dis.get_instructions(code) if each.opname in operations}.union(*inner)
 
 
-def _is_library(module: str) -> bool:
+def is_library(module: str) -> bool:
+    """Return whether a module is of a library whose state ranks may import."""
     return module.partition(".")[0] in _LIBRARIES

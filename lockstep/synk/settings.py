@@ -306,6 +306,8 @@ def _to_cpu(value: Any) -> Any:
 
 def _write(groups: list[dict[str, Any]], states: list[dict[str, Any]]) -> None:
     for group, state in zip(groups, states, strict=True):
+        for removed in group.keys() - state.keys() - {"params"}:
+            del group[removed]
         for name, value in state.items():
             if not isinstance(value, _TensorValue):
                 group[name] = value  # a number even where this rank has a tensor, which rounds differently

@@ -392,6 +392,24 @@ def test_functions_share_a_variable_that_one_of_them_binds() -> None:
         assert functions[2](np.full(3, 4.0)).tolist() == [24.0] * 3
 
 
+def test_a_result_with_gradients_cannot_go_to_the_ranks() -> None:
+    """On other ranks its gradients would not reach the weights."""
+    with team(3):
+        net = synk.share(torch.nn.Linear(2, 2))
+        doubled = net.weight + net.weight
+
+        def compute(x: torch.Tensor) -> None:
+            (doubled * x.sum()).sum().backward()
+
+        synk.function(compute, None, updates=[synk.grads(net)])
+        with pytest.raises(TypeError, match="'doubled' is the result of an operation with gradients"):
+            synk.distribute()
+        doubled = doubled.detach()
+        total = synk.function(lambda x: x.sum() + 0 * doubled.sum(), "sum")
+        synk.distribute()
+        assert total(np.ones(6)) == 6
+
+
 def test_a_module_that_was_reloaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "edited.py").write_text("def double(x):\n    return 2 * x\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -521,6 +521,55 @@ def test_hyperparameters_may_be_of_classes_of_the_program(monkeypatch: pytest.Mo
         assert f().tolist() == [kind.value] * 2
 
 
+def test_a_hyperparameter_that_the_program_removes_is_removed_on_all_ranks() -> None:
+    net = synk.share(make_net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.param_groups[0]["initial_lr"] = 0.1
+    f = synk.function(lambda: torch.tensor(["initial_lr" in optimizer.param_groups[0]]), "gather")
+    synk.distribute()
+    assert f().tolist() == [True, True]
+    del optimizer.param_groups[0]["initial_lr"]
+    assert f().tolist() == [False, False]
+
+
+def test_a_call_with_another_optimizer_of_the_same_name_is_refused() -> None:
+    """Ranks would step with the former optimizer, and the weights would differ."""
+    net = synk.share(make_net())
+    optimizer = first = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.step()
+
+    def step_once() -> None:
+        step()
+
+    update = synk.function(step_once, None, updates=[synk.weights(net)])
+    other = synk.function(lambda: torch.ones(1), "sum")
+    synk.distribute()
+    update()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    assert other() == 2
+    with pytest.raises(ValueError, match="'optimizer' is another SGD than at distribute"):
+        update()
+    optimizer = first
+    update()
+
+
+def test_a_callable_may_let_a_variable_name_another_optimizer() -> None:
+    net = synk.share(make_net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def restart() -> None:
+        nonlocal optimizer
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+
+    begin = synk.function(restart)
+    rate = synk.function(lambda: torch.tensor([optimizer.param_groups[0]["lr"]]), "gather")
+    synk.distribute()
+    begin()
+    assert rate().tolist() == [0.5, 0.5]
+
+
 def test_other_parameters_in_a_group_are_refused() -> None:
     net = synk.share(make_net(torch.nn.Linear(3, 3)))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
