@@ -47,6 +47,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
         self._team, self._registry, self._slots = team, team.registry, slots
         self._kinds, self._with_settings = settings.kinds(), dict[int, Any]()
+        self._shared_tensors: dict[int, Any] = {}
         self._with_hooks = (sys.modules["torch"].Tensor, *self._kinds) if self._kinds else ()
         self._storage_kind = sys.modules["torch"].storage.TypedStorage if self._kinds else ()
         self._storages: dict[Any, Any] = {}  # by memory and dtype
@@ -63,6 +64,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         label = self._registry.label(obj)
         if label is not None:
             self.used.add(id(obj))
+            if settings.is_tensor(obj):
+                self._shared_tensors[id(obj)] = obj
         elif issubclass(type(obj), self._shareable):
             self.copies[id(obj)] = obj
         return label
@@ -179,7 +182,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def with_settings(self) -> list[Any]:
         """Return the pickled objects that have settings."""
-        return list(self._with_settings.values())
+        modules_and_optimizers = list(self._with_settings.values())
+        shared_tensors = list(self._shared_tensors.values())
+        return modules_and_optimizers + settings.outside(shared_tensors, modules_and_optimizers)
 
 
 def _text(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """Settings that a program changes between calls: of modules and of optimizers.
 
 Those of a module are its training mode and which of its parameters are frozen, those of an optimizer its
-hyperparameters.
+hyperparameters, and that of a shared tensor outside of these modules whether it requires a gradient.
 
 The caller finds the modules and optimizers while it pickles functions. After each change the next call sends
 the settings, so that all ranks compute with the caller's. An optimizer's state changes in every step, on all
@@ -29,6 +29,24 @@ def is_optimizer(obj: Any) -> bool:
     """Return whether an object is an optimizer. A module may have `param_groups`, too."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(obj, torch.optim.Optimizer)
+
+
+def is_tensor(obj: Any) -> bool:
+    """Return whether an object is a tensor of torch."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, torch.Tensor)
+
+
+def _is_module(obj: Any) -> bool:
+    return not is_optimizer(obj) and not is_tensor(obj)
+
+
+def outside(tensors: list[Any], objects: list[Any]) -> list[Any]:
+    """Return the tensors that are no parameters or buffers of the modules among these objects."""
+    modules = filter(_is_module, objects)
+    owned = chain.from_iterable((m._parameters.values(), m._buffers.values()) for m in modules)
+    inside = set(map(id, chain.from_iterable(owned)))
+    return [tensor for tensor in tensors if id(tensor) not in inside]
 
 
 @dataclass(frozen=True)
@@ -65,12 +83,19 @@ class _OptimizerSettings:
     state: dict[int, Any] | None
 
 
+@dataclass(frozen=True)
+class _SharedTensorSettings:
+    """The settings of a shared tensor."""
+
+    requires_grad: bool
+
+
 @dataclass
 class _Delivered:
-    """A module or an optimizer that the ranks have copies of.
+    """A module, an optimizer or a shared tensor that the ranks have copies of.
 
     Attributes:
-        parameters: The parameters of the copies by group; empty for a module. Kept for their ids.
+        parameters: The parameters of the copies by group; empty but for an optimizer. Kept for their ids.
         ids: Their ids by group.
         state: The optimizer's state that the copies have, too; None if another group's call may have
             changed it since.
@@ -98,8 +123,10 @@ class _Delivered:
             return _ids(self.thing.param_groups) == self.ids
         return not any(_has_other_parameters(now, had) for now, had in self.places if now or had)
 
-    def read(self, is_called: bool) -> _ModuleSettings | _OptimizerSettings | None:
+    def read(self, is_called: bool) -> _ModuleSettings | _OptimizerSettings | _SharedTensorSettings | None:
         """Return the settings of the copies. The call of another group needs no optimizer's state."""
+        if is_tensor(self.thing):
+            return _SharedTensorSettings(self.thing.requires_grad)
         if not is_optimizer(self.thing):
             own = self.thing._parameters.items()
             frozen = tuple(name for name, p in own if p is not None and not p.requires_grad)
@@ -114,7 +141,7 @@ class _Delivered:
 
 
 class Settings:
-    """The modules and optimizers of this process, in one group per distribute().
+    """The objects of this process that have settings, in one group per distribute().
 
     An object that several calls of distribute() send has a copy of its own in each group.
     """
@@ -196,6 +223,9 @@ class Settings:
             for entry, state in zip(self._groups.get(number, []), states, strict=False):
                 if isinstance(state, _OptimizerSettings):
                     _apply_to_optimizer(entry.thing, state, with_state=bool(packed))
+                elif isinstance(state, _SharedTensorSettings):
+                    if entry.thing.requires_grad is not state.requires_grad:
+                        entry.thing.requires_grad_(state.requires_grad)
                 elif state is not None:
                     _apply_to_module(entry.thing, state)
 
@@ -256,7 +286,7 @@ def receive(context: Any, objects: Iterator[Any]) -> None:
     for shared in context.shareds.values():
         for take_over in shared.sync_objects():
             take_over()
-        shared.add_owners(thing for thing in group if not is_optimizer(thing))
+        shared.add_owners(thing for thing in group if _is_module(thing))
 
 
 def _ids(groups: list[dict[str, Any]]) -> list[list[int]]:
@@ -267,7 +297,7 @@ def _ids_of_modules(objects: list[Any], is_shared: Callable[[Any], bool]) -> set
     """Return the ids of the modules with a shared parameter, and of all modules in these."""
     found: set[int] = set()
     for thing in objects:
-        if id(thing) not in found and not is_optimizer(thing) and any(map(is_shared, _parameters(thing))):
+        if id(thing) not in found and _is_module(thing) and any(map(is_shared, _parameters(thing))):
             found.update(map(id, thing.modules()))
     return found
 

@@ -73,6 +73,20 @@ def test_parameters_that_are_frozen_between_steps_are_frozen_on_all_ranks() -> N
             assert np.allclose(rank, expected, rtol=1e-12)
 
 
+def test_gradients_of_shared_tensors_and_lone_parameters_are_required_on_all_ranks() -> None:
+    """A tensor, a prompt for instance, and parameters that a callable holds without their module."""
+    prompt, net = synk.share(torch.ones(1)), synk.share(make_net())
+    parameters = list(net.parameters())
+    f = synk.function(lambda: torch.tensor([[t.requires_grad for t in (prompt, *parameters)]]), "gather")
+    synk.distribute()
+    assert f().tolist() == [[False, True, True]] * 2
+    prompt.requires_grad_()
+    net[0].weight.requires_grad_(False)
+    assert f().tolist() == [[True, False, True]] * 2
+    prompt.requires_grad_(False)
+    assert f().tolist() == [[False, False, True]] * 2
+
+
 def test_a_mode_that_a_failed_call_has_brought_is_taken_back() -> None:
     net = make_net(torch.nn.Dropout(0.5))
     synk.share(net)
