@@ -67,7 +67,7 @@ def test_a_checkpoint_is_written_as_the_package_writes_it(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "words",
     [
-        ("rule=gradients", "optimizer=adamw", "learning_rate=0.001", "ema_decay=0.9"),
+        ("rule=gradients", "optimizer=adamw", "ema_decay=0.9"),
         ("rule=outer", "rule_args={every: 2}"),
         ("rule=elastic", "rule_args={every: 2}"),
     ],
@@ -77,7 +77,8 @@ def test_from_within_an_epoch_a_run_goes_on_to_the_bits_of_the_unbroken_one(
     program: Program, words: tuple[str, ...]
 ) -> None:
     """A whole run that saves at every step has the same bits as one that does not, too."""
-    words = ("n_epochs=2", "snapshot_freq=2", "cpu_threads=1", *words)
+    many_steps = ("n_epochs=2", "batch_size=2", "learning_rate=0.001")  # a slow disk saves some of them only
+    words = (*many_steps, "snapshot_freq=2", "cpu_threads=1", *words)
     unbroken = program.run(*words, name="unbroken")
     saving_all = program.run(*words, EVERY_STEP, name="run")
     assert_same(tensors(saving_all, 2), tensors(unbroken, 2))
