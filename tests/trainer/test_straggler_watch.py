@@ -37,9 +37,13 @@ NETWORK = ("model=uneven:Sleeps", "learning_rate=0.001", "cpu_threads=1", "n_epo
 LINE = re.compile(r"^  (trainer \d) last in \d+% of steps, others wait \d+% \((.*)\)$", re.MULTILINE)
 
 
-def network_with_straggler() -> tuple[str, ...]:
-    """Return the keys of a network whose slow trainer is last also if other work holds up the others."""
-    return (*NETWORK, f"model_args={{slow_seconds: {limit(0.06):.2f}}}")
+def network_with_straggler(pause: float | None = None) -> tuple[str, ...]:
+    """Return the keys of a network whose slow trainer is last also if other work holds up the others.
+
+    Args:
+        pause: Seconds for which the slow trainer sleeps in each step.
+    """
+    return (*NETWORK, f"model_args={{slow_seconds: {pause or limit(0.06):.2f}}}")
 
 
 def run_with(program: Program, slow: str, *words: str, devices: str = "[cpu, cpu]") -> Running:
@@ -57,7 +61,8 @@ def events(running: Running, kind: str) -> list[dict[str, Any]]:
 def test_a_network_that_is_slow_in_one_trainer_is_named_everywhere(
     program: Program, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = run_with(program, "trainer 1", *network_with_straggler(), "trace=true")
+    pause = limit(0.06)
+    running = run_with(program, "trainer 1", *network_with_straggler(pause), "trace=true")
     lines = LINE.findall(running.output())
     assert lines and set(lines) == {("trainer 1", "its compute")}
     assert len(lines) <= 6  # once an epoch, though each has three lines of progress
@@ -67,7 +72,7 @@ def test_a_network_that_is_slow_in_one_trainer_is_named_everywhere(
     for record in records[1:]:  # the first has the first step, which takes long
         fast, slow = record["ranks"]
         assert slow["n_last"] >= 5 and fast["seconds"]["barrier"] > slow["waited"] > 5 * 0.03
-        assert slow["excess"]["compute"] > 3 * 0.03 > slow["excess"]["load-wait"]
+        assert slow["excess"]["compute"] > 1.5 * pause > slow["excess"]["load-wait"]
     named = [event["straggler"] for event in events(running, "progress")]
     assert named[0] is None and named[-1]["rank"] == 1 and named[-1]["cause"] == "compute"
     times = read_run(running.run_folder).newest_times
