@@ -306,3 +306,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     needed += [mark.args[0] for mark in item.iter_markers("multigpu")]
     if needed and missing_for_gpus(max(needed)):
         pytest.skip(missing_for_gpus(max(needed)))
+
+
+@pytest.fixture(autouse=True)
+def ordinary_sums() -> Iterator[None]:
+    """Take back what a back end of CPUs sets for its process, which is the tests' own here."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_deterministic_debug_mode("default")
