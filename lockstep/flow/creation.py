@@ -201,8 +201,8 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any)
     """Raise UserError before a step on parameters that are no longer their module's."""
     for group in optimizer.param_groups if placement.replaced else ():
         for parameter in group["params"]:
-            known = placement.replaced.get(id(parameter))
-            if known is not None and known.array() is not None:
+            known = placement.replacement_of(parameter)
+            if known is not None:
                 raise UserError(
                     f"{type(optimizer).__name__} was made before flow.arrays, which has replaced "
                     f"{known.name} by an array that the optimizer does not have: make it after flow.arrays"

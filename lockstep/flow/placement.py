@@ -137,14 +137,20 @@ class Replaced:
 replaced: dict[int, Replaced] = {}  # by the parameter's id, while it exists
 
 
+def replacement_of(tensor: torch.Tensor) -> Replaced | None:
+    """Return the record of a parameter in whose place an array is trained, or None."""
+    known = replaced.get(id(tensor))
+    return known if known is not None and known.array() is not None else None
+
+
 def in_use(tensor: torch.Tensor) -> torch.Tensor:
     """Return an ordinary tensor that an operation reads.
 
     Raises:
         UserError: It is a parameter, or a part of one, in whose place an array is trained.
     """
-    known = replaced.get(id(tensor if tensor._base is None else tensor._base))
-    if known is not None and known.array() is not None:
+    known = replacement_of(tensor if tensor._base is None else tensor._base)
+    if known is not None:
         raise UserError(
             f"{user_line()}: this reads the tensor that {known.name} was before it became an array: take the "
             "array from the module (for its value from before, clone it before that)"
