@@ -1,66 +1,82 @@
-"""Variables that name a module or an optimizer, in the callables that ranks have copies of.
+"""What the variables, attributes and entries that callables use named when ranks received copies of them.
 
-A program that lets such a variable name another object changes this process's copy of the callable only. The
-ranks would compute with the former object, and their weights would differ without an error.
+A program that lets one of them name another object changes this process's copy of the callable only. The
+ranks would compute with the former object, and their results would differ without an error.
 """
 
 import sys
+import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from types import FunctionType
+from functools import cached_property, partial
+from itertools import chain
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from lockstep.synk import imported, settings
 
+Read = Callable[[], Any]
 
-@dataclass(frozen=True)
+_MOST_ENTRIES = 100  # a longer container has data rather than what a callable chooses by name
+_MOST_BINDINGS = 1000  # each call reads all of them
+_CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict)
+_PLAIN = (bool, int, float, complex, str, bytes)
+_CALLED = frozenset({"__call__", "forward"})  # methods that a callable executes without naming them
+
+
+@dataclass(slots=True)
 class Binding:
-    """A variable of a callable, and the module or optimizer that it named at distribute().
+    """A variable, an attribute or an entry of a container.
 
     Attributes:
-        name: The name of the variable.
-        read: Returns the value that it has now, or None.
-        value: The value that it had.
+        name: For messages, e.g. "self.optimizer".
+        read: Returns what it names now, or None if it is gone.
+        value: What it names on the other ranks.
+        told: Whether the user knows that the two differ.
     """
 
     name: str
-    read: Callable[[], Any]
+    read: Read
     value: Any
+    told: bool = False
 
 
-def find(function: Any) -> list[Binding]:
-    """Return the variables of a callable, and of the functions that it names, with a module or optimizer."""
-    return [
-        Binding(name, read, value)
-        for each in _functions(function)
-        for name, read, value in _variables(each)
-        if issubclass(type(value), settings.kinds())
-    ]
+class Bindings:
+    """The bindings of the callables that one distribute() has sent, which share what they change."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, Binding] = {}
+
+    def find(self, function: Any) -> list[Binding]:
+        """Return what a callable uses: its variables, and the attributes and entries that it reaches."""
+        search = _Search(function, _CALLED)
+        while search.attributes != (names := _attribute_names(search)):
+            search = _Search(function, names)  # the methods that it found name more attributes
+        return [self._found.setdefault(key, binding) for key, binding in search.found.items()]
 
 
-def assigned_names(function: Any) -> set[str]:
-    """Return the names of the variables that a callable may assign itself, which it does on all ranks."""
-    return set().union(*map(imported.assigned_names, _functions(function)))
-
-
-def check(bindings: list[Binding], assigned: set[str], what: str) -> None:
-    """Raise ValueError if a variable names another module or optimizer than it did.
+def check(found: list[Binding], what: str) -> None:
+    """Compare what bindings name now with what the other ranks have. A plain value warns once.
 
     Args:
-        bindings: From `find`.
-        assigned: From `assigned_names` of all callables.
+        found: From `Bindings.find`.
         what: The function, for the message.
+
+    Raises:
+        ValueError: One of them names another module or optimizer than it did.
     """
-    for binding in bindings:
+    for binding in found:
         value = binding.read()
-        if value is binding.value or binding.name in assigned:
-            continue
-        if issubclass(type(value), settings.kinds()):
-            raise ValueError(
-                f"{what}: {binding.name!r} is another {type(value).__name__} than at distribute(), which the "
-                "ranks lack. Create this function again, and call distribute()"
-            )
+        if value is not binding.value and not binding.told and not _is_same(value, binding.value):
+            _tell(binding, value, what)
+
+
+def accept(found: list[Binding]) -> None:
+    """Take over what a callable has changed itself, which it did on all ranks."""
+    for binding in found:
+        if not binding.told:
+            binding.value = binding.read()
 
 
 def find_result(function: FunctionType) -> str | None:
@@ -71,19 +87,128 @@ def find_result(function: FunctionType) -> str | None:
     if "torch" not in sys.modules:
         return None
     tensor = sys.modules["torch"].Tensor
-    results = (name for name, _, value in _variables(function) if isinstance(value, tensor) and value.grad_fn)
-    return next(results, None)
+    variables = [each for _, each in _variables(function) if issubclass(type(each.value), tensor)]
+    return next((each.name for each in variables if each.value.grad_fn), None)
 
 
-def _variables(function: FunctionType) -> Iterator[tuple[str, Callable[[], Any], Any]]:
-    """Yield the global variables and those of the closure that have a value: name, reader and value."""
+def _tell(binding: Binding, value: Any, what: str) -> None:
+    changed = f"{what}: {binding.name!r} is another {type(value).__name__} than at distribute()"
+    if issubclass(type(value), settings.kinds()):
+        raise ValueError(
+            f"{changed}, which the ranks lack. Create this function again, and call distribute()"
+        )
+    binding.told = True
+    former = "and the other ranks compute with the former. Pass it as an input"
+    warnings.warn(f"{changed}, {former}", stacklevel=5)
+
+
+def _is_same(value: Any, former: Any) -> bool:
+    """Return whether two values are equal, if comparing them is safe."""
+    return type(value) is type(former) and type(value) in _PLAIN and bool(value == former)
+
+
+class _Search:
+    """The objects that a callable reaches by the names of attributes, with its bindings.
+
+    Attributes:
+        attributes: The names.
+        functions: The functions that it reaches, without those of libraries.
+        found: The bindings, by the object that has them and their name there.
+    """
+
+    def __init__(self, first: Any, attributes: frozenset[str]) -> None:
+        self.attributes = attributes
+        self.functions: list[FunctionType] = []
+        self.found: dict[Any, Binding] = {}
+        seen: dict[int, Any] = {}
+        pending = [("self", first)]
+        while pending and len(self.found) < _MOST_BINDINGS:
+            name, thing = pending.pop()
+            if id(thing) in seen:
+                continue
+            seen[id(thing)] = thing
+            pending += _parts(thing)
+            for key, binding in chain(_layers(name, thing), self._uses(name, thing)):
+                self.found[key] = binding
+                pending.append((binding.name, binding.value))
+
+    def _uses(self, name: str, thing: Any) -> Iterator[tuple[Any, Binding]]:
+        kind = type(thing)
+        if kind in _CONTAINERS:
+            yield from _entries(name, thing)
+        elif kind is FunctionType and imported.is_users(thing.__module__):
+            self.functions.append(thing)
+            yield from _variables(thing)
+        elif issubclass(kind, ModuleType) and imported.is_users(thing.__name__):
+            yield from self._named(thing.__name__, thing)
+        elif issubclass(kind, type) and imported.is_users(thing.__module__):
+            for each in filter(lambda base: imported.is_users(base.__module__), thing.__mro__):
+                yield from self._named(each.__name__, each)
+        elif imported.is_users(kind.__module__) and not settings.is_optimizer(thing):
+            yield from self._named(name, thing)
+
+    def _named(self, name: str, thing: Any) -> Iterator[tuple[Any, Binding]]:
+        """Yield the attributes in an object's own dictionary that functions name."""
+        has = _dictionary(thing)
+        for attribute in sorted(self.attributes & has.keys() - {"training"}):  # which each call sends
+            read = partial(has.get, attribute)
+            yield (id(thing), attribute), Binding(f"{name}.{attribute}", read, has[attribute])
+
+
+def _is_module(thing: Any) -> bool:
+    return issubclass(type(thing), settings.kinds()[:1])
+
+
+def _attribute_names(search: _Search) -> frozenset[str]:
+    return _CALLED.union(*map(imported.attribute_names, search.functions))
+
+
+def _parts(thing: Any) -> list[tuple[str, Any]]:
+    """Return what belongs to an object for good, each with a name for what is found in it."""
+    kind = type(thing)  # isinstance() would execute code of proxies
+    if issubclass(kind, MethodType):
+        return [("self", thing.__self__), ("self", thing.__func__)]
+    if issubclass(kind, partial):
+        return [("self", thing.func), ("its arguments", thing.args), ("its arguments", thing.keywords)]
+    if issubclass(kind, staticmethod | classmethod):
+        return [("self", thing.__func__)]
+    if issubclass(kind, property | cached_property):
+        return [("self", thing.fget if issubclass(kind, property) else thing.func)]
+    if kind is FunctionType:
+        return [("its defaults", thing.__defaults__), ("its defaults", thing.__kwdefaults__)]
+    layers = thing._modules.items() if _is_module(thing) else ()
+    return [("self", kind), *layers]
+
+
+def _variables(function: FunctionType) -> Iterator[tuple[Any, Binding]]:
+    """Yield the global variables and those of the closure that have a value."""
     for name, value in imported.find_globals(function):
         short = name.rpartition(".")[2]
-        yield short, partial(function.__globals__.get, short), value
+        read: Read = partial(function.__globals__.get, short)
+        yield (id(function.__globals__), short), Binding(short, read, value)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        value = _contents(cell)
-        if value is not None:
-            yield name, partial(_contents, cell), value
+        yield (id(cell), name), Binding(name, partial(_contents, cell), _contents(cell))
+
+
+def _layers(name: str, module: Any) -> Iterator[tuple[Any, Binding]]:
+    """Yield the layers of a module that have no parameters. The others are in its settings (settings.py)."""
+    for key, layer in module._modules.items() if _is_module(module) else ():
+        if not settings.has_parameters(layer):
+            yield (id(module), key), Binding(f"{name}.{key}", partial(module._modules.get, key), layer)
+
+
+def _entries(name: str, container: Any) -> Iterator[tuple[Any, Binding]]:
+    if len(container) > _MOST_ENTRIES:
+        return
+    is_dict = issubclass(type(container), dict)
+    for key, value in list(container.items() if is_dict else enumerate(container)):
+        if type(key) in (str, int):
+            read = partial(dict.get, container, key) if is_dict else partial(_at, container, key)
+            yield (id(container), key), Binding(f"{name}[{key!r}]", read, value)
+
+
+def _at(sequence: Any, index: int) -> Any:
+    return sequence[index] if index < len(sequence) else None
 
 
 def _contents(cell: Any) -> Any:
@@ -93,15 +218,11 @@ def _contents(cell: Any) -> Any:
         return None
 
 
-def _functions(function: Any) -> Iterator[FunctionType]:
-    """Yield a callable's function, and those that it names, without those of libraries."""
-    first = function.func if isinstance(function, partial) else function
-    first = getattr(first, "__func__", first if isinstance(first, FunctionType) else type(first).__call__)
-    pending, seen = [first], set[int]()
-    while pending:
-        each = pending.pop()
-        if isinstance(each, FunctionType) and id(each) not in seen:
-            seen.add(id(each))
-            if each is first or not imported.is_library(each.__module__):
-                yield each
-                pending += [value for _, _, value in _variables(each)]
+def _dictionary(thing: Any) -> Any:
+    """Return an object's own attributes, without executing code of its class."""
+    if issubclass(type(thing), type):
+        return vars(thing)
+    try:
+        return object.__getattribute__(thing, "__dict__")
+    except AttributeError:  # it has slots
+        return {}

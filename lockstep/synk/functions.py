@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.synk import bindings, delivery, rows
+from lockstep.synk.bindings import Bindings
 from lockstep.synk.blocks import ArrayLocation, arrange
 from lockstep.synk.calling import Call, CallInput, collect_device_outputs
 from lockstep.synk.data import Data, as_array, condition, make_data
@@ -116,7 +117,10 @@ class Function:
             call = self.prepare(
                 CallArguments(inputs, inputs_by_name, output_subset, batch, batch_s, num_slices)
             )
-            parts = team.ask(f"calling {self.name!r}", call, own_first=not self._called)[0]
+            try:
+                parts = team.ask(f"calling {self.name!r}", call, own_first=not self._called)[0]
+            finally:
+                self.accept_bindings()
             return self.finish(call, parts)
 
     def alone(self, *inputs: Any, output_subset: Sequence[int] | None = None, **inputs_by_name: Any) -> Any:
@@ -169,12 +173,15 @@ class Function:
                 raise type(error)(f"{self.name}: input {error}") from None
         return created[0] if len(created) == 1 else tuple(created)
 
-    def mark_distributed(self, settings_group: int, copies: Mapping[int, Any]) -> None:
+    def mark_distributed(self, settings_group: int, copies: Mapping[int, Any], found: Bindings) -> None:
         """Record that the ranks have the function; `copies` is from `delivery.pack`."""
         self.distributed, self.settings_group = True, settings_group
         self._copies, self._n_checked = copies, len(self._team.context.shareds)
-        self._bindings = bindings.find(self._program.source)
-        self._team.assigned |= bindings.assigned_names(self._program.source)
+        self._bindings = found.find(self._program.source)
+
+    def accept_bindings(self) -> None:
+        """Record that a call is over, which changed on all ranks what its callable changes."""
+        bindings.accept(self._bindings)
 
     def _check_copies(self) -> None:
         """Raise RuntimeError if the ranks have a copy of what was shared after distribute()."""
@@ -195,7 +202,7 @@ class Function:
         if not self.distributed:
             raise RuntimeError(f"{self.name}: call distribute() first")
         self._check_copies()
-        bindings.check(self._bindings, self._team.assigned, self.name)
+        bindings.check(self._bindings, self.name)
         self._team.registry.sync_objects()
         outputs = self._subset(arguments.output_subset)
         n_slices = self._check_slices(arguments.num_slices)

@@ -8,6 +8,8 @@ import dis
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -18,7 +20,6 @@ _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "pytensor", "lockstep"
 _CONTAINERS = ("builtins", "collections", "functools")  # their objects may hold those of a user
 
 _GLOBALS, _IMPORTS = ("LOAD_GLOBAL", "LOAD_NAME"), ("IMPORT_NAME",)
-_ASSIGNMENTS = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 
 
@@ -65,16 +66,16 @@ def find_globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
         yield f"{function.__module__}.{name}", function.__globals__[name]
 
 
-def assigned_names(function: FunctionType) -> set[str]:
-    """Return the names of the variables outside of it that a function, or one inside it, may assign."""
-    return _names(function.__code__, _ASSIGNMENTS)
+def attribute_names(function: FunctionType) -> set[str]:
+    """Return the names of the attributes that a function, or one inside it, reads."""
+    return _names(function.__code__, _ATTRIBUTES)
 
 
 def _attributes(thing: Any, by_value: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of modules that a function names, but not of modules that are pickled with it."""
     if not isinstance(thing, FunctionType):
         return
-    attributes, imports = _names(thing.__code__, _ATTRIBUTES), _names(thing.__code__, _IMPORTS)
+    attributes, imports = attribute_names(thing), _names(thing.__code__, _IMPORTS)
     pending = [value for _, value in find_globals(thing)]
     pending += gc.get_referents(*(thing.__closure__ or ()))
     seen = [each for each in pending if by_value and _is_pickled(each)]
@@ -100,6 +101,13 @@ def _names(code: CodeType, operations: tuple[str, ...]) -> set[str]:
     return {each.argval for each in dis.get_instructions(code) if each.opname in operations}.union(*inner)
 
 
-def is_library(module: str) -> bool:
+def is_library(module: str | None) -> bool:
     """Return whether a module is of a library whose state ranks may import."""
-    return module.partition(".")[0] in _LIBRARIES
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
+@cache
+def is_users(module: str | None) -> bool:
+    """Return whether a module is the user's, and not of a library or an installed package."""
+    file = getattr(sys.modules.get(str(module)), "__file__", None) or ""
+    return not is_library(module) and not {"site-packages", "dist-packages"} & set(Path(file).parts)

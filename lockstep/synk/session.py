@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.synk import delivery
+from lockstep.synk.bindings import Bindings
 from lockstep.synk.context import is_worker
 from lockstep.synk.functions import Function, RowNumbers
 from lockstep.synk.interrupts import defer_signals
@@ -271,8 +272,9 @@ def distribute() -> None:
         for shared in new:
             shared.use_rank_stream(team.rank)
         team.registry.delivered.update(shared.number for shared in new)
+        found = Bindings()
         for function in new_functions:
-            function.mark_distributed(delivered.settings, copies)
+            function.mark_distributed(delivered.settings, copies, found)
         session.new_functions.clear()
         team.distributed = True
         team.threads.limit()

@@ -307,10 +307,10 @@ def _has_other_parameters(now: Mapping[str, Any], before: Mapping[str, Any]) -> 
     if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
         return False  # the usual case, at every call
     changed = [name for name in now.keys() | before.keys() if now.get(name) is not before.get(name)]
-    return any(_has_parameters(names.get(name)) for name in changed for names in (now, before))
+    return any(has_parameters(names.get(name)) for name in changed for names in (now, before))
 
 
-def _has_parameters(part: Any) -> bool:
+def has_parameters(part: Any) -> bool:
     """Return whether this is a parameter, or a module that has one."""
     return part is not None and (not hasattr(part, "_modules") or any(True for _ in _parameters(part)))
 

@@ -86,7 +86,6 @@ class Team:
         self._unfinished: str | None = None  # the user of the pipes; remains set if it was cut short
         self._released: deque[int] = deque()
         self._names: dict[int, str] = {}  # of blocks
-        self.assigned: set[str] = set()  # variables that callables assign (bindings.py)
         self.imported: dict[str, Any] = {}  # specs of the modules that ranks import, as they imported them
         self.workers: list[Worker] = []
 

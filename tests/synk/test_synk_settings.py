@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -582,6 +583,137 @@ def test_a_callable_may_let_a_variable_name_another_optimizer() -> None:
     synk.distribute()
     begin()
     assert rate().tolist() == [0.5, 0.5]
+
+
+class Weights:
+    """A class whose attribute a callable reads."""
+
+    scale = 1.0
+
+
+class Fitting:
+    """A program's state in an object, as many programs keep it."""
+
+    def __init__(self) -> None:
+        self.net = synk.share(make_net())
+        self.optimizer = self.make_optimizer()
+        self.optimizers: dict[str, Any] = {"a": self.make_optimizer()}
+        self.chosen: list[Any] = [self.make_optimizer()]
+        self.later: Any = None
+        self.scale, self.n_calls, self.label = 1.0, 0, "first"
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        self.n_calls += 1
+        optimizers = [self.optimizer, self.optimizers["a"], *self.chosen, self.later]
+        rates = [each.param_groups[0]["lr"] for each in optimizers if each]
+        return torch.stack([x.sum() * self._total(), torch.tensor(sum(rates))])
+
+    def _total(self) -> float:
+        return self.scale * Weights.scale * self.n_calls + len(self.label)
+
+
+def _set_entry(fitting: Fitting) -> None:
+    fitting.optimizers["a"] = fitting.make_optimizer()
+
+
+def _set_place(fitting: Fitting) -> None:
+    fitting.chosen[0] = fitting.make_optimizer()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda fitting: setattr(fitting, "optimizer", fitting.make_optimizer()), "self.optimizer"),
+        (lambda fitting: setattr(fitting, "later", fitting.make_optimizer()), "self.later"),
+        (_set_entry, "self.optimizers['a']"),
+        (_set_place, "self.chosen[0]"),
+    ],
+)
+def test_attributes_and_entries_that_name_another_optimizer_are_refused(
+    change: Callable[[Fitting], None], name: str
+) -> None:
+    fitting = Fitting()
+    f = synk.function(fitting.compute, "sum")
+    synk.distribute()
+    f(np.ones((4, 2)))
+    change(fitting)
+    with pytest.raises(ValueError, match=f"{re.escape(repr(name))} is another SGD than at distribute"):
+        f(np.ones((4, 2)))
+
+
+def test_plain_values_that_differ_on_the_other_ranks_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a callable changes itself, on all ranks, and equal ones do not."""
+    fitting = Fitting()
+    f = synk.function(fitting.compute, "sum")
+    synk.distribute()
+    x = np.ones((4, 2))
+    for _ in range(3):
+        f(x)
+    fitting.label = "".join(["fi", "rst"])
+    f(x)
+    fitting.scale = 2.0
+    with pytest.warns(UserWarning, match=r"'self\.scale' is another float .* Pass it as an input") as told:
+        f(x)
+    assert told[0].filename == __file__
+    f(x)
+    monkeypatch.setattr(Weights, "scale", 3.0)
+    with pytest.warns(UserWarning, match=r"'Weights\.scale' is another float"):
+        f(x)
+    fitting.n_calls = 70
+    with pytest.warns(UserWarning, match=r"'self\.n_calls' is another int"):
+        f(x)
+
+
+def test_a_layer_of_the_program_that_reads_another_value_warns() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(2, 2)
+            self.factor = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * self.factor
+
+    net = torch.nn.Sequential(Scaled(), torch.nn.ReLU())
+    f = synk.function(lambda x: net(x.float()).sum(), "sum")
+    synk.share(net)
+    synk.distribute()
+    x = np.ones((4, 2))
+    f(x)
+    net.eval()
+    f(x)
+    net[0].factor = 2.0
+    with pytest.warns(UserWarning, match=r"factor' is another float"):
+        f(x)
+    net[1] = torch.nn.GELU()
+    with pytest.raises(ValueError, match=r"'net\.1' is another GELU"):
+        f(x)
+
+
+def test_functions_of_one_distribute_share_what_they_change() -> None:
+    count = 0
+    history: list[Any] = [None]
+
+    def add() -> torch.Tensor:
+        nonlocal count
+        count += 1
+        history[0] = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1 * count)
+        return torch.tensor([count])
+
+    def read() -> torch.Tensor:
+        return torch.tensor([10 * count + bool(history[0])])
+
+    f, g = synk.function(add, "gather"), synk.function(read, "gather")
+    synk.distribute()
+    for expected in (1, 2):
+        assert f().tolist() == [expected] * 2
+        assert g().tolist() == [10 * expected + 1] * 2
+    count = 7
+    with pytest.warns(UserWarning, match="'count' is another int"):
+        assert g().tolist() == [71, 21]
 
 
 def test_other_parameters_in_a_group_are_refused() -> None:

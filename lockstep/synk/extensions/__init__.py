@@ -42,11 +42,15 @@ def make_step(compute: Function, gradient: Any, update: Function) -> TrainingSte
                 make_all_reduce(gradients, "avg", by_rows=True),
                 replace(last, settings=None),  # `first` has brought them, and its callable may change them
             )
-            if compiled:
-                parts, _, _ = team.ask("a training step", *steps)
-            else:  # one by one, so that the workers find in the cache what this process compiled
-                parts, _, _ = [team.ask("a training step", part, own_first=True)[0] for part in steps]
-                compiled = True
+            try:
+                if compiled:
+                    parts, _, _ = team.ask("a training step", *steps)
+                else:  # one by one, so that the workers find in the cache what this process compiled
+                    parts, _, _ = [team.ask("a training step", part, own_first=True)[0] for part in steps]
+                    compiled = True
+            finally:
+                compute.accept_bindings()
+                update.accept_bindings()
             return compute.finish(first, parts)
 
     return step
