@@ -102,8 +102,12 @@ def _names(code: CodeType, operations: tuple[str, ...]) -> set[str]:
 
 
 def is_library(module: str | None) -> bool:
-    """Return whether a module is of a library whose state ranks may import."""
-    return str(module).partition(".")[0] in _LIBRARIES
+    """Return whether a module is of a library whose state ranks may import.
+
+    Args:
+        module: The name, from `__module__`; None for a function that was made in a dictionary without a name.
+    """
+    return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
 
 
 @cache

@@ -264,10 +264,8 @@ def distribute() -> None:
         delivered, copies = _pack(session, new_functions, new)
         try:
             team.ask("distribute()", delivered, replicated)
-        except BaseException:  # e.g. SystemExit on a rank, and the next call would send it again
-            session.new_functions.clear()
-            raise
         finally:
+            session.new_functions.clear()  # also after an error: the next call would send them again
             team.release(delivered.pickles.block)
         for shared in new:
             shared.use_rank_stream(team.rank)
@@ -275,7 +273,6 @@ def distribute() -> None:
         found = Bindings()
         for function in new_functions:
             function.mark_distributed(delivered.settings, copies, found)
-        session.new_functions.clear()
         team.distributed = True
         team.threads.limit()
 

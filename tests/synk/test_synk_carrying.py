@@ -7,8 +7,9 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import cloudpickle
 import numpy as np
@@ -620,3 +621,17 @@ def test_workers_of_a_program_without_asserts_have_none() -> None:
     command = [sys.executable, "-O", "-c", textwrap.dedent(program)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit(60))
     assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.parametrize("own", [{}, {"__name__": "nowhere"}], ids=["no_module", "unknown_module"])
+def test_a_callable_may_use_a_function_that_exec_made(own: dict[str, object]) -> None:
+    """No module has the name of its `__module__`, which may be None."""
+    exec("def double(x): return 2 * x", own)
+    double = cast(Callable[[torch.Tensor], torch.Tensor], own["double"])
+    with team(2):
+        f, g = synk.function(lambda x: double(x) + 1, "gather"), synk.function(double, "gather")
+        synk.distribute()
+        assert (f(np.ones(4)) - 1).tolist() == g(np.ones(4)).tolist() == [2] * 4
+        later = synk.function(lambda x: x.sum(), "sum")
+        synk.distribute()
+        assert later(np.ones(4)) == 4
