@@ -635,3 +635,26 @@ def test_a_callable_may_use_a_function_that_exec_made(own: dict[str, object]) ->
         later = synk.function(lambda x: x.sum(), "sum")
         synk.distribute()
         assert later(np.ones(4)) == 4
+
+
+def test_an_imported_module_may_hold_a_dead_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no `__class__`: isinstance() of it raises ReferenceError."""
+    (tmp_path / "with_a_proxy.py").write_text(textwrap.dedent(PROXY))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("with_a_proxy")
+    doubling = module.Doubling()
+    with team(2):
+        f = synk.function(lambda x: doubling(x) if module.dead is not None else x, "gather")
+        synk.distribute()
+        assert f(np.ones(4)).tolist() == [2] * 4
+
+
+PROXY = """
+    import weakref
+
+    dead = weakref.proxy(set())
+
+    class Doubling:
+        def __call__(self, x):
+            return 2 * x if dead is not None else x
+"""
