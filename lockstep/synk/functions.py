@@ -372,7 +372,8 @@ class Function:
             raise ValueError(f"{self.name}: num_slices={number}, but there is nothing to slice")
         if number > 1:
             for shared in self._program.default_modes:
-                check_reducible("avg", shared.get().dtype, f"{self.name}: update of {shared.name!r}")
+                what = f"{self.name}: update of {shared.name!r}"
+                check_reducible("avg", shared.get().dtype, what, " as its mode in updates")
         return number
 
 

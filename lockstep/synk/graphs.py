@@ -417,7 +417,7 @@ def _check_mode(what: str, variable: Any, mode: str) -> None:
         raise TypeError(f"{what} is not a tensor, which only mode None can return")
     if mode == "gather" and variable.ndim == 0:
         raise TypeError(f"{what} is a scalar, which has no rows to gather")
-    check_reducible(mode, variable.dtype, what)
+    check_reducible(mode, variable.dtype, what, ": (variable, mode)")
 
 
 def _check_updates(name: str, updates: Any) -> tuple[list[tuple[Any, Any]], list[UpdateMode]]:

@@ -56,15 +56,19 @@ def normalise_op(op: Any, what: str) -> str:
     return str(bare)
 
 
-def check_reducible(mode: str | None, dtype: Any, what: str) -> None:
-    """Raise TypeError for meaningless reductions: the mean of integers, sums of booleans."""
+def check_reducible(mode: str | None, dtype: Any, what: str, where: str = "") -> None:
+    """Raise TypeError for meaningless reductions: the mean of integers, sums of booleans.
+
+    Args:
+        where: How the user gives a mode, for the message, if that is not obvious.
+    """
     kind = np.dtype(dtype).kind
-    if mode == "avg" and kind in "iub":
+    if kind == "b" and mode in ("avg", "sum", "prod"):
+        raise TypeError(f"{what} is bool, which has no {mode}: cast it, or use max (any) or min (all){where}")
+    if kind in "iu" and mode == "avg":
         raise TypeError(
-            f"{what} is {dtype}, which has no avg: cast it to a float, or give a mode: (variable, mode)"
+            f"{what} is {dtype}, which has no avg: cast it to a float, or use sum, max, min or prod{where}"
         )
-    if mode in ("sum", "prod") and kind == "b":
-        raise TypeError(f"{what} is bool, which has no {mode}: cast it, or use max (any) or min (all)")
 
 
 def fractions(rows: Sequence[int]) -> list[float] | None:
