@@ -85,11 +85,11 @@ def fork(
     _check_no_team()
     gpus = _choose_devices(use_gpu, devices)
     size = _choose_size(n_parallel, devices or gpus)
-    if not 0 <= operator.index(master_rank) < size:
+    if not 0 <= _as_integer("master_rank", master_rank) < size:
         raise ValueError(f"fork(): master_rank={master_rank} is out of range: ranks are 0 to {size - 1}")
     if not (isinstance(timeout, Real) and 0 < timeout < math.inf):
         raise ValueError(f"fork(): timeout={timeout} is not a number of seconds. For no limit give 1e9")
-    n_threads = max(1, _count_cores() // size) if threads is None else operator.index(threads)
+    n_threads = max(1, _count_cores() // size) if threads is None else _as_integer("threads", threads)
     if not 1 <= n_threads <= MOST_THREADS:
         raise ValueError(f"fork(): threads={threads} is not from 1 to {MOST_THREADS}")
     options = TeamOptions(size, master_rank, n_threads, profile_workers, timeout, gpus)
@@ -156,12 +156,21 @@ def _choose_size(n_parallel: int | None, devices: Sequence[str] | None) -> int:
         n_parallel = int(from_environment)
     if n_parallel is None:
         n_parallel = len(devices) if devices else _count_cores()
-    size = operator.index(n_parallel)
+    size = _as_integer("n_parallel", n_parallel)
     if not 1 <= size <= MOST_THREADS:
         raise ValueError(f"fork(): the number of ranks is {size}. Give 1 to {MOST_THREADS}")
     if devices and len(devices) != size:
         raise ValueError(f"fork(): {len(devices)} devices for {size} ranks")
     return size
+
+
+def _as_integer(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"fork(): {name}={value!r} is not an integer") from None
 
 
 def _count_cores() -> int:
@@ -185,6 +194,8 @@ def _choose_devices(use_gpu: bool | None, devices: Sequence[str] | None) -> tupl
         names = known.normalise(tuple(devices))
     if known.are_mixed(names):
         raise UserError(f"fork(): ranks are on CPUs or on GPUs, not on both: {', '.join(names)}")
+    if use_gpu and not known.on_gpus(names):
+        raise UserError(f"fork(): use_gpu, but devices are CPUs: {', '.join(names)}. Leave one of them out")
     known.check(names, _ON_CPUS)
     return names if known.on_gpus(names) else ()
 

@@ -284,6 +284,11 @@ def test_what_needs_a_team_says_so() -> None:
     [
         ({"n_parallel": 0}, "number of ranks is 0"),
         ({"n_parallel": 10**12}, "number of ranks is 1000000000000"),
+        *(
+            ({"n_parallel": 2, name: value}, f"{name}={value!r} is not an integer")
+            for name in ("n_parallel", "master_rank", "threads")
+            for value in ("2", 2.0, True)
+        ),
         ({"n_parallel": 2, "master_rank": 2}, "master_rank=2"),
         ({"n_parallel": 2, "timeout": 0}, "timeout=0"),
         ({"n_parallel": 2, "timeout": "a"}, "timeout=a is not a number of seconds"),
@@ -299,6 +304,7 @@ def test_what_needs_a_team_says_so() -> None:
         ),
         ({"devices": ["tpu"]}, "tpu"),
         ({"devices": "cuda:0"}, "devices='cuda:0' has to be a list of one device for each rank"),
+        ({"devices": ["cpu", "cpu"], "use_gpu": True}, "use_gpu, but devices are CPUs: cpu, cpu. Leave one"),
         ({"devices": ["cuda:0", "cpu"]}, "ranks are on CPUs or on GPUs, not on both: cuda:0, cpu"),
     ],
 )
