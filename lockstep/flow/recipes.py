@@ -52,6 +52,8 @@ _LIKE_SCORES = {
 _NEEDING_SAMPLES = {
     f"aten::{kind}{n}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)
 }
+# Shifts of bools by integers, which torch refuses to predict: the kernels convert the bools first.
+_SHIFTS = {"aten::__lshift__", "aten::__rshift__"}
 # Operations that return a view although the schema does not say so.
 _UNDECLARED_VIEWS = {
     "aten::_unsafe_view",
@@ -380,8 +382,11 @@ def _call_on_fakes(
     if name in _NEEDING_SAMPLES and not fakes[0].size(0):
         one = fakes[0].new_empty(1, *fakes[0].shape[1:])
         return fakes, function(*fill(template, [one, *fakes[1:]]), **fill_names(keywords, fakes))[:0]
-    returned = function(*fill(template, fakes), **fill_names(keywords, fakes))
-    if scores == 0:
+    arguments = fill(template, fakes)
+    if name in _SHIFTS:
+        arguments[0] = arguments[0].to(torch.result_type(*arguments))
+    returned = function(*arguments, **fill_names(keywords, fakes))
+    if scores == 0 or (name == "aten::pow" and type(arguments[1]) is bool):  # torch predicts int64
         return fakes, returned.to(fakes[0].dtype)
     if name in _LOSSES and fakes[1].dim() <= _LOSSES[name]:
         loss, *others = [returned] if isinstance(returned, torch.Tensor) else returned

@@ -423,6 +423,25 @@ def test_integers_in_inference_mode_overflow_as_torchs_do(device: Cpu) -> None:
         assert area.item() == torch.trapezoid(heights, places).item() > 0  # the width is not -2
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x << 3,
+        lambda x: x >> 1,
+        lambda x: x[0] << 2,
+        lambda x: x << torch.tensor([1, 2], dtype=torch.int8),
+        lambda x: x**True,
+    ],
+)
+def test_operators_of_bools_and_integers(device: Cpu, function: Callable[[Any], Any]) -> None:
+    """torch's kernels have the dtypes of type promotion, and its prediction refuses bools or has others."""
+    bools = torch.tensor([True, False])
+    made, captured = function(flow.array(bools)), flow.capture(function, bools)(bools)
+    wanted = function(bools)
+    for found in (made, captured):
+        assert found.dtype is wanted.dtype and found.tolist() == wanted.tolist()
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_sums_of_bfloat16_embeddings(device: Cpu, mode: str) -> None:
     """Their kernel makes no notes for backward, which torch does not predict."""
