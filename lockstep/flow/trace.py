@@ -109,17 +109,18 @@ class Trace:
 
     def summary(self) -> str:
         """Return each lane's busy share, the critical path, and the time of a list schedule."""
-        operations = self.operations
+        tasks = self.tasks()  # once: other threads' operations may still run
+        operations = [o for o in self.operations if o.number in tasks]
         if not operations:
             return "nothing was recorded"
         span = max(o.stop for o in operations) - min(o.start for o in operations)
-        tasks = self.tasks()
         lines = [f"{len(operations)} operations in {span * 1e3:.2f} ms"]
         for lane in dict.fromkeys(o.lane for o in operations):
             busy = sum(o.seconds for o in operations if o.lane == lane)
             lines.append(f"{lane}: busy {busy / span if span else 0:.0%}")
         seconds, path = critical_path(tasks)
-        names = [o.name for o in operations if o.number in set(path)]
+        by_number = {o.number: o.name for o in operations}
+        names = [by_number[number] for number in path]
         shown = names if len(names) <= 8 else [*names[:4], "...", *names[-4:]]
         lines.append(f"critical path: {seconds * 1e3:.2f} ms in {len(path)} operations: {' > '.join(shown)}")
         ideal = list_schedule(tasks)
@@ -130,8 +131,11 @@ class Trace:
         return "\n".join(lines)
 
     def tasks(self) -> dict[int, Task]:
-        """Return the operations as tasks of a schedule."""
-        return {o.number: Task(o.lane, o.seconds, o.waited_for) for o in self.operations}
+        """Return the operations as tasks of a schedule, each after those that it waited for.
+
+        Threads that push at the same time may be linked in another order than their operations are numbered.
+        """
+        return {o.number: Task(o.lane, o.seconds, o.waited_for) for o in self.pushed if o.stop}
 
     def _chrome(self) -> str:
         lanes = dict.fromkeys(o.lane for o in self.operations)
@@ -165,11 +169,11 @@ class recording(private.Scope):  # noqa: N801
 def critical_path(tasks: Mapping[int, Task]) -> tuple[float, list[int]]:
     """Return seconds and numbers of the longest chain of tasks that wait for each other.
 
-    The tasks' numbers are a topological order.
+    The tasks are in a topological order.
     """
     ends: dict[int, float] = {}
     comes_from: dict[int, int] = {}
-    for number in sorted(tasks):
+    for number in tasks:
         before = [b for b in tasks[number].after if b in tasks]
         latest = max(before, key=lambda b: ends[b], default=None)
         ends[number] = tasks[number].seconds + (0.0 if latest is None else ends[latest])

@@ -54,6 +54,18 @@ def test_a_trace_has_what_ran_where_and_what_it_waited_for(tmp_path: Path) -> No
     assert f"o{make.number} -> o{use.number};" in (tmp_path / "trace.dot").read_text()
 
 
+def test_operations_of_threads_that_push_at_the_same_time_have_a_summary() -> None:
+    """The one that is numbered first may be submitted last, and wait for the other."""
+    with flow.Engine(flow.cpus(1)) as engine, flow.recording() as trace:
+        x, lane = engine.variable("x"), engine.lane(engine.devices[0], "compute")
+        use, make = engine.operation(int, lane, "use"), engine.operation(int, lane, "make")
+        engine.submit(make, [], [x])
+        engine.submit(use, [x], [])
+        engine.wait_all()
+    assert [o.name for o in trace.operations] == ["use", "make"]
+    assert "in 2 operations: make > use" in trace.summary()
+
+
 def test_graphviz_gets_names_of_other_alphabets_as_numbers_of_characters(tmp_path: Path) -> None:
     """It would show an escape of JSON as letters."""
     with flow.Engine(flow.cpus(1)) as engine, flow.recording() as trace:
