@@ -1,6 +1,7 @@
 """The layouts of a user's own image folder: train/ and val/, class folders only, or a table of labels."""
 
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,17 @@ UNDERSTOOD = (
     "val_split becomes the validation images; labels.csv or labels.parquet with the columns path and label."
 )
 _N_NAMED = 5  # entries of a refused folder in the message
+# Words of folder names that say which images a folder holds, and words that say no more about it.
+_HALF_WORDS = {
+    "train": ("train", "training", "trn"),
+    "val": ("val", "valid", "validation", "validate", "dev", "devel", "development", "eval", "evaluation"),
+    "test": ("test", "testing", "tst", "holdout"),
+}
+_OTHER_WORDS = ("set", "sets", "data", "dataset", "image", "images", "img", "imgs", "split", "folder")
+_HALF_NAME = re.compile(
+    rf"(.*?)\b({'|'.join(sorted(sum(_HALF_WORDS.values(), ()), key=len, reverse=True))})"
+    rf"(?:{'|'.join(_OTHER_WORDS)})?\b(.*)"
+)
 
 
 @dataclass(frozen=True)
@@ -104,10 +116,68 @@ def _find_splits(source: Path) -> _Splits:
     train = by_name.get("train")
     if train and folders.class_names(train):
         val = next((by_name[name] for name in VALIDATION if name in by_name), None)
+        if val is None:
+            _refuse_other_validation(source, classes)
         return _Splits(train, val)
     if by_name.keys() <= _SPLITS:
         raise refuse(source, f"{train.name}/ holds no class folders" if train else "has no train/")
+    _refuse_other_halves(source, classes)
     return _Splits(source, None)
+
+
+def _refuse_other_halves(source: Path, names: list[str]) -> None:
+    """Raise UserError if folders are halves of the images by their names, such as Training/ and Testing/.
+
+    A class may have such a name if its folder holds its images, and only one of several classes has.
+    """
+    halves = _halves(names)
+    if not halves:
+        return
+    nested = [name for name in halves if folders.class_names(source / name)]
+    if nested or len(halves) == len(names) or len(set(halves.values())) > 1:
+        named = " and ".join(f"{name}/" for name in [*halves][:_N_NAMED])
+        is_one = len(halves) == 1
+        raise refuse(
+            source,
+            f"{named} would be {'a class' if is_one else 'classes'}, and by name {'is' if is_one else 'are'} "
+            "for training or validation. Rename such folders to train and val. If they are classes, give "
+            "them other names, or write labels.csv",
+        )
+
+
+def _refuse_other_validation(source: Path, names: list[str]) -> None:
+    """Raise UserError if the images beside train/ are for validation by their folder's name, such as dev/."""
+    for name, kind in _halves(names).items():
+        if kind != "train" and folders.class_names(source / name):
+            raise refuse(
+                source,
+                f"{name}/ is for validation by its name, and would not be used. Rename it to val, or move it "
+                "away to validate on val_split of train/",
+            )
+
+
+def _halves(names: list[str]) -> dict[str, str]:
+    """Return the folders whose names are those of halves, with what they hold: train, val or test.
+
+    A name has a word for it and no other, as Test or train_set, or the same others as that of another half,
+    as flowers_train and flowers_test.
+    """
+    parsed = {name: half for name in names if (half := _half_of(name))}
+    kinds: dict[str, set[str]] = {}
+    for kind, rest in parsed.values():
+        kinds.setdefault(rest, set()).add(kind)
+    return {name: kind for name, (kind, rest) in parsed.items() if not rest or len(kinds[rest]) > 1}
+
+
+def _half_of(name: str) -> tuple[str, str] | None:
+    """Return which half a name has a word for, and the other words; None without such a word."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+", " ", name).casefold()
+    found = _HALF_NAME.fullmatch(words)
+    if not found:
+        return None
+    kind = next(kind for kind, its_words in _HALF_WORDS.items() if found[2] in its_words)
+    rest = [word for word in f"{found[1]} {found[3]}".split() if word not in _OTHER_WORDS]
+    return kind, " ".join(rest)
 
 
 def _list_classes(source: Path, train: Path, left_out: list[LeftOut]) -> tuple[list[str], list[SourceImage]]:

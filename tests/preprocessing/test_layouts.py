@@ -58,6 +58,45 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     assert list_source(tmp_path, 0.2).classes == ["dog", "train"]
 
 
+@pytest.mark.parametrize(
+    "halves",
+    [
+        ("training", "validation"),
+        ("Training", "Testing"),
+        ("train_set", "test_set"),
+        ("TrainSet", "ValSet"),
+        ("train2017", "val2017"),
+        ("flowers_train", "flowers_test"),
+        ("dev", "test"),
+        ("training",),
+        ("training", "more"),
+        ("train", "dev"),
+        ("Train", "validation_images"),
+    ],
+)
+def test_halves_with_other_names_are_no_classes(halves: tuple[str, ...], tmp_path: Path) -> None:
+    for half in halves:
+        write_classes(tmp_path / half, {"cat": 20, "dog": 20})
+    with pytest.raises(UserError, match=r"Rename (such folders to train and|it to) val\b") as refused:
+        list_source(tmp_path, 0.2)
+    assert UNDERSTOOD in str(refused.value)
+
+
+def test_classes_that_could_be_halves_are_refused_and_a_table_can_name_them(tmp_path: Path) -> None:
+    write_classes(tmp_path, {"cat": 20, "dog": 20, "emu": 20})
+    (tmp_path / "cat").rename(tmp_path / "test_tube")
+    assert list_source(tmp_path, 0.2).classes == ["dog", "emu", "test_tube"]
+    (tmp_path / "dog").rename(tmp_path / "test")
+    assert list_source(tmp_path, 0.2).classes == ["emu", "test", "test_tube"]
+    (tmp_path / "emu").rename(tmp_path / "Training")
+    with pytest.raises(UserError, match=r"Training/ and test/ would be classes.*or write labels\.csv"):
+        list_source(tmp_path, 0.2)
+    paths = sorted(path.relative_to(tmp_path) for path in tmp_path.glob("*/*"))
+    rows = "".join(f"{path},{path.parent}\n" for path in paths)
+    (tmp_path / "labels.csv").write_text(f"path,label\n{rows}")
+    assert list_source(tmp_path, 0.2).classes == ["Training", "test", "test_tube"]
+
+
 def test_what_lockstep_writes_into_a_folder_of_images_is_no_class(tmp_path: Path) -> None:
     """After `lockstep train .` and `lockstep convert . mine` there, a report and an inspection."""
     write_classes(tmp_path, {"cat": 30, "dog": 30, "emu": 30})
