@@ -38,8 +38,10 @@ class SampleDropout(nn.Dropout):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0:
             return x
-        if self.p == 1:
-            return torch.zeros_like(x)
+        y = x * 0 if self.p == 1 else self._dropped(x)  # as in torch, x has a gradient, and NaN shows
+        return x.copy_(y) if self.inplace else y
+
+    def _dropped(self, x: torch.Tensor) -> torch.Tensor:
         if self.keys is None:
             raise UserError(
                 f"the model's dropout layer {self.layer} is in training mode outside of a training step, "

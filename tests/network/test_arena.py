@@ -316,6 +316,21 @@ def test_installed_dropout_scales_what_it_keeps_and_rests_in_evaluation() -> Non
     assert torch.equal(installed[1](x), x)
 
 
+@pytest.mark.parametrize("p", [0.5, 1.0])
+def test_dropout_in_place_changes_its_input(p: float) -> None:
+    """A model that called it and did not use its result trained without dropout."""
+    layers = dropout.install(nn.Sequential(nn.Dropout(p, inplace=True), nn.Dropout(p)))
+    dropout.set_keys(layers, torch.tensor([1, 2], dtype=torch.int32))
+    weights = torch.ones(2, 9, requires_grad=True)
+    x = weights * 3
+    assert layers[0](x) is x
+    layers[1].layer = 0
+    expected = layers[1](torch.full((2, 9), 3.0))
+    assert torch.equal(x, expected) and (x == 0).any()
+    x.sum().backward()
+    assert torch.equal(weights.grad, expected)
+
+
 def test_dropout_layers_that_a_model_also_keeps_in_a_list_rest_in_evaluation() -> None:
     """Another object took the layer's place: the one in the list dropped in evaluation, too."""
     kept = nn.Dropout(0.5)
