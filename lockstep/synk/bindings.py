@@ -51,8 +51,8 @@ class Bindings:
     def find(self, function: Any) -> list[Binding]:
         """Return what a callable uses: its variables, and the attributes and entries that it reaches."""
         search = _Search(function, _CALLED)
-        while search.attributes != (names := _attribute_names(search)):
-            search = _Search(function, names)  # the methods that it found name more attributes
+        while not search.attributes >= (more := _attribute_names(search)):
+            search = _Search(function, search.attributes | more)  # by which it finds more methods
         return [self._found.setdefault(key, binding) for key, binding in search.found.items()]
 
 
@@ -68,7 +68,7 @@ def check(found: list[Binding], what: str) -> None:
     """
     for binding in found:
         value = binding.read()
-        if value is not binding.value and not binding.told and not _is_same(value, binding.value):
+        if value is not binding.value and not _is_same(value, binding.value):
             _tell(binding, value, what)
 
 
@@ -97,9 +97,10 @@ def _tell(binding: Binding, value: Any, what: str) -> None:
         raise ValueError(
             f"{changed}, which the ranks lack. Create this function again, and call distribute()"
         )
-    binding.told = True
-    former = "and the other ranks compute with the former. Pass it as an input"
-    warnings.warn(f"{changed}, {former}", stacklevel=5)
+    if not binding.told:
+        binding.told = True
+        former = "and the other ranks compute with the former. Pass it as an input"
+        warnings.warn(f"{changed}, {former}", stacklevel=5)
 
 
 def _is_same(value: Any, former: Any) -> bool:
@@ -150,7 +151,8 @@ class _Search:
     def _named(self, name: str, thing: Any) -> Iterator[tuple[Any, Binding]]:
         """Yield the attributes in an object's own dictionary that functions name."""
         has = _dictionary(thing)
-        for attribute in sorted(self.attributes & has.keys() - {"training"}):  # which each call sends
+        sent = {"training"} if _is_module(thing) else set[str]()  # by each call
+        for attribute in sorted(self.attributes & has.keys() - sent):
             read = partial(has.get, attribute)
             yield (id(thing), attribute), Binding(f"{name}.{attribute}", read, has[attribute])
 
@@ -160,7 +162,7 @@ def _is_module(thing: Any) -> bool:
 
 
 def _attribute_names(search: _Search) -> frozenset[str]:
-    return _CALLED.union(*map(imported.attribute_names, search.functions))
+    return frozenset().union(*map(imported.attribute_names, search.functions))
 
 
 def _parts(thing: Any) -> list[tuple[str, Any]]:

@@ -644,6 +644,21 @@ def test_attributes_and_entries_that_name_another_optimizer_are_refused(
         f(np.ones((4, 2)))
 
 
+def test_an_attribute_without_an_optimizer_warns_and_with_another_one_is_refused() -> None:
+    fitting = Fitting()
+    f = synk.function(fitting.compute, "sum")
+    synk.distribute()
+    x, first = np.ones((4, 2)), fitting.optimizer
+    fitting.optimizer = None  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match=r"'self\.optimizer' is another NoneType"):
+        f(x)
+    fitting.optimizer = fitting.make_optimizer()
+    with pytest.raises(ValueError, match=r"'self\.optimizer' is another SGD"):
+        f(x)
+    fitting.optimizer = first
+    f(x)
+
+
 def test_plain_values_that_differ_on_the_other_ranks_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that a callable changes itself, on all ranks, and equal ones do not."""
     fitting = Fitting()
