@@ -1,4 +1,4 @@
-"""What the variables, attributes and entries that callables use named when ranks received copies of them.
+"""Detection of variables, attributes and entries that name other objects than when ranks received them.
 
 A program that lets one of them name another object changes this process's copy of the callable only. The
 ranks would compute with the former object, and their results would differ without an error.
@@ -33,13 +33,13 @@ class Binding:
         name: For messages, e.g. "self.optimizer".
         read: Returns what it names now, or None if it is gone.
         value: What it names on the other ranks.
-        told: Whether the user knows that the two differ.
+        has_warned: Whether the user was warned that the two differ.
     """
 
     name: str
     read: Read
     value: Any
-    told: bool = False
+    has_warned: bool = False
 
 
 class Bindings:
@@ -75,7 +75,7 @@ def check(found: list[Binding], what: str) -> None:
 def accept(found: list[Binding]) -> None:
     """Take over what a callable has changed itself, which it did on all ranks."""
     for binding in found:
-        if not binding.told:
+        if not binding.has_warned:
             binding.value = binding.read()
 
 
@@ -97,8 +97,8 @@ def _tell(binding: Binding, value: Any, what: str) -> None:
         raise ValueError(
             f"{changed}, which the ranks lack. Create this function again, and call distribute()"
         )
-    if not binding.told:
-        binding.told = True
+    if not binding.has_warned:
+        binding.has_warned = True
         former = "and the other ranks compute with the former. Pass it as an input"
         warnings.warn(f"{changed}, {former}", stacklevel=5)
 

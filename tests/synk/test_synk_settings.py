@@ -670,9 +670,9 @@ def test_plain_values_that_differ_on_the_other_ranks_warn_once(monkeypatch: pyte
     fitting.label = "".join(["fi", "rst"])
     f(x)
     fitting.scale = 2.0
-    with pytest.warns(UserWarning, match=r"'self\.scale' is another float .* Pass it as an input") as told:
+    with pytest.warns(UserWarning, match=r"'self\.scale' is another float .* Pass it as an input") as warned:
         f(x)
-    assert told[0].filename == __file__
+    assert warned[0].filename == __file__
     f(x)
     monkeypatch.setattr(Weights, "scale", 3.0)
     with pytest.warns(UserWarning, match=r"'Weights\.scale' is another float"):
