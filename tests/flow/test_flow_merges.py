@@ -502,6 +502,7 @@ def test_two_processes_are_one_network(tmp_path: Path, settings: str) -> None:
     assert noise != other
 
 
+@pytest.mark.slow
 def test_processes_that_would_merge_or_update_other_parameters_are_refused(tmp_path: Path) -> None:
     """One process would add up its gradients of one head and the other's of the other head.
 
@@ -540,6 +541,7 @@ def test_a_step_that_one_process_cannot_record_is_refused_in_both(tmp_path: Path
     assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
 
 
+@pytest.mark.slow
 def test_a_message_of_another_shape_or_dtype_is_refused(tmp_path: Path) -> None:
     """A shorter one left a part of the array as memory was, and a longer one ended the process."""
     _, found = two_processes(tmp_path, "", LIKES)

@@ -40,7 +40,9 @@ def stalling_module(folder: Path, name: str) -> tuple[dict[str, str], Callable[[
     """An environment in which a module's import takes for ever, and whether someone is at it."""
     folder.mkdir()
     reached = folder / "reached"
-    (folder / f"{name}.py").write_text(f"open({str(reached)!r}, 'w')\nimport time\ntime.sleep(600)\n")
+    # In short sleeps: Python hears of a signal just before a sleep at its end only.
+    stalling = f"open({str(reached)!r}, 'w')\nimport time\nwhile True:\n    time.sleep(0.05)\n"
+    (folder / f"{name}.py").write_text(stalling)
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}, reached.exists
 
 

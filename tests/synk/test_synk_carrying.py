@@ -494,7 +494,7 @@ def test_a_module_that_starts_a_team_when_it_is_imported_is_refused(tmp_path: Pa
     assert "RuntimeError: fork(): this process is a rank already" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_functions_of_the_program_go_to_the_ranks_of_its_spawned_child(tmp_path: Path, method: str) -> None:
     program = f"""
     import functools, multiprocessing, runpy, sys

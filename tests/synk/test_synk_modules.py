@@ -14,8 +14,10 @@ import lockstep.synk as synk
 from lockstep.synk import session
 from lockstep.synk.extensions import torch_train
 
+SIZES = [len(DEVICES)] if DEVICES else [pytest.param(1, marks=pytest.mark.slow), 2]
 
-@pytest.fixture(scope="module", params=[len(DEVICES)] if DEVICES else [1, 2])
+
+@pytest.fixture(scope="module", params=SIZES)
 def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
     with team(request.param, devices=DEVICES or None) as size:
         yield size

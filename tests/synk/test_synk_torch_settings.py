@@ -13,7 +13,7 @@ import lockstep.synk as synk
 from lockstep.synk import torch_settings
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
     with team(request.param) as size:
         yield size

@@ -78,6 +78,7 @@ def test_every_logical_rank_is_checked_in_turn_wherever_the_run_resumes() -> Non
         assert checked[::2] == [None] * 4 and checked[1::2] == [(first - 1 + n) % 4 for n in range(4)]
 
 
+@SLOW
 def test_neither_of_two_trainers_that_differ_is_left_out() -> None:
     with Processes(20, has_main=True) as processes:
         for rank in range(2):
