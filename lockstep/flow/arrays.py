@@ -47,6 +47,7 @@ from lockstep.flow.recipes import (
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
+@private.refusing_marks
 class Array(torch.Tensor):
     """A torch.Tensor whose value is computed later. Shape and dtype are known at once; reading it waits."""
 
@@ -72,10 +73,6 @@ class Array(torch.Tensor):
             what = "a trace of torch's (make_fx, torch.func.linearize) would take an array for a constant"
             raise UserError(f"{placement.user_line()}: {what}: give it array.tensor()")
         return record(function, args, kwargs or {})
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        private.check_mark(name)
-        super().__setattr__(name, value)
 
     @property
     def place(self) -> Device:
@@ -274,7 +271,7 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return written[0]
     if written or kind.refused:
         _check_writing(kind, written)
-    if kind.name == "copy_" and getattr(args[0], "copied", None) and getattr(args[1], "copied", None):
+    if kind.name == "copy_" and vars(args[0]).get("copied") and vars(args[1]).get("copied"):
         # C++ copies storages as tensors, as for share_memory_ of an ordinary tensor
         _ordinary(kind, written, partial(private.plainly, args[0].copied.copy_, args[1].copied))
     if operands.are_for_meta():

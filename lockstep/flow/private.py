@@ -11,9 +11,10 @@ import os
 import queue
 import sys
 import threading
+import types
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._prims_common import suggest_memory_format
@@ -37,6 +38,8 @@ RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__  # below it, a
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of this thread
 DISPATCHING = "__torch_dispatch__", "find_torch_dispatch_rule"  # called when autograd's function is made
 
+
+_Class = TypeVar("_Class", bound=type)
 
 _PYTHON_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Python).add(
     torch._C.DispatchKey.PythonTLSSnapshot
@@ -252,6 +255,32 @@ def check_mark(name: str) -> None:
     """
     if name in NAMES_OF_ARRAYS:
         raise UserError(f"a tensor's attribute {name!r} has a name that arrays use themselves: rename it")
+
+
+class _Refusing:
+    """A descriptor that refuses assignments. Reading looks into the instance, as if it were not there."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __set__(self, _array: Any, _value: Any) -> None:
+        check_mark(self._name)
+
+
+def refusing_marks(kind: _Class) -> _Class:
+    """Let a class of arrays refuse attributes under the names that arrays use themselves.
+
+    A `__setattr__` of Python would do, but torch's C++ sets attributes as well (`_backward_hooks`, by an
+    operation in place), and a signal handler's exception in it becomes a SystemError there.
+    """
+    for name in NAMES_OF_ARRAYS:
+        own, refuse = vars(kind).get(name), _Refusing(name)
+        if isinstance(own, property):
+            own = own.setter(refuse.__set__)
+        elif own is not None:  # a method: all of C, as reading it was before
+            own = property(functools.partial(types.MethodType, own), refuse.__set__, doc=own.__doc__)
+        setattr(kind, name, refuse if own is None else own)
+    return kind
 
 
 def numpy_result(array: torch.Tensor, result: Any, *_: Any) -> torch.Tensor:

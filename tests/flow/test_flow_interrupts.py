@@ -279,6 +279,19 @@ def test_a_device_scope_ends_whichever_call_of_torch_in_it_is_interrupted() -> N
         assert not torch._C._len_torch_function_stack()
 
 
+def test_an_interrupted_operation_in_place_raises_the_handlers_exception() -> None:
+    """torch's C++ sets an attribute of its result, and turns an exception in that into a SystemError."""
+    with flow.Engine(flow.cpus(1)):
+        weight = flow.ones((2,)).requires_grad_()
+
+        def work() -> None:
+            (weight * 1).add_(1).mul_(2)
+
+        work()
+        assert len(interrupted_at_each_call(work, bool)) > 20
+        assert (weight * 1).add_(1).tolist() == [2, 2]
+
+
 def test_an_engine_closes_whichever_call_of_its_exit_is_interrupted() -> None:
     devices = flow.cpus(1)
     for number in itertools.count(1):  # call 0 is that of `__exit__` itself
