@@ -11,7 +11,7 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
@@ -31,6 +31,8 @@ from lockstep.synk.team import Team
 # multiprocessing has spawned, and of runpy.run_path.
 _PROGRAM = ("__main__", "__mp_main__", "<run_path>")
 
+Imports = Sequence[tuple[ModuleType, Any]]  # modules that ranks import, each with its spec
+
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """A pickler that replaces a shared variable by its number and that of its part, e.g. a parameter.
@@ -41,6 +43,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     Attributes:
         copies: The pickled objects that are not shared, but could be later, by id.
         used: The ids of the pickled parts of shared variables.
+        imports: The modules of users that ranks import for the pickled objects, by name.
     """
 
     def __init__(self, file: io.BytesIO, buffers: list[Any], team: Team, slots: dict[range, str]) -> None:
@@ -55,6 +58,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._shareable = _shareable_kinds()
         self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.used: set[int] = set()
+        self.imports: dict[str, tuple[ModuleType, Any]] = {}
 
     def persistent_id(self, obj: Any) -> tuple[int, int] | None:
         if issubclass(type(obj), self._kinds):
@@ -81,6 +85,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ in _PROGRAM:
             return _cached, (obj.__wrapped__, obj.cache_parameters())
         if isinstance(obj, ModuleType):  # cloudpickle knows the type itself, not torch.backends' own classes
+            self._check_import(obj.__name__)
             return self.dispatch_table[ModuleType](obj)
         if isinstance(obj, np.ndarray):
             self._check_memory("an array", obj.ctypes.data, "copy()")
@@ -90,6 +95,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self._check_import(obj.__module__)
             elif isinstance(obj, FunctionType):
                 _check_results(obj)
+                for module in imported.import_names(obj):
+                    self._check_import(module)
             name = imported.find_state(obj, self._is_state, by_value=reduced is not NotImplemented)
             if name:
                 raise TypeError(
@@ -108,9 +115,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return *others, cells
 
     def _check_import(self, module: str) -> None:
-        """Raise TypeError if a module was reloaded after ranks imported it."""
-        spec = getattr(sys.modules.get(module), "__spec__", None)
-        if self._team.imported.setdefault(module, spec) is not spec:
+        """Raise TypeError if a module that ranks import was reloaded after they have imported it."""
+        if module not in sys.modules or imported.is_pickled(sys.modules[module]):
+            return
+        note_imports(self._team, [module])
+        if not imported.is_library(module):
+            self.imports[module] = sys.modules[module], _spec_of(sys.modules[module])
+        if self._team.imported[module] is not _spec_of(sys.modules[module]):
             raise TypeError(
                 f"{module} was reloaded, and ranks have imported its former version. Call close() and "
                 f"fork(), or cloudpickle.register_pickle_by_value({module}) before distribute()"
@@ -132,6 +143,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             )
 
     def _is_state(self, obj: Any) -> bool:
+        """Return whether ranks must receive an object instead of importing it, for `imported.find_state`."""
+        if issubclass(type(obj), FunctionType | type):
+            self._check_import(obj.__module__)
+        elif issubclass(type(obj), ModuleType):
+            self._check_import(obj.__name__)
         return issubclass(type(obj), self._kinds) or self._registry.label(obj) is not None
 
     def explain(self, error: BaseException) -> str:
@@ -225,14 +241,15 @@ def find_copy(team: Team, function: Any, copies: Mapping[int, Any]) -> str | Non
 
 def pack(
     team: Team, pieces: Iterable[tuple[str, Any]]
-) -> tuple["DeliverPrograms", WeakValueDictionary[int, Any]]:
+) -> tuple["DeliverPrograms", WeakValueDictionary[int, Any], Imports]:
     """Pickle objects one after another into a new block.
 
     Args:
         pieces: A description for error messages, and the object.
 
     Returns:
-        The step, and for `find_copy` the objects of which it has copies.
+        The step, for `find_copy` the objects of which it has copies, and for `check_imports` the modules of
+        users that ranks import.
 
     Raises:
         TypeError: An object cannot be pickled.
@@ -266,7 +283,7 @@ def pack(
         team.context.blocks.array(locations[-1])[:] = part
     arguments = tuple(getattr(sys, "argv", ()))
     step = DeliverPrograms(locations[0], tuple(locations[1:]), number, _module_path(), arguments)
-    return step, pickler.copies
+    return step, pickler.copies, list(pickler.imports.values())
 
 
 def _module_path() -> tuple[str, ...]:
@@ -275,6 +292,32 @@ def _module_path() -> tuple[str, ...]:
     with suppress(OSError, ValueError):  # the directory was removed, or the path has no ''
         path.insert(path.index("") + 1, os.getcwd())
     return tuple(path)
+
+
+def note_imports(team: Team, names: Iterable[str]) -> None:
+    """Record the modules that ranks have imported, as this process has them now."""
+    for name in names:
+        if name in sys.modules:
+            team.imported.setdefault(name, _spec_of(sys.modules[name]))
+
+
+def check_imports(imports: Imports, what: str) -> None:
+    """Raise RuntimeError if a module that a function uses was reloaded after distribute().
+
+    Args:
+        imports: From `pack`.
+        what: The function, for the message.
+    """
+    for module, spec in imports:
+        if _spec_of(module) is not spec:
+            raise RuntimeError(
+                f"{what}: {module.__name__} was reloaded after this function was distributed, and ranks have "
+                "its former version. Call close() and fork(), and create the function again"
+            )
+
+
+def _spec_of(module: ModuleType) -> Any:
+    return getattr(module, "__spec__", None)
 
 
 def _same(obj: Any) -> Any:
@@ -314,13 +357,15 @@ class DeliverPrograms(CommandStep):
     def blocks(self) -> Iterable[int]:
         return (self.pickles.block,)
 
-    def run(self, context: RankContext) -> None:
+    def run(self, context: RankContext) -> tuple[str, ...]:
+        """Return the names of the modules that this rank has imported; those of the caller are no matter."""
         if not context.is_caller:
             sys.path[:] = self.path
             sys.argv[:] = self.arguments
             objects = unpack(context, self.pickles, self.buffers)
             for receive in objects:
                 receive(context, objects)
+        return () if context.is_caller else imported.loaded_modules()
 
 
 def _check_results(function: FunctionType) -> None:

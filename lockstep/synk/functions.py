@@ -63,6 +63,7 @@ class Function:
         self.distributed = False
         self.settings_group = 0  # number of the group in settings.py, set by distribute()
         self._copies: Mapping[int, Any] = {}  # what the same distribute() copied, by id
+        self._imports: delivery.Imports = ()  # and what ranks imported for it
         self._bindings: list[bindings.Binding] = []
         self._n_checked = 0  # number of shared variables when `_copies` was searched for them
 
@@ -173,9 +174,11 @@ class Function:
                 raise type(error)(f"{self.name}: input {error}") from None
         return created[0] if len(created) == 1 else tuple(created)
 
-    def mark_distributed(self, settings_group: int, copies: Mapping[int, Any], found: Bindings) -> None:
-        """Record that the ranks have the function; `copies` is from `delivery.pack`."""
-        self.distributed, self.settings_group = True, settings_group
+    def mark_distributed(
+        self, settings_group: int, copies: Mapping[int, Any], imports: delivery.Imports, found: Bindings
+    ) -> None:
+        """Record that the ranks have the function; `copies` and `imports` are from `delivery.pack`."""
+        self.distributed, self.settings_group, self._imports = True, settings_group, imports
         self._copies, self._n_checked = copies, len(self._team.context.shareds)
         self._bindings = found.find(self._program.source)
 
@@ -202,6 +205,7 @@ class Function:
         if not self.distributed:
             raise RuntimeError(f"{self.name}: call distribute() first")
         self._check_copies()
+        delivery.check_imports(self._imports, self.name)
         bindings.check(self._bindings, self.name)
         self._team.registry.sync_objects()
         outputs = self._subset(arguments.output_subset)

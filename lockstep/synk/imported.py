@@ -75,10 +75,10 @@ def _attributes(thing: Any, by_value: bool = False) -> Iterator[tuple[str, Any]]
     """Yield the attributes of modules that a function names, but not of modules that are pickled with it."""
     if not _is_a(thing, FunctionType):
         return
-    attributes, imports = attribute_names(thing), _names(thing.__code__, _IMPORTS)
+    attributes, imports = attribute_names(thing), import_names(thing)
     pending = [value for _, value in find_globals(thing)]
     pending += gc.get_referents(*(thing.__closure__ or ()))
-    seen = [each for each in pending if by_value and _is_pickled(each)]
+    seen = [each for each in pending if by_value and is_pickled(each)]
     pending += map(sys.modules.get, imports)  # by statements in the function, which each rank executes
     while pending:
         module = pending.pop()
@@ -89,7 +89,7 @@ def _attributes(thing: Any, by_value: bool = False) -> Iterator[tuple[str, Any]]
             yield from ((f"{module.__name__}.{name}", value) for name, value in found.items())
 
 
-def _is_pickled(module: Any) -> bool:
+def is_pickled(module: Any) -> bool:
     """Return whether the user has chosen to pickle a module, or its package, by value."""
     chosen = tuple(f"{name}." for name in cloudpickle.list_registry_pickle_by_value())
     return _is_a(module, ModuleType) and f"{module.__name__}.".startswith(chosen)
@@ -107,6 +107,16 @@ def _names(code: CodeType, operations: tuple[str, ...]) -> set[str]:
     """Return the names in these operations of code, and of functions inside it."""
     inner = [_names(each, operations) for each in code.co_consts if isinstance(each, CodeType)]
     return {each.argval for each in dis.get_instructions(code) if each.opname in operations}.union(*inner)
+
+
+def import_names(function: FunctionType) -> set[str]:
+    """Return the names of the modules that statements in a function, or in one inside it, import."""
+    return _names(function.__code__, _IMPORTS)
+
+
+def loaded_modules() -> tuple[str, ...]:
+    """Return the names of the modules of this process, without those of libraries."""
+    return tuple(name for name in list(sys.modules) if not is_library(name))
 
 
 def is_library(module: str | None) -> bool:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -272,18 +273,19 @@ def distribute() -> None:
         known = team.registry.delivered
         new = [s for s in team.context.shareds.values() if s.number not in known and s.kind in kinds]
         replicated = _replicate(team, [shared for shared in new if shared.is_array])
-        delivered, copies = _pack(session, new_functions, new)
+        delivered, copies, imports = _pack(session, new_functions, new)
         try:
-            team.ask("distribute()", delivered, replicated)
+            loaded = team.ask("distribute()", delivered, replicated)[0]
         finally:
             session.new_functions.clear()  # also after an error: the next call would send them again
             team.release(delivered.pickles.block)
+        delivery.note_imports(team, chain.from_iterable(loaded))
         for shared in new:
             shared.use_rank_stream(team.rank)
         team.registry.delivered.update(shared.number for shared in new)
         found = Bindings()
         for function in new_functions:
-            function.mark_distributed(delivered.settings, copies, found)
+            function.mark_distributed(delivered.settings, copies, imports, found)
         team.distributed = True
         team.threads.limit()
 
@@ -306,7 +308,7 @@ def _build_callable(team: Team, request: FunctionRequest) -> RankProgram:
 
 def _pack(
     session: _Session, new_functions: list[Function], new: list[Shared]
-) -> tuple[delivery.DeliverPrograms, Mapping[int, Any]]:
+) -> tuple[delivery.DeliverPrograms, Mapping[int, Any], delivery.Imports]:
     started: list[Function] = []
     try:
         return delivery.pack(session.team, _pieces(session.team, new_functions, new, started))

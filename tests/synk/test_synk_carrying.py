@@ -420,10 +420,49 @@ def test_a_module_that_was_reloaded_is_refused(tmp_path: Path, monkeypatch: pyte
             f = synk.function(module.double, "gather")
             synk.distribute()
             assert f(np.ones(3)).tolist() == [2] * 3
-        module = importlib.reload(module)
-        synk.function(module.double, "gather")
-        with pytest.raises(TypeError, match="edited was reloaded"):
-            synk.distribute()
+        by_module = synk.function(lambda x: module.double(x) + 0, "gather", name="by_module")
+        synk.distribute()
+        importlib.reload(module)
+        for function in (module.double, lambda x: module.double(x) + 0):
+            synk.function(function, "gather")
+            with pytest.raises(TypeError, match="edited was reloaded"):
+                synk.distribute()
+        with pytest.raises(RuntimeError, match="by_module: edited was reloaded after this function was"):
+            by_module(np.ones(3))
+        cloudpickle.register_pickle_by_value(module)
+        f = synk.function(module.double, "gather")
+        synk.distribute()
+        cloudpickle.unregister_pickle_by_value(module)
+        assert f(np.ones(3)).tolist() == [2] * 3
+
+
+def test_a_module_that_is_reloaded_after_a_callable_named_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks have its former version, though no function of it went to them by itself."""
+    for name, imported in (("within", ""), ("above", "import within\n"), ("imported_late", "")):
+        text = "def double(x):\n    return 2 * x\n"
+        (tmp_path / f"{name}.py").write_text(imported + text + "def twice(x):\n    return within.double(x)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    above, late = importlib.import_module("above"), importlib.import_module("imported_late")
+
+    def import_late(x: torch.Tensor) -> torch.Tensor:
+        import imported_late
+
+        return cast(torch.Tensor, imported_late.double(x))
+
+    with team(2):
+        f = synk.function(lambda x: above.double(x) + 0, "gather")
+        synk.distribute()
+        synk.function(import_late, "gather")
+        synk.distribute()
+        for module in (above.within, late):
+            importlib.reload(module)
+        assert f(np.ones(3)).tolist() == [2] * 3, "it does not use these"
+        for function, name in ((above.twice, "within"), (import_late, "imported_late")):
+            synk.function(function, "gather")
+            with pytest.raises(TypeError, match=f"{name} was reloaded"):
+                synk.distribute()
 
 
 def test_a_program_may_change_its_directory_and_cache_results(tmp_path: Path) -> None:
