@@ -84,6 +84,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduce_storage(obj)
         if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ in _PROGRAM:
             return _cached, (obj.__wrapped__, obj.cache_parameters())
+        if isinstance(obj, functools.cached_property):  # has a lock
+            return _cached_property, (type(obj), obj.func, obj.attrname)
         if isinstance(obj, ModuleType):  # cloudpickle knows the type itself, not torch.backends' own classes
             self._check_import(obj.__name__)
             return self.dispatch_table[ModuleType](obj)
@@ -326,6 +328,12 @@ def _same(obj: Any) -> Any:
 
 def _cached(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
+
+
+def _cached_property(kind: type[functools.cached_property[Any]], function: Any, name: str | None) -> Any:
+    made = kind(function)
+    made.attrname = name
+    return made
 
 
 def unpack(context: RankContext, pickles: ArrayLocation, buffers: tuple[ArrayLocation, ...]) -> Iterator[Any]:

@@ -477,10 +477,16 @@ def test_a_program_may_change_its_directory_and_cache_results(tmp_path: Path) ->
     def factorial(n):
         return n * factorial(n - 1) if n else 1
 
+    class Scale:
+        @functools.cached_property
+        def factor(self):
+            return factorial(3)
+
+    scale = Scale()
     synk.fork(2)
     os.chdir("inside")
     import own_module
-    f = synk.function(lambda x: own_module.double(x) * factorial(3), "gather")
+    f = synk.function(lambda x: own_module.double(x) * scale.factor, "gather")
     synk.distribute()
     print(f(np.ones(4)).tolist())
     """
