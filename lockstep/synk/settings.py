@@ -90,6 +90,19 @@ class _SharedTensorSettings:
     requires_grad: bool
 
 
+@dataclass(frozen=True)
+class PackedSettings:
+    """The settings of a group of objects, as a call sends them.
+
+    Attributes:
+        group: Number of the group.
+        packed: The settings, pickled; empty for those of the group's last call.
+    """
+
+    group: int
+    packed: bytes
+
+
 @dataclass
 class _Delivered:
     """A module, an optimizer or a shared tensor that the ranks have copies of.
@@ -123,17 +136,15 @@ class _Delivered:
             return _ids(self.thing.param_groups) == self.ids
         return not any(_has_other_parameters(now, had) for now, had in self.places if now or had)
 
-    def read(self, is_called: bool) -> _ModuleSettings | _OptimizerSettings | _SharedTensorSettings | None:
-        """Return the settings of the copies. The call of another group needs no optimizer's state."""
+    def read(self) -> _ModuleSettings | _OptimizerSettings | _SharedTensorSettings:
+        """Return the settings for the copies, which fit."""
         if is_tensor(self.thing):
             return _SharedTensorSettings(self.thing.requires_grad)
         if not is_optimizer(self.thing):
             own = self.thing._parameters.items()
             frozen = tuple(name for name, p in own if p is not None and not p.requires_grad)
             return _ModuleSettings(bool(self.thing.training), frozen)
-        if not self.fits:
-            return None
-        replaced = is_called and self.thing.state is not self.state
+        replaced = self.thing.state is not self.state
         return _OptimizerSettings(
             groups=[dict(_hyperparameters(group)) for group in self.thing.param_groups],
             state=_to_cpu(self.thing.state_dict()["state"]) if replaced else None,
@@ -148,9 +159,8 @@ class Settings:
 
     def __init__(self) -> None:
         self._groups: dict[int, list[_Delivered]] = {}
-        self._called = 0  # the group of the last `capture`
-        self._sent: bytes | None = None  # the settings of the last `capture`, pickled
-        self._delivered: bytes | None = None  # those that all ranks have
+        self._sent: dict[int, bytes] = {}  # the settings of each group's last `capture`, pickled
+        self._delivered: dict[int, bytes] = {}  # those that all ranks have
         self._received: dict[int, list[Any]] = {}  # on a worker
 
     def add(
@@ -160,74 +170,70 @@ class Settings:
         with_shared = _ids_of_modules(objects, is_shared)
         self._groups[number] = [_Delivered.make(thing, id(thing) in with_shared) for thing in objects]
 
-    def capture(self, number: int) -> bytes | None:
+    def capture(self, number: int) -> PackedSettings | None:
         """Return the settings that a call must send to the workers, for `apply`.
 
         Args:
-            number: Group of the function that is called; 0 if it has none.
+            number: Group of the function that is called; 0 if it has none. Calls of other groups send theirs.
 
         Returns:
-            The settings; no bytes if the workers have received them, None if no object has any.
+            The group's settings; None if it has no objects.
 
         Raises:
             ValueError: The parameters of an optimizer in this group, or their groups, have changed, or the
                 program has added, replaced or removed parameters of a shared module, or a layer that has
                 some.
         """
-        if not self._groups:
+        called = self._groups.get(number)
+        if not called:
             return None
-        called = self._groups.get(number, [])
         _check_fit(called)
-        states = {
-            each: [entry.read(each == number) for entry in group] for each, group in self._groups.items()
-        }
-        self._called = number
-        self._mark_changed({id(entry.thing) for entry in called if is_optimizer(entry.thing)})
+        states = [entry.read() for entry in called]
+        self._mark_changed(number, {id(entry.thing) for entry in called if is_optimizer(entry.thing)})
         try:
-            self._sent = pickle.dumps(states)
+            self._sent[number] = pickle.dumps(states)
         except Exception:  # a function in a group of parameters, for instance
-            self._sent = cloudpickle.dumps(states)
+            self._sent[number] = cloudpickle.dumps(states)
         # A state that is loaded twice, an empty one for instance, has changed on the ranks in between.
-        if self._sent == self._delivered and not any(map(_has_state, chain(*states.values()))):
-            return b""
-        self._delivered = None  # until `confirm`: a call that fails may have brought them to some ranks
+        if self._sent[number] == self._delivered.get(number) and not any(map(_has_state, states)):
+            return PackedSettings(number, b"")
+        self._delivered.pop(number, None)  # until `confirm`: a call that fails may have brought them to some
         # With the classes of the program, which workers can't import.
-        packed: bytes = cloudpickle.dumps(states)
-        return packed
+        return PackedSettings(number, cloudpickle.dumps(states))
 
-    def confirm(self, packed: bytes | None) -> None:
+    def confirm(self, settings: PackedSettings | None) -> None:
         """Record that all ranks have received these settings."""
-        if not packed:
+        if settings is None or not settings.packed:
             return
-        self._delivered = self._sent
-        for entry in self._groups.get(self._called, []):
+        self._delivered[settings.group] = self._sent[settings.group]
+        for entry in self._groups[settings.group]:
             if is_optimizer(entry.thing):
                 entry.state = entry.thing.state
 
-    def _mark_changed(self, optimizers: set[int]) -> None:
-        """Let other groups that have these optimizers get their state with the next call."""
-        for number, group in self._groups.items():
-            for entry in group if number != self._called else ():
+    def _mark_changed(self, called: int, optimizers: set[int]) -> None:
+        """Let groups other than the called one that have these optimizers get their state with a call."""
+        for number, group in self._groups.items() if optimizers else ():
+            for entry in group if number != called else ():
                 if id(entry.thing) in optimizers:
                     entry.state = None
 
-    def apply(self, packed: bytes) -> None:
-        """Give this worker's objects the caller's settings, which a callable may have changed since.
+    def apply(self, settings: PackedSettings) -> None:
+        """Give this worker's objects of a group the settings, which a callable may have changed since.
 
         Args:
-            packed: From `capture`; empty for the settings of the last call.
+            settings: From `capture`.
         """
+        number, packed = settings.group, settings.packed
         if packed:
-            self._received = pickle.loads(packed)
-        for number, states in self._received.items():
-            for entry, state in zip(self._groups.get(number, []), states, strict=False):
-                if isinstance(state, _OptimizerSettings):
-                    _apply_to_optimizer(entry.thing, state, with_state=bool(packed))
-                elif isinstance(state, _SharedTensorSettings):
-                    if entry.thing.requires_grad is not state.requires_grad:
-                        entry.thing.requires_grad_(state.requires_grad)
-                elif state is not None:
-                    _apply_to_module(entry.thing, state)
+            self._received[number] = pickle.loads(packed)
+        for entry, state in zip(self._groups[number], self._received[number], strict=True):
+            if isinstance(state, _OptimizerSettings):
+                _apply_to_optimizer(entry.thing, state, with_state=bool(packed))
+            elif isinstance(state, _SharedTensorSettings):
+                if entry.thing.requires_grad is not state.requires_grad:
+                    entry.thing.requires_grad_(state.requires_grad)
+            else:
+                _apply_to_module(entry.thing, state)
 
 
 def _check_fit(group: list[_Delivered]) -> None:

@@ -430,3 +430,36 @@ def test_an_attribute_of_an_optimizer_that_cannot_go_over_is_named(ranks: int) -
         TypeError, match=r"'optimizer', which it uses, can't go to the ranks: TypeError: [^:]*$"
     ):
         synk.distribute()
+
+
+class Watched(torch.nn.Module):
+    """A module that counts how often its training mode is read."""
+
+    n_read = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "training":
+            Watched.n_read += 1
+        return super().__getattribute__(name)
+
+
+def test_a_call_sends_the_settings_of_its_own_distribute(ranks: int) -> None:
+    """A program that distributes often, as a notebook does, would make all calls slow otherwise."""
+    net = Watched()
+
+    def is_training(x: torch.Tensor) -> torch.Tensor:
+        return x * net.training
+
+    first = synk.function(is_training, "gather")
+    synk.distribute()
+    second = synk.function(is_training, "gather")
+    synk.distribute()
+    for mode in (False, True, True, False):
+        net.train(mode)
+        for f in (second, first):
+            assert f(np.ones(6)).tolist() == [mode] * 6
+    other = synk.function(lambda x: x.sum(), "sum")
+    synk.distribute()
+    before = Watched.n_read
+    assert other(np.ones(6)) == 6
+    assert Watched.n_read == before
