@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from lockstep.runs import checkpoint
 
 _PICKLED = (".pth", ".pt", ".bin", ".tar", ".ckpt")
 _CODE = re.compile(r"GLOBAL (\S+)")  # in torch's error: the name that the file would have imported
+# The first bytes of torch.save's files: of a zip, and of the format before 2020.
+_BEGINNINGS = b"PK", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 _WRAPPERS = ("state_dict", "model")  # keys under which training scripts save the weights
 
 
@@ -39,6 +42,11 @@ def _unpickle(path: Path) -> Any:
     except Exception as error:  # torch raises many types for a file of another format
         text = " ".join(str(error).split())
         code = _CODE.search(text) if isinstance(error, pickle.UnpicklingError) else None
+        if not code and not _is_by_torch(path):
+            raise UserError(
+                f"{path}: is not a whole file of weights: torch.save has not written it; perhaps pickle.dump "
+                "has. If you trust it, load it in your own program and save its state dict with torch.save"
+            ) from error
         if not code:
             raise UserError(f"{path}: is not a whole file of weights: {text}") from error
         raise UserError(
@@ -53,6 +61,15 @@ def _check_stored(path: Path) -> None:
         with zipfile.ZipFile(path) as packed:
             if any(member.compress_type != zipfile.ZIP_STORED for member in packed.infolist()):
                 raise ValueError("it is a compressed zip, which torch.save does not make")
+
+
+def _is_by_torch(path: Path) -> bool:
+    """Return whether a file begins as torch.save's, or may be one of its tars from before 2017."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(16).startswith(_BEGINNINGS) or tarfile.is_tarfile(path)
+    except OSError:  # torch's error says so
+        return True
 
 
 def _tensors_of(path: Path, loaded: Any) -> dict[str, torch.Tensor]:

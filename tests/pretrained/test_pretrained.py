@@ -212,7 +212,12 @@ def test_a_whole_module_is_refused_by_its_class(tmp_path: Path) -> None:
         ("net.pth", b"some text", "is not a whole file of weights"),
         ("net.safetensors", b"\xff" * 100, "is not a whole safetensors file"),
         ("net.caffemodel", b"", "not '.caffemodel'"),
-        ("net.pth", pickle.dumps([1, 2], protocol=2), "is not a whole file of weights"),
+        (
+            "net.pth",
+            pickle.dumps([1, 2], protocol=2),
+            "torch.save has not written it; perhaps pickle.dump has. If",
+        ),
+        ("net.pth", pickle.dumps({"fc.weight": [1.0]}), "program and save its state dict with torch.save"),
     ],
 )
 def test_files_that_hold_something_else(tmp_path: Path, name: str, content: bytes, message: str) -> None:
