@@ -44,6 +44,11 @@ from lockstep.runs.network_source import changed_source, keep_source
 from lockstep.runs.receipts import NAME as RECEIPTS
 from lockstep.runs.state import Checkpoint
 
+# What to do if a run stopped within an epoch of another dataset: of a folder, and of Python objects.
+_SAME_DATA = (
+    "Set data_folder to that dataset, or load_epoch to a complete epoch.",
+    "Give the datasets of that run (train_data and val_data, or data), or load_epoch of a complete epoch.",
+)
 _LOCK_SECONDS = 0.1  # between two looks at another run's lock
 # Keys that may differ between a run and its resumption without a note.
 _FREE_KEYS = {"resume_train", "load_epoch", "run_name", "weights_dir", "n_epochs"}
@@ -95,6 +100,7 @@ def open_run(config: Config, n_train: int, dataset: str = "", class_names: Seque
     start, notes = find_checkpoint(folder, config.load_epoch)
     notes += _check_same_run(config, n_train, start) + _check_same_dataset(config, dataset, start)
     if description := read_description(folder):
+        _check_same_number(config, class_names, description, folder)
         check_same_classes(class_names, config.data or config.data_folder, description, folder)
     if changed := changed_source(folder, config.model):
         notes.append(f"{changed}; the run continues with the changed file")
@@ -306,9 +312,13 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
         refused |= {"shuffle", "shuffle_block", "sampler"}
         if n_train != state.n_samples:
             raise UserError(
-                f"{start.path}: stopped in an epoch of {state.n_samples} images, not of {n_train}"
+                f"{start.path}: stopped in an epoch of {state.n_samples} images, not of {n_train}: "
+                f"{config.data or config.data_folder} is not the dataset that the run trained on. "
+                + _SAME_DATA[config.data is not None]
             )
     notes = []
+    if n_train != state.n_samples:
+        notes.append(f"the dataset has {n_train:,} training images now, {state.n_samples:,} before")
     if spans_run(config) and config.n_epochs != then["n_epochs"]:
         notes.append(
             f"the learning rate falls over n_epochs: {config.n_epochs} now, {then['n_epochs']} before"
@@ -320,6 +330,18 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
         if now[key] != was:
             notes.append(f"{key} is {now[key]} now, was {was} before{_effect_of(key, now, then)}")
     return notes
+
+
+def _check_same_number(
+    config: Config, class_names: Sequence[str], description: Description, folder: Path
+) -> None:
+    """Raise UserError if a dataset has another number of classes than the run; () checks none."""
+    if class_names and len(class_names) != description.n_classes:
+        raise UserError(
+            f"{config.data or config.data_folder}: has {len(class_names)} classes, and the training data of "
+            f"{folder} had {description.n_classes}. Give data with as many classes, or begin a new run with "
+            f"pretrained={folder} new_head=true."
+        )
 
 
 def _effect_of(key: str, now: dict[str, Any], then: dict[str, Any]) -> str:
@@ -336,8 +358,8 @@ def _check_same_dataset(config: Config, dataset: str, start: Checkpoint) -> list
     state, notes = start.state, notes_on_dataset(config, dataset, start)
     if notes and 0 < state.position < state.n_samples:
         raise UserError(
-            f"{notes[0]}, which stopped within epoch {state.epoch} ({start.path}): "
-            "set data_folder to that dataset, or load_epoch to a complete epoch"
+            f"{notes[0]}, which stopped within epoch {state.epoch} ({start.path}). "
+            + _SAME_DATA[config.data is not None]
         )
     return notes
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import Program, make_config, wait_until
@@ -24,6 +25,7 @@ from saved import assert_same, tensors
 
 from lockstep.comm.group import World
 from lockstep.comm.messages import Saved
+from lockstep.data.description import Description, write_description
 from lockstep.errors import UserError
 from lockstep.files import checksum
 from lockstep.launch.attempts import Attempt, next_attempt
@@ -508,13 +510,54 @@ def test_resuming_on_another_dataset_is_refused_within_an_epoch(
     config = make_config(**keys, resume_train=True)
     differs = {before, now} == {"a", "b"}
     if differs and position == 32:
-        with pytest.raises(UserError, match=r"holds another dataset than .* within epoch 1 .*: set data_fol"):
+        with pytest.raises(
+            UserError, match=r"holds another dataset than .* within epoch 1 .*\. Set data_fol"
+        ):
             open_run(config, 90, now)
         return
     run = open_run(config, 90, now)
     run.lock.close()
     assert run.start and run.start.state.dataset == before
     assert ["holds another dataset" in notice for notice in run.notes] == [True] * differs
+
+
+@pytest.mark.parametrize("position", [32, 90])
+@pytest.mark.parametrize(
+    ("keys", "cure"),
+    [({"data_folder": "mine"}, "Set data_folder to"), ({"data": "caller:datasets"}, "Give the datasets of")],
+)
+def test_resuming_on_more_images_names_both_numbers(
+    tmp_path: Path, position: int, keys: dict[str, str], cure: str
+) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    config = make_config(weights_dir=str(tmp_path), run_name="run", n_epochs=3, resume_train=True, **keys)
+    record = [{"epoch": 1, "error_top1": 0.5}] * (position // 90)
+    state = State.now(1, position, 90, 0.1, record, 1, config, "a")
+    checkpoint.save(folder, {"weights/a": torch.zeros(3)}, state)
+    if position == 32:
+        name = next(iter(keys.values()))
+        with pytest.raises(UserError, match=rf"epoch of 90 images, not of 1200: {name} is not .*\. {cure}"):
+            open_run(config, 1200, "b")
+        return
+    run = open_run(config, 1200, "b")
+    run.lock.close()
+    assert run.notes[0] == "the dataset has 1,200 training images now, 90 before"
+
+
+def test_resuming_on_fewer_classes_names_both_numbers(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    config = make_config(weights_dir=str(tmp_path), run_name="run", n_epochs=3, resume_train=True)
+    checkpoint.save(
+        folder,
+        {"weights/a": torch.zeros(3)},
+        State.now(1, 90, 90, 0.1, [{"epoch": 1, "error_top1": 0.5}], 1, config, ""),
+    )
+    mean = np.zeros((2, 2, 3), np.float32)
+    write_description(folder, Description(("cat", "dog", "emu"), mean, "crop", "apply"))
+    with pytest.raises(UserError, match=r"has 2 classes, .*run had 3\. Give data with as many classes, or"):
+        open_run(config, 90, "", ("cat", "dog"))
 
 
 def test_an_older_checkpoint_without_its_dataset_is_opened(tmp_path: Path) -> None:
