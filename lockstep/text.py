@@ -25,6 +25,11 @@ def one_line(text: str) -> str:
     return "".join(repr(each)[1:-1] if each.splitlines() == [""] else each for each in text)
 
 
+def as_name(text: str) -> str:
+    """Return the name of a class as one line that UTF-8 can store: folders may have any names."""
+    return one_line(as_valid(text))
+
+
 def escape_when_printing() -> None:
     """Have stdout and stderr print an escape for each character that the terminal's encoding lacks."""
     for stream in (sys.stdout, sys.stderr):

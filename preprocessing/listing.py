@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lockstep.config.tasks import Task
 from lockstep.errors import UserError
-from lockstep.text import as_valid, one_line
+from lockstep.text import as_name, one_line
 
 LEFT_OUT_LIST = "misc/left_out.txt"
 _SYSTEM_FOLDERS = {"$RECYCLE.BIN", "@eaDir", "System Volume Information", "__MACOSX", "lost+found"}
@@ -54,7 +54,8 @@ class Listing:
     """The images and classes of a dataset.
 
     Attributes:
-        classes: The classes; a label is an index into them. Bytes that are not UTF-8 become escapes.
+        classes: The classes; a label is an index into them. Line breaks, and bytes that are not UTF-8, become
+            escapes.
         class_names: A readable name for each class, likewise.
         left_out: Files and folders of the source that are not part of the dataset.
         task: Whether labels are a class of each image or any number of them.
@@ -69,7 +70,7 @@ class Listing:
 
     def __post_init__(self) -> None:
         for key in ("classes", "class_names"):
-            object.__setattr__(self, key, [as_valid(name) for name in getattr(self, key)])
+            object.__setattr__(self, key, [as_name(name) for name in getattr(self, key)])
 
 
 def classes_of(label: Label) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from lockstep.text import one_line
 from preprocessing.listing import Listing, SourceImage, classes_of
 
 _N_CLASSES = 8  # classes to name with their numbers; of more, the largest and the smallest
@@ -71,4 +72,7 @@ def extent_line(shapes: Iterable[tuple[str, tuple[int, int]]]) -> str:
     """
     by_size = sorted(shapes, key=lambda item: item[1][0] * item[1][1])
     (least, small), (most, large) = by_size[0], by_size[-1]
-    return f"smallest image: {small[1]} x {small[0]} ({least}), largest: {large[1]} x {large[0]} ({most})"
+    names = one_line(least), one_line(most)
+    return (
+        f"smallest image: {small[1]} x {small[0]} ({names[0]}), largest: {large[1]} x {large[0]} ({names[1]})"
+    )

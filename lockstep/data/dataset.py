@@ -30,7 +30,7 @@ from lockstep.data.split import Split as Split
 from lockstep.data.survey import Survey, current_survey
 from lockstep.errors import UserError
 from lockstep.files import read_array, refusing_unusable_paths
-from lockstep.text import as_valid
+from lockstep.text import as_name
 
 _LARGEST_IMAGE = 300_000_000  # bytes, the limit of preprocessing/images.py
 
@@ -63,7 +63,7 @@ class Dataset:
         """One name per class; its number if it has no name."""
         source = self.survey or self.manifest
         names = source.class_names[: self.n_classes] if source else ()
-        return (*map(as_valid, names), *map(str, range(len(names), self.n_classes)))
+        return (*map(as_name, names), *map(str, range(len(names), self.n_classes)))
 
     @property
     def digest(self) -> str:

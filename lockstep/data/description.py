@@ -13,7 +13,7 @@ import numpy as np
 from lockstep.data.manifest import ORIENTATIONS, RESIZES, Orientation, Resize
 from lockstep.errors import UserError
 from lockstep.files import read_array, write_array, write_text
-from lockstep.text import as_valid
+from lockstep.text import as_name
 
 NAME, MEAN_NAME = "dataset.json", "dataset_mean.npy"
 
@@ -61,7 +61,7 @@ def read_description(folder: Path) -> Description | None:
             raise ValueError("orientation")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: can't be used: {error}. Remove it to read the dataset itself.") from error
-    return Description(tuple(map(as_valid, names)), _read_mean(folder / MEAN_NAME), resize, orientation)
+    return Description(tuple(map(as_name, names)), _read_mean(folder / MEAN_NAME), resize, orientation)
 
 
 def check_same_classes(names: Sequence[str], data: str, description: Description, run: Path) -> None:

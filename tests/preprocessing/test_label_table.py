@@ -11,6 +11,7 @@ from own_folders import write_classes
 
 from lockstep.data.dataset import Dataset, open_dataset
 from lockstep.data.description import read_description, write_description
+from lockstep.data.manifest import read_manifest
 from lockstep.errors import UserError
 from preprocessing import inspect_data, make_hkl, own_images
 from preprocessing.caffe_lists import read_names
@@ -143,6 +144,20 @@ def test_class_names_that_are_not_utf8_are_stored_with_escapes(tmp_path: Path) -
         write_description(tmp_path, dataset.description)
         found = read_description(tmp_path)
         assert found and found.class_names == dataset.class_names
+
+
+def test_line_breaks_in_class_names_become_escapes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Lists on the screen, and the classes of `predict`, have a line for each class."""
+    folders = write_classes(tmp_path / "folders", {"cat": 9, "dog": 9})
+    os.rename(folders / "cat", folders / "c\nat")
+    dataset = opened(convert(folders, task="classify"), task="classify")
+    assert dataset.class_names == ("c\\nat", "dog")
+    shown = capfd.readouterr().out
+    assert "images by class: c\\nat 9, dog 9\n" in shown and "c\nat" not in shown
+    manifest = dataset.manifest.path
+    manifest.write_text(manifest.read_text().replace("c\\\\nat", "c\\nat"))  # of an earlier version
+    assert read_manifest(manifest.parent).class_names == ("c\nat", "dog")
+    assert opened(manifest.parent, task="classify").class_names == ("c\\nat", "dog")
 
 
 def test_class_names_of_an_earlier_version_are_shown_with_escapes(tmp_path: Path) -> None:
