@@ -105,6 +105,7 @@ def verify(arguments: argparse.Namespace, interrupts: Interrupts) -> dict[str, A
     found: dict[str, Any] = {"run": str(folder), "receipts": len(receipts), "problems": problems}
     found |= {"notes": [], "replays": []}
     if receipts:
+        found["last_step"] = receipts[-1].step
         problems += files.check_config(folder, receipts)
         problems += files.check_states(receipts)
         config = read_config(folder, arguments.overrides, problems)
@@ -319,8 +320,9 @@ def report(folder: Path, found: dict[str, Any]) -> None:
         show(f"NOT AS RECORDED: {problem}", "stdout")
     n_replayed = sum(each["to"] - each["from"] for each in found["replays"])
     replayed = f", {n_replayed} steps computed again" if found["replays"] else ""
+    reach = f" up to step {found['last_step']}" if "last_step" in found else ""
     verdict = "verified" if found["verified"] else f"not verified: {len(found['problems'])} problem(s)"
-    show(f"{folder}: {verdict}; {found['receipts']} receipts{replayed}", "stdout")
+    show(f"{folder}: {verdict}; {found['receipts']} receipts{reach}{replayed}", "stdout")
 
 
 if __name__ == "__main__":

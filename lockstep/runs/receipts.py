@@ -191,12 +191,15 @@ def read(folder: Path) -> tuple[list[Receipt], list[str]]:
         text = path.read_bytes().decode("utf-8", errors="replace")
     except FileNotFoundError:
         raise UserError(
-            f"{folder}: has no receipts, so it can't be verified. Runs with logical_ranks keep them."
+            f"{folder}: has no receipts, so it can't be verified. Runs with logical_ranks keep them "
+            f"in {NAME}."
         ) from None
     except OSError as error:
         raise UserError(f"{path}: can't be read: {error.strerror}") from error
     if not text:
-        raise UserError(f"{path}: is empty: the run has not begun, so there is nothing to verify.")
+        raise UserError(
+            f"{path}: is empty: the run has not begun, or its receipts were removed. Nothing can be verified."
+        )
     found: list[Receipt] = []
     problems: list[str] = []
     for number, line in enumerate(text.removesuffix("\n").split("\n")):

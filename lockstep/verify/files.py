@@ -11,6 +11,7 @@ from lockstep.data.manifest import NAME, differing, read_manifest
 from lockstep.errors import UserError
 from lockstep.files import checksum
 from lockstep.runs.checkpoint_files import read_state, records, verify_checksum
+from lockstep.runs.receipts import NAME as RECEIPTS
 from lockstep.runs.receipts import Receipt, digest_of_config, digests_of_data
 from lockstep.runs.retention import is_regular
 
@@ -127,7 +128,10 @@ def _check_without_receipt(record: Path, first: Receipt, notes: list[str]) -> It
         path = record.with_suffix(".safetensors")
         notes.append(f"{path}: is older than the receipts. Only its own checksum was checked, which is right")
     else:
-        yield f"{record}: has no receipt. A run that was killed while it saved this adds one when it resumes"
+        yield (
+            f"{record}: has no receipt. A run that was killed while it saved this adds one when it resumes. "
+            f"Otherwise {RECEIPTS} lacks receipts at its end, or this part of the run had no logical_ranks"
+        )
 
 
 def check_states(receipts: Sequence[Receipt]) -> Iterator[str]:

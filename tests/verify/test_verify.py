@@ -195,10 +195,16 @@ def test_what_cant_be_verified_says_what_to_do(copied: tuple[Path, Path], tmp_pa
     moved = data.with_name("moved")
     assert "Name the folder: data_folder=FOLDER" in call(folder, f"data_folder={moved}", code=2)
     data.rename(moved)
-    assert ": verified; " in call(folder, f"data_folder={moved}")
+    last_step = receipts.read(folder)[0][-1].step
+    shown = call(folder, f"data_folder={moved}")
+    assert ": verified; " in shown and f" receipts up to step {last_step}" in shown
     lines = (folder / receipts.NAME).read_text().splitlines(keepends=True)
     (folder / receipts.NAME).write_text(lines[0])
-    assert "has no receipt" in call(folder, code=1)
+    assert "has no receipt" in (text := call(folder, code=1))
+    assert "receipts.jsonl lacks receipts at its end" in text
+    (folder / receipts.NAME).write_text("")
+    assert "is empty: the run has not begun, or its receipts were removed" in call(folder, code=2)
+    (folder / receipts.NAME).write_text(lines[0])
     shutil.rmtree(folder / "checkpoints")
     (folder / "checkpoints").mkdir()
     assert "there is no interval between two receipts" in call(folder, "--replay", 1, code=2)
