@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from lockstep.exchange import Op
+from lockstep.synk import rows
 from lockstep.synk.context import RankContext
 
 if TYPE_CHECKING:
@@ -123,3 +124,19 @@ def memory_state(tensor: torch.Tensor) -> Any:
     if tensor.layout != torch.strided:  # a sparse gradient
         return version_of(tensor)
     return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def check_dtype(name: str, tensor: torch.Tensor, shared: torch.dtype) -> None:
+    """Raise ValueError if a tensor was cast after share(): the other ranks have it in the former dtype."""
+    if tensor.dtype != shared:
+        raise ValueError(
+            f"{name}: a tensor of shape {tuple(tensor.shape)} is {tensor.dtype} now, and was {shared} at "
+            "share(). Cast modules and tensors before share()"
+        )
+
+
+def choose_rows(tensor: torch.Tensor, choice: rows.Choice) -> torch.Tensor:
+    """Return the chosen rows of a tensor: a view for a slice, a copy for row numbers."""
+    if isinstance(choice, slice):
+        return tensor[choice]
+    return tensor.index_select(0, torch.from_numpy(np.ascontiguousarray(choice)).to(tensor.device))

@@ -15,7 +15,15 @@ from lockstep.synk import rows
 from lockstep.synk.blocks import BlockTable
 from lockstep.synk.context import RankContext
 from lockstep.synk.shareds import Shared
-from lockstep.synk.storage import DeviceStorage, HostStorage, SharedStorage, make_storage, memory_state
+from lockstep.synk.storage import (
+    DeviceStorage,
+    HostStorage,
+    SharedStorage,
+    check_dtype,
+    choose_rows,
+    make_storage,
+    memory_state,
+)
 
 
 @dataclass(frozen=True)
@@ -140,7 +148,7 @@ class SharedTensor(TensorShared):
         if isinstance(self.storage, HostStorage):
             super().select_rows(saved, choice)
         else:
-            self.storage.run(lambda: self._point_to(_chosen(saved, choice)))
+            self.storage.run(lambda: self._point_to(choose_rows(saved, choice)))
 
     def restore(self, saved: Any) -> None:
         if isinstance(self.storage, HostStorage):
@@ -431,17 +439,27 @@ class SharedGradients(_FlatVector):
             param.grad = part
 
     def _collect(self) -> None:
-        for param, part in zip(self.params, self._cut(), strict=True):
+        pairs = list(zip(self.params, self._cut(), strict=True))
+        for (param, part), value in zip(pairs, [self._moved(*pair) for pair in pairs], strict=True):
             if param.grad is None:
                 part.zero_()
-            elif param.grad.layout != torch.strided:
-                raise TypeError(
-                    f"{self.name}: a gradient of shape {tuple(param.shape)} is sparse, and a vector of "
-                    "gradients is dense. Make the module with sparse=False"
-                )
-            elif param.grad.data_ptr() != part.data_ptr() or not param.grad.is_contiguous():
-                part.copy_(param.grad.detach().contiguous())  # it may be a transposed part, or have a graph
+            elif value is not None:
+                part.copy_(value.contiguous())
                 param.grad = part
+
+    def _moved(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient of a parameter if it is not its part; a copy if it is the part of another."""
+        if (grad := param.grad) is None:
+            return None
+        if grad.layout != torch.strided:
+            raise TypeError(
+                f"{self.name}: a gradient of shape {tuple(param.shape)} is sparse, and a vector of "
+                "gradients is dense. Make the module with sparse=False"
+            )
+        if grad.data_ptr() == part.data_ptr() and grad.is_contiguous():  # not a transposed part
+            return None
+        is_inside = 0 <= grad.data_ptr() - self._flat.data_ptr() < self._flat.nbytes
+        return grad.detach().clone() if is_inside else grad.detach()
 
 
 def _put_in(param: torch.Tensor, part: torch.Tensor, value: torch.Tensor) -> None:
@@ -459,26 +477,11 @@ def _register(
         module._buffers[name] = param
 
 
-def check_dtype(name: str, tensor: torch.Tensor, shared: torch.dtype) -> None:
-    """Raise ValueError if a tensor was cast after share(): the other ranks have it in the former dtype."""
-    if tensor.dtype != shared:
-        raise ValueError(
-            f"{name}: a tensor of shape {tuple(tensor.shape)} is {tensor.dtype} now, and was {shared} at "
-            "share(). Cast modules and tensors before share()"
-        )
-
-
-def _chosen(tensor: torch.Tensor, choice: rows.Choice) -> torch.Tensor:
-    if isinstance(choice, slice):
-        return tensor[choice]
-    return tensor.index_select(0, torch.from_numpy(np.ascontiguousarray(choice)).to(tensor.device))
-
-
 @dataclass(frozen=True)
 class TensorDescription:
     """The description of a tensor from which a worker makes its copy."""
 
-    is_parameter: bool
+    kind: type[torch.Tensor]
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
@@ -487,14 +490,11 @@ class TensorDescription:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorDescription":
         """Return the description of a tensor."""
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        return cls(is_parameter, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        return cls(type(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def make(self) -> torch.Tensor:
         """Return a tensor of zeros."""
-        tensor = torch.zeros(self.shape, dtype=self.dtype)
-        if self.is_parameter:
-            tensor = torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
-        tensor.requires_grad_(self.requires_grad)
+        zeros = torch.zeros(self.shape, dtype=self.dtype)
+        tensor = torch.Tensor._make_subclass(self.kind, zeros, self.requires_grad)
         tensor.grad = self.grad
         return tensor

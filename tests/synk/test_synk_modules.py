@@ -463,3 +463,47 @@ def test_a_call_sends_the_settings_of_its_own_distribute(ranks: int) -> None:
     before = Watched.n_read
     assert other(np.ones(6)) == 6
     assert Watched.n_read == before
+
+
+def test_gradients_that_a_callable_swaps_keep_their_values(ranks: int) -> None:
+    """Each lies in the part of the vector that the other one gets."""
+    net = synk.share(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).to(torch.float64))
+
+    def compute(x: torch.Tensor) -> None:
+        net.zero_grad()
+        net(x).square().sum().backward()
+
+    def swap() -> None:
+        first, second = net[0], net[1]
+        first.weight.grad, second.weight.grad = second.weight.grad, first.weight.grad
+        first.bias.grad, second.bias.grad = None, first.bias.grad
+
+    gradients = synk.grads(net)
+    f, g = synk.function(compute, None, updates=[gradients]), synk.function(swap, None, updates=[gradients])
+    synk.distribute()
+    f(np.ones((6, 3)))
+    synk.all_reduce(gradients, "sum")
+    values = np.split(synk.get_value(0, gradients), [9, 12, 21])
+    g()
+    found = synk.gather(gradients)
+    assert (found == np.concatenate([values[2], 0 * values[1], values[0], values[1]])).all()
+
+
+class Doubled(torch.nn.Parameter):
+    """A parameter that is doubled where it is used."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        return 2 * result if function is torch.nn.functional.linear else result
+
+
+def test_ranks_have_parameters_of_the_class_that_the_program_gave_them(ranks: int) -> None:
+    net = make_net()
+    net[0].weight = Doubled(net[0].weight.data)
+    values = np.ones((6, 4))
+    expected = net(torch.from_numpy(values)).tolist()
+    f = synk.function(synk.share(net), "gather")
+    synk.distribute()
+    assert f(values).tolist() == expected
