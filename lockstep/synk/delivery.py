@@ -58,6 +58,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._shareable = _shareable_kinds()
         self.copies: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.used: set[int] = set()
+        self._checked: set[int] = set()  # the ids of modules, by `check_modules`
         self.imports: dict[str, tuple[ModuleType, Any]] = {}
 
     def persistent_id(self, obj: Any) -> tuple[int, int] | None:
@@ -151,6 +152,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif issubclass(type(obj), ModuleType):
             self._check_import(obj.__name__)
         return issubclass(type(obj), self._kinds) or self._registry.label(obj) is not None
+
+    def check_modules(self) -> None:
+        """Raise TypeError if pickling a module has left out a shared tensor: ranks would have another one."""
+        for obj in self._with_settings.values():
+            layers = [] if settings.is_optimizer(obj) or id(obj) in self._checked else obj.modules()
+            self._checked.add(id(obj))
+            for layer in layers:
+                for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+                    if id(tensor) not in self.used and self._registry.label(tensor) is not None:
+                        raise TypeError(
+                            f"the __reduce__ or __getstate__ of {type(obj).__name__} leaves out the shared "
+                            f"{name!r} of {type(layer).__name__}, and ranks would have another one. Remove "
+                            "the method, or let it keep the tensors"
+                        )
 
     def explain(self, error: BaseException) -> str:
         """Return the text of an error of `dump`, which names the attribute of an optimizer that caused it."""
@@ -264,6 +279,7 @@ def pack(
     for what, piece in pieces:
         try:
             pickler.dump(piece)
+            pickler.check_modules()
         except BaseException as error:  # whatever a user's __reduce__ raises
             name = pickler.find_cause(getattr(piece, "function", piece), error)
             used = f": {name!r}, which it uses," if name else ""

@@ -507,3 +507,25 @@ def test_ranks_have_parameters_of_the_class_that_the_program_gave_them(ranks: in
     f = synk.function(synk.share(net), "gather")
     synk.distribute()
     assert f(values).tolist() == expected
+
+
+class Rebuilt(torch.nn.Module):
+    """A network that is pickled without its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def __reduce__(self) -> Any:
+        return Rebuilt, ()
+
+
+def test_a_module_that_is_pickled_without_its_shared_parameters_is_refused(ranks: int) -> None:
+    net = synk.share(Rebuilt())
+    synk.function(lambda x: net.layer(x) + 1, "gather", name="rebuilding")
+    good = synk.function(lambda x: x.sum(), "sum")
+    message = r"'rebuilding'.*'net'.*__reduce__ or __getstate__ of Rebuilt .* 'weight' of Linear"
+    with pytest.raises(TypeError, match=message):
+        synk.distribute()
+    synk.distribute()
+    assert good(np.ones(6)) == 6
