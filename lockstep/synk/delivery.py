@@ -221,7 +221,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # whatever a user's __str__ raises
+        return type(error).__name__
 
 
 class _Unpickler(pickle.Unpickler):
@@ -281,7 +284,9 @@ def pack(
             pickler.dump(piece)
             pickler.check_modules()
         except BaseException as error:  # whatever a user's __reduce__ raises
-            name = pickler.find_cause(getattr(piece, "function", piece), error)
+            name = None
+            with suppress(Exception):  # whatever a user's object raises where it is asked for its class
+                name = pickler.find_cause(getattr(piece, "function", piece), error)
             used = f": {name!r}, which it uses," if name else ""
             raise TypeError(f"{what}{used} can't go to the ranks: {pickler.explain(error)}") from error
     number = 0
@@ -455,6 +460,6 @@ def _reduce_optimizer(obj: Any) -> Any:
     others = {
         name: value
         for name, value in vars(obj).items()
-        if not name.endswith("_hooks") and not hasattr(value, "_wrapped_by_lr_sched")
+        if not name.endswith("_hooks") and getattr(value, "_wrapped_by_lr_sched", False) is not True
     }
     return (*reduced[:2], {**others, **reduced[2]}, *reduced[3:])

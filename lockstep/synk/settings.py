@@ -280,7 +280,7 @@ def _restore_dtypes(loaded: Any, sent: Any) -> Any:
             loaded[key] = _restore_dtypes(loaded[key], sent[key])
     elif isinstance(sent, list | tuple):
         return type(sent)(map(_restore_dtypes, loaded, sent))
-    elif hasattr(sent, "data_ptr") and sent.dtype != loaded.dtype:
+    elif is_tensor(sent) and sent.dtype != loaded.dtype:
         return sent.to(loaded.device)
     return loaded
 
@@ -330,14 +330,14 @@ def _parameters(module: Any) -> Iterator[Any]:
 def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in group.items():
         if name != "params":
-            yield name, _TensorValue(value.tolist(), value.dtype) if hasattr(value, "data_ptr") else value
+            yield name, _TensorValue(value.tolist(), value.dtype) if is_tensor(value) else value
 
 
 def _to_cpu(value: Any) -> Any:
     """Return a state, a dictionary of dictionaries, with its tensors on the CPU."""
     if isinstance(value, dict):
         return {key: _to_cpu(entry) for key, entry in value.items()}
-    return value.cpu() if hasattr(value, "data_ptr") else value
+    return value.cpu() if is_tensor(value) else value
 
 
 def _write(groups: list[dict[str, Any]], states: list[dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
@@ -692,6 +693,18 @@ def test_an_imported_module_may_hold_a_dead_proxy(tmp_path: Path, monkeypatch: p
         f = synk.function(lambda x: doubling(x) if module.dead is not None else x, "gather")
         synk.distribute()
         assert f(np.ones(4)).tolist() == [2] * 4
+
+
+def test_a_dead_proxy_in_a_callable_is_refused_once() -> None:
+    """It raises ReferenceError wherever it is asked for its class."""
+    dead = weakref.proxy(set())
+    with team(2):
+        synk.function(lambda x: x if dead is None else 2 * x, "gather", name="with_proxy")
+        with pytest.raises(TypeError, match="'with_proxy': 'dead', which it uses, can't go to the ranks"):
+            synk.distribute()
+        f = synk.function(lambda x: x.sum(), "sum")
+        synk.distribute()
+        assert f(np.ones(4)) == 4
 
 
 PROXY = """

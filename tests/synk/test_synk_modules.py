@@ -529,3 +529,25 @@ def test_a_module_that_is_pickled_without_its_shared_parameters_is_refused(ranks
         synk.distribute()
     synk.distribute()
     assert good(np.ones(6)) == 6
+
+
+class Options(dict[str, Any]):
+    """Options that are attributes, too; it has None for every other attribute."""
+
+    __getattr__ = dict.get
+
+
+def test_an_optimizer_may_have_options_with_any_attribute(ranks: int) -> None:
+    """They are no tensor, though they have a `data_ptr`, and go to the ranks as other attributes do."""
+    net = synk.share(make_net())
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.options = optimizer.param_groups[0]["options"] = Options(factor=3)
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        return x * optimizer.options["factor"] * optimizer.param_groups[0]["options"]["factor"]
+
+    f = synk.function(compute, "gather")
+    synk.distribute()
+    for learning_rate in (0.1, 0.2):
+        optimizer.param_groups[0]["lr"] = learning_rate
+        assert f(np.ones(6)).tolist() == [9] * 6
