@@ -57,14 +57,14 @@ class Bindings:
 
 
 def check(found: list[Binding], what: str) -> None:
-    """Compare what bindings name now with what the other ranks have. A plain value warns once.
+    """Compare what bindings name now with what the other ranks have. Another value warns once.
 
     Args:
         found: From `Bindings.find`.
         what: The function, for the message.
 
     Raises:
-        ValueError: One of them names another module or optimizer than it did.
+        ValueError: One of them names another module, optimizer, function or class than it did.
     """
     for binding in found:
         value = binding.read()
@@ -92,20 +92,25 @@ def find_result(function: FunctionType) -> str | None:
 
 
 def _tell(binding: Binding, value: Any, what: str) -> None:
-    changed = f"{what}: {binding.name!r} is another {type(value).__name__} than at distribute()"
-    if issubclass(type(value), settings.kinds()):
-        raise ValueError(
-            f"{changed}, which the ranks lack. Create this function again, and call distribute()"
-        )
+    kind = type(value)
+    changed = f"{what}: {binding.name!r} is another {kind.__name__} than at distribute(), which other ranks"
+    again = "create this function again, and call distribute()"
+    if issubclass(kind, (*settings.kinds(), FunctionType, MethodType, type, ModuleType)):
+        raise ValueError(f"{changed} lack: {again}")
     if not binding.has_warned:
         binding.has_warned = True
-        former = "and the other ranks compute with the former. Pass it as an input"
-        warnings.warn(f"{changed}, {former}", stacklevel=5)
+        warnings.warn(f"{changed} have not seen: pass it as an input, or {again}", stacklevel=5)
 
 
 def _is_same(value: Any, former: Any) -> bool:
-    """Return whether two values are equal, if comparing them is safe."""
-    return type(value) is type(former) and type(value) in _PLAIN and bool(value == former)
+    """Return whether two values are equal, as those of a statement that is executed again."""
+    kind = type(value)
+    if kind is not type(former):
+        return False
+    if kind is FunctionType:
+        own = value.__closure__, value.__defaults__, value.__kwdefaults__
+        return bool(value.__code__ == former.__code__) and own == (None, None, None)
+    return kind in _PLAIN and bool(value == former)
 
 
 class _Search:

@@ -670,7 +670,7 @@ def test_plain_values_that_differ_on_the_other_ranks_warn_once(monkeypatch: pyte
     fitting.label = "".join(["fi", "rst"])
     f(x)
     fitting.scale = 2.0
-    with pytest.warns(UserWarning, match=r"'self\.scale' is another float .* Pass it as an input") as warned:
+    with pytest.warns(UserWarning, match=r"'self\.scale' is another float .*: pass it as an input") as warned:
         f(x)
     assert warned[0].filename == __file__
     f(x)
@@ -706,6 +706,24 @@ def test_a_layer_of_the_program_that_reads_another_value_warns() -> None:
     net[1] = torch.nn.GELU()
     with pytest.raises(ValueError, match=r"'net\.1' is another GELU"):
         f(x)
+
+
+def test_a_function_that_is_defined_again_is_refused_if_it_is_another_one() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def define() -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: 2 * x
+
+    helper = define()
+    f = synk.function(lambda x: helper(x).sum(), "sum")
+    synk.distribute()
+    assert f(np.ones(4)) == 8
+    helper = define()
+    assert f(np.ones(4)) == 8
+    helper = double
+    with pytest.raises(ValueError, match="'helper' is another function than at distribute"):
+        f(np.ones(4))
 
 
 def test_functions_of_one_distribute_share_what_they_change() -> None:
