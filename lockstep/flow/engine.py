@@ -197,12 +197,17 @@ class Engine:
         is_full = WORKER.lane is None and self._count_pending(number) >= self.run_ahead
         if is_full and not private.serves():
             graph.check_may_wait()
-            self._wait_until(lambda: self._count_pending(number) <= self._resume_at)
+            self._wait_until(lambda: self._count_own(number) <= self._resume_at)
         if self.closed:
             raise UserError("the engine is closed: nothing can be pushed any more")
 
     def _count_pending(self, number: int) -> int:
         return len(self.pending) + graph.count_submitted(number)
+
+    def _count_own(self, number: int) -> int:
+        """Return the pending operations without those of other engines, whose end would not wake a waiter."""
+        submitted = [s.operation for s in graph.submitted() if s.operation.number < number]
+        return len(self.pending) + sum(operation.engine is self for operation in submitted)
 
     def check_open(self, name: str) -> None:
         """Raise UserError if the engine was closed before a worker saw a submission."""

@@ -558,6 +558,17 @@ def test_run_ahead_bounds_what_is_pending() -> None:
     assert most[0] <= 22 and pending[0] == 0
 
 
+def test_a_push_does_not_wait_for_what_another_engine_has_not_begun() -> None:
+    """That engine's operations do not wake it, so it would look again after 0.2 s only."""
+    with flow.Engine(flow.cpus(1), run_ahead=1) as one, flow.Engine(flow.cpus(1), run_ahead=1) as two:
+        one.push(int).wait()
+        two.push(int).wait()
+        start = time.monotonic()
+        for number in range(100):
+            (one, two)[number % 2].push(int)
+        assert time.monotonic() - start < limit(2)  # 20 s, if each push waits
+
+
 @pytest.fixture
 def hears_ctrl_c() -> Iterator[None]:
     """Handle Ctrl-C even if a shell started the tests in the background, where it is ignored."""
