@@ -118,12 +118,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return *others, cells
 
     def _check_import(self, module: str) -> None:
-        """Raise TypeError if a module that ranks import was reloaded after they have imported it."""
-        if module not in sys.modules or imported.is_pickled(sys.modules[module]):
+        """Raise TypeError if a module of a user was reloaded after ranks have imported it."""
+        is_library = imported.is_library(module)  # its reload, e.g. of logging, brings no other code
+        if is_library or module not in sys.modules or imported.is_pickled(sys.modules[module]):
             return
         note_imports(self._team, [module])
-        if not imported.is_library(module):
-            self.imports[module] = sys.modules[module], _spec_of(sys.modules[module])
+        self.imports[module] = sys.modules[module], _spec_of(sys.modules[module])
         if self._team.imported[module] is not _spec_of(sys.modules[module]):
             raise TypeError(
                 f"{module} was reloaded, and ranks have imported its former version. Call close() and "

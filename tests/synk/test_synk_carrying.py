@@ -1,6 +1,7 @@
 """Delivery of functions to the ranks: deep graphs, loops, random streams, later functions; whole programs."""
 
 import importlib
+import json
 import os
 import random
 import subprocess
@@ -435,6 +436,16 @@ def test_a_module_that_was_reloaded_is_refused(tmp_path: Path, monkeypatch: pyte
         synk.distribute()
         cloudpickle.unregister_pickle_by_value(module)
         assert f(np.ones(3)).tolist() == [2] * 3
+
+
+def test_a_library_may_be_reloaded() -> None:
+    """It is the same code again. Notebooks reload logging, for instance, to configure it."""
+    with team(2):
+        for _ in range(2):
+            f = synk.function(lambda x: x * json.loads("3"), "gather")
+            synk.distribute()
+            importlib.reload(json)
+            assert f(np.ones(3)).tolist() == [3] * 3
 
 
 def test_a_module_that_is_reloaded_after_a_callable_named_it_is_refused(
