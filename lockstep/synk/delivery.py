@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -167,6 +168,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                             "the method, or let it keep the tensors"
                         )
 
+    def warn_of_unshared(self) -> None:
+        """Warn of parameters of optimizers that each rank would train by itself."""
+        for obj in filter(settings.is_optimizer, self._with_settings.values()):
+            params = [param for group in obj.param_groups for param in group["params"]]
+            unshared = [p for p in params if p.requires_grad and self._registry.label(p) is None]
+            if unshared:
+                warnings.warn(
+                    f"distribute(): {len(unshared)} of {len(params)} parameters of the optimizer "
+                    f"{type(obj).__name__} are not shared, one of shape {tuple(unshared[0].shape)} for "
+                    "instance. Each rank would train a copy, which no collective reaches. Call synk.share "
+                    "before",
+                    stacklevel=5,
+                )
+
     def explain(self, error: BaseException) -> str:
         """Return the text of an error of `dump`, which names the attribute of an optimizer that caused it."""
         text = _text(error)
@@ -289,6 +304,7 @@ def pack(
                 name = pickler.find_cause(getattr(piece, "function", piece), error)
             used = f": {name!r}, which it uses," if name else ""
             raise TypeError(f"{what}{used} can't go to the ranks: {pickler.explain(error)}") from error
+    pickler.warn_of_unshared()
     number = 0
     if objects := pickler.with_settings():
         number = next(team.numbers)

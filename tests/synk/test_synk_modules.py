@@ -1,6 +1,7 @@
 """Modules that ranks share behave as torch's own: their weights, gradients, buffers, hooks and dtypes."""
 
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -551,3 +552,18 @@ def test_an_optimizer_may_have_options_with_any_attribute(ranks: int) -> None:
     for learning_rate in (0.1, 0.2):
         optimizer.param_groups[0]["lr"] = learning_rate
         assert f(np.ones(6)).tolist() == [9] * 6
+
+
+def test_an_optimizer_of_a_parameter_that_is_not_shared_is_a_warning(ranks: int) -> None:
+    net, scale = synk.share(make_net()), torch.nn.Parameter(torch.ones(7))
+    optimizer = torch.optim.SGD([*net.parameters(), scale], lr=0.1)
+    message = r"1 of 3 parameters of the optimizer SGD are not shared, one of shape \(7,\) for instance"
+    synk.function(optimizer.zero_grad, None, updates=[synk.grads(net)])
+    with pytest.warns(UserWarning, match=message) as caught:
+        synk.distribute()
+    assert caught[0].filename == __file__
+    synk.share(scale)
+    synk.function(optimizer.zero_grad, None, updates=[synk.grads(net)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        synk.distribute()
