@@ -153,6 +153,7 @@ class Rendezvous:
         self._ends, self.interrupts = store, interrupts
         self.liveness_connections = LivenessConnections()
         self.served: Store | None = None
+        self._is_replaced: Callable[[int], bool] | None = None
 
     def within(self, prefix: str) -> "Rendezvous":
         """Return a view for values under keys with a prefix, so that an exchange can be repeated."""
@@ -207,6 +208,8 @@ class Rendezvous:
                 raise ended(of_host, end)
             if has_ended:
                 raise HostLost(of_host, f"host {of_host}: its launcher has exited; it has not {what}")
+            if self._is_replaced and self._is_replaced(of_host):
+                raise HostLost(of_host, f"host {of_host}: its launcher was started again; it has not {what}")
             if time.monotonic() > deadline:
                 raise HostLost(of_host, f"host {of_host} has not {what} within {seconds:.0f} s")
             self.check_interrupts()
@@ -228,6 +231,24 @@ class Rendezvous:
         self.put(key, value)
         hint = type(value)
         return [as_type(self.get(key, seconds, host), hint, host, key) for host in range(self.hosts)]
+
+    def connect_launchers(self, root: Store, seconds: float) -> None:
+        """Open the liveness connections to all other hosts.
+
+        Until then, only a new number says that a launcher has ended and was started again.
+
+        Args:
+            root: The store without the name of the start.
+            seconds: The deadline for each answer.
+
+        Raises:
+            HostFailed: As `gather`.
+            UserError: An address can't be used.
+        """
+        joined = _numbers_of(root.look("invitation"))
+        self._is_replaced = lambda host: host > 0 and root.look(f"hello/{host}") != joined.get(str(host))
+        _connect_launchers(self, seconds)
+        self._is_replaced = None
 
     def connect(self, seconds: float) -> Store:
         """Open another connection to the same store, with the same prefix. Raises StoreLost."""
@@ -310,7 +331,7 @@ def join_rendezvous(
     rendezvous = Rendezvous(hosts, host, host_connection, store.within(name), interrupts)
     rendezvous.served = served
     try:
-        _connect_launchers(rendezvous, min(seconds, _CONNECT_SECONDS))
+        rendezvous.connect_launchers(store, min(seconds, _CONNECT_SECONDS))
     except (UserError, HostFailed) as error:
         rendezvous.liveness_connections.close()
         text = f"host {host}: {error}" if isinstance(error, UserError) else str(error)
@@ -397,8 +418,7 @@ def _answer(store: Store, host: int, hosts: int, deadline: float, farewell: _Far
     store.put(f"hello/{host}", number)
     while True:
         invitation = store.look("invitation")
-        numbers = invitation.get("numbers") if isinstance(invitation, dict) else {}
-        numbers = numbers if isinstance(numbers, dict) else {}  # else another version's invitation
+        numbers = _numbers_of(invitation)
         if numbers.get(str(host)) == number:
             if "refused" in invitation:
                 raise UserError(f"rendezvous: {one_line(invitation['refused'], _LONGEST)}")
@@ -416,6 +436,12 @@ def _answer(store: Store, host: int, hosts: int, deadline: float, farewell: _Far
         if time.monotonic() > deadline + FAREWELL_SECONDS:
             raise UserError(f"rendezvous: {_why_not(numbers, host, number)}")
         time.sleep(LOOK_SECONDS)
+
+
+def _numbers_of(invitation: Any) -> dict[str, Any]:
+    """Return the number of each host in an invitation; {} if it has none, as another version's."""
+    numbers = invitation.get("numbers") if isinstance(invitation, dict) else {}
+    return numbers if isinstance(numbers, dict) else {}
 
 
 def _number(value: Any) -> str | None:

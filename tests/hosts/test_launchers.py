@@ -107,6 +107,29 @@ def test_what_an_earlier_start_left_in_the_store_counts_for_nothing() -> None:
     store.remove("invitation")
 
 
+def test_a_launcher_that_is_started_again_before_it_sent_its_address_is_lost_at_once() -> None:
+    """The others waited 20 s for the address, and the new launcher gave up with a shorter `timeout`."""
+    port = free_port()
+    point, since = f"127.0.0.1:{port}", time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        served = serve(point)
+        here = pool.submit(join_rendezvous, 2, 0, point, None, limit(10), Interrupts(), served, True)
+        first = Store.connect(("127.0.0.1", port), limit(10))
+        first.put("hello/1", "1" * 16)
+        wait_until(lambda: (first.look("invitation") or {}).get("numbers") == {"1": "1" * 16}, "it")
+        name = first.look("invitation")["name"]
+        first.put(f"{name}/1", "1" * 16)
+        wait_until(lambda: first.look(f"{name}/go"), "the start")
+        again = pool.submit(join_rendezvous, 2, 1, point, None, limit(10), Interrupts())
+        with pytest.raises(HostLost, match="host 1: its launcher was started again; it has not sent its add"):
+            here.result()
+        assert time.monotonic() - since < limit(5)
+        both = [join_rendezvous(2, 0, point, None, limit(10), Interrupts(), served, True), again.result()]
+    assert both[0].host_connection.prefix == both[1].host_connection.prefix
+    for each in both:
+        each.liveness_connections.close()
+
+
 def test_a_host_that_is_stopped_before_it_trains_tells_the_others() -> None:
     """The signal's handler reports it, just before the launcher leaves."""
     lives = [
