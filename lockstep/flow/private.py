@@ -62,7 +62,7 @@ def pausing() -> tuple[list[Any], list[Any]]:
 
     The last pause that ends, of all threads, switches the collection on again.
     """
-    if not (gc.isenabled() or _paused):
+    if not any(map(operator.call, (gc.isenabled, _paused.__len__))):  # at one moment
         return [bool, bool], [bool, bool]
     key = object()
     no_arguments = itertools.filterfalse(None, [_paused])  # the set itself, if it is empty then

@@ -595,6 +595,39 @@ def test_a_finalizer_does_not_run_while_shapes_are_predicted() -> None:
         wait_until(ran, "the finalizer")
 
 
+def pausing_while_another_ends(number: int) -> tuple[list[Any], int]:
+    """Return how a pause begins if another ends before this instruction, and its number of instructions."""
+    pause, resume = private.pausing()
+    private.call_all(pause)
+    n_seen = 0
+
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        nonlocal n_seen
+        frame.f_trace_opcodes = frame.f_code is private.pausing.__code__
+        if frame.f_trace_opcodes and event == "opcode":
+            n_seen += 1
+            if n_seen == number:
+                private.call_all(resume)
+        return trace
+
+    sys.settrace(trace)
+    begin, _ = private.pausing()
+    sys.settrace(None)
+    if n_seen < number:
+        private.call_all(resume)
+    return begin, n_seen
+
+
+def test_a_pause_begins_while_another_thread_ends_its_own() -> None:
+    """The other one switches the collection on again, between any two instructions."""
+    for number in itertools.count(1):
+        begin, n_instructions = pausing_while_another_ends(number)
+        assert gc.disable in begin and gc.isenabled()
+        if n_instructions < number:
+            break
+    assert n_instructions > 10
+
+
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="cycles are collected between two lines only")
 def test_the_last_pause_of_all_threads_ends_the_pause() -> None:
     locks = threading.Lock(), threading.Lock()
