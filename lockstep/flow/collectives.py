@@ -302,7 +302,7 @@ def _turn_of(kind: str, peer: int, group: Any, device: Device) -> Array:
         raise UserError(f"flow.{kind}: peer is the rank of another process, one of {others}, not {peer!r}")
     key = kind, peer, id(group)
     if key not in _turns:
-        _turns[key] = _turn(device)
+        _turns.setdefault(key, _turn(device))  # another thread may have been first
     return _turns[key]
 
 

@@ -4,6 +4,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -287,6 +288,35 @@ def test_processes_with_other_models_or_settings_are_refused(
             nn.Linear(3, 2), lambda model, x: model(x).sum(), lambda p: torch.optim.SGD(p, 0.1),
             engine.devices, group=dist.group.WORLD,
         )  # fmt: skip
+
+
+def test_the_first_messages_of_two_threads_to_a_peer_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message is two of gloo's, so those of two threads must not run at once."""
+    lanes, others = list[int](), list[threading.Thread]()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 23456])
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+
+    def send(value: torch.Tensor, peer: int, group: Any) -> None:
+        lanes.append(threading.get_ident())
+        time.sleep(0.2)  # for another message to begin, which must not
+
+    make = collectives._turn
+
+    def make_while_another_thread_sends(device: Any) -> Any:
+        made = make(device)
+        if not others:
+            others.append(threading.Thread(target=lambda: flow.send(flow.array(1.0), 23456)))
+            others[0].start()  # its current device is the default one
+            others[0].join()
+        return made
+
+    monkeypatch.setattr(dist, "send", send)
+    monkeypatch.setattr(collectives, "_turn", make_while_another_thread_sends)
+    with flow.Engine(flow.cpus(1)):
+        flow.send(flow.array(2.0), 23456)
+        flow.wait_all()
+    assert lanes[0] == lanes[1] != lanes[2] == lanes[3]
 
 
 def test_messages_are_sent_again_after_a_failure_was_reported(monkeypatch: pytest.MonkeyPatch) -> None:
