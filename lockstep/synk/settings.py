@@ -76,7 +76,8 @@ class _OptimizerSettings:
 
     Attributes:
         groups: Hyperparameters of each group of parameters.
-        state: State by the parameter's index, on the CPU, if it was replaced since the last call; else None.
+        state: State by the parameter's index, on the CPU, if it was replaced since the last call of the group
+            that is called; else None.
     """
 
     groups: list[dict[str, Any]]
@@ -92,11 +93,11 @@ class _SharedTensorSettings:
 
 @dataclass(frozen=True)
 class PackedSettings:
-    """The settings of a group of objects, as a call sends them.
+    """The settings that a call sends.
 
     Attributes:
-        group: Number of the group.
-        packed: The settings, pickled; empty for those of the group's last call.
+        group: Number of the group of the function that is called.
+        packed: The settings, pickled; empty for those of the last call of this group.
     """
 
     group: int
@@ -136,19 +137,20 @@ class _Delivered:
             return _ids(self.thing.param_groups) == self.ids
         return not any(_has_other_parameters(now, had) for now, had in self.places if now or had)
 
-    def read(self) -> _ModuleSettings | _OptimizerSettings | _SharedTensorSettings:
-        """Return the settings for the copies, which fit."""
+    def read(
+        self, replaced: dict[int, Any]
+    ) -> _ModuleSettings | _OptimizerSettings | _SharedTensorSettings | None:
+        """Return the settings of the copies, with an optimizer's state if it is among the replaced ones."""
         if is_tensor(self.thing):
             return _SharedTensorSettings(self.thing.requires_grad)
         if not is_optimizer(self.thing):
             own = self.thing._parameters.items()
             frozen = tuple(name for name, p in own if p is not None and not p.requires_grad)
             return _ModuleSettings(bool(self.thing.training), frozen)
-        replaced = self.thing.state is not self.state
-        return _OptimizerSettings(
-            groups=[dict(_hyperparameters(group)) for group in self.thing.param_groups],
-            state=_to_cpu(self.thing.state_dict()["state"]) if replaced else None,
-        )
+        if not self.fits:
+            return None
+        groups = [dict(_hyperparameters(group)) for group in self.thing.param_groups]
+        return _OptimizerSettings(groups, replaced.get(id(self.thing)))
 
 
 class Settings:
@@ -159,25 +161,32 @@ class Settings:
 
     def __init__(self) -> None:
         self._groups: dict[int, list[_Delivered]] = {}
+        self._related: dict[int, list[int]] = {}  # a group, and those that have an object in common with it
         self._sent: dict[int, bytes] = {}  # the settings of each group's last `capture`, pickled
         self._delivered: dict[int, bytes] = {}  # those that all ranks have
-        self._received: dict[int, list[Any]] = {}  # on a worker
+        self._received: dict[int, dict[int, list[Any]]] = {}  # on a worker
 
     def add(
         self, number: int, objects: list[Any], is_shared: Callable[[Any], bool] = lambda parameter: False
     ) -> None:
         """Add a group, which lists the same objects in the same order on all ranks."""
-        with_shared = _ids_of_modules(objects, is_shared)
+        ids, with_shared = set(map(id, objects)), _ids_of_modules(objects, is_shared)
+        self._related[number] = [number]
+        for other, group in self._groups.items():
+            if not ids.isdisjoint(id(entry.thing) for entry in group):
+                self._related[number].append(other)
+                self._related[other].append(number)
         self._groups[number] = [_Delivered.make(thing, id(thing) in with_shared) for thing in objects]
 
     def capture(self, number: int) -> PackedSettings | None:
         """Return the settings that a call must send to the workers, for `apply`.
 
         Args:
-            number: Group of the function that is called; 0 if it has none. Calls of other groups send theirs.
+            number: Group of the function that is called; 0 if it has none.
 
         Returns:
-            The group's settings; None if it has no objects.
+            The settings of the group and of those that have an object in common with it: ranks have one class
+            of the program, whose attributes are copies of the last group. None if the group has no objects.
 
         Raises:
             ValueError: The parameters of an optimizer in this group, or their groups, have changed, or the
@@ -188,14 +197,22 @@ class Settings:
         if not called:
             return None
         _check_fit(called)
-        states = [entry.read() for entry in called]
-        self._mark_changed(number, {id(entry.thing) for entry in called if is_optimizer(entry.thing)})
+        optimizers = [entry for entry in called if is_optimizer(entry.thing)]
+        replaced = {
+            id(entry.thing): _to_cpu(entry.thing.state_dict()["state"])
+            for entry in optimizers
+            if entry.thing.state is not entry.state
+        }
+        related = self._related[number]
+        states = {each: [entry.read(replaced) for entry in self._groups[each]] for each in related}
+        self._mark_changed(number, {id(entry.thing) for entry in optimizers})
         try:
             self._sent[number] = pickle.dumps(states)
         except Exception:  # a function in a group of parameters, for instance
             self._sent[number] = cloudpickle.dumps(states)
         # A state that is loaded twice, an empty one for instance, has changed on the ranks in between.
-        if self._sent[number] == self._delivered.get(number) and not any(map(_has_state, states)):
+        has_state = any(map(_has_state, chain(*states.values())))
+        if self._sent[number] == self._delivered.get(number) and not has_state:
             return PackedSettings(number, b"")
         self._delivered.pop(number, None)  # until `confirm`: a call that fails may have brought them to some
         # With the classes of the program, which workers can't import.
@@ -218,7 +235,7 @@ class Settings:
                     entry.state = None
 
     def apply(self, settings: PackedSettings) -> None:
-        """Give this worker's objects of a group the settings, which a callable may have changed since.
+        """Give this worker's objects the caller's settings, which a callable may have changed since.
 
         Args:
             settings: From `capture`.
@@ -226,14 +243,15 @@ class Settings:
         number, packed = settings.group, settings.packed
         if packed:
             self._received[number] = pickle.loads(packed)
-        for entry, state in zip(self._groups[number], self._received[number], strict=True):
-            if isinstance(state, _OptimizerSettings):
-                _apply_to_optimizer(entry.thing, state, with_state=bool(packed))
-            elif isinstance(state, _SharedTensorSettings):
-                if entry.thing.requires_grad is not state.requires_grad:
-                    entry.thing.requires_grad_(state.requires_grad)
-            else:
-                _apply_to_module(entry.thing, state)
+        for each, states in self._received[number].items():
+            for entry, state in zip(self._groups.get(each, []), states, strict=False):
+                if isinstance(state, _OptimizerSettings):
+                    _apply_to_optimizer(entry.thing, state, with_state=bool(packed))
+                elif isinstance(state, _SharedTensorSettings):
+                    if entry.thing.requires_grad is not state.requires_grad:
+                        entry.thing.requires_grad_(state.requires_grad)
+                elif state is not None:
+                    _apply_to_module(entry.thing, state)
 
 
 def _check_fit(group: list[_Delivered]) -> None:

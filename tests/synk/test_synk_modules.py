@@ -1,5 +1,6 @@
 """Modules that ranks share behave as torch's own: their weights, gradients, buffers, hooks and dtypes."""
 
+import copy
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -508,6 +509,49 @@ def test_ranks_have_parameters_of_the_class_that_the_program_gave_them(ranks: in
     f = synk.function(synk.share(net), "gather")
     synk.distribute()
     assert f(values).tolist() == expected
+
+
+def test_attributes_of_a_class_have_the_settings_of_each_call(ranks: int) -> None:
+    """Ranks have one class, whose attributes are those that the last distribute() sent."""
+
+    class Holder:
+        net = synk.share(make_net())
+
+    def is_training(x: torch.Tensor) -> torch.Tensor:
+        return x * Holder.net.training
+
+    first = synk.function(is_training, "gather")
+    synk.distribute()
+    second = synk.function(is_training, "gather")
+    synk.distribute()
+    for mode, f in ((True, second), (False, first), (True, first), (False, second), (True, first)):
+        Holder.net.train(mode)
+        assert f(np.ones(6)).tolist() == [mode] * 6
+
+
+def test_an_optimizer_that_is_an_attribute_of_a_class_gets_the_state_that_is_loaded(ranks: int) -> None:
+    net = synk.share(make_net())
+
+    class Holder:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> None:
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        Holder.optimizer.step()
+
+    first = synk.function(step, None, updates=[synk.weights(net)])
+    synk.distribute()
+    second = synk.function(step, None, updates=[synk.weights(net)])
+    synk.distribute()
+    second()
+    saved = copy.deepcopy(Holder.optimizer.state_dict())
+    for f in (first, second, first):
+        f()
+        Holder.optimizer.load_state_dict(saved)
+        f()
+        f()
+        assert by_rank(synk.weights(net)) == [flat(net).tobytes()] * ranks
 
 
 class Rebuilt(torch.nn.Module):
