@@ -15,7 +15,6 @@ from lockstep.synk import rows
 from lockstep.synk.blocks import ArrayLocation
 from lockstep.synk.context import CommandStep, RankContext
 from lockstep.synk.results import REDUCE_OPS, DeviceOutput, PartReducer, RankPart, fractions, unpack
-from lockstep.synk.settings import PackedSettings
 from lockstep.synk.shareds import Shared, sync_objects
 from lockstep.synk.team import Team
 
@@ -49,7 +48,7 @@ class Call(CommandStep):
     stored: tuple[slice | ArrayLocation | None, ...]
     n_slices: int
     outputs: tuple[int, ...]
-    settings: PackedSettings | None
+    settings: bytes | None
     torch_settings: Any
 
     def blocks(self) -> Iterable[int]:

@@ -12,6 +12,7 @@ import operator
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -91,19 +92,6 @@ class _SharedTensorSettings:
     requires_grad: bool
 
 
-@dataclass(frozen=True)
-class PackedSettings:
-    """The settings that a call sends.
-
-    Attributes:
-        group: Number of the group of the function that is called.
-        packed: The settings, pickled; empty for those of the last call of this group.
-    """
-
-    group: int
-    packed: bytes
-
-
 @dataclass
 class _Delivered:
     """A module, an optimizer or a shared tensor that the ranks have copies of.
@@ -137,20 +125,18 @@ class _Delivered:
             return _ids(self.thing.param_groups) == self.ids
         return not any(_has_other_parameters(now, had) for now, had in self.places if now or had)
 
-    def read(
-        self, replaced: dict[int, Any]
-    ) -> _ModuleSettings | _OptimizerSettings | _SharedTensorSettings | None:
-        """Return the settings of the copies, with an optimizer's state if it is among the replaced ones."""
-        if is_tensor(self.thing):
-            return _SharedTensorSettings(self.thing.requires_grad)
-        if not is_optimizer(self.thing):
-            own = self.thing._parameters.items()
-            frozen = tuple(name for name, p in own if p is not None and not p.requires_grad)
-            return _ModuleSettings(bool(self.thing.training), frozen)
-        if not self.fits:
+    def read(self, known: dict[int, Any], replaced: dict[int, Any]) -> Any:
+        """Return the settings of the copy, or None if it can't take them.
+
+        Args:
+            known: The settings that were read for copies in other groups, by the object's id; extended.
+            replaced: The states of optimizers that the copies lack, by the optimizer's id.
+        """
+        if is_optimizer(self.thing) and not self.fits:
             return None
-        groups = [dict(_hyperparameters(group)) for group in self.thing.param_groups]
-        return _OptimizerSettings(groups, replaced.get(id(self.thing)))
+        if id(self.thing) not in known:
+            known[id(self.thing)] = _read(self.thing, replaced)
+        return known[id(self.thing)]
 
 
 class Settings:
@@ -161,41 +147,38 @@ class Settings:
 
     def __init__(self) -> None:
         self._groups: dict[int, list[_Delivered]] = {}
-        self._related: dict[int, list[int]] = {}  # a group, and those that have an object in common with it
-        self._sent: dict[int, bytes] = {}  # the settings of each group's last `capture`, pickled
-        self._delivered: dict[int, bytes] = {}  # those that all ranks have
-        self._received: dict[int, dict[int, list[Any]]] = {}  # on a worker
+        self._called = 0  # the group of the last `capture`
+        self._sent: bytes | None = None  # the settings of the last `capture`, pickled
+        self._delivered: bytes | None = None  # those that all ranks have
+        self._received: dict[int, list[Any]] = {}  # on a worker
 
     def add(
         self, number: int, objects: list[Any], is_shared: Callable[[Any], bool] = lambda parameter: False
     ) -> None:
         """Add a group, which lists the same objects in the same order on all ranks."""
-        ids, with_shared = set(map(id, objects)), _ids_of_modules(objects, is_shared)
-        self._related[number] = [number]
-        for other, group in self._groups.items():
-            if not ids.isdisjoint(id(entry.thing) for entry in group):
-                self._related[number].append(other)
-                self._related[other].append(number)
+        with_shared = _ids_of_modules(objects, is_shared)
         self._groups[number] = [_Delivered.make(thing, id(thing) in with_shared) for thing in objects]
 
-    def capture(self, number: int) -> PackedSettings | None:
+    def capture(self, number: int) -> bytes | None:
         """Return the settings that a call must send to the workers, for `apply`.
+
+        They are those of all groups: ranks have one class of the program, whose attributes are copies of the
+        last group, and a callable of another one may use these.
 
         Args:
             number: Group of the function that is called; 0 if it has none.
 
         Returns:
-            The settings of the group and of those that have an object in common with it: ranks have one class
-            of the program, whose attributes are copies of the last group. None if the group has no objects.
+            The settings; no bytes if the workers have received them, None if no object has any.
 
         Raises:
             ValueError: The parameters of an optimizer in this group, or their groups, have changed, or the
                 program has added, replaced or removed parameters of a shared module, or a layer that has
                 some.
         """
-        called = self._groups.get(number)
-        if not called:
+        if not self._groups:
             return None
+        called = self._groups.get(number, [])
         _check_fit(called)
         optimizers = [entry for entry in called if is_optimizer(entry.thing)]
         replaced = {
@@ -203,48 +186,49 @@ class Settings:
             for entry in optimizers
             if entry.thing.state is not entry.state
         }
-        related = self._related[number]
-        states = {each: [entry.read(replaced) for entry in self._groups[each]] for each in related}
-        self._mark_changed(number, {id(entry.thing) for entry in optimizers})
+        known: dict[int, Any] = {}  # many groups may have one object
+        states = {n: [entry.read(known, replaced) for entry in group] for n, group in self._groups.items()}
+        self._called = number
+        self._mark_changed({id(entry.thing) for entry in optimizers})
         try:
-            self._sent[number] = pickle.dumps(states)
+            self._sent = pickle.dumps(states)
         except Exception:  # a function in a group of parameters, for instance
-            self._sent[number] = cloudpickle.dumps(states)
+            states = {n: group for n, group in states.items() if n == number or _can_be_pickled(group)}
+            self._sent = cloudpickle.dumps(states)
         # A state that is loaded twice, an empty one for instance, has changed on the ranks in between.
-        has_state = any(map(_has_state, chain(*states.values())))
-        if self._sent[number] == self._delivered.get(number) and not has_state:
-            return PackedSettings(number, b"")
-        self._delivered.pop(number, None)  # until `confirm`: a call that fails may have brought them to some
+        if self._sent == self._delivered and not replaced:
+            return b""
+        self._delivered = None  # until `confirm`: a call that fails may have brought them to some ranks
         # With the classes of the program, which workers can't import.
-        return PackedSettings(number, cloudpickle.dumps(states))
+        packed: bytes = cloudpickle.dumps(states)
+        return packed
 
-    def confirm(self, settings: PackedSettings | None) -> None:
+    def confirm(self, packed: bytes | None) -> None:
         """Record that all ranks have received these settings."""
-        if settings is None or not settings.packed:
+        if not packed:
             return
-        self._delivered[settings.group] = self._sent[settings.group]
-        for entry in self._groups[settings.group]:
+        self._delivered = self._sent
+        for entry in self._groups.get(self._called, []):
             if is_optimizer(entry.thing):
                 entry.state = entry.thing.state
 
-    def _mark_changed(self, called: int, optimizers: set[int]) -> None:
-        """Let groups other than the called one that have these optimizers get their state with a call."""
+    def _mark_changed(self, optimizers: set[int]) -> None:
+        """Let other groups that have these optimizers get their state with the next call."""
         for number, group in self._groups.items() if optimizers else ():
-            for entry in group if number != called else ():
+            for entry in group if number != self._called else ():
                 if id(entry.thing) in optimizers:
                     entry.state = None
 
-    def apply(self, settings: PackedSettings) -> None:
+    def apply(self, packed: bytes) -> None:
         """Give this worker's objects the caller's settings, which a callable may have changed since.
 
         Args:
-            settings: From `capture`.
+            packed: From `capture`; empty for the settings of the last call.
         """
-        number, packed = settings.group, settings.packed
         if packed:
-            self._received[number] = pickle.loads(packed)
-        for each, states in self._received[number].items():
-            for entry, state in zip(self._groups.get(each, []), states, strict=False):
+            self._received = pickle.loads(packed)
+        for number, states in self._received.items():
+            for entry, state in zip(self._groups.get(number, []), states, strict=False):
                 if isinstance(state, _OptimizerSettings):
                     _apply_to_optimizer(entry.thing, state, with_state=bool(packed))
                 elif isinstance(state, _SharedTensorSettings):
@@ -252,6 +236,16 @@ class Settings:
                         entry.thing.requires_grad_(state.requires_grad)
                 elif state is not None:
                     _apply_to_module(entry.thing, state)
+
+
+def _read(thing: Any, replaced: dict[int, Any]) -> Any:
+    if is_tensor(thing):
+        return _SharedTensorSettings(thing.requires_grad)
+    if is_optimizer(thing):
+        groups = [dict(_hyperparameters(group)) for group in thing.param_groups]
+        return _OptimizerSettings(groups, replaced.get(id(thing)))
+    frozen = tuple(n for n, p in thing._parameters.items() if p is not None and not p.requires_grad)
+    return _ModuleSettings(bool(thing.training), frozen)
 
 
 def _check_fit(group: list[_Delivered]) -> None:
@@ -287,8 +281,11 @@ def _apply_to_optimizer(optimizer: Any, settings: _OptimizerSettings, with_state
     _write(optimizer.param_groups, settings.groups)
 
 
-def _has_state(settings: Any) -> bool:
-    return isinstance(settings, _OptimizerSettings) and settings.state is not None
+def _can_be_pickled(settings: list[Any]) -> bool:
+    with suppress(Exception):  # whatever a user's __reduce__ raises
+        cloudpickle.dumps(settings)
+        return True
+    return False
 
 
 def _restore_dtypes(loaded: Any, sent: Any) -> Any:
