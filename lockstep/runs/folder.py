@@ -337,10 +337,11 @@ def _check_same_number(
 ) -> None:
     """Raise UserError if a dataset has another number of classes than the run; () checks none."""
     if class_names and len(class_names) != description.n_classes:
+        which = f" (n_classes={config.n_classes})" if config.n_classes == len(class_names) else ""
         raise UserError(
-            f"{config.data or config.data_folder}: has {len(class_names)} classes, and the training data of "
-            f"{folder} had {description.n_classes}. Give data with as many classes, or begin a new run with "
-            f"pretrained={folder} new_head=true."
+            f"{config.data or config.data_folder}: has {len(class_names)} classes{which}, and the training "
+            f"data of {folder} had {description.n_classes}. Give data with as many classes, or begin a new "
+            f"run with pretrained={folder} new_head=true."
         )
 
 

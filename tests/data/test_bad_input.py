@@ -294,11 +294,10 @@ def test_an_edited_record_is_refused(tmp_path: Path, key: str, value: object) ->
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_another_model_is_refused_by_its_tensors(program: Program, folder: Path) -> None:
-    """The same configuration, but the dataset has more classes now."""
+def test_a_run_is_not_resumed_with_another_number_of_classes(program: Program, folder: Path) -> None:
     program.run("n_epochs=1", devices="[cpu]")
     refused = program.run("n_epochs=2", "resume_train=true", "n_classes=9", code=2, devices="[cpu]")
-    assert "is of another model: its" in refused.last_line()
+    assert "has 9 classes (n_classes=9), and the training data of" in refused.last_line()
 
 
 def test_a_checkpoint_that_cannot_be_written_keeps_the_old_ones(tmp_path: Path) -> None:
