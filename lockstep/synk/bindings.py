@@ -15,6 +15,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from lockstep.synk import imported, settings
+from lockstep.synk.imported import is_a
 
 Read = Callable[[], Any]
 
@@ -87,7 +88,7 @@ def find_result(function: FunctionType) -> str | None:
     if "torch" not in sys.modules:
         return None
     tensor = sys.modules["torch"].Tensor
-    variables = [each for _, each in _variables(function) if issubclass(type(each.value), tensor)]
+    variables = [each for _, each in _variables(function) if is_a(each.value, tensor)]
     return next((each.name for each in variables if each.value.grad_fn), None)
 
 
@@ -95,7 +96,7 @@ def _tell(binding: Binding, value: Any, what: str) -> None:
     kind = type(value)
     changed = f"{what}: {binding.name!r} is another {kind.__name__} than at distribute(), which other ranks"
     again = "create this function again, and call distribute()"
-    if issubclass(kind, (*settings.kinds(), FunctionType, MethodType, type, ModuleType)):
+    if is_a(value, *settings.kinds(), FunctionType, MethodType, type, ModuleType):
         raise ValueError(f"{changed} lack: {again}")
     if not binding.has_warned:
         binding.has_warned = True
@@ -145,9 +146,9 @@ class _Search:
         elif kind is FunctionType and imported.is_users(thing.__module__):
             self.functions.append(thing)
             yield from _variables(thing)
-        elif issubclass(kind, ModuleType) and imported.is_users(thing.__name__):
+        elif is_a(thing, ModuleType) and imported.is_users(thing.__name__):
             yield from self._named(thing.__name__, thing)
-        elif issubclass(kind, type) and imported.is_users(thing.__module__):
+        elif is_a(thing, type) and imported.is_users(thing.__module__):
             for each in filter(lambda base: imported.is_users(base.__module__), thing.__mro__):
                 yield from self._named(each.__name__, each)
         elif imported.is_users(kind.__module__) and not settings.is_optimizer(thing):
@@ -163,7 +164,7 @@ class _Search:
 
 
 def _is_module(thing: Any) -> bool:
-    return issubclass(type(thing), settings.kinds()[:1])
+    return is_a(thing, *settings.kinds()[:1])
 
 
 def _attribute_names(search: _Search) -> frozenset[str]:
@@ -172,15 +173,15 @@ def _attribute_names(search: _Search) -> frozenset[str]:
 
 def _parts(thing: Any) -> list[tuple[str, Any]]:
     """Return what belongs to an object for good, each with a name for what is found in it."""
-    kind = type(thing)  # isinstance() would execute code of proxies
-    if issubclass(kind, MethodType):
+    kind = type(thing)
+    if is_a(thing, MethodType):
         return [("self", thing.__self__), ("self", thing.__func__)]
-    if issubclass(kind, partial):
+    if is_a(thing, partial):
         return [("self", thing.func), ("its arguments", thing.args), ("its arguments", thing.keywords)]
-    if issubclass(kind, staticmethod | classmethod):
+    if is_a(thing, staticmethod, classmethod):
         return [("self", thing.__func__)]
-    if issubclass(kind, property | cached_property):
-        return [("self", thing.fget if issubclass(kind, property) else thing.func)]
+    if is_a(thing, property, cached_property):
+        return [("self", thing.fget if is_a(thing, property) else thing.func)]
     if kind is FunctionType:
         return [("its defaults", thing.__defaults__), ("its defaults", thing.__kwdefaults__)]
     layers = thing._modules.items() if _is_module(thing) else ()
@@ -188,7 +189,7 @@ def _parts(thing: Any) -> list[tuple[str, Any]]:
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[Any, Binding]]:
-    """Yield the global variables and those of the closure that have a value."""
+    """Yield the global variables that exist, and those of the closure."""
     for name, value in imported.find_globals(function):
         short = name.rpartition(".")[2]
         read: Read = partial(function.__globals__.get, short)
@@ -207,7 +208,7 @@ def _layers(name: str, module: Any) -> Iterator[tuple[Any, Binding]]:
 def _entries(name: str, container: Any) -> Iterator[tuple[Any, Binding]]:
     if len(container) > _MOST_ENTRIES:
         return
-    is_dict = issubclass(type(container), dict)
+    is_dict = isinstance(container, dict)
     for key, value in list(container.items() if is_dict else enumerate(container)):
         if type(key) in (str, int):
             read = partial(dict.get, container, key) if is_dict else partial(_at, container, key)
@@ -227,7 +228,7 @@ def _contents(cell: Any) -> Any:
 
 def _dictionary(thing: Any) -> Any:
     """Return an object's own attributes, without executing code of its class."""
-    if issubclass(type(thing), type):
+    if is_a(thing, type):
         return vars(thing)
     try:
         return object.__getattribute__(thing, "__dict__")

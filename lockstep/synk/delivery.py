@@ -148,9 +148,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _is_state(self, obj: Any) -> bool:
         """Return whether ranks must receive an object instead of importing it, for `imported.find_state`."""
-        if issubclass(type(obj), FunctionType | type):
+        if imported.is_a(obj, FunctionType, type):
             self._check_import(obj.__module__)
-        elif issubclass(type(obj), ModuleType):
+        elif imported.is_a(obj, ModuleType):
             self._check_import(obj.__name__)
         return issubclass(type(obj), self._kinds) or self._registry.label(obj) is not None
 

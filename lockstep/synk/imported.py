@@ -47,12 +47,12 @@ def find_state(thing: Any, is_state: Callable[[Any], bool], by_value: bool) -> s
 
 def _uses(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
     """Yield what an imported object uses, each with the name of the global that leads to it."""
-    is_code = _is_a(thing, FunctionType, type)
+    is_code = is_a(thing, FunctionType, type)
     module = str((thing if is_code else type(thing)).__module__)
     is_container = not is_code and module in _CONTAINERS
-    if _is_a(thing, ModuleType) or (is_library(module) and not is_container):
+    if is_a(thing, ModuleType) or (is_library(module) and not is_container):
         return
-    if _is_a(thing, FunctionType):
+    if is_a(thing, FunctionType):
         yield from find_globals(thing)
         yield from _attributes(thing)
         thing = thing.__closure__, thing.__defaults__, thing.__kwdefaults__
@@ -73,7 +73,7 @@ def attribute_names(function: FunctionType) -> set[str]:
 
 def _attributes(thing: Any, by_value: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of modules that a function names, but not of modules that are pickled with it."""
-    if not _is_a(thing, FunctionType):
+    if not is_a(thing, FunctionType):
         return
     attributes, imports = attribute_names(thing), import_names(thing)
     pending = [value for _, value in find_globals(thing)]
@@ -82,7 +82,7 @@ def _attributes(thing: Any, by_value: bool = False) -> Iterator[tuple[str, Any]]
     pending += map(sys.modules.get, imports)  # by statements in the function, which each rank executes
     while pending:
         module = pending.pop()
-        if _is_a(module, ModuleType) and module not in seen and not is_library(module.__name__):
+        if is_a(module, ModuleType) and module not in seen and not is_library(module.__name__):
             seen.append(module)
             found = {name: vars(module)[name] for name in sorted(attributes & vars(module).keys())}
             pending += found.values()  # modules of a package
@@ -92,14 +92,11 @@ def _attributes(thing: Any, by_value: bool = False) -> Iterator[tuple[str, Any]]
 def is_pickled(module: Any) -> bool:
     """Return whether the user has chosen to pickle a module, or its package, by value."""
     chosen = tuple(f"{name}." for name in cloudpickle.list_registry_pickle_by_value())
-    return _is_a(module, ModuleType) and f"{module.__name__}.".startswith(chosen)
+    return is_a(module, ModuleType) and f"{module.__name__}.".startswith(chosen)
 
 
-def _is_a(thing: Any, *kinds: type) -> bool:
-    """Return isinstance(thing, kinds) without asking for the `__class__` of what an imported module holds.
-
-    A dead weakref.proxy has none.
-    """
+def is_a(thing: Any, *kinds: type) -> bool:
+    """Return isinstance(thing, kinds), without executing code of the object: a dead weakref.proxy raises."""
     return issubclass(type(thing), kinds)
 
 
