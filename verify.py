@@ -114,6 +114,8 @@ def verify(arguments: argparse.Namespace, interrupts: Interrupts) -> dict[str, A
             raise UserError(f"{folder}: trains now. Verify it when it has ended. Until then: {problems[0]}")
         if config:
             problems += check_data(config, receipts[-1], arguments.json, bool(problems))
+        if config and not problems and arguments.overrides:
+            intervals.check_settings(folder, receipts, chain.digest_of_settings(config))
         if config and not problems and (arguments.replay or arguments.step):
             replay_all(arguments, config, receipts, found, interrupts)
     found["verified"] = not problems

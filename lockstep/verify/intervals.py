@@ -35,8 +35,8 @@ def check_settings(folder: Path, receipts: Sequence[Receipt], settings: str) -> 
     """Raise UserError if no receipt of the run was made with these settings."""
     if all(receipt.settings != settings for receipt in receipts):
         raise UserError(
-            f"{folder}: none of its receipts was made with these settings, so nothing can be replayed: leave "
-            "out the keys that change results"
+            f"{folder}: none of its receipts was made with these settings: leave out the keys that change "
+            "results"
         )
 
 

@@ -188,10 +188,9 @@ def test_what_cant_be_verified_says_what_to_do(copied: tuple[Path, Path], tmp_pa
         folder, "--replay", 1, "devices=[cpu, cpu, cpu, cpu, cpu]", code=2
     )
     assert "--replay must be at least 1" in call(folder, "--replay", 0, code=2)
-    for option in ("--replay", "--step"):
-        assert "leave out the keys that change results" in call(
-            folder, option, 1, "learning_rate=0.5", code=2
-        )
+    for options in ([], ["--replay", 1], ["--step", 1]):
+        shown = call(folder, *options, "learning_rate=0.5", code=2)
+        assert "leave out the keys that change results" in shown
     moved = data.with_name("moved")
     assert "Name the folder: data_folder=FOLDER" in call(folder, f"data_folder={moved}", code=2)
     data.rename(moved)
