@@ -377,7 +377,10 @@ def _check_inputs(name: str, what: str, inputs: Any) -> list[Any]:
                     f"{name}: input {variable} is mutable, or has a name, value or update of its own"
                 )
         if not isinstance(variable, Variable) or not isinstance(variable.type, TensorType):
-            raise TypeError(f"{name}: input {variable!r} is not a tensor variable")
+            raise TypeError(
+                f"{name}: input {variable!r} is not a tensor variable of PyTensor. "
+                "A callable is the first argument: function(callable, modes)"
+            )
         variables.append(variable)
     return variables
 

@@ -52,7 +52,7 @@ MAKING = [
         "inputs is TensorVariable, and has to be a list",
     ),
     (lambda c: synk.function((c["x"],), c["x"].sum()), TypeError, "inputs is tuple"),
-    (lambda c: synk.function([3], c["x"].sum()), TypeError, "3 is not a tensor variable"),
+    (lambda c: synk.function([3], c["x"].sum()), TypeError, r"3 is not .*A callable is the first argument"),
     (lambda c: synk.function([], bcast_inputs=c["x"]), TypeError, "bcast_inputs is"),
     (
         lambda c: synk.function([c["x"]], (c["x"].sum(), "sum", 1), name="n"),
