@@ -84,7 +84,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """
         if isinstance(obj, self._storage_kind):
             return self._reduce_storage(obj)
-        if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ in _PROGRAM:
+        if isinstance(obj, functools._lru_cache_wrapper) and _can_not_import(obj):
             return _cached, (obj.__wrapped__, obj.cache_parameters())
         if isinstance(obj, functools.cached_property):  # has a lock
             return _cached_property, (type(obj), obj.func, obj.attrname)
@@ -357,6 +357,12 @@ def check_imports(imports: Imports, what: str) -> None:
 
 def _spec_of(module: ModuleType) -> Any:
     return getattr(module, "__spec__", None)
+
+
+def _can_not_import(function: Any) -> bool:
+    """Return whether ranks receive a function by value instead of importing it."""
+    is_inner, module = "<locals>" in function.__qualname__, function.__module__
+    return is_inner or module in _PROGRAM or imported.is_pickled(sys.modules.get(module))
 
 
 def _same(obj: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.synk import bindings, delivery, rows
-from lockstep.synk.bindings import Bindings
+from lockstep.synk import delivery, rows
+from lockstep.synk.bindings import Bindings, Uses
 from lockstep.synk.blocks import ArrayLocation, arrange
 from lockstep.synk.calling import Call, CallInput, collect_device_outputs
 from lockstep.synk.data import Data, as_array, condition, make_data
@@ -64,7 +64,7 @@ class Function:
         self.settings_group = 0  # number of the group in settings.py, set by distribute()
         self._copies: Mapping[int, Any] = {}  # what the same distribute() copied, by id
         self._imports: delivery.Imports = ()  # and what ranks imported for it
-        self._bindings: list[bindings.Binding] = []
+        self._uses = Uses()
         self._n_checked = 0  # number of shared variables when `_copies` was searched for them
 
     def __repr__(self) -> str:
@@ -180,11 +180,11 @@ class Function:
         """Record that the ranks have the function; `copies` and `imports` are from `delivery.pack`."""
         self.distributed, self.settings_group, self._imports = True, settings_group, imports
         self._copies, self._n_checked = copies, len(self._team.context.shareds)
-        self._bindings = found.find(self._program.source)
+        self._uses = found.find(self._program.source)
 
     def accept_bindings(self) -> None:
         """Record that a call is over, which changed on all ranks what its callable changes."""
-        bindings.accept(self._bindings)
+        self._uses.accept()
 
     def _check_copies(self) -> None:
         """Raise RuntimeError if the ranks have a copy of what was shared after distribute()."""
@@ -206,7 +206,7 @@ class Function:
             raise RuntimeError(f"{self.name}: call distribute() first")
         self._check_copies()
         delivery.check_imports(self._imports, self.name)
-        bindings.check(self._bindings, self.name)
+        self._uses.check(self.name)
         self._team.registry.sync_objects()
         outputs = self._subset(arguments.output_subset)
         n_slices = self._check_slices(arguments.num_slices)

@@ -9,6 +9,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "pytensor", "lockstep"
 _CONTAINERS = ("builtins", "collections", "functools")  # their objects may hold those of a user
 
 _GLOBALS, _IMPORTS = ("LOAD_GLOBAL", "LOAD_NAME"), ("IMPORT_NAME",)
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
 
 
 def find_state(thing: Any, is_state: Callable[[Any], bool], by_value: bool) -> str | None:
@@ -62,8 +63,38 @@ def _uses(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
 
 def find_globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the global variables that a function and the functions inside it name, e.g. 'mylib.net'."""
-    for name in sorted(_names(function.__code__, _GLOBALS) & function.__globals__.keys()):
+    for name in sorted(global_names(function)):
         yield f"{function.__module__}.{name}", function.__globals__[name]
+
+
+def global_names(function: FunctionType) -> set[str]:
+    """Return the names of the global variables that a function, or one inside it, reads, and that exist."""
+    return _names(function.__code__, _GLOBALS) & function.__globals__.keys()
+
+
+def called_attributes(function: FunctionType) -> set[str]:
+    """Return the names of the attributes that a function, or one inside it, only calls as methods."""
+    called, others = set[str](), set[str]()
+    for code in _codes(function.__code__):
+        for each in dis.get_instructions(code):
+            if each.opname in _ATTRIBUTES:
+                is_method = each.opname == "LOAD_METHOD" or (each.opname == "LOAD_ATTR" and _is_method(each))
+                (called if is_method else others).add(each.argval)
+    return called - others
+
+
+def _is_method(instruction: dis.Instruction) -> bool:
+    return sys.version_info >= (3, 12) and bool((instruction.arg or 0) & 1)
+
+
+def assigned_globals(function: FunctionType) -> set[str]:
+    """Return the names of the global variables that a function, or one inside it, assigns."""
+    return _names(function.__code__, ("STORE_GLOBAL", "DELETE_GLOBAL"))
+
+
+def assigned_attributes(function: FunctionType) -> set[str]:
+    """Return the names of the attributes that a function, or one inside it, assigns."""
+    return _names(function.__code__, ("STORE_ATTR", "DELETE_ATTR"))
 
 
 def attribute_names(function: FunctionType) -> set[str]:
@@ -102,8 +133,15 @@ def is_a(thing: Any, *kinds: type) -> bool:
 
 def _names(code: CodeType, operations: tuple[str, ...]) -> set[str]:
     """Return the names in these operations of code, and of functions inside it."""
-    inner = [_names(each, operations) for each in code.co_consts if isinstance(each, CodeType)]
-    return {each.argval for each in dis.get_instructions(code) if each.opname in operations}.union(*inner)
+    instructions = chain.from_iterable(map(dis.get_instructions, _codes(code)))
+    return {each.argval for each in instructions if each.opname in operations}
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
 
 
 def import_names(function: FunctionType) -> set[str]:
@@ -128,5 +166,7 @@ def is_library(module: str | None) -> bool:
 @cache
 def is_users(module: str | None) -> bool:
     """Return whether a module is the user's, and not of a library or an installed package."""
+    if module == "__main__":  # even if a tool of a package executes the program
+        return True
     file = getattr(sys.modules.get(str(module)), "__file__", None) or ""
     return not is_library(module) and not {"site-packages", "dist-packages"} & set(Path(file).parts)

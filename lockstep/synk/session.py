@@ -283,7 +283,7 @@ def distribute() -> None:
         for shared in new:
             shared.use_rank_stream(team.rank)
         team.registry.delivered.update(shared.number for shared in new)
-        found = Bindings()
+        found = Bindings(lambda parameter: team.registry.label(parameter) is not None)
         for function in new_functions:
             function.mark_distributed(delivered.settings, copies, imports, found)
         team.distributed = True

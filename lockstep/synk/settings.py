@@ -318,7 +318,7 @@ def _ids_of_modules(objects: list[Any], is_shared: Callable[[Any], bool]) -> set
     """Return the ids of the modules with a shared parameter, and of all modules in these."""
     found: set[int] = set()
     for thing in objects:
-        if id(thing) not in found and _is_module(thing) and any(map(is_shared, _parameters(thing))):
+        if id(thing) not in found and _is_module(thing) and any(map(is_shared, parameters(thing))):
             found.update(map(id, thing.modules()))
     return found
 
@@ -333,10 +333,10 @@ def _has_other_parameters(now: Mapping[str, Any], before: Mapping[str, Any]) -> 
 
 def has_parameters(part: Any) -> bool:
     """Return whether this is a parameter, or a module that has one."""
-    return part is not None and (not hasattr(part, "_modules") or any(True for _ in _parameters(part)))
+    return part is not None and (not hasattr(part, "_modules") or any(True for _ in parameters(part)))
 
 
-def _parameters(module: Any) -> Iterator[Any]:
+def parameters(module: Any) -> Iterator[Any]:
     """Yield a module's parameters, which a class may hide by a `parameters` of its own."""
     for each in module.modules():
         yield from filter(lambda parameter: parameter is not None, each._parameters.values())
