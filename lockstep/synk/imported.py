@@ -16,8 +16,10 @@ from typing import Any
 
 import cloudpickle
 
-# pytest's rewritten asserts refer to _pytest, which refers to all modules of the tests.
-_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "pytensor", "lockstep", "_pytest"}
+# pytest's rewritten asserts refer to _pytest, which refers to all modules of the tests. A notebook's shell
+# refers to all of its variables.
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "pytensor", "lockstep", "cloudpickle"}
+_LIBRARIES |= {"_pytest", "IPython", "ipykernel"}
 _CONTAINERS = ("builtins", "collections", "functools")  # their objects may hold those of a user
 
 _GLOBALS, _IMPORTS = ("LOAD_GLOBAL", "LOAD_NAME"), ("IMPORT_NAME",)
@@ -34,7 +36,8 @@ def find_state(thing: Any, is_state: Callable[[Any], bool], by_value: bool) -> s
     """
     own = f"{thing.__module__}.{thing.__qualname__}"
     pending = list(_attributes(thing, by_value) if by_value else _uses(own, thing))
-    seen: dict[int, Any] = {}  # has the objects too, so that no id is used again
+    program = vars(sys.modules["__main__"])  # tools that execute programs hold it, e.g. other shells
+    seen = {id(program): program}  # has the objects too, so that no id is used again
     while pending:
         name, used = pending.pop()
         if id(used) in seen:
@@ -69,7 +72,8 @@ def find_globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 def global_names(function: FunctionType) -> set[str]:
     """Return the names of the global variables that a function, or one inside it, reads, and that exist."""
-    return _names(function.__code__, _GLOBALS) & function.__globals__.keys()
+    names = _names(function.__code__, _GLOBALS) & function.__globals__.keys()
+    return names - {"__builtins__"}  # in which an interactive interpreter puts what it displayed
 
 
 def called_attributes(function: FunctionType) -> set[str]:

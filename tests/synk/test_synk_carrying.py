@@ -612,6 +612,33 @@ def test_a_program_may_have_no_standard_output(tmp_path: Path) -> None:
     assert not done.stderr
 
 
+@pytest.mark.parametrize("arguments", [["-m", "IPython", "--simple-prompt"], ["-i"]])
+def test_an_interactive_session_that_displayed_a_network_distributes_it(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    """The interpreter's builtins refer to the shell, and to what was displayed last."""
+    if "IPython" in arguments:
+        pytest.importorskip("IPython")
+    program = """\
+    import numpy as np, torch, lockstep.synk as synk
+    synk.fork(2)
+    net = synk.share(torch.nn.Linear(2, 1))
+    net
+    f = synk.function(lambda x: torch.ones(1) + 0 * net(x).sum(), "sum")
+    synk.distribute()
+    print("result:", f(np.ones((4, 2), np.float32)))
+    """
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        input=textwrap.dedent(program),
+        env={**os.environ, "IPYTHONDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=limit(120),
+    )
+    assert "result: [2.]" in done.stdout, done.stdout + done.stderr
+
+
 def test_an_assert_that_pytest_rewrote_is_no_state_of_an_imported_module() -> None:
     """_pytest refers to the test modules, and this one imports own_networks, which has a network."""
 
