@@ -140,8 +140,8 @@ def _tell(binding: Binding, value: Any, what: str) -> None:
     if is_a(value, *settings.kinds(), *_FUNCTIONS, type, ModuleType):
         raise ValueError(f"{changed} lack: {again}")
     if not binding.has_warned:
-        binding.has_warned = True
         warnings.warn(f"{changed} have not seen: pass it as an input, or {again}", stacklevel=5)
+        binding.has_warned = True  # but not where the warning is an error
 
 
 def _is_same(value: Any, former: Any) -> bool:
@@ -370,6 +370,6 @@ def _dictionary(thing: Any) -> Any:
         return vars(thing)
     try:
         has = object.__getattribute__(thing, "__dict__")
-    except AttributeError:  # it has slots
+    except Exception:  # it has slots, or whatever a user's property raises
         return {}
     return has if is_a(has, dict) else {}
