@@ -206,9 +206,9 @@ class _Search:
         self.found: dict[Any, Binding] = {}
         self.assigned: dict[Any, Binding] = {}
         seen: dict[int, Any] = {}
-        pending = [("self", first)]
+        pending = deque([("self", first)])  # near objects first, since the number of bindings is limited
         while pending and len(self.found) < _MOST_BINDINGS:
-            name, thing = pending.pop()
+            name, thing = pending.popleft()
             if id(thing) in seen:
                 continue
             seen[id(thing)] = thing

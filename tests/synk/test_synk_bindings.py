@@ -291,6 +291,17 @@ class Trainer:
         return torch.tensor([self.optimizer.param_groups[0]["lr"] * float(self.last)])
 
 
+def test_what_a_callable_names_itself_is_found_beside_a_large_network() -> None:
+    options = types.SimpleNamespace(beta=1.0)
+    teacher = torch.nn.Sequential(*[torch.nn.Identity() for _ in range(1200)])
+    f = synk.function(lambda x: (teacher(x) * options.beta).sum(), "sum")
+    synk.distribute()
+    f(X)
+    options.beta = 5.0
+    with pytest.warns(UserWarning, match=r"'options\.beta' is another float"):
+        f(X)
+
+
 def test_what_one_callable_assigns_another_may_read() -> None:
     """All ranks have it, and the counters of the main loop are no method of an optimizer."""
     trainer = Trainer()
