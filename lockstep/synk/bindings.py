@@ -140,8 +140,16 @@ def _tell(binding: Binding, value: Any, what: str) -> None:
     if is_a(value, *settings.kinds(), *_FUNCTIONS, type, ModuleType):
         raise ValueError(f"{changed} lack: {again}")
     if not binding.has_warned:
-        warnings.warn(f"{changed} have not seen: pass it as an input, or {again}", stacklevel=5)
+        warnings.warn(f"{changed} have not seen: pass it as an input, or {again}", stacklevel=_level())
         binding.has_warned = True  # but not where the warning is an error
+
+
+def _level() -> int:
+    """Return at which level of the stack the program is, for a warning of the calling function."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and str(frame.f_globals.get("__name__")).startswith("lockstep.synk"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _is_same(value: Any, former: Any) -> bool:
@@ -227,12 +235,14 @@ class _Search:
             self.assigned.update(_variables(thing, imported.assigned_globals(thing)))
             yield from _variables(thing, imported.global_names(thing))
             yield from self._named(name, thing)
+        elif kind is FunctionType:  # of a library, which holds what the user gave it
+            yield from _variables(thing, set())
         elif is_a(thing, ModuleType) and imported.is_users(thing.__name__):
             yield from self._named(thing.__name__, thing)
         elif is_a(thing, type) and imported.is_users(thing.__module__):
             for each in filter(lambda base: imported.is_users(base.__module__), thing.__mro__):
                 yield from self._named(each.__name__, each)
-        elif imported.is_users(kind.__module__) or kind in _NAMESPACES:
+        elif not imported.is_library(kind.__module__) or kind in _NAMESPACES or _is_module(thing):
             yield from self._named(name, thing)
 
     def _named(self, name: str, thing: Any) -> Iterator[tuple[Any, Binding]]:
@@ -346,15 +356,19 @@ def _entries(name: str, container: Any) -> Iterator[tuple[Any, Binding]]:
     base = next(each for each in _CONTAINERS if is_a(container, each))  # a subclass may have its own methods
     if base.__len__(container) > _MOST_ENTRIES:
         return
-    entries = dict.items(container) if base is dict else enumerate(base.__iter__(container))
+    entries: Any = dict.items(container) if base is dict else enumerate(base.__iter__(container))
+    of_sequence = partial(_at, base.__getitem__.__get__(container))
+    get = partial(dict.get, container) if base is dict else of_sequence
     for key, value in list(entries):
         if is_a(key, *_KEYS):
-            read = partial(dict.get, container, key) if base is dict else partial(_at, base, container, key)
-            yield (id(container), key), Binding(f"{name}[{key!r}]", read, value)
+            yield (id(container), key), Binding(f"{name}[{key!r}]", partial(get, key), value)
 
 
-def _at(base: Any, sequence: Any, index: int) -> Any:
-    return base.__getitem__(sequence, index) if index < base.__len__(sequence) else None
+def _at(get: Callable[[int], Any], index: int) -> Any:
+    try:
+        return get(index)
+    except IndexError:
+        return None
 
 
 def _contents(cell: Any) -> Any:

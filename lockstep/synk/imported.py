@@ -36,7 +36,7 @@ def find_state(thing: Any, is_state: Callable[[Any], bool], by_value: bool) -> s
     """
     own = f"{thing.__module__}.{thing.__qualname__}"
     pending = list(_attributes(thing, by_value) if by_value else _uses(own, thing))
-    program = vars(sys.modules["__main__"])  # tools that execute programs hold it, e.g. other shells
+    program = vars(sys.modules.get("__main__", sys))  # tools that execute programs hold it, e.g. other shells
     seen = {id(program): program}  # has the objects too, so that no id is used again
     while pending:
         name, used = pending.pop()

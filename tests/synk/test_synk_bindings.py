@@ -17,6 +17,7 @@ import torch
 from synk_teams import team
 
 import lockstep.synk as synk
+from lockstep.synk.extensions import torch_train
 
 X = np.ones((4, 2), np.float32)
 SCALE = 1.0
@@ -241,6 +242,11 @@ def a_builtin_function() -> Case:
     return lambda x: act(x).sum(), change
 
 
+def an_attribute_of_a_layer_of_torch() -> Case:
+    dropout = torch.nn.Dropout(1.0)
+    return lambda x: x.sum() * dropout.p, lambda: setattr(dropout, "p", 0.5)
+
+
 CHANGES = [each for name, each in list(globals().items()) if name.startswith(("a_", "an_", "entries_"))]
 REFUSED = (a_builtin_function, a_method_that_an_attribute_hides, a_layer_of_a_module_that_is_not_shared)
 
@@ -300,6 +306,27 @@ def test_what_a_callable_names_itself_is_found_beside_a_large_network() -> None:
     options.beta = 5.0
     with pytest.warns(UserWarning, match=r"'options\.beta' is another float"):
         f(X)
+
+
+def test_what_a_loss_of_a_step_reads_is_noticed() -> None:
+    """The step's own function, of lockstep.synk, holds the loss."""
+
+    class Loss:
+        def __init__(self) -> None:
+            self.beta = 1.0
+
+        def compute(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return (prediction - target).square().mean() * self.beta
+
+    loss, net = Loss(), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = torch_train.make_train_function(net, loss.compute, optimizer)
+    synk.distribute()
+    step(X, X)
+    loss.beta = 5.0
+    with pytest.warns(UserWarning, match=r"'self\.beta' is another float") as warned:
+        step(X, X)
+    assert warned[0].filename == __file__
 
 
 def test_what_one_callable_assigns_another_may_read() -> None:
