@@ -139,7 +139,8 @@ class ProcessCollectives:
             with private.without_modes():
                 sent = array.tensor().contiguous()  # what is sent is its memory
                 sent = sent.to(self._device) if self._on_gpus else sent
-                dist.broadcast(sent.view(-1).view(torch.uint8), first, group=self._group)
+                memory = sent.view(-1).view(torch.uint8)
+                self._wait_for(partial(dist.broadcast, memory, first, group=self._group))
             for replica, own in zip(replicas, variables, strict=True):
                 with private.no_grad(), on_device(replica.device):
                     own[name].detach().copy_(sent)
@@ -196,6 +197,21 @@ class ProcessCollectives:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of each process, in the order of ranks."""
+        found: list[Any] = []
+        self._wait_for(lambda: found.extend(self._gather(value)))
+        return found
+
+    def _wait_for(self, function: Callable[[], Any]) -> None:
+        """Call a function that waits for the other processes, in its turn.
+
+        A worker calls it: gloo's waits end at the group's timeout, and no signal interrupts them.
+        """
+        if self._on_gpus:  # the values of nccl are on this thread's current GPU
+            function()
+        else:
+            self._exchange(lambda _turn: function(), self._turn.place, [], name="other processes").wait()
+
+    def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
         with private.without_modes():  # which would make its buffers arrays inside of `with flow.device`
             dist.all_gather_object(values, value, group=self._group)
@@ -212,10 +228,11 @@ class ProcessCollectives:
         inputs: Sequence[Array],
         written: Sequence[Array] = (),
         made: Sequence[Array] = (),
-    ) -> None:
+        name: str = "all_reduce processes",
+    ) -> Any:
         """Submit an exchange, in its turn. `function` gets the turn as its last argument."""
-        operation(
-            "all_reduce processes",
+        return operation(
+            name,
             function,
             device,
             [*inputs, self._turn],
@@ -238,7 +255,7 @@ class ProcessCollectives:
 
     def _reduce_gathered(self, combine: Callable[..., Any], *values: torch.Tensor) -> Any:
         device = values[0].device
-        gathered = self.gather([value.cpu() for value in values[:-1]])  # a GPU has another number elsewhere
+        gathered = self._gather([value.cpu() for value in values[:-1]])  # a GPU has another number elsewhere
         return combine(*(value.to(device) for own in gathered for value in own))
 
     def reduce_sparse(self, array: Array, device: Device) -> Array:
@@ -248,7 +265,7 @@ class ProcessCollectives:
         return made
 
     def _add_up_sparse(self, value: torch.Tensor, _turn: torch.Tensor) -> torch.Tensor:
-        return _coalesced(self.gather((value._indices().cpu(), value._values().cpu())), value)
+        return _coalesced(self._gather((value._indices().cpu(), value._values().cpu())), value)
 
 
 def _described(array: Array) -> str:

@@ -487,6 +487,34 @@ dist.destroy_process_group()
 """
 
 
+LATE = """
+import os, signal, threading, time
+
+interrupted = sys.argv[3]
+devices, found = flow.cpus(1), []
+made = flow.ParallelExecutor(nn.Linear(6, 3), lambda model, x: model(x).mean(),
+                             lambda p: torch.optim.SGD(p, 0.1), devices, group=dist.group.WORLD)
+if rank == 0:
+    signal.signal(signal.SIGTERM, lambda *_: found.append("handled"))
+    for after, number in ((0.5, signal.SIGTERM), (1, signal.SIGINT)):
+        threading.Timer(after, os.kill, (os.getpid(), number)).start()
+    try:
+        made.run({"x": torch.ones(4, 6)})
+    except KeyboardInterrupt:
+        found.append("interrupted")
+    open(interrupted, "w").close()
+else:
+    stop = time.monotonic() + 20
+    while not os.path.exists(interrupted) and time.monotonic() < stop:
+        time.sleep(0.1)
+    found.append(os.path.exists(interrupted))
+    dist.all_gather_object([None, None], (4, 0, None))  # what the other's step waits for
+pickle.dump(found, open(sys.argv[4], "wb"))
+devices[0].engine.close()
+dist.destroy_process_group()
+"""
+
+
 def two_processes(folder: Path, settings: str, program: str = PROCESS) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -569,6 +597,12 @@ def test_a_step_that_one_process_cannot_record_is_refused_in_both(tmp_path: Path
     assert others[2].startswith("group: 0 steps lie behind this process and 2 behind the group's process 0")
     assert len(messages) == len(others) == 3 and n_runs == n_others == 1
     assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
+
+
+def test_signals_are_handled_while_another_process_is_late(tmp_path: Path) -> None:
+    """The main thread waited inside of gloo, until the group's timeout."""
+    found, others = two_processes(tmp_path, str(tmp_path / "interrupted"), LATE)
+    assert (found, others) == (["handled", "interrupted"], [True])
 
 
 @pytest.mark.slow
