@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
@@ -53,14 +54,17 @@ def _take_stream(memory: Any) -> Any:
     return memory.driver.Stream()
 
 
-@contextlib.contextmanager
-def _current(context: Any) -> Iterator[None]:
-    """Make a device's context this thread's current one inside the block."""
-    context.push()
-    try:
-        yield
-    finally:
-        context.pop()
+class _current(private.Scope):  # noqa: N801
+    """A scope in which a device's context is this thread's current one.
+
+    PyCUDA aborts the process if an interrupt leaves one behind.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def calls(self) -> tuple[list[Any], list[Any]]:
+        return [self._context.push], [self._context.pop]
 
 
 def _filled(memory: Any, numbers: np.ndarray) -> Any:
@@ -99,6 +103,8 @@ class Cuda(Device):
         self.name, self.memory = f"cuda:{number}", f"cuda:{number}"
         self.workers = {"compute": 1, "communication": 1, "fetch": 1, "call": 1}
         self._memory = CudaMemory(self.name)
+        if threading.current_thread() is not threading.main_thread():
+            self._memory.context.pop()  # PyCUDA aborts the process if a thread leaves one behind
         self.torch_device = torch_device(self.name)
         self._context = threading.local()  # the stream, kernel and events of a worker
         _ForkState.uses_cuda = True
@@ -213,22 +219,37 @@ class Cuda(Device):
         return value.to("cpu", copy=True)
 
 
+class _Use(weakref.ref["CudaEvent"]):
+    """A reference to a CudaEvent. When that is dropped, the event with this number is free."""
+
+    __slots__ = ("number",)
+
+    number: int
+
+
 class _Events:
     """The events of one worker's stream. They are reused, and end in its thread, as PyCUDA requires."""
 
     def __init__(self, memory: Any, stream: Any) -> None:
         self.context, self._driver, self._stream = memory.context, memory.driver, stream
         self.made: list[Any] = []
-        self.free: deque[int] = deque()
+        self._uses: list[Any] = []
+        self._free = deque[_Use]()
 
     def mark(self) -> "CudaEvent":
         """Record and return an event behind the work that is in the stream now."""
-        if not self.free:
-            self.free.append(len(self.made))
+        if self._free:
+            number = self._free.pop().number
+        else:
+            number = len(self.made)
             self.made.append(self._driver.Event(self._driver.event_flags.DISABLE_TIMING))
-        number = self.free.pop()
+            self._uses.append(None)
         self.made[number].record(self._stream)
-        return CudaEvent(self, number)
+        event = CudaEvent(self, number)
+        # A C function: Python ignores what a handler of Ctrl-C raises in a finalizer.
+        self._uses[number] = use = _Use(event, self._free.append)
+        use.number = number
+        return event
 
     def close(self) -> None:
         """Wait for the stream, and release all events."""
@@ -242,13 +263,12 @@ class CudaEvent:
     def __init__(self, events: _Events, number: int) -> None:
         self._events, self._number = events, number
 
-    def __del__(self) -> None:
-        self._events.free.append(self._number)
-
     def raw(self) -> Any:
         """Return PyCUDA's event, or None if its worker has ended, and so all its work."""
-        made = self._events.made
-        return made[self._number] if made else None
+        try:
+            return self._events.made[self._number]
+        except IndexError:
+            return None
 
     def synchronize(self) -> None:
         """Block until the stream has reached the event."""

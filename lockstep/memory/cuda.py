@@ -13,6 +13,7 @@ CUDA's rules for cuIpcGetMemHandle and cuIpcOpenMemHandle shape this file:
 
 import atexit
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,7 +160,8 @@ class CudaMemory(Memory):
             raise UserError(f"{device} can't be used: {error}; see python -m lockstep.doctor") from error
         self.name, self.pci_bus_id = card.name(), card.pci_bus_id()
         self.context.push()
-        atexit.register(self.context.pop)
+        if threading.current_thread() is threading.main_thread():
+            atexit.register(self.context.pop)
 
     def __str__(self) -> str:
         return f"{self.device} ({self.name}, {self.pci_bus_id})"

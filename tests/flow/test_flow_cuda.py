@@ -144,6 +144,44 @@ for _ in range(2):
     print(len(made), all(stream() is not None for stream in made))
 """
 
+THREADS = """
+import threading
+from lockstep import flow
+
+def use():
+    devices = [flow.cuda(0), flow.cuda(1)]
+    with flow.Engine(devices), flow.device(devices[1]):
+        print((flow.array(torch.ones(3)) + 1).tolist(), devices[0].copies_from(devices[1]))
+
+for _ in range(2):
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+print("the end")
+"""
+
+INTERRUPTS = """
+import random, signal, sys
+from lockstep import flow
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+lost, n = [], 0
+sys.unraisablehook = lambda found: lost.append(str(found.object))
+signal.signal(signal.SIGALRM, interrupt)
+device = flow.cuda(0)
+with flow.Engine([device]) as engine:
+    while n < 2000:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1e-6 + random.random() * 1e-3)
+            while True:
+                engine.push(lambda: None).wait()
+        except KeyboardInterrupt:
+            n += 1
+print([each for each in lost if "Event" in each])
+"""
+
 GPU_RUN = """
 from lockstep.kernels.fold import ReduceKernel
 launched, fold = [], ReduceKernel.launch
@@ -209,6 +247,19 @@ def test_streams_outlive_their_lanes_and_are_reused(simulation: Simulation) -> N
     """torch uses them once more, when memory that was used there is freed: maybe after the lane's end."""
     first, second = run_program(SIMULATED + STREAMS, simulation.environment()).splitlines()
     assert first == second and first.endswith(" True") and not first.startswith("0")
+
+
+@pytest.mark.slow
+def test_devices_may_be_made_in_threads(simulation: Simulation) -> None:
+    """The thread's context was left behind, and PyCUDA aborted the process at its end."""
+    out = run_program(SIMULATED + THREADS, simulation.environment())
+    assert out == "[2.0, 2.0, 2.0] True\n" * 2 + "the end\n"
+
+
+@pytest.mark.slow
+def test_no_interrupt_is_lost_or_leaves_a_context_behind(simulation: Simulation) -> None:
+    """Some came in the finalizer of an event, and others before the context of a wait was left."""
+    assert run_program(SIMULATED + INTERRUPTS, simulation.environment()) == "[]\n"
 
 
 @pytest.mark.gpu
