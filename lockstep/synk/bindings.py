@@ -248,7 +248,7 @@ class _Search:
     def _named(self, name: str, thing: Any) -> Iterator[tuple[Any, Binding]]:
         """Yield the attributes of an object that functions name, and note those that they assign."""
         names, sent = self.names, _sent_attributes(thing)
-        special = _special_methods(thing) if is_a(thing, type) else set[str]()
+        special = _special_methods(thing) if is_a(thing, type) else _rates(thing)
         for attribute in sorted((names.read | names.called | names.assigned | special) - sent):
             read = _reader(thing, attribute, attribute in names.assigned)
             if read is None:
@@ -276,6 +276,13 @@ def _sent_attributes(thing: Any) -> set[str]:
     if _is_module(thing):
         return {"training"}
     return {"param_groups", "state", "defaults", "step"} if settings.is_optimizer(thing) else set()
+
+
+def _rates(thing: Any) -> set[str]:
+    """Return the names of numbers that a layer of a library reads itself, e.g. `p` of a Dropout."""
+    if not _is_module(thing) or not imported.is_library(type(thing).__module__):
+        return set()
+    return {name for name, value in vars(thing).items() if type(value) is float}
 
 
 def _special_methods(kind: type) -> set[str]:
