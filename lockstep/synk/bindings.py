@@ -190,12 +190,13 @@ class _Names:
 
 
 def _names_in(functions: list[FunctionType]) -> _Names:
-    names = _Names()
+    read, called, assigned = set[str](), set[str](), set[str]()
     for function in functions:
-        called, assigned = imported.called_attributes(function), imported.assigned_attributes(function)
-        read = imported.attribute_names(function) - called
-        names = names.join(_Names(frozenset(read), frozenset(called), frozenset(assigned)))
-    return names
+        only_called = imported.called_attributes(function)
+        read |= imported.attribute_names(function) - only_called
+        called |= only_called
+        assigned |= imported.assigned_attributes(function)
+    return _Names().join(_Names(frozenset(read), frozenset(called), frozenset(assigned)))
 
 
 class _Search:
@@ -210,6 +211,8 @@ class _Search:
 
     def __init__(self, first: Any, names: _Names, is_shared: Callable[[Any], bool]) -> None:
         self.names, self._is_shared = names, is_shared
+        self._names = names.read | names.called | names.assigned
+        self._of_classes: dict[int, frozenset[str]] = {}  # the names, by the class's id
         self.functions: list[FunctionType] = []
         self.found: dict[Any, Binding] = {}
         self.assigned: dict[Any, Binding] = {}
@@ -247,10 +250,12 @@ class _Search:
 
     def _named(self, name: str, thing: Any) -> Iterator[tuple[Any, Binding]]:
         """Yield the attributes of an object that functions name, and note those that they assign."""
-        names, sent = self.names, _sent_attributes(thing)
+        names = self.names
         special = _special_methods(thing) if is_a(thing, type) else _rates(thing)
-        for attribute in sorted((names.read | names.called | names.assigned | special) - sent):
-            read = _reader(thing, attribute, attribute in names.assigned)
+        of_class = self._class_names(thing if is_a(thing, type) else type(thing))
+        has = (_dictionary(thing).keys() | of_class) - _sent_attributes(thing)
+        for attribute in sorted(has & (self._names | special)):
+            read = _reader(thing, attribute)
             if read is None:
                 continue
             value = read()
@@ -260,6 +265,12 @@ class _Search:
                 yield made
             else:
                 self.assigned.update([made])
+
+    def _class_names(self, kind: type) -> frozenset[str]:
+        """Return those of the names that a class or one of its bases defines."""
+        if id(kind) not in self._of_classes:
+            self._of_classes[id(kind)] = self._names.intersection(chain(*map(vars, kind.__mro__)))
+        return self._of_classes[id(kind)]
 
     def _layers(self, name: str, module: Any) -> Iterator[tuple[Any, Binding]]:
         """Yield the layers of a module, without those of a shared one that have parameters (settings.py)."""
@@ -301,7 +312,7 @@ def _constructors(kind: Any) -> list[tuple[str, Any]]:
     return [("self", has[name]) for has in own for name in _CONSTRUCTORS if name in has]
 
 
-def _reader(thing: Any, attribute: str, may_lack: bool) -> Read | None:
+def _reader(thing: Any, attribute: str) -> Read | None:
     """Return what reads an attribute of an object without executing code of its class, or None.
 
     A value in the object's own dictionary would hide one of its class.
@@ -315,7 +326,7 @@ def _reader(thing: Any, attribute: str, may_lack: bool) -> Read | None:
         return partial(_in_slot, default, thing)
     is_hidden = default is not _NOTHING and not hasattr(type(default), "__get__")  # as a property is not
     is_method = is_a(default, FunctionType) and (attribute == "forward" or not _is_module(thing))
-    return partial(has.get, attribute) if may_lack or is_hidden or is_method else None
+    return partial(has.get, attribute) if is_hidden or is_method else None
 
 
 def _in_slot(slot: Any, thing: Any) -> Any:

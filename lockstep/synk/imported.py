@@ -8,8 +8,7 @@ import dis
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
-from itertools import chain
+from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -23,7 +22,8 @@ _LIBRARIES |= {"_pytest", "IPython", "ipykernel"}
 _CONTAINERS = ("builtins", "collections", "functools")  # their objects may hold those of a user
 
 _GLOBALS, _IMPORTS = ("LOAD_GLOBAL", "LOAD_NAME"), ("IMPORT_NAME",)
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
+_METHOD = "LOAD_METHOD"
+_ATTRIBUTES = ("LOAD_ATTR", _METHOD, "LOAD_SUPER_ATTR", "IMPORT_FROM")
 
 
 def find_state(thing: Any, is_state: Callable[[Any], bool], by_value: bool) -> str | None:
@@ -78,17 +78,8 @@ def global_names(function: FunctionType) -> set[str]:
 
 def called_attributes(function: FunctionType) -> set[str]:
     """Return the names of the attributes that a function, or one inside it, only calls as methods."""
-    called, others = set[str](), set[str]()
-    for code in _codes(function.__code__):
-        for each in dis.get_instructions(code):
-            if each.opname in _ATTRIBUTES:
-                is_method = each.opname == "LOAD_METHOD" or (each.opname == "LOAD_ATTR" and _is_method(each))
-                (called if is_method else others).add(each.argval)
-    return called - others
-
-
-def _is_method(instruction: dis.Instruction) -> bool:
-    return sys.version_info >= (3, 12) and bool((instruction.arg or 0) & 1)
+    others = tuple(each for each in _ATTRIBUTES if each != _METHOD)
+    return _names(function.__code__, (_METHOD,)) - _names(function.__code__, others)
 
 
 def assigned_globals(function: FunctionType) -> set[str]:
@@ -137,15 +128,22 @@ def is_a(thing: Any, *kinds: type) -> bool:
 
 def _names(code: CodeType, operations: tuple[str, ...]) -> set[str]:
     """Return the names in these operations of code, and of functions inside it."""
-    instructions = chain.from_iterable(map(dis.get_instructions, _codes(code)))
-    return {each.argval for each in instructions if each.opname in operations}
+    return {name for operation, name in _operations(code) if operation in operations}
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _codes(each)
+@lru_cache(maxsize=10_000)
+def _operations(code: CodeType) -> frozenset[tuple[str, str]]:
+    """Return the operations of code, and of functions inside it, that have a name, each with its name."""
+    inner = [_operations(each) for each in code.co_consts if isinstance(each, CodeType)]
+    named = [each for each in dis.get_instructions(code) if isinstance(each.argval, str)]
+    return frozenset((_METHOD if _is_method(each) else each.opname, each.argval) for each in named).union(
+        *inner
+    )
+
+
+def _is_method(instruction: dis.Instruction) -> bool:
+    is_marked = sys.version_info >= (3, 12) and instruction.opname == "LOAD_ATTR"  # the lowest bit says it
+    return instruction.opname == _METHOD or (is_marked and bool((instruction.arg or 0) & 1))
 
 
 def import_names(function: FunctionType) -> set[str]:
