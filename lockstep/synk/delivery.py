@@ -361,7 +361,8 @@ def _spec_of(module: ModuleType) -> Any:
 
 def _can_not_import(function: Any) -> bool:
     """Return whether ranks receive a function by value instead of importing it."""
-    is_inner, module = "<locals>" in function.__qualname__, function.__module__
+    # A cached partial has no name.
+    is_inner, module = "<locals>" in getattr(function, "__qualname__", "<locals>"), function.__module__
     return is_inner or module in _PROGRAM or imported.is_pickled(sys.modules.get(module))
 
 

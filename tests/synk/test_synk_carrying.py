@@ -1,7 +1,9 @@
 """Delivery of functions to the ranks: deep graphs, loops, random streams, later functions; whole programs."""
 
+import functools
 import importlib
 import json
+import operator
 import os
 import random
 import subprocess
@@ -637,6 +639,18 @@ def test_an_interactive_session_that_displayed_a_network_distributes_it(
         timeout=limit(120),
     )
     assert "result: [2.]" in done.stdout, done.stdout + done.stderr
+
+
+def test_cached_functions_that_no_module_has_go_over() -> None:
+    @functools.lru_cache
+    def double(number: float) -> float:
+        return 2 * number
+
+    triple = functools.lru_cache(functools.partial(operator.mul, 3.0))
+    with team(2):
+        f = synk.function(lambda x: x.sum() * double(1.0) * triple(1.0), "sum")
+        synk.distribute()
+        assert f(np.ones(4)) == 24
 
 
 def test_an_assert_that_pytest_rewrote_is_no_state_of_an_imported_module() -> None:
