@@ -3,7 +3,6 @@
 import argparse
 import enum
 import functools
-import sys
 import types
 import warnings
 from collections import deque
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import synk_teams
 import torch
 from synk_teams import team
 
@@ -20,7 +20,6 @@ import lockstep.synk as synk
 from lockstep.synk.extensions import torch_train
 
 X = np.ones((4, 2), np.float32)
-SCALE = 1.0
 Case = tuple[Callable[..., Any], Callable[[], Any]]  # a callable, and a change of what it uses
 
 
@@ -206,11 +205,11 @@ def an_attribute_of_an_optimizer() -> Case:
 
 def a_variable_of_a_module_that_is_imported_within(monkeypatch: pytest.MonkeyPatch) -> Case:
     def scaled(x: torch.Tensor) -> torch.Tensor:
-        from test_synk_bindings import SCALE
+        from synk_teams import MODE
 
-        return x.sum() * SCALE
+        return x.sum() * len(MODE)
 
-    return scaled, lambda: monkeypatch.setattr(sys.modules[__name__], "SCALE", 5.0)
+    return scaled, lambda: monkeypatch.setattr(synk_teams, "MODE", "FAST_RUN")
 
 
 def a_partial_method() -> Case:
