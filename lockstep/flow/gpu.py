@@ -194,8 +194,10 @@ class Cuda(Device):
             stream = _take_stream(self._memory)
             addresses = [block.pointer for block in blocks]
             kernel = ReduceKernel(self._memory, stream)  # kept until it has run: it has the compiled module
-            kernel.launch(addresses, addresses, (0, _PROOF_NUMBERS), "mean")
-            stream.synchronize()
+            try:
+                kernel.launch(addresses, addresses, (0, _PROOF_NUMBERS), "mean")
+            finally:  # after an interrupt, too: it uses the blocks
+                stream.synchronize()
             _idle_streams[self.name].append(stream)
         mean = (values[0] + values[1]) / np.float32(2)
         found = [_emptied(memory, block, mean) for memory, block in zip(memories, blocks, strict=True)]

@@ -182,6 +182,27 @@ with flow.Engine([device]) as engine:
 print([each for each in lost if "Event" in each])
 """
 
+# An interrupt just behind the launch of the proof of peer access.
+INTERRUPTED_PROOF = """
+from lockstep import flow
+from lockstep.kernels.fold import ReduceKernel
+launch = ReduceKernel.launch
+
+def interrupted(*arguments):
+    launch(*arguments)
+    raise KeyboardInterrupt
+
+first, second = flow.cuda(0), flow.cuda(1)
+ReduceKernel.launch = interrupted
+for _ in range(3):
+    try:
+        first.copies_from(second)
+    except KeyboardInterrupt:
+        pass
+ReduceKernel.launch = launch
+print(first.copies_from(second))
+"""
+
 GPU_RUN = """
 from lockstep.kernels.fold import ReduceKernel
 launched, fold = [], ReduceKernel.launch
@@ -260,6 +281,13 @@ def test_devices_may_be_made_in_threads(simulation: Simulation) -> None:
 def test_no_interrupt_is_lost_or_leaves_a_context_behind(simulation: Simulation) -> None:
     """Some came in the finalizer of an event, and others before the context of a wait was left."""
     assert run_program(SIMULATED + INTERRUPTS, simulation.environment()) == "[]\n"
+
+
+@pytest.mark.slow
+def test_an_interrupted_proof_of_peer_access_has_run(simulation: Simulation) -> None:
+    """Its kernel was unloaded, and its blocks were freed, while it ran: a segmentation fault."""
+    environment = simulation.set(delay=300).environment()
+    assert run_program(SIMULATED + INTERRUPTED_PROOF, environment) == "True\n"
 
 
 @pytest.mark.gpu
