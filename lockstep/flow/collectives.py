@@ -204,12 +204,16 @@ class ProcessCollectives:
     def _wait_for(self, function: Callable[[], Any]) -> None:
         """Call a function that waits for the other processes, in its turn.
 
-        A worker calls it: gloo's waits end at the group's timeout, and no signal interrupts them.
+        A worker calls it: gloo's waits end at the group's timeout, and no signal interrupts them. It has a
+        lane of its own, since the other process may be late.
         """
         if self._on_gpus:  # the values of nccl are on this thread's current GPU
             function()
         else:
-            self._exchange(lambda _turn: function(), self._turn.place, [], name="other processes").wait()
+            waiting = self._exchange(
+                lambda _turn: function(), self._turn.place, [], name="other processes", lane="processes"
+            )
+            waiting.wait()
 
     def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -229,6 +233,7 @@ class ProcessCollectives:
         written: Sequence[Array] = (),
         made: Sequence[Array] = (),
         name: str = "all_reduce processes",
+        lane: str = "communication",
     ) -> Any:
         """Submit an exchange, in its turn. `function` gets the turn as its last argument."""
         return operation(
@@ -238,6 +243,7 @@ class ProcessCollectives:
             [*inputs, self._turn],
             written=[*written, self._turn],
             made=made,
+            lane=lane,
         )
 
     def _add_up(self, *values: torch.Tensor) -> None:
