@@ -32,7 +32,8 @@ def pass_on(keys: dict[str, Any], model: Any, train_data: Any, val_data: Any) ->
         )
     passed: dict[Kind, Any] = {}
     if model is not None and not isinstance(model, str):
-        if not callable(model):
+        is_network = hasattr(model, "state_dict") and not isinstance(model, type)
+        if is_network or not callable(model):
             raise UserError(
                 f"model: must be a name, or a class or function that makes a network, not {model!r:.100}"
             )

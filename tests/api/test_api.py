@@ -199,6 +199,7 @@ def test_an_error_of_the_callback_ends_all_processes(shared_folder: Path, tmp_pa
         ({"data_folder": "/nowhere"}, "/nowhere: there is no such dataset folder"),
         ({"callback": "stop"}, "^callback: must be a function of a record, not 'stop'"),
         ({"model": 7}, "model: must be a name, or a class or function"),
+        ({"model": torch.nn.Linear(3, 2)}, "^model: must be a name, or a class or function .*, not Linear"),
         ({"model": "models.mine:Net"}, "Lockstep has a package models of its own, without mine.*rename"),
         ({"model": lambda n_classes: None}, "must make a torch.nn.Module, not NoneType"),
         ({"train_data": []}, "train_data and val_data: one is missing"),
