@@ -343,7 +343,7 @@ class Saver:
 
     def _write(self, tensors: dict[str, torch.Tensor], make_state: Callable[[], State]) -> Path:
         if not self._slots.flat.isfinite().all():
-            raise UserError(f"there are weights that are not finite in {self._name}: lower learning_rate")
+            raise UserError(_not_finite(tensors, self._name))
         path = checkpoint.save(self._plan.folder, tensors, make_state())
         if self._receipts:
             self._receipts.add_checkpoint(path)
@@ -351,6 +351,15 @@ class Saver:
         if self._config.keep_checkpoints is not None:
             remove_older(path, self._config.keep_checkpoints)
         return path
+
+
+def _not_finite(tensors: dict[str, torch.Tensor], what: str) -> str:
+    """Return the message about a checkpoint of these tensors that must not be written."""
+    names = [name for name, tensor in tensors.items() if not tensor.isfinite().all()] or ["a number"]
+    text = f"{names[0]} is not finite in {what}: lower learning_rate"
+    if all(name.startswith("buffers/") for name in names):
+        text += ". If the network makes this buffer so, as a mask, give it -1e9 instead of -inf"
+    return text
 
 
 def _check_disk(folder: Path, n_bytes: int) -> None:

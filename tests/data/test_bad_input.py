@@ -215,13 +215,20 @@ def test_a_file_that_breaks_while_training_is_named_by_its_loader(folder: Path, 
     assert "0001.hkl: can't be read: it was changed after the start of the run" in running.last_line()
 
 
-def test_weights_that_are_no_numbers_are_not_saved(shared_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "name", "advice"),
+    [("smallnet", "weights/fc5.bias", "$"), ("resnet20", "buffers/bn1.running_mean", ".*-1e9 .*-inf$")],
+)
+def test_numbers_that_are_not_finite_are_named_and_not_saved(
+    model: str, name: str, advice: str, shared_folder: Path, tmp_path: Path
+) -> None:
     control, _keep_open = multiprocessing.Pipe()
-    plan = RunPlan(make_config(data_folder=str(shared_folder), para_load=False), tmp_path, None)
+    plan = RunPlan(make_config(data_folder=str(shared_folder), para_load=False, model=model), tmp_path, None)
     trainer = Trainer(plan, Group.on_one_host(0, {}), Pipe(control, "the launcher", 5), StatusBoard.create())
-    trainer.program.arena.tensors["weights/fc5.bias"][0] = float("nan")
+    trainer.program.arena.tensors[name][0] = float("-inf")
     trainer.save()
-    with pytest.raises(UserError, match=r"not finite in the checkpoint of epoch 1 .*: lower learning_rate"):
+    message = rf"^{name} is not finite in the checkpoint of epoch 1 .*: lower learning_rate{advice}"
+    with pytest.raises(UserError, match=message):
         trainer.saver.finish()
     assert list(tmp_path.iterdir()) == []
 
