@@ -248,7 +248,7 @@ def _try_out(model: nn.Module, config: Config, n_classes: int) -> None:
             if getattr(model, "aux_weights", ()):
                 _try_out_training(model, images)
     except Exception as error:  # the user's code
-        remedy = "Set another input_size" + (", or null." if config.input_size else ".")
+        remedy = "If it needs another size, set input_size" + (", or null." if config.input_size else ".")
         if n_channels != 3:
             remedy = f"Images have {n_channels} channel(s): give model_args for that, or set n_channels: 3."
         raise UserError(
