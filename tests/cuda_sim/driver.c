@@ -401,6 +401,7 @@ CUresult cuEventCreate(CUevent *event, unsigned flags)
     if (setting("CUDA_SIM_NO_IPC", 0))
         return free(made), CUDA_ERROR_NOT_SUPPORTED;
     snprintf(made->name, sizeof made->name, "cuda.shm.%x.%x.%x", getuid(), getpid(), ++counter);
+    remove_file(made->name); // of a killed process, whose number this one has
     made->shared = map_file(made->name, sizeof *made->shared, 1, MAP_SHARED);
     return made->shared ? CUDA_SUCCESS : (free(made), CUDA_ERROR_OPERATING_SYSTEM);
 }

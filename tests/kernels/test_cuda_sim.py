@@ -170,3 +170,22 @@ def test_shared_events_are_files_that_only_a_killed_process_leaves(simulation: S
     for path in left:
         path.unlink()
     assert len(left) == (2 if how == "stay" else 0)
+
+
+STALE = """
+import os
+names = [f"/dev/shm/cuda.shm.{os.getuid():x}.{os.getpid():x}.{number:x}" for number in range(64)]
+for name in names:
+    open(name, "x").close()
+"""
+
+
+def test_an_event_replaces_the_file_of_a_killed_process_with_the_same_number(simulation: Simulation) -> None:
+    """Process numbers come again: a trainer could not share its events, and a run was not resized."""
+    parts = [
+        str(part) for part in (simulation.site, simulation.driver, simulation.kernels, simulation.folder)
+    ]
+    program = STALE + HOLD + "for name in names: os.path.exists(name) and os.remove(name)"
+    command = [sys.executable, "-c", program, str(Path(simulated.__file__).parent), *parts, "leave"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
+    assert (done.stdout, done.returncode) == ("made\n", 0), done.stderr
