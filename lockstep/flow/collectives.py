@@ -204,8 +204,8 @@ class ProcessCollectives:
     def _wait_for(self, function: Callable[[], Any]) -> None:
         """Call a function that waits for the other processes, in its turn.
 
-        A worker calls it: gloo's waits end at the group's timeout, and no signal interrupts them. It has a
-        lane of its own, since the other process may be late.
+        A worker calls it: gloo's waits end at the group's timeout, and no signal interrupts them. Nothing
+        else has its lane, since the other process may be late.
         """
         if self._on_gpus:  # the values of nccl are on this thread's current GPU
             function()

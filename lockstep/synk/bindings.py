@@ -169,9 +169,9 @@ def _is_same(value: Any, former: Any) -> bool:
 
 def _is_same_function(value: FunctionType, former: FunctionType) -> bool:
     own = value.__closure__, value.__kwdefaults__, value.__dict__ or None
-    is_alone = own == (None, None, None) and value.__globals__ is former.__globals__
+    has_only_code = own == (None, None, None) and value.__globals__ is former.__globals__
     has_defaults = _is_same(value.__defaults__, former.__defaults__)
-    return is_alone and has_defaults and bool(value.__code__ == former.__code__)
+    return has_only_code and has_defaults and bool(value.__code__ == former.__code__)
 
 
 @dataclass(frozen=True)
