@@ -432,6 +432,7 @@ class Team:
         try:
             yield
         except PeerProblem as error:
+            doing = worker.doing  # before the wait, in which a late rank would finish
             how = worker.describe_end(2)
             code = worker.process.poll()
             if code is None:
@@ -439,7 +440,7 @@ class Team:
                 how = f"does not answer (this process {error})" if is_silent else str(error)
             number = -code if code is not None and code < 0 else None
             if self._lost is None:  # else this process has killed it
-                self._lost = RankLost(worker.rank, worker.process.pid, how, number, worker.doing)
+                self._lost = RankLost(worker.rank, worker.process.pid, how, number, doing)
             self.kill()
             raise RankLost(*self._lost.args) from error
 

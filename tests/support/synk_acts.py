@@ -61,6 +61,8 @@ def act(what: str, place: str) -> None:
     if what == "sleep":
         Path(place, f"asleep{os.getpid()}").touch()
         time.sleep(60)
+    if what == "answer late":
+        time.sleep(float(place))
 
 
 def act_function(rank: int, what: str, place: str = "") -> synk.Function:

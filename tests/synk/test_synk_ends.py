@@ -95,6 +95,17 @@ def test_a_rank_that_hangs_is_lost_after_the_deadline(tmp_path: Path) -> None:
         assert seconds <= time.monotonic() - begin < seconds + limit(16)
 
 
+@pytest.mark.slow
+def test_a_rank_that_answers_after_the_deadline_is_lost_with_what_it_did_then() -> None:
+    seconds = round(limit(4))
+    with team(2, timeout=seconds):
+        f = act_function(1, "answer late", str(seconds + 1))
+        synk.distribute()
+        with pytest.raises(synk.RankLost, match=r"rank 1 .* does not answer .* at: calling") as lost:
+            f(np.ones(6))
+        assert lost.value.doing.startswith("calling")
+
+
 @pytest.mark.parametrize("rank", [1, -1, pytest.param(0, marks=pytest.mark.slow)])
 def test_an_error_is_raised_as_its_own_type_and_the_team_goes_on(rank: int) -> None:
     with team(2):
