@@ -142,7 +142,8 @@ def _operations(code: CodeType) -> frozenset[tuple[str, str]]:
 
 
 def _is_method(instruction: dis.Instruction) -> bool:
-    is_marked = sys.version_info >= (3, 12) and instruction.opname == "LOAD_ATTR"  # the lowest bit says it
+    loads = "LOAD_ATTR", "LOAD_SUPER_ATTR"
+    is_marked = sys.version_info >= (3, 12) and instruction.opname in loads  # the lowest bit says it
     return instruction.opname == _METHOD or (is_marked and bool((instruction.arg or 0) & 1))
 
 
