@@ -4,6 +4,7 @@ All values are combined in the order of devices and ranks, so that the bits are 
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from lockstep.flow import placement, private
 from lockstep.flow.arrays import Array, bring
 from lockstep.flow.creation import device as on_device
 from lockstep.flow.devices import Device
+from lockstep.flow.graph import Uses
 from lockstep.flow.instructions import Storage
 from lockstep.flow.lanes import Operation
 from lockstep.flow.operations import new, new_sparse, operation
@@ -115,7 +117,8 @@ def _mean(n_parts: int, *values: Any) -> tuple[torch.Tensor, ...]:
 class ProcessCollectives:
     """Collectives among processes, which all processes run in the same order.
 
-    Every exchange writes one array, so their hazards fix the order, whichever bucket is ready first.
+    Every exchange of a group writes its turn, so their hazards fix the order, whichever bucket is ready first
+    and whichever executor makes it: an interrupted run may still be pending when another executor begins.
     """
 
     def __init__(self, group: Any, device: Device) -> None:
@@ -125,7 +128,7 @@ class ProcessCollectives:
         self._group, self._device = group, device.torch_device
         self._on_gpus = dist.get_backend(group) == "nccl"  # which takes nothing of the host's memory
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._turn = _turn(device)
+        self._turn = _turn(device, group, "exchange")
 
     def forget_failure(self) -> None:
         """Let exchanges run again, whether or not an earlier failure was reported."""
@@ -285,25 +288,46 @@ class Turn(Storage):
     further exchange.
     """
 
-    __slots__ = ("_newest",)
+    __slots__ = ("_order",)
+
+    def __init__(self, device: Device, order: Uses) -> None:
+        self._order = Uses()  # of a new memory
+        super().__init__(device, (torch.Size(()), (), torch.float32), "turn")
+        self._order = order
 
     @property
     def writer(self) -> Any:
         """The newest exchange, or None if its failure was reported."""
-        newest = self._newest
+        newest = self._order.writer
         return newest if newest is None or not newest.done or not _is_reported(newest) else None
 
     @writer.setter
     def writer(self, newest: Any) -> None:
-        self._newest = newest
+        self._order.writer = newest
+
+    @property
+    def readers(self) -> list[Any]:
+        """The operations that have read it since the newest exchange."""
+        readers: list[Any] = self._order.readers
+        return readers
+
+    @readers.setter
+    def readers(self, readers: list[Any]) -> None:
+        self._order.readers = readers
 
 
 def _is_reported(operation: Operation) -> bool:
     return operation.failure is not None and operation.failure.seen
 
 
-def _turn(device: Device) -> Array:
-    turn = Turn(device, (torch.Size(()), (), torch.float32), "turn")
+# The order of a group's exchanges, and of the messages to each peer and from it: in all processes the same.
+_orders = weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Uses]]()
+
+
+def _turn(device: Device, group: Any, *what: Any) -> Array:
+    """Return a turn. All turns of a group for the same thing share one order, on whichever devices."""
+    orders = _orders.setdefault(dist.group.WORLD if group is None else group, {})
+    turn = Turn(device, orders.setdefault(what, Uses()))  # another thread may have been first
     with private.without_modes():
         turn.cell.value = torch.zeros(())
     return Array(turn, torch.Size(()), (), 0, torch.float32)
@@ -315,18 +339,12 @@ def check_distributed(what: str) -> None:
         raise UserError(f"{what} needs other processes: call torch.distributed.init_process_group first")
 
 
-_turns: dict[tuple[Any, ...], Array] = {}  # messages to a peer, and from it, keep their order
-
-
 def _turn_of(kind: str, peer: int, group: Any, device: Device) -> Array:
     check_distributed(f"flow.{kind}")
     others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     if peer not in others:  # gloo crashes with an unknown rank
         raise UserError(f"flow.{kind}: peer is the rank of another process, one of {others}, not {peer!r}")
-    key = kind, peer, id(group)
-    if key not in _turns:
-        _turns.setdefault(key, _turn(device))  # another thread may have been first
-    return _turns[key]
+    return _turn(device, group, kind, peer)
 
 
 def send(array: Array, peer: int, group: Any = None) -> Any:

@@ -1,6 +1,8 @@
 """Merges: compressed gradients, several processes, operations that send and receive."""
 
+import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -290,6 +292,7 @@ def test_processes_with_other_models_or_settings_are_refused(
         )  # fmt: skip
 
 
+@pytest.mark.usefixtures("alone")
 def test_the_first_messages_of_two_threads_to_a_peer_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each message is two of gloo's, so those of two threads must not run at once."""
     lanes, others = list[int](), list[threading.Thread]()
@@ -303,8 +306,8 @@ def test_the_first_messages_of_two_threads_to_a_peer_take_turns(monkeypatch: pyt
 
     make = collectives._turn
 
-    def make_while_another_thread_sends(device: Any) -> Any:
-        made = make(device)
+    def make_while_another_thread_sends(*what: Any) -> Any:
+        made = make(*what)
         if not others:
             others.append(threading.Thread(target=lambda: flow.send(flow.array(1.0), 23456)))
             others[0].start()  # its current device is the default one
@@ -319,6 +322,7 @@ def test_the_first_messages_of_two_threads_to_a_peer_take_turns(monkeypatch: pyt
     assert lanes[0] == lanes[1] != lanes[2] == lanes[3]
 
 
+@pytest.mark.usefixtures("alone")
 def test_messages_are_sent_again_after_a_failure_was_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[torch.Tensor] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -340,6 +344,53 @@ def test_messages_are_sent_again_after_a_failure_was_reported(monkeypatch: pytes
     with flow.Engine(flow.cpus(1)):
         flow.send(flow.array(5.0), 12345).wait()
     assert [value.item() for value in sent[1::2]] == [3, 5]  # behind their headers
+
+
+@pytest.mark.usefixtures("alone")
+def test_messages_of_the_default_group_keep_their_order_however_it_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A message with group=None that was not ready arrived behind a later one with group=WORLD."""
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(dist, "send", lambda value, peer, group: sent.append(value))
+    with flow.Engine(flow.cpus(1)):
+        late = flow.array(1.0)
+        flow.call(lambda value: time.sleep(0.2), late, writes=[late])
+        flow.send(late, 1)
+        flow.send(flow.array(2.0), 1, group=dist.group.WORLD)
+        flow.wait_all()
+    assert [value.item() for value in sent[1::2]] == [1, 2]  # behind their headers
+
+
+@pytest.mark.usefixtures("alone")
+def test_another_executor_of_the_group_waits_for_an_interrupted_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exchanges were made beside those of the run: in two processes, in different orders."""
+    seen: list[str] = []
+    all_reduce, gather = dist.all_reduce, dist.all_gather_object
+
+    def interrupt(*values: Any, group: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)  # the other executor begins
+        all_reduce(*values, group=group)
+        seen.append("all-reduce")
+
+    def see(*values: Any, group: Any) -> None:
+        seen.append("gather")
+        gather(*values, group=group)
+
+    monkeypatch.setattr(dist, "all_reduce", interrupt)
+    monkeypatch.setattr(dist, "all_gather_object", see)
+    for devices in (flow.cpus(1), flow.cpus(1)):  # which have other lanes
+        made = flow.ParallelExecutor(
+            nn.Linear(3, 2), lambda model, x: model(x).mean(), lambda p: torch.optim.SGD(p, 0.1),
+            devices, group=dist.group.WORLD,
+        )  # fmt: skip
+        with pytest.raises(KeyboardInterrupt):
+            made.run({"x": torch.ones(4, 3)})
+    flow.wait_all()
+    of_a_run = ["gather"] * (seen.index("all-reduce")) + ["all-reduce"]
+    assert seen == of_a_run * 2
 
 
 # Each program of a process begins with this.
