@@ -181,7 +181,7 @@ class ProcessCollectives:
 
     def report_failure(self, error: Exception) -> None:
         """Tell the processes that wait in check_merged that this one could not record the step."""
-        with contextlib.suppress(RuntimeError):  # one of them may have ended; the caller raises `error`
+        with contextlib.suppress(RuntimeError, UserError):  # a peer may have ended; the caller raises `error`
             self.gather(f"{type(error).__name__}: {first_line(error)}")
 
     def check_merged(self, merged: Any) -> None:
@@ -199,9 +199,19 @@ class ProcessCollectives:
                 )
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of each process, in the order of ranks."""
+        """Return the value of each process, in the order of ranks.
+
+        Raises:
+            UserError: Another process is at another exchange, as after an interrupt.
+        """
         found: list[Any] = []
         self._wait_for(lambda: found.extend(self._gather(value)))
+        for rank, other in enumerate(found):
+            if _stage(other) != _stage(value):
+                raise UserError(
+                    f"group: this process {_stage(value)} and the group's process {rank} {_stage(other)}, as "
+                    "after an interrupt: make executors with a new group and new devices in all processes"
+                )
         return found
 
     def _wait_for(self, function: Callable[[], Any]) -> None:
@@ -275,6 +285,14 @@ class ProcessCollectives:
 
     def _add_up_sparse(self, value: torch.Tensor, _turn: torch.Tensor) -> torch.Tensor:
         return _coalesced(self._gather((value._indices().cpu(), value._values().cpu())), value)
+
+
+def _stage(gathered: Any) -> str:
+    """Return what a process does that gathers this value."""
+    if isinstance(gathered, dict):
+        return "makes an executor"
+    is_step = isinstance(gathered, tuple) and bool(gathered) and isinstance(gathered[0], int)
+    return "begins a step" if is_step else "records a step"
 
 
 def _described(array: Array) -> str:

@@ -566,6 +566,23 @@ dist.destroy_process_group()
 """
 
 
+STAGES = """
+message, devices = "", flow.cpus(1)
+made = flow.ParallelExecutor(nn.Linear(6, 3), lambda model, x: model(x).mean(),
+                             lambda p: torch.optim.SGD(p, 0.1), devices, group=dist.group.WORLD)
+try:
+    if rank == 0:
+        made.run({"x": torch.ones(4, 6)})
+    else:  # as after an interrupt in its run
+        flow.ParallelExecutor(nn.Linear(6, 3), lambda model, x: model(x).mean(),
+                              lambda p: torch.optim.SGD(p, 0.1), devices, group=dist.group.WORLD)
+except UserError as error:
+    message = str(error)
+pickle.dump(message, open(sys.argv[4], "wb"))
+dist.destroy_process_group()
+"""
+
+
 def two_processes(folder: Path, settings: str, program: str = PROCESS) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -654,6 +671,13 @@ def test_signals_are_handled_while_another_process_is_late(tmp_path: Path) -> No
     """The main thread waited inside of gloo, until the group's timeout."""
     found, others = two_processes(tmp_path, str(tmp_path / "interrupted"), LATE)
     assert (found, others) == (["handled", "interrupted"], [True])
+
+
+def test_processes_at_different_exchanges_are_told_so(tmp_path: Path) -> None:
+    """The one that made an executor raised "'tuple' object is not a mapping"."""
+    begins, makes = two_processes(tmp_path, "", STAGES)
+    assert begins.startswith("group: this process begins a step and the group's process 1 makes an executor")
+    assert makes.startswith("group: this process makes an executor and the group's process 0 begins a step")
 
 
 @pytest.mark.slow
