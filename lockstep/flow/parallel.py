@@ -95,8 +95,9 @@ class ParallelExecutor:
         n_bytes = int(bucket_mb * 2**20)
         self._buckets = Buckets(self._replicas, optimizer, n_bytes, owner_updates, model)
         if self._processes is not None:
-            settings = {"bucket_mb": bucket_mb, "compress": compress, **self._buckets.described()}
-            self._processes.check_alike(self._replicas[0], settings)
+            scale = gradient_scale if isinstance(gradient_scale, str) else "a list"  # of its own devices
+            settings = {"bucket_mb": bucket_mb, "compress": compress, "gradient_scale": scale}
+            self._processes.check_alike(self._replicas[0], settings | self._buckets.described())
             self._processes.broadcast_model(self._replicas)
         self._merger = GradientMerger(self._replicas, not owner_updates, compress, self._processes)
         self._step = steps.StepRecorder(self._replicas, self._buckets, loss, self._merger, model)

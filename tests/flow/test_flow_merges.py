@@ -274,6 +274,7 @@ def test_a_group_of_other_processes_is_refused() -> None:
     ("other", "words"),
     [
         ({"bucket_mb": 1}, "bucket_mb is 4 in this process and 1 in the group's process 1: make the same"),
+        ({"gradient_scale": "sum"}, "gradient_scale is mean in this process and sum in the group"),
         ({"bias": "(3,) torch.float32"}, r"bias is \(2,\) torch.float32, trained in this process and \(3,\)"),
         ({"scale": "(3,) torch.float32"}, "scale is missing in this process"),
     ],
