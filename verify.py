@@ -114,9 +114,10 @@ def verify(arguments: argparse.Namespace, interrupts: Interrupts) -> dict[str, A
             raise UserError(f"{folder}: trains now. Verify it when it has ended. Until then: {problems[0]}")
         if config:
             problems += check_data(config, receipts[-1], arguments.json, bool(problems))
-        if config and not problems and arguments.overrides:
+        is_replayed = bool(arguments.replay or arguments.step)
+        if config and not problems and (arguments.overrides or is_replayed):
             intervals.check_settings(folder, receipts, chain.digest_of_settings(config))
-        if config and not problems and (arguments.replay or arguments.step):
+        if config and not problems and is_replayed:
             replay_all(arguments, config, receipts, found, interrupts)
     found["verified"] = not problems
     return found
@@ -169,7 +170,6 @@ def replay_all(
 ) -> None:
     """Replay what the arguments ask for, and add the results to `found`."""
     settings = chain.digest_of_settings(config)
-    intervals.check_settings(arguments.run, receipts, settings)
     replays: list[Replay] = []
     if arguments.replay:
         replays, n_all = intervals.choose(
