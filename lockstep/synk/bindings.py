@@ -290,10 +290,14 @@ def _sent_attributes(thing: Any) -> set[str]:
 
 
 def _rates(thing: Any) -> set[str]:
-    """Return the names of numbers that a layer of a library reads itself, e.g. `p` of a Dropout."""
+    """Return the names of numbers that a layer of a library reads itself, e.g. `p` of a Dropout.
+
+    The whole numbers of a layer with parameters are their sizes, and too many to compare before each call.
+    """
     if not _is_module(thing) or not imported.is_library(type(thing).__module__):
         return set()
-    return {name for name, value in vars(thing).items() if type(value) is float}
+    kinds = (float,) if settings.has_parameters(thing) else (float, int)
+    return {name for name, value in vars(thing).items() if type(value) in kinds}
 
 
 def _special_methods(kind: type) -> set[str]:

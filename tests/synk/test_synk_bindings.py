@@ -246,6 +246,11 @@ def an_attribute_of_a_layer_of_torch() -> Case:
     return lambda x: dropout(x).sum(), lambda: setattr(dropout, "p", 0.5)
 
 
+def a_whole_number_of_a_layer_of_torch() -> Case:
+    dropout = torch.nn.Dropout(0)
+    return lambda x: dropout(x).sum(), lambda: setattr(dropout, "p", 0.5)
+
+
 CHANGES = [each for name, each in list(globals().items()) if name.startswith(("a_", "an_", "entries_"))]
 REFUSED = (a_builtin_function, a_method_that_an_attribute_hides, a_layer_of_a_module_that_is_not_shared)
 
