@@ -4,6 +4,7 @@ All values are combined in the order of devices and ranks, so that the bits are 
 """
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from lockstep.flow.lanes import Operation
 from lockstep.flow.operations import new, new_sparse, operation
 
 Parts = list[list[Array]]  # the arrays of a bucket, of each device with samples
+_numbers = itertools.count()  # of the executors of this process
 
 
 def reduce(parts: Parts, owner: Device, in_all: bool = False) -> tuple[list[Array], Parts]:
@@ -151,7 +153,9 @@ class ProcessCollectives:
     def check_alike(self, replica: Any, settings: dict[str, Any]) -> None:
         """Raise UserError if another process has another model or settings: gloo aborts, or weights drift."""
         own = {name: _described(array) for name, array in replica.variables().items()} | settings
-        for rank, other in enumerate(self.gather(own)):
+        others = self.gather({**own, "": next(_numbers)})
+        self._number, *_ = [other.pop("") for other in others]  # what rank 0 calls this executor
+        for rank, other in enumerate(others):
             for name in {**own, **other}:
                 here, there = own.get(name, "missing"), other.get(name, "missing")
                 if here != there:
@@ -168,9 +172,17 @@ class ProcessCollectives:
             merged: The names of what it merges, by exchange, or None if they are not known yet.
 
         Raises:
-            UserError: Another process is at another step, as after a state was loaded in some only.
+            UserError: Another process is at another step, as after a state was loaded in some only, or runs
+                another executor.
         """
-        counts, runs, self._merged = zip(*self.gather((n_samples, n_runs, merged)), strict=True)
+        gathered = self.gather((n_samples, n_runs, merged, self._number))
+        counts, runs, self._merged, numbers = zip(*gathered, strict=True)
+        for rank, number in enumerate(numbers):
+            if number != self._number:
+                raise UserError(
+                    f"group: this process and the group's process {rank} begin steps of different executors: "
+                    "run them in the same order in all processes"
+                )
         for rank, other in enumerate(runs):
             if other != n_runs:
                 raise UserError(

@@ -584,6 +584,26 @@ dist.destroy_process_group()
 """
 
 
+SWAPPED = """
+def make(seed):
+    torch.manual_seed(seed)
+    return flow.ParallelExecutor(nn.Linear(6, 3), lambda model, x: model(x).mean(),
+                                 lambda p: torch.optim.SGD(p, 0.1), flow.cpus(1), group=dist.group.WORLD)
+
+
+messages, first, second = [], make(1), make(2)
+for made in (first, second) if rank == 0 else (second, first):
+    try:
+        made.run({"x": torch.ones(4, 6)})
+    except UserError as error:
+        messages.append(str(error))
+for made in (first, second):
+    made.run({"x": torch.ones(4, 6)})
+pickle.dump((messages, [dict(made.replica(0)) for made in (first, second)]), open(sys.argv[4], "wb"))
+dist.destroy_process_group()
+"""
+
+
 def two_processes(folder: Path, settings: str, program: str = PROCESS) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -679,6 +699,18 @@ def test_processes_at_different_exchanges_are_told_so(tmp_path: Path) -> None:
     begins, makes = two_processes(tmp_path, "", STAGES)
     assert begins.startswith("group: this process begins a step and the group's process 1 makes an executor")
     assert makes.startswith("group: this process makes an executor and the group's process 0 begins a step")
+
+
+def test_processes_that_run_executors_in_different_orders_are_refused(tmp_path: Path) -> None:
+    """Each took the gradients of the other executor, without a word, if their shapes were equal."""
+    (messages, models), (others, other_models) = two_processes(tmp_path, "", SWAPPED)
+    assert [m.partition(":")[2].partition(" begin")[0] for m in messages] == [
+        " this process and the group's process 1"
+    ] * 2
+    assert len(others) == 2 and all("different executors: run them in the same order" in m for m in others)
+    for own, other in zip(models, other_models, strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in own.items())
+    assert not torch.equal(models[0]["weight"], models[1]["weight"])
 
 
 @pytest.mark.slow
