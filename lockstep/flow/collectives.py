@@ -131,6 +131,7 @@ class ProcessCollectives:
         self._on_gpus = dist.get_backend(group) == "nccl"  # which takes nothing of the host's memory
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._turn = _turn(device, group, "exchange")
+        self._lane = f"processes {group.group_name}"  # a late process must not keep other groups waiting
 
     def forget_failure(self) -> None:
         """Let exchanges run again, whether or not an earlier failure was reported."""
@@ -229,16 +230,12 @@ class ProcessCollectives:
     def _wait_for(self, function: Callable[[], Any]) -> None:
         """Call a function that waits for the other processes, in its turn.
 
-        A worker calls it: gloo's waits end at the group's timeout, and no signal interrupts them. Nothing
-        else has its lane, since the other process may be late.
+        A worker calls it: gloo's waits end at the group's timeout, and no signal interrupts them.
         """
         if self._on_gpus:  # the values of nccl are on this thread's current GPU
             function()
         else:
-            waiting = self._exchange(
-                lambda _turn: function(), self._turn.place, [], name="other processes", lane="processes"
-            )
-            waiting.wait()
+            self._exchange(lambda _turn: function(), self._turn.place, [], name="other processes").wait()
 
     def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -258,7 +255,6 @@ class ProcessCollectives:
         written: Sequence[Array] = (),
         made: Sequence[Array] = (),
         name: str = "all_reduce processes",
-        lane: str = "communication",
     ) -> Any:
         """Submit an exchange, in its turn. `function` gets the turn as its last argument."""
         return operation(
@@ -268,7 +264,7 @@ class ProcessCollectives:
             [*inputs, self._turn],
             written=[*written, self._turn],
             made=made,
-            lane=lane,
+            lane=self._lane,
         )
 
     def _add_up(self, *values: torch.Tensor) -> None:

@@ -604,6 +604,35 @@ dist.destroy_process_group()
 """
 
 
+SHARED_DEVICES = """
+import threading, time
+
+groups = [dist.new_group(timeout=datetime.timedelta(seconds=30)) for _ in range(2)]
+devices, found = flow.cpus(2), {}
+made = [flow.ParallelExecutor(nn.Linear(6, 3), lambda model, x: model(x).mean(),
+                              lambda p: torch.optim.SGD(p, 0.1), devices, group=group) for group in groups]
+
+
+def train(number):
+    time.sleep(0.5 * (number != rank))  # each process begins with another executor
+    try:
+        for _ in range(3):
+            made[number].run({"x": torch.ones(4, 6)})
+        found[number] = dict(made[number].replica(0))
+    except flow.OperationError as error:
+        found[number] = str(error)
+
+
+threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+pickle.dump([found[number] for number in range(2)], open(sys.argv[4], "wb"))
+dist.destroy_process_group()
+"""
+
+
 def two_processes(folder: Path, settings: str, program: str = PROCESS) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -711,6 +740,14 @@ def test_processes_that_run_executors_in_different_orders_are_refused(tmp_path: 
     for own, other in zip(models, other_models, strict=True):
         assert all(torch.equal(value, other[name]) for name, value in own.items())
     assert not torch.equal(models[0]["weight"], models[1]["weight"])
+
+
+def test_executors_of_two_groups_share_devices(tmp_path: Path) -> None:
+    """Each process waited in the only lane for the other's executor that waited behind, until the timeout."""
+    models, others = two_processes(tmp_path, "", SHARED_DEVICES)
+    assert not [found for found in (*models, *others) if isinstance(found, str)]
+    for own, other in zip(models, others, strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in own.items())
 
 
 @pytest.mark.slow
