@@ -315,6 +315,20 @@ class ShardedUpdater:
                 for group in each.optimizer.param_groups:
                     group["norms"] = norms
 
+    def check_bound(self) -> None:
+        """Check that the optimizer still updates the arena's tensors.
+
+        Raises:
+            UserError: A step has given a parameter another tensor, so the network would not learn.
+        """
+        memory = self._arena.flat.untyped_storage().data_ptr()
+        for piece in self._pieces():
+            if piece.weight.untyped_storage().data_ptr() != memory:
+                raise UserError(
+                    f"optimizer: {self._config.optimizer}: its step has replaced {piece.name} by another "
+                    "tensor, so the network does not learn. Change it in place (sub_, add_)."
+                )
+
     def counts(self) -> dict[str, dict[int, float]]:
         """Return the optimizer's step counts in this shard: kind to parameter number to count."""
         counts: dict[str, dict[int, float]] = {}

@@ -14,15 +14,18 @@ from limits import limit
 from small_replicas import TwoHeads, make_batch, make_replica, recorder, take_step, update
 from torch import nn
 
+from lockstep.comm.group import Group
 from lockstep.comm.messages import Order
 from lockstep.comm.pipes import Pipe
 from lockstep.errors import UserError
+from lockstep.exchange.host import HostTransport
 from lockstep.launch.ranks import run_ranks
 from lockstep.loading import Batch
-from lockstep.network.optimizer import inexact_parts
+from lockstep.network.optimizer import ShardedUpdater, inexact_parts
 from lockstep.optim import OPTIMIZERS, OptimizerName
 from lockstep.optim.lars import LARS
 from lockstep.optim.schedules import SCHEDULES, ScheduleName
+from lockstep.sync.factory import make_rule
 
 
 def loss_of(model: nn.Module, batch: Batch, smoothing: float = 0.0) -> torch.Tensor:
@@ -46,6 +49,28 @@ def take_a_step(rank: int, pipes: dict[int, Pipe], data: Path) -> list[str]:
 def test_a_step_does_not_load_torchs_compiler(shared_folder: Path) -> None:
     """Importing it would take a second at the start of every trainer."""
     assert run_ranks(take_a_step, 1, shared_folder) == [[]]
+
+
+def replace_a_weight(rank: int, pipes: dict[int, Pipe], data: Path) -> str:
+    """Return the error of a validation after an optimizer's step has replaced one of its parameters."""
+    replica = make_replica(data, logical_ranks=2, global_batch_size=8)
+    group = Group.on_one_host(rank, pipes)
+    transport = HostTransport.open(replica.arena.block, "f4", len(replica.arena.flat), group)
+    make_rule(replica._config, replica, transport, {})
+    replica.begin_validation()
+    assert isinstance(replica.optimizer, ShardedUpdater)
+    piece = next(iter(replica.optimizer._pieces()))
+    piece.weight.data = piece.weight - 0.1
+    with pytest.raises(UserError) as caught:
+        replica.begin_validation()
+    transport.close()
+    return str(caught.value).replace(piece.name, "NAME")
+
+
+def test_a_weight_that_a_sharded_optimizer_replaces_is_seen(shared_folder: Path) -> None:
+    """Its parameters are pieces of the arena, so the network itself still has the arena's tensors."""
+    [error] = run_ranks(replace_a_weight, 1, shared_folder)
+    assert error.startswith("optimizer: sgd: its step has replaced NAME by another tensor")
 
 
 def test_a_step_is_that_of_a_plain_loop(shared_folder: Path) -> None:
