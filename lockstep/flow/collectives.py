@@ -373,8 +373,14 @@ def _turn_of(kind: str, peer: int, group: Any, device: Device) -> Array:
     return _turn(device, group, kind, peer)
 
 
+def _lane(kind: str, peer: int, group: Any) -> str:
+    """Return the lane of messages to or from a peer: others may have to arrive before these."""
+    own: Any = dist.group.WORLD if group is None else group
+    return f"{kind} {peer} {own.group_name}"
+
+
 def send(array: Array, peer: int, group: Any = None) -> Any:
-    """Send a value to the process with this rank, and return the operation. It has its own lane.
+    """Send a value to the process with this rank, and return the operation. Each peer has its own lane.
 
     Values from one process to another arrive in program order, each by a `receive` of the other process.
 
@@ -386,8 +392,8 @@ def send(array: Array, peer: int, group: Any = None) -> Any:
     if array.layout is not torch.strided:
         raise UserError("flow.send: a sparse array can't be sent: send to_dense()")
     turn = _turn_of("send", peer, group, array.place)
-    message = partial(_send, peer, group)
-    return operation("send", message, array.place, [array, turn], written=[turn], lane="send", phase="copy")
+    message, lane = partial(_send, peer, group), _lane("send", peer, group)
+    return operation("send", message, array.place, [array, turn], written=[turn], lane=lane, phase="copy")
 
 
 def receive(peer: int, like: torch.Tensor, group: Any = None) -> Array:
@@ -398,7 +404,8 @@ def receive(peer: int, like: torch.Tensor, group: Any = None) -> Array:
     turn = _turn_of("receive", peer, group, device)
     made = new(device, like.shape, like.dtype, [like] if isinstance(like, Array) else [])
     message = partial(_receive, peer, group, like.shape, like.dtype, device.torch_device)
-    operation("receive", message, device, [turn], written=[turn], made=[made], lane="receive", phase="copy")
+    lane = _lane("receive", peer, group)
+    operation("receive", message, device, [turn], written=[turn], made=[made], lane=lane, phase="copy")
     return made
 
 

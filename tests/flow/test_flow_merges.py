@@ -348,6 +348,24 @@ def test_messages_are_sent_again_after_a_failure_was_reported(monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_message_of_one_peer_does_not_wait_for_one_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first peer may send only after it has heard of the second one's message."""
+    heard, like = threading.Event(), torch.empty(3)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2])
+
+    def receive(value: torch.Tensor, peer: int, group: Any) -> None:
+        if peer == 2:
+            heard.set()
+        assert heard.wait(limit(5)), "waits for the other peer"
+        value.copy_(collectives._header(like) if value.dtype == torch.uint8 else torch.full((3,), peer))
+
+    monkeypatch.setattr(dist, "recv", receive)
+    with flow.Engine(flow.cpus(1)):
+        first, second = flow.receive(1, like), flow.receive(2, like)
+        assert (first.tolist(), second.tolist()) == ([1.0] * 3, [2.0] * 3)
+
+
+@pytest.mark.usefixtures("alone")
 def test_messages_of_the_default_group_keep_their_order_however_it_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
