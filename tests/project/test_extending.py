@@ -123,6 +123,14 @@ def test_network_loss_optimizer_transport_back_end_and_data_train(written: Path)
     assert saved["momenta/classify.weight"].abs().max() > 0 and "weights/excite.0.weight" in saved
 
 
+def test_a_rule_whose_ranks_name_different_spans_is_no_rule_for_the_transport(written: Path) -> None:
+    """Pipes would hand each of a pair what the other one has in the wrong half of its block."""
+    run(written, "preprocessing/make_squares.py", "data/pairs")
+    own = ["data_folder=data/pairs", "n_classes=4", "model=squeeze", "run_name=pairs"]
+    with pytest.raises(AssertionError, match=r"trainer \d is at 'broadcast .*', not at 'broadcast "):
+        run(written, "train.py", *own, "rule=gossip", "n_epochs=1", "devices=[cpu, cpu]")
+
+
 def test_cutout_blackens_a_square_at_any_place(written: Path) -> None:
     load(written, "cutout")
     preparer = Preparer(make_config(augmentation="cutout:cutout"), (32, 32), (32, 32), np.zeros(3))
