@@ -52,6 +52,8 @@ def in_parallel(
         while under_way:
             yield from _next_ones(under_way)
     except BrokenProcessPool as error:
+        for worker in multiprocessing.active_children():
+            worker.kill()  # the executor waits for them after SIGTERM, which they ignore if this process does
         raise UserError(
             "a worker process was killed, perhaps because memory ran out: the same command "
             "resumes; --workers starts fewer"

@@ -107,9 +107,17 @@ def test_killed_or_stopped_it_goes_on_to_the_same_bytes(
     assert not build.unfinished(tmp_path / "set").exists()
 
 
-def test_a_killed_worker_ends_it_with_a_message(pictures: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sigterm", [signal.SIG_DFL, signal.SIG_IGN], ids=["alone", "inside train.py"])
+def test_a_killed_worker_ends_it_with_a_message(
+    pictures: Path, tmp_path: Path, sigterm: signal.Handlers
+) -> None:
+    """A conversion that train.py starts ignores SIGTERM, and so do its workers."""
     held = Held(pictures, tmp_path / "images")
-    running = start(held.folder, tmp_path / "set")
+    before = signal.signal(signal.SIGTERM, sigterm)
+    try:
+        running = start(held.folder, tmp_path / "set")
+    finally:
+        signal.signal(signal.SIGTERM, before)
     held.await_workers(running)
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
     is_worker = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
