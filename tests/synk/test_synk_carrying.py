@@ -302,6 +302,42 @@ def test_the_guides_first_example_runs(tmp_path: Path) -> None:
     assert done.stdout == "() (60000,) True\n", done.stderr
 
 
+WEIGHTED = """
+import copy, numpy as np, torch, lockstep.synk as synk
+synk.fork(3)
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(20, 4)).astype("f4"), rng.integers(0, 3, 20)
+y[::4] = -100
+net = synk.share(torch.nn.Linear(4, 3))
+one = copy.deepcopy(net)
+optimizer, rule = (torch.optim.SGD(n.parameters(), lr=0.5, momentum=0.9) for n in (net, one))
+x_data, y_data = synk.data(x), synk.data(y)
+{functions}
+for batch in (slice(0, 20), [1], [3, 2], [7]):  # ranks without rows
+    compute.alone(x, y)
+{call}
+    rule.zero_grad()
+    expected = torch.nn.functional.cross_entropy(one(torch.tensor(x[batch])), torch.tensor(y[batch]))
+    expected.backward()
+    rule.step()
+    torch.testing.assert_close(float(loss / divisor), expected.item())
+    torch.testing.assert_close(net.weight.detach(), one.weight.detach())
+print("equal")
+"""
+
+
+def test_the_guides_weighted_loss_is_that_of_one_process(tmp_path: Path) -> None:
+    """Batches of one row follow calls that left gradients on ranks that have no rows now."""
+    text = (Path(__file__).parents[2] / "docs" / "synk.md").read_text()
+    _, rest = text.split("both per row, and divide after the reduction:\n")
+    functions, rest = rest.split("    loss, divisor =")
+    call = "    loss, divisor =" + rest[: rest.index("\n\n")]
+    script = tmp_path / "weighted.py"
+    script.write_text(WEIGHTED.format(functions=textwrap.dedent(functions), call=call))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=limit(100))
+    assert done.stdout == "equal\n", done.stderr
+
+
 @pytest.mark.slow
 def test_compiled_by_numba() -> None:
     """One of each kind: modes, slices, index lists, stored rows, updates."""
