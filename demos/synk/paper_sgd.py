@@ -23,6 +23,6 @@ for epoch in range(10):
     order = np.random.default_rng(epoch).permutation(len(X_train))
     for first in range(0, len(order), 100):
         train_fn(X_train, y_train, batch=order[first : first + 100])
-        synk.all_reduce(params, op="avg")  # SGD on averaged parameters is SGD on the averaged gradient
+        synk.all_reduce(params, by_rows=True)  # SGD on averaged parameters is SGD on the averaged gradient
     print(f"epoch {epoch + 1}: error {error_fn(X_val, y_val):.2%}")
 assert error_fn(X_val, y_val) < 0.08

@@ -1,12 +1,16 @@
 """Update rules for training with all ranks: Lasagne's formulas on one flat gradient.
 
 Every rule returns three things: updates that compute the gradient into a shared variable, updates of the
-parameters that read this variable, and the variable, which all_reduce averages in between (Synkhronos,
-section 3.3). The gradient of all parameters is one vector, so that one collective is enough.
+parameters that read this variable, and the variable, which all ranks average in between (Synkhronos, section
+3.3). The gradient of all parameters is one vector, so that one collective is enough.
 
     grad_updates, param_updates, gradient = updates.adam(loss, params)
     compute = synk.function([x, y], loss, updates=grad_updates)
     update = synk.function([], updates=param_updates)
+    synk.distribute()
+    loss = compute(x_data, y_data, batch=batch)
+    synk.all_reduce(gradient, by_rows=True)
+    update()
 
 loss: a scalar expression. params: a list of shared variables of one floating dtype, which is that of all
 constants here, whatever floatX is. Rates may be numbers or variables.
