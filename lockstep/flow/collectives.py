@@ -419,8 +419,9 @@ def _header(value: torch.Tensor) -> torch.Tensor:
 
 
 def _send(peer: int, group: Any, value: torch.Tensor, _turn: torch.Tensor) -> None:
-    dist.send(_header(value), peer, group=group)
-    dist.send(value.contiguous(), peer, group=group)
+    whole = value.contiguous()  # if memory lacks for it, the peer must not get a header without its value
+    dist.send(_header(whole), peer, group=group)
+    dist.send(whole, peer, group=group)
 
 
 def _receive(

@@ -235,6 +235,19 @@ def test_a_message_to_no_other_process_is_refused(peer: Any) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_value_that_cannot_be_copied_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its header was sent, and the receiver took the next message for the value."""
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(dist, "send", lambda value, peer, group: sent.append(value))
+    with flow.Engine(flow.cpus(1)):
+        endless = flow.array([1.0]).expand(1 << 44)
+        with pytest.raises(flow.OperationError, match=r"send on cpu.*, .*can't allocate memory"):
+            flow.send(endless, 1).wait()
+    assert not sent
+
+
+@pytest.mark.usefixtures("alone")
 def test_messages_are_dense() -> None:
     """The other process would wait for a message that can't be sent until the group's timeout."""
     with pytest.raises(UserError, match=r"flow.send: a sparse array can't be sent: send to_dense\(\)"):
