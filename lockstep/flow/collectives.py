@@ -367,6 +367,8 @@ def check_distributed(what: str) -> None:
 
 def _turn_of(kind: str, peer: int, group: Any, device: Device) -> Array:
     check_distributed(f"flow.{kind}")
+    if dist.get_rank(group) < 0:
+        raise UserError(f"flow.{kind}: this process is not in the group; only its members send and receive")
     others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     if peer not in others:  # gloo crashes with an unknown rank
         raise UserError(f"flow.{kind}: peer is the rank of another process, one of {others}, not {peer!r}")

@@ -248,6 +248,15 @@ def test_a_value_that_cannot_be_copied_sends_nothing(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_message_in_a_group_of_other_processes_is_refused() -> None:
+    others = dist.GroupMember.NON_GROUP_MEMBER  # what `new_group` returns to those that are not in it
+    with pytest.raises(UserError, match=r"flow.send: this process is not in the group"):
+        flow.send(flow.zeros(3), 1, group=others)
+    with pytest.raises(UserError, match=r"flow.receive: this process is not in the group"):
+        flow.receive(1, torch.zeros(3), group=others)
+
+
+@pytest.mark.usefixtures("alone")
 def test_messages_are_dense() -> None:
     """The other process would wait for a message that can't be sent until the group's timeout."""
     with pytest.raises(UserError, match=r"flow.send: a sparse array can't be sent: send to_dense\(\)"):
