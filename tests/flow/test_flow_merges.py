@@ -321,7 +321,7 @@ def test_the_first_messages_of_two_threads_to_a_peer_take_turns(monkeypatch: pyt
     lanes, others = list[int](), list[threading.Thread]()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 23456])
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
 
     def send(value: torch.Tensor, peer: int, group: Any) -> None:
         lanes.append(threading.get_ident())
@@ -350,7 +350,7 @@ def test_messages_are_sent_again_after_a_failure_was_reported(monkeypatch: pytes
     sent: list[torch.Tensor] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 12345])
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(dist, "send", lambda value, peer, group: sent.append(value))
     with flow.Engine(flow.cpus(1)):
         bad = flow.array(1.0)
