@@ -344,9 +344,12 @@ def test_a_run_whose_log_is_gone_has_its_checkpoint_shown(run: Path) -> None:
 
 
 def test_the_folder_of_a_later_host_has_a_report_of_that_hosts_log(run: Path) -> None:
-    whole = report(run).words
+    def text() -> str:
+        return re.sub(r"[-:\d ]+ by", "by", report(run).words)  # the minute in which it is written
+
+    whole = text()
     (run / "log.jsonl").rename(run / "host1.jsonl")
-    assert report(run).words == whole
+    assert text() == whole
 
 
 @pytest.mark.parametrize("first, second", [("log", "host1"), ("host1", "log"), ("host2", "host1")])
