@@ -309,6 +309,7 @@ rng = np.random.default_rng(0)
 x, y = rng.normal(size=(20, 4)).astype("f4"), rng.integers(0, 3, 20)
 y[::4] = -100
 net = synk.share(torch.nn.Linear(4, 3))
+net.bias.requires_grad_(False)
 one = copy.deepcopy(net)
 optimizer, rule = (torch.optim.SGD(n.parameters(), lr=0.5, momentum=0.9) for n in (net, one))
 x_data, y_data = synk.data(x), synk.data(y)
