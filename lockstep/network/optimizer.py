@@ -267,6 +267,8 @@ class ShardedUpdater:
         """Take the step of one span from its mean gradients, and set the buffers in it to their mean."""
         each = self._steps[span]
         if each:
+            for piece in each.pieces:  # an optimizer may have given it another gradient in its last step
+                piece.weight.grad = piece.gradient
             each.optimizer.step()
         first, last = self._arena.trained_buffers_span
         first, last = max(first, span[0]), min(last, span[1])

@@ -73,6 +73,33 @@ def test_a_weight_that_a_sharded_optimizer_replaces_is_seen(shared_folder: Path)
     assert error.startswith("optimizer: sgd: its step has replaced NAME by another tensor")
 
 
+def step_with_replaced_gradients(rank: int, pipes: dict[int, Pipe], data: Path) -> list[bool]:
+    """Return whether three steps equal those of an optimizer that leaves `grad` alone; one replaces it."""
+    weights = []
+    for replaces in (False, True):
+        replica = make_replica(data, logical_ranks=2, global_batch_size=8)
+        group = Group.on_one_host(rank, pipes)
+        transport = HostTransport.open(replica.arena.block, "f4", len(replica.arena.flat), group)
+        make_rule(replica._config, replica, transport, {})
+        updater = replica.optimizer
+        assert isinstance(updater, ShardedUpdater)
+        weights.append([])
+        for number in range(3):
+            for span in updater._steps:
+                updater._gradients.of(span).fill_(number + 1.0)
+                updater.step(span)
+            for piece in updater._pieces() if replaces else ():
+                piece.weight.grad = piece.gradient.clone()
+            weights[-1].append(replica.arena.flat.clone())
+        transport.close()
+    return [torch.equal(own, other) for own, other in zip(*weights, strict=True)]
+
+
+def test_an_optimizer_may_replace_gradients_in_its_step(shared_folder: Path) -> None:
+    """As in `parameter.grad = parameter.grad / norm`: the next step has the next gradient."""
+    assert run_ranks(step_with_replaced_gradients, 1, shared_folder) == [[True] * 3]
+
+
 def test_a_step_is_that_of_a_plain_loop(shared_folder: Path) -> None:
     """Covers auxiliary loss, label smoothing, scaling, clipping, unequal minibatches, averages."""
     keys = {"label_smoothing": 0.1, "clip_norm": 0.5, "ema_decay": 0.75, "weight_decay": 0.0}
