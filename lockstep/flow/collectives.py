@@ -154,8 +154,8 @@ class ProcessCollectives:
     def check_alike(self, replica: Any, settings: dict[str, Any]) -> None:
         """Raise UserError if another process has another model or settings: gloo aborts, or weights drift."""
         own = {name: _described(array) for name, array in replica.variables().items()} | settings
-        others = self.gather({**own, "": next(_numbers)})
-        self._number, *_ = [other.pop("") for other in others]  # what rank 0 calls this executor
+        others, numbers = zip(*self.gather("makes an executor", (own, next(_numbers))), strict=True)
+        self._number = numbers[0]  # what rank 0 calls this executor
         for rank, other in enumerate(others):
             for name in {**own, **other}:
                 here, there = own.get(name, "missing"), other.get(name, "missing")
@@ -176,7 +176,7 @@ class ProcessCollectives:
             UserError: Another process is at another step, as after a state was loaded in some only, or runs
                 another executor.
         """
-        gathered = self.gather((n_samples, n_runs, merged, self._number))
+        gathered = self.gather("begins a step", (n_samples, n_runs, merged, self._number))
         counts, runs, self._merged, numbers = zip(*gathered, strict=True)
         for rank, number in enumerate(numbers):
             if number != self._number:
@@ -195,11 +195,11 @@ class ProcessCollectives:
     def report_failure(self, error: Exception) -> None:
         """Tell the processes that wait in check_merged that this one could not record the step."""
         with contextlib.suppress(RuntimeError, UserError):  # a peer may have ended; the caller raises `error`
-            self.gather(f"{type(error).__name__}: {first_line(error)}")
+            self.gather("records a step", f"{type(error).__name__}: {first_line(error)}")
 
     def check_merged(self, merged: Any) -> None:
         """Raise UserError if another process merges something else: gloo would abort, or mix them up."""
-        others = self.gather(merged) if None in self._merged else self._merged
+        others = self.gather("records a step", merged) if None in self._merged else self._merged
         for rank, other in enumerate(others):
             if isinstance(other, str):
                 raise UserError(f"group: the step can't be recorded in the group's process {rank}: {other}")
@@ -211,21 +211,24 @@ class ProcessCollectives:
                     f"group's process {rank} only: let the loss use and write the same ones in all processes"
                 )
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, doing: str, value: Any) -> list[Any]:
         """Return the value of each process, in the order of ranks.
+
+        Args:
+            doing: What a process does that makes this exchange, in words.
 
         Raises:
             UserError: Another process is at another exchange, as after an interrupt.
         """
-        found: list[Any] = []
-        self._wait_for(lambda: found.extend(self._gather(value)))
-        for rank, other in enumerate(found):
-            if _stage(other) != _stage(value):
+        found: list[tuple[str, Any]] = []
+        self._wait_for(lambda: found.extend(self._gather((doing, value))))
+        for rank, (other, _) in enumerate(found):
+            if other != doing:
                 raise UserError(
-                    f"group: this process {_stage(value)} and the group's process {rank} {_stage(other)}, as "
-                    "after an interrupt: make executors with a new group and new devices in all processes"
+                    f"group: this process {doing} and the group's process {rank} {other}, as after an "
+                    "interrupt: make executors with a new group and new devices in all processes"
                 )
-        return found
+        return [theirs for _, theirs in found]
 
     def _wait_for(self, function: Callable[[], Any]) -> None:
         """Call a function that waits for the other processes, in its turn.
@@ -293,14 +296,6 @@ class ProcessCollectives:
 
     def _add_up_sparse(self, value: torch.Tensor, _turn: torch.Tensor) -> torch.Tensor:
         return _coalesced(self._gather((value._indices().cpu(), value._values().cpu())), value)
-
-
-def _stage(gathered: Any) -> str:
-    """Return what a process does that gathers this value."""
-    if isinstance(gathered, dict):
-        return "makes an executor"
-    is_step = isinstance(gathered, tuple) and bool(gathered) and isinstance(gathered[0], int)
-    return "begins a step" if is_step else "records a step"
 
 
 def _described(array: Array) -> str:

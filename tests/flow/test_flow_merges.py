@@ -304,8 +304,9 @@ def test_a_group_of_other_processes_is_refused() -> None:
 def test_processes_with_other_models_or_settings_are_refused(
     monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], words: str
 ) -> None:
-    def gather(self: Any, value: dict[str, Any]) -> list[dict[str, Any]]:
-        return [value, {**value, **other}]
+    def gather(self: Any, doing: str, value: tuple[dict[str, Any], int]) -> list[Any]:
+        own, number = value
+        return [value, ({**own, **other}, number)]
 
     monkeypatch.setattr(collectives.ProcessCollectives, "gather", gather)
     with flow.Engine(flow.cpus(1)) as engine, pytest.raises(UserError, match=words):
