@@ -347,7 +347,7 @@ _orders = weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Uses]]()
 
 def _turn(device: Device, group: Any, *what: Any) -> Array:
     """Return a turn. All turns of a group for the same thing share one order, on whichever devices."""
-    orders = _orders.setdefault(dist.group.WORLD if group is None else group, {})
+    orders = _orders.setdefault(group, {})
     turn = Turn(device, orders.setdefault(what, Uses()))  # another thread may have been first
     with private.without_modes():
         turn.cell.value = torch.zeros(())
@@ -360,20 +360,16 @@ def check_distributed(what: str) -> None:
         raise UserError(f"{what} needs other processes: call torch.distributed.init_process_group first")
 
 
-def _turn_of(kind: str, peer: int, group: Any, device: Device) -> Array:
+def _order_of(kind: str, peer: int, group: Any, device: Device) -> tuple[Array, str]:
+    """Return the turn and the lane of messages to or from a peer: others may have to arrive before these."""
     check_distributed(f"flow.{kind}")
+    group = dist.group.WORLD if group is None else group
     if dist.get_rank(group) < 0:
         raise UserError(f"flow.{kind}: this process is not in the group; only its members send and receive")
     others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     if peer not in others:  # gloo crashes with an unknown rank
         raise UserError(f"flow.{kind}: peer is the rank of another process, one of {others}, not {peer!r}")
-    return _turn(device, group, kind, peer)
-
-
-def _lane(kind: str, peer: int, group: Any) -> str:
-    """Return the lane of messages to or from a peer: others may have to arrive before these."""
-    own: Any = dist.group.WORLD if group is None else group
-    return f"{kind} {peer} {own.group_name}"
+    return _turn(device, group, kind, peer), f"{kind} {peer} {group.group_name}"
 
 
 def send(array: Array, peer: int, group: Any = None) -> Any:
@@ -388,8 +384,8 @@ def send(array: Array, peer: int, group: Any = None) -> Any:
         raise UserError(f"flow.send: {type(array).__name__} is not an array: flow.array makes one")
     if array.layout is not torch.strided:
         raise UserError("flow.send: a sparse array can't be sent: send to_dense()")
-    turn = _turn_of("send", peer, group, array.place)
-    message, lane = partial(_send, peer, group), _lane("send", peer, group)
+    turn, lane = _order_of("send", peer, group, array.place)
+    message = partial(_send, peer, group)
     return operation("send", message, array.place, [array, turn], written=[turn], lane=lane, phase="copy")
 
 
@@ -398,10 +394,9 @@ def receive(peer: int, like: torch.Tensor, group: Any = None) -> Array:
     if not isinstance(like, torch.Tensor) or like.layout is not torch.strided:
         raise UserError("flow.receive: like is a dense tensor with the shape and dtype of the value")
     device = placement.current_device()
-    turn = _turn_of("receive", peer, group, device)
+    turn, lane = _order_of("receive", peer, group, device)
     made = new(device, like.shape, like.dtype, [like] if isinstance(like, Array) else [])
     message = partial(_receive, peer, group, like.shape, like.dtype, device.torch_device)
-    lane = _lane("receive", peer, group)
     operation("receive", message, device, [turn], written=[turn], made=[made], lane=lane, phase="copy")
     return made
 
