@@ -267,7 +267,7 @@ class ShardedUpdater:
         """Take the step of one span from its mean gradients, and set the buffers in it to their mean."""
         each = self._steps[span]
         if each:
-            for piece in each.pieces:  # an optimizer may have given it another gradient in its last step
+            for piece in each.pieces:  # each time: an optimizer may give them other gradients in its step
                 piece.weight.grad = piece.gradient
             each.optimizer.step()
         first, last = self._arena.trained_buffers_span
@@ -354,8 +354,7 @@ class ShardedUpdater:
             first, last = max(first, span[0]), min(last, span[1])
             if first < last:
                 weight, within = self._arena.flat[first:last], slice(first - span[0], last - span[0])
-                weight.grad = gradients[within]
-                pieces.append(Piece(name, number, weight, weight.grad))
+                pieces.append(Piece(name, number, weight, gradients[within]))
                 for kind, values in self.state.items():
                     states[kind][name] = values[span][within]
         if not pieces:

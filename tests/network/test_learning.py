@@ -3,6 +3,8 @@
 import copy
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,6 +24,7 @@ from lockstep.exchange.host import HostTransport
 from lockstep.launch.ranks import run_ranks
 from lockstep.loading import Batch
 from lockstep.network.optimizer import ShardedUpdater, inexact_parts
+from lockstep.network.replica import Replica
 from lockstep.optim import OPTIMIZERS, OptimizerName
 from lockstep.optim.lars import LARS
 from lockstep.optim.schedules import SCHEDULES, ScheduleName
@@ -51,19 +54,26 @@ def test_a_step_does_not_load_torchs_compiler(shared_folder: Path) -> None:
     assert run_ranks(take_a_step, 1, shared_folder) == [[]]
 
 
-def replace_a_weight(rank: int, pipes: dict[int, Pipe], data: Path) -> str:
-    """Return the error of a validation after an optimizer's step has replaced one of its parameters."""
+@contextmanager
+def sharded(rank: int, pipes: dict[int, Pipe], data: Path) -> Iterator[tuple[Replica, ShardedUpdater]]:
+    """Yield a replica with the rule gradients, and its optimizer."""
     replica = make_replica(data, logical_ranks=2, global_batch_size=8)
     group = Group.on_one_host(rank, pipes)
     transport = HostTransport.open(replica.arena.block, "f4", len(replica.arena.flat), group)
     make_rule(replica._config, replica, transport, {})
-    replica.begin_validation()
     assert isinstance(replica.optimizer, ShardedUpdater)
-    piece = next(iter(replica.optimizer._pieces()))
-    piece.weight.data = piece.weight - 0.1
-    with pytest.raises(UserError) as caught:
-        replica.begin_validation()
+    yield replica, replica.optimizer
     transport.close()
+
+
+def replace_a_weight(rank: int, pipes: dict[int, Pipe], data: Path) -> str:
+    """Return the error of a validation after an optimizer's step has replaced one of its parameters."""
+    with sharded(rank, pipes, data) as (replica, updater):
+        replica.begin_validation()
+        piece = next(iter(updater._pieces()))
+        piece.weight.data = piece.weight - 0.1
+        with pytest.raises(UserError) as caught:
+            replica.begin_validation()
     return str(caught.value).replace(piece.name, "NAME")
 
 
@@ -77,21 +87,15 @@ def step_with_replaced_gradients(rank: int, pipes: dict[int, Pipe], data: Path) 
     """Return whether three steps equal those of an optimizer that leaves `grad` alone; one replaces it."""
     weights = []
     for replaces in (False, True):
-        replica = make_replica(data, logical_ranks=2, global_batch_size=8)
-        group = Group.on_one_host(rank, pipes)
-        transport = HostTransport.open(replica.arena.block, "f4", len(replica.arena.flat), group)
-        make_rule(replica._config, replica, transport, {})
-        updater = replica.optimizer
-        assert isinstance(updater, ShardedUpdater)
         weights.append([])
-        for number in range(3):
-            for span in updater._steps:
-                updater._gradients.of(span).fill_(number + 1.0)
-                updater.step(span)
-            for piece in updater._pieces() if replaces else ():
-                piece.weight.grad = piece.gradient.clone()
-            weights[-1].append(replica.arena.flat.clone())
-        transport.close()
+        with sharded(rank, pipes, data) as (replica, updater):
+            for number in range(3):
+                for span in updater._steps:
+                    updater._gradients.of(span).fill_(number + 1.0)
+                    updater.step(span)
+                for piece in updater._pieces() if replaces else ():
+                    piece.weight.grad = piece.gradient.clone()
+                weights[-1].append(replica.arena.flat.clone())
     return [torch.equal(own, other) for own, other in zip(*weights, strict=True)]
 
 
