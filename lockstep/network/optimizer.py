@@ -6,7 +6,8 @@ optimizer's update is elementwise apart from the norms of whole tensors. So the 
 one-dimensional views of the part of each tensor that lies in a span.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -77,6 +78,12 @@ class Updater:
         if self._config.ema_decay is not None:
             self._arena.move_averages(self._config.ema_decay)
 
+    def check_bound(self) -> None:
+        """Check that the optimizer's state is still the arena's (as in `ShardedUpdater`)."""
+        stepped = {parameter for group in self.inner.param_groups for parameter in group["params"]}
+        names = [name for name, parameter in self._model.named_parameters() if parameter in stepped]
+        _check_state(self.inner, names, self._arena, self._config)
+
     def _step_low_precision(self, low_precision: LowPrecisionWeights) -> None:
         """Take the step of the weights whose gradients were retained in bfloat16."""
         low_precision.stale = True
@@ -119,6 +126,32 @@ def make_optimizer_of(
     kind.bind(optimizer, named, places, config)
     set_learning_rate(optimizer, config.learning_rate)
     return optimizer
+
+
+def _check_state(optimizer: Stepper, names: Iterable[str], places: StateStorage, config: Config) -> None:
+    """Check that the optimizer still has the tensors that its state was bound to.
+
+    Raises:
+        UserError: A step has put another tensor in a place of one, which is neither averaged nor saved.
+    """
+    kept = set(_addresses(optimizer.state))
+    for kind, name in itertools.product(OPTIMIZERS[config.optimizer].states(config), names):
+        tensor = places.state_of(kind, name)
+        if tensor.numel() and tensor.data_ptr() not in kept:
+            raise UserError(
+                f"optimizer: {config.optimizer}: its state has lost the tensor of {kind} that it got for "
+                f"{name}, so what it has instead is neither averaged nor saved. Change state in place "
+                "(mul_, add_)."
+            )
+
+
+def _addresses(state: Any) -> Iterator[int]:
+    """Yield the addresses of the tensors in nested mappings and sequences."""
+    if isinstance(state, torch.Tensor):
+        yield state.data_ptr()
+    elif isinstance(state, Mapping | list | tuple):
+        for value in state.values() if isinstance(state, Mapping) else state:
+            yield from _addresses(value)
 
 
 def set_learning_rate(optimizer: Stepper, rate: float) -> None:
@@ -318,10 +351,11 @@ class ShardedUpdater:
                     group["norms"] = norms
 
     def check_bound(self) -> None:
-        """Check that the optimizer still updates the arena's tensors.
+        """Check that the optimizer still updates the arena's tensors, and that its state is still bound.
 
         Raises:
-            UserError: A step has given a parameter another tensor, so the network would not learn.
+            UserError: A step has given a parameter another tensor, so the network would not learn, or has
+                replaced a tensor of the state.
         """
         memory = self._arena.flat.untyped_storage().data_ptr()
         for piece in self._pieces():
@@ -330,6 +364,8 @@ class ShardedUpdater:
                     f"optimizer: {self._config.optimizer}: its step has replaced {piece.name} by another "
                     "tensor, so the network does not learn. Change it in place (sub_, add_)."
                 )
+        for each in filter(None, self._steps.values()):
+            _check_state(each.optimizer, [piece.name for piece in each.pieces], each.places, self._config)
 
     def counts(self) -> dict[str, dict[int, float]]:
         """Return the optimizer's step counts in this shard: kind to parameter number to count."""

@@ -172,8 +172,7 @@ class Replica(Program, CheckedGradients):
     def begin_validation(self) -> None:
         """Switch to evaluation, with the averaged weights if there are any."""
         self.arena.check_bound(self.model)
-        if isinstance(self.optimizer, ShardedUpdater):
-            self.optimizer.check_bound()
+        self.optimizer.check_bound()
         self._weights_changed()
         if self._config.ema_decay is not None:
             self.arena.bind(self.model, "ema", "ema")

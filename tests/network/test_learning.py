@@ -23,7 +23,7 @@ from lockstep.errors import UserError
 from lockstep.exchange.host import HostTransport
 from lockstep.launch.ranks import run_ranks
 from lockstep.loading import Batch
-from lockstep.network.optimizer import ShardedUpdater, inexact_parts
+from lockstep.network.optimizer import ShardedUpdater, Stepper, inexact_parts
 from lockstep.network.replica import Replica
 from lockstep.optim import OPTIMIZERS, OptimizerName
 from lockstep.optim.lars import LARS
@@ -81,6 +81,34 @@ def test_a_weight_that_a_sharded_optimizer_replaces_is_seen(shared_folder: Path)
     """Its parameters are pieces of the arena, so the network itself still has the arena's tensors."""
     [error] = run_ranks(replace_a_weight, 1, shared_folder)
     assert error.startswith("optimizer: sgd: its step has replaced NAME by another tensor")
+
+
+def replace_a_state(optimizer: Stepper) -> None:
+    """Put a copy in the place of one tensor of the state, as `state[parameter] = mean * beta` does."""
+    state = next(iter(optimizer.state.values()))
+    state["momentum_buffer"] = state["momentum_buffer"].clone()
+
+
+def replace_a_piece_of_state(rank: int, pipes: dict[int, Pipe], data: Path) -> str:
+    """Return the error of a validation after a sharded optimizer has replaced a tensor of its state."""
+    with sharded(rank, pipes, data) as (replica, updater):
+        replica.begin_validation()
+        replace_a_state(next(filter(None, updater._steps.values())).optimizer)
+        with pytest.raises(UserError) as caught:
+            replica.begin_validation()
+    return str(caught.value)
+
+
+def test_a_state_that_an_optimizer_replaces_is_seen(shared_folder: Path) -> None:
+    """Trainers would neither average nor save it."""
+    replica = make_replica(shared_folder)
+    replica.begin_validation()
+    replace_a_state(replica.optimizer.inner)
+    expected = "optimizer: sgd: its state has lost the tensor of momenta that it got for"
+    with pytest.raises(UserError, match=expected):
+        replica.begin_validation()
+    [error] = run_ranks(replace_a_piece_of_state, 1, shared_folder)
+    assert error.startswith(expected)
 
 
 def step_with_replaced_gradients(rank: int, pipes: dict[int, Pipe], data: Path) -> list[bool]:
