@@ -1,6 +1,8 @@
-"""Exceptions for failures of a run that are not bugs, and helpers for their messages."""
+"""Exceptions for failures of a run that are not bugs, warnings, and helpers for their messages."""
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 
 BATCH_KEYS = "batch_size (global_batch_size, if it is set) or n_slots"  # to lower where memory is short
@@ -44,6 +46,14 @@ class DeadlinePassed(PeerProblem):
 
 class Garbled(PeerProblem):
     """The bytes received over a pipe are not a message of this program."""
+
+
+def warn(text: str, kind: type[Warning] = UserWarning) -> None:
+    """Warn at the innermost line that is not this package's."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] == "lockstep":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, kind, stacklevel=level)
 
 
 def first_line(error: BaseException) -> str:

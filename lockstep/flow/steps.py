@@ -2,7 +2,6 @@
 
 import _thread
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from lockstep.errors import UserError, nearest
+from lockstep.errors import UserError, nearest, warn
 from lockstep.flow import collectives, placement, private
 from lockstep.flow.arrays import Array, array_leaves
 from lockstep.flow.creation import device as on_device
@@ -175,10 +174,9 @@ class StepRecorder:
         missing = [name for name in trained if name not in reached and name not in self._warned]
         if missing:
             self._warned.update(missing)
-            warnings.warn(
+            warn(
                 f"no gradient reaches {', '.join(missing)}, so nothing updates it: if that is meant, "
-                "requires_grad_(False) says so",
-                stacklevel=2,
+                "requires_grad_(False) says so"
             )
 
     def _merge(

@@ -5,7 +5,6 @@ ranks would compute with the former object, and their results would differ witho
 """
 
 import sys
-import warnings
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.errors import warn
 from lockstep.synk import imported, settings
 from lockstep.synk.imported import is_a
 
@@ -140,16 +140,8 @@ def _tell(binding: Binding, value: Any, what: str) -> None:
     if is_a(value, *settings.kinds(), *_FUNCTIONS, type, ModuleType):
         raise ValueError(f"{changed} lack: {again}")
     if not binding.has_warned:
-        warnings.warn(f"{changed} have not seen: pass it as an input, or {again}", stacklevel=_level())
+        warn(f"{changed} have not seen: pass it as an input, or {again}")
         binding.has_warned = True  # but not where the warning is an error
-
-
-def _level() -> int:
-    """Return at which level of the stack the program is, for a warning of the calling function."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and str(frame.f_globals.get("__name__")).startswith("lockstep.synk"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _is_same(value: Any, former: Any) -> bool:

@@ -11,7 +11,6 @@ import io
 import os
 import pickle
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from weakref import WeakValueDictionary
 import cloudpickle
 import numpy as np
 
+from lockstep.errors import warn
 from lockstep.synk import bindings, imported, settings
 from lockstep.synk.blocks import ArrayLocation, arrange
 from lockstep.synk.context import CommandStep, RankContext
@@ -174,12 +174,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             params = [param for group in obj.param_groups for param in group["params"]]
             unshared = [p for p in params if p.requires_grad and self._registry.label(p) is None]
             if unshared:
-                warnings.warn(
+                warn(
                     f"distribute(): {len(unshared)} of {len(params)} parameters of the optimizer "
                     f"{type(obj).__name__} are not shared, one of shape {tuple(unshared[0].shape)} for "
                     "instance. Each rank would train a copy, which no collective reaches. Call synk.share "
-                    "before",
-                    stacklevel=5,
+                    "before"
                 )
 
     def explain(self, error: BaseException) -> str:

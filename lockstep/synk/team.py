@@ -6,14 +6,13 @@ import pickle
 import signal
 import sys
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 from lockstep.comm.group import Group, World
-from lockstep.errors import DeadlinePassed, PeerProblem, UserError
+from lockstep.errors import DeadlinePassed, PeerProblem, UserError, warn
 from lockstep.memory.host import HostMemory
 from lockstep.memory.malloc import keep_small_freed_memory
 from lockstep.synk.commands import (
@@ -293,11 +292,10 @@ class Team:
             self.ask("leaving its GPU", ReleaseGpus())
         except RankLost as lost:  # then no rank is left to wait for
             if isinstance(lost.__cause__, DeadlinePassed):
-                warnings.warn(
+                warn(
                     f"close(): rank {lost.rank} (pid {lost.pid}) {lost.how} at: {lost.doing}. It was killed, "
                     "which frees its memory on the GPU",
                     RuntimeWarning,
-                    stacklevel=2,
                 )
 
     def _ask(self, command: RunCommand, own_first: bool) -> list[list[Any]]:

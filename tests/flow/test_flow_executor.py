@@ -1228,8 +1228,9 @@ def test_a_parameter_that_no_gradient_reaches_is_named_and_left() -> None:
     model = network()
     model.register_parameter("idle", nn.Parameter(torch.ones(3, dtype=torch.float64)))
     with executor(2, model, loss=lambda m, x, labels: loss(m, x, labels)[0]) as made:
-        with pytest.warns(UserWarning, match="no gradient reaches idle"):
+        with pytest.warns(UserWarning, match="no gradient reaches idle") as warned:
             made.run(batch(4))
+        assert warned[0].filename == __file__
         assert torch.equal(made.replica(1)["idle"], torch.ones(3, dtype=torch.float64))
 
 
