@@ -344,7 +344,9 @@ class Engine:
         mine = threading.Lock()
         self._waiters.append(mine)
         try:
-            while not (condition() or self.closed):
+            while True:  # in Python 3.13 an interrupt of `while condition` skips `finally`
+                if condition() or self.closed:
+                    return
                 graph.wake_all()
                 mine.acquire(timeout=POLL_SECONDS)
         finally:

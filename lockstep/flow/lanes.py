@@ -167,16 +167,8 @@ class Operation:
         """Return whether it waits for the lane's operations, which its only worker, the caller, can't run."""
         if lane.n_workers > 1:
             return False
-        seen = set[Operation]()
-        with GRAPH:
-            graph.link_submitted()
-            found = [own for own in list(lane.engine.pending) if own.lane is lane]
-            while found:
-                before = found.pop()
-                if before not in seen:
-                    seen.add(before)
-                    found += before._needed_by + before._followed_by
-        return self in seen
+        with GRAPH:  # the loops are in a function: in Python 3.13 an interrupt can skip the end of a `with`
+            return self in _needing(lane)
 
     def link(self, needs: list["Operation"], follows: list["Operation"]) -> None:
         """Make it wait for those of the given operations that are not done. The caller holds GRAPH."""
@@ -316,6 +308,19 @@ def waiting(how: Waiting) -> None:
 def awaits(operation: Operation, before: Operation) -> bool:
     """Return whether the operation must wait for an event of the asynchronous one before it."""
     return before.lane is not operation.lane or before.lane.n_workers > 1
+
+
+def _needing(lane: "Lane") -> set[Operation]:
+    """Return a lane's pending operations, and all that wait for one of them. The caller holds GRAPH."""
+    graph.link_submitted()
+    seen = set[Operation]()
+    found = [own for own in list(lane.engine.pending) if own.lane is lane]
+    while found:
+        before = found.pop()
+        if before not in seen:
+            seen.add(before)
+            found += before._needed_by + before._followed_by
+    return seen
 
 
 class Lane:

@@ -36,7 +36,7 @@ def serve(listener: socket.socket, user: socket.socket) -> None:
     A program whose connection is closed is killed, and so are all when the user has exited.
     """
     programs: dict[int, socket.socket] = {}
-    awake = _exits()
+    awake, waking = _exits()
     while True:
         ready, _, _ = select.select([listener, user, awake, *programs.values()], [], [])
         if awake in ready:
@@ -51,19 +51,19 @@ def serve(listener: socket.socket, user: socket.socket) -> None:
             return
         if listener in ready:
             connection = listener.accept()[0]
-            if pid := _fork(connection, [listener, user, *programs.values()], awake):
+            if pid := _fork(connection, [listener, user, *programs.values()], (awake, waking)):
                 programs[pid] = connection
             else:
                 connection.close()
 
 
-def _exits() -> int:
-    """Return a descriptor that can be read when children have exited."""
+def _exits() -> tuple[int, int]:
+    """Return the ends of a pipe. The first can be read when children have exited."""
     awake, waking = os.pipe()
     os.set_blocking(waking, False)
     signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    return awake
+    return awake, waking
 
 
 def _exited() -> list[tuple[int, int]]:
@@ -84,17 +84,17 @@ def _answer(connection: socket.socket, **message: int) -> None:
         connection.sendall(json.dumps(message).encode())
 
 
-def _fork(connection: socket.socket, others: list[socket.socket], awake: int) -> int:
+def _fork(connection: socket.socket, others: list[socket.socket], exits: tuple[int, int]) -> int:
     """Fork the program that a connection asks for. Return its process id, or 0 if it needs an interpreter."""
     content, streams, _, _ = socket.recv_fds(connection, _LONGEST, 3)
     request = json.loads(content or "null")  # nothing, if who asked has exited
     pid = os.fork() if request and _can_fork(request["environment"]) else None
     if pid == 0:
-        waking = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(-1)
         for file in (connection, *others):
             file.close()
-        os.close(awake)
-        os.close(waking)
+        for number in exits:
+            os.close(number)
         _become(request, streams)
     for number in streams:
         os.close(number)
