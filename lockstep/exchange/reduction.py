@@ -21,6 +21,7 @@ _FUNCTIONS: dict[Op, str] = {
 }
 
 
+@np.errstate(all="ignore")  # a reduction of torch does not warn either: an infinite gradient is usual
 def combine_into(total: Any, value: Any, op: Op, library: Any = np) -> None:
     """Replace `total` by its combination with `value`. A mean is a sum here: the caller divides it.
 
@@ -91,6 +92,7 @@ def reduce_chunk(
             np.copyto(target, total)
 
 
+@np.errstate(all="ignore")
 def reduce_arrays(
     sources: Sequence[np.ndarray],
     targets: Sequence[np.ndarray],

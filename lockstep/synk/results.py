@@ -154,6 +154,7 @@ class PartReducer:
         self._n_parts = 0
         self._dtype: Any = None  # of all parts so far
 
+    @np.errstate(all="ignore")
     def add(self, value: Any, n_rows: int) -> None:
         """Add a copy of the result of a slice with n_rows rows."""
         if self.mode in (None, "gather"):
@@ -175,6 +176,7 @@ class PartReducer:
         self._parts[0] = self._parts[0].astype(dtype, copy=False)
         combine_into(self._parts[0], value, REDUCE_OPS[str(self.mode)])
 
+    @np.errstate(all="ignore")
     def result(self) -> Any:
         """Return the reduction of all parts; the list of them if the mode is None."""
         if self.mode is None:

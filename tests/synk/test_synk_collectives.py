@@ -56,8 +56,10 @@ def case(request: pytest.FixtureRequest) -> Iterator[Any]:
         leave = synk.function([], updates=[(a, pt.concatenate([a, a])[:2])], name="leave")
         f = synk.function([x], (x.mean(), "avg"), updates=[(b, pt.cast(x.mean(0), "float32"))], name="f")
         synk.function([], [(stored.sum(), "sum"), (count.sum(), "sum")])
+        mean = synk.function([x], (x[0], "avg"), name="mean")
         synk.distribute()
-        yield {"size": size, "a": a, "b": b, "stored": stored, "count": count, "leave": leave, "f": f}
+        shareds = {"a": a, "b": b, "stored": stored, "count": count}
+        yield {"size": size, **shareds, "leave": leave, "f": f, "mean": mean}
 
 
 def fill(case: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -232,6 +234,18 @@ def test_what_is_refused_and_harmless(case: Any, ask: Any, error: type[Exception
     with pytest.raises(error, match=words):
         ask(case)
     assert np.array_equal(synk.gather("a"), values)
+
+
+@pytest.mark.parametrize("value", [1e-320, 1e308, np.inf, np.nan])
+def test_reductions_do_not_follow_numpys_error_state(case: Any, value: float) -> None:
+    with np.errstate(all="raise"):
+        for n_slices in (1, 2):
+            case["mean"](np.array([[value], [-value]] * 4), num_slices=n_slices)
+        synk.broadcast(case["a"], np.full((2, 3), value))
+        for op in FOLDS:
+            synk.reduce(case["a"], op, in_place=False)
+        synk.all_reduce(case["a"], "prod")
+    assert np.isnan(synk.gather(case["a"])).all() == np.isnan(value)
 
 
 def test_unequal_shapes_do_not_fold(case: Any) -> None:
