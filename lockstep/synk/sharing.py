@@ -63,7 +63,10 @@ def buffers(team: Team, module: torch.nn.Module) -> list[Vector]:
 
 def _variables(team: Team, module: torch.nn.Module, what: str) -> _Variables:
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"{what} takes a module, not {type(module).__name__}: give collectives the tensor")
+        raise TypeError(
+            f"{what} takes a module, not {type(module).__name__}: give collectives the tensor. To reduce its "
+            "gradient, share a module that has it (torch.nn.ParameterList)"
+        )
     found = _find(team, module)
     if found is None:
         raise ValueError(f"{what}: {type(module).__name__} is not shared: call share() on it first")
