@@ -402,6 +402,7 @@ def receive(peer: int, like: torch.Tensor, group: Any = None) -> Array:
 
 
 _HEADER_BYTES = 256  # before each value: its number of bytes, its shape and its dtype, in words
+_TAG = int.from_bytes(b"flow")  # of messages: a lane may send or receive while the program does, with tag 0
 
 
 def _header(value: torch.Tensor) -> torch.Tensor:
@@ -412,8 +413,8 @@ def _header(value: torch.Tensor) -> torch.Tensor:
 
 def _send(peer: int, group: Any, value: torch.Tensor, _turn: torch.Tensor) -> None:
     whole = value.contiguous()  # if memory lacks for it, the peer must not get a header without its value
-    dist.send(_header(whole), peer, group=group)
-    dist.send(whole, peer, group=group)
+    dist.send(_header(whole), peer, group=group, tag=_TAG)
+    dist.send(whole, peer, group=group, tag=_TAG)
 
 
 def _receive(
@@ -421,12 +422,12 @@ def _receive(
 ) -> tuple[torch.Tensor]:
     value = torch.empty(shape, dtype=dtype, device=device)
     header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=device)
-    dist.recv(header, peer, group=group)
+    dist.recv(header, peer, group=group, tag=_TAG)
     if not torch.equal(header, _header(value)):  # gloo leaves a part of the value as it is, or aborts
         n_bytes, sent = bytes(header.tolist()).decode().split(maxsplit=1)
-        dist.recv(torch.empty(int(n_bytes), dtype=torch.uint8, device=device), peer, group=group)
+        dist.recv(torch.empty(int(n_bytes), dtype=torch.uint8, device=device), peer, group=group, tag=_TAG)
         raise UserError(
             f"flow.receive: process {peer} has sent {sent.strip()}, and `like` is {tuple(shape)} {dtype}"
         )
-    dist.recv(value, peer, group=group)
+    dist.recv(value, peer, group=group, tag=_TAG)
     return (value,)

@@ -239,7 +239,7 @@ def test_a_value_that_cannot_be_copied_sends_nothing(monkeypatch: pytest.MonkeyP
     """Its header was sent, and the receiver took the next message for the value."""
     sent: list[torch.Tensor] = []
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    monkeypatch.setattr(dist, "send", lambda value, peer, group: sent.append(value))
+    monkeypatch.setattr(dist, "send", lambda value, peer, group, tag: sent.append(value))
     with flow.Engine(flow.cpus(1)):
         endless = flow.array([1.0]).expand(1 << 46)  # more than a process can address
         with pytest.raises(flow.OperationError, match=r"send on cpu.*, .*can't allocate memory"):
@@ -324,7 +324,7 @@ def test_the_first_messages_of_two_threads_to_a_peer_take_turns(monkeypatch: pyt
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 23456])
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
 
-    def send(value: torch.Tensor, peer: int, group: Any) -> None:
+    def send(value: torch.Tensor, peer: int, group: Any, tag: int) -> None:
         lanes.append(threading.get_ident())
         time.sleep(0.2)  # for another message to begin, which must not
 
@@ -352,7 +352,7 @@ def test_messages_are_sent_again_after_a_failure_was_reported(monkeypatch: pytes
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 12345])
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
-    monkeypatch.setattr(dist, "send", lambda value, peer, group: sent.append(value))
+    monkeypatch.setattr(dist, "send", lambda value, peer, group, tag: sent.append(value))
     with flow.Engine(flow.cpus(1)):
         bad = flow.array(1.0)
         flow.call(lambda value: 1 / 0, bad, writes=[bad])
@@ -376,7 +376,7 @@ def test_a_message_of_one_peer_does_not_wait_for_one_of_another(monkeypatch: pyt
     heard, like = threading.Event(), torch.empty(3)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2])
 
-    def receive(value: torch.Tensor, peer: int, group: Any) -> None:
+    def receive(value: torch.Tensor, peer: int, group: Any, tag: int) -> None:
         if peer == 2:
             heard.set()
         assert heard.wait(limit(5)), "waits for the other peer"
@@ -395,7 +395,7 @@ def test_messages_of_the_default_group_keep_their_order_however_it_is_given(
     """A message with group=None that was not ready arrived behind a later one with group=WORLD."""
     sent: list[torch.Tensor] = []
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    monkeypatch.setattr(dist, "send", lambda value, peer, group: sent.append(value))
+    monkeypatch.setattr(dist, "send", lambda value, peer, group, tag: sent.append(value))
     with flow.Engine(flow.cpus(1)):
         late = flow.array(1.0)
         flow.call(lambda value: time.sleep(0.2), late, writes=[late])
@@ -575,6 +575,24 @@ for n, like in enumerate(likes):
             found.append(flow.receive(0, like).tolist())
         except flow.OperationError as error:
             found.append(str(error.__cause__))
+pickle.dump(found, open(sys.argv[4], "wb"))
+dist.destroy_process_group()
+"""
+
+
+BESIDE = """
+import time
+
+own = torch.full((64,), 7.0)  # as many bytes as a header
+if rank == 0:
+    flow.send(flow.array(torch.full((3,), 5.0)), 1)
+    time.sleep(0.5)  # its lane sends
+    dist.send(own, 1)
+    found = None
+else:
+    dist.recv(own.zero_(), 0)
+    found = own.tolist(), flow.receive(0, torch.empty(3)).tolist()
+flow.wait_all()
 pickle.dump(found, open(sys.argv[4], "wb"))
 dist.destroy_process_group()
 """
@@ -802,6 +820,12 @@ def test_a_message_of_another_shape_or_dtype_is_refused(tmp_path: Path) -> None:
         sent + "(4, 8) torch.float32",
     ]
     assert (found[0], found[4]) == ([1.0, 1.0, 1.0], [5.0, 5.0, 5.0])
+
+
+def test_messages_of_torch_beside_those_of_flow_are_not_mixed_up(tmp_path: Path) -> None:
+    """torch's recv took flow's header, without a word."""
+    _, found = two_processes(tmp_path, "", BESIDE)
+    assert found == ([7.0] * 64, [5.0] * 3)
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
