@@ -48,6 +48,7 @@ def split_feed(feed: Feed, names: list[str] | None, n_devices: int) -> list[Batc
         )
     if len(feed) != n_devices:
         raise UserError(f"the feed is a list for {len(feed)} devices: there are {n_devices}, give one each")
+    names = names or next((list(each) for each in feed if each), None)  # one order for all devices
     batches = [_batch(each, names) if each else [] for each in feed]
     batches = [batch if batch and len(batch[0]) else [] for batch in batches]
     if not any(batches):
