@@ -402,7 +402,7 @@ def receive(peer: int, like: torch.Tensor, group: Any = None) -> Array:
 
 
 _HEADER_BYTES = 256  # before each value: its number of bytes, its shape and its dtype, in words
-_TAG = int.from_bytes(b"flow")  # of messages: a lane may send or receive while the program does, with tag 0
+_TAG = int.from_bytes(b"fl")  # of messages: a lane may send or receive while the program does, with tag 0
 
 
 def _header(value: torch.Tensor) -> torch.Tensor:
