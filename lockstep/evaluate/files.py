@@ -30,12 +30,10 @@ def check_place(path: Path) -> None:
 
 def _target_of(path: Path) -> Path:
     """Return the file behind links. Raise UserError if they lead in a circle."""
-    try:
-        return path.resolve()
-    except (OSError, RuntimeError) as error:  # RuntimeError: a circle, until Python 3.12
-        raise UserError(
-            f"{path}: can't be written: its links lead in a circle. Name another file."
-        ) from error
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise UserError(f"{path}: can't be written: its links lead in a circle. Name another file.")
+    return target
 
 
 def _is_replaced(path: Path) -> bool:

@@ -396,9 +396,11 @@ def choose(rank: int, pipes: dict[int, Pipe], place: Place, kind: str) -> tuple[
     block = backend.memory.allocate(4096, "a test")
     try:
         transport, reason = backend.open_transport(kind, block, block.tensor(torch.float32, (16,)), group)
+        transport.close()
     except UserError as error:
         return "refused", str(error)
-    transport.close()
+    finally:
+        block.close()
     return transport.name, reason
 
 
