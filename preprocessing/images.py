@@ -128,6 +128,8 @@ def open_by_pillow(content: bytes, name: str) -> Image.Image:
 
 def _decode_with_pillow(content: bytes, geometry: Geometry, name: str) -> tuple[np.ndarray, Shape]:
     with open_by_pillow(content, name) as opened:
+        if opened.format == "PNG":
+            Image.open(io.BytesIO(content), formats=("PNG",)).verify()  # load() ignores the pixels' checksums
         opened.load()
         check_range(opened)
         turn = turn_of(opened) if geometry.orientation == "apply" else None

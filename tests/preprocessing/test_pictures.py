@@ -272,6 +272,14 @@ def test_corrupt_data_that_pillow_passes_over_is_refused() -> None:
         to_image(bytes(content), Geometry(32))
 
 
+def test_a_png_of_which_a_byte_has_changed_is_refused() -> None:
+    whole = encode(photograph(60, 80), "PNG", compress_level=0)  # stored, so the decoder itself sees nothing
+    content = bytearray(whole)
+    content[len(content) // 2] ^= 255
+    with pytest.raises(BadImage, match="checksum"):
+        to_image(bytes(content), Geometry(32))
+
+
 @settings(max_examples=60)
 @given(
     st.binary(max_size=300), st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF", b"GIF89a"])
