@@ -1,7 +1,6 @@
 """The synchronization rule (lockstep/sync), its arguments, and the checks of both, without torch."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -75,8 +74,8 @@ def rule_args_of(config: "Config") -> dict[str, Any]:
     for name, least in (("every", 1), ("from_epoch", 0)):
         if args.get(name, least) < least:
             raise UserError(f"{name} must be at least {least}, not {args[name]}")
-    if not 0 < args.get("learning_rate", 1.0) < math.inf:
-        raise UserError(f"learning_rate must be a finite number above 0, not {args['learning_rate']}")
+    if not 0 < args.get("learning_rate", 1.0) <= 1e30:  # a float32 holds it
+        raise UserError(f"learning_rate must be above 0 and at most 1e30, not {args['learning_rate']}")
     if not 0 < args.get("alpha", 0.1) < 1:
         raise UserError(f"alpha must be above 0 and below 1, not {args['alpha']}")
     if args.get("alpha", 0.0) * (config.n_trainers + 1) >= 2:

@@ -148,7 +148,8 @@ def test_files_of_theano_alexnet_are_understood(tmp_path: Path) -> None:
         ("rule=local rule_args={every: 0}", "every must be at least 1, not 0"),
         ("rule=local rule_args={every: 1.5}", "every must be a whole number, not 1.5"),
         ("rule=outer rule_args={momentum: 1}", "momentum must be from 0 to below 1, not 1.0"),
-        ("rule=outer rule_args={learning_rate: 0}", "learning_rate must be a finite number above 0"),
+        ("rule=outer rule_args={learning_rate: 0}", "learning_rate must be above 0 and at most 1e30, not 0"),
+        ("rule=outer rule_args={learning_rate: 1e39}", "learning_rate must be above 0 and at most 1e30"),
         ("rule=elastic rule_args={alpha: 1}", "alpha must be above 0 and below 1, not 1.0"),
         (
             "rule=elastic rule_args={alpha: 0.4} devices=[cpu,cpu,cpu,cpu]",
