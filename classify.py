@@ -59,7 +59,7 @@ def main() -> int:
         folder = arguments.run or runfolder.newest(arguments.runs)
         overrides = ["devices=[cpu]", *arguments.override]
         config, checkpoint = open_checkpoint(folder, arguments.epoch, overrides)
-        dataset = describe_dataset(folder, config, arguments.override)
+        dataset = describe_dataset(folder, config, arguments.override, checkpoint.state.dataset)
         config = dataclasses.replace(config, batch_size=1)
         configure(config)
         threshold = threshold_of(config, arguments.threshold)
@@ -170,14 +170,20 @@ def classify_all(
 
 
 @refusing_unusable_paths()
-def describe_dataset(folder: Path, config: Config, overrides: list[str]) -> Description:
+def describe_dataset(folder: Path, config: Config, overrides: list[str], digest: str) -> Description:
     """Return the dataset's description in the run's folder, or that of the dataset if `overrides` name one.
+
+    Args:
+        folder: The run's folder.
+        config: The run's configuration.
+        overrides: Settings as key=value.
+        digest: Of the dataset that the checkpoint was trained on.
 
     Raises:
         UserError: Neither can be used.
     """
     overridden = {override.partition("=")[0] for override in overrides}
-    saved = None if overridden & DATA_KEYS else read_description(folder)
+    saved = None if overridden & DATA_KEYS else read_description(folder, digest)
     return saved or open_dataset(config).description
 
 

@@ -67,7 +67,7 @@ def main(interrupts: Interrupts) -> int:
         for path in filter(None, (arguments.json, arguments.csv)):
             check_place(path)
         config, checkpoint = open_checkpoint(arguments.run, arguments.epoch, arguments.overrides)
-        dataset, notes = open_data(config, arguments.run)
+        dataset, notes = open_data(config, arguments.run, checkpoint.state.dataset)
         for note in [*notes, *notes_on_dataset(config, dataset.digest, checkpoint)]:
             show(f"note: {note}", "stderr")
         n_views = N_VIEWS if arguments.ten_crops else 1

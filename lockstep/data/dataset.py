@@ -81,10 +81,10 @@ class Dataset:
         """The facts that users of a trained network need."""
         names = self.class_names
         if self.survey:
-            return Description(names, self.mean, "squash", "apply")
+            return Description(names, self.mean, "squash", "apply", self.digest)
         if self.manifest is None:
             return Description(names, self.mean, "squash", "ignore")
-        return Description(names, self.mean, self.manifest.resize, self.manifest.orientation)
+        return Description(names, self.mean, self.manifest.resize, self.manifest.orientation, self.digest)
 
 
 Described = TypeVar("Described", Dataset, Description)

@@ -1,6 +1,7 @@
 """The facts about a dataset that users of a trained network need: dataset.json and dataset_mean.npy.
 
-They are in a run's folder, so that `classify.py` works without the dataset.
+They are in a run's folder, so that `classify.py` works without the dataset. If a run is resumed on another
+dataset, the facts about the one before are kept for its checkpoints, with its digest in the files' names.
 """
 
 import json
@@ -20,12 +21,19 @@ NAME, MEAN_NAME = "dataset.json", "dataset_mean.npy"
 
 @dataclass(frozen=True)
 class Description:
-    """Class names, the mean to subtract, float32 (row, column, channel), and how images became square."""
+    """The facts about a dataset.
+
+    Attributes:
+        mean: The mean to subtract, float32 (row, column, channel).
+        resize: How images became square.
+        digest: Of the dataset; '' if it has none, or if the facts were written before digests were.
+    """
 
     class_names: tuple[str, ...]
     mean: np.ndarray
     resize: Resize
     orientation: Orientation
+    digest: str = ""
 
     @property
     def n_classes(self) -> int:
@@ -37,31 +45,56 @@ class Description:
 
 
 def write_description(folder: Path, description: Description) -> None:
-    """Write both files. Raise UserError if that fails."""
-    words = {key: getattr(description, key) for key in ("class_names", "resize", "orientation")}
-    write_array(folder / MEAN_NAME, description.mean)
-    write_text(folder / NAME, json.dumps(words, indent=0))
+    """Write both files, and keep those of another dataset. Raise UserError if that fails."""
+    known = read_description(folder)
+    if known and known.digest != description.digest:
+        kept = _paths(folder, known.digest)
+        if not kept[0].exists():  # after a kill, `known` may have the mean of the other dataset
+            _write(known, *kept)
+    _write(description, *_paths(folder))
 
 
-def read_description(folder: Path) -> Description | None:
+def _write(description: Description, path: Path, mean_path: Path) -> None:
+    keys = ("class_names", "resize", "orientation", "digest")
+    write_array(mean_path, description.mean)
+    write_text(path, json.dumps({key: getattr(description, key) for key in keys}, indent=0))
+
+
+def _paths(folder: Path, digest: str = "") -> tuple[Path, Path]:
+    """Return the paths of both files: those of the run's latest dataset, or kept ones with a digest."""
+    mark = f"-{digest[:12]}" if digest.isalnum() else ""  # a digest of a file is no path
+    names = (Path(name) for name in (NAME, MEAN_NAME))
+    first, second = (folder / f"{name.stem}{mark}{name.suffix}" for name in names)
+    return first, second
+
+
+def read_description(folder: Path, digest: str = "") -> Description | None:
     """Return the description in a run's folder, or None if it has none.
+
+    Args:
+        folder: The run's folder.
+        digest: Of the dataset that a checkpoint was trained on. Without a kept description of it, and by
+            default, the description is that of the run's latest dataset.
 
     Raises:
         UserError: A file is damaged; the message names it.
     """
-    path = folder / NAME
+    path, mean_path = _paths(folder, digest)
+    if not path.exists():
+        path, mean_path = _paths(folder)
     if not path.exists():
         return None
     try:
         words = json.loads(path.read_text(encoding="utf-8"))
         names, resize, orientation = words["class_names"], words["resize"], words["orientation"]
+        own = str(words.get("digest", ""))
         if not all(isinstance(name, str) for name in names) or resize not in RESIZES:
             raise ValueError("class_names or resize")
         if orientation not in ORIENTATIONS:
             raise ValueError("orientation")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: can't be used: {error}. Remove it to read the dataset itself.") from error
-    return Description(tuple(map(as_name, names)), _read_mean(folder / MEAN_NAME), resize, orientation)
+    return Description(tuple(map(as_name, names)), _read_mean(mean_path), resize, orientation, own)
 
 
 def check_same_classes(names: Sequence[str], data: str, description: Description, run: Path) -> None:

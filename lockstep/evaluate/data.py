@@ -10,7 +10,7 @@ from lockstep.data.dataset import Dataset, as_subtracted, open_dataset, takes_me
 from lockstep.data.description import MEAN_NAME, check_same_classes, read_description
 
 
-def open_data(config: Config, run: Path) -> tuple[Dataset, list[str]]:
+def open_data(config: Config, run: Path, digest: str = "") -> tuple[Dataset, list[str]]:
     """Open a configuration's dataset for the network of a run, with the mean of the run's training data.
 
     The mean is the dataset's own if the configuration gives one, or if the run's is a whole image of another
@@ -19,6 +19,7 @@ def open_data(config: Config, run: Path) -> tuple[Dataset, list[str]]:
     Args:
         config: The run's configuration; its keys of data may be overridden.
         run: The run's folder.
+        digest: Of the dataset that the checkpoint was trained on.
 
     Returns:
         The dataset and notes for the user.
@@ -27,7 +28,7 @@ def open_data(config: Config, run: Path) -> tuple[Dataset, list[str]]:
         UserError: A file can't be used, or a class has another name than in the run.
     """
     dataset = open_dataset(config)
-    description = read_description(run)
+    description = read_description(run, digest)
     if description is None:
         return dataset, []
     name = config.data or config.data_folder

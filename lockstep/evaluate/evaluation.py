@@ -18,6 +18,7 @@ from lockstep.evaluate.data import open_data
 from lockstep.launch.status import StatusBoard
 from lockstep.loading.feed import Feed, open_feed
 from lockstep.network.replica import Replica, open_trained
+from lockstep.runs.checkpoint_files import read_state
 from lockstep.runs.metrics import AnswerCounts
 from lockstep.runs.multilabel import LabelMetrics
 from lockstep.runs.plan import RunPlan
@@ -44,10 +45,11 @@ def run_validator(control: Pipe, board: StatusBoard, plan: RunPlan, world: World
 def _predict_share(control: Pipe, board: StatusBoard, plan: RunPlan, world: World, n_views: int) -> bool:
     config = dataclasses.replace(plan.config, para_load=False)  # validation has no loader processes
     board.say("opening the dataset and the checkpoint")
-    dataset, _ = open_data(config, plan.folder)  # the launcher has shown the notes
+    assert plan.start
+    digest = read_state(plan.start.with_suffix(".json")).dataset
+    dataset, _ = open_data(config, plan.folder, digest)  # the launcher has shown the notes
     backend = backend_of(config.devices[world.local_rank])
     backend.start_computing(config)
-    assert plan.start
     replica, dataset = open_trained(config, dataset, backend.memory, plan.start)
     warning = backend.speed_up(replica, config)
     if warning and world.rank == 0:

@@ -34,6 +34,7 @@ from lockstep.evaluate.answers import Answer, check_target, write_answers
 from lockstep.evaluate.data import open_data
 from lockstep.evaluate.evaluation import Evaluation, orders_of
 from lockstep.evaluate.files import check_place, write_csv
+from lockstep.export.__main__ import describe, load_trained
 from lockstep.launch.status import StatusBoard
 from lockstep.network.build import build_model
 from lockstep.runs.checkpoint_files import find_checkpoint
@@ -261,6 +262,33 @@ def test_the_mean_is_the_runs_on_another_dataset(
     assert first_line(text) == first_line(own)
     assert f"note: {other}: holds another dataset than the one of the checkpoint, by its manifest" in text
     assert "note: " not in own
+
+
+def test_a_checkpoint_keeps_the_mean_of_its_data_if_the_run_is_resumed_on_others(
+    shared_folder: Path, tmp_path: Path
+) -> None:
+    first, other = (Path(shutil.copytree(shared_folder, tmp_path / name)) for name in ("first", "other"))
+    np.save(other / "misc" / "img_mean.npy", np.zeros((36, 36, 3)))
+    for folder in (first, other):
+        write_manifest(folder)
+    manifest = other / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("0" * 64, "1" * 64))
+    Image.fromarray(np.full((36, 36, 3), 200, np.uint8)).save(tmp_path / "photo.png")
+
+    def answers(epoch: int, folder: Path) -> tuple[object, object, str]:
+        facts, _ = describe(load_trained(run.run_folder, epoch))
+        chosen = ("--epoch", epoch)
+        text = call("validate.py", run.run_folder, *chosen, "devices=[cpu]", f"data_folder={folder}")
+        answer = call("classify.py", tmp_path / "photo.png", "--run", run.run_folder, *chosen, "--json")
+        return first_line(text), facts["input_mean"], answer
+
+    program = Program(first, tmp_path)
+    run = program.run("n_epochs=1", "snapshot_freq=1", "learning_rate=0.001", devices="[cpu]")
+    before = answers(1, first)
+    program.data = other
+    program.run("n_epochs=2", "resume_train=true", devices="[cpu]")
+    assert answers(1, first) == before
+    assert answers(2, other)[1] == [0, 0, 0]
 
 
 @pytest.mark.slow
