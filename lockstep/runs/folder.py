@@ -326,7 +326,10 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
     for key in sorted(now.keys() - _FREE_KEYS):
         was = then[key]
         if now[key] != was and key in refused:
-            raise UserError(f"{start.path}: was made with {key}: {was}, the configuration says {now[key]}")
+            raise UserError(
+                f"{start.path}: was made with {key}: {was}, the configuration says {now[key]}. Resume with "
+                f"the former {key}, or begin a new run."
+            )
         if now[key] != was:
             notes.append(f"{key} is {now[key]} now, was {was} before{_effect_of(key, now, then)}")
     return notes
