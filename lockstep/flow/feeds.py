@@ -25,17 +25,23 @@ def batch_names(function: Callable[..., Any], what: str) -> list[str] | None:
     return taken[1:]
 
 
-def split_feed(feed: Feed, names: list[str] | None, n_devices: int) -> list[Batch]:
+def split_feed(
+    feed: Feed, names: list[str] | None, n_devices: int, orders: dict[frozenset[str], list[str]]
+) -> list[Batch]:
     """Return the batch of each device, in the order of the names; empty for a device without samples.
 
     A dictionary is split as evenly as possible; the first devices have one sample more.
+
+    Args:
+        names: Of the function's arguments, or None: the first feed with these names gives their order.
+        orders: The orders of earlier feeds, by their names.
 
     Raises:
         UserError: Names differ, numbers of samples differ, there are no samples, or a list has a wrong
             length.
     """
     if isinstance(feed, Mapping):
-        whole = _batch(feed, names)
+        whole = _batch(feed, names or orders.setdefault(frozenset(feed), list(feed)))
         n_samples = len(whole[0])
         if not n_samples:
             raise UserError("the feed has no samples: give at least one")
@@ -48,7 +54,8 @@ def split_feed(feed: Feed, names: list[str] | None, n_devices: int) -> list[Batc
         )
     if len(feed) != n_devices:
         raise UserError(f"the feed is a list for {len(feed)} devices: there are {n_devices}, give one each")
-    names = names or next((list(each) for each in feed if each), None)  # one order for all devices
+    first = list(next(filter(None, feed), ()))
+    names = names or orders.setdefault(frozenset(first), first)
     batches = [_batch(each, names) if each else [] for each in feed]
     batches = [batch if batch and len(batch[0]) else [] for batch in batches]
     if not any(batches):
@@ -56,8 +63,7 @@ def split_feed(feed: Feed, names: list[str] | None, n_devices: int) -> list[Batc
     return batches
 
 
-def _batch(feed: Mapping[str, Any], names: list[str] | None) -> Batch:
-    names = list(feed) if names is None else names
+def _batch(feed: Mapping[str, Any], names: list[str]) -> Batch:
     for name in feed:
         if name not in names:
             raise UserError(f"the feed has '{name}'{nearest(str(name), names)}: it takes {', '.join(names)}")

@@ -203,8 +203,8 @@ def one_network_on(whole: dict[str, torch.Tensor]) -> Results:
         return made.replica(0)
 
 
-def test_a_loss_of_any_arguments_gets_them_in_one_order_on_all_devices() -> None:
-    """Each device took the order of its own dictionary, so one got the targets as its inputs."""
+def test_a_loss_of_any_arguments_gets_them_in_one_order() -> None:
+    """Each device and step took the order of its own dictionary: one got the targets as its inputs."""
     x, y = torch.ones(4, 3), torch.zeros(4, 3)
     with flow.Engine(flow.cpus(2, threads=1)) as engine:
         made = flow.ParallelExecutor(
@@ -213,7 +213,9 @@ def test_a_loss_of_any_arguments_gets_them_in_one_order_on_all_devices() -> None
         )  # fmt: skip
         one = made.run([{"x": x[:2], "y": y[:2]}, {"x": x[2:], "y": y[2:]}])
         other = made.run([{"x": x[:2], "y": y[:2]}, {"y": y[2:], "x": x[2:]}])
+        whole = made.run({"y": y, "x": x})
     assert torch.equal(one["loss"], other["loss"])
+    assert torch.equal(one["loss"], whole["loss"])
 
 
 def test_scales_of_gradients() -> None:
