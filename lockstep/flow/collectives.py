@@ -164,6 +164,11 @@ class ProcessCollectives:
                         f"group: {name} is {here} in this process and {there} in the group's process {rank}: "
                         "make the same executor in all processes"
                     )
+            if list(other) != list(own):
+                raise UserError(
+                    "group: the model's parameters and buffers have another order in the group's process "
+                    f"{rank}: register them in the same order (that of a set differs between processes)"
+                )
 
     def gather_steps(
         self, n_samples: int, n_runs: int, merged: Any, orders: dict[frozenset[str], list[str]]

@@ -324,7 +324,7 @@ class Buckets:
     def described(self) -> dict[str, Any]:
         """Return what optimizers have in common if processes update alike."""
         return {"the optimizer": self._kind} | {
-            f"{key} of {name}": repr(value) if isinstance(value, int | float | str | tuple) else None
+            f"{key} of {name}": _written_out(value)
             for name, own in self._initial.items()
             for key, value in own["hyperparameters"].items()
         }
@@ -411,3 +411,9 @@ class Buckets:
             for bucket in self.all:
                 for updates in bucket.updates.values():
                     updates.load_state(state)
+
+
+def _written_out(value: Any) -> str | None:
+    """Return a hyperparameter in words, or None if those would differ between processes."""
+    value = value.tolist() if isinstance(value, torch.Tensor) else value
+    return repr(value) if isinstance(value, Number | str | tuple | list) else None
